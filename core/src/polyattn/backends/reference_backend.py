@@ -1,0 +1,53 @@
+"""`reference`: the definition of the semantics as a backend, for what nothing else takes and for checking."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from .. import envvars, reference
+from ..contract import Bound
+from ..records import AttentionRequest
+
+__all__ = ["Reference"]
+
+
+class Reference:
+    """Binds every softmax family. Memory for scores is capped by POLYATTN_REFERENCE_MEMORY_GB per call."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        cap = int(envvars.number("POLYATTN_REFERENCE_MEMORY_GB", 4.0) * 2**30)
+        options: dict[str, Any] = {
+            "causal": request.causal,
+            "window": request.window,
+            "chunk": request.chunk,
+            "softcap": request.softcap,
+            "scale": request.scale,
+            "return_lse": request.lse,
+            "max_bytes": cap,
+        }
+        if request.family == "dense":
+            call = functools.partial(
+                reference.attention, layout=request.layout, dropout_p=request.dropout, **options
+            )
+        elif request.family == "varlen":
+            call = functools.partial(reference.varlen_attention, dropout_p=request.dropout, **options)
+        elif request.family == "paged":
+            call = functools.partial(
+                reference.paged_attention,
+                kv_layout=request.kv_layout or "NHD",
+                save_kv_cache=bool(request.save_kv_cache),
+                **options,
+            )
+        else:
+            call = functools.partial(reference.mla_attention, v_head_dim=request.v_head_dim, **options)
+        return Bound(functools.partial(_into, call), traceable=request.family == "dense")
+
+
+def _into(call: Any, *tensors: Any, out: Any = None, **kw: Any) -> Any:
+    result = call(*tensors, **{k: v for k, v in kw.items() if v is not None})
+    if out is None:
+        return result
+    if isinstance(result, tuple):
+        return out.copy_(result[0]), result[1]
+    return out.copy_(result)

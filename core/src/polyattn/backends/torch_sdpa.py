@@ -1,0 +1,253 @@
+"""`torch_sdpa`: PyTorch's scaled_dot_product_attention, and torch's own flash ops where the LSE is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..contract import Bound
+from ..records import AttentionRequest
+from .sdpa_masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
+
+__all__ = ["TorchSDPA"]
+
+_sdpa = F.scaled_dot_product_attention
+_aten = torch.ops.aten
+
+
+class TorchSDPA:
+    """Binds dense requests. Without LSE and sinks: SDPA itself, autograd by torch. With them: the flash op of the
+    device and its backward, which accepts a substituted (out, lse)."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        if request.lse or request.sinks:
+            return _with_lse(request)
+        return Bound(_plain(request), traceable=True, simple=_simple(request))
+
+
+def _views(request: AttentionRequest, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adapt a BHSD function to the request's layout by views (torch's SDPA is BHSD)."""
+    if request.layout == "BHSD":
+        return function
+
+    def bshd(query: Tensor, key: Tensor, value: Tensor, **kw: Any) -> Any:
+        result = function(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **kw)
+        if isinstance(result, tuple):
+            return result[0].transpose(1, 2), result[1].transpose(1, 2)
+        return result.transpose(1, 2)
+
+    return bshd
+
+
+def _into(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
+
+
+def _simple(request: AttentionRequest) -> Callable[..., Tensor] | None:
+    """SDPA with as few arguments as the request needs: parsing the others costs a microsecond."""
+    if position_kind(request) == "mask" or request.layout != "BHSD" or request.group != 1:
+        return None
+    if request.dropout or request.scale is not None:
+        return None
+    if position_kind(request) == "all":
+        function: Callable[..., Tensor] = _sdpa
+        return function
+
+    def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _sdpa(query, key, value, None, 0.0, True)
+
+    return causal
+
+
+def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
+    kind = position_kind(request)
+    flag = kind == "flag"
+    scale, gqa, dropout = request.scale, request.group != 1, request.dropout
+    explicit = kind == "mask" or request.mask != "none"
+    # torch's CPU kernels already give 0 and zero gradients for rows without keys; elsewhere kernels differ.
+    repair = may_have_empty_rows(request) and request.platform != "cpu"
+
+    def masked(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
+        mask = combined_mask(request, attn_mask, query.shape[2], key.shape[2], query.device)
+        alive = None
+        if repair:
+            mask, alive = open_empty_rows(mask)
+        if mask.dtype != torch.bool:
+            mask = mask.to(query.dtype)
+        result = _sdpa(query, key, value, mask, dropout, scale=scale, enable_gqa=gqa)
+        return result if alive is None else result.masked_fill(~alive, 0.0)
+
+    if request.layout == "BSHD":
+
+        def bshd(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *,
+            attn_mask: Tensor | None = None,
+            sinks: Tensor | None = None,
+            out: Tensor | None = None,
+        ) -> Tensor:
+            q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            if explicit:
+                return _into(masked(q, k, v, attn_mask).transpose(1, 2), out)
+            result = _sdpa(q, k, v, None, dropout, flag, scale=scale, enable_gqa=gqa).transpose(1, 2)
+            return result if out is None else out.copy_(result)
+
+        return bshd
+
+    def bhsd(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if explicit:
+            return _into(masked(query, key, value, attn_mask), out)
+        result = _sdpa(query, key, value, None, dropout, flag, scale=scale, enable_gqa=gqa)
+        return result if out is None else out.copy_(result)
+
+    return bhsd
+
+
+def _with_lse(request: AttentionRequest) -> Bound:
+    flag = position_kind(request) == "flag"
+    explicit = position_kind(request) == "mask" or request.mask != "none"
+    repair = may_have_empty_rows(request)
+    scale = request.head_dim**-0.5 if request.scale is None else request.scale
+    returns_lse = request.lse or bool(request.grad)
+    op, gradient = (_cpu_forward, _cpu_backward) if request.platform == "cpu" else (_cuda_forward, _cuda_backward)
+
+    def mask_of(query: Tensor, key: Tensor, attn_mask: Tensor | None) -> Tensor | None:
+        if not explicit:
+            return None
+        return combined_mask(request, attn_mask, query.shape[2], key.shape[2], query.device)
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Any:
+        mask = mask_of(query, key, attn_mask)
+        bias = None if mask is None else additive(mask, query.dtype)
+        result, lse = op(query, key, value, bias, flag, scale)
+        if mask is not None and repair:
+            alive = open_empty_rows(mask)[1][..., 0]
+            lse = lse.masked_fill(~alive, float("-inf"))
+        if sinks is not None:
+            keep = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+            result = (result * keep[..., None]).to(query.dtype)
+        result = _into(result, out)
+        return (result, lse) if returns_lse else result
+
+    def backward(
+        dout: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mask = mask_of(query, key, attn_mask)
+        bias = None if mask is None else additive(mask, query.dtype)
+        # A row without keys has no weights: exp(-inf - 0) = 0, where exp(-inf + inf) would be NaN.
+        finite = lse.masked_fill(lse == float("-inf"), 0.0)
+        return gradient(dout, query, key, value, out, finite, bias, flag, scale)
+
+    if request.layout == "BHSD":
+        return Bound(forward, backward, traceable=True)
+
+    inner = _views(request, forward)
+
+    def forward_bshd(query: Tensor, key: Tensor, value: Tensor, *, out: Tensor | None = None, **kw: Any) -> Any:
+        return inner(query, key, value, out=None if out is None else out.transpose(1, 2), **kw)
+
+    def backward_bshd(
+        dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **kw: Any
+    ) -> tuple[Tensor, ...]:
+        turned = (t.transpose(1, 2) for t in (dout, query, key, value, out, lse))
+        return tuple(g.transpose(1, 2) for g in backward(*turned, **kw))
+
+    return Bound(forward_bshd, backward_bshd, traceable=True)
+
+
+def _widths(query: Tensor, value: Tensor, multiple: int) -> int:
+    """The one head dim torch's flash ops want for Q, K and V."""
+    width = max(query.shape[-1], value.shape[-1])
+    return -(-width // multiple) * multiple
+
+
+def _wide(tensor: Tensor, width: int) -> Tensor:
+    return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))
+
+
+def _cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, flag: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    width = _widths(query, value, 1)
+    q, k, v = _wide(query, width), _wide(key, width), _wide(value, width)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, flag, attn_mask=bias, scale=scale)
+    return out[..., : value.shape[-1]], lse
+
+
+def _cpu_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    flag: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = _widths(query, value, 1)
+    wide = [_wide(t, width) for t in (dout, query, key, value, out)]
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *wide, lse, 0.0, flag, attn_mask=bias, scale=scale
+    )
+    return dq[..., : query.shape[-1]], dk[..., : key.shape[-1]], dv[..., : value.shape[-1]]
+
+
+def _cuda_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, flag: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    width = _widths(query, value, 8)
+    q, k, v = _wide(query, width), _wide(key, width), _wide(value, width)
+    result = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, flag, False, scale=scale)
+    return result[0][..., : value.shape[-1]], result[1][..., : query.shape[2]]
+
+
+def _cuda_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    flag: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = _widths(query, value, 8)
+    wide = [_wide(t, width) for t in (dout, query, key, value, out)]
+    # Random state of the dropout that this adapter never asks the flash op for.
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.empty(0, dtype=torch.uint64, device=query.device)
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+        *wide, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, flag, seed, unused, scale=scale
+    )
+    return dq[..., : query.shape[-1]], dk[..., : key.shape[-1]], dv[..., : value.shape[-1]]

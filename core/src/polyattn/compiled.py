@@ -1,0 +1,532 @@
+"""Attention under torch.compile: the choice is made while tracing, and what cannot be traced hides behind a custom op.
+
+While dynamo traces a call, `_plan_dense` runs as ordinary Python on constants (dtypes, device, heads, head dims, the
+relation of the lengths) and returns the name of a plan; the plan is a function on the `_plans` module that dynamo then
+inlines. What may change later is guarded: the overrides through their thread-local mirror, everything process-wide
+through the epoch's token. Lengths stay symbolic.
+
+Traceable forwards are inlined. Others, and trainable ones that bring their own backward, become
+`torch.ops.polyattn.dense` or `.varlen`: one opaque op per family with a fake and autograd, whose `plan` argument says
+in plain JSON what to run, so that a saved graph can be run by another process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import overrides
+from .autograd import attention_backward
+from .choose import Chosen, choose, dtype_name
+from .contract import Bound
+from .epoch import EPOCH
+from .errors import InvalidInputError
+from .plugins import get_manager
+from .records import AttentionRequest
+
+__all__ = ["op_plan", "trace_dense", "trace_varlen"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_plans = types.ModuleType("polyattn._plans", "Functions that dynamo inlines, one per choice made while tracing.")
+_numbers = itertools.count()
+_names: dict[Any, str] = {}
+
+
+def _constant(function: _F) -> _F:
+    """`torch.compiler.assume_constant_result` without its import of dynamo, which costs as much as torch itself."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def _scope_now(scope: overrides.Scope | None) -> overrides.Scope:
+    if scope is not None:
+        return scope
+    mirror = overrides.MIRROR
+    return (mirror.backend, mirror.component, mirror.role)
+
+
+def trace_dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    static: tuple[Any, ...],
+    backend: str | None,
+    scope: overrides.Scope | None,
+) -> Any:
+    """A dense call being traced. `static`: the arguments of `dispatch.Static` in order."""
+    _check_ranks(query, key, value, 4)
+    bshd = static[4] == "BSHD"
+    s, h = (1, 2) if bshd else (2, 1)
+    s_q, s_k = query.shape[s], key.shape[s]
+    facts = (
+        *_tensor_facts(query, key, value, attn_mask, sinks, out),
+        _fixed(query.shape[h], key.shape[h], value.shape[h], query.shape[3], key.shape[3], value.shape[3]),
+        "equal" if s_q == s_k else "one" if s_q == 1 else "fewer" if s_q < s_k else "more",
+        "agree"
+        if query.shape[0] == key.shape[0] and key.shape[0] == value.shape[0] and s_k == value.shape[s]
+        else "differ",
+        None if attn_mask is None else "fits" if _mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit",
+    )
+    plan = getattr(_plans, _plan_dense(facts, _constants(static), backend, _scope_now(scope), EPOCH.token))
+    return plan(query, key, value, attn_mask, sinks, out)
+
+
+def _check_ranks(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
+    if query.ndim != rank or key.ndim != rank or value.ndim != rank:
+        raise InvalidInputError(
+            f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} dimensions; {rank} are needed"
+        )
+
+
+def _fixed(*sizes: int) -> tuple[int, ...]:
+    """Sizes that must be constants (heads, head dims): the length of a range is where dynamo fixes a symbol."""
+    return tuple([len(range(size)) for size in sizes])
+
+
+def _constants(static: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The static arguments with their numbers fixed: dynamo may hold a float attribute or default as a symbol, and
+    `math.ldexp(x, 0)`, which is exactly x, is where it becomes a constant."""
+    causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic = static
+    return (
+        causal,
+        (int(math.ldexp(window[0], 0)), int(math.ldexp(window[1], 0))),
+        math.ldexp(softcap, 0),
+        None if scale is None else math.ldexp(scale, 0),
+        *(layout, math.ldexp(dropout_p, 0), return_lse, deterministic),
+    )
+
+
+def _mask_fits(attn_mask: Tensor, query: Tensor, h: int, s_q: int, s_k: int) -> bool:
+    return (
+        attn_mask.ndim == 4
+        and (attn_mask.shape[0] == 1 or attn_mask.shape[0] == query.shape[0])
+        and (attn_mask.shape[1] == 1 or attn_mask.shape[1] == query.shape[h])
+        and attn_mask.shape[2] == s_q
+        and attn_mask.shape[3] == s_k
+    )
+
+
+def _tensor_facts(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, out: Tensor | None
+) -> tuple[Any, ...]:
+    kind = query.device.type
+    grad = torch.is_grad_enabled()
+    return (
+        str(query.device),
+        (query.dtype, key.dtype, value.dtype),
+        (query.device == key.device and query.device == value.device),
+        None if attn_mask is None else attn_mask.dtype,
+        None if sinks is None else sinks.dtype,
+        out is not None,
+        (
+            grad and query.requires_grad,
+            grad and key.requires_grad,
+            grad and value.requires_grad,
+            grad and attn_mask is not None and attn_mask.requires_grad,
+            grad and sinks is not None and sinks.requires_grad,
+        ),
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@_constant
+def _plan_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: Any, token: str) -> str:
+    name = ("dense", facts, static, backend, scope, token)
+    if name not in _names:
+        _names[name] = _make_dense(facts, static, backend, scope)
+    return _names[name]
+
+
+def _make_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> str:
+    common, (sizes, relation, lengths, mask) = facts[:9], facts[9:]
+    h_q, h_k, h_v, d, dk, dv = sizes
+    if lengths != "agree" or mask == "does not fit":
+        raise InvalidInputError(
+            f"batch and key lengths of query, key and value {lengths}; attn_mask {mask or 'is not given'} "
+            f"(allowed: [B|1, H_q|1, S_q, S_k]). Run the call once outside torch.compile for the exact sizes"
+        )
+    if h_k != h_v or d != dk or not h_k or h_q % h_k:
+        raise InvalidInputError(
+            f"heads {h_q}, {h_k}, {h_v} and head dims {d}, {dk}, {dv} of query, key and value do not fit: "
+            f"H_q must be a multiple of H_kv, key and value have equal heads, query and key equal head dims"
+        )
+    from .dispatch import Static
+
+    fixed = Static(*static).checked()
+    fields = _request_fields(common, fixed, h_q, h_k, d, dv)
+    request = AttentionRequest(family="dense", s_relation=relation, **fields).normalised()
+    chosen = choose(request, backend, scope)
+    axis = 2 if fixed.layout == "BSHD" else 1
+    return _publish(_inline(chosen, axis, common[7]) if _traceable(chosen) else _opaque_dense(chosen, common[7]))
+
+
+def _request_fields(common: tuple[Any, ...], static: Any, h_q: int, h_k: int, d: int, dv: int) -> dict[str, Any]:
+    device, dtypes, one_device, mask, sinks, out, grads, autocast, _ = common
+    from .choose import device_facts
+
+    if not one_device:
+        raise InvalidInputError("query, key and value are on different devices; move them to one")
+    if autocast is None and len(set(dtypes)) != 1:
+        raise InvalidInputError(f"query, key and value have dtypes {dtypes}; cast them to one, or use autocast")
+    names = ("query", "key", "value", "mask", "sinks")
+    wanted = [n for n, g in zip(names, grads, strict=True) if g]
+    if wanted and out:
+        raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
+    dtype = dtypes[0] if autocast is None or dtypes[0] == torch.float64 else autocast
+    return {
+        **static.fields(),
+        **device_facts(torch.device(device)),
+        "dtype": dtype_name(dtype),
+        "heads": h_q,
+        "kv_heads": h_k,
+        "head_dim": d,
+        "v_head_dim": dv,
+        "mask": "none" if mask is None else "bool" if mask == torch.bool else "additive",
+        "sinks": sinks is not None,
+        "grad": tuple([*wanted, "lse"] if wanted and static.return_lse else wanted),
+    }
+
+
+def _traceable(chosen: Chosen) -> bool:
+    return chosen.bound.traceable and not (chosen.bound.backward is not None and chosen.request.grad)
+
+
+def _publish(plan: Callable[..., Any]) -> str:
+    name = f"plan_{next(_numbers)}"
+    setattr(_plans, name, plan)
+    return name
+
+
+def _inline(chosen: Chosen, axis: int, autocast: torch.dtype | None) -> Callable[..., Any]:
+    from .dispatch import runner
+
+    run = runner(chosen, chosen.request.lse, autocast is not None, axis)
+
+    def plan(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
+        return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
+
+    return plan
+
+
+def _opaque_dense(chosen: Chosen, autocast: torch.dtype | None) -> Callable[..., Any]:
+    text, lse = op_plan(chosen), chosen.request.lse
+    dtype = None if autocast is None or chosen.request.dtype == "float64" else autocast
+
+    def plan(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
+        if dtype is not None:
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        result, softmax = torch.ops.polyattn.dense(query, key, value, attn_mask, sinks, text)
+        if out is not None:
+            result = out.copy_(result)
+        return (result, softmax) if lse else result
+
+    return plan
+
+
+def trace_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    lens: dict[str, Any],
+    static: tuple[Any, ...],
+    backend: str | None,
+) -> Any:
+    """A packed call being traced. Token counts stay symbolic; the longest lengths may be constants or symbols."""
+    _check_ranks(query, key, value, 3)
+    cu_q, cu_k = lens["cu_seqlens_q"], lens["cu_seqlens_k"]
+    max_q, max_k = lens["max_seqlen_q"], lens["max_seqlen_k"]
+    facts = (
+        *_tensor_facts(query, key, value, attn_mask, sinks, out),
+        _fixed(query.shape[1], key.shape[1], value.shape[1], query.shape[2], key.shape[2], value.shape[2]),
+        "equal" if cu_q is cu_k else "one" if max_q == 1 else "more",
+        (cu_q.dtype, cu_k.dtype),
+    )
+    plan = getattr(_plans, _plan_varlen(facts, _constants(static), backend, _scope_now(None), EPOCH.token))
+    return plan(query, key, value, attn_mask, sinks, out, cu_q, cu_k, max_q, max_k)
+
+
+@_constant
+def _plan_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: Any, token: str) -> str:
+    name = ("varlen", facts, static, backend, scope, token)
+    if name not in _names:
+        _names[name] = _make_varlen(facts, static, backend, scope)
+    return _names[name]
+
+
+def _make_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> str:
+    common, (sizes, relation, index) = facts[:9], facts[9:]
+    h_q, h_k, h_v, d, dk, dv = sizes
+    if set(index) != {torch.int32} or h_k != h_v or d != dk or not h_k or h_q % h_k:
+        raise InvalidInputError(
+            f"query, key and value must be [T, H, D] with fitting heads and head dims, cu_seqlens int32; "
+            f"heads {h_q}, {h_k}, {h_v}, head dims {d}, {dk}, {dv}, cu_seqlens {index}"
+        )
+    from .dispatch import Static
+
+    fixed = Static(*static).checked(("THD",))
+    fields = _request_fields(common, fixed, h_q, h_k, d, dv)
+    request = AttentionRequest(family="varlen", s_relation=relation, **fields).normalised()
+    chosen = choose(request, backend, scope)
+    text, lse = op_plan(chosen), chosen.request.lse
+    autocast = common[7]
+
+    def plan(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any,
+        cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+    ) -> Any:  # fmt: skip
+        if autocast is not None:
+            query, key, value = query.to(autocast), key.to(autocast), value.to(autocast)
+        args = (query, key, value, attn_mask, sinks, cu_q, cu_k, max_q, max_k, text)
+        result, softmax = torch.ops.polyattn.varlen(*args)
+        if out is not None:
+            result = out.copy_(result)
+        return (result, softmax) if lse else result
+
+    return _publish(plan)
+
+
+# The custom ops. Their `plan` argument is JSON: everything needed to bind the same kernel again.
+
+
+def op_plan(chosen: Chosen) -> str:
+    """The choice as text, for the `plan` argument of the ops."""
+    request = {
+        f.name: getattr(chosen.request, f.name)
+        for f in dataclasses.fields(chosen.request)
+        if getattr(chosen.request, f.name) != f.default
+    }
+    selection = chosen.selection
+    return json.dumps(
+        {"backend": selection.backend, "platform": selection.platform, "provider": selection.provider, "request": request},
+        sort_keys=True,
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def _bound(plan: str, epoch: str) -> tuple[AttentionRequest, Bound]:
+    """Bind a plan's kernel; `epoch` makes a plugin that was replaced be asked again."""
+    data = json.loads(plan)
+    fields = {k: _tuples(v) for k, v in data["request"].items()}
+    request = AttentionRequest(**fields)
+    manager = get_manager()
+    info = manager.backends[data["backend"], data["platform"]]
+    provider = next(p for p in info.providers if p.name == data["provider"])
+    return request, manager.load_forward(info, provider, request)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def _call(plan: str, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    request, bound = _bound(plan, EPOCH.token)
+    result = bound.forward(query, key, value, **given)
+    out, lse = result if isinstance(result, tuple) else (result, query.new_empty(0, dtype=torch.float32))
+    inputs = (query, key, value)
+    # The op promises contiguous outputs that alias no input, whatever the kernel gave.
+    out = out.contiguous()
+    return (out.clone() if any(out.data_ptr() == t.data_ptr() for t in inputs) else out), lse.contiguous()
+
+
+def _gives_lse(plan: str) -> bool:
+    request, bound = _bound(plan, EPOCH.token)
+    return request.lse or (bound.backward is not None and bool(request.grad))
+
+
+def _fake(plan: str, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    shape: Sequence[Any] = query.shape[:-1] if _gives_lse(plan) else (0,)
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return out, query.new_empty(shape, dtype=wide if _gives_lse(plan) else torch.float32)
+
+
+@torch.library.custom_op("polyattn::dense", mutates_args=())
+def _dense_op(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, plan: str
+) -> tuple[Tensor, Tensor]:
+    return _call(plan, query, key, value, attn_mask=attn_mask, sinks=sinks)
+
+
+@_dense_op.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, plan: str
+) -> tuple[Tensor, Tensor]:
+    return _fake(plan, query, value)
+
+
+@torch.library.custom_op("polyattn::dense_backward", mutates_args=())
+def _dense_backward_op(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    plan: str,
+) -> list[Tensor]:
+    return _backward(plan, dout, dlse, query, key, value, sinks, out, lse, {"attn_mask": attn_mask})
+
+
+@_dense_backward_op.register_fake
+def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Tensor,
+      lse: Tensor, plan: str) -> list[Tensor]:  # fmt: skip
+    return _fake_grads(query, key, value, sinks)
+
+
+@torch.library.custom_op("polyattn::varlen", mutates_args=())
+def _varlen_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    plan: str,
+) -> tuple[Tensor, Tensor]:
+    given = _lens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _call(plan, query, key, value, attn_mask=attn_mask, sinks=sinks, **given)
+
+
+@_varlen_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+      max_seqlen_q: int, max_seqlen_k: int, plan: str) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _fake(plan, query, value)
+
+
+@torch.library.custom_op("polyattn::varlen_backward", mutates_args=())
+def _varlen_backward_op(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    out: Tensor,
+    lse: Tensor,
+    plan: str,
+) -> list[Tensor]:
+    given = {"attn_mask": attn_mask, **_lens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)}
+    return _backward(plan, dout, dlse, query, key, value, sinks, out, lse, given)
+
+
+@_varlen_backward_op.register_fake
+def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, cu_seqlens_q: Tensor,
+      cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, out: Tensor, lse: Tensor, plan: str,
+      ) -> list[Tensor]:  # fmt: skip
+    return _fake_grads(query, key, value, sinks)
+
+
+def _lens(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> dict[str, Any]:
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+
+
+def _fake_grads(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> list[Tensor]:
+    shaped = (query, key, value) if sinks is None else (query, key, value, sinks)
+    return [t.new_empty(t.shape) for t in shaped]
+
+
+def _backward(
+    plan: str,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    given: dict[str, Any],
+) -> list[Tensor]:
+    request, bound = _bound(plan, EPOCH.token)
+    axis = 2 if request.family == "dense" and request.layout == "BSHD" else 1
+    if bound.backward is not None:
+        found = attention_backward(bound.backward, dout, dlse, query, key, value, out, lse, sinks, axis, given)
+    else:
+        found = _recompute(bound, request.lse, dout, dlse, query, key, value, sinks, given)
+    shaped = (query, key, value) if sinks is None else (query, key, value, sinks)
+    return [
+        torch.zeros(t.shape, dtype=t.dtype, device=t.device) if g is None else g.contiguous().clone()
+        for g, t in zip(found, shaped, strict=False)
+    ]
+
+
+def _recompute(
+    bound: Bound,
+    gives_lse: bool,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    given: dict[str, Any],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a forward built from torch ops, by running it again with autograd on."""
+    leaves = [t.detach().requires_grad_() for t in (query, key, value, *(() if sinks is None else (sinks,)))]
+    with torch.enable_grad():
+        result = bound.forward(*leaves[:3], sinks=leaves[3] if sinks is not None else None, **given)
+    results = result if isinstance(result, tuple) else (result,)
+    pairs = [(r, g) for r, g in zip(results, (dout, dlse), strict=False) if g is not None]
+    if not pairs:
+        return (None, None, None, None)
+    return torch.autograd.grad([r for r, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+
+
+def _dense_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.plan = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _dense_autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    query, key, value, mask, sinks, out, lse = ctx.saved_tensors
+    dlse = dlse if lse.numel() else None
+    grads = torch.ops.polyattn.dense_backward(dout, dlse, query, key, value, mask, sinks, out, lse, ctx.plan)
+    return (*grads[:3], None, grads[3] if sinks is not None else None, None)
+
+
+def _varlen_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.max_q, ctx.max_k, ctx.plan = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _varlen_autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    query, key, value, mask, sinks, cu_q, cu_k, out, lse = ctx.saved_tensors
+    dlse = dlse if lse.numel() else None
+    grads = torch.ops.polyattn.varlen_backward(
+        dout, dlse, query, key, value, mask, sinks, cu_q, cu_k, ctx.max_q, ctx.max_k, out, lse, ctx.plan
+    )
+    return (*grads[:3], None, grads[3] if sinks is not None else None, None, None, None, None, None)
+
+
+_dense_op.register_autograd(_dense_autograd, setup_context=_dense_context)
+_varlen_op.register_autograd(_varlen_autograd, setup_context=_varlen_context)

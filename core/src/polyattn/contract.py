@@ -1,0 +1,281 @@
+"""What a backend's code looks like: one Protocol per family, and `Bound`, the pair of functions a plugin hands over.
+
+Everything that is not a tensor (causal, window, scale, softcap, dropout, layout, ...) is in the request the plugin
+was given when it built the `Bound`; the functions take tensors only. Shape letters: B batch, N sequences, S_q / S_k
+lengths, T tokens of a packed batch, H_q / H_kv heads, D head dim of Q and K, D_v head dim of V.
+
+Rules common to all families:
+
+- inputs are views with a dense last axis; a function must not write to them (K of some libraries is: copy it);
+- `out`, when given, has the shape, dtype and device of the output, a dense last axis, and is returned;
+- the output has the dtype of `query`, a dense last axis, and no overlap with an input;
+- with `request.lse` the function returns (out, lse); lse is fp32, natural log, without the sink (S5, S6), shaped like
+  the output without its last axis; a row that sees no key gives out = 0 and lse = -inf (S7).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "API_VERSION",
+    "BlockSparseForward",
+    "Bound",
+    "DenseBackward",
+    "DenseForward",
+    "LinearForward",
+    "MLAForward",
+    "PagedForward",
+    "VarlenBackward",
+    "VarlenForward",
+]
+
+API_VERSION = 1
+"""Version of this contract. It grows when a hook or a record gains something; nothing is removed within a major."""
+
+
+class DenseForward(Protocol):
+    """Family `dense`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """
+        Args:
+            query: [B, S_q, H_q, D] for layout BSHD, [B, H_q, S_q, D] for BHSD.
+            key: [B, S_k, H_kv, D] or [B, H_kv, S_k, D].
+            value: [B, S_k, H_kv, D_v] or [B, H_kv, S_k, D_v].
+            attn_mask: [B|1, H_q|1, S_q, S_k], bool (True = attend) or additive float.
+            sinks: [H_q] logits.
+            out: [B, S_q, H_q, D_v] or [B, H_q, S_q, D_v].
+
+        Returns:
+            out, or (out, lse [B, S_q, H_q] or [B, H_q, S_q]).
+        """
+        ...
+
+
+class DenseBackward(Protocol):
+    """Gradient of `DenseForward`. `out` and `lse` may belong to a *merged* result of which this call is a part
+    (ring, cascade, split K/V): the gradient is then exactly this part's share."""
+
+    def __call__(
+        self,
+        dout: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dquery, dkey, dvalue) in the shapes of their inputs. Rows with lse = -inf get exact zeros."""
+        ...
+
+
+class VarlenForward(Protocol):
+    """Family `varlen`: sequences packed along T."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        attn_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """
+        Args:
+            query: [T_q, H_q, D]; key: [T_k, H_kv, D]; value: [T_k, H_kv, D_v].
+            cu_seqlens_q, cu_seqlens_k: int32 [N+1], first 0, last T.
+            max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence.
+            attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], read up to each sequence's lengths.
+            sinks: [H_q]; out: [T_q, H_q, D_v].
+
+        Returns:
+            out, or (out, lse [T_q, H_q]).
+        """
+        ...
+
+
+class VarlenBackward(Protocol):
+    """Gradient of `VarlenForward`; substituted (out, lse) as in `DenseBackward`."""
+
+    def __call__(
+        self,
+        dout: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        attn_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class PagedForward(Protocol):
+    """Family `paged`: queries packed along T, keys and values in a paged cache (S9)."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        *,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """
+        Args:
+            query: [T_q, H_q, D].
+            key_cache, value_cache: [pages, page_size, H_kv, D | D_v] for kv_layout NHD,
+                [pages, H_kv, page_size, D | D_v] for HND.
+            page_table: int32 [N, max_pages]; seq_lens: int32 [N], keys per sequence, new ones included.
+            cu_seqlens_q: int32 [N+1]; max_seqlen_q, max_seqlen_k: host ints.
+            key, value: [T_q, H_kv, D | D_v], written to the cache first if and only if request.save_kv_cache.
+            attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k].
+            sinks: [H_q]; k_scale, v_scale: granularity request.kv_scales; out: [T_q, H_q, D_v].
+
+        Returns:
+            out, or (out, lse [T_q, H_q]).
+        """
+        ...
+
+
+class MLAForward(Protocol):
+    """Family `mla`, absorbed form: one latent row per token serves all heads; V is the first D_c of the row."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        *,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        attn_mask: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """
+        Args:
+            query: [T_q, H_q, D_c + D_r] (absorbed nope part, then rope part).
+            cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656] for FP8 rows.
+            page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k: as `PagedForward`.
+            out: [T_q, H_q, D_c].
+
+        Returns:
+            out, or (out, lse [T_q, H_q]). The scale is always explicit: that of the uncompressed heads (S2).
+        """
+        ...
+
+
+class BlockSparseForward(Protocol):
+    """Family `block_sparse`: each block of queries sees a list of key blocks."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        block_counts: Tensor,
+        block_indices: Tensor,
+        block_valid: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """
+        Args:
+            query, key, value: as `DenseForward`, layout BHSD.
+            block_counts: int32 [B|1, H_q|1, S_q / block_q], key blocks of each query block.
+            block_indices: int32 [B|1, H_q|1, S_q / block_q, max], their numbers; entries past the count are ignored.
+            block_valid: int32 [S_k / block_k], valid tokens of each key block; None = all.
+            out: [B, H_q, S_q, D_v].
+
+        Returns:
+            out, or (out, lse [B, H_q, S_q]).
+        """
+        ...
+
+
+class LinearForward(Protocol):
+    """Family `linear`: gated delta rules with a recurrent state (S10)."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        gate: Tensor,
+        beta: Tensor,
+        state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            query, key: [B, T, H_k, D]; value: [B, T, H_v, D_v].
+            gate: log decay, [B, T, H_v] (GDN) or [B, T, H_v, D] (KDA); beta: [B, T, H_v].
+            state: fp32 [N, H_v, D, D_v] for state_layout KV, [N, H_v, D_v, D] for VK; None = zeros.
+            cu_seqlens: int32 [N+1] with B = 1; out: [B, T, H_v, D_v].
+
+        Returns:
+            (out, final state).
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A backend bound to one request.
+
+    Attributes:
+        forward: the family's `...Forward`.
+        backward: the family's `...Backward`, or None when `forward` is differentiable by autograd itself
+            (built from torch ops) or trains nothing. With a backward, `forward` returns (out, lse) whenever the
+            request's `grad` is not empty, whatever `request.lse` says: the backward needs it.
+        traceable: torch.compile may trace into `forward`. False: it is called through a custom op.
+        simple: `forward` for calls without mask, sinks, out and without a backward of its own, taking (query, key,
+            value) only: the shortest way to the kernel. None = use `forward`.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
+    traceable: bool = False
+    simple: Callable[..., Any] | None = None

@@ -1,0 +1,54 @@
+"""Every error polyattn raises. Each message says what, which value, what is allowed, and the next step."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = [
+    "BackendUnavailableError",
+    "ConfigError",
+    "InvalidInputError",
+    "PluginError",
+    "PolyattnError",
+    "UnsupportedRequestError",
+    "did_you_mean",
+]
+
+
+class PolyattnError(Exception):
+    """Base of every error raised by polyattn."""
+
+
+class InvalidInputError(PolyattnError, ValueError):
+    """An argument has a wrong shape, dtype, device or value. No backend could serve it."""
+
+
+class UnsupportedRequestError(PolyattnError, NotImplementedError):
+    """The call is valid, but no backend (or not the one asked for) can serve it.
+
+    Attributes:
+        rejected: backend name -> the reasons it gave, in the order they were asked.
+    """
+
+    def __init__(self, message: str, rejected: Mapping[str, Sequence[str]] | None = None) -> None:
+        super().__init__(message)
+        self.rejected: dict[str, list[str]] = {k: list(v) for k, v in (rejected or {}).items()}
+
+
+class BackendUnavailableError(PolyattnError, RuntimeError):
+    """A backend asked for by name is unknown, not installed, planned or broken here."""
+
+
+class PluginError(PolyattnError, RuntimeError):
+    """A plugin broke the contract: its package, its records or one of its hooks."""
+
+
+class ConfigError(PolyattnError, ValueError):
+    """A configuration value, key, file or environment variable is wrong."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence offering the nearest of `known`, with a leading space, or an empty string."""
+    near = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.6)
+    return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""

@@ -1,0 +1,279 @@
+"""Questions about choices, answered without running anything: explain, what-if, lists and the support matrix.
+
+Nothing here imports torch; a machine without any accelerator can ask about any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from . import epoch
+from .errors import BackendUnavailableError, ConfigError, did_you_mean
+from .evidence import read_evidence
+from .overrides import SCOPE, current_choice, current_settings
+from .platforms import parse_platform
+from .plugins import PluginManager, availability, get_manager, normalise_distribution
+from .records import FAMILIES, AttentionRequest, DeviceReport
+from .selection import Catalogue, Choice, Offer, Policy, Selection, each_offer, select, select_pair
+
+__all__ = [
+    "BackendStatus",
+    "catalogue",
+    "detect",
+    "explain",
+    "list_backends",
+    "support_matrix",
+    "what_if",
+]
+
+BUNDLED = ("torch", "triton")
+"""What-if takes these as installed: torch is a requirement of polyattn, and torch's GPU builds bring Triton."""
+
+
+@functools.lru_cache(maxsize=8)
+def _catalogue(manager: PluginManager, value: int) -> Catalogue:
+    return _build(manager, None)
+
+
+def catalogue(installed: Mapping[str, str] | None = None) -> Catalogue:
+    """Everything selection may know about this machine, or about one with `installed` distributions (what-if)."""
+    manager = get_manager()
+    return _catalogue(manager, epoch.EPOCH.value) if installed is None else _build(manager, installed)
+
+
+def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catalogue:
+    offers = []
+    for info in manager.backends.values():
+        owner = manager.owner(info)
+        missing = {}
+        for provider in info.providers:
+            found = availability(provider, installed)
+            if not found.ok:
+                missing[provider.name] = f"{found.reason}; {found.hint}"
+        evidence = read_evidence(owner.origin, info.name, info.platform)
+        level = evidence.level if evidence.level != "declared" else info.evidence
+        offers.append(Offer(info, owner.name, level, missing))
+    broken = {p.label: p.reason for p in manager.broken()}
+    vendors = {
+        name: manager.plugins[info.plugin].label
+        for name, info in manager.platforms.items()
+        if info.plugin in manager.plugins and manager.plugins[info.plugin].label in broken
+    }
+    errors = {p.label: p.error for p in manager.broken()}
+    return Catalogue(tuple(offers), manager.platforms, broken, errors, vendors, manager.narrow)
+
+
+@functools.lru_cache(maxsize=32)
+def detect(platform: str) -> DeviceReport:
+    """Whether a platform's device is here, found without initialising it."""
+    from .plugins import _import_target
+
+    report: DeviceReport = _import_target(get_manager().platforms[platform].detect)()
+    return report
+
+
+def what_if(
+    request: AttentionRequest,
+    *,
+    platform: str,
+    installed: Iterable[str] = (),
+    backend: str | None = None,
+    prefill_backend: str | None = None,
+    decode_backend: str | None = None,
+    speculative_attention_mode: str = "prefill",
+    strict: bool = False,
+) -> Selection:
+    """What would be chosen on another machine. Planned adapters are judged as if built and marked.
+
+    Args:
+        request: what is asked for; its platform fields are replaced.
+        platform: `cuda:sm90`, `cuda:sm90@12.3` (toolkit), `rocm:gfx942`, `npu`, `xpu`, `musa`, `mps`, `cpu:amx`.
+        installed: distribution names, normalised, common names accepted, `name==version` for a version.
+        backend, prefill_backend, decode_backend: explicit choices; a phase's own wins, one alone leaves the other
+            phase with `backend` (or automatic).
+        speculative_attention_mode: which phase's backend verifies: prefill or decode.
+        strict: a documented fallback is an error.
+
+    Raises:
+        ConfigError: unknown platform, distribution or mode. BackendUnavailableError, UnsupportedRequestError: as
+            `polyattn.selection.select`.
+    """
+    if speculative_attention_mode not in ("prefill", "decode"):
+        raise ConfigError(f"speculative_attention_mode={speculative_attention_mode!r} must be 'prefill' or 'decode'")
+    known = tuple(get_manager().platforms)
+    name, arch, toolkit, features = parse_platform(platform, known)
+    here = dataclasses.replace(request, platform=name, arch=arch, toolkit=toolkit, features=features)
+    there = catalogue(_assumed(installed))
+    per_phase = {"prefill": prefill_backend, "decode": decode_backend}
+    policies = {}
+    for phase, own in per_phase.items():
+        chosen = own or backend
+        source = f"{phase} argument" if own else "argument"
+        policies[phase] = Policy(Choice(chosen, source) if chosen else None, strict=strict, what_if=True)
+    phase = {"decode": "decode", "verify": speculative_attention_mode}.get(here.phase, "prefill")
+    if prefill_backend or decode_backend:
+        if here.family not in ("paged", "mla"):
+            raise ConfigError(
+                f"prefill and decode backends are for the serving families paged and mla, not {here.family}; "
+                f"use `backend` (--attention-backend)"
+            )
+        pair = {
+            "prefill": here if here.phase in ("prefill", "extend") else _as_phase(here, "extend"),
+            "decode": here if here.phase == "decode" else _as_phase(here, "decode"),
+        }
+        chosen_pair = select_pair(pair["prefill"], pair["decode"], there, policies)
+        if here.phase != "verify":
+            return select(here, there, policies[phase], full=True)
+        choice = Choice(chosen_pair[phase].backend, f"speculative_attention_mode={phase}")
+        return select(here, there, dataclasses.replace(policies[phase], choice=choice), full=True)
+    return select(here, there, policies[phase], full=True)
+
+
+def _as_phase(request: AttentionRequest, phase: str) -> AttentionRequest:
+    relation = "one" if phase == "decode" else "fewer"
+    return dataclasses.replace(request, phase=phase, s_relation=relation, tree=False)  # type: ignore[arg-type]
+
+
+def _assumed(installed: Iterable[str]) -> dict[str, str]:
+    manager = get_manager()
+    names: dict[str, str] = {}
+    for backend in manager.backends.values():
+        for provider in backend.providers:
+            for need in provider.requires:
+                for alias in (need.distribution, *need.also):
+                    names[normalise_distribution(alias)] = normalise_distribution(need.distribution)
+    assumed = {name: "" for name in (*BUNDLED, "polyattn")}
+    assumed.update({normalise_distribution(p.distribution): p.version for p in manager.plugins.values()})
+    assumed.update({f"polyattn-{p.name}": p.version for p in manager.plugins.values()})
+    for text in installed:
+        name, _, version = text.partition("==")
+        normal = normalise_distribution(name)
+        if normal not in names and normal not in assumed:
+            raise ConfigError(
+                f"--assume-installed {name!r} is a distribution no backend asks for.{did_you_mean(normal, names)} "
+                f"Known: {', '.join(sorted(names))}"
+            )
+        assumed[normal] = version
+    return assumed
+
+
+def explain(request_or_call: AttentionRequest | Callable[..., Any], *args: Any, **kwargs: Any) -> Selection:
+    """Which backend serves a request or a call here, and why not the others. Nothing is run.
+
+    Args:
+        request_or_call: an `AttentionRequest`, or one of polyattn's calls followed by its arguments:
+            `polyattn.explain(polyattn.attention, q, k, v, causal=True)`. A layer or `bind(...)` object works too.
+
+    Raises:
+        BackendUnavailableError, UnsupportedRequestError, InvalidInputError: what the call itself would raise.
+    """
+    if isinstance(request_or_call, AttentionRequest):
+        choice = current_choice(kwargs.pop("backend", None), SCOPE.get())
+        policy = Policy(choice, strict=current_settings().strict)
+        return select(request_or_call, catalogue(), policy, full=True)
+    asker = getattr(request_or_call, "__polyattn_explain__", None)
+    if asker is None:
+        raise TypeError(
+            f"explain() takes an AttentionRequest or one of polyattn's calls, not {request_or_call!r}; "
+            f"for example explain(polyattn.attention, q, k, v)"
+        )
+    selection: Selection = asker(*args, **kwargs)
+    return selection
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendStatus:
+    """One line of `polyattn list`: a backend name on one platform.
+
+    Attributes:
+        status: available, unavailable or planned. reasons: why it is not available, and the one thing to do.
+    """
+
+    name: str
+    platform: str
+    package: str
+    version: str
+    status: str
+    evidence: str
+    summary: str
+    reasons: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def list_backends(platform: str | None = None) -> list[BackendStatus]:
+    """Every registered backend with its status on this machine, by platform, priority and name. No torch needed.
+
+    Args:
+        platform: only this one.
+
+    Raises:
+        BackendUnavailableError: no such platform.
+    """
+    manager = get_manager()
+    if platform is not None and platform not in manager.platforms:
+        raise BackendUnavailableError(f"no platform {platform!r}.{did_you_mean(platform, manager.platforms)}")
+    found = []
+    for offer in each_offer(catalogue()):
+        info, owner = offer.info, manager.owner(offer.info)
+        if platform is not None and info.platform != platform:
+            continue
+        status, reasons = _status(offer)
+        evidence = read_evidence(owner.origin, info.name, info.platform)
+        found.append(
+            BackendStatus(
+                name=info.name,
+                platform=info.platform,
+                package=owner.distribution or owner.module,
+                version=owner.version,
+                status=status,
+                evidence=str(evidence) if evidence.level != "declared" else info.evidence,
+                summary=info.summary,
+                reasons=reasons,
+                aliases=tuple(dict.fromkeys(a.name for a in info.aliases)),
+            )
+        )
+    return found
+
+
+def _status(offer: Offer) -> tuple[str, tuple[str, ...]]:
+    info = offer.info
+    device = detect(info.platform)
+    reasons = [] if device.present else [f"no {info.platform} device: {device.detail}"]
+    built = [p for p in info.providers if not p.planned]
+    if not built:
+        return "planned", ("its adapter is not part of this version", *reasons)
+    lacking = [offer.missing[p.name] for p in built if p.name in offer.missing]
+    if len(lacking) == len(built):
+        reasons += lacking
+    return ("unavailable" if reasons else "available"), tuple(reasons)
+
+
+def support_matrix() -> list[dict[str, Any]]:
+    """The support matrix as data: per backend its status and evidence, and per family what its rows declare."""
+    rows = []
+    by_id = {f"{s.name}@{s.platform}": s for s in list_backends()}
+    for offer in each_offer(catalogue()):
+        info = offer.info
+        status = by_id[info.id]
+        families = {}
+        for family in FAMILIES:
+            probe = AttentionRequest(family=family)  # type: ignore[arg-type]
+            cells = []
+            for provider in info.providers:
+                for r in provider.rows:
+                    names = r.allows.get("family") or r.when.get("family")
+                    if names is not None and names.reason(probe.family) is None:
+                        limits = {k: c.describe() for k, c in {**r.when, **r.allows}.items() if k != "family"}
+                        for field, how in r.lowered.items():
+                            limits[field] = f"{limits.get(field, 'any')}; else lowered by {how}"
+                        cells.append({"provider": provider.name, "planned": provider.planned, "limits": limits})
+            if cells:
+                families[family] = cells
+        rows.append({**status.to_dict(), "families": families, "lossy": info.lossy, "note": info.note})
+    return rows

@@ -1,0 +1,256 @@
+"""What people asked for: the precedence chain, its scopes, and the process-wide configuration.
+
+Highest first: argument on the call or layer > `with use_backend(...)` > `force_backend(...)` (process-wide) >
+component and component.role > command line > environment > config file. What is left is selection's own business.
+Only the `with` forms are scoped (a ContextVar); a thread-local mirror of them is what compiled code guards on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from . import config, epoch
+from .errors import ConfigError, InvalidInputError, did_you_mean
+from .selection import Choice
+
+__all__ = [
+    "MIRROR",
+    "SCOPE",
+    "Scope",
+    "check_components",
+    "checkpoint_context_fn",
+    "component",
+    "configure",
+    "current_choice",
+    "current_settings",
+    "force_backend",
+    "global_force_attn_backend",
+    "global_force_attn_backend_context_manager",
+    "use_backend",
+]
+
+Scope = tuple[str, str, str]
+"""(backend, component, role), empty strings where nothing is set."""
+
+_NOTHING: Scope = ("", "", "")
+SCOPE: contextvars.ContextVar[Scope] = contextvars.ContextVar("polyattn_scope", default=_NOTHING)
+
+
+class _Mirror(threading.local):
+    """The scope of this thread where compiled code can guard on it. An instance attribute per thread: guards read it."""
+
+    def __init__(self) -> None:
+        self.backend = ""
+        self.component = ""
+        self.role = ""
+
+
+MIRROR = _Mirror()
+
+
+class _Process:
+    """Process-wide choices; every change bumps the epoch."""
+
+    def __init__(self) -> None:
+        self.forced = ""
+        self.settings: config.Settings | None = None
+        self.reached: set[str] = set()
+
+
+_process = _Process()
+
+
+def _never() -> bool:
+    return False
+
+
+tracing: Callable[[], bool] = _never
+"""Whether torch.compile is tracing this very call; `dispatch` puts torch's own function here (this module is
+torch-free). While tracing only the mirror is written: a ContextVar cannot be set in a graph."""
+
+
+def _read() -> Scope:
+    return (MIRROR.backend, MIRROR.component, MIRROR.role) if tracing() else SCOPE.get()
+
+
+def _enter(scope: Scope) -> None:
+    MIRROR.backend, MIRROR.component, MIRROR.role = scope
+    if not tracing():
+        SCOPE.set(scope)
+
+
+class _Scoped(contextlib.ContextDecorator):
+    """Enter a scope and leave it. Re-entrant; as a decorator each call has its own instance."""
+
+    def __init__(self) -> None:
+        self._before: list[Scope] = []
+
+    def _next(self, before: Scope) -> Scope:
+        raise TypeError("use use_backend(...) or component(...)")
+
+    def _recreate_cm(self) -> _Scoped:
+        made = copy.copy(self)
+        made._before = []
+        return made
+
+    def __enter__(self) -> None:
+        before = _read()
+        self._before.append(before)
+        _enter(self._next(before))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _enter(self._before.pop())
+
+
+class use_backend(_Scoped):  # noqa: N801 - reads as the statement it is
+    """`with polyattn.use_backend("flex_attention"): ...`: every call inside uses that backend.
+
+    Scoped to this thread or asyncio task; also a decorator; works inside and around compiled functions. For
+    activation checkpointing and code that runs after the block has ended, see `checkpoint_context_fn`.
+
+    Args:
+        name: backend name or alias, optionally `name@platform`; None lifts an outer `use_backend`.
+
+    Raises:
+        InvalidInputError: name is neither a string nor None.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        super().__init__()
+        self._name = _name_or_none("use_backend", name)
+
+    def _next(self, before: Scope) -> Scope:
+        return (self._name, before[1], before[2])
+
+
+class component(_Scoped):  # noqa: N801
+    """`with polyattn.component("text_encoder"): build()`: layers built inside obey that component's override.
+
+    Args:
+        name: the pipeline's module name (`model_index.json`). role: part of it, such as `cross`.
+    """
+
+    def __init__(self, name: str, role: str = "") -> None:
+        super().__init__()
+        self._name, self._role = _name_or_none("component", name), _name_or_none("role", role)
+
+    def _next(self, before: Scope) -> Scope:
+        return (before[0], self._name, self._role)
+
+
+class _Restored(_Scoped):
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self._scope = scope
+
+    def _next(self, before: Scope) -> Scope:
+        return self._scope
+
+
+def checkpoint_context_fn() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """`torch.utils.checkpoint.checkpoint(..., context_fn=polyattn.checkpoint_context_fn)`: the recomputation sees the
+    scopes of the forward, also when the backward runs outside them or in another thread."""
+    scope = _read()
+    return _Restored(scope), _Restored(scope)
+
+
+def force_backend(name: str | None) -> None:
+    """Use one backend everywhere in this process (None lifts it). Below `use_backend`, above components."""
+    _process.forced = _name_or_none("force_backend", name)
+    epoch.bump()
+
+
+def global_force_attn_backend(name: str | None) -> None:
+    """The seed pages' name of `force_backend`."""
+    force_backend(name)
+
+
+@contextlib.contextmanager
+def global_force_attn_backend_context_manager(name: str | None) -> Iterator[None]:
+    """`force_backend` for the length of a block; process-wide all the same, so not for concurrent threads."""
+    before = _process.forced
+    force_backend(name)
+    try:
+        yield
+    finally:
+        force_backend(before or None)
+
+
+def current_settings() -> config.Settings:
+    """The process's configuration: what `configure` set, else environment and config file."""
+    settings = _process.settings
+    if settings is None:
+        settings = _process.settings = config.load_settings()
+    return settings
+
+
+def configure(**settings: Any) -> config.Settings:
+    """Set the process's configuration as a command line would; what is not given comes from environment and file.
+
+    Args:
+        settings: fields of `polyattn.config.Settings` in any of their text forms, for example
+            `attention_backend="flex_attention"`, `component_attention_backends="text_encoder=torch_sdpa"`,
+            `attention_backend_config="sparsity=0.9"`, `strict=True`. No argument re-reads environment and file.
+
+    Returns:
+        The settings in force.
+
+    Raises:
+        ConfigError: unknown field (near match offered) or a value that does not parse.
+    """
+    _process.settings = config.load_settings(cli=settings or None)
+    _process.reached = set()
+    epoch.bump()
+    return _process.settings
+
+
+def current_choice(argument: str | None, scope: Scope) -> Choice | None:
+    """The highest-ranking explicit choice, or None for automatic selection. Marks component overrides as reached."""
+    backend, name, role = scope
+    settings = current_settings()
+    component_choice = None
+    for key in (f"{name}.{role}", name) if name else ():
+        if key in settings.component_attention_backends:
+            _process.reached.add(key)
+            component_choice = Choice(settings.component_attention_backends[key], f"component {key}")
+            break
+    if argument is not None:
+        return Choice(argument, "argument")
+    if backend:
+        return Choice(backend, "use_backend")
+    if _process.forced:
+        return Choice(_process.forced, "force_backend")
+    if component_choice is not None:
+        return component_choice
+    if settings.attention_backend is not None:
+        return Choice(settings.attention_backend, settings.source("attention_backend"))
+    return None
+
+
+def check_components() -> None:
+    """Call once a model is built: an override that reached no layer is a mistake, not a preference.
+
+    Raises:
+        ConfigError: naming the overrides that no layer asked for, and the components that were seen.
+    """
+    wanted = set(current_settings().component_attention_backends)
+    if missed := sorted(wanted - _process.reached):
+        near = did_you_mean(missed[0], _process.reached)
+        raise ConfigError(
+            f"component override{'s' if len(missed) > 1 else ''} {', '.join(missed)} reached no layer.{near} "
+            f"Reached: {', '.join(sorted(_process.reached)) or 'none'}. Check the component names, or remove them"
+        )
+
+
+def _name_or_none(what: str, name: str | None) -> str:
+    if name is not None and not isinstance(name, str):
+        raise InvalidInputError(f"{what}={name!r} is a {type(name).__name__}; give a name as a string, or None")
+    return name or ""

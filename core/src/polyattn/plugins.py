@@ -1,0 +1,530 @@
+"""The plugin manager: find, check on metadata, load, verify, contain and report. It knows nothing of kernels.
+
+A plugin that is not allowed, or needs another polyattn, is never imported. A plugin that fails is rolled back,
+kept with its traceback, and named by `polyattn doctor`; the host goes on without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import pluggy
+
+from . import epoch, envvars
+from .contract import API_VERSION, Bound
+from .errors import PluginError, PolyattnError, did_you_mean
+from .hookspecs import ENTRY_POINT_GROUP, PROJECT, PolyattnSpecs
+from .records import AttentionRequest, BackendInfo, PlatformInfo, Provider, Rejected, Requirement, Verdict
+
+__all__ = [
+    "Availability",
+    "PluginManager",
+    "PluginReport",
+    "availability",
+    "distribution_version",
+    "get_manager",
+    "normalise_distribution",
+    "register_plugin",
+    "reset_manager",
+]
+
+log = logging.getLogger("polyattn.plugins")
+
+State = Literal["ready", "not allowed", "incompatible", "duplicate", "broken"]
+CORE = "core"
+CORE_MODULE = "polyattn.backends.plugin"
+
+
+@dataclasses.dataclass
+class PluginReport:
+    """What became of one plugin.
+
+    Attributes:
+        name: entry name. distribution, version: where it comes from ("" for a module given by path).
+        module: dotted module. origin: file it was loaded from.
+        state: ready, not allowed, incompatible, duplicate or broken; reason: the sentence for people.
+        error: the exception that broke it, with its traceback as text.
+        backends: ids it registered.
+    """
+
+    name: str
+    module: str
+    distribution: str = ""
+    version: str = ""
+    origin: str = ""
+    state: State = "ready"
+    reason: str = ""
+    error: BaseException | None = None
+    traceback: str = ""
+    backends: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        source = f"{self.distribution} {self.version}".strip() or f"module {self.module}"
+        return f"{self.name} ({source})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    name: str
+    module: str
+    distribution: str = ""
+    version: str = ""
+    requires: tuple[str, ...] = ()
+
+    def report(self) -> PluginReport:
+        return PluginReport(self.name, self.module, self.distribution, self.version)
+
+
+@dataclasses.dataclass(frozen=True)
+class Availability:
+    """Whether a provider's distributions are here: `reason` says what is missing, `hint` the one thing to do."""
+
+    ok: bool
+    version: str = ""
+    reason: str = ""
+    hint: str = ""
+
+
+def normalise_distribution(name: str) -> str:
+    """PEP 503 form: lower case, runs of -_. as one dash."""
+    return "-".join(part for part in name.lower().replace("_", "-").replace(".", "-").split("-") if part)
+
+
+@functools.cache
+def distribution_version(name: str) -> str | None:
+    """Installed version of a distribution, read from metadata, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _module_findable(dotted: str) -> bool:
+    """Whether a module's file exists, without importing it or any parent (vendor packages may compile at import)."""
+    top, *rest = dotted.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    if spec is None:
+        return False
+    for parent in spec.submodule_search_locations or ():
+        base = Path(parent).joinpath(*rest)
+        if not rest or base.is_dir() or any(base.parent.glob(f"{base.name}.*")):
+            return True
+    return not rest
+
+
+def availability(provider: Provider, installed: Mapping[str, str] | None = None) -> Availability:
+    """Are the provider's distributions installed, in the right version, and the right packages?
+
+    Args:
+        provider: the provider.
+        installed: what-if: normalised distribution name -> version ("" = any version); None = ask the machine.
+    """
+    found = []
+    for need in provider.requires:
+        version = _lookup(need, installed)
+        hint = need.hint or f"pip install {need.distribution}{need.versions}"
+        if version is None:
+            impostor = f"; the registry has {need.impostor}" if need.impostor else ""
+            return Availability(False, "", f"{need.distribution}{need.versions} is not installed{impostor}", hint)
+        if need.versions and version and not _matches(version, need.versions):
+            return Availability(
+                False, version, f"{need.distribution} {version} is installed, {need.versions} is needed", hint
+            )
+        if installed is None and need.module and not _module_findable(need.module):
+            what = need.impostor or f"{need.distribution} without {need.module}"
+            return Availability(False, version, f"the installed {need.distribution} {version} is {what}", hint)
+        found.append(f"{need.distribution} {version}".strip())
+    return Availability(True, ", ".join(found))
+
+
+def _lookup(need: Requirement, installed: Mapping[str, str] | None) -> str | None:
+    for name in (need.distribution, *need.also):
+        version = distribution_version(name) if installed is None else installed.get(normalise_distribution(name))
+        if version is not None:
+            return version
+    return None
+
+
+def _matches(version: str, specifier: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(version, prereleases=True)
+
+
+class PluginManager:
+    """Loads every allowed plugin once and answers for them one at a time.
+
+    Args:
+        environ: environment to read POLYATTN_* from; None = the process's.
+        host_version: version plugins are checked against; None = the installed one.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None, host_version: str | None = None) -> None:
+        self.environ = environ
+        self.host_version = host_version or distribution_version(PROJECT) or ""
+        self.plugins: dict[str, PluginReport] = {}
+        self.platforms: dict[str, PlatformInfo] = {}
+        self.backends: dict[tuple[str, str], BackendInfo] = {}
+        self._owner: dict[tuple[str, str], str] = {}
+        self._platform_owner: dict[str, str] = {}
+        self._pm = pluggy.PluginManager(PROJECT)
+        self._pm.add_hookspecs(PolyattnSpecs)
+        self._specs = {n: set(getattr(self._pm.hook, n).spec.argnames) for n in _spec_names()}
+        self._lock = threading.RLock()
+        self._loaded = False
+
+    def load(self) -> PluginManager:
+        """Load everything once; later calls return at once.
+
+        Raises:
+            PluginError: under POLYATTN_STRICT, for the first plugin that is duplicate, incompatible or broken.
+        """
+        if self._loaded:
+            return self
+        with self._lock:
+            if not self._loaded:
+                self._load()
+                self._loaded = True
+        return self
+
+    def register(self, module: ModuleType | str, name: str | None = None) -> PluginReport:
+        """Add a plugin by hand (a module or its dotted path), verified like any other.
+
+        Raises:
+            PluginError: it is broken or its name is taken.
+        """
+        self.load()
+        dotted = module if isinstance(module, str) else module.__name__
+        source = _Source(name or _short_name(dotted), dotted)
+        with self._lock:
+            if source.name in self.plugins:
+                raise PluginError(f"a plugin named {source.name!r} is loaded already: {self.plugins[source.name].label}")
+            report = self._load_one(source, None if isinstance(module, str) else module)
+            epoch.bump()
+        if report.error is not None:
+            raise PluginError(f"plugin {report.label} is broken: {report.reason}") from report.error
+        return report
+
+    def owner(self, backend: BackendInfo) -> PluginReport:
+        """The plugin that registered a backend."""
+        return self.plugins[self._owner[backend.name, backend.platform]]
+
+    def broken(self) -> Iterator[PluginReport]:
+        """Plugins that were found but could not be used, deny-listed ones not included."""
+        return (p for p in self.plugins.values() if p.state in ("broken", "duplicate", "incompatible"))
+
+    def narrow(self, backend: BackendInfo, request: AttentionRequest) -> Verdict | None:
+        """The owner's `polyattn_report_capability`; an exception is a refusal that carries it as `error`."""
+        implementation = self._implementation("polyattn_report_capability", backend)
+        if implementation is None:
+            return None
+        try:
+            verdict: Verdict | None = implementation(backend=backend, request=request)
+        except Exception as exc:
+            self._remember(backend, exc)
+            return BrokenHook(f"its capability hook raised {type(exc).__name__}: {exc}", exc)
+        if verdict is not None and not hasattr(verdict, "__bool__"):
+            return BrokenHook(f"its capability hook returned {verdict!r}, neither Accepted nor Rejected", None)
+        return verdict
+
+    def load_forward(self, backend: BackendInfo, provider: Provider, request: AttentionRequest) -> Bound:
+        """The functions that serve `request`, from the owner's hook or from `Provider.target`.
+
+        Raises:
+            PluginError: the hook or the adapter failed, or returned something that is no `Bound`.
+        """
+        implementation = self._implementation("polyattn_load_forward", backend)
+        label = self.owner(backend).label
+        try:
+            bound = None
+            if implementation is not None:
+                bound = implementation(backend=backend, provider=provider.name, request=request)
+            if bound is None:
+                bound = _import_target(provider.target)().bind(request)
+        except PolyattnError:
+            raise
+        except Exception as exc:
+            self._remember(backend, exc)
+            raise PluginError(
+                f"plugin {label} could not load {backend.id} (provider {provider.name}): {type(exc).__name__}: {exc}. "
+                f"Choose another backend, or see `polyattn doctor`"
+            ) from exc
+        if not isinstance(bound, Bound):
+            raise PluginError(
+                f"plugin {label}: {backend.id} returned {type(bound).__name__}, a polyattn.contract.Bound is needed"
+            )
+        return bound
+
+    def _implementation(self, hook: str, backend: BackendInfo) -> Callable[..., Any] | None:
+        owner = self._owner[backend.name, backend.platform]
+        for implementation in getattr(self._pm.hook, hook).get_hookimpls():
+            if implementation.plugin_name == owner:
+                function: Callable[..., Any] = implementation.function
+                return function
+        return None
+
+    def _remember(self, backend: BackendInfo, exc: Exception) -> None:
+        report = self.owner(backend)
+        if report.error is None:
+            report.error, report.traceback = exc, _trace(exc)
+            report.reason = f"{backend.id}: {type(exc).__name__}: {exc}"
+            log.warning("plugin %s: %s", report.label, report.reason)
+
+    def _load(self) -> None:
+        allow = envvars.names("POLYATTN_PLUGINS", self.environ)
+        deny = envvars.names("POLYATTN_DISABLE", self.environ) or ()
+        strict = envvars.flag("POLYATTN_STRICT", self.environ)
+        for group in _group(self._sources()):
+            first = group[0]
+            if len(group) > 1:
+                labels = " and ".join(f"{s.distribution or s.module} {s.version}".strip() for s in group)
+                report = first.report()
+                report.state = "duplicate"
+                report.reason = (
+                    f"two plugins are named {first.name!r}: {labels}; none was loaded. "
+                    f"Uninstall one, or set POLYATTN_DISABLE={first.name}"
+                )
+                self.plugins[first.name] = report
+            elif first.name in deny or (allow is not None and first.name not in allow and first.name != CORE):
+                report = first.report()
+                variable = "POLYATTN_DISABLE" if first.name in deny else "POLYATTN_PLUGINS"
+                report.state, report.reason = "not allowed", f"left out by {variable}; it was not imported"
+                self.plugins[first.name] = report
+            else:
+                report = self._load_one(first)
+            if report.state in ("broken", "duplicate", "incompatible"):
+                if strict:
+                    raise PluginError(f"plugin {report.label}: {report.reason}") from report.error
+                log.warning("plugin %s was left out: %s", report.label, report.reason)
+        for name in (*deny, *(allow or ())):
+            if name not in self.plugins:
+                log.warning("no plugin is named %r.%s", name, did_you_mean(name, self.plugins))
+
+    def _sources(self) -> Iterator[_Source]:
+        yield _Source(CORE, CORE_MODULE, PROJECT, self.host_version)
+        seen = {(CORE, CORE_MODULE)}
+        found = [
+            _Source(
+                ep.name,
+                ep.value.partition(":")[0],
+                ep.dist.name if ep.dist else "",
+                ep.dist.version if ep.dist else "",
+                tuple(ep.dist.requires or ()) if ep.dist else (),
+            )
+            for ep in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        ]
+        extra = envvars.names("POLYATTN_EXTRA_PLUGINS", self.environ) or ()
+        found += [_Source(_short_name(m), m) for m in extra]
+        # Sorted, and one distribution seen twice on the path counts once: file-system order decides nothing.
+        for source in sorted(found, key=lambda s: (s.name, not s.distribution, s.distribution, s.module)):
+            if (source.name, source.module) not in seen:
+                seen.add((source.name, source.module))
+                yield source
+
+    def _load_one(self, source: _Source, module: ModuleType | None = None) -> PluginReport:
+        report = source.report()
+        self.plugins[source.name] = report
+        if refusal := _incompatible(source.requires, self.host_version):
+            report.state, report.reason = "incompatible", f"{report.label} {refusal}"
+            return report
+        try:
+            module = module or importlib.import_module(source.module)
+            report.origin = getattr(module, "__file__", "") or ""
+            _check_api(module)
+            self._pm.register(module, name=source.name)
+            self._verify_hooks(source.name, module)
+            self._pm.check_pending()
+            report.backends = self._collect(source.name)
+        except Exception as exc:
+            if self._pm.has_plugin(source.name):
+                self._pm.unregister(name=source.name)
+            report.state = "incompatible" if isinstance(exc, _IncompatibleError) else "broken"
+            report.reason = str(exc) if isinstance(exc, PluginError) else f"{type(exc).__name__}: {exc}"
+            report.error, report.traceback = exc, _trace(exc)
+        return report
+
+    def _verify_hooks(self, name: str, module: ModuleType) -> None:
+        for attribute in dir(module):
+            if attribute.startswith(f"{PROJECT}_") and attribute not in self._specs:
+                raise PluginError(f"{attribute} is no hook of {PROJECT}.{did_you_mean(attribute, self._specs)}")
+        for hook, expected in self._specs.items():
+            implementations = [i for i in getattr(self._pm.hook, hook).get_hookimpls() if i.plugin_name == name]
+            if not implementations and callable(getattr(module, hook, None)):
+                raise PluginError(f"{hook} is defined but not marked with polyattn.hookspecs.hookimpl")
+            for implementation in implementations:
+                if missing := sorted(expected - set(implementation.argnames)):
+                    raise PluginError(f"{hook} must take every argument of its spec, it lacks {', '.join(missing)}")
+
+    def _collect(self, name: str) -> tuple[str, ...]:
+        """Read the plugin's records, check them, and only then make any of them visible."""
+        platforms = [_typed(p, PlatformInfo, name) for p in self._call(name, "polyattn_register_platforms")]
+        backends = [_typed(b, BackendInfo, name) for b in self._call(name, "polyattn_register_backends")]
+        for platform in platforms:
+            if platform.name in self.platforms:
+                raise PluginError(
+                    f"platform {platform.name!r} is registered already by plugin {self._platform_owner[platform.name]!r}"
+                )
+        identities: set[tuple[str, str]] = set()
+        for backend in backends:
+            identity = (backend.name, backend.platform)
+            if identity in identities or identity in self.backends:
+                owner = self._owner.get(identity, name)
+                raise PluginError(
+                    f"backend {backend.id} is registered already by plugin {owner!r}; give it another name"
+                )
+            identities.add(identity)
+            _check_backend(backend, {*self.platforms, *(p.name for p in platforms)})
+        for platform in platforms:
+            self.platforms[platform.name] = platform
+            self._platform_owner[platform.name] = name
+        for backend in backends:
+            self.backends[backend.name, backend.platform] = backend
+            self._owner[backend.name, backend.platform] = name
+        return tuple(b.id for b in backends)
+
+    def _call(self, name: str, hook: str) -> Iterable[Any]:
+        for implementation in getattr(self._pm.hook, hook).get_hookimpls():
+            if implementation.plugin_name == name:
+                result = implementation.function()
+                if result is None or isinstance(result, (str, bytes)) or not isinstance(result, Iterable):
+                    raise PluginError(f"{hook} returned {result!r}, an iterable of records is needed")
+                return list(result)
+        return ()
+
+
+class BrokenHook(Rejected):
+    """A refusal that stands for a failure of the plugin itself."""
+
+    def __init__(self, reason: str, error: BaseException | None) -> None:
+        super().__init__(reason)
+        object.__setattr__(self, "error", error)
+
+
+class _IncompatibleError(PluginError):
+    pass
+
+
+def _spec_names() -> list[str]:
+    return [n for n in vars(PolyattnSpecs) if n.startswith(f"{PROJECT}_")]
+
+
+def _short_name(module: str) -> str:
+    top = module.split(".")[0]
+    return top.removeprefix(f"{PROJECT}_")
+
+
+def _group(sources: Iterable[_Source]) -> Iterator[list[_Source]]:
+    groups: dict[str, list[_Source]] = {}
+    for source in sources:
+        group = groups.setdefault(source.name, [])
+        # A module path beside the entry point of the same module is the same plugin.
+        if all(source.module != other.module or source.distribution != other.distribution for other in group):
+            if not source.distribution and any(source.module == other.module for other in group):
+                continue
+            group.append(source)
+    yield from groups.values()
+
+
+def _incompatible(requires: Iterable[str], host_version: str) -> str:
+    """'needs polyattn<0.4, found 0.5', or '' when the metadata agree (nothing is imported to find out)."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    for text in requires:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if normalise_distribution(requirement.name) != PROJECT or not host_version:
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if not requirement.specifier.contains(host_version, prereleases=True):
+            return f"needs {PROJECT}{requirement.specifier}, found {host_version}; install matching versions"
+    return ""
+
+
+def _check_api(module: ModuleType) -> None:
+    wanted = getattr(module, "POLYATTN_API_VERSION", API_VERSION)
+    if not isinstance(wanted, int) or isinstance(wanted, bool):
+        raise PluginError(f"POLYATTN_API_VERSION={wanted!r} is not an integer; this host speaks {API_VERSION}")
+    if wanted > API_VERSION:
+        raise _IncompatibleError(f"speaks plugin API {wanted}, this host speaks {API_VERSION}; upgrade polyattn")
+    if wanted < 1:
+        raise _IncompatibleError(f"speaks plugin API {wanted}, the oldest supported is 1; upgrade the plugin")
+
+
+def _typed(record: Any, kind: type[Any], plugin: str) -> Any:
+    if not isinstance(record, kind):
+        raise PluginError(f"plugin {plugin!r} registered {record!r}, a {kind.__name__} is needed")
+    return record
+
+
+def _check_backend(backend: BackendInfo, platforms: set[str]) -> None:
+    if backend.platform not in platforms:
+        raise PluginError(f"{backend.id}: no such platform.{did_you_mean(backend.platform, platforms)}")
+    if backend.name != backend.name.lower() or not backend.name.replace("_", "").isalnum():
+        raise PluginError(f"backend name {backend.name!r} must be lower case letters, digits and underscores")
+    if not backend.providers:
+        raise PluginError(f"{backend.id} has no provider")
+    names = [p.name for p in backend.providers]
+    if len(set(names)) != len(names):
+        raise PluginError(f"{backend.id} has two providers of one name: {', '.join(names)}")
+    for provider in backend.providers:
+        if not provider.rows:
+            raise PluginError(f"{backend.id}: provider {provider.name!r} declares no capability row")
+        if provider.target and ":" not in provider.target:
+            raise PluginError(f"{backend.id}: target {provider.target!r} must read 'package.module:Class'")
+    if backend.priority is None and backend.auto:
+        raise PluginError(f"{backend.id} has platform rules but is never automatic (priority=None)")
+
+
+def _import_target(target: str) -> Callable[[], Any]:
+    module, _, attribute = target.partition(":")
+    adapter: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
+    return adapter
+
+
+def _trace(exc: BaseException) -> str:
+    return "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+
+
+_manager: PluginManager | None = None
+_manager_lock = threading.Lock()
+
+
+def get_manager() -> PluginManager:
+    """The process's plugin manager, loaded."""
+    global _manager
+    if _manager is None:
+        with _manager_lock:
+            if _manager is None:
+                _manager = PluginManager()
+    return _manager.load()
+
+
+def reset_manager(manager: PluginManager | None = None) -> None:
+    """Replace the process's manager (None = build a new one at next use). Cached choices become stale."""
+    global _manager
+    _manager = manager
+    distribution_version.cache_clear()
+    epoch.bump()
+
+
+def register_plugin(module: ModuleType | str, name: str | None = None) -> PluginReport:
+    """Add a plugin module (or its dotted path) to this process: `PluginManager.register`."""
+    return get_manager().register(module, name)

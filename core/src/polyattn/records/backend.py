@@ -1,0 +1,232 @@
+"""What a plugin announces: backends with their providers, limits and rules, and platforms. Data only.
+
+Nothing here imports torch or a vendor library; targets are dotted strings, imported at first use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from .capability import Constraint, Row, _constraint, _known
+
+__all__ = [
+    "Alias",
+    "AutoRule",
+    "BackendInfo",
+    "ConfigField",
+    "DeviceReport",
+    "EvidenceLevel",
+    "Fallback",
+    "PairRule",
+    "PlatformInfo",
+    "Provider",
+    "Requirement",
+    "conditions",
+]
+
+EvidenceLevel = Literal["hardware", "interpreter", "vendor code", "emulator", "declared"]
+
+
+def conditions(**fields: Any) -> dict[str, Constraint]:
+    """Conditions on a request in the shorthand of `row`: `conditions(arch=("sm90",), spec_topk=(0, 1))`."""
+    return {_known(k): c for k, v in fields.items() if (c := _constraint(k, v))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Requirement:
+    """A distribution a provider needs.
+
+    Attributes:
+        distribution: its name on the registry, normalised (PEP 503).
+        versions: a version specifier, empty = any.
+        module: a dotted module that must be findable (not imported): the proof that it is the right package.
+        hint: the one thing to do when it is missing.
+        impostor: what a package of a similar name on the registry really is, when there is one.
+        also: other names people and installers use for the same distribution.
+    """
+
+    distribution: str
+    versions: str = ""
+    module: str = ""
+    hint: str = ""
+    impostor: str = ""
+    also: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Provider:
+    """One way to get a backend: a distribution, an adapter, and the limits they have together.
+
+    Attributes:
+        name: short name, unique within the backend (`flash-attn-3`, `vllm`, `sgl-kernel`).
+        rows: capability rows (OR).
+        target: "package.module:Class" of the adapter; empty = planned (never selected, named as planned).
+        requires: all of these distributions.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    target: str = ""
+    requires: tuple[Requirement, ...] = ()
+
+    @property
+    def planned(self) -> bool:
+        return not self.target
+
+
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """Another name of a backend, valid in `families` only, optionally bound to one provider.
+
+    `fa3` in the dense and varlen families is `fa` restricted to its FA3 provider: it never becomes FA2.
+    """
+
+    name: str
+    families: tuple[str, ...] = ()
+    provider: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback:
+    """A documented replacement when this backend was asked for and cannot serve. Warned once; strict: an error.
+
+    Attributes:
+        to: backend name on the same platform.
+        why: the sentence shown to people.
+        when: conditions on the request; empty = any failure.
+        family: the family the replacement is asked in, empty = unchanged.
+    """
+
+    to: str
+    why: str
+    when: Mapping[str, Constraint] = dataclasses.field(default_factory=dict)
+    family: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoRule:
+    """'Choose me': a platform rule for automatic selection. Lower `rank` is asked first, across all plugins."""
+
+    rank: int
+    why: str
+    when: Mapping[str, Constraint] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairRule:
+    """A combination of phases that does not work: this backend in `phase` with one of `others` in `other_phase`."""
+
+    phase: str
+    other_phase: str
+    others: tuple[str, ...]
+    why: str
+    when: Mapping[str, Constraint] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigField:
+    """One option of a backend's typed schema (`--attention-backend-config`).
+
+    Attributes:
+        name: the key.
+        type: bool, int, float, str, path, or list[...] / literal choices as `choices`.
+        default: value when not given; ... (Ellipsis) = required.
+        doc: one line.
+        choices: allowed values, empty = any.
+        low, high: inclusive bounds of numbers.
+        length: number of entries of a list, 0 = any.
+    """
+
+    name: str
+    type: Literal["bool", "int", "float", "str", "path", "list[int]", "list[float]", "list[str]"]
+    default: Any = ...
+    doc: str = ""
+    choices: tuple[Any, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    length: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendInfo:
+    """One backend on one platform; identity is (name, platform), printed `fa@rocm`.
+
+    Attributes:
+        name: the field's name, lower case.
+        platform: the platform it runs on.
+        providers: any one of these serves; asked in order.
+        summary: one line for lists.
+        priority: order of automatic selection when no rule chose; higher first; None = never automatic
+            (lossy or approximate methods, and methods a person must ask for).
+        aliases, fallbacks, auto, pairs: data described in their classes.
+        config: the typed schema of its options.
+        evidence: the least the plugin claims; an evidence file beside the plugin raises it.
+        lossy: accuracy class for approximate methods (quantised, sparse), empty = exact.
+        upstream: where the kernels come from.
+        note: what a reader of the matrix must know.
+    """
+
+    name: str
+    platform: str
+    providers: tuple[Provider, ...]
+    summary: str
+    priority: int | None = 0
+    aliases: tuple[Alias, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
+    auto: tuple[AutoRule, ...] = ()
+    pairs: tuple[PairRule, ...] = ()
+    config: tuple[ConfigField, ...] = ()
+    evidence: EvidenceLevel = "declared"
+    lossy: str = ""
+    upstream: str = ""
+    note: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}@{self.platform}"
+
+    @property
+    def planned(self) -> bool:
+        return all(p.planned for p in self.providers)
+
+    def __str__(self) -> str:
+        return self.id
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.platform))
+
+
+@dataclasses.dataclass(frozen=True)
+class PlatformInfo:
+    """A device kind.
+
+    Attributes:
+        name: cuda, rocm, xpu, musa, npu, mps, cpu, or a plugin's own.
+        device_type: torch device type its tensors carry (ROCm tensors say "cuda").
+        detect: "package.module:function"; returns a `DeviceReport` without initialising a device.
+        plugin: entry name of the vendor's plugin: broken, it is an error on this device, not a warning.
+        archs: examples of architecture names.
+        fallback: backend that replaces whatever was asked for by name (MPS), with the reason in `fallback_why`.
+    """
+
+    name: str
+    device_type: str
+    detect: str
+    plugin: str = ""
+    archs: tuple[str, ...] = ()
+    fallback: str = ""
+    fallback_why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceReport:
+    """What detection found: `present`, architecture names, toolkit version, machine features, and the evidence."""
+
+    present: bool
+    detail: str
+    archs: tuple[str, ...] = ()
+    toolkit: tuple[int, ...] = ()
+    features: tuple[str, ...] = ()
+    torch_build: str = ""

@@ -1,0 +1,313 @@
+"""Capability as data: rows of constraints over the request's fields, and the verdict they give.
+
+A capability is an OR of rows, a row an AND of constraints. One source feeds the verdicts with reasons, the
+support matrix, the conformance cases and what hosts ask before they build a layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from .request import AttentionRequest, request_fields
+
+__all__ = [
+    "ANY",
+    "Accepted",
+    "AtLeast",
+    "Constraint",
+    "Has",
+    "OneOf",
+    "Range",
+    "Rejected",
+    "Row",
+    "SubsetOf",
+    "Verdict",
+    "Window",
+    "judge",
+    "row",
+]
+
+
+class Constraint(Protocol):
+    """What one field may be. `reason` is None when `value` is allowed, else the end of a sentence."""
+
+    def reason(self, value: Any) -> str | None: ...
+
+    def describe(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Any:
+    def reason(self, value: Any) -> None:
+        return None
+
+    def describe(self) -> str:
+        return "any"
+
+
+ANY: Constraint = _Any()
+"""The field is supported at every value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """The value is one of `values` (pairs too: `dims=((192, 128),)`)."""
+
+    values: tuple[Any, ...]
+
+    def reason(self, value: Any) -> str | None:
+        return None if value in self.values else f"is not {self.describe()}"
+
+    def describe(self) -> str:
+        shown = ", ".join(str(v) for v in self.values)
+        return shown if len(self.values) == 1 else f"one of {shown}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """A number from `low` to `high` (None = no bound), a multiple of `multiple_of`."""
+
+    low: float | None = None
+    high: float | None = None
+    multiple_of: int = 1
+
+    def reason(self, value: Any) -> str | None:
+        good = (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        return None if good and not (self.multiple_of > 1 and value % self.multiple_of) else f"is not {self.describe()}"
+
+    def describe(self) -> str:
+        low, high = self.low, self.high
+        bounds = f"{low} to {high}" if None not in (low, high) else f">= {low}" if high is None else f"<= {high}"
+        if low is None and high is None:
+            bounds = "any number"
+        return bounds + (f", a multiple of {self.multiple_of}" if self.multiple_of > 1 else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class SubsetOf:
+    """A tuple whose members all come from `values` (gradients)."""
+
+    values: tuple[str, ...]
+
+    def reason(self, value: Any) -> str | None:
+        extra = sorted(set(value) - set(self.values))
+        return f"includes {', '.join(extra)}, allowed: {', '.join(self.values) or 'none'}" if extra else None
+
+    def describe(self) -> str:
+        return "of " + ", ".join(self.values)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtLeast:
+    """A version tuple of at least `low`. An unknown version () passes: it was not measured, not refused."""
+
+    low: tuple[int, ...]
+
+    def reason(self, value: Any) -> str | None:
+        return None if not value or tuple(value) >= self.low else f"is not {self.describe()}"
+
+    def describe(self) -> str:
+        return ">= " + ".".join(map(str, self.low))
+
+
+@dataclasses.dataclass(frozen=True)
+class Has:
+    """A tuple of features that contains `member` (or lacks it, with `present=False`)."""
+
+    member: str
+    present: bool = True
+
+    def reason(self, value: Any) -> str | None:
+        return None if (self.member in value) is self.present else f"is not {self.describe()}"
+
+    def describe(self) -> str:
+        return f"{'with' if self.present else 'without'} {self.member}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Sliding windows: which of the two bounds the kernel knows (S4; in normal form causal has no right bound)."""
+
+    left: bool = True
+    right: bool = True
+
+    def reason(self, value: Any) -> str | None:
+        left, right = value
+        if left >= 0 and not self.left:
+            return "has a left bound"
+        if right >= 0 and not self.right:
+            return "has a right bound"
+        return None
+
+    def describe(self) -> str:
+        return "both bounds" if self.left and self.right else "left bound" if self.left else "right bound"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One variant of a capability: it applies `when` all of these hold, and then allows these values.
+
+    Attributes:
+        when: field -> constraint; a row whose `when` does not hold has nothing to say about the request.
+        allows: field -> constraint; every required field, and every option that may leave its off value.
+        lowered: field -> name of the exact rewrite that serves values outside `allows` (DESIGN: lowerings).
+        note: where the limits come from.
+    """
+
+    when: Mapping[str, Constraint]
+    allows: Mapping[str, Constraint]
+    lowered: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    note: str = ""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def applies(self, request: AttentionRequest) -> list[str]:
+        """The `when` clauses that do not hold, as sentences; empty when the row applies."""
+        return [s for name, c in self.when.items() if (s := _sentence(request, name, c))]
+
+    def misses(self, request: AttentionRequest, active: Iterable[tuple[str, Any]]) -> tuple[list[str], list[str]]:
+        """(reasons this row refuses the request, lowerings it needs to accept it)."""
+        reasons: list[str] = []
+        lowerings: list[str] = []
+        for name, constraint in self.allows.items():
+            sentence = _sentence(request, name, constraint)
+            if sentence is None:
+                continue
+            if name in self.lowered:
+                lowerings.append(self.lowered[name])
+            else:
+                reasons.append(sentence)
+        for name, value in active:
+            if name not in self.allows and name not in self.when and not self._covers(name):
+                if name in self.lowered:
+                    lowerings.append(self.lowered[name])
+                else:
+                    reasons.append(f"{name}={_show(value)} is not declared")
+        return reasons, list(dict.fromkeys(lowerings))
+
+    def _covers(self, name: str) -> bool:
+        # A pair constraint on (D_qk, D_v) declares D_v.
+        return name == "v_head_dim" and ("dims" in self.allows or "dims" in self.when)
+
+
+def _show(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _sentence(request: AttentionRequest, name: str, constraint: Constraint) -> str | None:
+    value = getattr(request, name)
+    ending = constraint.reason(value)
+    return None if ending is None else f"{name}={_show(value)} {ending}"
+
+
+def _constraint(name: str, value: Any) -> Constraint | None:
+    """Shorthand of rows: True = any value, False = not declared, a value or a tuple of values = one of them."""
+    if value is True:
+        return ANY
+    if value is False:
+        return None
+    if hasattr(value, "reason"):
+        constraint: Constraint = value
+        return constraint
+    if isinstance(value, (set, frozenset)):
+        value = tuple(sorted(value))
+    if isinstance(value, (tuple, list)):
+        if name == "grad":
+            return SubsetOf(tuple(value))
+        return OneOf(tuple(value))
+    return OneOf((value,))
+
+
+_DERIVED = {"group", "dims", "same_dims", "kv_storage"}
+
+
+def _known(name: str) -> str:
+    fields = {f.name for f in request_fields()} | _DERIVED
+    if name not in fields:
+        from ..errors import PluginError, did_you_mean
+
+        raise PluginError(f"capability row names {name!r}, which is no request field.{did_you_mean(name, fields)}")
+    return name
+
+
+def row(*, when: Mapping[str, Any] | None = None, lowered: Mapping[str, str] | None = None, note: str = "", **allows: Any) -> Row:
+    """Build a row from shorthand.
+
+    Example:
+        >>> row(when={"arch": ("sm90",)}, family="dense", dtype=("bfloat16", "float16"),
+        ...     head_dim=Range(8, 256, multiple_of=8), causal=True, lse=True).allows["lse"] is ANY
+        True
+
+    Raises:
+        PluginError: a name that is no request field.
+    """
+    # A row of another family has nothing to say about a request, so it is never its nearest miss.
+    family = {"family": allows.pop("family")} if "family" in allows else {}
+    whens = {_known(k): c for k, v in {**family, **(when or {})}.items() if (c := _constraint(k, v))}
+    allow = {_known(k): c for k, v in allows.items() if (c := _constraint(k, v))}
+    return Row(whens, allow, {_known(k): v for k, v in (lowered or {}).items()}, note)
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepted:
+    """The backend serves the request. `lowerings`: the exact rewrites it needs, in order."""
+
+    lowerings: tuple[str, ...] = ()
+    row: Row | None = None
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejected:
+    """The backend does not serve the request, and why: each reason names field, value and what is allowed."""
+
+    reasons: tuple[str, ...]
+
+    def __init__(self, reasons: Sequence[str] | str) -> None:
+        object.__setattr__(self, "reasons", (reasons,) if isinstance(reasons, str) else tuple(reasons))
+
+    def __bool__(self) -> bool:
+        return False
+
+
+Verdict = Accepted | Rejected
+
+
+def judge(
+    rows: Sequence[Row], request: AttentionRequest, active: Iterable[tuple[str, Any]] | None = None
+) -> Verdict:
+    """The verdict of capability rows: the first row that needs fewest lowerings, else the nearest miss's reasons."""
+    active = request.active() if active is None else active
+    active = tuple(active)
+    best: tuple[list[str], Row] | None = None
+    nearest: list[str] | None = None
+    outside: list[str] | None = None
+    for candidate in rows:
+        if not_here := candidate.applies(request):
+            outside = not_here if outside is None or len(not_here) < len(outside) else outside
+            continue
+        missing = _undeclared(candidate)
+        reasons, lowerings = candidate.misses(request, active)
+        reasons = missing + reasons
+        if reasons:
+            nearest = reasons if nearest is None or len(reasons) < len(nearest) else nearest
+        elif best is None or len(lowerings) < len(best[0]):
+            best = (lowerings, candidate)
+            if not lowerings:
+                break
+    if best is not None:
+        return Accepted(tuple(best[0]), best[1])
+    return Rejected(nearest or outside or ["no capability row is declared"])
+
+
+def _undeclared(candidate: Row) -> list[str]:
+    names = ("family", "dtype", "head_dim")
+    have = {*candidate.allows, *candidate.when}
+    if "dims" in have:
+        have.add("head_dim")
+    return [f"the capability row does not declare {n}" for n in names if n not in have]

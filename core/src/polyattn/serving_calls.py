@@ -1,0 +1,344 @@
+"""`paged_attention` and `mla_attention`: attention over a paged cache, dense or latent.
+
+Every call resolves its request anew (selection is remembered by the request, a frozen record): an engine that decodes
+thousands of steps binds through `polyattn.serving`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import overrides, validate
+from .choose import Chosen, choose, device_facts, dtype_name, select_here
+from .dispatch import Static
+from .epoch import EPOCH
+from .errors import InvalidInputError
+from .records import AttentionRequest
+from .selection import Selection
+
+__all__ = ["mla_attention", "paged_attention"]
+
+
+@functools.lru_cache(maxsize=1024)
+def _chosen(request: AttentionRequest, backend: str | None, scope: overrides.Scope, epoch: int) -> Chosen:
+    return choose(request, backend, scope)
+
+
+def _phase(max_seqlen_q: int) -> str:
+    return "decode" if max_seqlen_q == 1 else "extend"
+
+
+def _no_grad(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise InvalidInputError(
+            "attention over a paged cache is inference only; run it under torch.no_grad(), or train with attention()"
+        )
+
+
+def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
+    tokens = query.shape[0]
+    return AttentionRequest(
+        **static.fields(),
+        **device_facts(query.device),
+        dtype=dtype_name(query.dtype),
+        heads=query.shape[1],
+        zero_size=not tokens,
+        **fields,
+    ).normalised()
+
+
+def _paged_request(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, static: Static, kv_layout: str, **more: Any
+) -> AttentionRequest:
+    h, p = (2, 1) if kv_layout == "NHD" else (1, 2)
+    longest = more.pop("max_seqlen_q")
+    phase = _phase(longest)
+    return _request(
+        static,
+        query,
+        family="paged",
+        phase=phase,
+        kv_heads=key_cache.shape[h],
+        head_dim=query.shape[2],
+        v_head_dim=value_cache.shape[3],
+        kv_dtype=dtype_name(key_cache.dtype),
+        page_size=key_cache.shape[p],
+        kv_layout=kv_layout,
+        s_relation="one" if phase == "decode" else "fewer",
+        large=max(query.numel(), key_cache.numel(), value_cache.numel()) >= 2**31,
+        **more,
+    )
+
+
+def _paged_arguments(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    key: Tensor | None,
+    value: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_layout: str,
+    save_kv_cache: bool,
+    static: Static,
+) -> AttentionRequest:
+    validate.check_paged(
+        query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, kv_layout
+    )
+    if save_kv_cache and (key is None or value is None):
+        raise InvalidInputError("save_kv_cache=True writes new keys and values: pass key and value [T_q, H_kv, D]")
+    if (k_scale is None) != (v_scale is None):
+        raise InvalidInputError("k_scale and v_scale go together: pass both, or none")
+    _no_grad(query, key_cache, value_cache, key, value)
+    granularity = "" if k_scale is None else {0: "tensor", 1: "head"}.get(k_scale.squeeze().ndim, "token")
+    return _paged_request(
+        query,
+        key_cache,
+        value_cache,
+        static,
+        kv_layout,
+        max_seqlen_q=max_seqlen_q,
+        kv_scales=granularity,
+        save_kv_cache=bool(save_kv_cache),
+        mask="none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "additive",
+        sinks=sinks is not None,
+    )
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    causal: bool | str = True,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    kv_layout: str = "NHD",
+    save_kv_cache: bool = False,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """Attention of packed queries over a paged KV cache; the queries are the last tokens of their sequences.
+
+    Args:
+        query: [T_q, H_q, D].
+        key_cache, value_cache: [pages, page_size, H_kv, D | D_v] (NHD) or [pages, H_kv, page_size, D | D_v] (HND); the
+            query's dtype, or float8 with `k_scale`, `v_scale`.
+        page_table: int32 [N, max_pages]. seq_lens: int32 [N], keys per sequence with the new ones.
+        cu_seqlens_q: int32 [N+1]. max_seqlen_q, max_seqlen_k: host ints.
+        key, value: [T_q, H_kv, D | D_v] new keys and values, written to the cache first if `save_kv_cache`.
+        k_scale, v_scale: dequantisation factors, scalar, [H_kv] or per token.
+        attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k]. The rest as `polyattn.attention`.
+
+    Returns:
+        out [T_q, H_q, D_v], or (out, lse [T_q, H_q]).
+
+    Raises:
+        As `polyattn.attention`; InvalidInputError when gradients are wanted.
+    """
+    static = Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+    request = _paged_arguments(
+        query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key, value,
+        k_scale, v_scale, attn_mask, sinks, kv_layout, save_kv_cache, static,
+    )  # fmt: skip
+    chosen = _chosen(request, backend, overrides.SCOPE.get(), EPOCH.value)
+    return chosen.bound.forward(
+        query,
+        key_cache,
+        value_cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        key=key,
+        value=value,
+        attn_mask=attn_mask,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=out,
+    )
+
+
+def _explain_paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    backend: str | None = None,
+    out: Any = None,
+    causal: Any = True,
+    kv_layout: str = "NHD",
+    save_kv_cache: bool = False,
+    window: Any = (-1, -1),
+    softcap: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    **tensors: Any,
+) -> Selection:
+    static = Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+    optional = dict.fromkeys(("key", "value", "k_scale", "v_scale", "attn_mask", "sinks"))
+    request = _paged_arguments(
+        query, key_cache, value_cache, kv_layout=kv_layout, save_kv_cache=save_kv_cache, static=static,
+        **{**optional, **tensors},
+    )  # fmt: skip
+    return select_here(request, backend, overrides.SCOPE.get(), full=True)
+
+
+paged_attention.__polyattn_explain__ = _explain_paged  # type: ignore[attr-defined]
+
+
+def _mla_request(
+    query: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    v_head_dim: int,
+    attn_mask: Tensor | None,
+    static: Static,
+) -> AttentionRequest:
+    for name, tensor, rank, shape in (
+        ("query", query, 3, "[T, H_q, D_c + D_r]"),
+        ("cache", cache, 3, "[pages, page_size, D_c + D_r]"),
+    ):
+        if not isinstance(tensor, Tensor) or tensor.ndim != rank:
+            shown = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InvalidInputError(f"{name} is {shown}; a tensor {shape} is needed")
+    if query.dtype != cache.dtype:
+        raise InvalidInputError(
+            f"query is {query.dtype}, cache {cache.dtype}; one dtype is needed (FP8 rows: unpack them with "
+            f"polyattn.reference.mla_unpack_fp8 first)"
+        )
+    if query.shape[2] != cache.shape[2] or not 0 < v_head_dim <= query.shape[2]:
+        raise InvalidInputError(
+            f"query rows have {query.shape[2]} numbers, cache rows {cache.shape[2]}, v_head_dim is {v_head_dim}; rows "
+            f"must be equal and v_head_dim the leading part of them"
+        )
+    if static.scale is None:
+        raise InvalidInputError(
+            "mla_attention needs an explicit scale: that of the uncompressed heads, for example 192 ** -0.5 "
+            "(the default of a 576-wide row would be wrong)"
+        )
+    validate.check_page_table(
+        query, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, cache.shape[0], cache.shape[1]
+    )
+    _no_grad(query, cache)
+    phase = _phase(max_seqlen_q)
+    return _request(
+        static,
+        query,
+        family="mla",
+        phase=phase,
+        kv_heads=1,
+        head_dim=query.shape[2],
+        v_head_dim=v_head_dim,
+        page_size=cache.shape[1],
+        s_relation="one" if phase == "decode" else "fewer",
+        large=max(query.numel(), cache.numel()) >= 2**31,
+        mask="none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "additive",
+    )
+
+
+def mla_attention(
+    query: Tensor,
+    cache: Tensor,
+    *,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    v_head_dim: int = 512,
+    causal: bool | str = True,
+    window: tuple[int, int] = (-1, -1),
+    attn_mask: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """Multi-head latent attention over a paged latent cache, absorbed form.
+
+    Args:
+        query: [T_q, H_q, D_c + D_r], the absorbed nope part, then the rope part.
+        cache: [pages, page_size, D_c + D_r], one latent row per token for all heads.
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k: as `paged_attention`.
+        scale: of the uncompressed heads, never of the latent row (S2).
+        v_head_dim: D_c, the leading part of a row that is the value.
+
+    Returns:
+        out [T_q, H_q, D_c], or (out, lse [T_q, H_q]).
+
+    Raises:
+        As `paged_attention`.
+    """
+    static = Static(causal, window, 0.0, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+    request = _mla_request(
+        query, cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, v_head_dim, attn_mask, static
+    )
+    chosen = _chosen(request, backend, overrides.SCOPE.get(), EPOCH.value)
+    return chosen.bound.forward(
+        query,
+        cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        attn_mask=attn_mask,
+        out=out,
+    )
+
+
+def _explain_mla(
+    query: Tensor,
+    cache: Tensor,
+    *,
+    scale: float,
+    v_head_dim: int = 512,
+    causal: Any = True,
+    window: Any = (-1, -1),
+    attn_mask: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    out: Any = None,
+    **tables: Any,
+) -> Selection:
+    static = Static(causal, window, 0.0, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+    request = _mla_request(query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, static=static, **tables)
+    return select_here(request, backend, overrides.SCOPE.get(), full=True)
+
+
+mla_attention.__polyattn_explain__ = _explain_mla  # type: ignore[attr-defined]

@@ -1,0 +1,300 @@
+"""Checks of a call's arguments: host-visible facts always, tensor contents where reading them is free (S1, S8, S9).
+
+Every check raises InvalidInputError naming what, which value, what is allowed and the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import envvars
+from .errors import InvalidInputError
+
+__all__ = ["check_cu_seqlens", "check_dense", "check_paged", "check_statics", "check_varlen", "contents_readable"]
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+LAYOUTS = ("BSHD", "BHSD")
+
+
+def _tensor(name: str, value: Any, rank: int, shape: str) -> None:
+    if not isinstance(value, Tensor):
+        raise InvalidInputError(f"{name} is a {type(value).__name__}, a tensor {shape} is needed")
+    if value.is_nested:
+        raise InvalidInputError(
+            f"{name} is a nested tensor; pass packed sequences to varlen_attention instead "
+            f"(its .values() and int32 .offsets())"
+        )
+    if any(c.__name__ == "DTensor" for c in type(value).__mro__):
+        raise InvalidInputError(f"{name} is a DTensor; attention is local: pass {name}.to_local()")
+    if value.ndim != rank:
+        raise InvalidInputError(f"{name} has {value.ndim} dimensions {tuple(value.shape)}, {rank} are needed: {shape}")
+
+
+def check_statics(
+    *,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    scale: Any,
+    layout: Any,
+    dropout_p: Any,
+    layouts: tuple[str, ...] = LAYOUTS,
+) -> tuple[int, int]:
+    """Check the arguments that are no tensors; returns the window as a pair of ints."""
+    if not (isinstance(causal, (bool, int)) and causal in (0, 1)) and causal not in ("top_left", "bottom_right"):
+        raise InvalidInputError(f"causal={causal!r} must be True (bottom-right), False, 'top_left' or 'bottom_right'")
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise InvalidInputError(f"window={window!r} must be a pair (left, right) of key counts, -1 = unlimited")
+    for side, bound in zip(("left", "right"), window, strict=True):
+        if isinstance(bound, bool) or not isinstance(bound, int) or bound < -1:
+            raise InvalidInputError(
+                f"window={tuple(window)!r}: the {side} bound must be an integer >= 0, or -1 for unlimited "
+                f"(a model's sliding window of W tokens is (W - 1, 0))"
+            )
+    if not _number(softcap) or not math.isfinite(softcap) or softcap < 0:
+        raise InvalidInputError(f"softcap={softcap!r} must be a finite number >= 0; 0 is off")
+    if scale is not None and (not _number(scale) or not math.isfinite(scale)):
+        raise InvalidInputError(f"scale={scale!r} must be a finite number, or None for D_qk ** -0.5")
+    if layout not in layouts:
+        raise InvalidInputError(f"layout={layout!r} must be one of {', '.join(layouts)}")
+    if not _number(dropout_p) or not 0 <= dropout_p < 1:
+        raise InvalidInputError(f"dropout_p={dropout_p!r} must be a probability, 0 <= p < 1")
+    return (window[0], window[1])
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _common(query: Tensor, key: Tensor, value: Tensor, h_q: int, h_kv: int, h_v: int, kv_dtypes: bool = False) -> None:
+    names = (("query", query), ("key", key), ("value", value))
+    for name, tensor in names:
+        if tensor.dtype not in FLOATS and not (kv_dtypes and name != "query"):
+            raise InvalidInputError(f"{name} is {tensor.dtype}; float32, float16, bfloat16 or float64 is needed")
+        if tensor.device != query.device:
+            raise InvalidInputError(f"{name} is on {tensor.device}, query on {query.device}; move them to one device")
+        if tensor.shape[-1] != 1 and tensor.stride(-1) != 1 and tensor.numel():
+            raise InvalidInputError(
+                f"{name}'s last axis is not dense (strides {tuple(tensor.stride())}); pass {name}.contiguous()"
+            )
+    if not kv_dtypes and not (query.dtype == key.dtype == value.dtype):
+        raise InvalidInputError(
+            f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; cast them to one dtype, or use autocast"
+        )
+    if h_kv != h_v:
+        raise InvalidInputError(f"key has {h_kv} heads, value {h_v}; they must be equal")
+    if not h_q or not h_kv or h_q % h_kv:
+        raise InvalidInputError(f"query has {h_q} heads, key and value {h_kv}: H_q must be a multiple of H_kv")
+    if key.shape[-1] != query.shape[-1]:
+        raise InvalidInputError(f"query has head dim {query.shape[-1]}, key {key.shape[-1]}; they must be equal")
+    if not query.shape[-1] or not value.shape[-1]:
+        raise InvalidInputError(f"head dims are {query.shape[-1]} and {value.shape[-1]}; both must be at least 1")
+
+
+def check_dense(
+    query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, layout: str, grad: bool
+) -> None:
+    """Check the tensors of a dense call."""
+    bshd = layout == "BSHD"
+    shape = "[B, S, H, D]" if bshd else "[B, H, S, D]"
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _tensor(name, tensor, 4, shape)
+    s, h = (1, 2) if bshd else (2, 1)
+    _common(query, key, value, query.shape[h], key.shape[h], value.shape[h])
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise InvalidInputError(
+            f"batch sizes differ: query {query.shape[0]}, key {key.shape[0]}, value {value.shape[0]}; expand them"
+        )
+    if key.shape[s] != value.shape[s]:
+        raise InvalidInputError(f"key has {key.shape[s]} positions, value {value.shape[s]}; they must be equal")
+    _mask(attn_mask, query, query.shape[0], query.shape[h], query.shape[s], key.shape[s], "S_q, S_k")
+    _sinks(sinks, query, query.shape[h])
+    _out(out, query, (*query.shape[:3], value.shape[-1]), (query, key, value), grad)
+
+
+def _mask(attn_mask: Any, query: Tensor, batch: int, heads: int, s_q: int, s_k: int, axes: str) -> None:
+    if attn_mask is None:
+        return
+    allowed = f"[{batch} or 1, {heads} or 1, {s_q}, {s_k}] (B|1, H_q|1, {axes})"
+    _tensor("attn_mask", attn_mask, 4, allowed)
+    b, h, rows, columns = attn_mask.shape
+    if b not in (1, batch) or h not in (1, heads) or rows != s_q or columns != s_k:
+        raise InvalidInputError(f"attn_mask has shape {tuple(attn_mask.shape)}, allowed: {allowed}")
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATS:
+        raise InvalidInputError(f"attn_mask is {attn_mask.dtype}; bool (True = attend) or a float to be added is needed")
+    if attn_mask.device != query.device:
+        raise InvalidInputError(f"attn_mask is on {attn_mask.device}, query on {query.device}; move it")
+
+
+def _sinks(sinks: Any, query: Tensor, heads: int) -> None:
+    if sinks is None:
+        return
+    _tensor("sinks", sinks, 1, f"[{heads}] (H_q)")
+    if sinks.shape[0] != heads:
+        raise InvalidInputError(f"sinks has {sinks.shape[0]} entries, one per query head is needed: {heads}")
+    if sinks.dtype not in FLOATS:
+        raise InvalidInputError(f"sinks is {sinks.dtype}; a float dtype is needed")
+    if sinks.device != query.device:
+        raise InvalidInputError(f"sinks is on {sinks.device}, query on {query.device}; move it")
+
+
+def _out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, ...], grad: bool) -> None:
+    if out is None:
+        return
+    _tensor("out", out, len(shape), str(list(shape)))
+    if tuple(out.shape) != shape or out.dtype != query.dtype or out.device != query.device:
+        raise InvalidInputError(
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}; {shape} {query.dtype} on {query.device} is needed"
+        )
+    if out.stride(-1) != 1 and out.shape[-1] != 1:
+        raise InvalidInputError(f"out's last axis is not dense (strides {tuple(out.stride())})")
+    if grad:
+        raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
+    if any(t.numel() and t.data_ptr() == out.data_ptr() for t in inputs):
+        raise InvalidInputError("out shares memory with an input; pass a tensor of its own")
+
+
+def contents_readable(tensor: Tensor) -> bool:
+    """Whether tensor contents are checked: always on the CPU, on a device only under POLYATTN_VALIDATE=1."""
+    return tensor.device.type == "cpu" or envvars.flag("POLYATTN_VALIDATE")
+
+
+def _index(name: str, value: Any, rank: int, shape: str) -> None:
+    _tensor(name, value, rank, shape)
+    if value.dtype != torch.int32:
+        raise InvalidInputError(f"{name} is {value.dtype}; int32 is needed: {name}.to(torch.int32)")
+
+
+def check_cu_seqlens(name: str, cu: Tensor, tokens: int, longest: int, max_name: str) -> list[int]:
+    """Check the contents of cumulative lengths [N+1]; returns them."""
+    starts: list[int] = cu.tolist()
+    if starts[0] != 0:
+        raise InvalidInputError(f"{name} starts with {starts[0]}; it must start with 0")
+    if starts[-1] != tokens:
+        raise InvalidInputError(f"{name} ends at {starts[-1]}, the packed batch has {tokens} tokens; they must agree")
+    lengths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    if min(lengths, default=0) < 0:
+        at = next(i for i, n in enumerate(lengths) if n < 0)
+        raise InvalidInputError(f"{name} falls from {starts[at]} to {starts[at + 1]} at {at}; it must not decrease")
+    if max(lengths, default=0) > longest:
+        raise InvalidInputError(f"{max_name}={longest} is less than the longest sequence, {max(lengths)}")
+    return starts
+
+
+def check_varlen(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    attn_mask: Any,
+    sinks: Any,
+    out: Any,
+    grad: bool,
+) -> None:
+    """Check the host-visible facts of a packed call."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _tensor(name, tensor, 3, "[T, H, D]")
+    _common(query, key, value, query.shape[1], key.shape[1], value.shape[1])
+    if key.shape[0] != value.shape[0]:
+        raise InvalidInputError(f"key has {key.shape[0]} tokens, value {value.shape[0]}; they must be equal")
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _index(name, cu, 1, "[N+1]")
+        if cu.shape[0] < 1:
+            raise InvalidInputError(f"{name} is empty; it has one entry more than there are sequences")
+        if cu.device != query.device:
+            raise InvalidInputError(f"{name} is on {cu.device}, query on {query.device}; move it")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise InvalidInputError(
+            f"cu_seqlens_q has {cu_seqlens_q.shape[0]} entries, cu_seqlens_k {cu_seqlens_k.shape[0]}; they must be equal"
+        )
+    _lengths(max_seqlen_q, max_seqlen_k)
+    _mask(attn_mask, query, cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k, "max_q, max_k")
+    _sinks(sinks, query, query.shape[1])
+    _out(out, query, (*query.shape[:2], value.shape[-1]), (query, key, value), grad)
+
+
+def _lengths(max_seqlen_q: Any, max_seqlen_k: Any) -> None:
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(longest, bool) or not isinstance(longest, int) or longest < 0:
+            raise InvalidInputError(f"{name}={longest!r} must be a Python int >= 0 (a tensor would cost a device sync)")
+
+
+def check_paged(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    page_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    kv_layout: str,
+) -> None:
+    """Check a paged call, contents included where they are readable."""
+    _tensor("query", query, 3, "[T, H_q, D]")
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        _tensor(name, cache, 4, "[pages, page_size, H_kv, D]" if kv_layout == "NHD" else "[pages, H_kv, page_size, D]")
+    if kv_layout not in ("NHD", "HND"):
+        raise InvalidInputError(f"kv_layout={kv_layout!r} must be NHD or HND")
+    h, p = (2, 1) if kv_layout == "NHD" else (1, 2)
+    _common(query, key_cache, value_cache, query.shape[1], key_cache.shape[h], value_cache.shape[h], kv_dtypes=True)
+    if key_cache.shape[:3] != value_cache.shape[:3]:
+        raise InvalidInputError(
+            f"key_cache is {tuple(key_cache.shape)}, value_cache {tuple(value_cache.shape)}; pages must agree"
+        )
+    check_page_table(
+        query, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key_cache.shape[0], key_cache.shape[p]
+    )
+
+
+def check_page_table(
+    query: Tensor,
+    page_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    pages: int,
+    page_size: int,
+) -> None:
+    """Check the tables of a paged or latent call against a cache of `pages` pages."""
+    _index("page_table", page_table, 2, "[N, max_pages]")
+    _index("seq_lens", seq_lens, 1, "[N]")
+    _index("cu_seqlens_q", cu_seqlens_q, 1, "[N+1]")
+    _lengths(max_seqlen_q, max_seqlen_k)
+    count = page_table.shape[0]
+    if seq_lens.shape[0] != count or cu_seqlens_q.shape[0] != count + 1:
+        raise InvalidInputError(
+            f"page_table has {count} rows, seq_lens {seq_lens.shape[0]} entries, cu_seqlens_q {cu_seqlens_q.shape[0]}; "
+            f"N, N and N + 1 are needed"
+        )
+    if not contents_readable(seq_lens):
+        return
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q, "max_seqlen_q")
+    starts = cu_seqlens_q.tolist()
+    table = page_table.tolist()
+    for i, length in enumerate(seq_lens.tolist()):
+        new = starts[i + 1] - starts[i]
+        needed = -(-length // page_size)
+        if length < new:
+            raise InvalidInputError(
+                f"seq_lens[{i}]={length} is less than its {new} queries; it counts all keys, new ones included"
+            )
+        if length > max_seqlen_k:
+            raise InvalidInputError(f"max_seqlen_k={max_seqlen_k} is less than seq_lens[{i}]={length}")
+        if needed > page_table.shape[1]:
+            raise InvalidInputError(
+                f"seq_lens[{i}]={length} needs {needed} pages of {page_size}, page_table has {page_table.shape[1]} columns"
+            )
+        for column in range(needed):
+            if not 0 <= table[i][column] < pages:
+                raise InvalidInputError(
+                    f"page_table[{i}, {column}]={table[i][column]} is not a page of the cache, 0 to {pages - 1}"
+                )

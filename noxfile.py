@@ -1,0 +1,175 @@
+# /// script
+# dependencies = ["nox>=2025.2.9"]
+# ///
+"""Every check of this repository. `nox -l` lists them, `nox -s NAME` runs one.
+
+Whatever needs torch runs in one shared environment (session `environment`), installed once. With `--no-venv` nothing
+is installed: the same sessions use the interpreter that runs nox, and core and plugins run from source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+
+ROOT = Path(__file__).parent
+PLUGINS = sorted(p.parent.name for p in ROOT.glob("plugins/[!_]*/pyproject.toml"))
+MODULES = {name: f"polyattn_{name}" for name in PLUGINS}
+CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
+
+# The interpreter of the shared environment and the variables it runs with; set by session `environment`.
+_python: str | None = None
+_env: dict[str, str | None] = {}
+
+
+def install(session: nox.Session, *args: str) -> None:
+    """`pip install` under the constraints; nothing under --no-venv, where `session.install` would raise."""
+    if session.venv_backend != "none":
+        session.install(*CONSTRAINTS, *args)
+
+
+def from_source() -> dict[str, str | None]:
+    """Variables that make core and the plugins importable without installing them."""
+    sources = [ROOT / "core" / "src", *(ROOT / "plugins" / name / "src" for name in PLUGINS)]
+    installed = {entry.value for entry in importlib.metadata.entry_points(group="polyattn.backends")}
+    extra = [f"{module}.plugin" for module in MODULES.values() if f"{module}.plugin" not in installed]
+    path = [*map(str, sources), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path), "POLYATTN_EXTRA_PLUGINS": ",".join(extra)}
+
+
+def shared(session: nox.Session, *args: str, env: dict[str, str | None] | None = None) -> None:
+    """Run `python *args` in the shared environment, or from source under --no-venv."""
+    if _python is None:
+        session.error("session 'environment' has not run: leave out --no-dependencies")
+    session.run(_python, *args, env={**_env, **(env or {})}, external=True)
+
+
+def pytest(session: nox.Session, *args: str, parallel: bool = False) -> None:
+    """pytest in the shared environment; `-- --strict-device` makes a missing chip a failure."""
+    words = ["--polyattn-strict-device" if word == "--strict-device" else word for word in session.posargs]
+    env: dict[str, str | None] = {}
+    if parallel and _has_xdist():
+        args = (*args, "-n", str(min(os.cpu_count() or 1, 4)))
+        env = {"OMP_NUM_THREADS": "1"}  # one thread per worker: the workers already fill the machine
+    shared(session, "-m", "pytest", *args, *words, env=env)
+
+
+def _has_xdist() -> bool:
+    return _python != sys.executable or importlib.util.find_spec("xdist") is not None
+
+
+@nox.session(reuse_venv=True, default=False)
+def environment(session: nox.Session) -> None:
+    """Install torch, core, every plugin (editable) and the tools once, for the sessions that need torch."""
+    global _python, _env
+    if session.venv_backend == "none":
+        _python, _env = sys.executable, from_source()
+        session.log(f"--no-venv: {sys.executable}, with core and plugins from source")
+        return
+    packages = [ROOT / "core", *(ROOT / "plugins" / name for name in PLUGINS)]
+    files = [ROOT / "constraints.txt", ROOT / "requirements-dev.txt", *(p / "pyproject.toml" for p in packages)]
+    wanted = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+    stamp = Path(session.virtualenv.location) / "polyattn-installed"
+    if not stamp.exists() or stamp.read_text() != wanted:
+        editable = [word for p in packages[1:] for word in ("-e", str(p))]
+        install(session, "-r", "requirements-dev.txt", "-e", f"{packages[0]}[all]", *editable)
+        stamp.write_text(wanted)
+    path = os.pathsep.join([session.bin, os.environ.get("PATH", "")])
+    _python, _env = str(Path(session.bin) / "python"), {"PATH": path, "PYTHONPATH": None}
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def tests(session: nox.Session) -> None:
+    """Run the tests of core and of every plugin; arguments after `--` go to pytest."""
+    skipped = [f"--ignore=tests/{room}" for room in ("conformance", "docs", "packaging")]
+    pytest(session, *skipped, parallel=True)
+
+
+def _test_plugin(name: str) -> None:
+    def run(session: nox.Session) -> None:
+        pytest(session, "-rs", f"plugins/{name}/tests")
+
+    run.__doc__ = f"Run the tests of polyattn-{name}; `-- --strict-device` fails when its chip is missing."
+    nox.session(run, name=f"test-{name}", venv_backend="none", requires=["environment"], default=False)
+
+
+for _name in PLUGINS:
+    _test_plugin(_name)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def conformance(session: nox.Session) -> None:
+    """Check every declared capability of the backends that run here against the reference, with negative controls."""
+    pytest(session, "tests/conformance", parallel=True)
+
+
+@nox.session(reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff."""
+    install(session, "ruff")
+    session.run("ruff", "check", ".", external=True)
+    session.run("ruff", "format", "--check", ".", external=True)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def typing(session: nox.Session) -> None:
+    """Check the types of core with mypy --strict."""
+    shared(session, "-m", "mypy")
+
+
+@nox.session(reuse_venv=True)
+def imports(session: nox.Session) -> None:
+    """Check that no layer of core imports a layer above it."""
+    install(session, "import-linter")
+    session.run("lint-imports", env={"PYTHONPATH": str(ROOT / "core" / "src")}, external=True)
+
+
+@nox.session(reuse_venv=True)
+def packaging(session: nox.Session) -> None:
+    """Build each wheel, install all in a fresh environment without torch, load each entry point, compare metadata."""
+    if session.venv_backend == "none":
+        session.skip("builds and installs wheels, which needs an environment of its own: run it without --no-venv")
+    install(session, "build", "hatchling", "pytest")
+    session.run("python", "-m", "pytest", "tests/packaging", "--confcutdir=tests/packaging", "-p", "no:cacheprovider")
+
+    tmp = Path(session.create_tmp())
+    wheels = tmp / "wheels"
+    for old in wheels.glob("*"):
+        old.unlink()
+    for folder in ("core", *(f"plugins/{name}" for name in PLUGINS)):
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(wheels), folder, silent=True)
+
+    session.run("python", "-m", "venv", "--clear", str(tmp / "fresh"))
+    python = str(tmp / "fresh" / "bin" / "python")
+    files = sorted(map(str, wheels.glob("*.whl")))
+    session.run(python, "-m", "pip", "install", "-q", *CONSTRAINTS, "pluggy", "packaging", external=True)
+    session.run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *files, external=True)
+    session.run(python, "-I", "tests/packaging/check_installed.py", *PLUGINS, external=True)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def docs(session: nox.Session) -> None:
+    """Run the code blocks of the documentation and every file of examples/, and follow the links."""
+    pytest(session, "tests/docs")
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def bench(session: nox.Session) -> None:
+    """Measure import time and dispatch cost; a report, not a gate."""
+    for name in ("import_time.py", "dispatch.py"):
+        shared(session, f"benchmarks/{name}", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def full(session: nox.Session) -> None:
+    """Run the long versions of the tests and of conformance."""
+    pytest(session, "tests", "plugins", "--ignore=tests/packaging", "--polyattn-full", parallel=True)

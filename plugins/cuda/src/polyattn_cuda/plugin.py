@@ -1,0 +1,29 @@
+"""The plugin of NVIDIA GPUs: it announces backends, as data. Their limits are in `records/`, one file per library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from polyattn.hookspecs import hookimpl
+from polyattn.records import BackendInfo
+
+from .records import diffusion, fa, fa_serving, flashinfer, linear, serving
+
+__all__ = ["BACKENDS", "polyattn_register_backends"]
+
+POLYATTN_API_VERSION = 1
+
+BACKENDS: tuple[BackendInfo, ...] = (
+    *fa.BACKENDS,
+    *fa_serving.BACKENDS,
+    *flashinfer.BACKENDS,
+    *serving.BACKENDS,
+    *diffusion.BACKENDS,
+    *linear.BACKENDS,
+)
+
+
+@hookimpl
+def polyattn_register_backends() -> Iterable[BackendInfo]:
+    """Every CUDA backend polyattn knows."""
+    return BACKENDS

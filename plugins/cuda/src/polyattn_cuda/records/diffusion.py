@@ -1,0 +1,261 @@
+"""Diffusion: quantised attention (Sage) and sparse video methods. All approximate, so none is ever automatic.
+
+To change what a kernel takes, edit its row: an option that is not named there is refused, with a reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.records import BackendInfo, Fallback, Provider, Range, Requirement, Row, row
+from polyattn.video.schemas import SAGE_SLA, SLA, STA, SVG2, VMOBA, VSA, dense_for_cross_attention
+
+from .common import CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, PORTABLE, TRAINABLE
+
+SAGE_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120")
+
+
+def _sage(width: Any, **limits: Any) -> tuple[Row, ...]:
+    """Causal is right only when S_q = S_k: Sage's mask starts in the upper left corner."""
+    base = {"when": {"arch": SAGE_ARCHS}, "dtype": HALF, "head_dim": width, "group": True, "scale": True, **limits}
+    return (row(**base, s_relation=LENGTHS, cross=True), row(**base, s_relation="equal", causal=CAUSAL))
+
+
+SAGE_ATTN = BackendInfo(
+    "sage_attn",
+    "cuda",
+    (
+        Provider(
+            "sage2",
+            _sage(Range(1, 128), family="dense", lse=True),
+            requires=(
+                Requirement(
+                    "sageattention",
+                    ">=2",
+                    module="sageattention.core",
+                    hint="build https://github.com/thu-ml/SageAttention from source: PyPI has 1.x only",
+                ),
+            ),
+        ),
+        Provider(
+            "sage1",
+            _sage((64, 96, 128), family=("dense", "varlen")),
+            requires=(
+                Requirement("sageattention", "<2", module="sageattention.core", hint="pip install 'sageattention<2'"),
+            ),
+        ),
+    ),
+    summary="SageAttention: INT8 scores",
+    priority=None,
+    fallbacks=(Fallback("fa", "SageAttention is not installed or the call is outside its limits"),),
+    lossy="INT8 QK, FP16 or FP8 PV: cosine at least 0.9995 (1.x) or 0.998 (2.x)",
+    upstream="https://github.com/thu-ml/SageAttention",
+)
+
+SAGE_ATTN_3 = BackendInfo(
+    "sage_attn_3",
+    "cuda",
+    (
+        Provider(
+            "sageattn3",
+            (
+                row(
+                    when={"arch": "sm120"},
+                    lowered={"group": "expand_gqa_heads"},
+                    family="dense",
+                    dtype=HALF,
+                    head_dim=(64, 128),
+                    s_relation="equal",
+                    causal=CAUSAL,
+                ),
+            ),
+            requires=(
+                Requirement(
+                    "sageattn3",
+                    module="sageattn3",
+                    hint="build sageattention3_blackwell of https://github.com/thu-ml/SageAttention; it is not on PyPI",
+                ),
+            ),
+        ),
+    ),
+    summary="SageAttention 3: FP4 on SM120",
+    priority=None,
+    lossy="FP4 QK and PV: cosine at least 0.98",
+    upstream="https://github.com/thu-ml/SageAttention",
+    note="the kernel centres K in place and fixes the scale: K is copied, another scale is refused",
+)
+
+# Every sparse video method is self-attention over one grid: S_q = S_k, no causal mask, keys of the same sequence.
+SPARSE: dict[str, Any] = {"family": "block_sparse", "s_relation": "equal"}
+LOSSY = "sparse: exact over the keys it keeps, dense only at full budget"
+
+# What polyattn-triton's block-sparse kernel brings to a method; the same on every platform.
+OURS: dict[str, Any] = {
+    **SPARSE,
+    "dtype": HALF,
+    "head_dim": (64, 128),
+    "group": True,
+    "scale": True,
+    "block_map": True,
+    "block_sizes": True,
+    "lse": True,
+}
+
+
+def _ours(method: str, **limits: Any) -> Provider:
+    return Provider("polyattn-triton", (row(**{**OURS, "method": method, **limits}),), requires=(PORTABLE,))
+
+
+FASTVIDEO = Requirement("fastvideo-kernel", module="fastvideo_kernel", hint="pip install fastvideo-kernel")
+
+# Tiles of 6x8x8 on the three canvases it was compiled for (30x48x80, 36x48x48, 18x48x80); the scale is fixed.
+STA_ROW = row(when={"arch": HOPPER}, **SPARSE, method="sta", dtype=HALF, head_dim=128)
+
+SLIDING_TILE = BackendInfo(
+    "sliding_tile_attn",
+    "cuda",
+    (
+        Provider(
+            "st-attn", (STA_ROW,), requires=(Requirement("st-attn", module="st_attn", hint="pip install st_attn"),)
+        ),
+        Provider("fastvideo-kernel", (STA_ROW,), requires=(FASTVIDEO,)),
+        _ours("sta"),
+    ),
+    summary="Sliding tile attention (STA)",
+    priority=None,
+    fallbacks=(dense_for_cross_attention("fa"),),
+    config=STA,
+    lossy=LOSSY,
+    upstream="https://github.com/hao-ai-lab/FastVideo",
+)
+
+VSA_ROW = row(**SPARSE, method="vsa", dtype="bfloat16", head_dim=(64, 128), block_sizes=True, grad=TRAINABLE)
+
+VIDEO_SPARSE = BackendInfo(
+    "video_sparse_attn",
+    "cuda",
+    (
+        Provider("fastvideo-kernel", (VSA_ROW,), requires=(FASTVIDEO,)),
+        Provider("vsa", (VSA_ROW,), requires=(Requirement("vsa", module="vsa", hint="pip install vsa"),)),
+        _ours("vsa", grad=TRAINABLE),
+    ),
+    summary="Video sparse attention (VSA)",
+    priority=None,
+    fallbacks=(dense_for_cross_attention("fa"),),
+    config=VSA,
+    lossy=LOSSY,
+    upstream="https://github.com/hao-ai-lab/FastVideo",
+    note="without a gate the coarse branch is added with weight 1, so sparsity 0 alone is not dense",
+)
+
+VMOBA_ATTN = BackendInfo(
+    "vmoba_attn",
+    "cuda",
+    (
+        Provider(
+            "vmoba",
+            (row(**SPARSE, method="vmoba", dtype=HALF, head_dim=(64, 128), grad=TRAINABLE),),
+            requires=(
+                Requirement(
+                    "vmoba",
+                    module="kernel.attn.vmoba_attn.vmoba",
+                    hint="install the V-MoBA kernels of https://github.com/hao-ai-lab/FastVideo; they are not on PyPI",
+                ),
+                FLASH_ATTN_2,
+            ),
+        ),
+        _ours("vmoba", grad=TRAINABLE),
+    ),
+    summary="V-MoBA: mixture of block attention for video",
+    priority=None,
+    fallbacks=(dense_for_cross_attention("fa"),),
+    config=VMOBA,
+    lossy=LOSSY,
+    upstream="https://github.com/KwaiVGI/VMoBA",
+    note="a moba_threshold of 1 or more keeps every chunk; upstream's threshold mode has no dense limit",
+)
+
+SLA_ATTN = BackendInfo(
+    "sla_attn",
+    "cuda",
+    (_ours("sla", grad=TRAINABLE, scale=False),),
+    summary="Sparse-linear attention (SLA)",
+    priority=None,
+    fallbacks=(dense_for_cross_attention("fa"),),
+    config=SLA,
+    lossy=LOSSY,
+    upstream="https://github.com/thu-ml/SLA",
+    note="needs weights trained for it (proj_l); at least one key block is always kept",
+)
+
+SAGE_SLA_ATTN = BackendInfo(
+    "sage_sla_attn",
+    "cuda",
+    (
+        Provider(
+            "spas-sage-attn",
+            (
+                row(
+                    when={"arch": ("sm80", "sm86", "sm89", "sm90", "sm120")},
+                    **SPARSE,
+                    method="sage_sla",
+                    dtype=HALF,
+                    head_dim=(64, 128),
+                    block_map=True,
+                ),
+            ),
+            requires=(
+                Requirement(
+                    "spas-sage-attn",
+                    module="spas_sage_attn.core",
+                    hint="run pip install . in a checkout of https://github.com/thu-ml/SpargeAttn; it is not on PyPI",
+                ),
+            ),
+        ),
+    ),
+    summary="SLA with INT8 scores (SageSLA), inference only",
+    priority=None,
+    fallbacks=(dense_for_cross_attention("fa"),),
+    config=SAGE_SLA,
+    lossy="sparse, and INT8 QK over the keys it keeps: cosine at least 0.998 to SLA",
+    upstream="https://github.com/thu-ml/SLA",
+)
+
+SVG2_ATTN = BackendInfo(
+    "sparse_video_gen_2_attn",
+    "cuda",
+    (
+        Provider(
+            "svg",
+            (row(**SPARSE, method="svg2", dtype=HALF, head_dim=(64, 128, 256)),),
+            requires=(
+                Requirement(
+                    "svg",
+                    module="svg.kmeans_utils",
+                    hint="run pip install . in a checkout of https://github.com/svg-project/Sparse-VideoGen; "
+                    "it is not on PyPI",
+                ),
+                FLASHINFER,
+            ),
+        ),
+        _ours("svg2", head_dim=(64, 128, 256)),
+    ),
+    summary="Sparse VideoGen 2: clusters of similar tokens",
+    priority=None,
+    fallbacks=(dense_for_cross_attention("fa"),),
+    config=SVG2,
+    lossy=LOSSY,
+    upstream="https://github.com/svg-project/Sparse-VideoGen",
+    note="keeps centroids between steps: they are reset for every request",
+)
+
+BACKENDS = (
+    SAGE_ATTN,
+    SAGE_ATTN_3,
+    SLIDING_TILE,
+    VIDEO_SPARSE,
+    VMOBA_ATTN,
+    SLA_ATTN,
+    SAGE_SLA_ATTN,
+    SVG2_ATTN,
+)

@@ -1,0 +1,258 @@
+"""FlashAttention in serving: `fa2`, `fa3` and `fa4` on paged and latent caches.
+
+To change what a kernel takes, edit its row: an option that is not named there is refused, with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polyattn.records import (
+    AutoRule,
+    BackendInfo,
+    PairRule,
+    Provider,
+    Range,
+    Row,
+    Window,
+    conditions,
+    row,
+)
+
+from .common import (
+    ABSORBED,
+    AMPERE_AND_LATER,
+    ANY_PAGE,
+    ANY_TREE,
+    BLACKWELL,
+    BY_TOKENS,
+    CUDA_12_3,
+    DEQUANTISE,
+    FA4_BLACKWELL_WIDTHS,
+    FA_WIDTHS,
+    FLASH_ATTENTION,
+    FLASH_ATTN_2,
+    FLASH_ATTN_3,
+    FLASH_ATTN_4,
+    HOPPER,
+    KV_DTYPES,
+    NO_TREE,
+    SERVING,
+    SGL_KERNEL,
+    SINKS,
+    TREE,
+    UNABSORBED,
+    VLLM,
+    WIDE,
+)
+
+# FA3: fp16/bf16, head dims to 256, any page size, e4m3 caches (with q in e4m3), no dropout, ALiBi or masks.
+FA3_SERVING: dict[str, Any] = {
+    **SERVING,
+    "softcap": True,
+    "cross": True,
+    "deterministic": True,
+    "batch_invariant": True,
+    "graph_capture": True,
+}
+
+
+def _fa3_paged(
+    archs: tuple[str, ...], *, fp8: bool = True, page: Range = ANY_PAGE, chunk: bool = False, sinks: bool = False
+) -> tuple[Row, ...]:
+    """Paged rows of one FA3 build.
+
+    Args:
+        archs: what it was compiled for. fp8: it reads e4m3 caches. page: the sizes it takes.
+        chunk: it has attention_chunk. sinks: it takes them; its LSE then includes them, so a call that wants the
+            LSE as well gets its sinks by the lowering.
+    """
+    when = {"arch": archs, "toolkit": CUDA_12_3, "kv_dtype": KV_DTYPES}
+    base = {
+        **FA3_SERVING,
+        "family": "paged",
+        "page_size": page,
+        "kv_dtype": ("auto", "fp8_e4m3") if fp8 else "auto",
+        "kv_scales": ("", "tensor", "head") if fp8 else "",
+        "multimodal": True,
+    }
+    rows = []
+    for width in FA_WIDTHS:
+        chain = {**when, "spec_topk": NO_TREE}
+        windowed = {**base, **width, "window": Window(), "chunk": chunk}
+        if sinks:
+            rows.append(row(when=chain, lowered=DEQUANTISE, **windowed, sinks=True))
+        rows.append(row(when=chain, lowered={**DEQUANTISE, **SINKS}, **windowed, lse=True))
+        # A draft tree is attended as prefix plus drafts, merged by LSE; upstream has no window there.
+        tree = {**base, **width, "lse": True, "spec_topk": ANY_TREE}
+        rows.append(row(when=when, lowered={**DEQUANTISE, **SINKS, **TREE}, **tree))
+    return tuple(rows)
+
+
+def _fa3_mla(page: Range = ANY_PAGE) -> tuple[Row, ...]:
+    """MLA rows: the latent goes in as `qv`. Draft trees only at page size 1."""
+    when = {"arch": HOPPER, "toolkit": CUDA_12_3, "kv_dtype": KV_DTYPES}
+    base = {
+        **FA3_SERVING,
+        "family": "mla",
+        "dims": (ABSORBED, UNABSORBED),
+        "kv_dtype": "auto",
+        "lse": True,
+        "chunked_prefix": True,
+    }
+    chain = row(when={**when, "spec_topk": NO_TREE}, lowered=DEQUANTISE, **base, page_size=page)
+    tree = row(when=when, lowered={**DEQUANTISE, **TREE}, **base, page_size=1, spec_topk=ANY_TREE)
+    return (chain, tree) if page.low == 1 else (chain,)
+
+
+VLLM_PAGE = Range(16, multiple_of=16)
+
+FA3 = BackendInfo(
+    "fa3",
+    "cuda",
+    (
+        Provider("flash-attn-3", (*_fa3_paged(HOPPER, chunk=True), *_fa3_mla()), requires=(FLASH_ATTN_3,)),
+        Provider(
+            "sgl-kernel",
+            (
+                *_fa3_paged(HOPPER, chunk=True, sinks=True),
+                *_fa3_paged(("sm80", "sm86", "sm89"), fp8=False, chunk=True, sinks=True),
+                *_fa3_mla(),
+            ),
+            requires=(SGL_KERNEL,),
+        ),
+        Provider("vllm", (*_fa3_paged(HOPPER, page=VLLM_PAGE, sinks=True), *_fa3_mla(VLLM_PAGE)), requires=(VLLM,)),
+    ),
+    summary="FlashAttention 3, serving",
+    priority=90,
+    auto=(
+        AutoRule(
+            100,
+            "Hopper with CUDA 12.3 or newer, no draft tree: fa3",
+            conditions(family="paged", arch=HOPPER, toolkit=CUDA_12_3, spec_topk=NO_TREE),
+        ),
+        AutoRule(
+            200,
+            "MLA on Hopper with CUDA 12.3 or newer: fa3",
+            conditions(family="mla", arch=HOPPER, toolkit=CUDA_12_3),
+        ),
+    ),
+    upstream=f"{FLASH_ATTENTION}/tree/main/hopper",
+    note="an e4m3 cache makes FA3 read q in e4m3 as well; other cache dtypes are dequantised by pages",
+)
+
+# FA4: JIT-compiled; no FP8 cache; its LSE includes the sinks, so a call that wants both gets them by the lowering.
+FA4_SERVING: dict[str, Any] = {
+    **SERVING,
+    "kv_dtype": "auto",
+    "deterministic": True,
+    "batch_invariant": True,
+    "graph_capture": True,
+}
+
+
+def _fa4_paged(
+    archs: tuple[str, ...], width: Mapping[str, Any], page: Range | int, spec_topk: Range
+) -> tuple[Row, ...]:
+    """Rows of one head width. `spec_topk` is a condition: what serves trees is another row, with other pages."""
+    when = {"arch": archs, "kv_dtype": KV_DTYPES, "spec_topk": spec_topk}
+    base = {
+        **FA4_SERVING,
+        **width,
+        "family": "paged",
+        "page_size": page,
+        "window": Window(),
+        "softcap": True,
+        "multimodal": True,
+    }
+    return (
+        row(when=when, lowered=DEQUANTISE, **base, sinks=True),
+        row(when=when, lowered={**DEQUANTISE, **SINKS, **TREE}, **base, lse=True),
+    )
+
+
+FA4 = BackendInfo(
+    "fa4",
+    "cuda",
+    (
+        Provider(
+            "flash-attn-4",
+            (
+                # Hopper takes pages of 128 only; Blackwell is fastest at 128, takes others without TMA, trees at 1.
+                *(r for w in FA_WIDTHS for r in _fa4_paged(HOPPER, w, 128, NO_TREE)),
+                *(r for w in FA4_BLACKWELL_WIDTHS for r in _fa4_paged(BLACKWELL, w, ANY_PAGE, NO_TREE)),
+                *(r for w in FA4_BLACKWELL_WIDTHS for r in _fa4_paged(BLACKWELL, w, 1, ANY_TREE)),
+                *(
+                    row(
+                        when={"arch": archs, "kv_dtype": KV_DTYPES},
+                        lowered={**DEQUANTISE, **BY_TOKENS},
+                        **FA4_SERVING,
+                        family="mla",
+                        dims=dims,
+                        page_size=1,
+                        lse=True,
+                        chunked_prefix=True,
+                    )
+                    for archs, dims in ((BLACKWELL, (ABSORBED, UNABSORBED)), (HOPPER, (UNABSORBED,)))
+                ),
+            ),
+            requires=(FLASH_ATTN_4,),
+        ),
+    ),
+    summary="FlashAttention 4 (CuTe DSL), serving",
+    priority=88,
+    auto=(
+        AutoRule(
+            111,
+            "Blackwell with K and V of different widths, no draft tree: fa4",
+            conditions(family="paged", arch=BLACKWELL, same_dims=(False,), spec_topk=NO_TREE),
+        ),
+    ),
+    pairs=(
+        PairRule(
+            "prefill",
+            "decode",
+            ("trtllm_mha",),
+            "an FP4 cache that fa4 prefilled cannot be decoded by trtllm_mha",
+            conditions(kv_dtype="fp4_e2m1"),
+        ),
+    ),
+    upstream=f"{FLASH_ATTENTION}/tree/main/flash_attn/cute",
+    note="the first call compiles; decode on Hopper has no split-KV and slows down with length",
+)
+
+FA2 = BackendInfo(
+    "fa2",
+    "cuda",
+    (
+        Provider(
+            "flash-attn",
+            (
+                row(
+                    when={"arch": AMPERE_AND_LATER, "kv_dtype": KV_DTYPES},
+                    lowered={**DEQUANTISE, **SINKS},
+                    **SERVING,
+                    **WIDE,
+                    family="paged",
+                    page_size=Range(256, multiple_of=256),
+                    kv_dtype="auto",
+                    window=Window(),
+                    softcap=True,
+                    alibi=True,
+                    lse=True,
+                    cross=True,
+                    multimodal=True,
+                    spec_topk=NO_TREE,
+                    graph_capture=True,
+                ),
+            ),
+            requires=(FLASH_ATTN_2,),
+        ),
+    ),
+    summary="FlashAttention 2, serving",
+    priority=55,
+    upstream=FLASH_ATTENTION,
+)
+
+BACKENDS = (FA3, FA4, FA2)

@@ -1,0 +1,110 @@
+"""The records of polyattn-cuda: they load, and they say yes and no where the libraries do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from polyattn import what_if
+from polyattn.errors import PolyattnError
+from polyattn.plugins import PluginManager
+from polyattn.records import AttentionRequest, DeviceReport
+from polyattn_cuda.plugin import BACKENDS
+
+NAMES = {
+    "fa",
+    "fa2",
+    "fa3",
+    "fa4",
+    "flashinfer",
+    "flashinfer_mla",
+    "trtllm_mha",
+    "trtllm_mla",
+    "cutedsl_mla",
+    "cutlass_mla",
+    "flashmla",
+    "hpc_ops",
+    "dsa",
+    "dual_chunk_flash_attn",
+    "sage_attn",
+    "sage_attn_3",
+    "sliding_tile_attn",
+    "video_sparse_attn",
+    "vmoba_attn",
+    "sla_attn",
+    "sage_sla_attn",
+    "sparse_video_gen_2_attn",
+    "cutedsl",
+    "fla",
+}
+PAGED = {"family": "paged", "heads": 32, "kv_heads": 8, "page_size": 64, "phase": "decode", "s_relation": "one"}
+MLA = {
+    "family": "mla",
+    "heads": 128,
+    "head_dim": 576,
+    "v_head_dim": 512,
+    "scale": 192**-0.5,
+    "page_size": 64,
+    "phase": "decode",
+    "s_relation": "one",
+}
+CASES = [
+    pytest.param("cuda:sm80", "fa", {}, "", id="fa on Ampere"),
+    pytest.param("cuda:sm75", "fa", {}, "arch='sm75' is not one of", id="fa before Ampere"),
+    pytest.param("cuda:sm90", "fa", {"dtype": "float32"}, "dtype='float32' is not one of", id="fa in float32"),
+    pytest.param("cuda:sm80", "fa2", PAGED, "page_size=64 is not >= 256", id="fa2 pages"),
+    pytest.param("cuda:sm90@12.1", "fa3", PAGED, "toolkit=(12, 1) is not >= 12.3", id="fa3 toolkit"),
+    pytest.param("cuda:sm90", "fa3", {**PAGED, "head_dim": 512}, "head_dim=512", id="fa3 head dim"),
+    pytest.param("cuda:sm90", "hpc_ops", {**PAGED, "kv_heads": 32}, "group", id="hpc_ops group"),
+    pytest.param("cuda:sm90", "flashmla", MLA, "", id="flashmla"),
+    pytest.param("cuda:sm100", "cutlass_mla", {**MLA, "page_size": 64}, "page_size=64 is not 128", id="cutlass pages"),
+    pytest.param("cuda:sm90", "dsa", MLA, "method", id="dsa wants its method"),
+    pytest.param("cuda:sm120", "sage_attn_3", {"scale": 0.5}, "scale=0.5 is not declared", id="sage 3 scale"),
+]
+
+
+def test_the_plugin_registers_every_name() -> None:
+    manager = PluginManager(
+        environ={"POLYATTN_PLUGINS": "cuda", "POLYATTN_EXTRA_PLUGINS": "polyattn_cuda.plugin"}
+    ).load()
+    report = manager.plugins["cuda"]
+    assert report.state == "ready", report.traceback
+    assert {b.partition("@")[0] for b in report.backends} == NAMES
+
+
+def test_every_backend_says_what_it_needs_and_where_it_comes_from() -> None:
+    lacking = [b.id for b in BACKENDS if not b.summary or not b.upstream]
+    assert not lacking
+    bare = [f"{b.id}: {p.name}" for b in BACKENDS for p in b.providers if not all(r.hint for r in p.requires)]
+    assert not bare, "a requirement without the one thing to do when it is missing"
+
+
+def test_approximate_methods_are_never_automatic() -> None:
+    assert not [b.id for b in BACKENDS if b.lossy and (b.priority is not None or b.auto)]
+
+
+@pytest.mark.parametrize(("platform", "name", "changes", "refusal"), CASES)
+def test_limits(platform: str, name: str, changes: dict[str, Any], refusal: str) -> None:
+    """Accepted where `refusal` is empty; otherwise refused with these words."""
+    request = AttentionRequest(**changes)
+    needs = {r.distribution for b in BACKENDS if b.name == name for p in b.providers for r in p.requires}
+    if not refusal:
+        assert what_if(request, platform=platform, installed=needs, backend=name).backend == name
+        return
+    try:
+        selection = what_if(request, platform=platform, installed=needs, backend=name)
+    except PolyattnError as error:
+        said = str(error)
+    else:
+        said = "; ".join(selection.rejected[name])
+    assert refusal in said
+
+
+def test_adapters_on_the_device(device: Callable[..., DeviceReport]) -> None:
+    planned = sorted({b.name for b in BACKENDS if b.planned})
+    found = device("cuda", what=f"the kernels of {', '.join(planned)}")
+    built = sorted(b.id for b in BACKENDS if not b.planned)
+    assert not built, f"built, and not checked here: {', '.join(built)}; run the conformance suite on them"
+    pytest.skip(f"{found.detail} is here, but every adapter is planned, so nothing was run: {', '.join(planned)}")

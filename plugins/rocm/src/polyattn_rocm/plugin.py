@@ -1,0 +1,22 @@
+"""The plugin of AMD GPUs: it announces backends, as data. Their limits are in `records/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from polyattn.hookspecs import hookimpl
+from polyattn.records import BackendInfo
+
+from .records import dense, serving
+
+__all__ = ["BACKENDS", "polyattn_register_backends"]
+
+POLYATTN_API_VERSION = 1
+
+BACKENDS: tuple[BackendInfo, ...] = (*dense.BACKENDS, *serving.BACKENDS)
+
+
+@hookimpl
+def polyattn_register_backends() -> Iterable[BackendInfo]:
+    """Every ROCm backend polyattn knows."""
+    return BACKENDS

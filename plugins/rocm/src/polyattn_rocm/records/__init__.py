@@ -1,0 +1,1 @@
+"""Limits of the ROCm libraries, by room: dense and packed batches, serving."""

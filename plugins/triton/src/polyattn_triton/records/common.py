@@ -1,0 +1,44 @@
+"""Where the portable kernels run, what Triton is called there, and the words their rows share."""
+
+from __future__ import annotations
+
+from polyattn.records import Range, Requirement
+
+HALF = ("bfloat16", "float16")
+TRAINABLE = ("query", "key", "value")
+LENGTHS = ("equal", "one", "fewer", "more")
+PHASES = ("prefill", "extend", "decode", "verify")
+
+PLATFORMS = ("cuda", "rocm", "xpu", "musa", "npu", "cpu")
+DENSE_THERE = {"cuda": "fa", "rocm": "fa", "xpu": "fa", "musa": "fa", "npu": "fa", "cpu": "torch_sdpa"}
+"""What stands in for a sparse method where only dense attention is right."""
+
+INTERPRETED = -200
+"""Priority on CPUs: after the reference, because the interpreter is slower still."""
+
+TORCH_BRINGS_IT = Requirement(
+    "triton",
+    module="triton",
+    hint="PyTorch's wheels for GPUs bring Triton along; reinstall torch for this device",
+    also=("pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-rocm", "triton-xpu"),
+)
+TRITON = {
+    "cuda": TORCH_BRINGS_IT,
+    "rocm": TORCH_BRINGS_IT,
+    "xpu": TORCH_BRINGS_IT,
+    "musa": Requirement("triton", module="triton", hint="install the Triton that comes with the MUSA SDK"),
+    "npu": Requirement(
+        "triton-ascend", module="triton", hint="pip install triton-ascend (it takes the place of triton)"
+    ),
+    "cpu": Requirement("triton", module="triton", hint="pip install triton (CPUs run it under its interpreter)"),
+}
+
+NO_TREE = Range(0, 1)
+ANY_TREE = Range(0)
+ANY_PAGE = Range(1)
+
+# Exact rewrites. A cache dtype that a kernel cannot read is dequantised by pages; KV_DTYPES is what that knows.
+KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8")
+DEQUANTISE = {"kv_dtype": "dequantise_kv", "kv_scales": "dequantise_kv"}
+BY_TOKENS = {"page_size": "page_table_to_tokens"}
+CHUNKED = {"chunked_prefix": "chunked_prefix_by_lse"}

@@ -1,0 +1,125 @@
+"""Methods with portable kernels, on every platform but CUDA, where polyattn-cuda lists them beside the vendors' own.
+
+A row that changes here changes in polyattn-cuda too (its provider `polyattn-triton`); a test compares them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.records import Alias, BackendInfo, ConfigField, Provider, Range, Row, row
+from polyattn.video.schemas import SLA, STA, SVG2, VMOBA, VSA, dense_for_cross_attention
+
+from .common import ANY_PAGE, DENSE_THERE, HALF, INTERPRETED, LENGTHS, NO_TREE, PHASES, PLATFORMS, TRAINABLE, TRITON
+
+ELSEWHERE = tuple(platform for platform in PLATFORMS if platform != "cuda")
+LOSSY = "sparse: exact over the keys it keeps, dense only at full budget"
+
+# Every sparse video method is self-attention over one grid: S_q = S_k, no causal mask, keys of the same sequence.
+SPARSE: dict[str, Any] = {
+    "family": "block_sparse",
+    "s_relation": "equal",
+    "dtype": HALF,
+    "head_dim": (64, 128),
+    "group": True,
+    "scale": True,
+    "block_map": True,
+    "block_sizes": True,
+    "lse": True,
+}
+STA_ROW = row(**SPARSE, method="sta")
+VSA_ROW = row(**SPARSE, method="vsa", grad=TRAINABLE)
+VMOBA_ROW = row(**SPARSE, method="vmoba", grad=TRAINABLE)
+SLA_ROW = row(**{**SPARSE, "scale": False}, method="sla", grad=TRAINABLE)
+SVG2_ROW = row(**{**SPARSE, "head_dim": (64, 128, 256)}, method="svg2")
+
+DSA_ROW = row(
+    family="mla",
+    method="dsa",
+    dtype=HALF,
+    phase=PHASES,
+    s_relation=LENGTHS,
+    causal=("none", "bottom_right"),
+    group=True,
+    scale=True,
+    save_kv_cache=True,
+    dims=((576, 512),),
+    kv_dtype=("auto", "fp8_e4m3"),
+    kv_scales=("", "block128"),
+    spec_topk=NO_TREE,
+    lse=True,
+    page_size=ANY_PAGE,
+)
+DUAL_CHUNK_ROW = row(
+    family="paged",
+    method="dual_chunk",
+    dtype=HALF,
+    head_dim=Range(16, 256, multiple_of=8),
+    page_size=ANY_PAGE,
+    phase=PHASES[:3],
+    s_relation=("equal", "one", "fewer"),
+    causal=("none", "bottom_right"),
+    group=True,
+    scale=True,
+    save_kv_cache=True,
+)
+
+
+def _provider(platform: str, limits: Row) -> tuple[Provider, ...]:
+    return (Provider("polyattn-triton", (limits,), requires=(TRITON[platform],)),)
+
+
+def _sparse(
+    name: str, platform: str, limits: Row, summary: str, config: tuple[ConfigField, ...], note: str = ""
+) -> BackendInfo:
+    return BackendInfo(
+        name,
+        platform,
+        _provider(platform, limits),
+        summary=summary,
+        priority=None,
+        fallbacks=(dense_for_cross_attention(DENSE_THERE[platform]),),
+        config=config,
+        lossy=LOSSY,
+        upstream="polyattn",
+        note=note,
+    )
+
+
+def _backends(platform: str) -> tuple[BackendInfo, ...]:
+    return (
+        _sparse("sliding_tile_attn", platform, STA_ROW, "Sliding tile attention (STA)", STA),
+        _sparse("video_sparse_attn", platform, VSA_ROW, "Video sparse attention (VSA)", VSA),
+        _sparse("vmoba_attn", platform, VMOBA_ROW, "V-MoBA: mixture of block attention for video", VMOBA),
+        _sparse(
+            "sla_attn",
+            platform,
+            SLA_ROW,
+            "Sparse-linear attention (SLA)",
+            SLA,
+            note="needs weights trained for it (proj_l); at least one key block is always kept",
+        ),
+        _sparse("sparse_video_gen_2_attn", platform, SVG2_ROW, "Sparse VideoGen 2: clusters of similar tokens", SVG2),
+        BackendInfo(
+            "dsa",
+            platform,
+            _provider(platform, DSA_ROW),
+            summary="DeepSeek sparse attention: an indexer's top-k tokens over a latent cache",
+            priority=INTERPRETED if platform == "cpu" else 60,
+            aliases=(Alias("nsa", ("mla",)),),
+            upstream="polyattn",
+            note="serves requests of method dsa only; its choice of tokens is the model's own",
+        ),
+        BackendInfo(
+            "dual_chunk_flash_attn",
+            platform,
+            _provider(platform, DUAL_CHUNK_ROW),
+            summary="Dual chunk attention of the Qwen 1M models",
+            priority=INTERPRETED if platform == "cpu" else 58,
+            upstream="polyattn",
+            note="serves requests of method dual_chunk only",
+        ),
+    )
+
+
+BACKENDS: tuple[BackendInfo, ...] = tuple(b for platform in ELSEWHERE for b in _backends(platform))

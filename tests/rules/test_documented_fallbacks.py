@@ -1,0 +1,114 @@
+"""The documented fallbacks: taken when a backend was asked for by name, said aloud, and an error in strict mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polyattn import what_if
+from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
+from polyattn.plugins import get_manager
+from polyattn.records import AttentionRequest
+
+PAGED: dict[str, Any] = {"family": "paged", "page_size": 64, "phase": "decode", "s_relation": "one"}
+CROSS: dict[str, Any] = {"cross": True, "s_relation": "more"}
+SAGE2 = "sageattention==2.2.0"
+
+# id, platform, asked for, request, installed, served by
+TAKEN = [
+    ("fa, nothing installed", "cuda:sm90", "fa", {}, (), "torch_sdpa"),
+    ("fa, float32", "cuda:sm90", "fa", {"dtype": "float32"}, ("flash-attn-3",), "torch_sdpa"),
+    ("fa, before SM80", "cuda:sm75", "fa", {}, ("flash-attn",), "torch_sdpa"),
+    ("fa, head dim 512", "cuda:sm90", "fa", {"head_dim": 512}, ("flash-attn-3",), "torch_sdpa"),
+    ("fa3 never becomes FA2", "cuda:sm90", "fa3", {}, ("flash-attn",), "torch_sdpa"),
+    ("fa4 never becomes FA3", "cuda:sm90", "fa4", {}, ("flash-attn-3",), "torch_sdpa"),
+    ("fa on rocm", "rocm:gfx942", "fa", {}, (), "torch_sdpa"),
+    ("fa on xpu", "xpu", "fa", {"head_dim": 80}, ("sgl-kernel-xpu",), "torch_sdpa"),
+    ("fa on musa", "musa", "fa", {}, (), "torch_sdpa"),
+    ("fa on npu", "npu", "fa", {}, (), "torch_sdpa"),
+    ("sage_attn missing", "cuda:sm90", "sage_attn", {}, ("flash-attn-3",), "fa"),
+    ("sage_attn, head dim 256", "cuda:sm90", "sage_attn", {"head_dim": 256}, (SAGE2, "flash-attn-3"), "fa"),
+    ("sage_attn and fa missing", "cuda:sm90", "sage_attn", {}, (), "torch_sdpa"),
+    ("sage_attn on musa", "musa", "sage_attn", {"head_dim": 256}, ("mate",), "fa"),
+    ("intel_amx without AMX", "cpu", "intel_amx", PAGED, ("sgl-kernel-cpu",), "torch_native"),
+    ("mps, fa", "mps", "fa", {}, (), "torch_sdpa"),
+    ("mps, sage_attn", "mps", "sage_attn", {}, (), "torch_sdpa"),
+    ("mps, torch_native", "mps", "torch_native", {}, (), "torch_sdpa"),
+    ("sliding_tile_attn, cross", "cuda:sm90", "sliding_tile_attn", CROSS, ("st-attn", "flash-attn-3"), "fa"),
+    ("video_sparse_attn, cross", "cuda:sm90", "video_sparse_attn", CROSS, ("vsa", "flash-attn-3"), "fa"),
+    ("vmoba_attn, cross", "cuda:sm90", "vmoba_attn", CROSS, ("polyattn-triton", "flash-attn-3"), "fa"),
+    ("sla_attn, cross", "cuda:sm90", "sla_attn", CROSS, ("polyattn-triton", "flash-attn-3"), "fa"),
+    ("sage_sla_attn, cross", "cuda:sm90", "sage_sla_attn", CROSS, ("spas-sage-attn", "flash-attn-3"), "fa"),
+    ("sparse_video_gen_2_attn, cross", "cuda:sm90", "sparse_video_gen_2_attn", CROSS, ("flash-attn-3",), "fa"),
+    ("sliding_tile_attn on rocm, cross", "rocm:gfx942", "sliding_tile_attn", CROSS, ("amd-aiter",), "fa"),
+    ("sla_attn on cpu, cross", "cpu", "sla_attn", CROSS, (), "torch_sdpa"),
+]
+taken = pytest.mark.parametrize(
+    ("platform", "name", "changes", "installed", "served"), [pytest.param(*case[1:], id=case[0]) for case in TAKEN]
+)
+
+
+@taken
+def test_taken_and_said(
+    platform: str, name: str, changes: dict[str, Any], installed: tuple[str, ...], served: str
+) -> None:
+    selection = what_if(AttentionRequest(**changes), platform=platform, installed=installed, backend=name)
+    assert selection.backend == served
+    assert selection.source.startswith("fallback from")
+    assert any(f"replaced by {selection.backend}" in note or "replaced by" in note for note in selection.notes)
+    assert selection.why
+
+
+@taken
+def test_an_error_in_strict_mode(
+    platform: str, name: str, changes: dict[str, Any], installed: tuple[str, ...], served: str
+) -> None:
+    with pytest.raises(UnsupportedRequestError, match="documented fallback"):
+        what_if(AttentionRequest(**changes), platform=platform, installed=installed, backend=name, strict=True)
+
+
+def test_cross_attention_of_a_sparse_method_is_asked_as_dense() -> None:
+    sparse = AttentionRequest(family="block_sparse", method="sta", block_map=True, cross=True, s_relation="more")
+    selection = what_if(sparse, platform="cuda:sm90", installed=("flash-attn-3",), backend="sliding_tile_attn")
+    assert (selection.backend, selection.request.family, selection.request.method) == ("fa", "dense", "")
+    assert "never serve cross-attention" in selection.why
+
+
+REFUSED = [
+    ("fa3 in serving", "cuda:sm90", "fa3", PAGED, ("flash-attn",), BackendUnavailableError, "flash-attn-3"),
+    ("fa3 is no name on rocm", "rocm:gfx942", "fa3", {}, ("amd-aiter",), BackendUnavailableError, "no backend on rocm"),
+    ("fa3 is no name on npu", "npu", "fa3", {}, ("torch-npu",), BackendUnavailableError, "no backend on npu"),
+    ("sage_attn_3", "cuda:sm90", "sage_attn_3", {}, ("sageattn3",), UnsupportedRequestError, "is not sm120"),
+    ("aiter is no CUDA backend", "cuda:sm90", "aiter", {}, (), BackendUnavailableError, "known on rocm"),
+    ("sparse self-attention", "cuda:sm90", "vmoba_attn", {}, ("polyattn-triton",), UnsupportedRequestError, "family"),
+    ("intel_amx without kernels", "cpu:amx", "intel_amx", PAGED, (), BackendUnavailableError, "sgl-kernel-cpu"),
+    ("trtllm_mha", "cuda:sm80", "trtllm_mha", PAGED, ("flashinfer",), UnsupportedRequestError, "arch='sm80'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("platform", "name", "changes", "installed", "error", "words"), [pytest.param(*c[1:], id=c[0]) for c in REFUSED]
+)
+def test_no_other_replacement(
+    platform: str, name: str, changes: dict[str, Any], installed: tuple[str, ...], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        what_if(AttentionRequest(**changes), platform=platform, installed=installed, backend=name)
+
+
+def test_the_list_of_fallbacks_is_complete() -> None:
+    """A fallback that somebody adds has to be documented here first."""
+    sparse = {
+        "sliding_tile_attn",
+        "video_sparse_attn",
+        "vmoba_attn",
+        "sla_attn",
+        "sage_sla_attn",
+        "sparse_video_gen_2_attn",
+    }
+    documented = {("fa", "torch_sdpa"), ("sage_attn", "fa"), ("intel_amx", "torch_native")}
+    documented |= {(name, to) for name in sparse for to in ("fa", "torch_sdpa")}
+    found = {(b.name, f.to) for b in get_manager().backends.values() for f in b.fallbacks}
+    assert found == documented - {("sage_sla_attn", "torch_sdpa")}
+    assert {p.name: p.fallback for p in get_manager().platforms.values() if p.fallback} == {"mps": "torch_sdpa"}
