@@ -37,6 +37,12 @@ def install(session: nox.Session, *args: str) -> None:
         session.install(*CONSTRAINTS, *args)
 
 
+def tool(session: nox.Session, name: str, *args: str, env: dict[str, str | None] | None = None) -> None:
+    """Run a tool of the session's environment; under --no-venv, of the interpreter that runs nox."""
+    folder = Path(sys.executable).parent if session.venv_backend == "none" else Path(session.bin)
+    session.run(str(folder / name), *args, env=env, external=True)
+
+
 def from_source() -> dict[str, str | None]:
     """Variables that make core and the plugins importable without installing them."""
     sources = [ROOT / "core" / "src", *(ROOT / "plugins" / name / "src" for name in PLUGINS)]
@@ -96,7 +102,7 @@ def tests(session: nox.Session) -> None:
 
 def _test_plugin(name: str) -> None:
     def run(session: nox.Session) -> None:
-        pytest(session, "-rs", f"plugins/{name}/tests")
+        pytest(session, f"plugins/{name}/tests")
 
     run.__doc__ = f"Run the tests of polyattn-{name}; `-- --strict-device` fails when its chip is missing."
     nox.session(run, name=f"test-{name}", venv_backend="none", requires=["environment"], default=False)
@@ -116,8 +122,8 @@ def conformance(session: nox.Session) -> None:
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff."""
     install(session, "ruff")
-    session.run("ruff", "check", ".", external=True)
-    session.run("ruff", "format", "--check", ".", external=True)
+    tool(session, "ruff", "check", ".")
+    tool(session, "ruff", "format", "--check", ".")
 
 
 @nox.session(venv_backend="none", requires=["environment"])
@@ -130,7 +136,7 @@ def typing(session: nox.Session) -> None:
 def imports(session: nox.Session) -> None:
     """Check that no layer of core imports a layer above it."""
     install(session, "import-linter")
-    session.run("lint-imports", env={"PYTHONPATH": str(ROOT / "core" / "src")}, external=True)
+    tool(session, "lint-imports", env={"PYTHONPATH": str(ROOT / "core" / "src")})
 
 
 @nox.session(reuse_venv=True)

@@ -323,7 +323,7 @@ def test_settings_without_problems(tmp_path: Path) -> None:
         "attention_backend": "fa3",
         "decode_attention_backend": "fa@rocm",
         "component_attention_backends": "vae=sliding_tile_attn",
-        "attention_backend_config": {"fa": {"splits": 2}, "sliding_tile_attn": {"mask": str(mask)}},
+        "attention_backend_config": {"fa@rocm": {"splits": 2}, "sliding_tile_attn": {"mask": str(mask)}},
     }
     assert check_settings(load_settings(cli, {}), KNOWN) == []
     assert check_settings(Settings(), {}) == []
@@ -355,13 +355,41 @@ def test_problems_of_settings() -> None:
             "component_attention_backends.vae='slidin_tile_attn' (environment POLYATTN_COMPONENT_ATTENTION_BACKENDS) "
             f"is not a known backend. Did you mean 'sliding_tile_attn'? {rest}"
         ),
+        f"attention_backend_config of flex (command line): 'flex' is not a known backend. {rest}",
         (
             "attention_backend_config of fa (command line): fa@rocm has no option 'split'. "
             "Did you mean 'splits'? Its options: splits."
         ),
         "attention_backend_config of sliding_tile_attn (command line): mask='/absent.json' does not exist",
         "attention_backend_config of sliding_tile_attn (command line): steps=-1 is out of bounds, expected >= 0",
-        f"attention_backend_config of flex (command line): 'flex' is not a known backend. {rest}",
+    ]
+
+
+def test_a_backend_asked_for_without_its_required_options() -> None:
+    settings = load_settings({"component_attention_backends": "vae=sliding_tile_attn"}, {})
+    assert check_settings(settings, KNOWN) == [
+        (
+            "attention_backend_config of sliding_tile_attn (default): "
+            "sliding_tile_attn@cuda needs the option 'mask' (path)"
+        )
+    ]
+
+
+def test_required_options_may_come_under_several_names(tmp_path: Path) -> None:
+    (tmp_path / "mask").write_text("")
+    config: dict[str, dict[str, Any]] = {
+        "sliding_tile_attn@cuda": {"mask": str(tmp_path / "mask")},
+        "sliding_tile_attn": {"steps": 1},
+    }
+    settings = load_settings({"attention_backend": "sliding_tile_attn", "attention_backend_config": config}, {})
+    assert check_settings(settings, KNOWN) == []
+    config["sliding_tile_attn"]["steps"] = -1
+    settings = load_settings({"attention_backend": "sliding_tile_attn", "attention_backend_config": config}, {})
+    assert check_settings(settings, KNOWN) == [
+        (
+            "attention_backend_config of sliding_tile_attn and sliding_tile_attn@cuda (command line): "
+            "steps=-1 is out of bounds, expected >= 0"
+        )
     ]
 
 

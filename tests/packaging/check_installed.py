@@ -48,7 +48,7 @@ def check(plugins: list[str]) -> list[str]:
 
     if polyattn.__version__ != versions["polyattn"]:
         wrong.append(f"polyattn.__version__ is {polyattn.__version__}, its metadata says {versions['polyattn']}")
-    brought = {info["package"] for info in polyattn.list_backends()}
+    brought = {status.package for status in polyattn.list_backends()}
     if lacking := set(names) - brought:
         wrong.append(f"no backend registered by {sorted(lacking)} (registered: {sorted(brought)})")
     return wrong

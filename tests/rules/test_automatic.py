@@ -80,6 +80,8 @@ MLA_RULES = [
     ("npu", "npu", {"page_size": 128}, ("torch-npu",), "ascend"),
     ("xpu", "xpu", {}, ("sgl-kernel-xpu",), "intel_xpu"),
     ("cpu with AMX", "cpu:amx", {}, ("sgl-kernel-cpu",), "intel_amx"),
+    ("cpu without AMX", "cpu", {}, ("sgl-kernel-cpu",), "torch_native"),
+    ("mps", "mps", {}, (), "torch_native"),
 ]
 DIFFUSION_RULES = [
     ("cuda, FA3", "cuda:sm90", {}, (FA3, "flash-attn"), "fa"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyattn.errors import InvalidInputError
-from polyattn.merge import merge
+from polyattn.merging import merge
 from polyattn.reference import attention
 
 F64 = torch.float64

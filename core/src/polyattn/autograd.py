@@ -110,9 +110,16 @@ def differentiable(bound: Bound, return_lse: bool, head_axis: int = 1) -> Callab
     """
 
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, out: Tensor | None = None, **extra: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+        **extra: Any,
     ) -> Any:
-        result: tuple[Tensor, Tensor] = _Attention.apply(bound, head_axis, extra, query, key, value, sinks)
+        apply: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply
+        result = apply(bound, head_axis, extra, query, key, value, sinks)
         return result if return_lse else result[0]
 
     return forward

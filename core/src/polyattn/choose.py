@@ -88,9 +88,7 @@ def _facts(platform: str, arch: str, version: str) -> dict[str, Any]:
     return {"platform": platform, "arch": arch, "toolkit": toolkit}
 
 
-def select_here(
-    request: AttentionRequest, argument: str | None, scope: Scope, *, full: bool = False
-) -> Selection:
+def select_here(request: AttentionRequest, argument: str | None, scope: Scope, *, full: bool = False) -> Selection:
     """Selection on this machine under the override chain."""
     policy = Policy(current_choice(argument, scope), strict=current_settings().strict)
     return select(request, catalogue(), policy, full=full)
@@ -113,12 +111,10 @@ def choose(request: AttentionRequest, argument: str | None, scope: Scope) -> Cho
 
 
 def _options(info: BackendInfo) -> tuple[tuple[str, Hashable], ...]:
-    if not info.config:
+    given, where = current_settings().options_of(info)
+    if not given and not info.config:
         return ()
-    settings = current_settings()
-    given = settings.attention_backend_config.get(info.name, {})
-    where = f"options of {info.name} ({settings.source(f'attention_backend_config.{info.name}')})"
-    checked = check_options(info.config, given, where, check_files=True)
+    checked = check_options(info, given, where, check_files=True)
     return tuple((name, _hashable(value)) for name, value in sorted(checked.items()))
 
 

@@ -12,6 +12,7 @@ in plain JSON what to run, so that a saved graph can be run by another process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -138,7 +139,7 @@ def _tensor_facts(
             grad and attn_mask is not None and attn_mask.requires_grad,
             grad and sinks is not None and sinks.requires_grad,
         ),
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
         torch.are_deterministic_algorithms_enabled(),
     )
 
@@ -314,7 +315,12 @@ def op_plan(chosen: Chosen) -> str:
     }
     selection = chosen.selection
     return json.dumps(
-        {"backend": selection.backend, "platform": selection.platform, "provider": selection.provider, "request": request},
+        {
+            "backend": selection.backend,
+            "platform": selection.platform,
+            "provider": selection.provider,
+            "request": request,
+        },
         sort_keys=True,
     )
 
@@ -336,10 +342,11 @@ def _tuples(value: Any) -> Any:
 
 
 def _call(plan: str, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    request, bound = _bound(plan, EPOCH.token)
+    bound = _bound(plan, EPOCH.token)[1]
     result = bound.forward(query, key, value, **given)
     out, lse = result if isinstance(result, tuple) else (result, query.new_empty(0, dtype=torch.float32))
     inputs = (query, key, value)
+    lse = lse.to(_lse_dtype(query)) if lse.numel() else lse
     # The op promises contiguous outputs that alias no input, whatever the kernel gave.
     out = out.contiguous()
     return (out.clone() if any(out.data_ptr() == t.data_ptr() for t in inputs) else out), lse.contiguous()
@@ -353,8 +360,12 @@ def _gives_lse(plan: str) -> bool:
 def _fake(plan: str, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     shape: Sequence[Any] = query.shape[:-1] if _gives_lse(plan) else (0,)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return out, query.new_empty(shape, dtype=wide if _gives_lse(plan) else torch.float32)
+    return out, query.new_empty(shape, dtype=_lse_dtype(query) if _gives_lse(plan) else torch.float32)
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    """S6: fp32, and fp64 for float64 inputs."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 @torch.library.custom_op("polyattn::dense", mutates_args=())
@@ -468,7 +479,9 @@ def _backward(
     request, bound = _bound(plan, EPOCH.token)
     axis = 2 if request.family == "dense" and request.layout == "BSHD" else 1
     if bound.backward is not None:
-        found = attention_backward(bound.backward, dout, dlse, query, key, value, out, lse, sinks, axis, given)
+        found: tuple[Tensor | None, ...] = attention_backward(
+            bound.backward, dout, dlse, query, key, value, out, lse, sinks, axis, given
+        )
     else:
         found = _recompute(bound, request.lse, dout, dlse, query, key, value, sinks, given)
     shaped = (query, key, value) if sinks is None else (query, key, value, sinks)
@@ -491,13 +504,17 @@ def _recompute(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a forward built from torch ops, by running it again with autograd on."""
     leaves = [t.detach().requires_grad_() for t in (query, key, value, *(() if sinks is None else (sinks,)))]
-    with torch.enable_grad():
+    with contextlib.ExitStack() as stack:
+        # An op's body runs below autograd; recording a graph in it means including those keys again.
+        for key in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, key), False))
+        stack.enter_context(torch.enable_grad())
         result = bound.forward(*leaves[:3], sinks=leaves[3] if sinks is not None else None, **given)
-    results = result if isinstance(result, tuple) else (result,)
-    pairs = [(r, g) for r, g in zip(results, (dout, dlse), strict=False) if g is not None]
-    if not pairs:
-        return (None, None, None, None)
-    return torch.autograd.grad([r for r, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+        results = result if isinstance(result, tuple) else (result,)
+        pairs = [(r, g) for r, g in zip(results, (dout, dlse), strict=False) if g is not None]
+        if not pairs:
+            return (None, None, None, None)
+        return torch.autograd.grad([r for r, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
 
 
 def _dense_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

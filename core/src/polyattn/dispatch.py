@@ -66,7 +66,8 @@ def _relation(s_q: int, s_k: int) -> str:
 
 
 def _autocast(kind: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    # Meta tensors have no autocast state of their own.
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def _capturing(kind: str) -> bool:
@@ -191,7 +192,9 @@ class Static:
         }
 
 
-def _facts(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, heads: int, kv: int) -> dict[str, Any]:
+def _facts(
+    static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, heads: int, kv: int
+) -> dict[str, Any]:
     """Request fields shared by the dense and packed calls."""
     kind = q.device.type
     autocast = _autocast(kind)
@@ -478,6 +481,7 @@ def attention(
     except TypeError:  # an unhashable argument: a window as a list is fine, the rest is told
         if not isinstance(window, list):
             Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic).checked()
+            _name(backend)
             raise
         return attention(
             query, key, value, causal=causal, window=tuple(window), softcap=softcap, sinks=sinks, attn_mask=attn_mask,
@@ -544,14 +548,17 @@ class VarlenSite:
         self._epoch = -1
         self._entries: dict[Any, Callable[..., Any]] = {}
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, **lens: Any) -> Any:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, **lens: Any
+    ) -> Any:
         if self._epoch != EPOCH.value:
             self._entries, self._epoch = {}, EPOCH.value
         entries = self._entries
         # Contents may differ at every call, so they are checked at every call; the shapes with them.
-        grads = bool(_grads({"q": query, "k": key, "v": value}, False)) if isinstance(query, Tensor) else False
-        q, k, v = (query, key, value) if _no_autocast(query) else _cast(query, key, value)
-        validate.check_varlen(q, k, v, *lens.values(), attn_mask, sinks, out, grads)
+        tensors = all(isinstance(t, Tensor) for t in (query, key, value))
+        grads = bool(_grads({"q": query, "k": key, "v": value}, False)) if tensors else False
+        q, k, v = _cast(query, key, value) if tensors and not _no_autocast(query) else (query, key, value)
+        validate.check_varlen(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, grad=grads, **lens)
         if validate.contents_readable(lens["cu_seqlens_q"]):
             for side, tensor in (("q", q), ("k", k)):
                 longest = lens[f"max_seqlen_{side}"]

@@ -76,7 +76,9 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
         data["sources"] = tuple(data.get("sources", ()))
         evidence = Evidence(**data)
     except (ValueError, TypeError) as exc:
-        raise PluginError(f"{path.name} is not an evidence file: {exc}; run `polyattn conform {backend}` again") from exc
+        raise PluginError(
+            f"{path.name} is not an evidence file: {exc}; run `polyattn conform {backend}` again"
+        ) from exc
     if evidence.level not in LEVELS:
         raise PluginError(f"{path.name}: level {evidence.level!r} is not one of {', '.join(LEVELS)}")
     return dataclasses.replace(evidence, stale=evidence.digest != source_hash(folder, evidence.sources))

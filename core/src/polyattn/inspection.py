@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from . import epoch
-from .errors import BackendUnavailableError, ConfigError, did_you_mean
+from .errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
 from .evidence import read_evidence
 from .overrides import SCOPE, current_choice, current_settings
 from .platforms import parse_platform
@@ -56,11 +56,13 @@ def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catal
         evidence = read_evidence(owner.origin, info.name, info.platform)
         level = evidence.level if evidence.level != "declared" else info.evidence
         offers.append(Offer(info, owner.name, level, missing))
-    broken = {p.label: p.reason for p in manager.broken()}
+    # A plugin left out on purpose is named when its backend is asked for, but it is no failure of its device.
+    broken = {p.label: p.reason for p in manager.plugins.values() if p.state != "ready"}
+    failed = {p.label for p in manager.broken()}
     vendors = {
         name: manager.plugins[info.plugin].label
         for name, info in manager.platforms.items()
-        if info.plugin in manager.plugins and manager.plugins[info.plugin].label in broken
+        if info.plugin in manager.plugins and manager.plugins[info.plugin].label in failed
     }
     errors = {p.label: p.error for p in manager.broken()}
     return Catalogue(tuple(offers), manager.platforms, broken, errors, vendors, manager.narrow)
@@ -145,7 +147,7 @@ def _assumed(installed: Iterable[str]) -> dict[str, str]:
             for need in provider.requires:
                 for alias in (need.distribution, *need.also):
                     names[normalise_distribution(alias)] = normalise_distribution(need.distribution)
-    assumed = {name: "" for name in (*BUNDLED, "polyattn")}
+    assumed = dict.fromkeys((*BUNDLED, "polyattn"), "")
     assumed.update({normalise_distribution(p.distribution): p.version for p in manager.plugins.values()})
     assumed.update({f"polyattn-{p.name}": p.version for p in manager.plugins.values()})
     for text in installed:
@@ -176,7 +178,7 @@ def explain(request_or_call: AttentionRequest | Callable[..., Any], *args: Any, 
         return select(request_or_call, catalogue(), policy, full=True)
     asker = getattr(request_or_call, "__polyattn_explain__", None)
     if asker is None:
-        raise TypeError(
+        raise InvalidInputError(
             f"explain() takes an AttentionRequest or one of polyattn's calls, not {request_or_call!r}; "
             f"for example explain(polyattn.attention, q, k, v)"
         )

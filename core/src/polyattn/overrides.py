@@ -43,7 +43,7 @@ SCOPE: contextvars.ContextVar[Scope] = contextvars.ContextVar("polyattn_scope", 
 
 
 class _Mirror(threading.local):
-    """The scope of this thread where compiled code can guard on it. An instance attribute per thread: guards read it."""
+    """The scope of this thread where compiled code can guard on it: guards read instance attributes."""
 
     def __init__(self) -> None:
         self.backend = ""
@@ -206,7 +206,7 @@ def configure(**settings: Any) -> config.Settings:
     Raises:
         ConfigError: unknown field (near match offered) or a value that does not parse.
     """
-    _process.settings = config.load_settings(cli=settings or None)
+    _process.settings = config.load_settings(cli=settings or None, cli_source="configure()")
     _process.reached = set()
     epoch.bump()
     return _process.settings
@@ -223,7 +223,7 @@ def current_choice(argument: str | None, scope: Scope) -> Choice | None:
             component_choice = Choice(settings.component_attention_backends[key], f"component {key}")
             break
     if argument is not None:
-        return Choice(argument, "argument")
+        return Choice(_name_or_none("backend", argument), "argument")
     if backend:
         return Choice(backend, "use_backend")
     if _process.forced:

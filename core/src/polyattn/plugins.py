@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 import pluggy
 
-from . import epoch, envvars
+from . import envvars, epoch
 from .contract import API_VERSION, Bound
 from .errors import PluginError, PolyattnError, did_you_mean
 from .hookspecs import ENTRY_POINT_GROUP, PROJECT, PolyattnSpecs
-from .records import AttentionRequest, BackendInfo, PlatformInfo, Provider, Rejected, Requirement, Verdict
+from .records import Accepted, AttentionRequest, BackendInfo, PlatformInfo, Provider, Rejected, Requirement, Verdict
 
 __all__ = [
     "Availability",
@@ -182,11 +182,17 @@ class PluginManager:
         self.backends: dict[tuple[str, str], BackendInfo] = {}
         self._owner: dict[tuple[str, str], str] = {}
         self._platform_owner: dict[str, str] = {}
-        self._pm = pluggy.PluginManager(PROJECT)
-        self._pm.add_hookspecs(PolyattnSpecs)
-        self._specs = {n: set(getattr(self._pm.hook, n).spec.argnames) for n in _spec_names()}
         self._lock = threading.RLock()
         self._loaded = False
+        self._start_over()
+        self._specs = {n: set(getattr(self._pm.hook, n).spec.argnames) for n in _spec_names()}
+
+    def _start_over(self) -> None:
+        # A load that strict mode ended half-way leaves nothing for the next one to stumble over.
+        for table in (self.plugins, self.platforms, self.backends, self._owner, self._platform_owner):
+            table.clear()
+        self._pm = pluggy.PluginManager(PROJECT)
+        self._pm.add_hookspecs(PolyattnSpecs)
 
     def load(self) -> PluginManager:
         """Load everything once; later calls return at once.
@@ -212,8 +218,11 @@ class PluginManager:
         dotted = module if isinstance(module, str) else module.__name__
         source = _Source(name or _short_name(dotted), dotted)
         with self._lock:
-            if source.name in self.plugins:
-                raise PluginError(f"a plugin named {source.name!r} is loaded already: {self.plugins[source.name].label}")
+            known = self.plugins.get(source.name)
+            if known is not None and known.state not in ("broken", "incompatible"):  # a repaired plugin may come again
+                raise PluginError(f"a plugin named {source.name!r} is there already ({known.state}): {known.label}")
+            if source.name in (envvars.names("POLYATTN_DISABLE", self.environ) or ()):
+                raise PluginError(f"plugin {source.name!r} is left out by POLYATTN_DISABLE; it was not imported")
             report = self._load_one(source, None if isinstance(module, str) else module)
             epoch.bump()
         if report.error is not None:
@@ -235,11 +244,13 @@ class PluginManager:
             return None
         try:
             verdict: Verdict | None = implementation(backend=backend, request=request)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - a stranger's hook may raise anything; it is kept and reported
             self._remember(backend, exc)
             return BrokenHook(f"its capability hook raised {type(exc).__name__}: {exc}", exc)
-        if verdict is not None and not hasattr(verdict, "__bool__"):
-            return BrokenHook(f"its capability hook returned {verdict!r}, neither Accepted nor Rejected", None)
+        if verdict is not None and not isinstance(verdict, (Accepted, Rejected)):
+            wrong = PluginError(f"its capability hook returned {verdict!r}, neither Accepted nor Rejected nor None")
+            self._remember(backend, wrong)
+            return BrokenHook(str(wrong), wrong)
         return verdict
 
     def load_forward(self, backend: BackendInfo, provider: Provider, request: AttentionRequest) -> Bound:
@@ -265,9 +276,11 @@ class PluginManager:
                 f"Choose another backend, or see `polyattn doctor`"
             ) from exc
         if not isinstance(bound, Bound):
-            raise PluginError(
+            wrong = PluginError(
                 f"plugin {label}: {backend.id} returned {type(bound).__name__}, a polyattn.contract.Bound is needed"
             )
+            self._remember(backend, wrong)
+            raise wrong
         return bound
 
     def _implementation(self, hook: str, backend: BackendInfo) -> Callable[..., Any] | None:
@@ -286,38 +299,42 @@ class PluginManager:
             log.warning("plugin %s: %s", report.label, report.reason)
 
     def _load(self) -> None:
+        self._start_over()
         allow = envvars.names("POLYATTN_PLUGINS", self.environ)
         deny = envvars.names("POLYATTN_DISABLE", self.environ) or ()
         strict = envvars.flag("POLYATTN_STRICT", self.environ)
         for group in _group(self._sources()):
             first = group[0]
-            if len(group) > 1:
-                labels = " and ".join(f"{s.distribution or s.module} {s.version}".strip() for s in group)
-                report = first.report()
-                report.state = "duplicate"
-                report.reason = (
-                    f"two plugins are named {first.name!r}: {labels}; none was loaded. "
-                    f"Uninstall one, or set POLYATTN_DISABLE={first.name}"
-                )
-                self.plugins[first.name] = report
-            elif first.name in deny or (allow is not None and first.name not in allow and first.name != CORE):
-                report = first.report()
+            if first.name in deny or (allow is not None and first.name not in allow and first.name != CORE):
                 variable = "POLYATTN_DISABLE" if first.name in deny else "POLYATTN_PLUGINS"
-                report.state, report.reason = "not allowed", f"left out by {variable}; it was not imported"
-                self.plugins[first.name] = report
+                reports = [self._leave_out(first, "not allowed", f"left out by {variable}; it was not imported")]
+            elif len(group) > 1 and first.name != CORE:
+                labels = " and ".join(f"{s.distribution or s.module} {s.version}".strip() for s in group)
+                why = f"two plugins are named {first.name!r}: {labels}; none was loaded. "
+                hint = f"Uninstall one, or set POLYATTN_DISABLE={first.name}"
+                reports = [self._leave_out(first, "duplicate", why + hint)]
             else:
-                report = self._load_one(first)
-            if report.state in ("broken", "duplicate", "incompatible"):
-                if strict:
-                    raise PluginError(f"plugin {report.label}: {report.reason}") from report.error
-                log.warning("plugin %s was left out: %s", report.label, report.reason)
+                # Whoever else takes core's name cannot take the host down with it.
+                why = f"the name {CORE!r} belongs to polyattn itself; it was not imported. Rename its entry point"
+                reports = [self._load_one(first)]
+                reports += [self._leave_out(s, "duplicate", why, key=s.report().label) for s in group[1:]]
+            for report in reports:
+                if report.state in ("broken", "duplicate", "incompatible"):
+                    if strict:
+                        raise PluginError(f"plugin {report.label}: {report.reason}") from report.error
+                    log.warning("plugin %s was left out: %s", report.label, report.reason)
         for name in (*deny, *(allow or ())):
             if name not in self.plugins:
                 log.warning("no plugin is named %r.%s", name, did_you_mean(name, self.plugins))
 
+    def _leave_out(self, source: _Source, state: State, reason: str, key: str = "") -> PluginReport:
+        report = self.plugins[key or source.name] = source.report()
+        report.state, report.reason = state, reason
+        return report
+
     def _sources(self) -> Iterator[_Source]:
         yield _Source(CORE, CORE_MODULE, PROJECT, self.host_version)
-        seen = {(CORE, CORE_MODULE)}
+        seen = {(CORE, CORE_MODULE, PROJECT)}
         found = [
             _Source(
                 ep.name,
@@ -332,8 +349,9 @@ class PluginManager:
         found += [_Source(_short_name(m), m) for m in extra]
         # Sorted, and one distribution seen twice on the path counts once: file-system order decides nothing.
         for source in sorted(found, key=lambda s: (s.name, not s.distribution, s.distribution, s.module)):
-            if (source.name, source.module) not in seen:
-                seen.add((source.name, source.module))
+            identity = (source.name, source.module, normalise_distribution(source.distribution))
+            if identity not in seen:
+                seen.add(identity)
                 yield source
 
     def _load_one(self, source: _Source, module: ModuleType | None = None) -> PluginReport:
@@ -350,7 +368,7 @@ class PluginManager:
             self._verify_hooks(source.name, module)
             self._pm.check_pending()
             report.backends = self._collect(source.name)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - a stranger's module may raise anything; it is kept and reported
             if self._pm.has_plugin(source.name):
                 self._pm.unregister(name=source.name)
             report.state = "incompatible" if isinstance(exc, _IncompatibleError) else "broken"
@@ -360,7 +378,9 @@ class PluginManager:
 
     def _verify_hooks(self, name: str, module: ModuleType) -> None:
         for attribute in dir(module):
-            if attribute.startswith(f"{PROJECT}_") and attribute not in self._specs:
+            if not attribute.startswith(f"{PROJECT}_") or attribute in self._specs:
+                continue
+            if callable(getattr(module, attribute)):  # an imported polyattn_* package is no hook
                 raise PluginError(f"{attribute} is no hook of {PROJECT}.{did_you_mean(attribute, self._specs)}")
         for hook, expected in self._specs.items():
             implementations = [i for i in getattr(self._pm.hook, hook).get_hookimpls() if i.plugin_name == name]
@@ -376,9 +396,8 @@ class PluginManager:
         backends = [_typed(b, BackendInfo, name) for b in self._call(name, "polyattn_register_backends")]
         for platform in platforms:
             if platform.name in self.platforms:
-                raise PluginError(
-                    f"platform {platform.name!r} is registered already by plugin {self._platform_owner[platform.name]!r}"
-                )
+                owner = self._platform_owner[platform.name]
+                raise PluginError(f"platform {platform.name!r} is registered already by plugin {owner!r}")
         identities: set[tuple[str, str]] = set()
         for backend in backends:
             identity = (backend.name, backend.platform)

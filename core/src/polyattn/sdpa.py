@@ -41,14 +41,10 @@ def scaled_dot_product_attention(
         q_shape, k_shape = query.shape, key.shape
         # The usual call needs nothing of what follows.
         if len(q_shape) == len(k_shape) == 4 and q_shape[0] == k_shape[0] and (enable_gqa or q_shape[1] == k_shape[1]):
-            usual: Tensor = attention(
-                query, key, value, causal=causal, scale=scale, layout="BHSD", dropout_p=dropout_p
-            )
+            usual: Tensor = attention(query, key, value, causal=causal, scale=scale, layout="BHSD", dropout_p=dropout_p)
             return usual
     q, k, v, mask, lead = _four(query, key, value, attn_mask, is_causal, enable_gqa)
-    out: Tensor = attention(
-        q, k, v, causal=causal, attn_mask=mask, scale=scale, layout="BHSD", dropout_p=dropout_p
-    )
+    out: Tensor = attention(q, k, v, causal=causal, attn_mask=mask, scale=scale, layout="BHSD", dropout_p=dropout_p)
     return out.reshape(*lead, out.shape[-2], out.shape[-1])
 
 
@@ -99,9 +95,7 @@ def _collapse(tensor: Tensor, batch: tuple[int, ...]) -> Tensor:
     return tensor.expand(*batch, *tensor.shape[-2:]).reshape(-1, 1, *tensor.shape[-2:])
 
 
-def _mask(
-    attn_mask: Tensor | None, lead: tuple[int, ...], four: tuple[int, ...], s_q: int, s_k: int
-) -> Tensor | None:
+def _mask(attn_mask: Tensor | None, lead: tuple[int, ...], four: tuple[int, ...], s_q: int, s_k: int) -> Tensor | None:
     """The mask as [B|1, H|1, S_q, S_k]."""
     if attn_mask is None:
         return None

@@ -45,12 +45,14 @@ class Policy:
         tuned: the tuned choice for this request on this device, if any.
         strict: a documented fallback is an error.
         what_if: judge planned adapters as if built, and do not ask for evidence.
+        replaced: backends that documented fallbacks replaced on the way here; none is come back to.
     """
 
     choice: Choice | None = None
     tuned: str | None = None
     strict: bool = False
     what_if: bool = False
+    replaced: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +198,11 @@ class _Judge:
                 said.reasons.append(prefix + reason)
                 continue
             here = True
-            verdict = judge(provider.rows, self.request, self.active)
+            try:
+                verdict = judge(provider.rows, self.request, self.active)
+            except Exception as exc:  # noqa: BLE001 - a plugin's own constraint may raise anything; others still serve
+                said.error = exc
+                verdict = Rejected(f"its capability rows failed: {type(exc).__name__}: {exc}")
             if isinstance(verdict, Accepted) and not provider.planned:
                 narrowed = self.catalogue.narrow(offer.info, self.request)
                 if isinstance(narrowed, Rejected):
@@ -263,7 +269,12 @@ def _automatic(asked: _Judge) -> Selection:
             if offer.info.name == policy.tuned and (said := asked.ask(offer)).provider is not None:
                 return _selection(asked, said, "tuned", "fastest measured for this request on this device")
     rules = sorted(
-        ((rule.rank, o.info.name, rule.why, o) for o in asked.offers for rule in o.info.auto if holds(rule.when, request)),
+        (
+            (rule.rank, o.info.name, rule.why, o)
+            for o in asked.offers
+            for rule in o.info.auto
+            if holds(rule.when, request)
+        ),
         key=lambda r: (r[0], r[1]),
     )
     for _, _, why, offer in rules:
@@ -294,7 +305,7 @@ def _may_be_automatic(offer: Offer, policy: Policy) -> bool:
 
 
 def _explicit(asked: _Judge, choice: Choice) -> Selection:
-    request, policy = asked.request, asked.policy
+    request = asked.request
     offer, only, name = resolve(choice.name, request, asked.catalogue)
     platform = asked.catalogue.platforms.get(request.platform)
     if platform is not None and platform.fallback and name != platform.fallback:
@@ -306,7 +317,7 @@ def _explicit(asked: _Judge, choice: Choice) -> Selection:
     if said.provider is not None:
         return _selection(asked, said, choice.source, f"{choice.name} was asked for by {choice.source}")
     for step in offer.info.fallbacks:
-        if holds(step.when, request):
+        if step.to not in policy.replaced and holds(step.when, request):
             return _fall_back(asked, choice, name, step, said.reasons)
     raise _refusal(asked, choice, said)
 
@@ -329,7 +340,9 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
             block_map=False,
             block_sizes=False,
         )
-    inner = select(request, asked.catalogue, dataclasses.replace(asked.policy, choice=Choice(step.to, choice.source)))
+    replaced = (*asked.policy.replaced, name)
+    policy = dataclasses.replace(asked.policy, choice=Choice(step.to, choice.source), replaced=replaced)
+    inner = select(request, asked.catalogue, policy)
     note = f"{name} was asked for by {choice.source} and replaced by {step.to} ({step.why}): {because}"
     return dataclasses.replace(
         inner,
@@ -407,9 +420,7 @@ def _refusal(asked: _Judge, choice: Choice, said: _Judgement) -> Exception:
     return UnsupportedRequestError(text, {**asked.rejected(""), name: said.reasons})
 
 
-def _selection(
-    asked: _Judge, said: _Judgement, source: str, why: str, notes: tuple[str, ...] = ()
-) -> Selection:
+def _selection(asked: _Judge, said: _Judgement, source: str, why: str, notes: tuple[str, ...] = ()) -> Selection:
     info, provider = said.offer.info, said.provider
     if provider is None:
         raise ValueError(f"{info.id} refused the request")
@@ -479,6 +490,4 @@ def _listing(rejected: Mapping[str, list[str]]) -> str:
 
 def each_offer(catalogue: Catalogue) -> Iterator[Offer]:
     """Offers in the order people read them: platform, then priority, then name."""
-    return iter(
-        sorted(catalogue.offers, key=lambda o: (o.info.platform, -(o.info.priority or -1000), o.info.name))
-    )
+    return iter(sorted(catalogue.offers, key=lambda o: (o.info.platform, -(o.info.priority or -1000), o.info.name)))

@@ -6,6 +6,7 @@ Every check raises InvalidInputError naming what, which value, what is allowed a
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -125,7 +126,9 @@ def _mask(attn_mask: Any, query: Tensor, batch: int, heads: int, s_q: int, s_k: 
     if b not in (1, batch) or h not in (1, heads) or rows != s_q or columns != s_k:
         raise InvalidInputError(f"attn_mask has shape {tuple(attn_mask.shape)}, allowed: {allowed}")
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATS:
-        raise InvalidInputError(f"attn_mask is {attn_mask.dtype}; bool (True = attend) or a float to be added is needed")
+        raise InvalidInputError(
+            f"attn_mask is {attn_mask.dtype}; bool (True = attend) or a float to be added is needed"
+        )
     if attn_mask.device != query.device:
         raise InvalidInputError(f"attn_mask is on {attn_mask.device}, query on {query.device}; move it")
 
@@ -176,7 +179,7 @@ def check_cu_seqlens(name: str, cu: Tensor, tokens: int, longest: int, max_name:
         raise InvalidInputError(f"{name} starts with {starts[0]}; it must start with 0")
     if starts[-1] != tokens:
         raise InvalidInputError(f"{name} ends at {starts[-1]}, the packed batch has {tokens} tokens; they must agree")
-    lengths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(starts)]
     if min(lengths, default=0) < 0:
         at = next(i for i, n in enumerate(lengths) if n < 0)
         raise InvalidInputError(f"{name} falls from {starts[at]} to {starts[at + 1]} at {at}; it must not decrease")
@@ -212,7 +215,7 @@ def check_varlen(
             raise InvalidInputError(f"{name} is on {cu.device}, query on {query.device}; move it")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise InvalidInputError(
-            f"cu_seqlens_q has {cu_seqlens_q.shape[0]} entries, cu_seqlens_k {cu_seqlens_k.shape[0]}; they must be equal"
+            f"cu_seqlens_q has {cu_seqlens_q.shape[0]} entries, cu_seqlens_k {cu_seqlens_k.shape[0]}; make them equal"
         )
     _lengths(max_seqlen_q, max_seqlen_k)
     _mask(attn_mask, query, cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k, "max_q, max_k")
@@ -291,7 +294,7 @@ def check_page_table(
             raise InvalidInputError(f"max_seqlen_k={max_seqlen_k} is less than seq_lens[{i}]={length}")
         if needed > page_table.shape[1]:
             raise InvalidInputError(
-                f"seq_lens[{i}]={length} needs {needed} pages of {page_size}, page_table has {page_table.shape[1]} columns"
+                f"seq_lens[{i}]={length} needs {needed} pages of {page_size}, page_table has {page_table.shape[1]}"
             )
         for column in range(needed):
             if not 0 <= table[i][column] < pages:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyattn import what_if
 from polyattn.errors import PolyattnError
-from polyattn.plugins import PluginManager
-from polyattn.records import AttentionRequest, DeviceReport
-from polyattn_musa.plugin import BACKENDS
+from polyattn.plugins import PluginManager, availability, distribution_version
+from polyattn.records import AttentionRequest, DeviceReport, Provider
+from polyattn_musa.plugin import BACKENDS, MATE
 
 NAMES = {"fa", "fa3", "sage_attn"}
 PAGED = {"family": "paged", "heads": 32, "kv_heads": 8, "page_size": 64, "phase": "decode", "s_relation": "one"}
@@ -70,6 +71,22 @@ def test_limits(platform: str, name: str, changes: dict[str, Any], refusal: str)
     else:
         said = "; ".join(selection.rejected[name])
     assert refusal in said
+
+
+def test_the_impostor_on_the_registry_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mate").mkdir()
+    (tmp_path / "mate" / "__init__.py").touch()
+    (tmp_path / "mate-9.0.dist-info").mkdir()
+    (tmp_path / "mate-9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mate\nVersion: 9.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    distribution_version.cache_clear()
+    try:
+        found = availability(Provider("probe", (), requires=(MATE,)))
+    finally:
+        distribution_version.cache_clear()
+    assert not found.ok
+    assert "matchers for unittest" in found.reason
+    assert "build" in found.hint
 
 
 def test_adapters_on_the_device(device: Callable[..., DeviceReport]) -> None:

@@ -37,6 +37,8 @@ def _compiles(request: AttentionRequest) -> bool:
 
 
 def _eager(*args: Any, **kw: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return flex_attention(*args, **kw)
     with warnings.catch_warnings():
         # Running it unfused is what the request's options ask for.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
@@ -58,7 +60,11 @@ def _kernel(request: AttentionRequest) -> Callable[..., Any]:
 
 def _own_code(function: Any) -> Callable[..., Any]:
     own = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     own.__kwdefaults__ = function.__kwdefaults__
     return own
@@ -111,8 +117,8 @@ def _block_mask(request: AttentionRequest, attn_mask: Tensor | None, query: Tens
     s_q, s_k = query.shape[2], key.shape[2]
     if attn_mask is None or attn_mask.dtype != torch.bool:
         if torch.compiler.is_dynamo_compiling():
-            mod = _position_mod(request, s_q, s_k)
-            return None if mod is None else create_block_mask(mod, None, None, s_q, s_k, device=query.device.type)
+            rule = _position_mod(request, s_q, s_k)
+            return None if rule is None else create_block_mask(rule, None, None, s_q, s_k, device=query.device.type)
         return _position_mask(request, s_q, s_k, str(query.device))
     position = _position_mod(request, s_q, s_k)
     per_batch, per_head = attn_mask.shape[0] > 1, attn_mask.shape[1] > 1

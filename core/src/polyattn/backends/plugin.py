@@ -168,27 +168,51 @@ def _native_rows(platform: str) -> tuple[Row, ...]:
     )
 
 
-def _native_serving_rows(platform: str) -> tuple[Row, ...]:
-    """SEEDS B, row Torch Native: page emulated, FP8 and FP4 KV, no speculation; windows as its newest code has them."""
+# Serving without speculation; a quantised cache is dequantised by pages.
+SERVING: dict[str, Any] = {
+    "when": {"kv_dtype": ("auto", *FLOAT, "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8")},
+    "phase": ("prefill", "extend", "decode"),
+    "dtype": FLOAT,
+    "head_dim": Range(1),
+    "v_head_dim": Range(1),
+    "group": True,
+    "causal": ("none", "bottom_right"),
+    "scale": True,
+    "s_relation": EVERY_LENGTH,
+    "kv_dtype": ("auto", *FLOAT),
+    "save_kv_cache": True,
+}
+DEQUANTISE = {"kv_dtype": "dequantise_kv", "kv_scales": "dequantise_kv"}
+
+
+def _native_serving_rows() -> tuple[Row, ...]:
+    """SDPA on gathered keys and values: every page size, windows, no speculation."""
     return (
         row(
+            **SERVING,
             family="paged",
-            phase=("prefill", "extend", "decode"),
-            dtype=FLOAT,
-            head_dim=Range(1),
-            v_head_dim=Range(1),
-            group=True,
-            causal=("none", "bottom_right"),
-            window=Window(),
-            scale=True,
-            s_relation=EVERY_LENGTH,
             page_size=Range(1),
-            kv_dtype=("float32", *HALF),
-            save_kv_cache=True,
+            window=Window(),
             multimodal=True,
             cross=True,
-            lowered={"kv_dtype": "dequantise_kv"},
-            note="SDPA on gathered keys and values: every page size",
+            lowered=DEQUANTISE,
+        ),
+        row(**SERVING, family="mla", page_size=Range(1), lowered=DEQUANTISE, note="V is the first D_v of a latent row"),
+    )
+
+
+def _flex_serving_rows() -> tuple[Row, ...]:
+    """FlexAttention on a cache read token by token, with the window, softcap and sinks it honours elsewhere too."""
+    return (
+        row(
+            **{**SERVING, "head_dim": Range(16), "v_head_dim": Range(16)},
+            family="paged",
+            page_size=1,
+            window=Window(),
+            softcap=Range(0.0),
+            sinks=True,
+            lse=True,
+            lowered={**DEQUANTISE, "page_size": "page_table_to_tokens"},
         ),
     )
 
@@ -231,8 +255,8 @@ def _reference_rows() -> tuple[Row, ...]:
         row(family="varlen", grad=every_grad, **common),
         row(
             family="paged",
-            kv_layout=("NHD", "HND"),
-            kv_dtype=("float64", *FLOAT, "fp8_e4m3", "fp8_e5m2"),
+            kv_layout=("", "NHD", "HND"),
+            kv_dtype=("auto", "float64", *FLOAT, "fp8_e4m3", "fp8_e5m2"),
             kv_scales=("", "tensor", "head", "token"),
             **paged,
         ),
@@ -255,7 +279,10 @@ def _sdpa_rule(platform: str) -> tuple[AutoRule, ...]:
 
 def _native_rule(platform: str) -> tuple[AutoRule, ...]:
     return {
-        "cpu": (AutoRule(190, "CPU without AMX kernels: torch_native", conditions(family=("paged", "mla"))),),
+        "cpu": (
+            AutoRule(190, "CPU without AMX kernels: torch_native", conditions(family="paged")),
+            AutoRule(290, "MLA on a CPU without AMX kernels: torch_native", conditions(family="mla")),
+        ),
         "mps": (AutoRule(110, "MPS serving: torch_native", conditions(family=("paged", "mla"))),),
     }.get(platform, ())
 
@@ -289,7 +316,7 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
         platform,
         (
             Provider("torch", _native_rows(platform), "polyattn.backends.torch_native:TorchNative", TORCH),
-            Provider("torch-serving", _native_serving_rows(platform), "", TORCH),
+            Provider("torch-serving", _native_serving_rows(), "", TORCH),
         ),
         summary="SDPA sequence by sequence; serving on gathered KV",
         priority=30,
@@ -301,7 +328,10 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
         yield BackendInfo(
             "flex_attention",
             platform,
-            (Provider("torch", _flex_rows(platform), "polyattn.backends.flex_attention:FlexAttention", TORCH),),
+            (
+                Provider("torch", _flex_rows(platform), "polyattn.backends.flex_attention:FlexAttention", TORCH),
+                Provider("torch-serving", _flex_serving_rows(), "", TORCH),
+            ),
             summary="PyTorch FlexAttention: window, softcap, sinks, tree and document masks",
             # On the CPU it is either compiled for half a minute or slower than the reference: by name only.
             priority=None if platform == "cpu" else 20,

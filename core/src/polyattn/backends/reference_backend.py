@@ -27,21 +27,28 @@ class Reference:
             "max_bytes": cap,
         }
         if request.family == "dense":
-            call = functools.partial(
-                reference.attention, layout=request.layout, dropout_p=request.dropout, **options
-            )
+            call = functools.partial(reference.attention, layout=request.layout, dropout_p=request.dropout, **options)
         elif request.family == "varlen":
             call = functools.partial(reference.varlen_attention, dropout_p=request.dropout, **options)
         elif request.family == "paged":
             call = functools.partial(
+                _cached,
                 reference.paged_attention,
                 kv_layout=request.kv_layout or "NHD",
                 save_kv_cache=bool(request.save_kv_cache),
                 **options,
             )
         else:
-            call = functools.partial(reference.mla_attention, v_head_dim=request.v_head_dim, **options)
+            call = functools.partial(_cached, reference.mla_attention, v_head_dim=request.v_head_dim, **options)
         return Bound(functools.partial(_into, call), traceable=request.family == "dense")
+
+
+_HOST = ("max_seqlen_q", "max_seqlen_k")
+"""What a cached family's kernels plan with; the definition reads the lengths themselves."""
+
+
+def _cached(call: Any, *tensors: Any, **kw: Any) -> Any:
+    return call(*tensors, **{k: v for k, v in kw.items() if k not in _HOST})
 
 
 def _into(call: Any, *tensors: Any, out: Any = None, **kw: Any) -> Any:

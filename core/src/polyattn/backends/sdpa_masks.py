@@ -29,7 +29,9 @@ def may_have_empty_rows(request: AttentionRequest) -> bool:
     return positional or request.mask != "none"
 
 
-def combined_mask(request: AttentionRequest, attn_mask: Tensor | None, s_q: int, s_k: int, device: torch.device) -> Tensor:
+def combined_mask(
+    request: AttentionRequest, attn_mask: Tensor | None, s_q: int, s_k: int, device: torch.device
+) -> Tensor:
     """Position rules and the caller's mask as one, [.., S_q, S_k]: bool, or additive when the caller's is."""
     seen = visible(s_q, s_k, causal=request.causal, window=request.window, chunk=request.chunk, device=device)
     if attn_mask is None:

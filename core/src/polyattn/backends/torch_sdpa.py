@@ -173,7 +173,10 @@ def _with_lse(request: AttentionRequest) -> Bound:
     inner = _views(request, forward)
 
     def forward_bshd(query: Tensor, key: Tensor, value: Tensor, *, out: Tensor | None = None, **kw: Any) -> Any:
-        return inner(query, key, value, out=None if out is None else out.transpose(1, 2), **kw)
+        result = inner(query, key, value, **kw)
+        if out is None:
+            return result
+        return (out.copy_(result[0]), result[1]) if isinstance(result, tuple) else out.copy_(result)
 
     def backward_bshd(
         dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **kw: Any

@@ -295,15 +295,17 @@ def check_settings(settings: Settings, known_backends: Mapping[str, BackendInfo 
     for name, backend in asked:
         if problem := _backend_problem(backend, known):
             problems.append(f"{name}={backend!r} ({settings.source(name)}) {problem}")
-    for backend, options in settings.attention_backend_config.items():
-        where = f"{_OPTIONS} of {backend} ({settings.source(f'{_OPTIONS}.{backend}')})"
+    for backend in settings.attention_backend_config:
         if backend not in known:
+            where = f"{_OPTIONS} of {backend} ({settings.source(f'{_OPTIONS}.{backend}')})"
             problems.append(f"{where}: {backend!r} {_unknown(backend, known)}")
-            continue
-        # The platform that comes nearest speaks; of several, one that takes options at all.
-        found = [(_option_problems(info, options, where), not info.config) for info in known[backend]]
-        nearest, _ = min(found, key=lambda pair: (len(pair[0]), pair[1]))
-        problems += nearest
+    # A backend that is asked for and given no options may lack required ones.
+    for backend in dict.fromkeys((*settings.attention_backend_config, *(backend for _, backend in asked))):
+        if backend in known:
+            # The platform that comes nearest speaks; of several, one that takes options at all.
+            found = [(_option_problems(info, *settings.options_of(info)), not info.config) for info in known[backend]]
+            nearest, _ = min(found, key=lambda pair: (len(pair[0]), pair[1]))
+            problems += [problem for problem in nearest if problem not in problems]
     return problems
 
 

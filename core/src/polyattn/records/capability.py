@@ -233,7 +233,9 @@ def _known(name: str) -> str:
     return name
 
 
-def row(*, when: Mapping[str, Any] | None = None, lowered: Mapping[str, str] | None = None, note: str = "", **allows: Any) -> Row:
+def row(
+    *, when: Mapping[str, Any] | None = None, lowered: Mapping[str, str] | None = None, note: str = "", **allows: Any
+) -> Row:
     """Build a row from shorthand.
 
     Example:
@@ -278,9 +280,7 @@ class Rejected:
 Verdict = Accepted | Rejected
 
 
-def judge(
-    rows: Sequence[Row], request: AttentionRequest, active: Iterable[tuple[str, Any]] | None = None
-) -> Verdict:
+def judge(rows: Sequence[Row], request: AttentionRequest, active: Iterable[tuple[str, Any]] | None = None) -> Verdict:
     """The verdict of capability rows: the first row that needs fewest lowerings, else the nearest miss's reasons."""
     active = request.active() if active is None else active
     active = tuple(active)

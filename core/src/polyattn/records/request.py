@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from functools import cache
 from typing import Any, Literal, get_args
 
 __all__ = [
@@ -177,7 +176,7 @@ class AttentionRequest:
         scale = None if self.scale == self.head_dim**-0.5 else self.scale
         v_head_dim = self.v_head_dim or self.head_dim
         kv_dtype = "auto" if self.kv_dtype == self.dtype else self.kv_dtype
-        changed = {
+        changed: dict[str, Any] = {
             "causal": causal,
             "window": (left, right),
             "scale": scale,
@@ -217,13 +216,21 @@ class Field:
         if callable(self.off):
             predicate: Callable[[AttentionRequest], bool] = self.off
             return predicate(request)
-        value: Hashable = getattr(request, self.name)
-        return value == self.off
+        return bool(getattr(request, self.name) == self.off)
 
 
-@cache
 def request_fields(kind: type[AttentionRequest] = AttentionRequest) -> tuple[Field, ...]:
     """Every field of a request type in order (a subclass may add fields: S12)."""
+    if kind not in _fields:
+        _fields[kind] = _read_fields(kind)
+    return _fields[kind]
+
+
+_fields: dict[type, tuple[Field, ...]] = {}
+_option_fields: dict[type, tuple[Field, ...]] = {}
+
+
+def _read_fields(kind: type[AttentionRequest]) -> tuple[Field, ...]:
     return tuple(
         Field(f.name, f.metadata["kind"], f.metadata["doc"], f.metadata.get("off"))
         for f in dataclasses.fields(kind)
@@ -231,6 +238,7 @@ def request_fields(kind: type[AttentionRequest] = AttentionRequest) -> tuple[Fie
     )
 
 
-@cache
 def _options(kind: type[AttentionRequest]) -> tuple[Field, ...]:
-    return tuple(f for f in request_fields(kind) if f.kind == "option")
+    if kind not in _option_fields:
+        _option_fields[kind] = tuple(f for f in request_fields(kind) if f.kind == "option")
+    return _option_fields[kind]

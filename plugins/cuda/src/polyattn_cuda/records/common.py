@@ -33,9 +33,12 @@ ANY_TREE = Range(0)
 CUDA_12_3 = AtLeast((12, 3))
 
 # Head dims of the FlashAttention generations: to 256, K and V of one width or 192 with 128; fa4 on Blackwell less.
-WIDE = {"head_dim": Range(8, 256, multiple_of=8)}
-FA_WIDTHS = (WIDE, {"dims": ((192, 128),)})
-FA4_BLACKWELL_WIDTHS = ({"head_dim": Range(8, 128, multiple_of=8)}, {"dims": ((192, 128), (256, 256))})
+WIDE: dict[str, Any] = {"head_dim": Range(8, 256, multiple_of=8)}
+FA_WIDTHS: tuple[dict[str, Any], ...] = (WIDE, {"dims": ((192, 128),)})
+FA4_BLACKWELL_WIDTHS: tuple[dict[str, Any], ...] = (
+    {"head_dim": Range(8, 128, multiple_of=8)},
+    {"dims": ((192, 128), (256, 256))},
+)
 
 # MLA rows: absorbed (latent 512 + rope 64, V is the latent) and unabsorbed prefill (nope 128 + rope 64, V 128).
 ABSORBED = (576, 512)

@@ -139,7 +139,7 @@ FA3 = BackendInfo(
         ),
     ),
     upstream=f"{FLASH_ATTENTION}/tree/main/hopper",
-    note="an e4m3 cache makes FA3 read q in e4m3 as well; other cache dtypes are dequantised by pages",
+    note="on a paged e4m3 cache FA3 reads q in e4m3 too; cache dtypes it cannot read are dequantised by pages",
 )
 
 # FA4: JIT-compiled; no FP8 cache; its LSE includes the sinks, so a call that wants both gets them by the lowering.

@@ -30,8 +30,8 @@ from .common import (
 )
 
 UPSTREAM = "https://github.com/flashinfer-ai/flashinfer"
-DECODING = {"phase": ("decode", "verify"), "s_relation": ("one", "fewer")}
-PREFILLING = {"phase": ("prefill", "extend"), "s_relation": ("equal", "fewer", "more")}
+DECODING: dict[str, Any] = {"phase": ("decode", "verify"), "s_relation": ("one", "fewer")}
+PREFILLING: dict[str, Any] = {"phase": ("prefill", "extend"), "s_relation": ("equal", "fewer", "more")}
 
 
 def _wrappers(width: dict[str, Any]) -> tuple[Row, ...]:
@@ -148,8 +148,8 @@ TRTLLM: dict[str, Any] = {
     "spec_topk": NO_TREE,
     "graph_capture": True,
 }
-TRTLLM_KV = {"kv_dtype": ("auto", "fp8_e4m3", "fp4_e2m1"), "kv_scales": ("", "tensor")}
-XQA_KV = {"kv_dtype": ("auto", "fp8_e4m3"), "kv_scales": ("", "tensor")}
+TRTLLM_KV: dict[str, Any] = {"kv_dtype": ("auto", "fp8_e4m3", "fp4_e2m1"), "kv_scales": ("", "tensor")}
+XQA_KV: dict[str, Any] = {"kv_dtype": ("auto", "fp8_e4m3"), "kv_scales": ("", "tensor")}
 
 
 def _trtllm(archs: tuple[str, ...], **limits: Any) -> Row:

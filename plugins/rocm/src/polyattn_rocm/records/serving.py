@@ -63,13 +63,13 @@ def _unified() -> tuple[Row, ...]:
         when = {"arch": archs, "kv_dtype": KV_DTYPES}
         base = {**PAGED, **cache, "sinks": True, "batch_invariant": True}
         chain = ({**when, "spec_topk": NO_TREE}, {"page_size": POWERS_OF_TWO})
-        one = {"page_size": 1, "spec_topk": ANY_TREE}
+        one: dict[str, Any] = {"page_size": 1, "spec_topk": ANY_TREE}
         for where, pages in (chain, (when, one)):
             shared = {**base, **pages}
             rows.append(row(when=where, lowered=DEQUANTISE, **shared, s_relation="one", causal=CAUSAL))
             several = {**shared, "s_relation": ("equal", "fewer"), "causal": "bottom_right"}
             rows.append(row(when=where, lowered=DEQUANTISE, **several))
-        tree = {"s_relation": ("equal", "one", "fewer"), "causal": CAUSAL, "tree": True}
+        tree: dict[str, Any] = {"s_relation": ("equal", "one", "fewer"), "causal": CAUSAL, "tree": True}
         rows.append(row(when={**when, "tree": (True,)}, lowered=DEQUANTISE, **base, **one, **tree))
     return tuple(rows)
 

@@ -53,7 +53,7 @@ SERVING: dict[str, Any] = {
     "graph_capture": True,
 }
 CACHE = {"kv_dtype": KV_DTYPES}
-FP8_CACHE = {"kv_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"), "kv_scales": ("", "tensor", "head", "token")}
+FP8_CACHE: dict[str, Any] = {"kv_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"), "kv_scales": ("", "tensor", "head", "token")}
 
 DENSE = row(
     **ATTENTION,

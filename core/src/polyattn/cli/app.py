@@ -1,0 +1,111 @@
+"""The commands put together, and what their failures look like: a message, or JSON, and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from .. import __version__
+from ..errors import (
+    BackendUnavailableError,
+    ConfigError,
+    InvalidInputError,
+    PluginError,
+    PolyattnError,
+    UnsupportedRequestError,
+)
+from .config_check import config
+from .demo import demo
+from .doctor import doctor
+from .explain import explain
+from .listing import list_command
+from .matrix import matrix
+from .rendering import screen, show_json
+
+__all__ = ["EXIT_CODES", "app", "run"]
+
+EXIT_CODES: dict[type[PolyattnError], int] = {
+    ConfigError: 2,
+    InvalidInputError: 2,
+    UnsupportedRequestError: 3,
+    BackendUnavailableError: 4,
+    PluginError: 4,
+}
+OTHER_ERROR = 1
+INTERRUPTED = 130
+
+# typer's own copy of click from 0.26 on, click itself before: typer re-exports one of the two.
+_ProblemWithWords: Any = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    name="polyattn",
+    help="One attention call for every chip: what is here, what is chosen, and why.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("list")(list_command)
+app.command("matrix")(matrix)
+app.command("explain")(explain)
+app.command("doctor")(doctor)
+app.command("demo")(demo)
+app.add_typer(config, name="config")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"polyattn {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        context.get_help()
+
+
+def run(words: list[str]) -> int:
+    """Run a command line; every expected failure becomes a message and an exit code, never a traceback."""
+    as_json = "--json" in words
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    try:
+        code = app(words, prog_name="polyattn", standalone_mode=False)
+        sys.stdout.flush()
+    except PolyattnError as error:
+        rejected = {"rejected": error.rejected} if isinstance(error, UnsupportedRequestError) else {}
+        _report(as_json, type(error).__name__, str(error), **rejected)
+        return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), OTHER_ERROR)
+    except _ProblemWithWords as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "polyattn"
+        _report(as_json, "UsageError", f"{error.format_message()} See `{command} --help`")
+        return 2
+    except (typer.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, a closed pager) has seen enough; what is still buffered must not fail at exit.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code if isinstance(code, int) else 0
+
+
+def _report(as_json: bool, kind: str, message: str, **more: Any) -> None:
+    if as_json:
+        show_json({"error": {"type": kind, "message": message, **more}})
+        return
+    screen(errors=True).print(Text.assemble(("error: ", "bad"), message))

@@ -1,0 +1,188 @@
+"""From the words of a command line to an `AttentionRequest`: defaults per family, and what a word may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..config import KV_CACHE_DTYPES
+from ..errors import ConfigError, did_you_mean
+from ..records import DTYPES, FAMILIES, PHASES, AttentionRequest
+
+__all__ = ["QUERY_DTYPES", "Question", "ask"]
+
+QUERY_DTYPES: dict[str, str] = {
+    "fp64": "float64",
+    **{word: dtype for word, dtype in KV_CACHE_DTYPES.items() if word != "auto"},
+}
+SERVING = ("paged", "mla")
+RELATIONS = {"prefill": "equal", "extend": "fewer", "decode": "one", "verify": "fewer"}
+ALIGNMENTS = ("bottom_right", "top_left")
+MASKS = ("none", "bool", "additive")
+GRADIENTS = ("query", "key", "value", "mask", "sinks", "lse")
+MLA_SCALE = 192**-0.5
+"""Of the uncompressed heads of DeepSeek's models, 128 + 64 wide: absorbed rows have no scale of their own (S2)."""
+PAGE_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """The flags of `explain` as typed; None = not given."""
+
+    family: str | None = None
+    phase: str | None = None
+    dtype: str = "bf16"
+    kv_dtype: str | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    page_size: int | None = None
+    causal: bool | None = None
+    causal_alignment: str = "bottom_right"
+    window: str | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    spec_topk: int | None = None
+    mla: bool = False
+    scale: float | None = None
+    mask: str = "none"
+    lse: bool = False
+    grad: str | None = None
+    cross: bool = False
+    dropout: float = 0.0
+    deterministic: bool = False
+    graph_capture: bool = False
+    multimodal: bool = False
+    chunked_prefix: bool = False
+    save_kv_cache: bool | None = None
+    kv_scales: str | None = None
+    method: str | None = None
+
+
+def ask(question: Question, where: Mapping[str, Any] | None = None) -> AttentionRequest:
+    """The request a question describes.
+
+    Args:
+        question: the flags. where: platform fields of the request (platform, arch, toolkit, features).
+
+    Raises:
+        ConfigError: a word that is not known (near match offered), or numbers that do not fit together.
+    """
+    family = _family(question)
+    phase = _one_of("--phase", question.phase or ("verify" if question.spec_topk else "prefill"), PHASES)
+    serving = family in SERVING
+    head_dim, v_head_dim = _dims(question, family)
+    heads, kv_heads = _heads(question, family)
+    topk = question.spec_topk if question.spec_topk is not None else (1 if phase == "verify" and serving else 0)
+    fields: dict[str, Any] = {
+        "family": family,
+        # Phases are a word of serving; elsewhere they only say how many queries there are.
+        "phase": "prefill" if family in ("dense", "varlen", "block_sparse") else phase,
+        "s_relation": RELATIONS[phase],
+        "dtype": _one_of("--dtype", question.dtype, QUERY_DTYPES),
+        "kv_dtype": _one_of("--kv-dtype", question.kv_dtype or "auto", KV_CACHE_DTYPES),
+        "head_dim": head_dim,
+        "v_head_dim": v_head_dim,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "page_size": _at_least("--page-size", question.page_size, 1) or (PAGE_SIZE if serving else 0),
+        "causal": _causal(question, default=serving),
+        "window": _window(question.window),
+        "softcap": _not_negative("--softcap", question.softcap),
+        "sinks": question.sinks,
+        "spec_topk": _at_least("--spec-topk", topk, 0),
+        "tree": phase == "verify" and (topk or 0) > 1,
+        "scale": MLA_SCALE if question.scale is None and family == "mla" else question.scale,
+        "mask": _one_of("--mask", question.mask, MASKS),
+        "lse": question.lse,
+        "grad": _gradients(question.grad),
+        "cross": question.cross,
+        "dropout": _probability("--dropout", question.dropout),
+        "deterministic": question.deterministic,
+        "graph_capture": question.graph_capture,
+        "multimodal": question.multimodal,
+        "chunked_prefix": question.chunked_prefix,
+        "save_kv_cache": question.save_kv_cache,
+        "kv_scales": question.kv_scales or "",
+        "method": question.method or ("gdn" if family == "linear" else ""),
+        **(where or {}),
+    }
+    return AttentionRequest(**fields)
+
+
+def _family(question: Question) -> str:
+    if question.mla:
+        if question.family not in (None, "mla"):
+            raise ConfigError(f"--mla means --family mla, but --family {question.family} is given too: leave one out")
+        return "mla"
+    if question.family is not None:
+        return _one_of("--family", question.family, FAMILIES)
+    given = (question.page_size, question.phase, question.kv_dtype, question.spec_topk)
+    return "paged" if any(value is not None for value in given) else "dense"
+
+
+def _dims(question: Question, family: str) -> tuple[int, int]:
+    """(D, D_v). MLA: absorbed rows of 576 with 512 values, or the uncompressed heads of 192 with 128."""
+    head_dim = _at_least("--head-dim", question.head_dim, 1) or (576 if family == "mla" else 128)
+    usual = {576: 512, 192: 128}.get(head_dim, head_dim) if family == "mla" else head_dim
+    return head_dim, _at_least("--v-head-dim", question.v_head_dim, 1) or usual
+
+
+def _heads(question: Question, family: str) -> tuple[int, int]:
+    heads = _at_least("--heads", question.heads, 1) or (128 if family == "mla" else 32)
+    kv_heads = _at_least("--kv-heads", question.kv_heads, 1) or (1 if family == "mla" else heads)
+    if heads % kv_heads:
+        raise ConfigError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}: every key head serves as many")
+    return heads, kv_heads
+
+
+def _causal(question: Question, *, default: bool) -> str:
+    alignment = _one_of("--causal-alignment", question.causal_alignment, ALIGNMENTS)
+    causal = question.causal if question.causal is not None else default or alignment != "bottom_right"
+    return alignment if causal else "none"
+
+
+def _window(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return (-1, -1)
+    match = re.fullmatch(r"\s*(-?\d+)\s*,\s*(-?\d+)\s*", text)
+    if match is None or min(int(match[1]), int(match[2])) < -1:
+        raise ConfigError(
+            f"--window {text!r} is not left,right: two whole numbers of keys besides the row's own, -1 = no bound. A "
+            f"model's sliding window of 128 tokens is --window 127,0"
+        )
+    return (int(match[1]), int(match[2]))
+
+
+def _gradients(text: str | None) -> tuple[str, ...]:
+    names = [part.strip() for part in (text or "").split(",") if part.strip()]
+    return tuple(_one_of("--grad", name, GRADIENTS) for name in names)
+
+
+def _one_of(flag: str, word: str, known: Iterable[str]) -> str:
+    """`word`, or what it stands for where `known` is a mapping."""
+    words = list(known)
+    if word not in words:
+        raise ConfigError(f"{flag} {word!r} is not known.{did_you_mean(word, words)} Allowed: {', '.join(words)}")
+    return known[word] if isinstance(known, Mapping) else word
+
+
+def _at_least(flag: str, value: int | None, low: int) -> int:
+    if value is not None and value < low:
+        raise ConfigError(f"{flag} {value} is too small: give a whole number, {low} or more")
+    return value or 0
+
+
+def _not_negative(flag: str, value: float) -> float:
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{flag} {value:g} is not a number of 0 (off) or more")
+    return value
+
+
+def _probability(flag: str, value: float) -> float:
+    if not 0 <= value < 1:
+        raise ConfigError(f"{flag} {value:g} is no probability below 1: give 0 (off) to 0.999")
+    return value

@@ -1,0 +1,327 @@
+"""`polyattn explain`: which backend serves a request, here or on a machine that is only described, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ..errors import ConfigError
+from ..inspection import catalogue, detect, what_if
+from ..overrides import SCOPE, current_choice, current_settings
+from ..plugins import get_manager
+from ..records import AttentionRequest
+from ..selection import Choice, Policy, Selection, select, select_pair
+from .asking import SERVING, Question, ask
+from .rendering import facts, grid, panel, screen, show_json, standing
+
+__all__ = ["explain", "here"]
+
+REQUEST, SERVE, WHO = "What is asked for", "Serving", "Which machine, which backend"
+
+
+def here() -> dict[str, Any]:
+    """Request fields of this machine: its accelerator if there is one, else its CPU."""
+    reports = {name: detect(name) for name in get_manager().platforms}
+    found = [name for name, report in reports.items() if report.present]
+    name = next((n for n in found if n != "cpu"), "cpu")
+    report = reports[name]
+    arch = report.archs[0] if report.archs else ""
+    return {"platform": name, "arch": arch, "toolkit": report.toolkit, "features": report.features}
+
+
+def _assumed(fields: dict[str, Any]) -> str:
+    """This machine in the words of --assume-platform."""
+    if fields["platform"] == "cpu":
+        return ":".join(("cpu", *(["+".join(fields["features"])] if fields["features"] else [])))
+    toolkit = ".".join(map(str, fields["toolkit"]))
+    arch = f":{fields['arch']}" if fields["arch"] else ""
+    return f"{fields['platform']}{arch}{'@' + toolkit if toolkit and arch else ''}"
+
+
+def _on_this_machine(
+    request: AttentionRequest, backend: str | None, pair: dict[str, str | None], mode: str, strict: bool
+) -> Selection:
+    """As a call here would choose, with the backends of the two phases where they are given."""
+    policy = Policy(current_choice(backend, SCOPE.get()), strict=strict)
+    if any(pair.values()):
+        policy = _hybrid(request, policy, pair, mode)
+    return select(request, catalogue(), policy, full=True)
+
+
+def _hybrid(request: AttentionRequest, policy: Policy, pair: dict[str, str | None], mode: str) -> Policy:
+    """The policy of the request's own phase, once the two phases are known to work together."""
+    if request.family not in SERVING:
+        raise ConfigError(
+            f"--prefill-attention-backend and --decode-attention-backend are for the serving families "
+            f"{' and '.join(SERVING)}, not {request.family}: use --attention-backend, or --family paged"
+        )
+    policies = {
+        phase: dataclasses.replace(policy, choice=Choice(own, f"{phase} argument")) if own else policy
+        for phase, own in pair.items()
+    }
+    prefill = _in_phase(request, "extend", kept=("prefill", "extend"))
+    decode = _in_phase(request, "decode", kept=("decode",))
+    chosen = select_pair(prefill, decode, catalogue(), policies)
+    if request.phase == "verify":
+        return dataclasses.replace(policy, choice=Choice(chosen[mode].backend, f"speculative_attention_mode={mode}"))
+    return policies["decode" if request.phase == "decode" else "prefill"]
+
+
+def _in_phase(request: AttentionRequest, phase: str, kept: tuple[str, ...]) -> AttentionRequest:
+    if request.phase in kept:
+        return request
+    changed: dict[str, Any] = {"phase": phase, "s_relation": "one" if phase == "decode" else "fewer", "tree": False}
+    return dataclasses.replace(request, **changed)
+
+
+def explain(
+    assume_platform: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLATFORM",
+            help="A machine to ask about: cuda:sm90, cuda:sm90@12.3 (toolkit), rocm:gfx942, npu, xpu, musa, mps, cpu, "
+            "cpu:amx. Without it: this machine.",
+            rich_help_panel=WHO,
+        ),
+    ] = None,
+    assume_installed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="Distributions to take as installed there (name or name==version). Planned adapters count as built.",
+            rich_help_panel=WHO,
+        ),
+    ] = None,
+    attention_backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The backend that is asked for.", rich_help_panel=WHO)
+    ] = None,
+    prefill_attention_backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The backend of prefill and extend.", rich_help_panel=WHO)
+    ] = None,
+    decode_attention_backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The backend of decode.", rich_help_panel=WHO)
+    ] = None,
+    speculative_attention_mode: Annotated[
+        str, typer.Option(metavar="PHASE", help="Whose backend verifies: prefill or decode.", rich_help_panel=WHO)
+    ] = "prefill",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="A documented fallback is an error.", rich_help_panel=WHO)
+    ] = False,
+    family: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAMILY",
+            help="dense, varlen, paged, mla, block_sparse or linear. Default: paged when --phase, --page-size, "
+            "--kv-dtype or --spec-topk is given, else dense.",
+            rich_help_panel=REQUEST,
+        ),
+    ] = None,
+    mla: Annotated[
+        bool, typer.Option("--mla", help="Short for --family mla (128 heads, rows of 576).", rich_help_panel=REQUEST)
+    ] = False,
+    phase: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PHASE", help="prefill, extend, decode or verify. Default: prefill.", rich_help_panel=REQUEST
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="Of the query: bf16, fp16, fp32, ...", rich_help_panel=REQUEST)
+    ] = "bf16",
+    head_dim: Annotated[
+        int | None, typer.Option(metavar="D", help="Default: 128; 576 for mla.", rich_help_panel=REQUEST)
+    ] = None,
+    v_head_dim: Annotated[
+        int | None,
+        typer.Option(metavar="D_V", help="Default: as --head-dim; 512 for mla.", rich_help_panel=REQUEST),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(metavar="H_Q", help="Default: 32; 128 for mla.", rich_help_panel=REQUEST)
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(metavar="H_KV", help="Default: as --heads; 1 for mla.", rich_help_panel=REQUEST)
+    ] = None,
+    causal: Annotated[
+        bool | None,
+        typer.Option(
+            "--causal/--no-causal", help="Default: causal for paged and mla, else not.", rich_help_panel=REQUEST
+        ),
+    ] = None,
+    causal_alignment: Annotated[
+        str,
+        typer.Option(metavar="WORD", help="bottom_right, or top_left (means --causal).", rich_help_panel=REQUEST),
+    ] = "bottom_right",
+    window: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LEFT,RIGHT",
+            help="Keys to each side, -1 = no bound; a sliding window of 128 tokens is 127,0.",
+            rich_help_panel=REQUEST,
+        ),
+    ] = None,
+    softcap: Annotated[
+        float, typer.Option(metavar="CAP", help="Logit softcap, 0 = off.", rich_help_panel=REQUEST)
+    ] = 0.0,
+    sinks: Annotated[bool, typer.Option("--sinks", help="Sink logits per head.", rich_help_panel=REQUEST)] = False,
+    mask: Annotated[
+        str, typer.Option(metavar="KIND", help="none, bool or additive.", rich_help_panel=REQUEST)
+    ] = "none",
+    scale: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Of the logits. Default: D ** -0.5; 192 ** -0.5 for mla.", rich_help_panel=REQUEST),
+    ] = None,
+    lse: Annotated[bool, typer.Option("--lse", help="The LSE is wanted too.", rich_help_panel=REQUEST)] = False,
+    grad: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Gradients wanted: query, key, value, mask, sinks, lse.", rich_help_panel=REQUEST
+        ),
+    ] = None,
+    cross: Annotated[bool, typer.Option("--cross", help="Cross-attention.", rich_help_panel=REQUEST)] = False,
+    dropout: Annotated[
+        float, typer.Option(metavar="P", help="Dropout on the weights.", rich_help_panel=REQUEST)
+    ] = 0.0,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits on every run.", rich_help_panel=REQUEST)
+    ] = False,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of block_sparse (sta, vsa, vmoba, sla, svg2), linear (gdn, kda; default gdn), mla (dsa) or paged "
+            "(dual_chunk).",
+            rich_help_panel=REQUEST,
+        ),
+    ] = None,
+    page_size: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", help="Of a KV page. Default: 64 for paged and mla.", rich_help_panel=SERVE),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE", help="Of the KV cache: auto, bf16, fp8_e4m3, fp8_e5m2, fp4_e2m1, ...", rich_help_panel=SERVE
+        ),
+    ] = None,
+    kv_scales: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND", help="Granularity of the cache's scales: tensor, head, token, block128.", rich_help_panel=SERVE
+        ),
+    ] = None,
+    spec_topk: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K", help="Speculation: 1 = chain, more = tree (means --phase verify).", rich_help_panel=SERVE
+        ),
+    ] = None,
+    save_kv_cache: Annotated[
+        bool | None,
+        typer.Option("--save-kv-cache/--no-save-kv-cache", help="The backend writes new K/V.", rich_help_panel=SERVE),
+    ] = None,
+    chunked_prefix: Annotated[
+        bool, typer.Option("--chunked-prefix", help="MLA: a prefix attended in chunks.", rich_help_panel=SERVE)
+    ] = False,
+    multimodal: Annotated[
+        bool, typer.Option("--multimodal", help="The model has multimodal towers.", rich_help_panel=SERVE)
+    ] = False,
+    graph_capture: Annotated[
+        bool, typer.Option("--graph-capture", help="Recorded into a device graph.", rich_help_panel=SERVE)
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Say which backend serves a request, what it needs to be rewritten, who decided, and why not the others.
+
+    Nothing is run and no device is needed: a laptop can ask about any machine.
+    """
+    question = Question(
+        family=family,
+        phase=phase,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        page_size=page_size,
+        causal=causal,
+        causal_alignment=causal_alignment,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        spec_topk=spec_topk,
+        mla=mla,
+        scale=scale,
+        mask=mask,
+        lse=lse,
+        grad=grad,
+        cross=cross,
+        dropout=dropout,
+        deterministic=deterministic,
+        graph_capture=graph_capture,
+        multimodal=multimodal,
+        chunked_prefix=chunked_prefix,
+        save_kv_cache=save_kv_cache,
+        kv_scales=kv_scales,
+        method=method,
+    )
+    if speculative_attention_mode not in ("prefill", "decode"):
+        raise ConfigError(f"--speculative-attention-mode {speculative_attention_mode!r} must be prefill or decode")
+    strict = strict or current_settings().strict
+    if assume_platform is None and assume_installed is None:
+        pair = {"prefill": prefill_attention_backend, "decode": decode_attention_backend}
+        request = ask(question, here())
+        selection = _on_this_machine(request, attention_backend, pair, speculative_attention_mode, strict)
+    else:
+        selection = what_if(
+            ask(question),
+            platform=_assumed(here()) if assume_platform is None else assume_platform,
+            installed=[name.strip() for name in (assume_installed or "").split(",") if name.strip()],
+            backend=attention_backend,
+            prefill_backend=prefill_attention_backend,
+            decode_backend=decode_attention_backend,
+            speculative_attention_mode=speculative_attention_mode,
+            strict=strict,
+        )
+    if as_json:
+        show_json(selection.to_dict())
+    else:
+        _print(selection)
+
+
+def _print(selection: Selection) -> None:
+    console = screen()
+    head = Text.assemble((selection.backend, "name"), f" on {selection.platform}")
+    if selection.planned:
+        head.append("  planned", style="later")
+    pairs: list[tuple[str, Any]] = [
+        ("asked for", selection.request.summary()),
+        ("decided by", f"{selection.source}: {selection.why}"),
+        ("provider", selection.provider),
+        ("evidence", standing(selection.evidence)),
+    ]
+    if selection.lowerings:
+        pairs.append(("rewritten by", Text(", ".join(selection.lowerings), style="warn")))
+    if selection.planned:
+        pairs.append(("planned", Text("its adapter is not part of this version: judged as if it were", style="later")))
+    pairs += [("note", note) for note in selection.notes]
+    if selection.others:
+        pairs.append(("could serve too", ", ".join(selection.others)))
+    console.print(panel(head, facts(pairs)))
+    if selection.rejected:
+        table = grid("not chosen", "because", ratios=(3, 7))
+        for reasons, names in _grouped(selection.rejected):
+            table.add_row(Text(", ".join(names), style="name"), Text("; ".join(reasons)))
+        console.print(table)
+
+
+def _grouped(rejected: Any) -> list[tuple[tuple[str, ...], list[str]]]:
+    """Backends with equal reasons share a line."""
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, reasons in rejected.items():
+        groups[tuple(reasons)].append(name)
+    return list(groups.items())

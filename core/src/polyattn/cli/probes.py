@@ -1,0 +1,295 @@
+"""The limits of every backend, found by asking its capability rows: no cell of the support matrix is written by hand.
+
+A backend is asked on every architecture, phase and page size that its own rows name, for a plain request first and
+then for the same request with one feature. A feature is *native* where it is accepted with no rewrite beyond the plain
+request's, *lowered* where it needs one more, else *no*.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ..inspection import catalogue
+from ..records import Accepted, AttentionRequest, BackendInfo, Has, OneOf, Provider, Rejected, Row, judge
+from ..selection import Catalogue, each_offer
+from .asking import MLA_SCALE
+
+__all__ = ["Limits", "Sheet", "limits"]
+
+PAGES = (1, 16, 32, 64, 128, 256)
+SCALES = ("", "tensor", "head", "token", "block128", "block16")
+LLM = {"heads": 32, "kv_heads": 8, "head_dim": 128, "causal": "bottom_right"}
+LATENT = {"heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "scale": MLA_SCALE, "causal": "bottom_right"}
+UNABSORBED = {"heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128, "scale": None}
+
+Lowerings = frozenset[str]
+Place = tuple[str, str, int]
+"""(architecture, phase, page size)."""
+Ask = Callable[[Place, Mapping[str, Any]], Lowerings | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """One line of a table: a backend, the platforms on which its cells are the same, and the cells."""
+
+    name: str
+    platforms: tuple[str, ...]
+    planned: bool
+    cells: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sheet:
+    """One table of limits."""
+
+    key: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Limits, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [
+            {
+                "name": row.name,
+                "platforms": list(row.platforms),
+                "planned": row.planned,
+                "cells": dict(zip(self.columns, row.cells, strict=True)),
+            }
+            for row in self.rows
+        ]
+        return {"title": self.title, "columns": list(self.columns), "rows": rows}
+
+
+def limits() -> tuple[Sheet, ...]:
+    """Every table, over all registered backends, planned ones judged as if built."""
+    known = catalogue({})
+    sheets = (
+        ("dense", "Dense", "dense", tuple(DENSE_FEATURES), _dense("dense")),
+        ("packed", "Packed (varlen)", "varlen", tuple(DENSE_FEATURES), _dense("varlen")),
+        ("serving_mha", "Serving, MHA", "paged", ("page size", *MHA_FEATURES), _mha),
+        ("serving_mla", "Serving, MLA", "mla", ("page size", *MLA_FEATURES), _mla),
+        ("linear", "Linear attention (GDN and KDA)", "linear", tuple(LINEAR_PHASES), _linear),
+    )
+    return tuple(Sheet(key, title, columns, _merged(known, family, probe)) for key, title, family, columns, probe in sheets)
+
+
+def _merged(known: Catalogue, family: str, probe: Probe) -> tuple[Limits, ...]:
+    """Backends that answer, built ones first; equal answers of one name share a line."""
+    lines: dict[tuple[bool, str, tuple[str, ...]], list[str]] = {}
+    for offer in each_offer(known):
+        asked = _Asked(offer.info, family, known)
+        cells = probe(asked) if asked.providers else None
+        if cells is not None:
+            lines.setdefault((asked.planned, offer.info.name, cells), []).append(offer.info.platform)
+    return tuple(Limits(name, tuple(lines[planned, name, cells]), planned, cells) for planned, name, cells in sorted(lines))
+
+
+class _Asked:
+    """One backend under questioning, with the providers that have anything to say about a family."""
+
+    def __init__(self, info: BackendInfo, family: str, known: Catalogue) -> None:
+        self.info, self.known = info, known
+        self.providers = [p for p in info.providers if any(_speaks_of(row, family) for row in p.rows)]
+        self.planned = all(p.planned for p in self.providers)
+        self.archs = self._named("arch") or [""]
+        self.features = tuple(dict.fromkeys(c.member for c in self._constraints("features") if isinstance(c, Has)))
+        self.methods = ["", *self._named("method")]
+        self._said: dict[AttentionRequest, Lowerings | None] = {}
+
+    def _constraints(self, field: str) -> Iterator[Any]:
+        for provider in self.providers:
+            for row in provider.rows:
+                yield from (rule[field] for rule in (row.when, row.allows) if field in rule)
+
+    def _named(self, field: str) -> list[str]:
+        words = (w for c in self._constraints(field) if isinstance(c, OneOf) for w in c.values)
+        return sorted(dict.fromkeys(w for w in words if w), key=lambda w: (len(w), w))
+
+    def lowerings(self, **fields: Any) -> Lowerings | None:
+        """The rewrites a request needs; None = refused by every provider."""
+        where = {"platform": self.info.platform, "features": self.features, **fields}
+        methods = [fields["method"]] if fields.get("method") else self.methods
+        for method in methods:
+            request = AttentionRequest(**{**where, "method": method}).normalised()
+            if request not in self._said:
+                answers = (self._verdict(provider, request) for provider in self.providers)
+                self._said[request] = min((a for a in answers if a is not None), key=len, default=None)
+            if (said := self._said[request]) is not None:
+                return said
+        return None
+
+    def _verdict(self, provider: Provider, request: AttentionRequest) -> Lowerings | None:
+        verdict = judge(provider.rows, request)
+        if not isinstance(verdict, Accepted):
+            return None
+        if not provider.planned and isinstance(self.known.narrow(self.info, request), Rejected):
+            return None
+        return frozenset(verdict.lowerings)
+
+    def easiest(self, requests: Iterable[Mapping[str, Any]]) -> Lowerings | None:
+        """The fewest rewrites over several ways to ask for one thing."""
+        best: Lowerings | None = None
+        for fields in requests:
+            found = self.lowerings(**fields)
+            if found is not None and (best is None or len(found) < len(best)):
+                best = found
+            if best is not None and not best:
+                break
+        return best
+
+
+def _speaks_of(row: Row, family: str) -> bool:
+    rule = row.when.get("family") or row.allows.get("family")
+    return rule is not None and rule.reason(family) is None
+
+
+Probe = Callable[[_Asked], "tuple[str, ...] | None"]
+
+DENSE: dict[str, Any] = {"heads": 8, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+DENSE_FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": "bottom_right"},
+    "S_q != S_k": {"causal": "bottom_right", "s_relation": "fewer"},
+    "GQA": {"kv_heads": 2},
+    "window": {"causal": "bottom_right", "window": (127, -1)},
+    "softcap": {"softcap": 50.0},
+    "sinks": {"sinks": True},
+    "mask": {"mask": "bool"},
+    "LSE": {"lse": True},
+    "gradients": {"grad": ("query", "key", "value")},
+    "dropout": {"dropout": 0.1},
+}
+
+
+def _dense(family: str) -> Probe:
+    def probe(asked: _Asked) -> tuple[str, ...] | None:
+        def ask(place: Place, feature: Mapping[str, Any]) -> Lowerings | None:
+            plain = {**DENSE, "family": family, "arch": place[0]}
+            return asked.easiest({**plain, "dtype": dtype, **feature} for dtype in ("bfloat16", "float16", "float32"))
+
+        return _cells([(arch, "", 0) for arch in asked.archs], ask, DENSE_FEATURES)
+
+    return probe
+
+
+MHA_FEATURES: dict[str, dict[str, Any]] = {
+    "FP8 KV": {"kv_dtype": "fp8_e4m3"},
+    "FP4 KV": {"kv_dtype": "fp4_e2m1"},
+    "topk = 1": {"phase": "verify", "s_relation": "fewer", "spec_topk": 1},
+    "topk > 1": {"phase": "verify", "s_relation": "fewer", "spec_topk": 4, "tree": True},
+    "window": {"window": (127, -1)},
+    "multimodal": {"multimodal": True},
+}
+MLA_FEATURES: dict[str, dict[str, Any]] = {
+    **{name: MHA_FEATURES[name] for name in ("FP8 KV", "FP4 KV", "topk = 1", "topk > 1")},
+    "chunked prefix": {"chunked_prefix": True},
+}
+
+
+def _mha(asked: _Asked) -> tuple[str, ...] | None:
+    return _serving(asked, {"family": "paged", **LLM}, MHA_FEATURES, ({},))
+
+
+def _mla(asked: _Asked) -> tuple[str, ...] | None:
+    return _serving(asked, {"family": "mla", **LATENT}, MLA_FEATURES, ({}, UNABSORBED))
+
+
+def _serving(
+    asked: _Asked,
+    base: Mapping[str, Any],
+    features: Mapping[str, Mapping[str, Any]],
+    widths: tuple[Mapping[str, Any], ...],
+) -> tuple[str, ...] | None:
+    places = [(a, phase, page) for a in asked.archs for phase in ("extend", "decode") for page in PAGES]
+
+    def ask(place: Place, feature: Mapping[str, Any]) -> Lowerings | None:
+        arch, phase, page = place
+        relation = "one" if phase == "decode" else "fewer"
+        plain = {**base, "arch": arch, "phase": phase, "s_relation": relation, "page_size": page, **feature}
+        scales = SCALES if feature.get("kv_dtype") else ("",)
+        # Uncompressed heads are a way to serve a prefix, never a decode step.
+        shapes = widths if feature.get("chunked_prefix") else widths[:1]
+        return asked.easiest({**plain, **shape, "kv_scales": kind} for shape in shapes for kind in scales)
+
+    plain = {place: found for place in places if (found := ask(place, {})) is not None}
+    cells = _cells(places, ask, features)
+    return None if cells is None else (_pages(plain), *cells)
+
+
+def _pages(plain: Mapping[Place, Lowerings]) -> str:
+    """The page sizes a kernel reads itself, by architecture where they differ, and what serves the others."""
+    per_arch: dict[tuple[int, ...], list[str]] = {}
+    for arch in dict.fromkeys(a for a, _, _ in plain):
+        native = tuple(p for p in PAGES if any(not plain.get((arch, ph, p), {"-"}) for ph in ("extend", "decode")))
+        per_arch.setdefault(native, []).append(arch)
+    texts = []
+    for native, archs in per_arch.items():
+        words = "any" if native == PAGES else ", ".join(map(str, native)) or "none"
+        texts.append(words + (f" ({', '.join(archs)})" if len(per_arch) > 1 else ""))
+    others = sorted({word for found in plain.values() for word in found if word.startswith("page_")})
+    return "; ".join(texts) + (f"; else lowered: {', '.join(others)}" if others else "")
+
+
+LINEAR_PHASES: dict[str, dict[str, Any]] = {
+    "decode": {"phase": "decode", "s_relation": "one"},
+    "prefill": {"phase": "prefill", "s_relation": "equal"},
+    "verify, chain": {"phase": "verify", "s_relation": "fewer", "spec_topk": 1},
+    "verify, tree": {"phase": "verify", "s_relation": "fewer", "spec_topk": 4, "tree": True},
+}
+
+
+def _linear(asked: _Asked) -> tuple[str, ...] | None:
+    def ask(arch: str, method: str, phase: str) -> bool:
+        shape = {"heads": 16, "kv_heads": 16, "head_dim": 128}
+        return asked.lowerings(family="linear", arch=arch, method=method, **shape, **LINEAR_PHASES[phase]) is not None
+
+    cells = []
+    for phase in LINEAR_PHASES:
+        methods = {m: [a for a in asked.archs if ask(a, m, phase)] for m in ("gdn", "kda")}
+        served = [m for m, archs in methods.items() if archs]
+        archs = list(dict.fromkeys(a for where in methods.values() for a in where))
+        labels = [] if len(served) == 2 else [m.upper() for m in served]
+        labels += [", ".join(archs)] if set(archs) != set(asked.archs) else []
+        cells.append("no" if not served else f"native ({'; '.join(labels)})" if labels else "native")
+    return None if all(cell == "no" for cell in cells) else tuple(cells)
+
+
+def _cells(places: list[Place], ask: Ask, features: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...] | None:
+    """One cell per feature, over the places where the plain request is served; None = it is served nowhere."""
+    plain = {place: found for place in places if (found := ask(place, {})) is not None}
+    if not plain:
+        # Some kernels always need one feature (a causal mask, an FP8 cache): any of them makes the place one of theirs.
+        plain = {p: frozenset() for p in places if any(ask(p, feature) is not None for feature in features.values())}
+    if not plain:
+        return None
+    return tuple(_cell(plain, {p: ask(p, feature) for p in plain}, feature) for feature in features.values())
+
+
+def _cell(plain: Mapping[Place, Lowerings], found: Mapping[Place, Lowerings | None], feature: Mapping[str, Any]) -> str:
+    extra = {place: needs - plain[place] for place, needs in found.items() if needs is not None}
+    if not extra:
+        return "no"
+    native = [place for place, more in extra.items() if not more]
+    lowered = sorted({word for more in extra.values() for word in more})
+    phased = "phase" not in feature
+    parts = []
+    if native:
+        parts.append("native" + _only(native, list(plain), phased))
+    if lowered and len(native) < len(extra):
+        rest = [place for place in extra if place not in native]
+        label = "" if native else _only(rest, list(plain), phased)
+        parts.append(f"{'else ' if native else ''}lowered: {', '.join(lowered)}{label}")
+    return "; ".join(parts)
+
+
+def _only(places: list[Place], out_of: list[Place], phased: bool) -> str:
+    """Where a feature is limited to, in words: ' (sm90, decode, page 1)'; empty when it is limited to nothing."""
+    labels = []
+    for axis, name in enumerate(("", "", "page ")):
+        if axis == 1 and not phased:
+            continue
+        mine = list(dict.fromkeys(place[axis] for place in places))
+        if set(mine) != {place[axis] for place in out_of}:
+            labels.append(name + ", ".join(map(str, mine)))
+    return f" ({'; '.join(labels)})" if labels else ""

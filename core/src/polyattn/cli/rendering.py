@@ -1,0 +1,127 @@
+"""What every command prints with: one set of colours, one table style, JSON on request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from rich.theme import Theme
+
+__all__ = ["facts", "grid", "panel", "progress", "screen", "show_json", "standing", "title"]
+
+WIDTH = 100
+"""Columns when the output is no terminal."""
+
+THEME = Theme(
+    {
+        "name": "bold cyan",
+        "good": "green",
+        "warn": "yellow",
+        "bad": "bold red",
+        "later": "blue",
+        "quiet": "dim",
+        "figure": "bold",
+        "table.header": "bold",
+    }
+)
+
+STANDINGS = {
+    "available": "good",
+    "ready": "good",
+    "pass": "good",
+    "hardware": "good",
+    "vendor code": "good",
+    "interpreter": "good",
+    "emulator": "good",
+    "native": "good",
+    "any": "good",
+    "found": "good",
+    "unavailable": "warn",
+    "lowered": "warn",
+    "not run": "warn",
+    "not allowed": "warn",
+    "stale": "warn",
+    "planned": "later",
+    "declared": "quiet",
+    "no": "quiet",
+    "not found": "quiet",
+    "-": "quiet",
+    "fail": "bad",
+    "broken": "bad",
+    "duplicate": "bad",
+    "incompatible": "bad",
+}
+"""Words that mean the same on every screen -> their style."""
+
+
+def screen(*, errors: bool = False) -> Console:
+    """A console on standard output (or standard error). Made per command: tests and pipes replace the streams."""
+    made = Console(theme=THEME, stderr=errors, highlight=False)
+    if not made.is_terminal and "COLUMNS" not in made._environ:
+        made.width = WIDTH
+    return made
+
+
+def show_json(data: Any) -> None:
+    """Print plain data as JSON on standard output."""
+    print(json.dumps(data, indent=2, default=str))
+
+
+def standing(text: str, *, muted: bool = False) -> Text:
+    """A cell in the colour of its leading word: `available`, `native (sm90)`, `hardware (...), stale`."""
+    key = next((word for word in sorted(STANDINGS, key=len, reverse=True) if text.startswith(word)), "")
+    style = "warn" if text.endswith("stale") else STANDINGS.get(key, "")
+    return Text(text, style=f"{style} dim".strip() if muted else style)
+
+
+def grid(*columns: str, caption: str = "", ratios: Iterable[int] | None = None) -> Table:
+    """An empty table in the house style; `!` before a header keeps that column on one line."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption=caption or None, caption_justify="left")
+    widths = list(ratios or ())
+    for place, column in enumerate(columns):
+        ratio = widths[place] if widths else None
+        made.add_column(column.removeprefix("!"), no_wrap=column.startswith("!"), overflow="fold", ratio=ratio)
+    if widths:
+        made.expand = True
+    return made
+
+
+def facts(pairs: Iterable[tuple[str, RenderableType]]) -> Table:
+    """Labels and values, one per line."""
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="quiet", no_wrap=True)
+    made.add_column(overflow="fold")
+    for label, value in pairs:
+        made.add_row(label, Text(value) if isinstance(value, str) else value)
+    return made
+
+
+def panel(heading: str | Text, *parts: RenderableType, style: str = "cyan") -> Panel:
+    """A box with a heading."""
+    return Panel(Group(*parts), title=heading, title_align="left", border_style=style, padding=(0, 1))
+
+
+def title(text: str, note: str = "") -> Text:
+    """A section heading, with a quiet remark behind it."""
+    return Text.assemble((text, "bold"), (f"  {note}" if note else "", "quiet"))
+
+
+def progress(console: Console, *, quiet: bool) -> Progress:
+    """A progress bar that leaves nothing behind; none when `quiet` or when the output is no terminal."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    )

@@ -1,0 +1,129 @@
+"""What a model says beside query, key, value and mask: each keyword is used, known to be harmless, or refused by name.
+
+transformers passes whatever a model or a caller adds straight to the attention function. A keyword that is dropped
+there computes something else without a word, so nothing is dropped that is not listed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import InvalidInputError, UnsupportedRequestError
+
+__all__ = ["HARMLESS", "More", "asked_by", "read_keywords"]
+
+HARMLESS = frozenset(
+    {
+        # Positions are in the rotated queries and keys, and in the mask, before attention is called.
+        *("position_ids", "cache_position", "position_embeddings"),
+        # Switches of the layers around attention.
+        *("use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
+        *("num_items_in_batch", "labels"),
+        # Inputs of the model, read before its first layer; a caller's extra ones travel along.
+        *("input_ids", "decoder_input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "pixel_values"),
+    }
+)
+"""Keywords that say nothing about attention."""
+
+_EAGER = "load the model, or the part it concerns, with attn_implementation='eager'"
+_SPARSE = "use attn_implementation='sdpa' or 'eager' for this model: under those names it puts the choice into its mask"
+
+_REFUSED = {
+    "output_attentions": ("the weights of a fused attention are never stored, so they cannot be returned", _EAGER),
+    "indices": ("each query picks its own keys, and no dense call of polyattn takes that list", _SPARSE),
+    "block_indices": ("each query picks its own blocks of keys, and no dense call of polyattn takes that list", _SPARSE),
+    "cache": (
+        "continuous batching keeps keys and values in its own pages, which are not read yet",
+        "use generate() instead, or set attn_implementation='sdpa' or 'paged|eager' for generate_batch()",
+    ),
+}
+
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+@dataclasses.dataclass(frozen=True)
+class More:
+    """The keywords that few layers use.
+
+    Attributes:
+        sinks: [H_q] logits. bias: [B|1, H_q|1, S_q, S_k], added to the logits.
+        cu_q, cu_k: int32 [N+1], where the packed sequences begin; max_q, max_k: the longest of them.
+        sequence: int [B, S], the packed sequence each token belongs to.
+        deterministic: the same bits on every run.
+    """
+
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    max_q: int = 0
+    max_k: int = 0
+    sequence: Tensor | None = None
+    deterministic: bool = False
+
+
+def asked_by(module: Any, backend: str | None) -> str:
+    """Who asks, for messages."""
+    return f"{type(module).__name__} on polyattn ({backend or 'automatic backend'})"
+
+
+def read_keywords(given: dict[str, Any], harmless: frozenset[str], module: Any, backend: str | None) -> More:
+    """Sort the keywords of one call. None means not given.
+
+    Raises:
+        UnsupportedRequestError: a keyword that changes the result and cannot be honoured, or one nobody knows.
+        InvalidInputError: keywords that contradict each other or miss their partners.
+    """
+    rest = {k: v for k, v in given.items() if v is not None and k not in harmless}
+    for name, (reason, step) in _REFUSED.items():
+        # False and 0 switch these off.
+        if name in rest and (isinstance(rest[name], Tensor) or rest[name]):
+            raise UnsupportedRequestError(f"{name} reached {asked_by(module, backend)}: {reason}; {step}", {name: [reason]})
+        rest.pop(name, None)
+    lengths = {name: rest.pop(name) for name in _LENGTHS if name in rest}
+    sinks, bias, sequence = (rest.pop(name, None) for name in ("sinks", "position_bias", "seq_idx"))
+    deterministic = bool(rest.pop("deterministic", False))
+    if rest:
+        name, value = next(iter(rest.items()))
+        raise UnsupportedRequestError(
+            f"unknown keyword {name} ({_short(value)}) reached {asked_by(module, backend)}: it may change the result, so "
+            f"it is not dropped. If it says nothing about attention, install(..., harmless=({name!r},)); else {_EAGER}",
+            {name: ["unknown keyword"]},
+        )
+    if sinks is not None and sinks.ndim != 1:
+        reason = f"sinks of shape {tuple(sinks.shape)} differ by token, polyattn has one sink per head, [H_q]"
+        raise UnsupportedRequestError(f"sinks reached {asked_by(module, backend)}: {reason}; {_EAGER}", {"sinks": [reason]})
+    return More(sinks=sinks, bias=bias, sequence=sequence, deterministic=deterministic, **_packed(lengths, module, backend))
+
+
+def _packed(lengths: dict[str, Any], module: Any, backend: str | None) -> dict[str, Any]:
+    if not lengths:
+        return {}
+    if missing := [name for name in _LENGTHS if name not in lengths]:
+        raise InvalidInputError(
+            f"{', '.join(lengths)} reached {asked_by(module, backend)} without {', '.join(missing)}; "
+            f"packed sequences need all four, or none and a mask"
+        )
+    cu_q, cu_k, max_q, max_k = (lengths[name] for name in _LENGTHS)
+    int_q = _int32(cu_q)
+    return {
+        "cu_q": int_q,
+        # One tensor tells the call that queries and keys have the same lengths.
+        "cu_k": int_q if cu_k is cu_q else _int32(cu_k),
+        "max_q": int(max_q),
+        "max_k": int(max_k),
+    }
+
+
+def _int32(cu: Any) -> Any:
+    return cu.int() if isinstance(cu, Tensor) else cu
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor {tuple(value.shape)} {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,91 @@
+"""The mask function that transformers calls once per forward, and the masks of one layer put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInputError
+from .keywords import More, asked_by
+
+__all__ = ["fitted", "make_mask", "with_more"]
+
+
+def make_mask(sdpa_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """The mask function: transformers' own for SDPA, bool (True = attend) or None where the causal flag says it all."""
+
+    def polyattn_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        # These models cut queries off after the masks are made. Without a mask, what is left of the queries would be
+        # aligned to the first keys instead of the last (transformers takes the same care, but only of "sdpa").
+        if getattr(kwargs.get("config"), "num_kv_shared_layers", None):
+            kwargs["allow_is_causal_skip"] = False
+        mask: Tensor | None = sdpa_mask(*args, **kwargs)
+        return mask
+
+    return polyattn_mask
+
+
+def fitted(mask: Any, s_q: int, s_k: int, module: Any, backend: str | None) -> Any:
+    """A mask as a view of [B|1, H|1, S_q, S_k]; models leave out axes of equal rows.
+
+    Raises:
+        InvalidInputError: it is no 4-D tensor, or its lengths are others.
+    """
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] not in (1, s_q) or mask.shape[3] not in (1, s_k):
+        raise InvalidInputError(
+            f"attention_mask of {asked_by(module, backend)} is {shape}; a tensor that broadcasts to "
+            f"[B, H, {s_q}, {s_k}] is needed, bool (True = attend) or a float that is added"
+        )
+    return mask.expand(-1, -1, s_q, s_k)
+
+
+def with_more(mask: Tensor | None, more: More, query: Tensor, key: Tensor, module: Any, backend: str | None) -> Any:
+    """A mask joined with a layer's bias and with the borders of packed sequences: both must allow a key.
+
+    Args:
+        mask: as `fitted` takes it, or None. query: [B, H_q, S_q, D]. key: [B, H_kv, S_k, D].
+
+    Returns:
+        None, bool or float, broadcasting to [B, H_q, S_q, S_k]; what a bool mask hides becomes -inf in a float one.
+    """
+    allowed = mask if mask is not None and mask.dtype == torch.bool else None
+    added = mask if mask is not None and mask.dtype != torch.bool else None
+    if more.bias is not None:
+        added = more.bias if added is None else added + more.bias
+    together = _same_sequence(more, query, key, module, backend)
+    if together is not None:
+        allowed = together if allowed is None else allowed & together
+    if added is None or allowed is None:
+        return allowed if added is None else added
+    return torch.where(allowed, added, float("-inf"))
+
+
+def _same_sequence(more: More, query: Tensor, key: Tensor, module: Any, backend: str | None) -> Tensor | None:
+    """True where a query and a key belong to one packed sequence: [B|1, 1, S_q, S_k]."""
+    rows, columns = more.sequence, more.sequence
+    batch, s_q, s_k = query.shape[0], query.shape[2], key.shape[2]
+    if more.cu_q is not None and more.cu_k is not None:
+        if batch != 1:
+            raise InvalidInputError(
+                f"cu_seq_lens_q reached {asked_by(module, backend)} with a mask and a batch of {batch}; "
+                f"pack into a batch of 1, or leave out one of the two"
+            )
+        rows, columns = _numbers(more.cu_q, s_q), _numbers(more.cu_k, s_k)
+    if rows is None or columns is None:
+        return None
+    if rows.shape[-1] != s_q or columns.shape[-1] != s_k:
+        raise InvalidInputError(
+            f"seq_idx of {asked_by(module, backend)} covers {rows.shape[-1]} tokens, there are {s_q} queries and {s_k} "
+            f"keys; packed sequences cannot go with a KV cache"
+        )
+    return rows[:, None, :, None] == columns[:, None, None, :]
+
+
+def _numbers(starts: Tensor, tokens: int) -> Tensor:
+    """The sequence each of `tokens` belongs to, [1, tokens], from cumulative lengths [N+1]."""
+    places = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
+    return torch.searchsorted(starts[1:].contiguous(), places, right=True)[None]

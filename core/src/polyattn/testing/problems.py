@@ -1,0 +1,162 @@
+"""The tensors of a case: what a kernel is given, in the memory layouts and with the values that kernels trip over."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..records import AttentionRequest
+from .cases import Case
+from .families import FAMILIES
+
+__all__ = ["DTYPES", "Maker", "Problem", "build", "stored"]
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""The request's words for the dtypes that the kit makes tensors of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything one case needs.
+
+    Attributes:
+        tensors: inputs by the call's argument names, `mask` standing for attn_mask; those in `request.grad` require
+            gradients. extra: cu_seqlens, page tables and host ints.
+        dout, dlse: upstream gradients, shaped like the output and the LSE.
+    """
+
+    case: Case
+    tensors: Mapping[str, Tensor]
+    extra: Mapping[str, Any]
+    dout: Tensor
+    dlse: Tensor
+
+    @property
+    def request(self) -> AttentionRequest:
+        return self.case.request
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.case.request.dtype]
+
+
+class Maker:
+    """Makes the tensors of one case. Values are drawn on the CPU, so that every device gets the same ones."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.dtype = DTYPES[case.request.dtype]
+        self._generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
+
+    def normal(self, *shape: int) -> Tensor:
+        """float32 values on the CPU."""
+        return torch.randn(shape, generator=self._generator)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self._generator)
+
+    def integers(self, *values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def permutation(self, count: int) -> list[int]:
+        order: list[int] = torch.randperm(count, generator=self._generator).tolist()
+        return order
+
+    def input(self, name: str, *shape: int) -> Tensor:
+        """A query, key or value in the case's dtype and storage."""
+        values = self.normal(*shape)
+        if self.case.storage == "expanded" and name != "query":
+            values = values[:1].expand(shape)
+        return stored(values.to(self.dtype), self.case.storage, self.device)
+
+    def mask(self, batch: int, heads: int, s_q: int, s_k: int) -> Tensor | None:
+        """attn_mask [B|1, H|1, S_q, S_k] as the case asks for it; None without one."""
+        case, kind = self.case, self.case.request.mask
+        if kind == "none":
+            return None
+        if case.request.tree:
+            return self._tree(s_q, s_k)
+        shape = (
+            batch if case.mask_shape in ("full", "batch") else 1,
+            heads if case.mask_shape in ("full", "heads") else 1,
+            s_q,
+            s_k,
+        )
+        keep = self.uniform(*shape) < 0.7
+        if case.closed_rows:
+            keep[:, :, ::5] = False
+        else:
+            keep[..., :1] = True
+        values = keep if kind == "bool" else self.normal(*shape).masked_fill(~keep, float("-inf"))
+        if kind == "additive":
+            values = values.to(self.dtype if case.mask_dtype == "same" else torch.float32)
+        if case.mask_shape == "expanded":
+            return values.to(self.device).expand(batch, heads, s_q, s_k)
+        return stored(values, case.storage if case.storage in ("padded", "misaligned") else "contiguous", self.device)
+
+    def _tree(self, s_q: int, s_k: int) -> Tensor:
+        from ..reference import verify_mask
+
+        parents = [-1] + [int(self.uniform(1) * node) for node in range(1, s_q)]
+        return verify_mask(s_k - s_q, parents)[None, None].to(self.device)
+
+    def sinks(self, heads: int, longest: int) -> Tensor | None:
+        """[H_q] logits: of the size of the others, 30 nats above any LSE, or (first head) switched off by -inf."""
+        if not self.case.request.sinks:
+            return None
+        values = self.normal(heads)
+        if self.case.sink == "dominant":
+            return (values + 30 + math.log(max(longest, 1)) + 3).to(self.device)
+        if self.case.sink == "off":
+            values[0] = float("-inf")
+            return values.to(self.device)
+        return values.to(self.dtype).to(self.device)
+
+
+def stored(values: Tensor, storage: str, device: torch.device) -> Tensor:
+    """`values` on a device in one of the memory layouts of S1, all with a dense last axis; gaps hold NaN.
+
+    Args:
+        values: any tensor. storage: `contiguous`; `padded`, rows that do not start on multiples of anything;
+            `transposed`, the axes of heads and positions swapped in memory; `misaligned`, a start that is no multiple of
+            16 bytes; `expanded`, taken as it is.
+    """
+    values = values.to(device)
+    fill = True if values.dtype == torch.bool else float("nan")
+    if storage == "padded":
+        sizes = [*(n + 1 for n in values.shape[:-1]), values.shape[-1] + 3]
+        view = torch.full(sizes, fill, dtype=values.dtype, device=device)[tuple(slice(n) for n in values.shape)]
+        return view.copy_(values)
+    if storage == "transposed":
+        return values.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if storage == "misaligned":
+        view = torch.full((values.numel() + 1,), fill, dtype=values.dtype, device=device)[1:].view(values.shape)
+        return view.copy_(values)
+    return values if storage == "expanded" else values.contiguous()
+
+
+def build(case: Case, device: torch.device) -> Problem:
+    """The problem of a case. The same case gives the same values on every device."""
+    family = FAMILIES[case.request.family]
+    maker = Maker(case, device)
+    made, extra = family.make(case, maker)
+    tensors = {name: t for name, t in made.items() if t is not None}
+    for name in case.request.grad:
+        if name != "lse":
+            tensors[name] = tensors[name].detach().requires_grad_()
+    shape = family.out_shape(case)
+    dout = maker.normal(*shape).to(maker.dtype).to(device)
+    return Problem(case, tensors, extra, dout, maker.normal(*shape[:-1]).to(device))

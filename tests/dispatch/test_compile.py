@@ -1,0 +1,266 @@
+"""torch.compile: one graph, few compilations, overrides that still switch, and opaque kernels behind a custom op."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from polyattn import compiled
+from polyattn.nn import LocalAttention
+from torch._dynamo.testing import CompileCounter
+
+import polyattn
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def qkv(s_q=5, s_k=5, h=4, h_kv=2, d=16, d_v=16, grad=False):
+    torch.manual_seed(s_q * 31 + s_k)
+    shapes = ((1, s_q, h, d), (1, s_k, h_kv, d), (1, s_k, h_kv, d_v))
+    return tuple(torch.randn(s, requires_grad=grad) for s in shapes)
+
+
+def compile_(function, **kw):
+    counter = CompileCounter()
+    return torch.compile(function, fullgraph=True, backend=counter, **kw), counter
+
+
+@pytest.mark.parametrize("s_q", [1, None], ids=["decode", "prefill"])
+def test_at_most_two_compilations_over_lengths(s_q):
+    call, counter = compile_(lambda q, k, v: polyattn.attention(q, k, v, causal=True))
+    for s_k in (1, 2, 3, 17, 64, 100, 1023, 2048, 4095, 4096) if s_q else (1, 2, 3, 17, 64, 100, 512):
+        args = qkv(s_q or s_k, s_k)
+        torch.testing.assert_close(call(*args), polyattn.attention(*args, causal=True))
+    assert counter.frame_count <= 2
+
+
+def test_dynamic_true_keeps_heads_and_options_constant():
+    call, counter = compile_(lambda q, k, v: polyattn.attention(q, k, v, window=(3, 0), scale=0.25), dynamic=True)
+    for s in (5, 9, 33):
+        args = qkv(s, s)
+        torch.testing.assert_close(call(*args), polyattn.attention(*args, window=(3, 0), scale=0.25))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": "top_left"},
+        {"window": (2, 1)},
+        {"return_lse": True},
+        {"softcap": 4.0, "backend": "reference"},
+        {"softcap": 4.0, "return_lse": True, "backend": "flex_attention"},
+        {"deterministic": True, "return_lse": True},
+    ],
+    ids=str,
+)
+def test_options_inline_in_one_graph(options):
+    args = qkv(5, 9)
+    call, counter = compile_(lambda q, k, v: polyattn.attention(q, k, v, **options))
+    torch.testing.assert_close(call(*args), polyattn.attention(*args, **options))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_and_sinks(kind):
+    q, k, v = qkv(5, 9)
+    mask = torch.rand(1, 1, 5, 9) > 0.4
+    mask = mask if kind == "bool" else torch.zeros(1, 1, 5, 9).masked_fill(~mask, float("-inf"))
+    sinks = torch.randn(4)
+    call, _ = compile_(lambda q, k, v, m, s: polyattn.attention(q, k, v, attn_mask=m, sinks=s))
+    torch.testing.assert_close(call(q, k, v, mask, sinks), polyattn.attention(q, k, v, attn_mask=mask, sinks=sinks))
+
+
+def test_drop_in_traces():
+    q, k, v = (t.transpose(1, 2) for t in qkv(5, 5, h_kv=4))
+    call, counter = compile_(lambda q, k, v: polyattn.scaled_dot_product_attention(q, k, v, is_causal=True))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(call(q, k, v), expected)
+    assert counter.frame_count == 1
+
+
+def test_layer_and_bind_trace():
+    args = qkv()
+    with polyattn.use_backend("reference"):
+        layer = LocalAttention(causal=True, scale=0.3)
+    call, counter = compile_(layer)
+    torch.testing.assert_close(call(*args), polyattn.attention(*args, causal=True, scale=0.3))
+    site = polyattn.bind(causal=True)
+    call, _ = compile_(lambda q, k, v: site(q, k, v))
+    torch.testing.assert_close(call(*args), polyattn.attention(*args, causal=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=str)
+def test_gradients_in_one_graph(options):
+    def loss(q, k, v):
+        result = polyattn.attention(q, k, v, causal=True, **options)
+        return sum(t.square().sum() for t in (result if isinstance(result, tuple) else (result,)))
+
+    eager, traced = qkv(grad=True), qkv(grad=True)
+    loss(*eager).backward()
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(*traced).backward()
+    for a, b in zip(eager, traced, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_use_backend_after_compilation_takes_effect(opaque):
+    q, k, v = qkv(h_kv=4)
+    call, counter = compile_(lambda q, k, v: polyattn.attention(q, k, v))
+    plain = call(q, k, v)
+    assert opaque.calls == 0
+    with polyattn.use_backend("opaque"):
+        torch.testing.assert_close(call(q, k, v), plain)
+        assert opaque.calls == 1
+    call(q, k, v)
+    assert opaque.calls == 1
+    assert counter.frame_count == 2
+
+
+def test_force_backend_after_compilation_takes_effect(opaque):
+    q, k, v = qkv(h_kv=4)
+    call, _ = compile_(lambda q, k, v: polyattn.attention(q, k, v))
+    call(q, k, v)
+    polyattn.force_backend("opaque")
+    try:
+        call(q, k, v)
+        assert opaque.calls == 1
+    finally:
+        polyattn.force_backend(None)
+
+
+def test_use_backend_inside_a_compiled_function(opaque):
+    def function(q, k, v):
+        a = polyattn.attention(q, k, v)
+        with polyattn.use_backend("opaque"):
+            b = polyattn.attention(q, k, v)
+        return a, b, polyattn.attention(q, k, v)
+
+    call, _ = compile_(function)
+    a, b, c = call(*qkv(h_kv=4))
+    assert opaque.calls == 1
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(a, c)
+
+
+def test_two_threads_with_two_backends_at_once(opaque):
+    q, k, v = qkv(h_kv=4)
+    call, _ = compile_(lambda q, k, v: polyattn.attention(q, k, v))
+    call(q, k, v)
+    with polyattn.use_backend("opaque"):
+        call(q, k, v)
+    start, counts = threading.Barrier(2), {}
+
+    def work(name):
+        with polyattn.use_backend(name):
+            start.wait()
+            for _ in range(200):
+                call(q, k, v)
+            counts[name] = True
+
+    before = opaque.calls
+    threads = [threading.Thread(target=work, args=(n,)) for n in ("opaque", "torch_sdpa")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == {"opaque": True, "torch_sdpa": True}
+    assert opaque.calls == before + 200
+
+
+def _plan(opaque, **request):
+    from polyattn.choose import choose
+    from polyattn.records import AttentionRequest
+
+    fields = {"platform": "cpu", "dtype": "float64", "head_dim": 16, "v_head_dim": 8, "heads": 4, "kv_heads": 4}
+    return compiled.op_plan(choose(AttentionRequest(**fields, **request).normalised(), "opaque", ("", "", "")))
+
+
+def test_opcheck_dense(opaque):
+    plan = _plan(opaque, causal="bottom_right", lse=True, sinks=True, grad=("query", "key", "value", "sinks", "lse"))
+    q, k, v = (torch.randn(2, 5, 4, d, dtype=torch.float64, requires_grad=True) for d in (16, 16, 8))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(torch.ops.polyattn.dense.default, (q, k, v, None, sinks, plan))
+    q, k, v = (t.detach() for t in (q, k, v))
+    torch.library.opcheck(torch.ops.polyattn.dense.default, (q, k, v, None, None, _plan(opaque)))
+
+
+def test_opcheck_varlen():
+    from polyattn.choose import choose
+    from polyattn.records import AttentionRequest
+
+    request = AttentionRequest(
+        family="varlen", layout="THD", dtype="float32", head_dim=16, heads=4, kv_heads=2, lse=True, s_relation="equal",
+        causal="bottom_right", grad=("query", "key", "value", "lse"),
+    ).normalised()  # fmt: skip
+    plan = compiled.op_plan(choose(request, "torch_native", ("", "", "")))
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    q, k, v = (torch.randn(7, h, 16, requires_grad=True) for h in (4, 2, 2))
+    torch.library.opcheck(torch.ops.polyattn.varlen.default, (q, k, v, None, None, cu, cu, 4, 4, plan))
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_opaque_kernel_trains_in_one_graph(opaque, lse):
+    def loss(q, k, v, sinks):
+        result = polyattn.attention(q, k, v, causal=True, sinks=sinks, return_lse=lse, backend="opaque")
+        out, weight = result if lse else (result, torch.zeros(()))
+        return out.square().sum() + weight.square().sum()
+
+    grads = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        args = (*qkv(h_kv=4, d_v=8, grad=True), torch.linspace(-1, 1, 4).requires_grad_())
+        function(*args).backward()
+        grads.append([t.grad for t in args])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+    assert opaque.calls == 2
+
+
+def test_packed_sequences_are_one_opaque_op():
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+
+    def loss(q, k, v, cu):
+        out, lse = polyattn.varlen_attention(
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4, causal=True, return_lse=True
+        )
+        return out.square().sum() + lse.sum()
+
+    grads = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(0)
+        args = [torch.randn(7, h, 16, requires_grad=True) for h in (4, 2, 2)]
+        function(*args, cu).backward()
+        grads.append([t.grad for t in args])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_plan_is_text_another_process_can_run(opaque):
+    plan = _plan(opaque, lse=True)
+    compiled._bound.cache_clear()
+    q, k, v = (torch.randn(1, 3, 4, d, dtype=torch.float64) for d in (16, 16, 8))
+    out, lse = torch.ops.polyattn.dense(q, k, v, None, None, plan)
+    expected = polyattn.attention(q, k, v, return_lse=True, backend="reference")
+    torch.testing.assert_close(out, expected[0])
+    torch.testing.assert_close(lse, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q, k[:, :4], v), "batch and key lengths"),
+        (lambda q, k, v: (q[..., :8], k, v), "head dims"),
+        (lambda q, k, v: (q.double(), k, v), "dtypes"),
+    ],
+    ids=["lengths", "head dims", "dtypes"],
+)
+def test_bad_input_while_tracing_names_itself(change, message):
+    call, _ = compile_(lambda q, k, v: polyattn.attention(q, k, v))
+    with pytest.raises(Exception, match=message):
+        call(*change(*qkv()))

@@ -1,0 +1,96 @@
+"""`polyattn.scaled_dot_product_attention` beside torch's own, argument by argument (S3)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import polyattn
+
+SHAPES = {
+    "2-D": ((5, 16), (7, 16), (7, 8)),
+    "3-D": ((3, 5, 16), (3, 7, 16), (3, 7, 8)),
+    "4-D": ((2, 4, 5, 16), (2, 4, 7, 16), (2, 4, 7, 8)),
+    "4-D one batch of keys": ((2, 4, 5, 16), (1, 4, 7, 16), (1, 4, 7, 8)),
+    "5-D": ((2, 3, 4, 5, 16), (2, 3, 4, 7, 16), (2, 3, 4, 7, 8)),
+}
+
+
+def inputs(name, dtype=torch.float32):
+    torch.manual_seed(len(name))
+    return [torch.randn(s, dtype=dtype) for s in SHAPES[name]]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+def test_every_rank(name, options):
+    q, k, v = inputs(name)
+    wide = (q, k.expand(*q.shape[:-2], *k.shape[-2:]), v.expand(*q.shape[:-2], *v.shape[-2:]))
+    want = F.scaled_dot_product_attention(*wide, **options)
+    torch.testing.assert_close(polyattn.scaled_dot_product_attention(q, k, v, **options), want)
+
+
+@pytest.mark.parametrize("name", ["2-D", "3-D", "4-D", "5-D"])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_broadcast(name, rank, kind):
+    q, k, v = inputs(name)
+    lead = q.shape[:-2]
+    shape = {1: (7,), 2: (5, 7), 3: (*lead[-1:], 5, 7)}[rank]
+    if len(shape) > q.ndim:
+        pytest.skip("a mask of higher rank than the query does not broadcast")
+    mask = torch.rand(shape) > 0.3
+    mask[..., 0] = True
+    mask = mask if kind == "bool" else torch.zeros(shape).masked_fill(~mask, -3.0)
+    wide = mask.expand(*lead, 5, 7)
+    got = polyattn.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, wide))
+
+
+def test_causal_is_top_left_with_more_keys():
+    """S3: the first query sees the first key alone."""
+    q, k, v = inputs("4-D")
+    out = polyattn.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out[:, :, 0], v[:, :, 0])
+
+
+def test_gqa_is_asked_for():
+    q, k, v = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 16)
+    want = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(polyattn.scaled_dot_product_attention(q, k, v, enable_gqa=True), want)
+    with pytest.raises(polyattn.InvalidInputError, match="enable_gqa=True"):
+        polyattn.scaled_dot_product_attention(q, k, v)
+
+
+def test_dropout_is_drawn_like_torchs():
+    q, k, v = inputs("4-D")
+    torch.manual_seed(7)
+    want = F.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
+    torch.manual_seed(7)
+    torch.testing.assert_close(polyattn.scaled_dot_product_attention(q, k, v, dropout_p=0.4), want)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q, k, v: (q, k, v, torch.ones(5, 7, dtype=torch.bool), 0.0, True), "exclude each other"),
+        (lambda q, k, v: (q, k, v, torch.ones(5, 6, dtype=torch.bool)), "must broadcast"),
+        (lambda q, k, v: (q, k[0], v), "dimensions; they must be equal"),
+        (lambda q, k, v: (q[0, 0, 0], k, v), "2 to 5 dimensions"),
+        (lambda q, k, v: ("q", k, v), "2 to 5 dimensions"),
+        (lambda q, k, v: (torch.cat([q, q, q]), torch.cat([k, k]), v), "do not broadcast"),
+    ],
+    ids=["mask and causal", "mask shape", "ranks", "rank", "type", "batch"],
+)
+def test_refusals(call, message):
+    q, k, v = inputs("4-D")
+    with pytest.raises(polyattn.InvalidInputError, match=message):
+        polyattn.scaled_dot_product_attention(*call(q, k, v))
+
+
+def test_explain():
+    q, k, v = inputs("3-D")
+    found = polyattn.explain(polyattn.scaled_dot_product_attention, q, k, v, is_causal=True)
+    assert found.backend == "torch_sdpa"
+    assert found.request.causal == "top_left"

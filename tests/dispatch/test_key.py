@@ -1,0 +1,271 @@
+"""The signature of a call is complete: calls that differ in one field only never share an entry where that matters."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from polyattn.dispatch import DENSE_KEY, LARGE, DenseSite, Static, _dense_key
+
+import polyattn
+
+
+def tensors(**change):
+    """A plain call [2, 5, 4, 16], with what `change` names made different."""
+    size = {"b": 2, "s_q": 5, "s_k": 5, "h": 4, "h_kv": 2, "d": 16, "d_v": 16, "dtype": torch.float32, "device": "cpu"}
+    size |= change
+    make = {"dtype": size["dtype"], "device": size["device"]}
+    return (
+        torch.zeros(size["b"], size["s_q"], size["h"], size["d"], **make),
+        torch.zeros(size["b"], size["s_k"], size["h_kv"], size["d"], **make),
+        torch.zeros(size["b"], size["s_k"], size["h_kv"], size["d_v"], **make),
+    )
+
+
+def key(q, k, v, mask=None, sinks=None, out=None, bshd=True):
+    return dict(zip(DENSE_KEY, _dense_key(q, k, v, mask, sinks, out, bshd), strict=True))
+
+
+def changed(a, b):
+    return {name for name in DENSE_KEY if a[name] != b[name]}
+
+
+q, k, v = tensors()
+BASE = key(q, k, v)
+MASK = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+
+
+def with_grad(*which):
+    return [t.clone().requires_grad_() if i in which else t for i, t in enumerate((q, k, v))]
+
+
+def misaligned():
+    return torch.zeros(q.numel() + 1)[1:].view(q.shape)
+
+
+def strided():
+    return torch.zeros(2, 5, 16, 4).transpose(2, 3)
+
+
+CASES = {
+    "exact types": lambda: key(torch.nn.Parameter(q, requires_grad=False), k, v),
+    "query dtype": lambda: key(q.double(), k, v),
+    "key dtype": lambda: key(q, k.double(), v),
+    "value dtype": lambda: key(q, k, v.double()),
+    "query device": lambda: key(q.to("meta"), k, v),
+    "key device": lambda: key(q, k.to("meta"), v),
+    "value device": lambda: key(q, k, v.to("meta")),
+    "H_q": lambda: key(*tensors(h=8)),
+    "key H": lambda: key(q, tensors(h_kv=4)[1], v),
+    "value H": lambda: key(q, k, tensors(h_kv=4)[2]),
+    "query D": lambda: key(tensors(d=32)[0], k, v),
+    "key D": lambda: key(q, tensors(d=32)[1], v),
+    "value D": lambda: key(q, k, tensors(d_v=8)[2]),
+    "relation": lambda: key(*tensors(s_k=9)),
+    "lengths agree": lambda: key(q, k, tensors(s_k=7)[2]),
+    "zero size": lambda: key(*tensors(b=0)),
+    "dense axes": lambda: key(strided(), k, v),
+    "aligned": lambda: key(misaligned(), k, v),
+    "grads": lambda: key(*with_grad(0)),
+    "mask": lambda: key(q, k, v, MASK),
+    "sinks": lambda: key(q, k, v, None, torch.zeros(4)),
+    "out": lambda: key(q, k, v, None, None, torch.zeros(2, 5, 4, 16)),
+}
+
+
+def test_every_field_has_a_case():
+    elsewhere = {"large", "autocast", "capture", "transform", "deterministic"}
+    assert set(CASES) | elsewhere == set(DENSE_KEY)
+
+
+@pytest.mark.parametrize("field", CASES)
+def test_field_is_in_the_key(field):
+    assert field in changed(BASE, CASES[field]())
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_gradient_need_is_per_input(which):
+    assert changed(BASE, key(*with_grad(which))) == {"grads"}
+    with torch.no_grad():
+        assert key(*with_grad(which))["grads"] is None
+
+
+def test_large_is_in_the_key():
+    huge = torch.empty(LARGE, device="meta").view(1, -1, 1, 16)
+    assert key(huge, huge, huge)["large"] is True
+    assert BASE["large"] is False
+
+
+def test_autocast_and_its_dtype_are_in_the_key():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        bf16 = key(q, k, v)
+    with torch.autocast("cpu", dtype=torch.float16):
+        fp16 = key(q, k, v)
+    assert len({BASE["autocast"], bf16["autocast"], fp16["autocast"]}) == 3
+
+
+def test_determinism_is_in_the_key():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert changed(BASE, key(q, k, v)) == {"deterministic"}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_transform_is_in_the_key():
+    seen = []
+    torch.func.vmap(lambda a, b, c: seen.append(key(a, b, c)["transform"]) or a)(q[None], k[None], v[None])
+    assert seen == ["vmap"]
+
+
+def test_capture_is_in_the_key(monkeypatch):
+    monkeypatch.setattr("polyattn.dispatch._capturing", lambda kind: True)
+    assert changed(BASE, key(q, k, v)) == {"capture"}
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        MASK.float(),
+        MASK.expand(2, 4, 5, 5),
+        torch.ones(2, 1, 5, 4, dtype=torch.bool),
+        MASK.float().requires_grad_(),
+        MASK[0],
+    ],
+    ids=["additive", "per head is the same answer", "wrong length", "gradient", "rank"],
+)
+def test_mask_facts_are_in_the_key(mask):
+    base = key(q, k, v, MASK)["mask"]
+    same_answer = mask.shape == (2, 4, 5, 5)
+    assert (key(q, k, v, mask)["mask"] == base) is same_answer
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(2, 5, 4, 8),
+        torch.zeros(2, 5, 4, 16, dtype=torch.float64),
+        torch.zeros(2, 5, 16, 4).transpose(2, 3),
+        torch.zeros(2, 5, 4, 16, requires_grad=True),
+        q,
+    ],
+    ids=["shape", "dtype", "strides", "gradient", "aliases the query"],
+)
+def test_out_facts_are_in_the_key(out):
+    assert key(q, k, v, None, None, out)["out"] != key(q, k, v, None, None, torch.zeros(2, 5, 4, 16))["out"]
+
+
+def test_statics_override_path_and_backend_name_different_sites():
+    from polyattn import dispatch
+
+    dispatch._sites.clear()
+    calls = [
+        {},
+        {"causal": True},
+        {"causal": "top_left"},
+        {"window": (2, 0)},
+        {"softcap": 5.0, "backend": "reference"},
+        {"scale": 0.5},
+        {"return_lse": True},
+        {"deterministic": True, "backend": "reference"},
+        {"backend": "flex_attention"},
+        {"dropout_p": 0.5},
+        {"layout": "BHSD"},
+    ]
+    same = torch.zeros(2, 4, 4, 16)
+    for statics in calls:
+        polyattn.attention(same, same, same, **statics)
+    with polyattn.use_backend("reference"):
+        polyattn.attention(same, same, same)
+    with polyattn.component("encoder"):
+        polyattn.attention(same, same, same)
+    assert len(dispatch._sites) == len(calls) + 2
+
+
+def test_random_lengths_do_not_miss():
+    site = polyattn.bind(causal=True)
+    for s in (2, 3, 7, 64, 100):
+        site(*tensors(s_q=s, s_k=s))
+        site(*tensors(s_q=1, s_k=s))
+        site(*tensors(s_q=2, s_k=s + 1))
+    relations = {signature[DENSE_KEY.index("relation")] for signature in site._entries}
+    assert relations == {"equal", "one", "fewer"}
+    assert len(site._entries) == 3
+
+
+def test_the_entries_are_bounded(monkeypatch):
+    monkeypatch.setattr("polyattn.dispatch.SIGNATURES_KEPT", 3)
+    site = polyattn.bind()
+    for d in range(8, 20):
+        x = torch.zeros(1, 2, 1, d)
+        site(x, x, x)
+    assert len(site._entries) <= 3
+
+
+@contextlib.contextmanager
+def counted(monkeypatch):
+    count = []
+    whole = DenseSite._find
+    monkeypatch.setattr(DenseSite, "_find", lambda self, *a: count.append(1) or whole(self, *a))
+    yield count
+
+
+def test_the_guarded_path_answers_like_the_full_one(monkeypatch):
+    """Whatever changes after the guards were set falls through to the complete key."""
+    with counted(monkeypatch) as misses:
+        site = DenseSite(Static(causal=True))
+        a, b, c = (torch.randn(2, 5, n, 16) for n in (4, 2, 2))
+        for _ in range(3):
+            site(a, b, c)
+        before = len(misses)
+        site(a, b, c)
+        site(*(torch.randn(1, 7, n, 16) for n in (4, 2, 2)))
+        assert len(misses) == before, "equal signatures, also of other lengths, must not look anything up"
+        for change in (
+            lambda: site(a.double(), b.double(), c.double()),
+            lambda: site(a.requires_grad_(), b, c),
+            lambda: site(a[:, :1], b, c),
+            lambda: site(a[:, :3], b, c),
+            lambda: site(a, b, c, torch.ones(2, 1, 5, 5, dtype=torch.bool)),
+            lambda: site(a[:0], b[:0], c[:0]),
+        ):
+            before = len(misses)
+            change()
+            assert len(misses) == before + 1
+        with pytest.raises(polyattn.InvalidInputError, match="key has 5 positions, value 4"):
+            site(a, b, c[:, :4])
+        with pytest.raises(polyattn.InvalidInputError, match="batch sizes differ: query 2, key 1"):
+            site(a, b[:1], c[:1])
+
+
+def test_grad_mode_and_determinism_are_watched_after_the_guards(monkeypatch):
+    site = DenseSite(Static())
+    a = torch.randn(2, 5, 4, 16, requires_grad=True)
+    for _ in range(3):
+        assert site(a, a, a).requires_grad
+    with counted(monkeypatch) as misses:
+        with torch.no_grad():
+            assert not site(a, a, a).requires_grad
+        torch.use_deterministic_algorithms(True)
+        try:
+            site(a, a, a)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert site(a, a, a).dtype == torch.bfloat16
+    assert len(misses) == 3
+
+
+def test_epoch_empties_every_site():
+    site = polyattn.bind()
+    x = torch.zeros(1, 2, 1, 8)
+    for _ in range(3):
+        site(x, x, x)
+    polyattn.force_backend("reference")
+    try:
+        assert polyattn.explain(site, x, x, x).backend == "reference"
+        site(x, x, x)
+        assert site._fast is None
+    finally:
+        polyattn.force_backend(None)

@@ -1,0 +1,368 @@
+"""The support tables, cell by cell: what the published matrices promise, and how it is served here.
+
+Each cell reads "published: here". Published: yes, no, or what its page says. Here: `native` (the kernel does it),
+`lowered` (an exact rewrite does it, named in the selection), or `refused` (with a reason). A published yes is never
+refused; a published no may be exceeded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polyattn import what_if
+from polyattn.errors import PolyattnError
+from polyattn.plugins import get_manager
+from polyattn.records import AttentionRequest, Provider, Row
+
+MHA: dict[str, Any] = {
+    "family": "paged",
+    "heads": 32,
+    "kv_heads": 8,
+    "phase": "extend",
+    "s_relation": "fewer",
+    "causal": "bottom_right",
+    "save_kv_cache": True,
+}
+MLA: dict[str, Any] = {
+    **MHA,
+    "family": "mla",
+    "heads": 128,
+    "kv_heads": 1,
+    "head_dim": 576,
+    "v_head_dim": 512,
+    "scale": 192**-0.5,
+}
+CHAIN = {"phase": "verify", "spec_topk": 1}
+TREE = {"phase": "verify", "spec_topk": 4, "tree": True}
+DECODE = {"phase": "decode", "s_relation": "one", "causal": "none"}
+FP8, FP4 = {"kv_dtype": "fp8_e4m3", "kv_scales": "tensor"}, {"kv_dtype": "fp4_e2m1", "kv_scales": "tensor"}
+
+# Columns of B: what the cell asks for beyond the row's own request.
+B_COLUMNS: dict[str, dict[str, Any]] = {
+    "page>1": {"page_size": 64},
+    "FP8 KV": FP8,
+    "FP4 KV": FP4,
+    "topk=1": CHAIN,
+    "topk>1": TREE,
+    "window": {"window": (127, -1)},
+    "multimodal": {"multimodal": True},
+}
+# backend: (platform, installed, page of the row, cells in the order of the columns)
+B = {
+    "flashinfer": (
+        ("cuda:sm90", "flashinfer", 1),
+        ("yes: native", "yes: native", "no: lowered", "yes: native", "yes: native", "yes: native", "no: refused"),
+    ),
+    "fa3": (
+        ("cuda:sm90", "flash-attn-3", 1),
+        ("yes: native", "yes: native", "no: lowered", "yes: native", "yes: lowered", "yes: native", "yes: native"),
+    ),
+    "fa4": (
+        ("cuda:sm100", "flash-attn-4", 1),
+        ("128: native", "no: lowered", "yes: lowered", "yes: native", "yes: lowered", "yes: native", "yes: native"),
+    ),
+    "triton": (
+        ("cuda:sm90", "triton", 1),
+        (
+            "emulated: lowered",
+            "yes: native",
+            "yes: lowered",
+            "yes: native",
+            "yes: native",
+            "yes: native",
+            "yes: native",
+        ),
+    ),
+    "torch_native": (
+        ("cuda:sm90", "torch", 1),
+        ("emulated: native", "yes: lowered", "yes: lowered", "no: refused", "no: refused", "no: native", "yes: native"),
+    ),
+    "flex_attention": (
+        ("cuda:sm90", "torch", 1),
+        ("emulated: lowered", "no: lowered", "yes: lowered", "no: refused", "no: refused", "no: native", "no: refused"),
+    ),
+    "trtllm_mha": (
+        ("cuda:sm100", "flashinfer", 32),
+        ("16,32,64: native", "yes: native", "yes: native", "yes: native", "no: refused", "yes: native", "no: refused"),
+    ),
+    "dual_chunk_flash_attn": (
+        ("cuda:sm90", "polyattn-triton", 1),
+        ("yes: native", "no: refused", "no: refused", "no: refused", "no: refused", "no: refused", "no: refused"),
+    ),
+    "hpc_ops": (
+        ("cuda:sm90", "hpc-ops", 64),
+        ("64: native", "yes: native", "no: lowered", "no: refused", "no: refused", "no: refused", "no: refused"),
+    ),
+    "aiter": (
+        ("rocm:gfx942", "amd-aiter", 1),
+        ("yes: native", "yes: native", "no: lowered", "yes: native", "yes: native", "yes: native", "yes: native"),
+    ),
+    "wave": (
+        ("rocm:gfx942", "wave-lang", 1),
+        ("yes: native", "no: lowered", "no: lowered", "no: refused", "no: refused", "no: refused", "no: refused"),
+    ),
+    "ascend": (
+        ("npu", "torch-npu", 128),
+        ("yes: native", "no: lowered", "no: lowered", "yes: native", "no: refused", "yes: native", "yes: native"),
+    ),
+    "intel_xpu": (
+        ("xpu", "sgl-kernel-xpu", 64),
+        ("yes: native", "no: native", "no: lowered", "no: native", "no: refused", "yes: native", "no: refused"),
+    ),
+    "intel_amx": (
+        ("cpu:amx", "sgl-kernel-cpu", 1),
+        ("no: lowered", "no: lowered", "no: lowered", "no: refused", "no: refused", "no: refused", "no: refused"),
+    ),
+}
+METHODS = {"dual_chunk_flash_attn": {"method": "dual_chunk"}}
+PAGES_OF_B = {"ascend": {"page_size": 128}, "fa4": {"page_size": 128}}
+
+# Columns of C; the page is the row's own, except that trees are asked for at the page the row names for them.
+C_COLUMNS: dict[str, dict[str, Any]] = {
+    "page": {},
+    "FP8": FP8,
+    "FP4": FP4,
+    "chunked prefix": {"chunked_prefix": True},
+    "topk=1": CHAIN,
+    "topk>1": TREE,
+}
+C = {
+    "flashinfer_mla": (
+        ("cuda:sm90", "flashinfer", 1),
+        ("1: native", "no: lowered", "yes: lowered", "yes: native", "yes: native", "no: refused"),
+    ),
+    "flashmla": (
+        ("cuda:sm90", "sgl-flash-mla", 64),
+        ("64: native", "yes: native", "yes: lowered", "yes: native", "yes: native", "no: refused"),
+    ),
+    "cutlass_mla": (
+        ("cuda:sm100", "sgl-kernel flashinfer", 128),
+        ("128: native", "yes: lowered", "yes: lowered", "yes: native", "yes: native", "no: refused"),
+    ),
+    "trtllm_mla": (
+        ("cuda:sm100", "flashinfer", 32),
+        ("32,64: native", "yes: native", "yes: lowered", "yes: native", "yes: native", "no: refused"),
+    ),
+    "cutedsl_mla": (
+        ("cuda:sm100", "flashinfer", 64),
+        ("32,64: native", "yes: native", "no: lowered", "yes: native", "yes: native", "no: refused"),
+    ),
+    "tokenspeed_mla": (
+        ("cuda:sm100", "flashinfer", 64),
+        ("32,64: native", "required: native", "no: refused", "yes: native", "yes: native", "no: refused"),
+    ),
+    "fa3": (
+        ("cuda:sm90", "flash-attn-3", 1),
+        ("any: native", "no: lowered", "no: lowered", "yes: native", "yes: native", "page 1: lowered"),
+    ),
+    "triton": (
+        ("cuda:sm90", "triton", 1),
+        ("any: native", "no: lowered", "no: lowered", "no: lowered", "yes: native", "page 1: native"),
+    ),
+    "fa4": (
+        ("cuda:sm100", "flash-attn-4", 1),
+        ("1: native", "no: lowered", "yes: lowered", "yes: native", "no: refused", "no: refused"),
+    ),
+    "ascend": (
+        ("npu", "torch-npu", 128),
+        ("128: native", "no: lowered", "no: lowered", "no: refused", "no: refused", "no: refused"),
+    ),
+}
+BASES_OF_C = {"cutedsl_mla": DECODE, "tokenspeed_mla": {**DECODE, **FP8}}
+
+GDN: dict[str, Any] = {"family": "linear", "heads": 32, "kv_heads": 16}
+D_COLUMNS: dict[str, dict[str, Any]] = {
+    "decode": {"phase": "decode", "s_relation": "one"},
+    "prefill": {"phase": "prefill"},
+    "verify, chain": {"phase": "verify", "s_relation": "fewer", "spec_topk": 1},
+    "verify, tree": {"phase": "verify", "s_relation": "fewer", "spec_topk": 4, "tree": True},
+}
+# (backend, platform): (installed, methods, state dtype, cells)
+D = {
+    ("triton", "cuda:sm90"): ("triton", ("gdn", "kda"), "", ("yes: native",) * 4),
+    ("triton", "rocm:gfx942"): ("triton", ("gdn", "kda"), "", ("yes: native",) * 4),
+    ("triton", "npu"): ("triton-ascend", ("gdn", "kda"), "", ("yes: native",) * 2 + ("no: refused",) * 2),
+    ("triton", "cpu"): ("triton", ("gdn", "kda"), "", ("yes: native",) * 2 + ("no: refused",) * 2),
+    ("cutedsl", "cuda:sm90"): ("nvidia-cutlass-dsl", ("gdn", "kda"), "", ("yes: native",) + ("no: refused",) * 3),
+    ("flashinfer", "cuda:sm90"): ("flashinfer", ("gdn",), "", ("yes: native",) * 3 + ("no: refused",)),
+    ("flashinfer", "cuda:sm100"): ("flashinfer", ("gdn",), "bfloat16", ("yes: native",) * 3 + ("no: refused",)),
+}
+
+# Platforms of E: cuda, rocm, xpu, musa, mps, npu.
+E_COLUMNS = ("cuda:sm90", "rocm:gfx942", "xpu", "musa", "mps", "npu")
+E_INSTALLED = (
+    *("flash-attn-3", "amd-aiter", "sgl-kernel-xpu", "mate", "torch-npu", "sageattention==2.2.0", "sageattn3"),
+    *("st-attn", "fastvideo-kernel", "vmoba", "flash-attn", "spas-sage-attn", "svg", "flashinfer", "triton-ascend"),
+)
+CUDA_ONLY = "ynnnnn"
+E = {
+    "fa": "yyyyny",
+    "torch_sdpa": "yyyyyy",
+    "sage_attn": "ynnynn",
+    "aiter": "nynnnn",
+    "aiter_sage": "nynnnn",
+    "sage_attn_3": CUDA_ONLY,
+    "sage_sla_attn": CUDA_ONLY,
+    "sliding_tile_attn": CUDA_ONLY,
+    "video_sparse_attn": CUDA_ONLY,
+    "vmoba_attn": CUDA_ONLY,
+    "sla_attn": CUDA_ONLY,
+    "sparse_video_gen_2_attn": CUDA_ONLY,
+}
+E_METHODS = {
+    "sage_sla_attn": "sage_sla",
+    "sliding_tile_attn": "sta",
+    "video_sparse_attn": "vsa",
+    "vmoba_attn": "vmoba",
+    "sla_attn": "sla",
+    "sparse_video_gen_2_attn": "svg2",
+}
+# Where ours exceed the published table: methods with portable kernels, on every Triton device.
+PORTABLE = set(E_METHODS) - {"sage_sla_attn"}
+
+
+def served(name: str, platform: str, installed: str | tuple[str, ...], changes: dict[str, Any]) -> tuple[str, str]:
+    """(native, lowered or refused; what a reader is told)."""
+    packages = installed.split() if isinstance(installed, str) else installed
+    try:
+        selection = what_if(AttentionRequest(**changes), platform=platform, installed=packages, backend=name)
+    except PolyattnError as error:
+        return "refused", str(error)
+    if selection.fallback:
+        return "refused", selection.notes[0]
+    return ("lowered" if selection.lowerings else "native"), ", ".join(selection.lowerings)
+
+
+def check(cell: str, name: str, platform: str, installed: str | tuple[str, ...], changes: dict[str, Any]) -> None:
+    published, _, here = cell.partition(": ")
+    found, words = served(name, platform, installed, changes)
+    assert found == here, words
+    assert words or found == "native"
+    assert published == "no" or found != "refused", "a published yes must be served"
+
+
+def b_cells() -> list[Any]:
+    cells = []
+    for name, ((platform, installed, page), row) in B.items():
+        for column, cell in zip(B_COLUMNS, row, strict=True):
+            changes = {**MHA, "page_size": page, **METHODS.get(name, {}), **B_COLUMNS[column]}
+            if column == "page>1":
+                changes |= PAGES_OF_B.get(name, {})
+            cells.append(pytest.param(cell, name, platform, installed, changes, id=f"{name}, {column} {cell}"))
+    return cells
+
+
+def c_cells() -> list[Any]:
+    cells = []
+    for name, ((platform, installed, page), row) in C.items():
+        for column, cell in zip(C_COLUMNS, row, strict=True):
+            changes = {**MLA, "page_size": page, **BASES_OF_C.get(name, {}), **C_COLUMNS[column]}
+            if "phase" in C_COLUMNS[column]:
+                changes |= {"s_relation": "fewer", "causal": "bottom_right"}
+            cells.append(pytest.param(cell, name, platform, installed, changes, id=f"{name}, {column} {cell}"))
+    return cells
+
+
+def d_cells() -> list[Any]:
+    cells = []
+    for (name, platform), (installed, methods, state, row) in D.items():
+        for method in methods:
+            for column, cell in zip(D_COLUMNS, row, strict=True):
+                changes = {**GDN, "method": method, "state_dtype": state, **D_COLUMNS[column]}
+                name_of_cell = f"{name}@{platform}, {method} {column} {cell}"
+                cells.append(pytest.param(cell, name, platform, installed, changes, id=name_of_cell))
+    return cells
+
+
+def e_cells() -> list[Any]:
+    cells = []
+    for name, row in E.items():
+        for platform, letter in zip(E_COLUMNS, row, strict=True):
+            at = "cuda:sm120" if (name, platform) == ("sage_attn_3", "cuda:sm90") else platform
+            cells.append(pytest.param(name, at, letter, id=f"{name}@{at} {letter}"))
+    return cells
+
+
+@pytest.mark.parametrize(("cell", "name", "platform", "installed", "changes"), b_cells())
+def test_b_serving_mha(cell: str, name: str, platform: str, installed: str, changes: dict[str, Any]) -> None:
+    check(cell, name, platform, installed, changes)
+
+
+@pytest.mark.parametrize(("cell", "name", "platform", "installed", "changes"), c_cells())
+def test_c_serving_mla(cell: str, name: str, platform: str, installed: str, changes: dict[str, Any]) -> None:
+    check(cell, name, platform, installed, changes)
+
+
+@pytest.mark.parametrize(("cell", "name", "platform", "installed", "changes"), d_cells())
+def test_d_linear(cell: str, name: str, platform: str, installed: str, changes: dict[str, Any]) -> None:
+    check(cell, name, platform, installed, changes)
+
+
+@pytest.mark.parametrize(("name", "platform", "letter"), e_cells())
+def test_e_diffusion(name: str, platform: str, letter: str) -> None:
+    changes: dict[str, Any] = {}
+    if name in E_METHODS:
+        changes = {"family": "block_sparse", "method": E_METHODS[name]}
+    found, words = served(name, platform, E_INSTALLED, changes)
+    exceeded = name in PORTABLE and platform not in ("cuda:sm90", "mps")
+    assert (found == "native") == (letter == "y" or exceeded), words
+
+
+def test_cutlass_decodes_an_fp8_cache_itself() -> None:
+    """The FP8 cell of the table is its decode kernel's; prefill is FlashInfer's, over dequantised pages."""
+    changes = {**MLA, **DECODE, **FP8, "page_size": 128}
+    assert served("cutlass_mla", "cuda:sm100", "sgl-kernel", changes)[0] == "native"
+    found, words = served("cutlass_mla", "cuda:sm100", "sgl-kernel", {**MLA, "page_size": 128})
+    assert found == "refused"
+    assert "decode" in words
+
+
+def test_cutedsl_is_decode_only() -> None:
+    found, words = served("cutedsl_mla", "cuda:sm100", "flashinfer", {**MLA, "page_size": 64})
+    assert found == "refused"
+    assert "phase='extend' is not one of decode, verify" in words
+
+
+def test_tokenspeed_requires_fp8() -> None:
+    found, words = served("tokenspeed_mla", "cuda:sm100", "flashinfer", {**MLA, **DECODE, "page_size": 64})
+    assert found == "refused"
+    assert "kv_dtype" in words
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_xpu_flash_widths(width: int, dtype: str) -> None:
+    assert served("fa", "xpu", "sgl-kernel-xpu", {"head_dim": width, "dtype": dtype})[0] == "native"
+
+
+def _portable(name: str, platform: str) -> tuple[Row, ...]:
+    info = get_manager().backends[name, platform]
+    (provider,) = [p for p in info.providers if p.name == "polyattn-triton"]
+    found: Provider = provider
+    return found.rows
+
+
+@pytest.mark.parametrize("name", [*sorted(PORTABLE), "dsa", "dual_chunk_flash_attn"])
+def test_portable_kernels_have_one_set_of_limits(name: str) -> None:
+    """polyattn-cuda lists them beside the vendors' kernels; two packages must not drift apart."""
+    platforms = ("cuda", "rocm", "xpu", "musa", "npu", "cpu")
+    everywhere = [[(r.when, r.allows, r.lowered) for r in _portable(name, platform)] for platform in platforms]
+    assert all(rows == everywhere[0] for rows in everywhere)
+    configs = {get_manager().backends[name, platform].config for platform in platforms}
+    assert len(configs) == 1
+
+
+def test_every_lowering_that_a_row_names_is_known() -> None:
+    known = {
+        "page_table_to_tokens",
+        "dequantise_kv",
+        "sinks_from_lse",
+        "tree_by_lse",
+        "expand_gqa_heads",
+        "chunked_prefix_by_lse",
+    }
+    backends = get_manager().backends.values()
+    named = {how for b in backends for p in b.providers for r in p.rows for how in r.lowered.values()}
+    assert named == known
