@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+
 from polyattn.contract import Bound
 from polyattn.hookspecs import hookimpl
 from polyattn.plugins import PluginManager, reset_manager

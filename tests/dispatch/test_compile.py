@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
-from polyattn import compiled
-from polyattn.nn import LocalAttention
 from torch._dynamo.testing import CompileCounter
 
 import polyattn
+from polyattn import ops
+from polyattn.nn import LocalAttention
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_layer_and_bind_trace():
     args = qkv()
     with polyattn.use_backend("reference"):
         layer = LocalAttention(causal=True, scale=0.3)
-    call, counter = compile_(layer)
+    call, _ = compile_(layer)
     torch.testing.assert_close(call(*args), polyattn.attention(*args, causal=True, scale=0.3))
     site = polyattn.bind(causal=True)
     call, _ = compile_(lambda q, k, v: site(q, k, v))
@@ -179,7 +179,8 @@ def _plan(opaque, **request):
     from polyattn.records import AttentionRequest
 
     fields = {"platform": "cpu", "dtype": "float64", "head_dim": 16, "v_head_dim": 8, "heads": 4, "kv_heads": 4}
-    return compiled.op_plan(choose(AttentionRequest(**fields, **request).normalised(), "opaque", ("", "", "")))
+    chosen = choose(AttentionRequest(**fields, **request).normalised(), "opaque", ("", "", ""))
+    return ops.op_plan(chosen.request, chosen.selection)
 
 
 def test_opcheck_dense(opaque):
@@ -199,7 +200,8 @@ def test_opcheck_varlen():
         family="varlen", layout="THD", dtype="float32", head_dim=16, heads=4, kv_heads=2, lse=True, s_relation="equal",
         causal="bottom_right", grad=("query", "key", "value", "lse"),
     ).normalised()  # fmt: skip
-    plan = compiled.op_plan(choose(request, "torch_native", ("", "", "")))
+    chosen = choose(request, "torch_native", ("", "", ""))
+    plan = ops.op_plan(chosen.request, chosen.selection)
     cu = torch.tensor([0, 3, 7], dtype=torch.int32)
     q, k, v = (torch.randn(7, h, 16, requires_grad=True) for h in (4, 2, 2))
     torch.library.opcheck(torch.ops.polyattn.varlen.default, (q, k, v, None, None, cu, cu, 4, 4, plan))
@@ -243,7 +245,7 @@ def test_packed_sequences_are_one_opaque_op():
 
 def test_a_plan_is_text_another_process_can_run(opaque):
     plan = _plan(opaque, lse=True)
-    compiled._bound.cache_clear()
+    ops._bound.cache_clear()
     q, k, v = (torch.randn(1, 3, 4, d, dtype=torch.float64) for d in (16, 16, 8))
     out, lse = torch.ops.polyattn.dense(q, k, v, None, None, plan)
     expected = polyattn.attention(q, k, v, return_lse=True, backend="reference")

@@ -6,9 +6,9 @@ import contextlib
 
 import pytest
 import torch
-from polyattn.dispatch import DENSE_KEY, LARGE, DenseSite, Static, _dense_key
 
 import polyattn
+from polyattn.dispatch import DENSE_KEY, LARGE, DenseSite, Static, _dense_key
 
 
 def tensors(**change):

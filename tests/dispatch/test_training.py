@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
-from polyattn.autograd import attention_backward
-from polyattn.nn import LocalAttention
 from torch.utils.checkpoint import checkpoint
 
 import polyattn
+from polyattn.autograd import attention_backward
+from polyattn.nn import LocalAttention
 
 F64 = torch.float64
 
@@ -52,7 +53,7 @@ def test_lse_gradient_survives_half_precision():
 def test_merged_partials_train_like_one_call():
     q, k, v = leaves()
     cuts = (0, 3, 7)
-    parts = [polyattn.attention(q, k[:, a:b], v[:, a:b], return_lse=True) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [polyattn.attention(q, k[:, a:b], v[:, a:b], return_lse=True) for a, b in pairwise(cuts)]
     out, lse = polyattn.merge(*zip(*parts, strict=True))
     dense, dense_lse = polyattn.attention(q, k, v, return_lse=True, backend="reference")
     torch.testing.assert_close((out, lse), (dense, dense_lse))
@@ -136,7 +137,7 @@ def test_checkpoint_without_the_context_recomputes_elsewhere(opaque):
     with polyattn.use_backend("opaque"):
         out = checkpoint(lambda *a: polyattn.attention(*a).square(), q, k, v, use_reentrant=False)
     calls = opaque.calls
-    with pytest.raises(Exception, match="recomputation|checkpoint"):
+    with pytest.raises(Exception, match=r"recomputation|checkpoint"):
         out.sum().backward()
     assert opaque.calls == calls
 

@@ -9,8 +9,9 @@ Rules common to all families:
 - inputs are views with a dense last axis; a function must not write to them (K of some libraries is: copy it);
 - `out`, when given, has the shape, dtype and device of the output, a dense last axis, and is returned;
 - the output has the dtype of `query`, a dense last axis, and no overlap with an input;
-- with `request.lse` the function returns (out, lse); lse is fp32 (fp64 for float64 inputs), natural log, without the sink (S5, S6), shaped like
-  the output without its last axis; a row that sees no key gives out = 0 and lse = -inf (S7).
+- with `request.lse` the function returns (out, lse); lse is fp32 (fp64 for float64 inputs), natural log, without the
+  sink (S5, S6), shaped like the output without its last axis;
+- a row that sees no key gives out = 0 and lse = -inf (S7).
 """
 
 from __future__ import annotations

@@ -300,16 +300,23 @@ class _Fast:
         """Whether the signature holds for other lengths; lengths that come twice are remembered for `same`."""
         if not self.alike(q, k, v):
             return False
-        axis = self.lengths
-        shapes = q.shape, k.shape, v.shape
-        (b, bk, bv), (s_q, s_k, s_v) = [s[0] for s in shapes], [s[axis] for s in shapes]
-        if not (b == bk == bv and s_k == s_v and _relation(s_q, s_k) == self.relation):
+        if self.lengths == 1:
+            b, s_q, _, _ = q.shape
+            bk, s_k, _, _ = k.shape
+            bv, s_v, _, _ = v.shape
+        else:
+            b, _, s_q, _ = q.shape
+            bk, _, s_k, _ = k.shape
+            bv, _, s_v, _ = v.shape
+        room_q, room_k = self.rooms
+        if not (b == bk == bv and s_k == s_v and 0 < b * s_q < room_q and 0 < b * s_k < room_k):
             return False
-        if not (0 < b * s_q < self.rooms[0] and 0 < b * s_k < self.rooms[1]):
+        if self.relation != ("equal" if s_q == s_k else "one" if s_q == 1 else "fewer" if s_q < s_k else "more"):
             return False
-        if self.seen == shapes:
+        seen = (b, s_q, s_k)
+        if self.seen == seen:
             self.keep(q, k, v)
-        self.seen = shapes
+        self.seen = seen
         return True
 
 
@@ -401,7 +408,9 @@ class DenseSite:
     def _remember(self, key: dict[str, Any], entry: _Entry, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Keep a plain signature for the check in one call; what guards cannot see rules it out."""
         odd = key["zero size"] or key["large"] or key["capture"] or key["transform"] or not key["aligned"]
-        if _Guards is not None and key["autocast"] is None and not odd and key["exact types"]:
+        # torch's guards never hold for one tensor passed twice.
+        distinct = q is not k and k is not v and q is not v
+        if _Guards is not None and distinct and key["autocast"] is None and not odd and key["exact types"]:
             self._fast = _Fast(entry.simple or entry.run, 1 if self._bshd else 2, key, q, k, v)
 
     def __polyattn_explain__(

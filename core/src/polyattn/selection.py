@@ -317,7 +317,7 @@ def _explicit(asked: _Judge, choice: Choice) -> Selection:
     if said.provider is not None:
         return _selection(asked, said, choice.source, f"{choice.name} was asked for by {choice.source}")
     for step in offer.info.fallbacks:
-        if step.to not in policy.replaced and holds(step.when, request):
+        if step.to not in asked.policy.replaced and holds(step.when, request):
             return _fall_back(asked, choice, name, step, said.reasons)
     raise _refusal(asked, choice, said)
 
@@ -340,8 +340,8 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
             block_map=False,
             block_sizes=False,
         )
-    replaced = (*asked.policy.replaced, name)
-    policy = dataclasses.replace(asked.policy, choice=Choice(step.to, choice.source), replaced=replaced)
+    next_choice = Choice(step.to, f"{choice.source}, as the fallback of {name}")
+    policy = dataclasses.replace(asked.policy, choice=next_choice, replaced=(*asked.policy.replaced, name))
     inner = select(request, asked.catalogue, policy)
     note = f"{name} was asked for by {choice.source} and replaced by {step.to} ({step.why}): {because}"
     return dataclasses.replace(

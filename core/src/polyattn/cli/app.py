@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +27,7 @@ from .doctor import doctor
 from .explain import explain
 from .listing import list_command
 from .matrix import matrix
+from .reasons import reasons_table
 from .rendering import screen, show_json
 
 __all__ = ["EXIT_CODES", "app", "run"]
@@ -86,13 +88,12 @@ def run(words: list[str]) -> int:
         code = app(words, prog_name="polyattn", standalone_mode=False)
         sys.stdout.flush()
     except PolyattnError as error:
-        rejected = {"rejected": error.rejected} if isinstance(error, UnsupportedRequestError) else {}
-        _report(as_json, type(error).__name__, str(error), **rejected)
+        _report(as_json, type(error).__name__, str(error), getattr(error, "rejected", None))
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), OTHER_ERROR)
     except _ProblemWithWords as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "polyattn"
-        _report(as_json, "UsageError", f"{error.format_message()} See `{command} --help`")
+        _report(as_json, "UsageError", f"{error.format_message().rstrip('. ')}. See `{command} --help`")
         return 2
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
@@ -104,8 +105,15 @@ def run(words: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _report(as_json: bool, kind: str, message: str, **more: Any) -> None:
+def _report(as_json: bool, kind: str, message: str, rejected: Mapping[str, list[str]] | None = None) -> None:
+    """A failure on standard error, or as JSON on standard output. `rejected`: each backend's reasons, if it has any."""
     if as_json:
+        more = {} if rejected is None else {"rejected": rejected}
         show_json({"error": {"type": kind, "message": message, **more}})
         return
-    screen(errors=True).print(Text.assemble(("error: ", "bad"), message))
+    console = screen(errors=True)
+    # The rest of such a message lists the reasons; the table does that better.
+    text = message.partition("\n")[0] if rejected else message
+    console.print(Text.assemble(("error: ", "bad"), text))
+    if rejected:
+        console.print(reasons_table(rejected))

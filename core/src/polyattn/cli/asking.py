@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import KV_CACHE_DTYPES
 from ..errors import ConfigError, did_you_mean
-from ..records import DTYPES, FAMILIES, PHASES, AttentionRequest
+from ..records import FAMILIES, PHASES, AttentionRequest
 
 __all__ = ["QUERY_DTYPES", "Question", "ask"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +15,8 @@ from ..plugins import get_manager
 from ..records import AttentionRequest
 from ..selection import Choice, Policy, Selection, select, select_pair
 from .asking import SERVING, Question, ask
-from .rendering import facts, grid, panel, screen, show_json, standing
+from .reasons import reasons_table
+from .rendering import facts, panel, screen, show_json, standing
 
 __all__ = ["explain", "here"]
 
@@ -172,7 +172,9 @@ def explain(
     ] = "none",
     scale: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Of the logits. Default: D ** -0.5; 192 ** -0.5 for mla.", rich_help_panel=REQUEST),
+        typer.Option(
+            metavar="X", help="Of the logits. Default: D ** -0.5; 192 ** -0.5 for mla.", rich_help_panel=REQUEST
+        ),
     ] = None,
     lse: Annotated[bool, typer.Option("--lse", help="The LSE is wanted too.", rich_help_panel=REQUEST)] = False,
     grad: Annotated[
@@ -182,9 +184,7 @@ def explain(
         ),
     ] = None,
     cross: Annotated[bool, typer.Option("--cross", help="Cross-attention.", rich_help_panel=REQUEST)] = False,
-    dropout: Annotated[
-        float, typer.Option(metavar="P", help="Dropout on the weights.", rich_help_panel=REQUEST)
-    ] = 0.0,
+    dropout: Annotated[float, typer.Option(metavar="P", help="Dropout on the weights.", rich_help_panel=REQUEST)] = 0.0,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits on every run.", rich_help_panel=REQUEST)
     ] = False,
@@ -204,13 +204,17 @@ def explain(
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            metavar="DTYPE", help="Of the KV cache: auto, bf16, fp8_e4m3, fp8_e5m2, fp4_e2m1, ...", rich_help_panel=SERVE
+            metavar="DTYPE",
+            help="Of the KV cache: auto, bf16, fp8_e4m3, fp8_e5m2, fp4_e2m1, ...",
+            rich_help_panel=SERVE,
         ),
     ] = None,
     kv_scales: Annotated[
         str | None,
         typer.Option(
-            metavar="KIND", help="Granularity of the cache's scales: tensor, head, token, block128.", rich_help_panel=SERVE
+            metavar="KIND",
+            help="Granularity of the cache's scales: tensor, head, token, block128.",
+            rich_help_panel=SERVE,
         ),
     ] = None,
     spec_topk: Annotated[
@@ -232,7 +236,8 @@ def explain(
     graph_capture: Annotated[
         bool, typer.Option("--graph-capture", help="Recorded into a device graph.", rich_help_panel=SERVE)
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every reason of every backend.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON, with every reason.")] = False,
 ) -> None:
     """Say which backend serves a request, what it needs to be rewritten, who decided, and why not the others.
 
@@ -290,17 +295,20 @@ def explain(
     if as_json:
         show_json(selection.to_dict())
     else:
-        _print(selection)
+        _print(selection, verbose)
 
 
-def _print(selection: Selection) -> None:
+def _print(selection: Selection, verbose: bool) -> None:
     console = screen()
     head = Text.assemble((selection.backend, "name"), f" on {selection.platform}")
     if selection.planned:
         head.append("  planned", style="later")
     pairs: list[tuple[str, Any]] = [
         ("asked for", selection.request.summary()),
-        ("decided by", f"{selection.source}: {selection.why}"),
+        (
+            "decided by",
+            selection.why if selection.why.startswith(selection.source) else f"{selection.source}: {selection.why}",
+        ),
         ("provider", selection.provider),
         ("evidence", standing(selection.evidence)),
     ]
@@ -313,15 +321,5 @@ def _print(selection: Selection) -> None:
         pairs.append(("could serve too", ", ".join(selection.others)))
     console.print(panel(head, facts(pairs)))
     if selection.rejected:
-        table = grid("not chosen", "because", ratios=(3, 7))
-        for reasons, names in _grouped(selection.rejected):
-            table.add_row(Text(", ".join(names), style="name"), Text("; ".join(reasons)))
-        console.print(table)
-
-
-def _grouped(rejected: Any) -> list[tuple[tuple[str, ...], list[str]]]:
-    """Backends with equal reasons share a line."""
-    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name, reasons in rejected.items():
-        groups[tuple(reasons)].append(name)
-    return list(groups.items())
+        console.print()
+        console.print(reasons_table(selection.rejected, everything=verbose))

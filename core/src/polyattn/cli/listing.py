@@ -54,7 +54,9 @@ def list_command(
     everything: Annotated[
         bool, typer.Option("--all", help="The backends of every platform, not only of this machine's.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON, of every platform unless --platform is given.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON, of every platform unless --platform is given.")
+    ] = False,
 ) -> None:
     """List the backends: where each comes from, whether it can be used here, and how far it was shown to work."""
     backends = list_backends(platform)
@@ -64,8 +66,12 @@ def list_command(
     here = platforms_here()
     shown = backends if everything or platform else [b for b in backends if b.platform in here]
     console = screen()
-    table = grid("backend", "platforms", "!status", "evidence", "package", "why not, and what to do")
-    for entry in entries(shown):
+    rows = entries(shown)
+    amiss = any(_worth_a_column(entry["reasons"]) for entry in rows)
+    table = grid(
+        "backend", "platforms", "!status", "evidence", "package", *(["why not, and what to do"] if amiss else [])
+    )
+    for entry in rows:
         name = Text(entry["name"], style="name")
         if entry["aliases"]:
             name.append(f" ({', '.join(entry['aliases'])})", style="quiet")
@@ -75,17 +81,21 @@ def list_command(
             standing(entry["status"]),
             standing(entry["evidence"]),
             Text(f"{entry['package']} {entry['version']}".strip(), style="quiet"),
-            Text("; ".join(_worth_a_column(entry["reasons"]))),
+            *([Text("; ".join(_worth_a_column(entry["reasons"])))] if amiss else []),
         )
     where = platform or ("every platform" if everything else f"this machine: {', '.join(here)}")
     console.print(title("Backends", where))
+    console.print()
     console.print(table)
+    console.print()
     console.print(Text("\n".join(_footnotes(shown, narrowed=not everything and not platform)), style="quiet"))
 
 
 def _worth_a_column(reasons: list[str]) -> list[str]:
     """Reasons but those that the status or a footnote says once for all rows."""
-    return [r for r in reasons if r != PLANNED and not r.partition(": ")[2].startswith("no ") and not r.startswith("no ")]
+    return [
+        r for r in reasons if r != PLANNED and not r.partition(": ")[2].startswith("no ") and not r.startswith("no ")
+    ]
 
 
 def _footnotes(shown: list[BackendStatus], *, narrowed: bool) -> list[str]:

@@ -72,7 +72,9 @@ def limits() -> tuple[Sheet, ...]:
         ("serving_mla", "Serving, MLA", "mla", ("page size", *MLA_FEATURES), _mla),
         ("linear", "Linear attention (GDN and KDA)", "linear", tuple(LINEAR_PHASES), _linear),
     )
-    return tuple(Sheet(key, title, columns, _merged(known, family, probe)) for key, title, family, columns, probe in sheets)
+    return tuple(
+        Sheet(key, title, columns, _merged(known, family, probe)) for key, title, family, columns, probe in sheets
+    )
 
 
 def _merged(known: Catalogue, family: str, probe: Probe) -> tuple[Limits, ...]:
@@ -83,7 +85,9 @@ def _merged(known: Catalogue, family: str, probe: Probe) -> tuple[Limits, ...]:
         cells = probe(asked) if asked.providers else None
         if cells is not None:
             lines.setdefault((asked.planned, offer.info.name, cells), []).append(offer.info.platform)
-    return tuple(Limits(name, tuple(lines[planned, name, cells]), planned, cells) for planned, name, cells in sorted(lines))
+    return tuple(
+        Limits(name, tuple(lines[planned, name, cells]), planned, cells) for planned, name, cells in sorted(lines)
+    )
 
 
 class _Asked:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-__all__ = ["facts", "grid", "panel", "progress", "screen", "show_json", "standing", "title"]
+__all__ = ["STANDINGS", "facts", "grid", "panel", "progress", "screen", "show_json", "standing", "title"]
 
 WIDTH = 100
 """Columns when the output is no terminal."""
@@ -28,7 +28,6 @@ THEME = Theme(
         "later": "blue",
         "quiet": "dim",
         "figure": "bold",
-        "table.header": "bold",
     }
 )
 
@@ -36,9 +35,11 @@ STANDINGS = {
     "available": "good",
     "ready": "good",
     "pass": "good",
+    "●": "good",
+    "○": "later",
     "hardware": "good",
-    "vendor code": "good",
-    "interpreter": "good",
+    "vendor": "good",
+    "interp": "good",
     "emulator": "good",
     "native": "good",
     "any": "good",
@@ -81,15 +82,20 @@ def standing(text: str, *, muted: bool = False) -> Text:
     return Text(text, style=f"{style} dim".strip() if muted else style)
 
 
-def grid(*columns: str, caption: str = "", ratios: Iterable[int] | None = None) -> Table:
-    """An empty table in the house style; `!` before a header keeps that column on one line."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption=caption or None, caption_justify="left")
+def grid(*columns: str, ratios: Iterable[int] | None = None, tight: bool = False) -> Table:
+    """An empty table in the house style.
+
+    Args:
+        columns: headers; `!` before one keeps that column on one line.
+        ratios: shares of the full width. tight: one space between columns, for wide tables.
+    """
+    gap = 0 if tight else 1
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
     widths = list(ratios or ())
     for place, column in enumerate(columns):
         ratio = widths[place] if widths else None
         made.add_column(column.removeprefix("!"), no_wrap=column.startswith("!"), overflow="fold", ratio=ratio)
-    if widths:
-        made.expand = True
+    made.expand = bool(widths)
     return made
 
 

@@ -16,7 +16,17 @@ from .cases import Case
 if TYPE_CHECKING:
     from .problems import Maker
 
-__all__ = ["FAMILIES", "Family", "Part"]
+__all__ = ["DTYPES", "FAMILIES", "Family", "Part"]
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""The request's words for the dtypes that the kit makes tensors of."""
 
 Part = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """query [B, H_q, S_q, D], key, value, attn_mask of sequences of equal lengths."""
@@ -152,16 +162,16 @@ class _Paged(_Packed):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(cache, its scales, new rows or None): the new rows are not in the cache when they are given."""
         r, size = case.request, case.request.page_size
-        kind = maker.dtype if r.kv_dtype == "auto" else maker.kinds[r.kv_dtype]
+        kind = maker.dtype if r.kv_dtype == "auto" else DTYPES[r.kv_dtype]
         scales = {
             "": None,
             "tensor": torch.tensor(0.5),
             "head": 2.0 ** -(1 + torch.arange(r.kv_heads) % 3).float(),
             "token": 2.0 ** -(1 + (maker.uniform(pages, size, r.kv_heads) * 3).floor()),
         }[r.kv_scales]
-        factor = torch.ones(()) if scales is None else scales if r.kv_scales != "head" else scales[None, None]
+        factor = torch.ones(()) if scales is None else scales
         # Powers of two, so that a new row is exactly what the cache can hold of it.
-        rows = (maker.normal(pages, size, r.kv_heads, width)).to(maker.dtype).float().to(kind).float()
+        rows = maker.normal(pages, size, r.kv_heads, width).to(maker.dtype).float().to(kind).float()
         owned = torch.zeros(pages, size, dtype=torch.bool)
         fresh = []
         for (s_q, _), places in zip(case.lengths, slots, strict=True):

@@ -13,19 +13,9 @@ from torch import Tensor
 
 from ..records import AttentionRequest
 from .cases import Case
-from .families import FAMILIES
+from .families import DTYPES, FAMILIES
 
-__all__ = ["DTYPES", "Maker", "Problem", "build", "stored"]
-
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-"""The request's words for the dtypes that the kit makes tensors of."""
+__all__ = ["Maker", "Problem", "build", "stored"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,7 +90,7 @@ def candidates(name: str, rows: Sequence[Row]) -> tuple[Hashable, ...]:
 
 def _around(bounds: Range) -> Iterator[Hashable]:
     step = bounds.multiple_of
-    whole = all(b is None or float(b).is_integer() and abs(b) >= 1 for b in (bounds.low, bounds.high))
+    whole = all(b is None or (float(b).is_integer() and abs(b) >= 1) for b in (bounds.low, bounds.high))
     if not whole:
         return
     for bound in (bounds.low, bounds.high):

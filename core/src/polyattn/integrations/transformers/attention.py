@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ...dispatch import attention, varlen_attention
 from ...errors import InvalidInputError
-from .keywords import More, asked_by, read_keywords
+from .keywords import asked_by, read_keywords
 from .masks import fitted, with_more
 
 __all__ = ["make_forward"]
 
-_ALL = (-1, -1)
+_EVERYWHERE = (-1, -1)
 
 
 def make_forward(
@@ -26,8 +26,8 @@ def make_forward(
     """Build an attention function.
 
     Args:
-        backend: the backend every call of it asks for, None = whatever overrides and selection say.
-        harmless: keywords to leave unread. dense, packed: the calls to make.
+        backend: the backend every call asks for, None = what overrides and selection say.
+        harmless: keywords that are left unread. dense, packed: the calls it makes.
     """
 
     def polyattn_attention(
@@ -47,44 +47,82 @@ def make_forward(
         """One layer's attention.
 
         Args:
-            module: the layer; `is_causal` is read from it when the keyword is not given.
+            module: the layer; says `is_causal` where the keyword does not.
             query: [B, H_q, S_q, D]. key: [B, H_kv, S_k, D]. value: [B, H_kv, S_k, D_v].
-            attention_mask: broadcasts to [B, H_q, S_q, S_k], bool (True = attend) or float (added). It says
-                everything about positions: causality and windows are read only where there is none.
-            dropout: on the weights; only while the layer trains. scaling: of the logits, None = D ** -0.5.
+            attention_mask: broadcasts to [B, H_q, S_q, S_k], bool (True = attend) or float (added). Where there is
+                one it says everything about positions; causality and windows are read only where there is none.
+            dropout: on the weights, only while the layer trains. scaling: of the logits, None = D ** -0.5.
             sliding_window: keys a row sees, its own included. softcap: logit cap. s_aux: sink logits [H_q].
             kwargs: see `keywords.py`.
 
         Returns:
-            [B, S_q, H_q, D_v], contiguous, and None for the weights.
+            [B, S_q, H_q, D_v], contiguous, and None instead of weights.
 
         Raises:
-            UnsupportedRequestError, InvalidInputError: as `read_keywords`, `fitted` and `polyattn.attention`.
+            UnsupportedRequestError, InvalidInputError: as `read_keywords`, `fitted` and the call itself.
         """
         more = None
         if kwargs and not kwargs.keys() <= harmless:
-            more = read_keywords(kwargs, harmless, module, backend)
-            if more.sinks is not None:
-                if s_aux is not None:
-                    raise InvalidInputError(f"both s_aux and sinks reached {asked_by(module, backend)}; pass one of them")
-                s_aux = more.sinks
+            more = read_keywords(kwargs, s_aux, harmless, module, backend)
+            s_aux = more.sinks
         if dropout and not module.training:
             dropout = 0.0
-        causal = False
-        window = _ALL
+        causal, window = False, _EVERYWHERE
         if attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             if more is not None and more.cu_q is not None and more.bias is None:
-                return _packed(query, key, value, causal, sliding_window, softcap, s_aux, scaling, dropout, more), None
+                if sliding_window is not None and more.max_k > sliding_window:
+                    window = _window(sliding_window, causal, module, backend)
+                out = packed(
+                    _tokens(query), _tokens(key), _tokens(value), cu_seqlens_q=more.cu_q, cu_seqlens_k=more.cu_k,
+                    max_seqlen_q=more.max_q, max_seqlen_k=more.max_k, causal=causal, window=window,
+                    softcap=softcap or 0.0, sinks=s_aux, scale=scaling, dropout_p=dropout,
+                    deterministic=more.deterministic, backend=backend,
+                )  # fmt: skip
+                return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), None
             s_q, s_k = query.shape[2], key.shape[2]
-            if causal:
-                if s_q == 1:
-                    causal = False
-                elif s_k > s_q:
-                    # A static cache that is being filled: its keys past the last query are not written yet.
-                    key, value, s_k = key[:, :, :s_q], value[:, :, :s_q], s_q
-                    if more is not None and more.bias is not None:
-                        more = dataclasses.replace(more, bias=more.bias[..., :s_q])
+            if causal and s_k > s_q > 1:
+                # A static cache being filled: rows count from the first key, and no row sees past the last row.
+                key, value, s_k = key[:, :, :s_q], value[:, :, :s_q], s_q
             if sliding_window is not None and s_k > sliding_window:
-                window = _window(sliding_window, is_causal, module, backend)
-        ...
+                window = _window(sliding_window, causal, module, backend)
+            if s_q == 1:  # the last position sees every key
+                causal = False
+        if more is not None:
+            attention_mask = with_more(attention_mask, more, query, key, module, backend)
+        if attention_mask is not None:
+            attention_mask = fitted(attention_mask, query.shape[2], key.shape[2], module, backend)
+        out = dense(
+            query if query.stride(-1) == 1 else query.contiguous(),
+            key if key.stride(-1) == 1 else key.contiguous(),
+            value if value.stride(-1) == 1 else value.contiguous(),
+            causal=causal,
+            window=window,
+            softcap=softcap or 0.0,
+            sinks=s_aux,
+            attn_mask=attention_mask,
+            scale=scaling,
+            layout="BHSD",
+            dropout_p=dropout,
+            deterministic=more is not None and more.deterministic,
+            backend=backend,
+        )
+        # Models may `view` the result. Most kernels write it in this order anyway, and then this copies nothing.
+        return out.transpose(1, 2).contiguous(), None
+
+    return polyattn_attention
+
+
+def _window(size: int, causal: bool, module: Any, backend: str | None) -> tuple[int, int]:
+    """The window of a row: transformers counts the row's own key, polyattn the others."""
+    if size < 1:
+        raise InvalidInputError(
+            f"sliding_window={size} reached {asked_by(module, backend)}; a window has 1 key or more, None is no window"
+        )
+    return (size - 1, -1 if causal else size - 1)
+
+
+def _tokens(tensor: Tensor) -> Tensor:
+    """[B, H, S, D] as packed tokens [B * S, H, D]."""
+    tensor = tensor.transpose(1, 2)
+    return tensor.reshape(-1, *tensor.shape[2:])

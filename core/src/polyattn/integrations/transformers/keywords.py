@@ -34,7 +34,10 @@ _SPARSE = "use attn_implementation='sdpa' or 'eager' for this model: under those
 _REFUSED = {
     "output_attentions": ("the weights of a fused attention are never stored, so they cannot be returned", _EAGER),
     "indices": ("each query picks its own keys, and no dense call of polyattn takes that list", _SPARSE),
-    "block_indices": ("each query picks its own blocks of keys, and no dense call of polyattn takes that list", _SPARSE),
+    "block_indices": (
+        "each query picks its own blocks of keys, and no dense call of polyattn takes that list",
+        _SPARSE,
+    ),
     "cache": (
         "continuous batching keeps keys and values in its own pages, which are not read yet",
         "use generate() instead, or set attn_implementation='sdpa' or 'paged|eager' for generate_batch()",
@@ -70,8 +73,10 @@ def asked_by(module: Any, backend: str | None) -> str:
     return f"{type(module).__name__} on polyattn ({backend or 'automatic backend'})"
 
 
-def read_keywords(given: dict[str, Any], harmless: frozenset[str], module: Any, backend: str | None) -> More:
-    """Sort the keywords of one call. None means not given.
+def read_keywords(
+    given: dict[str, Any], s_aux: Tensor | None, harmless: frozenset[str], module: Any, backend: str | None
+) -> More:
+    """Sort the keywords of one call. None means not given; `s_aux` is transformers' other word for sinks.
 
     Raises:
         UnsupportedRequestError: a keyword that changes the result and cannot be honoured, or one nobody knows.
@@ -81,7 +86,9 @@ def read_keywords(given: dict[str, Any], harmless: frozenset[str], module: Any, 
     for name, (reason, step) in _REFUSED.items():
         # False and 0 switch these off.
         if name in rest and (isinstance(rest[name], Tensor) or rest[name]):
-            raise UnsupportedRequestError(f"{name} reached {asked_by(module, backend)}: {reason}; {step}", {name: [reason]})
+            raise UnsupportedRequestError(
+                f"{name} reached {asked_by(module, backend)}: {reason}; {step}", {name: [reason]}
+            )
         rest.pop(name, None)
     lengths = {name: rest.pop(name) for name in _LENGTHS if name in rest}
     sinks, bias, sequence = (rest.pop(name, None) for name in ("sinks", "position_bias", "seq_idx"))
@@ -93,10 +100,20 @@ def read_keywords(given: dict[str, Any], harmless: frozenset[str], module: Any, 
             f"it is not dropped. If it says nothing about attention, install(..., harmless=({name!r},)); else {_EAGER}",
             {name: ["unknown keyword"]},
         )
+    if sinks is not None and s_aux is not None:
+        raise InvalidInputError(f"both s_aux and sinks reached {asked_by(module, backend)}; pass one of them")
     if sinks is not None and sinks.ndim != 1:
         reason = f"sinks of shape {tuple(sinks.shape)} differ by token, polyattn has one sink per head, [H_q]"
-        raise UnsupportedRequestError(f"sinks reached {asked_by(module, backend)}: {reason}; {_EAGER}", {"sinks": [reason]})
-    return More(sinks=sinks, bias=bias, sequence=sequence, deterministic=deterministic, **_packed(lengths, module, backend))
+        raise UnsupportedRequestError(
+            f"sinks reached {asked_by(module, backend)}: {reason}; {_EAGER}", {"sinks": [reason]}
+        )
+    return More(
+        sinks=s_aux if sinks is None else sinks,
+        bias=bias,
+        sequence=sequence,
+        deterministic=deterministic,
+        **_packed(lengths, module, backend),
+    )
 
 
 def _packed(lengths: dict[str, Any], module: Any, backend: str | None) -> dict[str, Any]:
@@ -113,8 +130,8 @@ def _packed(lengths: dict[str, Any], module: Any, backend: str | None) -> dict[s
         "cu_q": int_q,
         # One tensor tells the call that queries and keys have the same lengths.
         "cu_k": int_q if cu_k is cu_q else _int32(cu_k),
-        "max_q": int(max_q),
-        "max_k": int(max_k),
+        "max_q": max_q if isinstance(max_q, int) else int(max_q),
+        "max_k": max_k if isinstance(max_k, int) else int(max_k),
     }
 
 

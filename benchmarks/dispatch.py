@@ -1,0 +1,205 @@
+"""What a call costs beyond its kernel: added microseconds over direct SDPA, all dispatchers interleaved in one process.
+
+    python benchmarks/dispatch.py [--rounds 41] [--calls 3000] [--json FILE]
+
+The baseline is `torch.nn.functional.scaled_dot_product_attention(q, k, v)` on [1, 8, 1, 64], fp32, one thread,
+inference mode, in the kernel's own layout (BHSD); diffusers and the BSHD row add the views their layout needs. Each
+dispatcher's output is compared with the baseline's before anything is timed. Medians over rounds; `spread` is the
+interquartile range of the added cost. `miss` is the first call of a new signature, selection and binding included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.nn.functional as F
+
+import polyattn
+from polyattn.nn import LocalAttention
+
+BUDGETS = {"bind": 1.5, "layer": 1.5, "functional": 2.5, "miss": 300.0}
+"""Microseconds; the layer row is the module's own cost plus torch.nn.Module.__call__, so `bind` is the one judged."""
+
+
+def candidates(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """name -> call, for what is installed. q, k, v: [1, H, S, D]."""
+    site = polyattn.bind(layout="BHSD")
+    layer = LocalAttention(layout="BHSD").eval()
+    forward = layer.forward
+    calls: dict[str, Callable[[], Any]] = {
+        "direct SDPA": lambda: F.scaled_dot_product_attention(q, k, v),
+        "bind": lambda: site(q, k, v),
+        "layer": lambda: forward(q, k, v),
+        "layer through nn.Module.__call__": lambda: layer(q, k, v),
+        "functional": lambda: polyattn.attention(q, k, v, layout="BHSD"),
+        "scaled_dot_product_attention": lambda: polyattn.scaled_dot_product_attention(q, k, v),
+    }
+    calls.update(_transformers(q, k, v))
+    calls.update(_diffusers(q, k, v))
+    return calls
+
+
+def _transformers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    try:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    except ImportError:
+        return {}
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = False, 1
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    found: dict[str, Callable[[], Any]] = {
+        "transformers sdpa": lambda: sdpa(module, q, k, v, None, dropout=0.0, scaling=0.125, is_causal=False)[0]
+    }
+    try:
+        from polyattn.integrations.transformers import install
+    except ImportError:
+        return found
+    install()
+    ours = ALL_ATTENTION_FUNCTIONS["polyattn"]
+    found["transformers polyattn"] = lambda: ours(module, q, k, v, None, dropout=0.0, scaling=0.125, is_causal=False)[0]
+    return found
+
+
+def _diffusers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    try:
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+    except ImportError:
+        return {}
+    bshd = [t.transpose(1, 2) for t in (q, k, v)]
+    return {
+        "four views, no dispatcher": lambda: F.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in bshd)
+        ).transpose(1, 2),
+        "diffusers native": lambda: dispatch_attention_fn(*bshd),
+        "functional, BSHD": lambda: polyattn.attention(*bshd),
+    }
+
+
+def check(calls: dict[str, Callable[[], Any]]) -> None:
+    """Nothing is timed that does not compute the same thing."""
+    want = calls["direct SDPA"]()
+    for name, call in calls.items():
+        got = call()
+        got = got if got.shape == want.shape else got.transpose(1, 2)
+        error = (got.reshape(want.shape) - want).norm() / want.norm()
+        if not error < 1e-5:
+            raise SystemExit(f"{name} differs from direct SDPA by {error:.1e}; nothing is timed")
+
+
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, count: int) -> dict[str, list[float]]:
+    """Microseconds per call, one figure per round and dispatcher; the order rotates."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            call = calls[name]
+            start = time.perf_counter_ns()
+            for _ in range(count):
+                call()
+            found[name].append((time.perf_counter_ns() - start) / count / 1000)
+    return found
+
+
+def varying_lengths(rounds: int, count: int) -> dict[str, list[float]]:
+    """The same for a decode loop whose key length grows at each call, as without a static cache."""
+    q = torch.randn(1, 8, 1, 64)
+    pairs = [(torch.randn(1, 8, n, 64), torch.randn(1, 8, n, 64)) for n in range(2, 34)]
+    site = polyattn.bind(layout="BHSD")
+
+    def loop(call: Callable[..., Any]) -> Callable[[], None]:
+        def run() -> None:
+            for key, value in pairs:
+                call(q, key, value)
+
+        return run
+
+    calls = {"direct SDPA": loop(F.scaled_dot_product_attention), "bind, growing keys": loop(site)}
+    times = interleaved(calls, rounds, max(count // len(pairs), 1))
+    return {name: [t / len(pairs) for t in values] for name, values in times.items()}
+
+
+def misses(count: int = 200) -> list[float]:
+    """Microseconds added by the first call of a new signature, its kernel's own time taken off."""
+    found = []
+    for d in range(8, 8 + count):
+        q = torch.randn(1, 8, 1, d)
+        start = time.perf_counter_ns()
+        F.scaled_dot_product_attention(q, q, q)
+        middle = time.perf_counter_ns()
+        polyattn.attention(q, q, q, layout="BHSD")
+        found.append((time.perf_counter_ns() - middle - (middle - start)) / 1000)
+    return found[10:]
+
+
+def added(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Per dispatcher: median call, median added cost, and its interquartile range, round by round."""
+    base = times["direct SDPA"]
+    rows = {}
+    for name, values in times.items():
+        extra = sorted(a - b for a, b in zip(values, base, strict=True))
+        low, _, high = statistics.quantiles(extra, n=4)
+        rows[name] = {"call": statistics.median(values), "added": statistics.median(extra), "spread": high - low}
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--calls", type=int, default=3000)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        q, k, v = (torch.randn(1, 8, 1, 64) for _ in range(3))
+        calls = candidates(q, k, v)
+        check(calls)
+        rows = added(interleaved(calls, args.rounds, args.calls))
+        growing = added(varying_lengths(args.rounds, args.calls))
+        rows["bind, growing keys"] = growing["bind, growing keys"]
+        first = misses()
+    rows["miss"] = {"call": float("nan"), "added": statistics.median(first), "spread": 0.0}
+    print(f"{'dispatcher':36s} {'call us':>9s} {'added us':>9s} {'spread':>7s}  budget")
+    for name, row in rows.items():
+        budget = f"{BUDGETS[name]:g} us, {'ok' if row['added'] <= BUDGETS[name] else 'OVER'}" if name in BUDGETS else ""
+        print(f"{name:36s} {row['call']:9.2f} {row['added']:9.2f} {row['spread']:7.2f}  {budget}")
+    if args.json:
+        result = {
+            "benchmark": "dispatch",
+            "date": datetime.date.today().isoformat(),
+            "machine": platform.processor() or platform.machine(),
+            "versions": _versions(),
+            "rounds": args.rounds,
+            "calls": args.calls,
+            "rows": rows,
+            "budgets": BUDGETS,
+        }
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata as metadata
+
+    found = {"python": platform.python_version()}
+    for name in ("polyattn", "torch", "transformers", "diffusers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "from source" if name == "polyattn" else "absent"
+    return found
+
+
+if __name__ == "__main__":
+    main()

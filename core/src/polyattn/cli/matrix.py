@@ -1,0 +1,268 @@
+"""`polyattn matrix`: every backend on every platform, with its evidence and its limits, as text, markdown or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ..errors import ConfigError, did_you_mean
+from ..inspection import support_matrix
+from ..plugins import get_manager
+from ..records import BackendInfo, Provider
+from .probes import Limits, Sheet, limits
+from .rendering import STANDINGS, grid, progress, screen, show_json, standing, title
+
+__all__ = ["matrix"]
+
+FORMATS = ("text", "markdown", "json")
+NOTHING = "-"
+MARKS = {"available": "●", "planned": "○"}
+SHORT = {"vendor code": "vendor", "interpreter": "interp."}
+LEGEND = (
+    ("available", "its adapter is part of this version: it runs where its device and its packages are"),
+    ("planned", "its limits are declared, its adapter is not built: it is never selected"),
+)
+LEVELS = (
+    ("hardware", "conformance passed on that device, on that date"),
+    ("interpreter", "conformance passed under Triton's interpreter, on a CPU"),
+    ("vendor code", "the vendor's own code was run off the device"),
+    ("emulator", "checked against an emulator of the documented operation"),
+    ("declared", "read from documentation and source; nothing was run"),
+    ("stale", "the sources have changed since"),
+)
+CELLS = (
+    ("native", "the kernel does it"),
+    ("lowered", "an exact rewrite of that name does it"),
+    ("no", "refused, with a reason"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A backend on one platform, whatever this machine is."""
+
+    adapter: str
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.adapter} · {self.evidence}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """All of the matrix. `backends`: `polyattn.support_matrix()`; `cells`: backend name -> platform -> cell."""
+
+    platforms: tuple[str, ...]
+    backends: list[dict[str, Any]]
+    cells: dict[str, dict[str, Cell]]
+    sheets: tuple[Sheet, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "platforms": list(self.platforms),
+            "cells": {
+                name: {platform: dataclasses.asdict(cell) for platform, cell in row.items()}
+                for name, row in self.cells.items()
+            },
+            "limits": {sheet.key: sheet.to_dict() for sheet in self.sheets},
+            "backends": self.backends,
+        }
+
+
+def gather() -> Support:
+    """Ask every backend. Takes a second or two."""
+    manager = get_manager()
+    backends = support_matrix()
+    found: dict[str, dict[str, Cell]] = defaultdict(dict)
+    for row in backends:
+        info = manager.backends[row["name"], row["platform"]]
+        row["adapter"] = "planned" if info.planned else "available"
+        found[info.name][info.platform] = Cell(row["adapter"], row["evidence"])
+    order = sorted(found, key=lambda name: (all(c.adapter == "planned" for c in found[name].values()), name))
+    platforms = tuple(p for p in manager.platforms if any(p in row for row in found.values()))
+    return Support(platforms, backends, {name: found[name] for name in order}, limits())
+
+
+def matrix(
+    layout: Annotated[str, typer.Option("--format", metavar="WORD", help="text, markdown or json.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
+) -> None:
+    """Show which backend exists on which platform, how far it was shown to work, and what its kernels can do.
+
+    The answer is the same on every machine; `polyattn list` says what can be used on this one.
+    """
+    if layout not in FORMATS:
+        raise ConfigError(
+            f"--format {layout!r} is not known.{did_you_mean(layout, FORMATS)} Allowed: {', '.join(FORMATS)}"
+        )
+    layout = "json" if as_json else layout
+    console = screen()
+    with progress(console, quiet=layout != "text") as bar:
+        bar.add_task("asking every backend", total=None)
+        support = gather()
+    if layout == "json":
+        show_json(support.to_dict())
+    elif layout == "markdown":
+        print(markdown(support))
+    else:
+        _print(console, support)
+
+
+def _print(console: Console, support: Support) -> None:
+    console.print(title("Backends and platforms"))
+    console.print()
+    table = grid("!backend", *(f"!{p}" for p in support.platforms), tight=True)
+    for name, row in support.cells.items():
+        table.add_row(Text(name, style="name"), *(_mark(row.get(p)) for p in support.platforms))
+    console.print(table)
+    console.print()
+    for where, text in _details(support):
+        console.print(Text.assemble((f"{where}  ", "name"), text))
+    _legend(console, [(f"{MARKS[word]} {word}", meaning) for word, meaning in LEGEND])
+    _legend(console, [(SHORT.get(word, word), meaning) for word, meaning in LEVELS])
+    for sheet in support.sheets:
+        console.print()
+        console.print(title(sheet.title, "what the kernels do, planned ones as declared"))
+        console.print()
+        limits_table = grid("backend", *sheet.columns, tight=True)
+        for line in sheet.rows:
+            limits_table.add_row(
+                _who(line, support), *(standing(_short(cell), muted=line.planned) for cell in line.cells)
+            )
+        console.print(limits_table)
+    console.print()
+    _legend(console, CELLS)
+
+
+def _mark(cell: Cell | None) -> Text:
+    if cell is None:
+        return standing(NOTHING)
+    level = cell.evidence.partition(" (")[0]
+    mark = Text(f"{MARKS[cell.adapter]} ", style=STANDINGS[cell.adapter])
+    return mark.append_text(standing(SHORT.get(level, level) + (" stale" if cell.evidence.endswith("stale") else "")))
+
+
+def _details(support: Support) -> Iterable[tuple[str, str]]:
+    """Evidence that says more than its level."""
+    for name, row in support.cells.items():
+        for platform, cell in row.items():
+            if "(" in cell.evidence:
+                yield f"{name}@{platform}", cell.evidence
+
+
+def _who(line: Limits, support: Support) -> Text:
+    """The backend, and its platforms where they are not all of them."""
+    adapter = "planned" if line.planned else "available"
+    who = Text.assemble((f"{MARKS[adapter]} ", STANDINGS[adapter]), (line.name, "name"))
+    if set(line.platforms) != set(support.cells[line.name]):
+        who.append(f" {', '.join(line.platforms)}", style="quiet")
+    return who
+
+
+def _short(cell: str) -> str:
+    """On a terminal the names of rewrites stay out; `--format markdown` has them."""
+    return re.sub(r"lowered: [^;(]*[^;( ]", "lowered", cell)
+
+
+def _legend(console: Console, words: Iterable[tuple[str, str]]) -> None:
+    for word, meaning in words:
+        console.print(Text.assemble(standing(f"{word:<13}"), (meaning, "quiet")))
+
+
+def markdown(support: Support) -> str:
+    """docs/support-matrix.md, without a final newline."""
+    lines = [
+        "# Support matrix",
+        "",
+        "Generated by `polyattn matrix --format markdown`; do not edit. It says the same on every machine: what can be",
+        "used on one of them is what `polyattn list` and `polyattn doctor` print there.",
+        "",
+        "## Backends and platforms",
+        "",
+        *_rows(
+            ("backend", *support.platforms),
+            (
+                (f"`{name}`", *(str(row[p]) if p in row else NOTHING for p in support.platforms))
+                for name, row in support.cells.items()
+            ),
+        ),
+        "",
+        *_bullets(LEGEND),
+        "",
+        "After the dot, the evidence:",
+        "",
+        *_bullets(LEVELS),
+        "",
+        "## Limits",
+        "",
+        "Found by asking the capability rows that decide about every call: one plain request, then the same with one",
+        "feature more.",
+        "",
+        *_bullets(CELLS),
+        "",
+        "In brackets: the architectures, phases or page sizes a cell is limited to. Planned backends are judged as declared.",
+    ]
+    for sheet in support.sheets:
+        lines += ["", f"### {sheet.title}", ""]
+        body = ((_cell_name(line), ", ".join(line.platforms), *line.cells) for line in sheet.rows)
+        lines += _rows(("backend", "platforms", *sheet.columns), body)
+    lines += [
+        "",
+        "## What each needs",
+        "",
+        "One provider is enough. What PyTorch and polyattn bring themselves is left out.",
+        "",
+    ]
+    lines += _rows(("backend", "platforms", "summary", "provider: needs", "note"), _needs())
+    return "\n".join(lines)
+
+
+def _rows(header: Iterable[str], body: Iterable[Iterable[str]]) -> list[str]:
+    head = list(header)
+    rule = ["---"] * len(head)
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *body)]
+
+
+def _bullets(words: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"- *{word}*: {meaning}" for word, meaning in words]
+
+
+def _cell_name(line: Limits) -> str:
+    return f"`{line.name}`{' (planned)' if line.planned else ''}"
+
+
+def _needs() -> Iterable[tuple[str, ...]]:
+    """A line per backend and what it needs; platforms with one answer share a line."""
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for (name, platform), info in sorted(get_manager().backends.items()):
+        groups[_need(name, info)].append(platform)
+    for (name, summary, needs, note), platforms in groups.items():
+        yield name, ", ".join(platforms), summary, needs, note
+
+
+def _need(name: str, info: BackendInfo) -> tuple[str, str, str, str]:
+    aliases = list(dict.fromkeys(alias.name for alias in info.aliases if alias.name != name))
+    shown = f"`{name}`" + (f" ({', '.join(f'`{a}`' for a in aliases)})" if aliases else "")
+    providers = "; ".join(text for provider in info.providers if (text := _provider(provider))) or NOTHING
+    notes = [info.note, f"approximate: {info.lossy}" if info.lossy else ""]
+    return shown, info.summary, providers, "; ".join(filter(None, notes)) or NOTHING
+
+
+def _provider(provider: Provider) -> str:
+    needs = [f"{need.distribution}{need.versions}" for need in provider.requires if need.distribution != "torch"]
+    return f"{provider.name}: {', '.join(needs)}" if needs else ""
+
+
+def cells_of(sheet: Sheet, name: str, platform: str) -> Mapping[str, str]:
+    """The cells of one backend on one platform, empty when it is not in the table."""
+    for line in sheet.rows:
+        if line.name == name and platform in line.platforms:
+            return dict(zip(sheet.columns, line.cells, strict=True))
+    return {}

@@ -1,0 +1,162 @@
+"""Put polyattn into transformers' registries, and take it out again."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+from packaging.version import Version
+
+from ...errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
+from .attention import make_forward
+from .guard import guarded
+from .keywords import HARMLESS
+from .masks import make_mask
+from .names import TAKEOVER, check_name, pinned_names
+
+__all__ = ["Entry", "entries", "install", "installed", "interfaces", "uninstall"]
+
+OLDEST = "5.0"
+
+
+@dataclasses.dataclass
+class Entry:
+    """A registered name: the backend it pins, its functions, and what stood there before."""
+
+    backend: str | None
+    harmless: frozenset[str]
+    attention: Any
+    mask: Any
+    before: tuple[Any, Any]
+
+
+_entries: dict[str, dict[str, Entry]] = {}
+"""By the name given to `install`, then by registered name."""
+
+_guards: list[tuple[Any, Any]] = []
+"""transformers' own method and the guard around it, while something is installed."""
+
+
+def interfaces() -> tuple[Any, Any, Any]:
+    """transformers' attention registry, its mask registry, and the base class of its models.
+
+    Raises:
+        BackendUnavailableError: transformers is missing or too old.
+    """
+    try:
+        host = importlib.import_module("transformers")
+    except ModuleNotFoundError as exc:
+        if exc.name != "transformers":
+            raise
+        raise BackendUnavailableError(
+            "transformers is not installed; pip install 'polyattn[transformers]', or transformers 5 or newer"
+        ) from exc
+    if Version(host.__version__) < Version(OLDEST):
+        raise BackendUnavailableError(
+            f"transformers {host.__version__} is installed, {OLDEST} or newer is needed: its attention functions are called "
+            f"otherwise before that; pip install -U transformers"
+        )
+    models = importlib.import_module("transformers.modeling_utils")
+    masks = importlib.import_module("transformers.masking_utils")
+    return models.AttentionInterface, masks.AttentionMaskInterface, models.PreTrainedModel
+
+
+def install(name: str = "polyattn", *, harmless: Iterable[str] = ()) -> tuple[str, ...]:
+    """Teach transformers the attention implementation `name`, for models loaded before and after.
+
+    Beside the name itself, which follows polyattn's overrides and automatic choice, `name|backend` is registered for
+    every dense backend polyattn knows: `attn_implementation="polyattn|fa3"` pins it. Calling again refreshes both.
+
+    Args:
+        name: what `attn_implementation=` will say. "sdpa" replaces transformers' own SDPA function for every model,
+            without pinned names.
+        harmless: more keywords of your models that say nothing about attention (others are refused by name).
+
+    Returns:
+        The names now registered.
+
+    Raises:
+        ConfigError: the name means something else to transformers, or is taken.
+        InvalidInputError: harmless is one string. BackendUnavailableError: see `interfaces`.
+    """
+    check_name(name)
+    if isinstance(harmless, str):
+        raise InvalidInputError(f"harmless={harmless!r} must be a list of keyword names: [{harmless!r}]")
+    words = HARMLESS | frozenset(harmless)
+    functions, masks, base = interfaces()
+    if name in _entries:
+        uninstall(name)
+    wanted: dict[str, str | None] = {name: None, **({} if name == TAKEOVER else pinned_names(name))}
+    here = functions._global_mapping
+    if taken := [n for n in wanted if n in here and n != TAKEOVER]:
+        raise ConfigError(
+            f"attention name {taken[0]!r} is already registered, by {here[taken[0]].__module__}; choose another name"
+        )
+    mask = make_mask(importlib.import_module("transformers.masking_utils").sdpa_mask)
+    added = {}
+    for registered, backend in wanted.items():
+        before = (here.get(registered), masks._global_mapping.get(registered))
+        added[registered] = Entry(backend, words, make_forward(backend, words), mask, before)
+        functions.register(registered, added[registered].attention)
+        masks.register(registered, mask)
+    _entries[name] = added
+    _guard(base)
+    return tuple(added)
+
+
+def uninstall(name: str | None = None) -> None:
+    """Take the names back out, all of them or those of one `install`; what they replaced comes back.
+
+    Models that still carry a name say so at their next call; give them another with `set_attn_implementation`.
+
+    Raises:
+        ConfigError: nothing was installed under that name.
+    """
+    if name is not None and name not in _entries:
+        raise ConfigError(
+            f"uninstall({name!r}): that name is not installed.{did_you_mean(name, _entries)} "
+            f"Installed: {', '.join(_entries) or 'none'}"
+        )
+    if not _entries:
+        return
+    functions, masks, base = interfaces()
+    for group in [name] if name is not None else list(_entries):
+        for registered, entry in _entries.pop(group).items():
+            for registry, own, before in zip(
+                (functions, masks), (entry.attention, entry.mask), entry.before, strict=True
+            ):
+                # Somebody may have registered over it since: then it is theirs.
+                if registry._global_mapping.get(registered) is not own:
+                    continue
+                if before is None:
+                    del registry._global_mapping[registered]
+                else:
+                    registry.register(registered, before)
+    if not _entries:
+        original, guard = _guards.pop()
+        if base.get_correct_attn_implementation is guard:
+            base.get_correct_attn_implementation = original
+
+
+def entries() -> dict[str, Entry]:
+    """Every registered name with what stands behind it."""
+    return {name: entry for group in _entries.values() for name, entry in group.items()}
+
+
+def installed() -> dict[str, str | None]:
+    """Every registered name with the backend it pins, None = chosen per call."""
+    return {name: entry.backend for name, entry in entries().items()}
+
+
+def _guard(base: Any) -> None:
+    if not _guards:
+        original = base.get_correct_attn_implementation
+        _guards.append((original, guarded(original, _needs_guard)))
+        base.get_correct_attn_implementation = _guards[0][1]
+
+
+def _needs_guard(name: str) -> bool:
+    # Those models handle "sdpa" themselves.
+    return name != TAKEOVER and name in installed()

@@ -1,0 +1,215 @@
+"""How a backend is called by the kit: through the public calls where they can say what a case asks, else as bound."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import dispatch, inspection, serving_calls
+from ..autograd import differentiable
+from ..choose import choose, device_facts
+from ..errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError, did_you_mean
+from ..inspection import catalogue, list_backends
+from ..overrides import SCOPE
+from ..plugins import _import_target, get_manager
+from ..records import AttentionRequest, BackendInfo, Provider, Row
+from ..selection import Choice, Policy, select
+from .cases import Case
+from .values import declared
+
+__all__ = ["Installed", "OffChip", "Target", "out_of", "sayable"]
+
+_COMMON = frozenset(
+    ("family", "dtype", "head_dim", "v_head_dim", "causal", "window", "softcap", "sinks", "mask", "scale")
+    + ("lse", "deterministic", "s_relation", "zero_size")
+)
+_SAYABLE = {
+    "dense": _COMMON | {"dropout", "grad", "misaligned", "transform"},
+    "varlen": _COMMON | {"dropout", "grad", "misaligned"},
+    "paged": _COMMON | {"phase", "kv_dtype", "page_size", "kv_layout", "kv_scales", "save_kv_cache"},
+    "mla": _COMMON - {"softcap", "sinks"} | {"phase", "page_size"},
+}
+"""Fields that the public call of a family can ask for; a case that needs another one is called as bound."""
+
+
+def sayable(case: Case) -> bool:
+    """Whether the public call of the family can ask for this case."""
+    request = case.request
+    known = _SAYABLE.get(request.family, frozenset())
+    if any(name not in known for name, _ in request.normalised().active() if name != "group"):
+        return False
+    if request.family == "varlen":
+        return request.s_relation != "fewer"
+    if request.family in ("paged", "mla"):
+        decode = case.longest[0] == 1
+        return request.phase == ("decode" if decode else "extend") and request.s_relation == (
+            "one" if decode else "fewer"
+        )
+    return True
+
+
+class Target(Protocol):
+    """A backend that cases can be run against."""
+
+    name: str
+    device: torch.device
+
+    def call(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], out: Tensor | None) -> Any:
+        """out, or (out, lse): what the call of the family returns."""
+        ...
+
+
+class Installed:
+    """A backend as this machine has it, on one of its devices.
+
+    Raises:
+        BackendUnavailableError: it is unknown, or cannot run here.
+    """
+
+    def __init__(self, name: str, device: torch.device | str = "cpu") -> None:
+        self.name, self.device = name, torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.facts = device_facts(self.device)
+        self.platform: str = self.facts["platform"]
+        manager = get_manager()
+        known = {n for n, platform in manager.backends if platform == self.platform}
+        if name not in known:
+            raise BackendUnavailableError(
+                f"no backend {name!r} is registered for {self.platform}.{did_you_mean(name, known)} "
+                f"Known: {', '.join(sorted(known))}; `polyattn list` shows all"
+            )
+        status = next(s for s in list_backends(self.platform) if s.name == name)
+        if status.status != "available":
+            raise BackendUnavailableError(f"{name}@{self.platform} is {status.status}: {'; '.join(status.reasons)}")
+        self.info: BackendInfo = manager.backends[name, self.platform]
+        missing = next(o.missing for o in catalogue().offers if o.info is self.info)
+        self.providers: tuple[Provider, ...] = tuple(
+            p for p in self.info.providers if not p.planned and p.name not in missing
+        )
+        self.rows: tuple[Row, ...] = tuple(row for p in self.providers for row in p.rows)
+
+    def call(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], out: Tensor | None) -> Any:
+        if sayable(case):
+            return _public(case, tensors, extra, out, self.name)
+        chosen = choose(self.request(case), self.name, SCOPE.get())
+        if chosen.info is not self.info:
+            raise UnsupportedRequestError(f"{chosen.selection.backend} was chosen: {'; '.join(chosen.selection.notes)}")
+        forward = dispatch.runner(chosen, case.request.lse, False, _head_axis(case.request))
+        return _bound(forward, case, tensors, extra, out)
+
+    def request(self, case: Case) -> AttentionRequest:
+        """The case's request on this machine, in normal form."""
+        return dataclasses.replace(case.request, **self.facts).normalised()
+
+    def asked(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> AttentionRequest:
+        """What the public call makes of a case: nothing of it may be lost on the way."""
+        call, positional, keywords = _arguments(case, tensors, extra)
+        return inspection.explain(call, *positional, backend=self.name, **keywords).request
+
+    def refuse(self, case: Case) -> PolyattnError | None:
+        """The refusal of a request, None when it was accepted."""
+        policy = Policy(Choice(self.name, "conformance"), strict=True)
+        try:
+            select(self.request(case), catalogue(), policy)
+        except (UnsupportedRequestError, BackendUnavailableError) as exc:
+            return exc
+        return None
+
+
+class OffChip:
+    """An adapter bound for another platform and run on the CPU: what a vendor-neutral adapter computes there.
+
+    Args:
+        name, platform: of the backend. options: of the backend, as `AttentionRequest.options`.
+    """
+
+    def __init__(self, name: str, platform: str, options: tuple[tuple[str, Any], ...] = ()) -> None:
+        self.name, self.platform, self.options = name, platform, options
+        self.device = torch.device("cpu")
+        self.facts = {"platform": platform}
+        self.info = get_manager().backends[name, platform]
+        self.rows = tuple(row for p in self.info.providers if not p.planned for row in p.rows)
+
+    def call(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], out: Tensor | None) -> Any:
+        request = dataclasses.replace(case.request, platform=self.platform, options=self.options).normalised()
+        provider = next(p for p in self.info.providers if not p.planned and declared(p.rows, request))
+        adapter: Any = _import_target(provider.target)()
+        bound = adapter.bind(request)
+        forward = bound.forward
+        if bound.backward is not None and request.grad:
+            forward = differentiable(bound, request.lse, _head_axis(request))
+        return _bound(forward, case, tensors, extra, out)
+
+
+def _head_axis(request: AttentionRequest) -> int:
+    return 2 if request.layout == "BSHD" else 1
+
+
+def _bound(
+    forward: Callable[..., Any],
+    case: Case,
+    tensors: Mapping[str, Tensor],
+    extra: Mapping[str, Any],
+    out: Tensor | None,
+) -> Any:
+    given = dict(tensors)
+    names = {"paged": ("query", "key_cache", "value_cache"), "mla": ("query", "cache")}
+    positional = [given.pop(name) for name in names.get(case.request.family, ("query", "key", "value"))]
+    mask = given.pop("mask", None)
+    return forward(*positional, **extra, **given, attn_mask=mask, out=out)
+
+
+def _public(case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], out: Tensor | None, name: str) -> Any:
+    call, positional, keywords = _arguments(case, tensors, extra)
+    if case.request.transform == "subclass":
+        positional = tuple(t.as_subclass(_Labelled) for t in positional)
+    if case.request.transform == "vmap":
+        # Two samples of which the second is twice the first: mixing them up would be seen.
+        stacked = [torch.stack([t, 2 * t]) for t in positional]
+        mapped = torch.vmap(lambda q, k, v: call(q, k, v, backend=name, **keywords))(*stacked)
+        return tuple(t[0] for t in mapped) if isinstance(mapped, tuple) else mapped[0]
+    return call(*positional, backend=name, out=out, **keywords)
+
+
+class _Labelled(Tensor):
+    """The plainest tensor subclass."""
+
+
+def _arguments(
+    case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]
+) -> tuple[Any, tuple[Tensor, ...], dict[str, Any]]:
+    """(the public call, its positional and its keyword arguments)."""
+    r = case.request
+    causal: bool | str = {"none": False, "bottom_right": True}.get(r.causal, r.causal)
+    keywords: dict[str, Any] = {"causal": causal, "window": r.window, "scale": r.scale, "return_lse": r.lse}
+    keywords |= {"deterministic": r.deterministic, "attn_mask": tensors.get("mask"), **extra}
+    if r.family != "mla":
+        keywords |= {"softcap": r.softcap, "sinks": tensors.get("sinks")}
+    if r.family == "dense":
+        keywords |= {"layout": r.layout, "dropout_p": r.dropout}
+    if r.family == "varlen":
+        keywords["dropout_p"] = r.dropout
+    if r.family == "paged":
+        keywords |= {name: tensors.get(name) for name in ("key", "value", "k_scale", "v_scale")}
+        keywords |= {"kv_layout": r.kv_layout or "NHD", "save_kv_cache": bool(r.save_kv_cache)}
+        caches = (tensors["query"], tensors["key_cache"], tensors["value_cache"])
+        return serving_calls.paged_attention, caches, keywords
+    if r.family == "mla":
+        return serving_calls.mla_attention, (tensors["query"], tensors["cache"]), keywords | {"v_head_dim": r.dims[1]}
+    call = dispatch.attention if r.family == "dense" else dispatch.varlen_attention
+    return call, (tensors["query"], tensors["key"], tensors["value"]), keywords
+
+
+def out_of(case: Case, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The `out=` of a case, full of NaN; None where the case gives none."""
+    if not case.out:
+        return None
+    if case.out == "contiguous":
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+    wide = torch.full((*shape[:-1], shape[-1] + 3), float("nan"), dtype=dtype, device=device)
+    return wide[..., : shape[-1]]

@@ -1,0 +1,82 @@
+"""One case of conformance: a request, the lengths of its sequences, and how its tensors lie in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Literal
+
+from ..records import AttentionRequest
+
+__all__ = ["Case", "Check"]
+
+Check = Literal["values", "decode", "split", "dropout", "refusal"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """What one test of a backend asks. Its `id` says everything that is not usual, and names the random seed.
+
+    Attributes:
+        request: as a caller would make it (not in normal form, so that spellings are tested too).
+        lengths: (S_q, S_k) of each sequence; a dense batch has equal ones. Empty for requests that are only judged.
+        check: `values` against the reference; `decode`, one query against the last row of prefill; `split`, keys in two
+            parts and merged; `dropout`, its statistics; `refusal`, it must be refused.
+        storage: of the inputs, see `polyattn.testing.problems.stored`.
+        out: the output tensor given: empty = none, `contiguous`, or `strided`.
+        sink: `usual`, `dominant` (30 nats above every LSE), or `off` (one is -inf).
+        mask_shape: which axes of [B, H_q] the mask has: `full`, `batch`, `heads`, `one`, or `expanded` (stride 0).
+        mask_dtype: of an additive mask: `same` as the query's, or `float32`.
+        closed_rows: the mask hides every key from every fifth query.
+        new_rows: paged: the queries' own keys and values are arguments, not yet in the cache.
+        fields: of a refusal: the fields of which one must be named in a reason.
+    """
+
+    request: AttentionRequest
+    lengths: tuple[tuple[int, int], ...] = ()
+    check: Check = "values"
+    storage: str = "contiguous"
+    out: str = ""
+    sink: str = "usual"
+    mask_shape: str = "full"
+    mask_dtype: str = "same"
+    closed_rows: bool = False
+    new_rows: bool = False
+    fields: tuple[str, ...] = ()
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """(S_q, S_k), each the longest."""
+        return max((q for q, _ in self.lengths), default=0), max((k for _, k in self.lengths), default=0)
+
+    @cached_property
+    def id(self) -> str:
+        r = self.request
+        words = [r.family, r.dtype]
+        if self.check != "values":
+            words.append(self.check)
+        if self.lengths and r.family == "dense":
+            words.append(f"B{len(self.lengths)}_S{self.longest[0]}x{self.longest[1]}")
+        elif self.lengths:
+            words.append("S" + "_".join(f"{q}x{k}" for q, k in self.lengths))
+        words += [f"H{r.heads}x{r.kv_heads}", f"D{r.head_dim}x{r.dims[1]}", *([] if r.layout == "BSHD" else [r.layout])]
+        if self.storage != "contiguous":
+            words.append(self.storage)
+        for name, value in r.active():
+            if name not in ("group", "v_head_dim"):
+                words.append(name if value is True else f"{name}={_word(value)}")
+        if self.sink != "usual":
+            words.append(f"sink_{self.sink}")
+        words += [f"mask_{word}" for word in (self.mask_shape, self.mask_dtype) if word not in ("full", "same")]
+        words += [f"out_{self.out}"] if self.out else []
+        words += [name for name in ("closed_rows", "new_rows") if getattr(self, name)]
+        return "-".join(words)
+
+    def __str__(self) -> str:
+        return self.id
+
+
+def _word(value: object) -> str:
+    if isinstance(value, tuple):
+        return "_".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

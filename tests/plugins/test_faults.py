@@ -1,0 +1,214 @@
+"""The fault set: whatever a plugin does wrong, the host goes on and says so, and asking for it gets the cause."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import polyattn
+from polyattn.errors import BackendUnavailableError, PluginError
+
+GOOD = """
+@hookimpl
+def polyattn_register_backends():
+    return [info("acme")]
+"""
+
+
+def registers(what: str) -> str:
+    return f"@hookimpl\ndef polyattn_register_backends():\n    {what}\n"
+
+
+class Fault(NamedTuple):
+    """A plugin that cannot be used: `reason` is searched in its report, `cause` is the exception behind it."""
+
+    id: str
+    source: str
+    reason: str
+    cause: type[BaseException] = PluginError
+    state: str = "broken"
+
+
+FAULTS = [
+    Fault("raises at import", "raise RuntimeError('no driver 470')", "RuntimeError: no driver 470", RuntimeError),
+    Fault("does not parse", "def broken(:", "SyntaxError", SyntaxError),
+    Fault("imports what is not there", "import acme_sdk_that_is_not_here", "acme_sdk", ModuleNotFoundError),
+    Fault("backends hook raises", registers("raise OSError('no device')"), "OSError: no device", OSError),
+    Fault(
+        "platforms hook raises",
+        "@hookimpl\ndef polyattn_register_platforms():\n    raise KeyError('x')\n" + GOOD,
+        "KeyError",
+        KeyError,
+    ),
+    Fault(
+        "generator raises midway",
+        registers("yield info('acme'); raise ValueError('second record')"),
+        "ValueError: second record",
+        ValueError,
+    ),
+    Fault("hook returns nothing", registers("pass"), "returned None, an iterable of records is needed"),
+    Fault("hook returns text", registers("return 'acme'"), "returned 'acme', an iterable of records is needed"),
+    Fault("hook returns one record", registers("return info('acme')"), "an iterable of records is needed"),
+    Fault("record of another type", registers("return [{'name': 'acme'}]"), "a BackendInfo is needed"),
+    Fault("second record is bad", registers("return [info('acme'), info('acme_b', 'toaster')]"), "no such platform"),
+    Fault("two records of one id", registers("return [info('acme'), info('acme')]"), "acme@cpu is registered already"),
+    Fault(
+        "a backend of core's",
+        registers("return [info('acme'), info('torch_sdpa')]"),
+        "torch_sdpa@cpu is registered already by plugin 'core'; give it another name",
+    ),
+    Fault(
+        "a platform of core's",
+        "@hookimpl\ndef polyattn_register_platforms():\n    return [PlatformInfo('cpu', 'cpu', 'm:f')]\n" + GOOD,
+        "platform 'cpu' is registered already by plugin 'core'",
+    ),
+    Fault("unknown platform", registers("return [info('acme', 'cdua')]"), "acme@cdua: no such platform.*'cuda'"),
+    Fault(
+        "bad name", registers("return [info('Acme-3')]"), "'Acme-3' must be lower case letters, digits and underscor"
+    ),
+    Fault("no provider", registers("return [info('acme', providers=())]"), "acme@cpu has no provider"),
+    Fault(
+        "two providers of one name",
+        registers("p = info('x').providers; return [info('acme', providers=p * 2)]"),
+        "two providers of one name: own, own",
+    ),
+    Fault(
+        "no capability row",
+        registers("return [info('acme', providers=(Provider('own', (), 'm:C'),))]"),
+        "provider 'own' declares no capability row",
+    ),
+    Fault(
+        "target without a class",
+        registers("return [info('acme', target='acme.kernel')]"),
+        "target 'acme.kernel' must read 'package.module:Class'",
+    ),
+    Fault(
+        "rules, yet never automatic",
+        registers("return [info('acme', priority=None, auto=(AutoRule(1, 'always'),))]"),
+        "platform rules but is never automatic",
+    ),
+    Fault(
+        "row of an unknown field",
+        registers("return [info('acme', providers=(Provider('own', (row(causl=True),)),))]"),
+        "'causl', which is no request field. Did you mean 'causal'",
+    ),
+    Fault(
+        "misspelt hook",
+        GOOD + "@hookimpl\ndef polyattn_report_capabilities(backend, request):\n    return None\n",
+        "polyattn_report_capabilities is no hook of polyattn. Did you mean 'polyattn_report_capability'",
+    ),
+    Fault(
+        "misspelt hook, not marked",
+        "def polyattn_register_backend():\n    return []\n",
+        "polyattn_register_backend is no hook of polyattn. Did you mean 'polyattn_register_backends'",
+    ),
+    Fault(
+        "misspelt prefix", "@hookimpl\ndef polyatn_register_backends():\n    return []\n", "polyatn_register", Exception
+    ),
+    Fault(
+        "hook not marked",
+        "def polyattn_register_backends():\n    return [info('acme')]\n",
+        "polyattn_register_backends is defined but not marked with polyattn.hookspecs.hookimpl",
+    ),
+    Fault(
+        "load_forward omits an argument",
+        GOOD + "@hookimpl\ndef polyattn_load_forward(backend, request):\n    return None\n",
+        "polyattn_load_forward must take every argument of its spec, it lacks provider",
+    ),
+    Fault(
+        "report_capability omits an argument",
+        GOOD + "@hookimpl\ndef polyattn_report_capability(request):\n    return None\n",
+        "polyattn_report_capability must take every argument of its spec, it lacks backend",
+    ),
+    Fault(
+        "an argument with a default is not taken",
+        GOOD + "@hookimpl\ndef polyattn_report_capability(backend, request=None):\n    return None\n",
+        "it lacks request",
+    ),
+    Fault(
+        "an argument too many",
+        GOOD + "@hookimpl\ndef polyattn_report_capability(backend, request, device):\n    return None\n",
+        "device",
+        Exception,
+    ),
+    Fault(
+        "API too new",
+        "POLYATTN_API_VERSION = 99\n" + GOOD,
+        "speaks plugin API 99.*upgrade polyattn",
+        PluginError,
+        "incompatible",
+    ),
+    Fault(
+        "API too old",
+        "POLYATTN_API_VERSION = 0\n" + GOOD,
+        "speaks plugin API 0.*upgrade the plugin",
+        PluginError,
+        "incompatible",
+    ),
+    Fault("API is no number", "POLYATTN_API_VERSION = '1'\n" + GOOD, "POLYATTN_API_VERSION='1' is not an integer"),
+]
+faults = pytest.mark.parametrize("fault", FAULTS, ids=[f.id for f in FAULTS])
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    found = []
+    while error is not None:
+        found.append(error)
+        error = error.__cause__
+    return found
+
+
+@faults
+def test_the_host_survives_and_the_report_names_it(site, fault, caplog):
+    site.add("acme", fault.source)
+    site.add("zebra", registers("return [info('zebra')]"))
+    manager = site.use()
+    report = manager.plugins["acme"]
+    assert (report.state, report.label) == (fault.state, "acme (fake-acme 1.0)")
+    assert re.search(fault.reason, report.reason, re.DOTALL), report.reason
+    assert isinstance(report.error, fault.cause)
+    assert type(report.error).__name__ in report.traceback
+    assert list(manager.broken()) == [report]
+    assert "plugin acme (fake-acme 1.0) was left out" in caplog.text
+    assert manager.plugins["zebra"].backends == ("zebra@cpu",), "a plugin after the broken one is not lost"
+    q = torch.randn(1, 3, 2, 8)
+    here = q.transpose(1, 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(here, here, here).transpose(1, 2)
+    torch.testing.assert_close(polyattn.attention(q, q, q), expected)
+
+
+@faults
+def test_nothing_of_it_stays_behind(site, fault):
+    site.add("acme", fault.source)
+    manager = site.load()
+    assert manager.plugins["acme"].backends == ()
+    assert {b.id for b in manager.backends.values()} == set(manager.plugins["core"].backends)
+    assert all(platform.detect.startswith("polyattn.platforms:") for platform in manager.platforms.values())
+    owners = {p.plugin_name for hook in vars(manager._pm.hook).values() for p in hook.get_hookimpls()}
+    assert owners == {"core"}
+
+
+@faults
+def test_asking_for_it_by_name_raises_with_the_cause(site, fault):
+    site.add("acme", fault.source)
+    manager = site.use()
+    q = torch.randn(1, 3, 2, 8)
+    with pytest.raises(
+        BackendUnavailableError, match=r"no backend is named 'acme'.*acme \(fake-acme 1.0\): "
+    ) as caught:
+        polyattn.attention(q, q, q, backend="acme")
+    assert manager.plugins["acme"].error in causes(caught.value)
+
+
+@faults
+def test_strict_raises_at_every_load(site, fault):
+    site.add("acme", fault.source)
+    manager = site.host(POLYATTN_STRICT="1")
+    for _ in range(2):
+        with pytest.raises(PluginError, match=r"plugin acme \(fake-acme 1.0\): ") as caught:
+            manager.load()
+        assert re.search(fault.reason, str(caught.value), re.DOTALL)
+        assert isinstance(caught.value.__cause__, fault.cause)
