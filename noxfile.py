@@ -172,7 +172,7 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure import time and dispatch cost; a report, not a gate."""
     for name in ("import_time.py", "dispatch.py"):
-        shared(session, f"benchmarks/{name}", *session.posargs)
+        shared(session, f"benchmarks/{name}")
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)

@@ -61,7 +61,7 @@ def test_a_plugin_for_another_polyattn_is_not_imported(site, requires, reason):
     assert report.reason.startswith(f"acme (fake-acme 1.0) {reason}")
     assert module not in sys.modules
     assert reason in refusal()
-    with pytest.raises(PluginError, match="found 0.1.0"):
+    with pytest.raises(PluginError, match=r"found 0\.1\.0"):
         site.load(POLYATTN_STRICT="1")
 
 
@@ -111,7 +111,9 @@ def test_a_plugin_that_is_not_allowed_is_never_imported(site, environ, variable)
 
 
 def test_core_needs_no_permission(site):
-    assert [*site.load(POLYATTN_PLUGINS="").plugins] == ["core"]
+    manager = site.load(POLYATTN_PLUGINS="")
+    assert [p.name for p in manager.plugins.values() if p.state == "ready"] == ["core"]
+    assert {p.state for p in manager.plugins.values()} <= {"ready", "not allowed"}
 
 
 def test_a_list_that_names_nobody_is_told(site, caplog):
@@ -129,7 +131,7 @@ def test_two_distributions_with_one_entry_name(site):
     assert "two plugins are named 'acme': acme-fork 1.0 and acme-kernels 1.0; none was loaded" in report.reason
     assert not set(modules) & set(sys.modules)
     assert "two plugins are named 'acme'" in refusal()
-    with pytest.raises(PluginError, match="acme-fork 1.0 and acme-kernels 1.0"):
+    with pytest.raises(PluginError, match=r"acme-fork 1\.0 and acme-kernels 1\.0"):
         site.load(POLYATTN_STRICT="1")
 
 
@@ -175,20 +177,17 @@ def test_whoever_takes_the_name_of_core_cannot_take_the_host_down(site):
 
 def test_the_order_on_the_path_decides_nothing(site, tmp_path, monkeypatch):
     """Two plugins bring one backend: the first name in order has it, whichever folder comes first."""
-    first, second = tmp_path / "a", tmp_path / "b"
-    for folder, name in ((first, "alpha"), (second, "beta")):
-        folder.mkdir()
-        site.folder = folder
+    for name in ("alpha", "beta"):
+        site.folder = tmp_path / name
+        site.folder.mkdir()
         site.add(name, good("shared"))
-        sys.path.append(str(folder))
-        monkeypatch.setattr(sys, "path", sys.path[:])
-    for _ in range(2):
+    for order in (("alpha", "beta"), ("beta", "alpha")):
+        for name in order:
+            monkeypatch.syspath_prepend(tmp_path / name)
         manager = site.load()
-        assert [b.name for b in manager.backends.values() if manager.owner(b).name == "alpha"] == ["shared"]
+        assert manager.plugins["alpha"].backends == ("shared@cpu",)
         assert manager.plugins["beta"].state == "broken"
         assert "shared@cpu is registered already by plugin 'alpha'" in manager.plugins["beta"].reason
-        sys.path.remove(str(second))
-        sys.path.insert(0, str(second))
 
 
 def test_a_dangling_entry_point(site):
@@ -218,32 +217,39 @@ def test_importing_packages_named_like_polyattn_is_no_misspelt_hook(site):
     assert site.load().plugins["acme"].state == "ready"
 
 
-VENDOR = "raise ImportError('libacme.so.3: cannot open shared object file')"
+PLATFORM = """
+@hookimpl
+def polyattn_register_platforms():
+    return [PlatformInfo("board", "board", "polyattn.platforms:detect_cpu", plugin="board_kernels")]
+
+@hookimpl
+def polyattn_register_backends():
+    return [info("plain", "board", evidence="hardware")]
+"""
 
 
 def test_the_broken_plugin_of_the_device_in_use_is_an_error(site):
-    site.add("cuda", VENDOR)
+    site.add("board", PLATFORM)
+    site.add("board_kernels", "raise ImportError('libacme.so.3: cannot open shared object file')")
     manager = site.use()
-    request = AttentionRequest(platform="cuda", arch="sm90")
-    with pytest.raises(
-        BackendUnavailableError, match=r"plugin of this device, cuda \(fake-cuda 1.0\).*libacme"
-    ) as caught:
+    request = AttentionRequest(platform="board", dtype="float32")
+    with pytest.raises(BackendUnavailableError, match=r"the plugin of this device, board_kernels .*libacme") as caught:
         polyattn.explain(request)
-    assert caught.value.__cause__ is manager.plugins["cuda"].error
-    assert polyattn.explain(AttentionRequest(platform="cpu")).backend == "torch_sdpa"
-    assert polyattn.explain(request, backend="torch_sdpa").backend == "torch_sdpa"
+    assert caught.value.__cause__ is manager.plugins["board_kernels"].error
+    assert polyattn.explain(AttentionRequest(platform="cpu")).backend == "torch_sdpa", "other devices go on"
+    assert polyattn.explain(request, backend="plain").backend == "plain", "and so does what is asked for by name"
 
 
 def test_the_plugin_of_the_device_left_out_on_purpose_is_no_error(site):
-    site.add("cuda", VENDOR)
-    site.use(POLYATTN_DISABLE="cuda")
-    assert polyattn.explain(AttentionRequest(platform="cuda", arch="sm90")).backend == "torch_sdpa"
+    site.add("board", PLATFORM)
+    site.add("board_kernels", "raise RuntimeError('imported')")
+    site.use(POLYATTN_DISABLE="board_kernels")
+    assert polyattn.explain(AttentionRequest(platform="board", dtype="float32")).backend == "plain"
 
 
-@pytest.mark.parametrize("variable", ["POLYATTN_STRICT"])
-def test_a_switch_that_is_no_switch(variable):
-    with pytest.raises(ConfigError, match=f"{variable}='maybe' is not a switch: use 1 or 0"):
-        PluginManager({variable: "maybe"}).load()
+def test_a_switch_that_is_no_switch():
+    with pytest.raises(ConfigError, match="POLYATTN_STRICT='maybe' is not a switch: use 1 or 0"):
+        PluginManager({"POLYATTN_STRICT": "maybe"}).load()
 
 
 def test_registering_by_hand(site):
@@ -271,7 +277,7 @@ def test_registering_a_broken_plugin_raises_and_a_repaired_one_may_come_again(si
 def test_registering_what_is_not_allowed(site, name):
     module = site.add("unused", good(), module="polyattn_byhand")
     reset_manager(PluginManager({"POLYATTN_DISABLE": "unused,byhand"}, "0.1.0"))
-    with pytest.raises(PluginError, match="not allowed|left out by POLYATTN_DISABLE; it was not imported"):
+    with pytest.raises(PluginError, match=r"not allowed|left out by POLYATTN_DISABLE; it was not imported"):
         register_plugin(module, name)
     assert module not in sys.modules
 

@@ -323,7 +323,9 @@ def latent_inputs(lens_q, lens_k):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": (3, -1)}, {"softcap": 1.5, "sinks": torch.randn(HEADS, dtype=F64)}], ids=str
+    "options",
+    [{}, {"window": (3, -1)}, {"softcap": 1.5, "sinks": torch.linspace(-1.0, 1.0, HEADS, dtype=F64)}],
+    ids=["plain", "window", "softcap and sinks"],
 )
 def test_s2_mla_absorbed_equals_unabsorbed_at_the_uncompressed_scale(options):
     lens_q, lens_k = [2, 1, 6], [7, 4, 6]

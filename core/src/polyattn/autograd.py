@@ -54,7 +54,9 @@ def attention_backward(
             total = torch.logaddexp(lse, sink)
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             others = [axis for axis in range(lse.ndim) if axis != head_axis]
-            dsinks = -(torch.sigmoid(sink - lse) * delta).sum(others).to(sinks.dtype)
+            # Rows without keys have delta = 0; their LSE must not meet a sink of -inf, which would give NaN.
+            finite = lse.masked_fill(lse == float("-inf"), 0.0)
+            dsinks = -(torch.sigmoid(sink - finite) * delta).sum(others).to(sinks.dtype)
         dq, dk, dv = backward(dout, query, key, value, out, total, **extra)
     if dlse is not None:
         # Rows without keys have no weights to move: their LSE is -inf whatever the inputs are.

@@ -334,6 +334,7 @@ class DenseSite:
         self._bshd = static.layout == "BSHD"
         self._argument = _name(backend)
         self._scope = _scope() if scope is None else scope
+        overrides.reach(self._scope)
         self._epoch = -1
         self._entries: dict[Any, _Entry] = {}
         self._fast: _Fast | None = None
@@ -554,6 +555,7 @@ class VarlenSite:
         self.static = static.checked(("THD",))
         self._argument = _name(backend)
         self._scope = _scope() if scope is None else scope
+        overrides.reach(self._scope)
         self._epoch = -1
         self._entries: dict[Any, Callable[..., Any]] = {}
 

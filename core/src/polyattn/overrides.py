@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from . import config, epoch
 from .errors import ConfigError, InvalidInputError, did_you_mean
@@ -32,9 +33,11 @@ __all__ = [
     "force_backend",
     "global_force_attn_backend",
     "global_force_attn_backend_context_manager",
+    "reach",
     "use_backend",
 ]
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 Scope = tuple[str, str, str]
 """(backend, component, role), empty strings where nothing is set."""
 
@@ -90,6 +93,16 @@ class _Scoped(contextlib.ContextDecorator):
 
     def __init__(self) -> None:
         self._before: list[Scope] = []
+
+    def __call__(self, func: _F) -> _F:
+        # Their call only makes the object: the scope would be over before the first line of them runs.
+        kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        if any(kind(func) for kind in kinds):
+            raise InvalidInputError(
+                f"{type(self).__name__}(...) cannot decorate {func.__name__}, a coroutine or generator function: it "
+                f"would have no effect. Put `with {type(self).__name__}(...):` inside it"
+            )
+        return super().__call__(func)
 
     def _next(self, before: Scope) -> Scope:
         raise TypeError("use use_backend(...) or component(...)")
@@ -213,13 +226,13 @@ def configure(**settings: Any) -> config.Settings:
 
 
 def current_choice(argument: str | None, scope: Scope) -> Choice | None:
-    """The highest-ranking explicit choice, or None for automatic selection. Marks component overrides as reached."""
+    """The highest-ranking explicit choice, or None for automatic selection. Marks the component as reached."""
     backend, name, role = scope
     settings = current_settings()
     component_choice = None
+    reach(scope)
     for key in (f"{name}.{role}", name) if name else ():
         if key in settings.component_attention_backends:
-            _process.reached.add(key)
             component_choice = Choice(settings.component_attention_backends[key], f"component {key}")
             break
     if argument is not None:
@@ -233,6 +246,13 @@ def current_choice(argument: str | None, scope: Scope) -> Choice | None:
     if settings.attention_backend is not None:
         return Choice(settings.attention_backend, settings.source("attention_backend"))
     return None
+
+
+def reach(scope: Scope) -> None:
+    """Note that a layer was built, or a call made, as part of the scope's component."""
+    _, name, role = scope
+    if name:
+        _process.reached.update((name, f"{name}.{role}") if role else (name,))
 
 
 def check_components() -> None:

@@ -266,7 +266,9 @@ def _automatic(asked: _Judge) -> Selection:
     request, policy = asked.request, asked.policy
     if policy.tuned is not None:
         for offer in asked.offers:
-            if offer.info.name == policy.tuned and (said := asked.ask(offer)).provider is not None:
+            if offer.info.name != policy.tuned or not _may_be_automatic(offer, policy):
+                continue
+            if (said := asked.ask(offer)).provider is not None:
                 return _selection(asked, said, "tuned", "fastest measured for this request on this device")
     rules = sorted(
         (

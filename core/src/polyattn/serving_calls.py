@@ -89,6 +89,7 @@ def _paged_arguments(
     v_scale: Tensor | None,
     attn_mask: Tensor | None,
     sinks: Tensor | None,
+    out: Tensor | None,
     kv_layout: str,
     save_kv_cache: bool,
     static: Static,
@@ -98,8 +99,12 @@ def _paged_arguments(
     )
     if save_kv_cache and (key is None or value is None):
         raise InvalidInputError("save_kv_cache=True writes new keys and values: pass key and value [T_q, H_kv, D]")
-    if (k_scale is None) != (v_scale is None):
-        raise InvalidInputError("k_scale and v_scale go together: pass both, or none")
+    heads = key_cache.shape[2 if kv_layout == "NHD" else 1]
+    validate.check_new_keys(query, key, value, key_cache, value_cache, heads)
+    validate.check_scales(query, k_scale, v_scale, tuple(key_cache.shape[:3]), heads)
+    inputs = (query, key_cache, value_cache)
+    options = (max_seqlen_q, max_seqlen_k, attn_mask, sinks, out, value_cache.shape[3], inputs)
+    validate.check_serving_options(query, page_table.shape[0], *options)
     _no_grad(query, key_cache, value_cache, key, value)
     granularity = "" if k_scale is None else {0: "tensor", 1: "head"}.get(k_scale.squeeze().ndim, "token")
     return _paged_request(
@@ -164,7 +169,7 @@ def paged_attention(
     static = Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
     request = _paged_arguments(
         query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key, value,
-        k_scale, v_scale, attn_mask, sinks, kv_layout, save_kv_cache, static,
+        k_scale, v_scale, attn_mask, sinks, out, kv_layout, save_kv_cache, static,
     )  # fmt: skip
     chosen = _chosen(request, _name(backend), overrides.SCOPE.get(), EPOCH.value)
     return chosen.bound.forward(
@@ -206,7 +211,7 @@ def _explain_paged(
     static = Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
     optional = dict.fromkeys(("key", "value", "k_scale", "v_scale", "attn_mask", "sinks"))
     request = _paged_arguments(
-        query, key_cache, value_cache, kv_layout=kv_layout, save_kv_cache=save_kv_cache, static=static,
+        query, key_cache, value_cache, out=out, kv_layout=kv_layout, save_kv_cache=save_kv_cache, static=static,
         **{**optional, **tensors},
     )  # fmt: skip
     return select_here(request, backend, overrides.SCOPE.get(), full=True)
@@ -225,6 +230,7 @@ def _mla_request(
     max_seqlen_k: int,
     v_head_dim: int,
     attn_mask: Tensor | None,
+    out: Tensor | None,
     static: Static,
 ) -> AttentionRequest:
     for name, tensor, rank, shape in (
@@ -252,6 +258,8 @@ def _mla_request(
     validate.check_page_table(
         query, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, cache.shape[0], cache.shape[1]
     )
+    options = (max_seqlen_q, max_seqlen_k, attn_mask, None, out, v_head_dim, (query, cache))
+    validate.check_serving_options(query, page_table.shape[0], *options)
     _no_grad(query, cache)
     phase = _phase(max_seqlen_q)
     return _request(
@@ -305,7 +313,7 @@ def mla_attention(
     """
     static = Static(causal, window, 0.0, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
     request = _mla_request(
-        query, cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, v_head_dim, attn_mask, static
+        query, cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, v_head_dim, attn_mask, out, static
     )
     chosen = _chosen(request, _name(backend), overrides.SCOPE.get(), EPOCH.value)
     return chosen.bound.forward(
@@ -337,7 +345,7 @@ def _explain_mla(
     **tables: Any,
 ) -> Selection:
     static = Static(causal, window, 0.0, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
-    request = _mla_request(query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, static=static, **tables)
+    request = _mla_request(query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, static=static, **tables)
     return select_here(request, backend, overrides.SCOPE.get(), full=True)
 
 

@@ -15,7 +15,17 @@ from torch import Tensor
 from . import envvars
 from .errors import InvalidInputError
 
-__all__ = ["check_cu_seqlens", "check_dense", "check_paged", "check_statics", "check_varlen", "contents_readable"]
+__all__ = [
+    "check_cu_seqlens",
+    "check_dense",
+    "check_new_keys",
+    "check_paged",
+    "check_scales",
+    "check_serving_options",
+    "check_statics",
+    "check_varlen",
+    "contents_readable",
+]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LAYOUTS = ("BSHD", "BHSD")
@@ -257,6 +267,54 @@ def check_paged(
     )
 
 
+def check_new_keys(query: Tensor, key: Any, value: Any, key_cache: Tensor, value_cache: Tensor, heads: int) -> None:
+    """Check the keys and values of the query tokens, [T_q, H_kv, D | D_v]."""
+    if (key is None) != (value is None):
+        raise InvalidInputError("key and value go together: pass both, or none")
+    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        if new is None:
+            continue
+        shape = (query.shape[0], heads, cache.shape[-1])
+        _tensor(name, new, 3, "[T_q, H_kv, D]")
+        if tuple(new.shape) != shape or new.dtype not in FLOATS or new.device != query.device:
+            raise InvalidInputError(
+                f"{name} is {tuple(new.shape)} {new.dtype} on {new.device}; {shape} (T_q, H_kv, D) of a float dtype on "
+                f"{query.device} is needed"
+            )
+
+
+def check_scales(query: Tensor, k_scale: Any, v_scale: Any, tokens: tuple[int, ...], heads: int) -> None:
+    """Check the dequantisation factors; `tokens`: shape of one factor per token and head, the cache's leading axes."""
+    if (k_scale is None) != (v_scale is None):
+        raise InvalidInputError("k_scale and v_scale go together: pass both, or none")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        allowed = f"one number, [{heads}] (H_kv) or {list(tokens)} (one per token and head)"
+        if not isinstance(scale, Tensor) or not scale.is_floating_point() or scale.device != query.device:
+            shown = f"{scale.dtype} on {scale.device}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
+            raise InvalidInputError(f"{name} is {shown}; a float tensor on {query.device} is needed: {allowed}")
+        if scale.numel() != 1 and tuple(scale.shape) not in ((heads,), tokens):
+            raise InvalidInputError(f"{name} has shape {tuple(scale.shape)}; allowed: {allowed}")
+
+
+def check_serving_options(
+    query: Tensor,
+    sequences: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    attn_mask: Any,
+    sinks: Any,
+    out: Any,
+    v_head_dim: int,
+    inputs: tuple[Tensor, ...],
+) -> None:
+    """Check what a paged or latent call may bring besides its tables."""
+    _mask(attn_mask, query, sequences, query.shape[1], max_seqlen_q, max_seqlen_k, "max_q, max_k")
+    _sinks(sinks, query, query.shape[1])
+    _out(out, query, (*query.shape[:2], v_head_dim), inputs, False)
+
+
 def check_page_table(
     query: Tensor,
     page_table: Any,
@@ -271,6 +329,9 @@ def check_page_table(
     _index("page_table", page_table, 2, "[N, max_pages]")
     _index("seq_lens", seq_lens, 1, "[N]")
     _index("cu_seqlens_q", cu_seqlens_q, 1, "[N+1]")
+    for name, table in (("page_table", page_table), ("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
+        if table.device != query.device:
+            raise InvalidInputError(f"{name} is on {table.device}, query on {query.device}; move it")
     _lengths(max_seqlen_q, max_seqlen_k)
     count = page_table.shape[0]
     if seq_lens.shape[0] != count or cu_seqlens_q.shape[0] != count + 1:
@@ -282,7 +343,7 @@ def check_page_table(
         return
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q, "max_seqlen_q")
     starts = cu_seqlens_q.tolist()
-    table = page_table.tolist()
+    rows = page_table.tolist()
     for i, length in enumerate(seq_lens.tolist()):
         new = starts[i + 1] - starts[i]
         needed = -(-length // page_size)
@@ -297,7 +358,7 @@ def check_page_table(
                 f"seq_lens[{i}]={length} needs {needed} pages of {page_size}, page_table has {page_table.shape[1]}"
             )
         for column in range(needed):
-            if not 0 <= table[i][column] < pages:
+            if not 0 <= rows[i][column] < pages:
                 raise InvalidInputError(
-                    f"page_table[{i}, {column}]={table[i][column]} is not a page of the cache, 0 to {pages - 1}"
+                    f"page_table[{i}, {column}]={rows[i][column]} is not a page of the cache, 0 to {pages - 1}"
                 )

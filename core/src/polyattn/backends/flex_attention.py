@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import warnings
 from collections.abc import Callable
@@ -33,7 +34,10 @@ class FlexAttention:
 
 def _compiles(request: AttentionRequest) -> bool:
     mode = dict(request.options).get("compile", "auto")
-    return mode == "always" or (mode == "auto" and request.platform != "cpu")
+    if request.platform == "cpu":
+        # Inductor's CPU template has no LSE, which sinks need too.
+        return mode == "always" and not request.lse and not request.sinks
+    return mode != "never"
 
 
 def _eager(*args: Any, **kw: Any) -> Any:
@@ -45,29 +49,28 @@ def _eager(*args: Any, **kw: Any) -> Any:
         return flex_attention(*args, **kw)
 
 
+def _call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    return flex_attention(query, key, value, **options)
+
+
 def _kernel(request: AttentionRequest) -> Callable[..., Any]:
+    """FlexAttention compiled for one request, at its first call. Dynamo counts recompilations per code object, so each
+    request gets a copy of `_call` with code of its own: many requests do not exhaust one function's limit."""
     compiled: list[Callable[..., Any]] = []
 
     def call(*args: Any, **kw: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return flex_attention(*args, **kw)
         if not compiled:
-            compiled.append(torch.compile(_own_code(flex_attention), dynamic=None))
+            name = f"flex_attention_{next(_numbers)}"
+            own = types.FunctionType(_call.__code__.replace(co_name=name, co_qualname=name), globals(), name)
+            compiled.append(torch.compile(own))
         return compiled[0](*args, **kw)
 
     return call
 
 
-def _own_code(function: Any) -> Callable[..., Any]:
-    own = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
+_numbers = itertools.count()
 
 
 def _position_mod(request: AttentionRequest, s_q: int, s_k: int) -> MaskMod | None:
@@ -132,6 +135,14 @@ def _block_mask(request: AttentionRequest, attn_mask: Tensor | None, query: Tens
     return create_block_mask(mod, batch, heads, s_q, s_k, device=str(query.device))
 
 
+def _kernel_options(request: AttentionRequest) -> dict[str, Any]:
+    # Inductor sends fewer than 128 queries to its decoding kernel, which packs a GQA group into one block and finds
+    # no configuration for, say, 100 queries x 2 heads. One query is what that kernel is for.
+    if request.platform != "cpu" and request.group != 1 and request.s_relation != "one":
+        return {"kernel_options": {"BACKEND": "TRITON"}}
+    return {}
+
+
 def _run(
     request: AttentionRequest,
     kernel: Callable[..., Any],
@@ -153,10 +164,13 @@ def _run(
         scale=request.scale,
         enable_gqa=request.group != 1,
         **({"return_aux": AuxRequest(lse=True)} if want else {}),
+        **_kernel_options(request),
     )
     out, lse = (result[0], result[1].lse) if want else (result, None)
     if sinks is not None and lse is not None:
-        out = (out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])[..., None]).to(query.dtype)
+        # Rows without keys are 0 whatever the sink; an LSE of -inf beside a sink of -inf would make them NaN.
+        finite = lse.masked_fill(lse == float("-inf"), 0.0)
+        out = (out * torch.sigmoid(finite - sinks.to(lse.dtype)[:, None])[..., None]).to(query.dtype)
     return out, lse
 
 

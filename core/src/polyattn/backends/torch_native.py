@@ -26,9 +26,7 @@ class TorchNative:
 @functools.lru_cache(maxsize=1024)
 def _sequence(request: AttentionRequest, relation: SRelation) -> Bound:
     """The dense call for one sequence of this relation between its lengths."""
-    dense = dataclasses.replace(
-        request, family="dense", layout="BHSD", s_relation=relation, grad=(), scale=request.scale
-    ).normalised()
+    dense = dataclasses.replace(request, family="dense", layout="BHSD", s_relation=relation).normalised()
     return TorchSDPA().bind(dense)
 
 

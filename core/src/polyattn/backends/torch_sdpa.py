@@ -142,12 +142,13 @@ def _with_lse(request: AttentionRequest) -> Bound:
         mask = mask_of(query, key, attn_mask)
         bias = None if mask is None else additive(mask, query.dtype)
         result, lse = op(query, key, value, bias, flag, scale)
+        if sinks is not None:
+            # From the op's own LSE, finite in every row: a sink of -inf beside an LSE of -inf would give NaN.
+            keep = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+            result = (result * keep[..., None]).to(query.dtype)
         if mask is not None and repair:
             alive = open_empty_rows(mask)[1][..., 0]
             lse = lse.masked_fill(~alive, float("-inf"))
-        if sinks is not None:
-            keep = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-            result = (result * keep[..., None]).to(query.dtype)
         result = _into(result, out)
         return (result, lse) if returns_lse else result
 

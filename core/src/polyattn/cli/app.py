@@ -97,11 +97,12 @@ def run(words: list[str]) -> int:
         return 2
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, a closed pager) has seen enough; what is still buffered must not fail at exit.
+    except (BrokenPipeError, SystemExit):
+        # The reader (head, a closed pager) has seen enough; typer notices first, or the flush above. What is still
+        # buffered must not fail once more at exit.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return OTHER_ERROR
     return code if isinstance(code, int) else 0
 
 

@@ -1,7 +1,8 @@
-"""`polyattn doctor`: the devices, versions, plugins and variables of this machine, and what to do about what is amiss."""
+"""`polyattn doctor`: devices, versions, plugins and variables of this machine, and what to do about what is amiss."""
 
 from __future__ import annotations
 
+import functools
 import os
 import platform as python_platform
 import sys
@@ -54,7 +55,7 @@ def examine(verbose: bool = False) -> dict[str, Any]:
     """Everything `doctor` knows, as plain data. One thing that fails is a problem in the list, never the end of it."""
     problems: list[str] = []
     manager = _manager(problems)
-    devices = {name: _contained(problems, lambda name=name: detect(name)) for name in manager.platforms}
+    devices = {name: _contained(problems, functools.partial(detect, name)) for name in manager.platforms}
     present = [name for name, report in devices.items() if report is not None and report.present]
     statuses = _contained(problems, list_backends) or []
     settings = _contained(problems, load_settings)

@@ -15,6 +15,7 @@ from .rendering import grid, screen, show_json, standing, title
 
 __all__ = ["entries", "list_command", "platforms_here"]
 
+ORDER = ("available", "unavailable", "planned")
 PLANNED = "its adapter is not part of this version"
 
 
@@ -66,7 +67,7 @@ def list_command(
     here = platforms_here()
     shown = backends if everything or platform else [b for b in backends if b.platform in here]
     console = screen()
-    rows = entries(shown)
+    rows = sorted(entries(shown), key=lambda entry: ORDER.index(entry["status"]))
     amiss = any(_worth_a_column(entry["reasons"]) for entry in rows)
     table = grid(
         "backend", "platforms", "!status", "evidence", "package", *(["why not, and what to do"] if amiss else [])

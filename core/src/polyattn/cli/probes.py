@@ -275,16 +275,17 @@ def _cell(plain: Mapping[Place, Lowerings], found: Mapping[Place, Lowerings | No
     if not extra:
         return "no"
     native = [place for place, more in extra.items() if not more]
-    lowered = sorted({word for more in extra.values() for word in more})
+    others = [place for place, more in extra.items() if more]
+    names = ", ".join(sorted({word for more in extra.values() for word in more}))
     phased = "phase" not in feature
-    parts = []
-    if native:
-        parts.append("native" + _only(native, list(plain), phased))
-    if lowered and len(native) < len(extra):
-        rest = [place for place in extra if place not in native]
-        label = "" if native else _only(rest, list(plain), phased)
-        parts.append(f"{'else ' if native else ''}lowered: {', '.join(lowered)}{label}")
-    return "; ".join(parts)
+    places = list(plain)
+    if not others:
+        return "native" + _only(native, places, phased)
+    if not native:
+        return f"lowered: {names}{_only(others, places, phased)}"
+    if len(others) < len(native) and len(extra) == len(plain):
+        return f"native; lowered: {names}{_only(others, places, phased)}"
+    return f"native{_only(native, places, phased)}; else lowered: {names}"
 
 
 def _only(places: list[Place], out_of: list[Place], phased: bool) -> str:

@@ -46,9 +46,9 @@ def sayable(case: Case) -> bool:
         return request.s_relation != "fewer"
     if request.family in ("paged", "mla"):
         decode = case.longest[0] == 1
-        return request.phase == ("decode" if decode else "extend") and request.s_relation == (
-            "one" if decode else "fewer"
-        )
+        spelt_out = request.family == "mla" or (request.save_kv_cache is not None and request.kv_layout != "")
+        phase, relation = ("decode", "one") if decode else ("extend", "fewer")
+        return spelt_out and request.phase == phase and request.s_relation == relation
     return True
 
 

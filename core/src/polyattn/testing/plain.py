@@ -16,7 +16,7 @@ from ..records import AttentionRequest
 from .families import FAMILIES
 from .problems import Problem
 
-__all__ = ["Solution", "in_float64", "plainly", "solve"]
+__all__ = ["Solution", "cancelling", "in_float64", "plainly", "solve"]
 
 Method = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, AttentionRequest], tuple[Tensor, Tensor]]
 """(query, key, value, attn_mask, sinks, request) of heads-first tensors -> (out, lse)."""
@@ -55,7 +55,7 @@ def solve(problem: Problem, method: Method, dtype: torch.dtype) -> Solution:
     if not wanted:
         return Solution(out.detach(), lse.detach(), {})
     outputs, upstream = [out], [problem.dout.to(out.dtype)]
-    if request.lse:
+    if problem.through_lse:
         outputs.append(lse)
         upstream.append(problem.dlse.to(lse.dtype))
     found = torch.autograd.grad(outputs, [leaves[n] for n in wanted], upstream, materialize_grads=True)
@@ -90,8 +90,19 @@ def _reference(
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
 ) -> tuple[Tensor, Tensor]:
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    key, value = _repeated(query, key), _repeated(query, value)
+    weights, lse = _weights(query, key, mask, sinks, request)
+    return weights[..., : key.shape[2]] @ value, lse
+
+
+def _repeated(query: Tensor, shared: Tensor) -> Tensor:
+    return shared.repeat_interleave(query.shape[1] // shared.shape[1], 1)
+
+
+def _weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
+) -> tuple[Tensor, Tensor]:
+    """(softmax weights [B, H_q, S_q, S_k], with a last column for the sinks if there are any; lse)."""
     logits = query @ key.transpose(-1, -2) * _scale(request)
     if request.softcap:
         logits = request.softcap * torch.tanh(logits / request.softcap)
@@ -114,8 +125,37 @@ def _plain(
     # The LSE is float32 by definition (S6), whatever the logits were rounded to.
     lse = torch.logsumexp(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     if sinks is not None:
-        column = sinks[:, None, None].expand(*logits.shape[:-1], 1)
-        logits = torch.cat([logits, column], -1)
-    weights = torch.softmax(logits, -1)[..., : key.shape[2]]
-    out = weights.masked_fill(empty, 0.0) @ value
-    return out, lse.masked_fill(empty[..., 0], float("-inf"))
+        logits = torch.cat([logits, sinks[:, None, None].expand(*logits.shape[:-1], 1)], -1)
+    weights = torch.softmax(logits, -1).masked_fill(empty, 0.0)
+    return weights, lse.masked_fill(empty[..., 0], float("-inf"))
+
+
+def cancelling(problem: Problem) -> Mapping[str, Tensor]:
+    """For each gradient, the sum of the absolute values of its terms: what rounding errors are proportional to.
+
+    dS = P * (dP - delta) cancels, wholly where a query sees a single key: the gradient is 0 there, while any kernel is
+    left with the rounding of dP and delta. No error relative to the gradient itself could allow for that.
+    """
+    upstream = dataclasses.replace(problem, dout=problem.dout.abs(), dlse=problem.dlse.abs())
+    return {name: terms.abs() for name, terms in solve(upstream, _terms, torch.float64).grads.items()}
+
+
+def _terms(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
+) -> tuple[Tensor, Tensor]:
+    """Functions linear in |inputs| whose gradients, for upstream gradients >= 0, are those sums."""
+    key, value = _repeated(query, key), _repeated(query, value).abs()
+    columns = key.shape[2]
+    with torch.no_grad():
+        alone, _ = _weights(query, key, mask, None, request)
+        weights, _ = _weights(query, key, mask, sinks, request)
+        kept, sunk = weights[..., :columns], weights[..., columns:]
+    query, key = query.abs(), key.abs()
+    moved = query @ key.transpose(-1, -2) * abs(_scale(request))
+    if mask is not None and mask.requires_grad:
+        moved = moved + mask.masked_fill(mask.isinf(), 0.0)
+    out = kept @ value + (kept * moved) @ value.detach()
+    if sinks is not None:
+        shift = sunk * sinks.masked_fill(sinks.isinf(), 0.0)[:, None, None]
+        out = out + shift * (kept @ value).detach()
+    return out, (alone * moved).sum(-1)

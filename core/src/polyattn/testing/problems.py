@@ -39,6 +39,11 @@ class Problem:
         return self.case.request
 
     @property
+    def through_lse(self) -> bool:
+        """Whether gradients are taken through the LSE: it depends neither on values nor on sinks."""
+        return self.request.lse and not {"query", "key", "mask"}.isdisjoint(self.request.grad)
+
+    @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.case.request.dtype]
 

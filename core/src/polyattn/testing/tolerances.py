@@ -74,6 +74,7 @@ def measure(
     dtype: torch.dtype,
     softcap: bool = False,
     kind: Kind = "out",
+    floor: Tensor | float = 0.0,
 ) -> Measure:
     """Measure a result against both gates. Infinities must have been compared before; see `check`.
 
@@ -83,19 +84,19 @@ def measure(
         softcap: three times the plain error instead of twice.
         kind: `out`; `lse`, see below; or `grad`: plain torch in half precision can itself miss the bound where the
             terms of a gradient cancel, so there the bound is twice plain torch's own relative error if that is more.
+        floor: error that is forgiven element by element: what rounding in float32 leaves of terms that cancel.
 
     An LSE has no natural scale: a constant added to all logits is added to it. An error of e in an LSE changes the weight
     of a partial by exp(e) - 1, which is e: the *absolute* error of an LSE is the relative error it causes. So its second
     gate is the root mean square of its absolute error, with the same bounds.
     """
     good = actual.detach().double()
-    error = ((good - reference).abs() - _SMALLEST[dtype]).clamp(min=0.0)
+    error = ((good - reference).abs() - floor - _SMALLEST[dtype]).clamp(min=0.0)
     plain_error = (plain.detach().double() - reference).abs()
     if not error.numel():
         return Measure(0.0, 0.0, 0.0, RELATIVE_L2[dtype])
-    precision = torch.finfo(torch.promote_types(dtype, torch.float32) if kind == "lse" else dtype)
-    rounding = precision.eps * float(reference.abs().max())
-    allowed = (3 if softcap else 2) * float(plain_error.max()) + rounding
+    rounding = torch.finfo(torch.float32 if kind == "lse" else dtype).eps
+    allowed = (3 if softcap else 2) * float(plain_error.max()) + rounding * float(reference.abs().max())
     bound = RELATIVE_L2[dtype]
     if kind == "lse":
         relative = float(error.square().mean().sqrt())
@@ -116,12 +117,13 @@ def check(
     dtype: torch.dtype,
     softcap: bool = False,
     kind: Kind = "out",
+    floor: Tensor | float = 0.0,
 ) -> Finding | None:
     """None when `actual` passes both gates, else what is wrong with it. Arguments as `measure`.
 
     Infinities (the LSE of an empty row) must be where the reference has them; anything else not finite is a finding.
     """
-    return compare(kind, actual, reference, plain, dtype, softcap, kind)[0]
+    return compare(kind, actual, reference, plain, dtype, softcap, kind, floor)[0]
 
 
 def compare(
@@ -132,6 +134,7 @@ def compare(
     dtype: torch.dtype,
     softcap: bool = False,
     kind: Kind = "out",
+    floor: Tensor | float = 0.0,
 ) -> tuple[Finding | None, float]:
     """`check` for a result called `name`, and the margin it left (`Measure.margin`)."""
     if actual.shape != reference.shape:
@@ -145,7 +148,8 @@ def compare(
     if bool(bad.any()):
         return Finding(name, f"{int(bad.sum())} of {bad.numel()} values are not finite"), float("inf")
     seen = ~infinite
-    found = measure(actual[seen], reference[seen], plain[seen], dtype, softcap, kind)
+    forgiven = floor[seen] if isinstance(floor, Tensor) else floor
+    found = measure(actual[seen], reference[seen], plain[seen], dtype, softcap, kind, forgiven)
     short = str(dtype).removeprefix("torch.")
     if found.worst > found.worst_allowed:
         rule = f"{3 if softcap else 2} x plain {short} torch + one rounding"

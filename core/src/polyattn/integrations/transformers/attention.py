@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -67,8 +68,9 @@ def make_forward(
             s_aux = more.sinks
         if dropout and not module.training:
             dropout = 0.0
-        causal, window = False, _EVERYWHERE
-        if attention_mask is None:
+        mask, window = attention_mask, _EVERYWHERE
+        causal: bool | str = False
+        if mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             if more is not None and more.cu_q is not None and more.bias is None:
                 if sliding_window is not None and more.max_k > sliding_window:
@@ -81,39 +83,54 @@ def make_forward(
                 )  # fmt: skip
                 return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), None
             s_q, s_k = query.shape[2], key.shape[2]
-            if causal and s_k > s_q > 1:
-                # A static cache being filled: rows count from the first key, and no row sees past the last row.
-                key, value, s_k = key[:, :, :s_q], value[:, :, :s_q], s_q
+            if causal and s_q != s_k:
+                if s_q == 1:  # the last position sees every key
+                    causal = False
+                elif s_k > s_q:
+                    # A static cache being filled: rows count from its first key, and none sees past the last row.
+                    key, value, s_k = key[:, :, :s_q], value[:, :, :s_q], s_q
+                    if more is not None and more.bias is not None:
+                        more = dataclasses.replace(more, bias=more.bias[..., :s_q])
+                else:
+                    causal = "top_left"
             if sliding_window is not None and s_k > sliding_window:
                 window = _window(sliding_window, causal, module, backend)
-            if s_q == 1:  # the last position sees every key
-                causal = False
         if more is not None:
-            attention_mask = with_more(attention_mask, more, query, key, module, backend)
-        if attention_mask is not None:
-            attention_mask = fitted(attention_mask, query.shape[2], key.shape[2], module, backend)
-        out = dense(
-            query if query.stride(-1) == 1 else query.contiguous(),
-            key if key.stride(-1) == 1 else key.contiguous(),
-            value if value.stride(-1) == 1 else value.contiguous(),
-            causal=causal,
-            window=window,
-            softcap=softcap or 0.0,
-            sinks=s_aux,
-            attn_mask=attention_mask,
-            scale=scaling,
-            layout="BHSD",
-            dropout_p=dropout,
-            deterministic=more is not None and more.deterministic,
-            backend=backend,
-        )
+            mask = with_more(mask, more, query, key, module, backend)
+        if mask is not None:
+            mask = fitted(mask, query.shape[2], key.shape[2], module, backend)
+        try:
+            out = dense(
+                query,
+                key,
+                value,
+                causal=causal,
+                window=window,
+                softcap=softcap or 0.0,
+                sinks=s_aux,
+                attn_mask=mask,
+                scale=scaling,
+                layout="BHSD",
+                dropout_p=dropout,
+                deterministic=more is not None and more.deterministic,
+                backend=backend,
+            )
+        except InvalidInputError:
+            if all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (query, key, value)):
+                raise
+            # A few vision towers attend over channels: the last axis is not dense, which no kernel takes (S1).
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+            return polyattn_attention(
+                module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap, s_aux,
+                **kwargs,
+            )  # fmt: skip
         # Models may `view` the result. Most kernels write it in this order anyway, and then this copies nothing.
         return out.transpose(1, 2).contiguous(), None
 
     return polyattn_attention
 
 
-def _window(size: int, causal: bool, module: Any, backend: str | None) -> tuple[int, int]:
+def _window(size: int, causal: bool | str, module: Any, backend: str | None) -> tuple[int, int]:
     """The window of a row: transformers counts the row's own key, polyattn the others."""
     if size < 1:
         raise InvalidInputError(

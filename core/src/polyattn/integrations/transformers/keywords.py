@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError, UnsupportedRequestError
 
-__all__ = ["HARMLESS", "More", "asked_by", "read_keywords"]
+__all__ = ["HARMLESS", "SEMANTIC", "More", "asked_by", "read_keywords"]
 
 HARMLESS = frozenset(
     {
@@ -45,6 +45,16 @@ _REFUSED = {
 }
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+SEMANTIC = frozenset(
+    {
+        *("attention_mask", "dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux"),
+        *("sinks", "position_bias", "seq_idx", "deterministic"),
+        *_LENGTHS,
+        *_REFUSED,
+    }
+)
+"""Keywords that change the result: used or refused, never dropped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +106,8 @@ def read_keywords(
     if rest:
         name, value = next(iter(rest.items()))
         raise UnsupportedRequestError(
-            f"unknown keyword {name} ({_short(value)}) reached {asked_by(module, backend)}: it may change the result, so "
-            f"it is not dropped. If it says nothing about attention, install(..., harmless=({name!r},)); else {_EAGER}",
+            f"unknown keyword {name} ({_short(value)}) reached {asked_by(module, backend)}: it may change the result, "
+            f"so it is not dropped. If it says nothing about attention, install(harmless=[{name!r}]); else {_EAGER}",
             {name: ["unknown keyword"]},
         )
     if sinks is not None and s_aux is not None:

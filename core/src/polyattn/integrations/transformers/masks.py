@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,16 +14,25 @@ from .keywords import More, asked_by
 __all__ = ["fitted", "make_mask", "with_more"]
 
 
-def make_mask(sdpa_mask: Callable[..., Any]) -> Callable[..., Any]:
-    """The mask function: transformers' own for SDPA, bool (True = attend) or None where the causal flag says it all."""
+def make_mask(sdpa_mask: Callable[..., Any], eager_mask: Callable[..., Any], trust: Mapping[type, bool]) -> Any:
+    """The mask function, called once per forward and kind of layer.
 
-    def polyattn_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    Args:
+        sdpa_mask: transformers' own: bool (True = attend), or None where the causal flag of the layers says it all.
+        eager_mask: transformers' own: float.
+        trust: config class -> whether its models stand what `sdpa_mask` gives. Others get what their own code gets.
+    """
+
+    def polyattn_mask(*args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config")
+        if not trust.get(type(config), False):
+            # Their layers may not know whether they are causal: nothing is left to them.
+            return eager_mask(*args, **{**kwargs, "allow_is_bidirectional_skip": False})
         # These models cut queries off after the masks are made. Without a mask, what is left of the queries would be
         # aligned to the first keys instead of the last (transformers takes the same care, but only of "sdpa").
-        if getattr(kwargs.get("config"), "num_kv_shared_layers", None):
+        if getattr(config, "num_kv_shared_layers", None):
             kwargs["allow_is_causal_skip"] = False
-        mask: Tensor | None = sdpa_mask(*args, **kwargs)
-        return mask
+        return sdpa_mask(*args, **kwargs)
 
     return polyattn_mask
 
@@ -34,13 +43,17 @@ def fitted(mask: Any, s_q: int, s_k: int, module: Any, backend: str | None) -> A
     Raises:
         InvalidInputError: it is no 4-D tensor, or its lengths are others.
     """
-    shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] not in (1, s_q) or mask.shape[3] not in (1, s_k):
-        raise InvalidInputError(
-            f"attention_mask of {asked_by(module, backend)} is {shape}; a tensor that broadcasts to "
-            f"[B, H, {s_q}, {s_k}] is needed, bool (True = attend) or a float that is added"
-        )
-    return mask.expand(-1, -1, s_q, s_k)
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        _, _, rows, columns = mask.shape
+        if rows == s_q and columns == s_k:
+            return mask
+        if (rows == s_q or rows == 1) and (columns == s_k or columns == 1):
+            return mask.expand(-1, -1, s_q, s_k)
+    what = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    raise InvalidInputError(
+        f"attention_mask of {asked_by(module, backend)} is {what}; a tensor that broadcasts to [B, H, {s_q}, {s_k}] is "
+        f"needed, bool (True = attend) or a float that is added"
+    )
 
 
 def with_more(mask: Tensor | None, more: More, query: Tensor, key: Tensor, module: Any, backend: str | None) -> Any:

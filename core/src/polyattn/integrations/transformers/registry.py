@@ -12,7 +12,7 @@ from packaging.version import Version
 from ...errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
 from .attention import make_forward
 from .guard import guarded
-from .keywords import HARMLESS
+from .keywords import HARMLESS, SEMANTIC
 from .masks import make_mask
 from .names import TAKEOVER, check_name, pinned_names
 
@@ -35,6 +35,9 @@ class Entry:
 _entries: dict[str, dict[str, Entry]] = {}
 """By the name given to `install`, then by registered name."""
 
+_trust: dict[type, bool] = {}
+"""Config class -> whether its models stand bool and missing masks. `sdpa` is asked of the model by transformers."""
+
 _guards: list[tuple[Any, Any]] = []
 """transformers' own method and the guard around it, while something is installed."""
 
@@ -55,8 +58,8 @@ def interfaces() -> tuple[Any, Any, Any]:
         ) from exc
     if Version(host.__version__) < Version(OLDEST):
         raise BackendUnavailableError(
-            f"transformers {host.__version__} is installed, {OLDEST} or newer is needed: its attention functions are called "
-            f"otherwise before that; pip install -U transformers"
+            f"transformers {host.__version__} is installed, {OLDEST} or newer is needed (older ones call attention "
+            f"differently); pip install -U transformers"
         )
     models = importlib.import_module("transformers.modeling_utils")
     masks = importlib.import_module("transformers.masking_utils")
@@ -78,13 +81,15 @@ def install(name: str = "polyattn", *, harmless: Iterable[str] = ()) -> tuple[st
         The names now registered.
 
     Raises:
-        ConfigError: the name means something else to transformers, or is taken.
+        ConfigError: the name means something else to transformers, or is taken; or harmless names what is not.
         InvalidInputError: harmless is one string. BackendUnavailableError: see `interfaces`.
     """
     check_name(name)
     if isinstance(harmless, str):
         raise InvalidInputError(f"harmless={harmless!r} must be a list of keyword names: [{harmless!r}]")
     words = HARMLESS | frozenset(harmless)
+    if spoken := sorted(words & SEMANTIC):
+        raise ConfigError(f"harmless names {', '.join(spoken)}, which changes the result of attention; leave it out")
     functions, masks, base = interfaces()
     if name in _entries:
         uninstall(name)
@@ -94,7 +99,8 @@ def install(name: str = "polyattn", *, harmless: Iterable[str] = ()) -> tuple[st
         raise ConfigError(
             f"attention name {taken[0]!r} is already registered, by {here[taken[0]].__module__}; choose another name"
         )
-    mask = make_mask(importlib.import_module("transformers.masking_utils").sdpa_mask)
+    own = importlib.import_module("transformers.masking_utils")
+    mask = own.sdpa_mask if name == TAKEOVER else make_mask(own.sdpa_mask, own.eager_mask, _trust)
     added = {}
     for registered, backend in wanted.items():
         before = (here.get(registered), masks._global_mapping.get(registered))
@@ -153,7 +159,7 @@ def installed() -> dict[str, str | None]:
 def _guard(base: Any) -> None:
     if not _guards:
         original = base.get_correct_attn_implementation
-        _guards.append((original, guarded(original, _needs_guard)))
+        _guards.append((original, guarded(base, _needs_guard, _trust)))
         base.get_correct_attn_implementation = _guards[0][1]
 
 

@@ -1,0 +1,114 @@
+"""`polyattn config check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run
+
+CHECK = ("config", "check")
+
+
+def test_nothing_is_configured(run: Run) -> None:
+    shown = run(*CHECK, "--json")
+    assert (shown.code, shown.data) == (0, {"settings": [], "problems": []})
+    assert "Nothing is configured" in run(*CHECK).out
+
+
+def test_settings_and_their_sources(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "polyattn.toml"
+    file.write_text(
+        'attention-backend = "flex_attention"\npage-size = 64\n[component-attention-backends]\nvae = "fa"\n'
+    )
+    monkeypatch.setenv("POLYATTN_ATTENTION_BACKEND", "torch_sdpa")
+    words = (*CHECK, "--file", str(file), "--component-attention-backends", "text_encoder=flex_attention", "--json")
+    shown = run(*words)
+    found = {entry["name"]: (entry["value"], entry["source"]) for entry in shown.data["settings"]}
+    assert found == {
+        "attention_backend": ("torch_sdpa", "environment POLYATTN_ATTENTION_BACKEND"),
+        "page_size": (64, f"config file {file}"),
+        "component_attention_backends.vae": ("fa", f"config file {file}"),
+        "component_attention_backends.text_encoder": ("flex_attention", "command line"),
+    }
+    assert shown.code == 4  # fa is only planned
+    assert [problem.partition(" (")[0] for problem in shown.data["problems"]] == [
+        "component_attention_backends.vae='fa'"
+    ]
+
+
+def test_options_of_backends(run: Run) -> None:
+    words = (*CHECK, "--attention-backend", "flex_attention", "--attention-backend-config", "compile=never")
+    shown = run(*words, "--json")
+    assert shown.code == 0
+    names = [entry["name"] for entry in shown.data["settings"]]
+    assert names == ["attention_backend", "attention_backend_config.flex_attention.compile"]
+    text = run(*words)
+    assert text.code == 0
+    assert "No problem found." in text.out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--attention-backend", "torch_spda"), "is not a known backend. Did you mean 'torch_sdpa'"),
+        (("--decode-attention-backend", "flashinfer"), "is planned"),
+        (("--component-attention-backends", "vae=torch_spda"), "component_attention_backends.vae='torch_spda'"),
+        (
+            ("--attention-backend", "flex_attention", "--attention-backend-config", "compil=never"),
+            "has no option 'compil'. Did you mean 'compile'",
+        ),
+        (
+            ("--attention-backend-config", "flex_attention.compile=sometimes"),
+            "compile='sometimes' is not one of",
+        ),
+        (
+            ("--attention-backend-config", "sliding_tile_attn.mask_strategy_file_path=/nowhere.json"),
+            "mask_strategy_file_path='/nowhere.json' does not exist",
+        ),
+    ],
+)
+def test_what_parses_and_is_wrong_is_4(run: Run, words: tuple[str, ...], problem: str) -> None:
+    shown = run(*CHECK, *words, "--json")
+    assert shown.code == 4
+    assert any(problem in found for found in shown.data["problems"])
+    text = run(*CHECK, *words)
+    assert text.code == 4
+    assert "wrong " in text.out
+    assert "No problem found." not in text.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--component-attention-backends", "vae"), "is not component=backend"),
+        (("--attention-backend-config", "{broken"), "attention_backend_config (command line)"),
+        (("--kv-cache-dtype", "fp8"), "kv_cache_dtype='fp8'"),
+        (("--speculative-attention-mode", "both"), "is not 'prefill' or 'decode'"),
+        (("--file", "/nowhere/polyattn.yaml"), "/nowhere/polyattn.yaml"),
+        (("--attention-backend-config", "sparsity=0.5"), "selects no backend"),
+    ],
+)
+def test_what_does_not_parse_is_2(run: Run, words: tuple[str, ...], message: str) -> None:
+    shown = run(*CHECK, *words, "--json")
+    assert (shown.code, shown.data["error"]["type"]) == (2, "ConfigError")
+    assert message in shown.data["error"]["message"]
+
+
+def test_a_variable_that_nothing_reads_is_4(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYATTN_PLUGIN", "cuda")
+    shown = run(*CHECK, "--json")
+    assert shown.code == 4
+    assert shown.data["problems"] == [
+        "environment POLYATTN_PLUGIN is set, but polyattn does not read it. "
+        "Did you mean 'POLYATTN_PLUGINS' or 'POLYATTN_EXTRA_PLUGINS'?"
+    ]
+
+
+def test_the_file_that_the_environment_names(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "polyattn.json"
+    file.write_text('{"strict": true}')
+    monkeypatch.setenv("POLYATTN_CONFIG", str(file))
+    (entry,) = run(*CHECK, "--json").data["settings"]
+    assert entry == {"name": "strict", "value": True, "source": f"config file {file}"}

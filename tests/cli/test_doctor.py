@@ -1,0 +1,217 @@
+"""`polyattn doctor`: on this machine, and on machines where something is amiss."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from polyattn.cli import doctor
+from polyattn.inspection import list_backends
+from polyattn.plugins import get_manager, reset_manager
+from polyattn.records import BackendInfo, DeviceReport, Provider, Requirement, row
+
+from .conftest import Run, VENDORS
+
+KEYS = {
+    *("polyattn", "python", "system", "torch_build", "libraries", "platforms", "plugins"),
+    *("environment", "unread", "problems", "backends"),
+}
+Plugin = Callable[[str, str], str]
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_machine_in_order(run: Run) -> None:
+    shown = run("doctor", "--json")
+    assert (shown.code, shown.err) == (0, "")
+    data = shown.data
+    assert set(data) == KEYS
+    assert data["python"].startswith(platform.python_version())
+    assert data["libraries"]["pluggy"] == version("pluggy")
+    assert data["torch_build"].startswith(version("torch").partition("+")[0])
+    assert {p["name"]: p["state"] for p in data["plugins"]} == dict.fromkeys(("core", *VENDORS), "ready")
+    assert all(p["origin"].endswith("plugin.py") for p in data["plugins"])
+    devices = {p["name"]: p for p in data["platforms"]}
+    assert set(devices) == set(get_manager().platforms)
+    assert devices["cpu"]["present"]
+    assert not devices["rocm"]["present"]
+    assert devices["rocm"]["detail"]
+    assert data["problems"] == []
+
+
+def test_the_text_has_the_same(run: Run) -> None:
+    shown = run("doctor")
+    assert shown.code == 0
+    text = flat(shown.out)
+    for part in (
+        "Platforms",
+        "Plugins",
+        "Backends of this machine",
+        "no AMD GPU",
+        "torch_sdpa@cpu",
+        "No problem found.",
+    ):
+        assert part in text
+
+
+def test_every_backend_of_this_machine_has_a_reason_and_a_remedy(run: Run) -> None:
+    found = {entry["name"]: entry for entry in run("doctor", "--json").data["backends"]}
+    assert set(found) == {b.name for b in list_backends("cpu")}
+    for entry in found.values():
+        assert bool(entry["why"]) == bool(entry["do"]) == (entry["status"] != "available")
+    assert found["intel_amx"]["why"] == "planned: its adapter is not part of this version"
+    assert found["intel_amx"]["do"].startswith("upgrade polyattn")
+
+
+def test_variables(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYATTN_VALIDATE", "1")
+    monkeypatch.setenv("POLYATTN_ATENTION_BACKEND", "fa")
+    data = run("doctor", "--json").data
+    assert data["environment"]["POLYATTN_VALIDATE"] == "1"
+    (sentence,) = data["unread"]
+    assert "Did you mean 'POLYATTN_ATTENTION_BACKEND'" in sentence
+    text = flat(run("doctor").out)
+    assert "POLYATTN_VALIDATE 1" in text
+    assert "warning environment POLYATTN_ATENTION_BACKEND is set, but polyattn does not read it" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "reason"),
+    [
+        ("raise ValueError('no luck')", "broken", "ValueError: no luck"),
+        ("import nowhere_to_be_found", "broken", "No module named 'nowhere_to_be_found'"),
+        ("POLYATTN_API_VERSION = 99", "incompatible", "speaks plugin API 99"),
+        ("def polyattn_register_backend(): ...", "broken", "is no hook of polyattn"),
+    ],
+)
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_a_plugin_that_cannot_be_used(
+    run: Run, plugin: Plugin, monkeypatch: pytest.MonkeyPatch, text: str, state: str, reason: str, strict: str
+) -> None:
+    monkeypatch.setenv("POLYATTN_STRICT", strict)
+    plugin("acme", text)
+    shown = run("doctor", "--json")
+    assert shown.code == 4
+    (found,) = [p for p in shown.data["plugins"] if p["name"] == "acme_plugin"]
+    assert found["state"] == state
+    assert reason in found["reason"]
+    assert "traceback" not in found
+    assert {p["state"] for p in shown.data["plugins"] if p["name"] != "acme_plugin"} == {"ready"}
+    shown = run("doctor")
+    assert shown.code == 4
+    assert reason in flat(shown.out)
+    assert "plugin acme_plugin cannot be used: repair or uninstall it, or set POLYATTN_DISABLE" in flat(shown.out)
+
+
+def test_verbose_has_the_traceback(run: Run, plugin: Plugin) -> None:
+    plugin("acme", "raise ValueError('no luck')")
+    shown = run("doctor", "--verbose")
+    assert shown.code == 4
+    assert "Traceback (most recent call last)" in shown.out
+    assert "Traceback" not in run("doctor").out
+    (found,) = [p for p in run("doctor", "-v", "--json").data["plugins"] if p["name"] == "acme_plugin"]
+    assert found["traceback"].endswith("ValueError: no luck\n")
+
+
+def test_a_plugin_that_was_left_out_is_no_problem(run: Run, plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYATTN_DISABLE", "acme_plugin")
+    plugin("acme", "raise ValueError('no luck')")
+    shown = run("doctor", "--json")
+    assert shown.code == 0
+    (found,) = [p for p in shown.data["plugins"] if p["name"] == "acme_plugin"]
+    assert (found["state"], found["origin"]) == ("not allowed", "")
+    assert "left out by POLYATTN_DISABLE" in flat(run("doctor").out)
+
+
+NOT_INSTALLED = """
+from polyattn.hookspecs import hookimpl
+from polyattn.records import BackendInfo, Provider, Range, Requirement, row
+
+def provider(name, distribution, hint):
+    rows = (row(family="dense", dtype="float32", head_dim=Range(1)),)
+    return Provider(name, rows, "nowhere:Adapter", (Requirement(distribution, hint=hint),))
+
+@hookimpl
+def polyattn_register_backends():
+    one = provider("hard", "acme-hard", "build it from source")
+    two = provider("easy", "acme-easy", "pip install acme-easy")
+    yield BackendInfo("acme", "cpu", (one, two), summary="Acme")
+    yield BackendInfo("acme_only", "cpu", (one,), summary="Acme's other one")
+"""
+
+
+def test_what_is_not_installed_has_the_easiest_remedy(run: Run, plugin: Plugin) -> None:
+    plugin("acme", NOT_INSTALLED)
+    found = {entry["name"]: entry for entry in run("doctor", "--json").data["backends"]}
+    assert found["acme"]["why"] == "acme-easy is not installed"
+    assert found["acme"]["do"] == "pip install acme-easy (or: hard)"
+    assert found["acme_only"]["do"] == "build it from source"
+    text = flat(run("doctor").out)
+    assert "acme-easy is not installed" in text
+
+
+DETECTION_RAISES = """
+from polyattn.hookspecs import hookimpl
+from polyattn.records import PlatformInfo
+
+def detect():
+    raise RuntimeError("driver on fire")
+
+@hookimpl
+def polyattn_register_platforms():
+    return [PlatformInfo("acme", device_type="acme", detect="acme_plugin:detect")]
+"""
+
+
+def test_a_platform_whose_detection_raises_is_a_problem(run: Run, plugin: Plugin) -> None:
+    plugin("acme", DETECTION_RAISES)
+    shown = run("doctor", "--json")
+    assert shown.code == 0
+    assert "RuntimeError: driver on fire" in shown.data["problems"]
+    (device,) = [p for p in shown.data["platforms"] if p["name"] == "acme"]
+    assert (device["present"], device["detail"]) == (False, "its detection failed")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "problem"),
+    [
+        ("POLYATTN_STRICT", "maybe", "POLYATTN_STRICT='maybe' is not a switch"),
+        ("POLYATTN_ATTENTION_BACKEND", "torch_spda", "is not a known backend. Did you mean 'torch_sdpa'"),
+        ("POLYATTN_CONFIG", "/nowhere/polyattn.yaml", "/nowhere/polyattn.yaml"),
+    ],
+)
+def test_configuration_that_is_wrong_is_a_problem(
+    run: Run, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, problem: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    reset_manager()
+    shown = run("doctor", "--json")
+    assert shown.code == 0
+    assert any(problem in found for found in shown.data["problems"])
+    assert "problem " in run("doctor").out
+    monkeypatch.undo()
+    reset_manager()
+
+
+def test_a_device_that_is_missing_sends_to_the_platforms() -> None:
+    provider = Provider("p", (row(family="dense", dtype="float32", head_dim=64),), "m:A", (Requirement("torch"),))
+    info = BackendInfo("x", "cuda", (provider,), summary="s")
+    status: Any = type("Status", (), {"status": "unavailable", "reasons": ("no cuda device: none",), "package": "p"})
+    assert doctor._diagnosis(info, status) == ("no cuda device: none", "see the platform above")
+
+
+def test_an_accelerator_that_is_found_comes_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = {"cuda": DeviceReport(True, "1 NVIDIA GPU (sm90)", ("sm90",), (12, 8))}
+    absent, cpu = DeviceReport(False, "none"), DeviceReport(True, "a CPU")
+    find = lambda name: reports.get(name, cpu if name == "cpu" else absent)  # noqa: E731
+    monkeypatch.setattr("polyattn.cli.doctor.detect", find)
+    monkeypatch.setattr("polyattn.inspection.detect", find)
+    data = run("doctor", "--json").data
+    assert {entry["platform"] for entry in data["backends"]} == {"cuda", "cpu"}
+    assert "found 1 NVIDIA GPU (sm90)" in flat(run("doctor").out)

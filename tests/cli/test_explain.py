@@ -1,0 +1,327 @@
+"""`polyattn explain`: one row per pinned command line, and what every flag becomes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from polyattn import AttentionRequest, ConfigError
+from polyattn.cli.asking import QUERY_DTYPES, Question, ask
+from polyattn.cli.explain import _assumed, here
+from polyattn.cli.reasons import reasons_table
+from polyattn.config import KV_CACHE_DTYPES
+from polyattn.records import DeviceReport
+
+from .conftest import Run
+
+HOPPER = "--assume-platform cuda:sm90 --assume-installed flash-attn-3,flashinfer"
+BLACKWELL = "--assume-platform cuda:sm100 --assume-installed flash-attn-4,flashinfer"
+
+ANSWERS = [
+    # The command line of the project's brief.
+    (f"{HOPPER} --phase decode --kv-dtype fp8_e4m3 --page-size 64 --mla", "fa3", ["dequantise_kv"], True),
+    (f"{HOPPER} --phase decode --family paged", "fa3", [], True),
+    (f"{HOPPER} --phase verify --spec-topk 4", "flashinfer", [], True),
+    (f"{HOPPER} --phase decode --kv-dtype fp8_e4m3", "fa3", [], True),
+    (f"{BLACKWELL} --phase decode", "trtllm_mha", [], True),
+    (f"{BLACKWELL} --mla --phase decode --kv-dtype fp8_e4m3", "trtllm_mla", [], True),
+    ("--assume-platform rocm:gfx942 --assume-installed amd-aiter --phase decode", "aiter", [], True),
+    ("--assume-platform npu --assume-installed torch-npu --phase decode --page-size 128", "ascend", [], True),
+    ("--assume-platform xpu --assume-installed sgl-kernel-xpu --phase decode", "intel_xpu", [], True),
+    ("--assume-platform mps --head-dim 64", "torch_sdpa", [], False),
+    ("--assume-platform cuda:sm90 --causal", "torch_sdpa", [], False),
+    (f"{HOPPER} --causal --window 4095,0 --sinks", "fa", ["sinks_from_lse"], True),
+    ("--assume-platform npu --assume-installed torch-npu --lse", "fa", [], True),
+    ("--assume-platform cuda:sm90 --family linear", "triton", [], True),
+    ("--head-dim 64 --causal --window 63,0", "torch_sdpa", [], False),
+    ("--softcap 50 --causal", "reference", [], False),
+    ("--family varlen --causal", "torch_native", [], False),
+]
+
+
+@pytest.mark.parametrize(("words", "backend", "lowerings", "planned"), ANSWERS, ids=[a[0] for a in ANSWERS])
+def test_answers(run: Run, words: str, backend: str, lowerings: list[str], planned: bool) -> None:
+    shown = run("explain", *shlex.split(words), "--json")
+    assert shown.code == 0, shown.out
+    data = shown.data
+    assert (data["backend"], data["lowerings"], data["planned"]) == (backend, lowerings, planned)
+    assert data["source"] in ("platform rule", "priority")
+    assert all(reasons for reasons in data["rejected"].values())
+    assert backend not in data["rejected"]
+
+
+def test_json_has_the_pinned_keys(run: Run) -> None:
+    data = run("explain", "--json").data
+    assert {"backend", "lowerings", "source", "rejected", "planned", "notes"} <= set(data)
+
+
+def test_text_says_who_why_and_who_not(run: Run) -> None:
+    shown = " ".join(run("explain", *shlex.split(ANSWERS[0][0])).out.split())
+    for part in ("fa3 on cuda", "planned", "dequantise_kv", "platform rule", "MLA on Hopper", "trtllm_mla"):
+        assert part in shown
+    assert "arch='sm90' is not one of sm100, sm103" in shown
+
+
+def test_verbose_has_every_reason(run: Run) -> None:
+    words = [*shlex.split(HOPPER), "--phase", "decode"]
+    brief, full = run("explain", *words).out, run("explain", *words, "--verbose").out
+    assert "it serves other families" in brief
+    assert "it serves other families" not in full
+    assert len(full) > len(brief)
+
+
+def test_a_name_that_is_asked_for(run: Run) -> None:
+    data = run("explain", "--attention-backend", "flex_attention", "--json").data
+    assert (data["backend"], data["source"]) == ("flex_attention", "argument")
+    data = run("explain", *shlex.split(HOPPER), "--phase", "decode", "--attention-backend", "flashinfer", "--json").data
+    assert (data["backend"], data["source"]) == ("flashinfer", "argument")
+
+
+def test_a_documented_fallback_and_strict(run: Run) -> None:
+    words = ["explain", "--assume-platform", "cuda:sm90", "--attention-backend", "fa"]
+    data = run(*words, "--json").data
+    assert (data["backend"], data["source"]) == ("torch_sdpa", "fallback from fa")
+    assert "replaced by torch_sdpa" in data["notes"][0]
+    strict = run(*words, "--strict", "--json")
+    assert strict.code == 3
+    assert "is not taken in strict mode" in strict.data["error"]["message"]
+
+
+def test_strict_from_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyattn import configure
+
+    monkeypatch.setenv("POLYATTN_STRICT", "1")
+    configure()
+    assert run("explain", "--assume-platform", "cuda:sm90", "--attention-backend", "fa").code == 3
+
+
+class TestPhases:
+    words = ("explain", *shlex.split(HOPPER), "--json", "--prefill-attention-backend", "fa3")
+
+    def test_own_backends(self, run: Run) -> None:
+        words = (*self.words, "--decode-attention-backend", "flashinfer")
+        data = run(*words, "--phase", "decode").data
+        assert (data["backend"], data["source"]) == ("flashinfer", "decode argument")
+        assert run(*words, "--phase", "extend").data["backend"] == "fa3"
+
+    def test_one_alone_leaves_the_other_to_the_general_choice(self, run: Run) -> None:
+        data = run(*self.words, "--phase", "decode", "--attention-backend", "flashinfer").data
+        assert (data["backend"], data["source"]) == ("flashinfer", "argument")
+
+    @pytest.mark.parametrize(("mode", "backend"), [("prefill", "fa3"), ("decode", "flashinfer")])
+    def test_who_verifies(self, run: Run, mode: str, backend: str) -> None:
+        words = (*self.words, "--decode-attention-backend", "flashinfer", "--spec-topk", "1")
+        data = run(*words, "--speculative-attention-mode", mode).data
+        assert (data["backend"], data["source"]) == (backend, f"speculative_attention_mode={mode}")
+
+    def test_a_pair_that_does_not_work(self, run: Run) -> None:
+        words = ("--prefill-attention-backend", "fa4", "--decode-attention-backend", "trtllm_mha")
+        found = run("explain", *shlex.split(BLACKWELL), *words, "--kv-dtype", "fp4_e2m1", "--json")
+        assert found.code == 3
+        assert "does not work with" in found.data["error"]["message"]
+
+    @pytest.mark.parametrize("where", [(), shlex.split(HOPPER)], ids=["here", "elsewhere"])
+    def test_only_serving_has_phases(self, run: Run, where: list[str]) -> None:
+        found = run("explain", *where, "--family", "dense", "--decode-attention-backend", "fa3", "--json")
+        assert found.code == 2
+        assert "serving families paged and mla, not dense" in found.data["error"]["message"]
+
+    def test_here_too(self, run: Run) -> None:
+        words = ("explain", "--family", "paged", "--json", "--decode-attention-backend", "reference")
+        data = run(*words, "--phase", "decode").data
+        assert (data["backend"], data["source"]) == ("reference", "decode argument")
+        assert run(*words, "--phase", "extend").data["source"] == "priority"
+        verify = run(*words, "--spec-topk", "1", "--speculative-attention-mode", "decode").data
+        assert verify["source"] == "speculative_attention_mode=decode"
+
+    def test_an_unknown_mode(self, run: Run) -> None:
+        found = run("explain", "--speculative-attention-mode", "both")
+        assert found.code == 2
+        assert "must be prefill or decode" in found.err
+
+
+def test_this_machine_obeys_its_configuration(run: Run) -> None:
+    from polyattn import configure
+
+    configure(attention_backend="flex_attention")
+    data = run("explain", "--json").data
+    assert (data["backend"], data["source"]) == ("flex_attention", "configure()")
+
+
+def test_installed_names_are_enough_to_ask_about_this_machine(run: Run) -> None:
+    data = run("explain", "--assume-installed", "sgl-kernel-cpu", "--phase", "decode", "--json").data
+    assert data["platform"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("report", "fields", "words"),
+    [
+        (DeviceReport(True, "", ("sm90",), (12, 8)), {"platform": "cuda", "arch": "sm90"}, "cuda:sm90@12.8"),
+        (DeviceReport(True, "", ("sm90",)), {"platform": "cuda", "toolkit": ()}, "cuda:sm90"),
+        (DeviceReport(True, ""), {"platform": "cuda", "arch": ""}, "cuda"),
+        (DeviceReport(False, "", ("sm90",)), {"platform": "cpu"}, "cpu:amx"),
+    ],
+)
+def test_this_machine(
+    monkeypatch: pytest.MonkeyPatch, report: DeviceReport, fields: dict[str, Any], words: str
+) -> None:
+    reports = {"cuda": report, "cpu": DeviceReport(True, "", features=("amx",))}
+    absent = DeviceReport(False, "")
+    monkeypatch.setattr("polyattn.cli.explain.detect", lambda name: reports.get(name, absent))
+    found = here()
+    assert {name: found[name] for name in fields} == fields
+    assert _assumed(found) == words
+
+
+REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"family": "dense", "dtype": "bfloat16", "head_dim": 128, "heads": 32, "kv_heads": 32, "causal": "none"}),
+    ({"phase": "decode"}, {"family": "paged", "s_relation": "one", "page_size": 64, "causal": "bottom_right"}),
+    ({"phase": "extend"}, {"family": "paged", "phase": "extend", "s_relation": "fewer"}),
+    ({"phase": "prefill"}, {"family": "paged", "phase": "prefill", "s_relation": "equal"}),
+    ({"phase": "verify"}, {"family": "paged", "phase": "verify", "spec_topk": 1, "tree": False}),
+    ({"spec_topk": 1}, {"phase": "verify", "tree": False}),
+    ({"spec_topk": 4}, {"family": "paged", "phase": "verify", "tree": True, "s_relation": "fewer"}),
+    ({"spec_topk": 4, "phase": "decode"}, {"phase": "decode", "tree": False, "spec_topk": 4}),
+    ({"page_size": 1}, {"family": "paged", "page_size": 1}),
+    ({"kv_dtype": "fp8_e4m3"}, {"family": "paged", "kv_dtype": "fp8_e4m3"}),
+    ({"kv_dtype": "bf16"}, {"kv_dtype": "bfloat16"}),
+    ({"family": "dense", "phase": "decode"}, {"family": "dense", "phase": "prefill", "s_relation": "one"}),
+    ({"family": "paged", "causal": False}, {"causal": "none"}),
+    ({"causal": True}, {"family": "dense", "causal": "bottom_right"}),
+    ({"causal_alignment": "top_left"}, {"causal": "top_left"}),
+    ({"causal_alignment": "top_left", "causal": False}, {"causal": "none"}),
+    ({"mla": True}, {"family": "mla", "head_dim": 576, "v_head_dim": 512, "heads": 128, "kv_heads": 1}),
+    ({"mla": True}, {"scale": 192**-0.5, "page_size": 64, "causal": "bottom_right"}),
+    ({"mla": True, "head_dim": 192}, {"head_dim": 192, "v_head_dim": 128}),
+    ({"mla": True, "scale": 0.1, "heads": 16}, {"scale": 0.1, "heads": 16}),
+    ({"family": "mla", "mla": True}, {"family": "mla"}),
+    ({"family": "linear"}, {"method": "gdn", "phase": "prefill"}),
+    ({"family": "linear", "method": "kda", "phase": "decode"}, {"method": "kda", "phase": "decode"}),
+    ({"window": "127,0"}, {"window": (127, 0)}),
+    ({"window": " -1 , -1 "}, {"window": (-1, -1)}),
+    ({"dtype": "fp16", "softcap": 30.0, "sinks": True, "mask": "bool"}, {"dtype": "float16", "softcap": 30.0}),
+    ({"grad": "query, key"}, {"grad": ("query", "key")}),
+    ({"heads": 8, "kv_heads": 2, "v_head_dim": 64}, {"heads": 8, "kv_heads": 2, "v_head_dim": 64}),
+]
+
+
+@pytest.mark.parametrize(("flags", "fields"), REQUESTS, ids=[str(flags) for flags, _ in REQUESTS])
+def test_flags_become_fields(flags: dict[str, Any], fields: dict[str, Any]) -> None:
+    request = ask(Question(**flags))
+    assert {name: getattr(request, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("word", ["auto", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"])
+def test_the_pinned_cache_dtypes(run: Run, word: str) -> None:
+    shown = run("explain", *shlex.split(HOPPER), "--phase", "decode", "--kv-dtype", word, "--json")
+    assert shown.code == 0
+    dtype = shown.data["request"]["kv_dtype"]
+    assert dtype == ("auto" if word in ("auto", "bf16") else word)
+
+
+def test_every_word_for_a_dtype_is_a_request_dtype() -> None:
+    for words in (QUERY_DTYPES, KV_CACHE_DTYPES):
+        for word in words:
+            assert AttentionRequest(dtype=words[word]).dtype == words[word]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"family": "dens"}, "--family 'dens' is not known. Did you mean 'dense'? Allowed: dense, varlen"),
+        ({"family": "dense", "mla": True}, "--mla means --family mla, but --family dense is given too"),
+        ({"phase": "decoding"}, "--phase 'decoding' is not known. Did you mean 'decode'"),
+        ({"dtype": "bf61"}, "--dtype 'bf61' is not known. Did you mean 'bf16'"),
+        ({"kv_dtype": "fp8"}, "--kv-dtype 'fp8' is not known"),
+        ({"mask": "boolean"}, "--mask 'boolean' is not known. Did you mean 'bool'"),
+        ({"grad": "query,values"}, "--grad 'values' is not known. Did you mean 'value'"),
+        ({"causal_alignment": "left"}, "--causal-alignment 'left' is not known"),
+        ({"window": "127"}, "--window '127' is not left,right"),
+        ({"window": "-2,0"}, "-1 = no bound"),
+        ({"heads": 32, "kv_heads": 5}, "--heads 32 is no multiple of --kv-heads 5"),
+        ({"head_dim": 0}, "--head-dim 0 is too small: give a whole number, 1 or more"),
+        ({"page_size": 0}, "--page-size 0 is too small"),
+        ({"spec_topk": -1}, "--spec-topk -1 is too small"),
+        ({"softcap": -1.0}, "--softcap -1 is not a number of 0 (off) or more"),
+        ({"softcap": float("nan")}, "--softcap nan"),
+        ({"dropout": 1.0}, "--dropout 1 is no probability below 1"),
+    ],
+)
+def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ask(Question(**flags))
+    assert message in str(caught.value)
+
+
+def test_the_flags_reach_the_request(run: Run) -> None:
+    words = (
+        "--dtype fp16 --head-dim 64 --v-head-dim 32 --heads 8 --kv-heads 2 --no-causal --window 3,5 --softcap 2 --sinks "
+        "--mask additive --scale 0.5 --lse --grad query --cross --dropout 0.25 --deterministic"
+    )
+    request = run("explain", *shlex.split(words), "--attention-backend", "reference", "--json").data["request"]
+    expected = {
+        "dtype": "float16", "head_dim": 64, "v_head_dim": 32, "heads": 8, "kv_heads": 2, "causal": "none",
+        "window": [3, 5], "softcap": 2.0, "sinks": True, "mask": "additive", "scale": 0.5, "lse": True,
+        "grad": ["query"], "cross": True, "dropout": 0.25, "deterministic": True,
+    }  # fmt: skip
+    assert {name: request[name] for name in expected} == expected
+
+
+def test_the_serving_flags_reach_the_request(run: Run) -> None:
+    words = (
+        "--mla --phase extend --page-size 32 --kv-dtype fp8_e4m3 --kv-scales tensor --save-kv-cache --chunked-prefix "
+        "--multimodal --graph-capture --method dsa --assume-platform cuda:sm90"
+    )
+    found = run("explain", *shlex.split(words), "--json")
+    assert found.code == 3
+    message = found.data["error"]["message"]
+    for word in ("page_size=32", "kv_scales=tensor", "save_kv_cache", "chunked_prefix", "multimodal", "method=dsa"):
+        assert word in message
+    assert "graph_capture" in message
+
+
+class TestReasons:
+    planned = "planned: its adapter is not part of this version"
+
+    def gist(self, *reasons: str, everything: bool = False) -> str:
+        table = reasons_table({"x": list(reasons)}, everything=everything)
+        return str(next(iter(table.columns[1].cells)))
+
+    def test_limits_come_first(self) -> None:
+        assert self.gist("fa3: head_dim=512 is not 8 to 256", "fa2: flash-attn is not installed; pip install x") == (
+            "fa3: head_dim=512 is not 8 to 256"
+        )
+
+    def test_one_way_to_install(self) -> None:
+        reasons = [f"p{i}: d{i} is not installed; pip install d{i}" for i in range(3)]
+        assert self.gist(*reasons) == "d0 is not installed; pip install d0 (or 2 other ways: --verbose)"
+        assert self.gist(*reasons[:2]).endswith("(or 1 other way: --verbose)")
+        assert self.gist(reasons[0]) == "d0 is not installed; pip install d0"
+
+    def test_planned_and_other_families(self) -> None:
+        assert self.gist("family='mla' is not dense", f"paged: {self.planned}") == self.planned
+        assert self.gist("family='mla' is not dense") == "it serves other families"
+
+    def test_everything(self) -> None:
+        assert self.gist("family='mla' is not dense", self.planned, everything=True) == (
+            f"family='mla' is not dense; {self.planned}"
+        )
+
+    def test_equal_answers_share_a_line(self) -> None:
+        table = reasons_table({"a": ["family='mla' is not dense"], "b": ["family='mla' is not paged"]})
+        assert [str(cell) for cell in table.columns[0].cells] == ["a, b"]
+
+
+def test_the_pinned_command_line_as_a_shell_splits_it(run: Run) -> None:
+    line = (
+        "explain --assume-platform cuda:sm90 --assume-installed flash-attn-3,flashinfer --phase decode "
+        "--kv-dtype fp8_e4m3 --page-size 64 --mla --json"
+    )
+    shown = run(*line.split())
+    assert shown.code == 0
+    data = json.loads(shown.out)
+    assert data["request"]["family"] == "mla"
+    assert data["request"]["arch"] == "sm90"

@@ -1,0 +1,194 @@
+"""What all commands share: exit codes, messages, JSON errors, and no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from polyattn import __version__, errors
+from polyattn.cli import app, main
+
+from .conftest import Run
+
+HOPPER = ("--assume-platform", "cuda:sm90")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "kind", "message"),
+    [
+        (("explain", "--nope"), 2, "UsageError", "No such option: --nope"),
+        (("explain", "--head-dim", "wide"), 2, "UsageError", "--head-dim"),
+        (("frobnicate",), 2, "UsageError", "frobnicate"),
+        (("matrix", "--format", "pdf"), 2, "ConfigError", "Allowed: text, markdown, json"),
+        (("explain", "--family", "dens"), 2, "ConfigError", "Did you mean 'dense'"),
+        (("explain", "--assume-platform", "cuda:h100"), 2, "ConfigError", "is not an architecture of cuda"),
+        (("explain", "--assume-installed", "flash-atn-3"), 2, "ConfigError", "Did you mean 'flash-attn-3'"),
+        (("config", "check", "--page-size", "0"), 2, "ConfigError", "whole number of tokens >= 1"),
+        (("explain", "--dtype", "fp8_e4m3"), 3, "UnsupportedRequestError", "no backend can serve this call"),
+        (("explain", "--attention-backend", "torch_spda"), 4, "BackendUnavailableError", "Did you mean 'torch_sdpa'"),
+        (("explain", "--attention-backend", "flashinfer"), 4, "BackendUnavailableError", "has no backend on cpu"),
+        (("explain", "--attention-backend", "triton"), 4, "BackendUnavailableError", "planned"),
+        (("list", "--platform", "cudaa"), 4, "BackendUnavailableError", "Did you mean 'cuda'"),
+    ],
+)
+def test_failures_have_a_code_and_a_message_in_both_forms(
+    run: Run, words: tuple[str, ...], code: int, kind: str, message: str
+) -> None:
+    text = run(*words)
+    assert (text.code, text.out) == (code, "")
+    assert message in " ".join(text.err.split())
+    assert text.err.startswith("error: ")
+    as_json = run(*words, "--json")
+    assert (as_json.code, as_json.err) == (code, "")
+    assert as_json.data["error"]["type"] == kind
+    assert message in as_json.data["error"]["message"]
+
+
+def test_a_usage_error_names_the_help(run: Run) -> None:
+    assert "See `polyattn explain --help`" in run("explain", "--nope").err
+    assert "See `polyattn config check --help`" in run("config", "check", "--nope").err
+
+
+def test_a_refused_request_lists_the_reasons(run: Run) -> None:
+    text = run("explain", "--dtype", "fp8_e4m3").err
+    assert "torch_sdpa" in text
+    assert "dtype='fp8_e4m3' is not one of" in text
+    rejected = run("explain", "--dtype", "fp8_e4m3", "--json").data["error"]["rejected"]
+    assert rejected["torch_sdpa"] == ["dtype='fp8_e4m3' is not one of float64, float32, float16, bfloat16"]
+
+
+def test_every_error_of_polyattn_has_the_documented_code() -> None:
+    kinds = {getattr(errors, name) for name in errors.__all__ if name.endswith("Error")} - {errors.PolyattnError}
+    assert set(app.EXIT_CODES) == kinds
+    assert [app.EXIT_CODES[k] for k in (errors.ConfigError, errors.UnsupportedRequestError)] == [2, 3]
+
+
+def test_an_error_without_a_code_of_its_own_is_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise errors.PolyattnError("odd")
+
+    monkeypatch.setattr("polyattn.cli.listing.list_backends", fail)
+    assert (run("list").code, run("list").err) == (1, "error: odd\n")
+
+
+def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("polyattn.cli.listing.list_backends", interrupt)
+    assert run("list").code == 130
+
+
+@pytest.mark.parametrize("library", ["typer", "rich"])
+def test_without_the_extra_the_pip_line_is_the_message(run: Run, monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    text = run("list")
+    assert (text.code, text.out) == (4, "")
+    assert text.err == f"polyattn: the command line needs {library}, not installed here: pip install 'polyattn[cli]'\n"
+    as_json = run("list", "--json")
+    assert as_json.code == 4
+    assert "pip install 'polyattn[cli]'" in as_json.data["error"]["message"]
+
+
+def test_version(run: Run) -> None:
+    assert (run("--version").code, run("--version").out) == (0, f"polyattn {__version__}\n")
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
+def test_help_lists_every_command(run: Run, words: tuple[str, ...]) -> None:
+    shown = run(*words)
+    assert shown.code == 0
+    assert all(f" {name} " in shown.out for name in ("list", "matrix", "explain", "doctor", "demo", "config"))
+
+
+def test_config_alone_shows_its_commands(run: Run) -> None:
+    shown = run("config")
+    assert (shown.code, shown.err) == (0, "")
+    assert " check " in shown.out
+
+
+def test_the_words_come_from_the_process_when_none_are_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["polyattn", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out == f"polyattn {__version__}\n"
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_python_m_polyattn() -> None:
+    done = python("-m", "polyattn", "explain", "--assume-platform", "cuda:h100", "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["type"] == "ConfigError"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("list", "--all"),
+        ("matrix", "--format", "markdown"),
+        ("explain", *HOPPER, "--assume-installed", "flash-attn-3", "--phase", "decode"),
+        ("explain",),
+        ("doctor",),
+        ("config", "check"),
+        ("demo", "--help"),
+    ],
+    ids=" ".join,
+)
+def test_no_command_but_demo_imports_torch(words: tuple[str, ...]) -> None:
+    code = f"""
+import sys
+from polyattn.cli import main
+code = main({list(words)!r})
+heavy = {{"torch", "numpy", "transformers"}} & set(sys.modules)
+sys.exit(f"imported: {{heavy}}" if heavy else code)
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_stops_early_gets_no_traceback() -> None:
+    code = "import sys; from polyattn.cli import main; sys.exit(main(['matrix', '--format', 'markdown']))"
+    command = [sys.executable, "-c", code]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
+    code = "import sys; from polyattn.cli import main; sys.exit(main(['matrix']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "? vendor" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [("list",), ("doctor",), ("explain",), ("matrix",), ("config", "check")], ids=" ".join
+)
+def test_a_pipe_gets_100_columns(run: Run, words: tuple[str, ...]) -> None:
+    shown = run(*words)
+    assert shown.code == 0
+    assert max(map(len, shown.out.splitlines())) <= 100
+
+
+def test_columns_sets_another_width(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    assert max(map(len, run("explain").out.splitlines())) == 70

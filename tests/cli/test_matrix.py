@@ -1,0 +1,203 @@
+"""`polyattn matrix`: three formats of one answer, and limits that agree with the rows they are derived from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyattn import what_if
+from polyattn.cli.matrix import Cell, Support, gather, markdown
+from polyattn.cli.probes import Limits, Sheet, limits
+from polyattn.inspection import support_matrix
+from polyattn.plugins import get_manager
+from polyattn.records import AttentionRequest
+
+from .conftest import Run
+
+PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
+
+
+@pytest.fixture(scope="module")
+def support() -> Support:
+    return gather()
+
+
+def cell(support: Support, sheet: str, name: str, platform: str, column: str) -> str:
+    (found,) = [s for s in support.sheets if s.key == sheet]
+    (line,) = [row for row in found.rows if row.name == name and platform in row.platforms]
+    return line.cells[found.columns.index(column)]
+
+
+# The tables of the serving pages that polyattn must equal or exceed: "yes" there is never "no" here.
+# name, platform, FP8 KV, FP4 KV, topk = 1, topk > 1, window, multimodal
+MHA = [
+    ("flashinfer", "cuda", "yes yes yes yes yes no".split()),
+    ("fa3", "cuda", "yes no yes yes yes yes".split()),
+    ("fa4", "cuda", "no yes yes yes yes yes".split()),
+    ("triton", "cuda", "yes yes yes yes yes yes".split()),
+    ("torch_native", "cuda", "yes yes no no no yes".split()),
+    ("flex_attention", "cuda", "no yes no no no no".split()),
+    ("trtllm_mha", "cuda", "yes yes yes no yes no".split()),
+    ("hpc_ops", "cuda", "yes no no no no no".split()),
+    ("aiter", "rocm", "yes no yes yes yes yes".split()),
+    ("wave", "rocm", "no no no no no no".split()),
+    ("ascend", "npu", "no no yes no yes yes".split()),
+    ("intel_xpu", "xpu", "no no no no yes no".split()),
+]
+MHA_COLUMNS = ("FP8 KV", "FP4 KV", "topk = 1", "topk > 1", "window", "multimodal")
+# name, platform, FP8 KV, FP4 KV, chunked prefix, topk = 1, topk > 1
+MLA = [
+    ("flashinfer_mla", "cuda", "no yes yes yes no".split()),
+    ("flashmla", "cuda", "yes yes yes yes no".split()),
+    ("cutlass_mla", "cuda", "yes yes yes yes no".split()),
+    ("trtllm_mla", "cuda", "yes yes yes yes no".split()),
+    ("cutedsl_mla", "cuda", "yes no yes yes no".split()),
+    ("fa3", "cuda", "no no yes yes yes".split()),
+    ("triton", "cuda", "no no no yes yes".split()),
+    ("fa4", "cuda", "no yes yes no no".split()),
+]
+MLA_COLUMNS = ("FP8 KV", "FP4 KV", "chunked prefix", "topk = 1", "topk > 1")
+PAGES = [
+    ("serving_mha", "flashinfer", "cuda", "any"),
+    ("serving_mha", "fa3", "cuda", "any"),
+    ("serving_mha", "fa4", "cuda", "128 (sm90); any (sm100, sm103)"),
+    ("serving_mha", "triton", "cuda", "1; else lowered: page_table_to_tokens"),
+    ("serving_mha", "flex_attention", "cuda", "1; else lowered: page_table_to_tokens"),
+    ("serving_mha", "trtllm_mha", "cuda", "16, 32, 64"),
+    ("serving_mha", "hpc_ops", "cuda", "64"),
+    ("serving_mla", "flashmla", "cuda", "64"),
+    ("serving_mla", "cutlass_mla", "cuda", "128"),
+    ("serving_mla", "trtllm_mla", "cuda", "32, 64"),
+    ("serving_mla", "cutedsl_mla", "cuda", "32, 64"),
+    ("serving_mla", "ascend", "npu", "128"),
+    ("serving_mla", "fa3", "cuda", "any"),
+]
+
+
+@pytest.mark.parametrize(("name", "platform", "upstream"), MHA, ids=[m[0] for m in MHA])
+def test_serving_mha_equals_or_exceeds(support: Support, name: str, platform: str, upstream: list[str]) -> None:
+    for column, theirs in zip(MHA_COLUMNS, upstream, strict=True):
+        ours = cell(support, "serving_mha", name, platform, column)
+        assert theirs == "no" or ours != "no", f"{name}: {column}"
+
+
+@pytest.mark.parametrize(("name", "platform", "upstream"), MLA, ids=[m[0] for m in MLA])
+def test_serving_mla_equals_or_exceeds(support: Support, name: str, platform: str, upstream: list[str]) -> None:
+    for column, theirs in zip(MLA_COLUMNS, upstream, strict=True):
+        ours = cell(support, "serving_mla", name, platform, column)
+        assert theirs == "no" or ours != "no", f"{name}: {column}"
+
+
+@pytest.mark.parametrize(("sheet", "name", "platform", "pages"), PAGES, ids=[f"{p[0]} {p[1]}" for p in PAGES])
+def test_page_sizes(support: Support, sheet: str, name: str, platform: str, pages: str) -> None:
+    assert cell(support, sheet, name, platform, "page size") == pages
+
+
+def test_cells_that_are_limited_say_to_what(support: Support) -> None:
+    assert cell(support, "serving_mla", "triton", "cuda", "topk > 1") == "native (page 1)"
+    assert cell(support, "serving_mla", "fa3", "cuda", "topk > 1") == "lowered: tree_by_lse (page 1)"
+    assert cell(support, "serving_mha", "fa3", "cuda", "FP8 KV") == "native (sm90); else lowered: dequantise_kv"
+    assert cell(support, "serving_mha", "aiter", "rocm", "FP8 KV") == "native; lowered: dequantise_kv (gfx90a)"
+    assert cell(support, "linear", "cutedsl", "cuda", "prefill") == "no"
+    assert cell(support, "linear", "triton", "cpu", "verify, chain") == "no"
+
+
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("causal", {"causal": "bottom_right"}),
+    ("window", {"causal": "bottom_right", "window": (127, -1)}),
+    ("softcap", {"softcap": 50.0}),
+    ("sinks", {"sinks": True}),
+    ("mask", {"mask": "bool"}),
+    ("LSE", {"lse": True}),
+    ("dropout", {"dropout": 0.1}),
+    ("gradients", {"grad": ("query", "key", "value")}),
+]
+
+
+@pytest.mark.parametrize(("column", "fields"), CALLS, ids=[c[0] for c in CALLS])
+@pytest.mark.parametrize("backend", ["torch_sdpa", "flex_attention", "reference"])
+def test_a_cell_is_what_selection_says(support: Support, backend: str, column: str, fields: dict[str, Any]) -> None:
+    for platform in ("cpu", "cuda", "rocm"):
+        request = AttentionRequest(heads=8, kv_heads=8, **fields)
+        try:
+            what_if(request, platform=platform, backend=backend)
+            verdict = "native"
+        except NotImplementedError:
+            verdict = "no"
+        found = cell(support, "dense", backend, platform, column)
+        if platform == "cuda" and backend == "torch_sdpa":
+            continue  # rows of other architectures may say more
+        assert found == verdict, f"{platform}: {column}"
+
+
+def test_planned_is_said_per_family(support: Support) -> None:
+    (mha,) = [s for s in support.sheets if s.key == "serving_mha"]
+    (dense,) = [s for s in support.sheets if s.key == "dense"]
+    served = {row.name: row.planned for row in mha.rows}
+    assert served["reference"] is False
+    assert served["flashinfer"] is True
+    assert {row.name: row.planned for row in dense.rows}["torch_sdpa"] is False
+
+
+def test_every_registered_backend_has_its_cells(support: Support) -> None:
+    pairs = {(name, platform) for name, row in support.cells.items() for platform in row}
+    assert pairs == set(get_manager().backends)
+    assert support.platforms == ("cuda", "rocm", "xpu", "musa", "npu", "mps", "cpu")
+
+
+def test_json_has_all_of_it(run: Run) -> None:
+    shown = run("matrix", "--json")
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.data == run("matrix", "--format", "json").data
+    assert shown.data["cells"]["fa"]["rocm"] == {"adapter": "planned", "evidence": "declared"}
+    assert shown.data["cells"]["torch_sdpa"]["cpu"]["adapter"] == "available"
+    assert set(shown.data["limits"]) == {"dense", "packed", "serving_mha", "serving_mla", "linear"}
+    rows = shown.data["limits"]["serving_mha"]["rows"]
+    assert {"name": "hpc_ops", "platforms": ["cuda"], "planned": True} == {
+        key: value for row in rows if row["name"] == "hpc_ops" for key, value in row.items() if key != "cells"
+    }
+    assert {b["name"] for b in shown.data["backends"]} == {b["name"] for b in support_matrix()}
+
+
+def test_text_has_every_backend_and_the_legend(run: Run) -> None:
+    shown = run("matrix").out
+    first = shown.partition("Dense")[0]
+    for name, _ in get_manager().backends:
+        assert f"\n{name} " in first
+    for words in ("● available", "○ planned", "native", "Serving, MHA", "Serving, MLA", "Linear attention"):
+        assert words in shown
+
+
+def test_the_page_is_current(support: Support) -> None:
+    assert PAGE.read_text(encoding="utf-8") == markdown(support) + "\n", (
+        "run: polyattn matrix --format markdown > docs/support-matrix.md"
+    )
+
+
+def test_the_page_has_whole_tables(support: Support) -> None:
+    widths = []
+    for line in markdown(support).splitlines():
+        widths.append(line.count("|") if line.startswith("|") else 0)
+    assert all(b in (a, 0) or a == 0 for a, b in zip(widths, widths[1:], strict=False))
+    assert len(markdown(support).splitlines()) > 150
+
+
+def fake(evidence: str) -> Support:
+    sheet = Sheet("dense", "Dense", ("causal",), (Limits("x", ("cpu",), False, ("native",)),))
+    return Support(("cuda", "cpu"), [], {"x": {"cpu": Cell("available", evidence)}}, (sheet,))
+
+
+def test_evidence_that_says_more_than_its_level(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence = "hardware (NVIDIA H200, 2026-11-21), stale"
+    monkeypatch.setattr("polyattn.cli.matrix.gather", lambda: fake(evidence))
+    assert f"| `x` | - | available · {evidence} |" in run("matrix", "--format", "markdown").out
+    shown = run("matrix").out
+    assert "● hardware stale" in shown
+    assert f"x@cpu  {evidence}" in shown
+
+
+def test_the_limits_are_quick_to_ask() -> None:
+    sheets = limits()
+    assert [len(sheet.rows) > 3 for sheet in sheets] == [True] * 5

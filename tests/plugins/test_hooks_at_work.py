@@ -1,0 +1,237 @@
+"""Hooks that fail later, when a call needs them: contained, remembered for `polyattn doctor`, raised when asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import polyattn
+from polyattn.errors import BackendUnavailableError, InvalidInputError, PluginError, UnsupportedRequestError
+from polyattn.records import AttentionRequest
+
+FIRST = """
+@hookimpl
+def polyattn_register_backends():
+    return [info("acme", evidence="hardware", priority=1000, auto=(AutoRule(1, "first of all"),), **MORE)]
+"""
+"""Chosen before anything else, if it can be."""
+
+
+def first(more: str = "", target: str = "") -> str:
+    record = f"MORE = {{'target': {target!r}}}\n" if target else "MORE = {}\n"
+    return record + FIRST + more
+
+
+def call(**named: str) -> torch.Tensor:
+    q = torch.randn(1, 3, 2, 8)
+    return polyattn.attention(q, q, q, **named)
+
+
+def capability(body: str) -> str:
+    return first(f"\n@hookimpl\ndef polyattn_report_capability(backend, request):\n    {body}\n")
+
+
+def loads(body: str) -> str:
+    return first(f"\n@hookimpl\ndef polyattn_load_forward(backend, provider, request):\n    {body}\n")
+
+
+def test_this_plugin_is_chosen_when_nothing_is_wrong(site):
+    site.add("acme", first())
+    site.use()
+    request = AttentionRequest(dtype="float32")
+    assert polyattn.explain(request).backend == "acme"
+
+
+BROKEN_CAPABILITY = [
+    ("raise RuntimeError('no such sku')", "its capability hook raised RuntimeError: no such sku", RuntimeError),
+    ("return request.no_such_field", "its capability hook raised AttributeError", AttributeError),
+    ("return True", "its capability hook returned True, neither Accepted nor Rejected nor None", PluginError),
+    ("return False", "its capability hook returned False, neither Accepted nor Rejected nor None", PluginError),
+    ("return 'no'", "its capability hook returned 'no', neither Accepted nor Rejected nor None", PluginError),
+]
+
+
+@pytest.mark.parametrize("body, reason, cause", BROKEN_CAPABILITY, ids=[c[0] for c in BROKEN_CAPABILITY])
+def test_a_capability_hook_that_fails_is_a_refusal_with_its_text(site, body, reason, cause, caplog):
+    site.add("acme", capability(body))
+    manager = site.use()
+    selection = polyattn.explain(AttentionRequest(dtype="float32"))
+    assert selection.backend == "torch_sdpa"
+    assert any(reason in said for said in selection.rejected["acme"])
+    report = manager.plugins["acme"]
+    assert isinstance(report.error, cause)
+    assert report.reason.startswith(f"acme@cpu: {type(report.error).__name__}: ")
+    assert type(report.error).__name__ in report.traceback
+    assert "plugin acme (fake-acme 1.0): acme@cpu" in caplog.text
+    assert torch.isfinite(call()).all()
+
+
+@pytest.mark.parametrize("body, reason, cause", BROKEN_CAPABILITY, ids=[c[0] for c in BROKEN_CAPABILITY])
+def test_by_name_a_failing_capability_hook_is_an_error_of_the_plugin(site, body, reason, cause):
+    site.add("acme", capability(body))
+    site.use()
+    with pytest.raises(PluginError, match="acme, asked for by argument, cannot serve") as caught:
+        call(backend="acme")
+    assert reason in str(caught.value)
+    assert "The plugin failed: see `polyattn doctor`" in str(caught.value)
+    assert isinstance(caught.value.__cause__, cause)
+
+
+@pytest.mark.parametrize("body", ["return None", "return Accepted()"])
+def test_a_capability_hook_that_agrees(site, body):
+    site.add("acme", capability(body))
+    site.use()
+    assert polyattn.explain(AttentionRequest(dtype="float32")).backend == "acme"
+
+
+def test_a_capability_hook_narrows_and_can_never_widen(site):
+    site.add("acme", capability("return Rejected('head_dim=8 is slow') if request.head_dim == 8 else Accepted()"))
+    site.use()
+    assert polyattn.explain(AttentionRequest(dtype="float32", head_dim=16)).backend == "acme"
+    narrow = polyattn.explain(AttentionRequest(dtype="float32", head_dim=8))
+    assert (narrow.backend, narrow.rejected["acme"]) == ("torch_sdpa", ["head_dim=8 is slow"])
+    with pytest.raises(UnsupportedRequestError, match="head_dim=8 is slow"):
+        polyattn.explain(AttentionRequest(dtype="float32", head_dim=8), backend="acme")
+    wide = polyattn.explain(AttentionRequest(dtype="float16"))
+    assert (wide.backend, wide.rejected["acme"]) == ("torch_sdpa", ["dtype='float16' is not float32"])
+
+
+def test_a_capability_hook_is_asked_about_its_own_backends_only(site):
+    site.add("acme", capability("assert backend.name == 'acme', backend"))
+    manager = site.use()
+    polyattn.explain(AttentionRequest(dtype="float32"))
+    assert manager.plugins["acme"].error is None
+
+
+ADAPTER = "\nclass K:\n    def bind(self, request): "
+BROKEN_LOAD = [
+    ("raises", loads("raise OSError('libacme.so.3 is gone')"), "OSError: libacme.so.3 is gone", OSError),
+    ("returns a function", loads("return print"), "acme@cpu returned builtin_function_or_method", None),
+    ("target's module is missing", first(target="acme_gone.kernel:K"), "No module named 'acme_gone'", ImportError),
+    ("target's class is missing", first(target="polyattn.errors:K"), "has no attribute 'K'", AttributeError),
+    ("target is no adapter", first(target="polyattn.errors:did_you_mean"), "missing 2 required", TypeError),
+    (
+        "target's bind fails",
+        first("\nclass K:\n    def bind(self, request): 1 / 0\n", "fake_acme:K"),
+        "Zero",
+        Exception,
+    ),
+    (
+        "target's bind returns nothing",
+        first("\nclass K:\n    def bind(self, request): pass\n", "fake_acme:K"),
+        "None",
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize("source, reason, cause", [b[1:] for b in BROKEN_LOAD], ids=[b[0] for b in BROKEN_LOAD])
+def test_a_plugin_that_cannot_load_its_forward(site, source, reason, cause):
+    site.add("acme", source)
+    manager = site.use()
+    with pytest.raises(PluginError, match=r"plugin acme \(fake-acme 1.0\)") as caught:
+        call(backend="acme")
+    assert reason in str(caught.value)
+    if cause is not None:
+        assert "could not load acme@cpu (provider own)" in str(caught.value)
+        assert "Choose another backend, or see `polyattn doctor`" in str(caught.value)
+        assert isinstance(caught.value.__cause__, cause)
+    report = manager.plugins["acme"]
+    assert reason in report.reason
+    assert report.traceback
+    assert torch.isfinite(call(backend="torch_sdpa")).all()
+
+
+def test_the_first_failure_is_the_one_that_is_kept(site):
+    site.add("acme", loads("raise OSError(f'call with {request.head_dim}')"))
+    manager = site.use()
+    for dim in (8, 16):
+        q = torch.randn(1, 3, 2, dim)
+        with pytest.raises(PluginError, match=f"call with {dim}"):
+            polyattn.attention(q, q, q)
+    assert manager.plugins["acme"].reason == "acme@cpu: OSError: call with 8"
+
+
+def test_a_typed_refusal_while_loading_stays_what_it_is(site):
+    source = "from polyattn.errors import InvalidInputError\n"
+    site.add("acme", source + loads("raise InvalidInputError('this build wants D <= 4')"))
+    manager = site.use()
+    with pytest.raises(InvalidInputError, match="this build wants D <= 4"):
+        call(backend="acme")
+    assert manager.plugins["acme"].error is None
+
+
+def test_none_leaves_the_loading_to_the_target(site):
+    site.add("acme", loads("return None"))
+    site.use()
+    q = torch.randn(1, 3, 2, 8)
+    reference = polyattn.attention(q, q, q, backend="reference")
+    assert torch.equal(polyattn.attention(q, q, q, backend="acme"), reference)
+
+
+def test_the_hook_is_given_the_provider_that_was_chosen(site):
+    site.add("acme", loads("raise LookupError(f'{backend.id} by {provider} for {request.dtype}')"))
+    site.use()
+    with pytest.raises(PluginError, match="acme@cpu by own for float32"):
+        call()
+
+
+def test_rows_that_fail_to_judge_are_a_refusal_and_by_name_an_error(site):
+    """`Range` cannot compare the default scale, None."""
+    rows = "(row(family='dense', dtype='float32', head_dim=Range(1), scale=Range(0.1, 1.0)),)"
+    record = f"[info('acme', evidence='hardware', priority=1000, providers=(Provider('own', {rows}, 'm:C'),))]"
+    site.add("acme", f"@hookimpl\ndef polyattn_register_backends():\n    return {record}\n")
+    site.use()
+    selection = polyattn.explain(AttentionRequest(dtype="float32"))
+    assert selection.backend == "torch_sdpa"
+    assert selection.rejected["acme"][0].startswith("its capability rows failed: TypeError")
+    with pytest.raises(PluginError, match="its capability rows failed") as caught:
+        polyattn.explain(AttentionRequest(dtype="float32"), backend="acme")
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+PROVIDER = """
+ROWS = (row(family="dense", dtype="float32", head_dim=Range(1)),)
+
+@hookimpl
+def polyattn_register_backends():
+    return [info("acme", providers=(Provider("own", ROWS, "m:C", (Requirement(**{}),)),))]
+"""
+
+
+@pytest.mark.parametrize(
+    "need, reason",
+    [
+        ({"distribution": "acme-sdk"}, "acme-sdk is not installed; pip install acme-sdk"),
+        ({"distribution": "acme-sdk", "versions": ">=2"}, "acme-sdk>=2 is not installed; pip install acme-sdk>=2"),
+        ({"distribution": "acme-sdk", "hint": "see acme.example"}, "acme-sdk is not installed; see acme.example"),
+        (
+            {"distribution": "acme-sdk", "impostor": "a cartoon, not the SDK"},
+            "acme-sdk is not installed; the registry has a cartoon, not the SDK; pip install acme-sdk",
+        ),
+        ({"distribution": "fake-acme", "versions": ">=2"}, "fake-acme 1.0 is installed, >=2 is needed"),
+        (
+            {"distribution": "fake-acme", "module": "acme.kernels"},
+            "the installed fake-acme 1.0 is fake-acme without acme.kernels",
+        ),
+        (
+            {"distribution": "fake-acme", "module": "acme.kernels", "impostor": "a cartoon, not the SDK"},
+            "the installed fake-acme 1.0 is a cartoon, not the SDK",
+        ),
+    ],
+)
+def test_a_provider_that_is_not_installed_says_what_to_do(site, need, reason):
+    site.add("acme", PROVIDER.replace("{}", repr(need)))
+    site.use()
+    with pytest.raises(BackendUnavailableError, match="acme, asked for by argument, cannot serve") as caught:
+        call(backend="acme")
+    assert reason in str(caught.value)
+    assert [s.status for s in polyattn.list_backends("cpu") if s.name == "acme"] == ["unavailable"]
+
+
+@pytest.mark.parametrize("need", [{}, {"versions": ">=1,<2"}, {"module": "fake_acme"}, {"module": "polyattn.records"}])
+def test_a_provider_that_is_installed(site, need):
+    need = {"distribution": "sdk-of-acme", "also": ("fake-acme",), **need}
+    site.add("acme", PROVIDER.replace("{}", repr(need)))
+    site.use()
+    assert polyattn.explain(AttentionRequest(dtype="float32"), backend="acme").provider == "own"
