@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,13 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     def write(name: str, text: str) -> str:
         (tmp_path / f"{name}_plugin.py").write_text(text)
         found.append(f"{name}_plugin")
+        monkeypatch.delitem(sys.modules, f"{name}_plugin", raising=False)
         monkeypatch.setenv("POLYATTN_EXTRA_PLUGINS", ",".join(found))
         reset_manager()
         return f"{name}_plugin"
 
     yield write
     monkeypatch.undo()
+    for module in found[len(VENDORS) :]:
+        sys.modules.pop(module, None)
     reset_manager()

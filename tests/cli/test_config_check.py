@@ -100,10 +100,9 @@ def test_a_variable_that_nothing_reads_is_4(run: Run, monkeypatch: pytest.Monkey
     monkeypatch.setenv("POLYATTN_PLUGIN", "cuda")
     shown = run(*CHECK, "--json")
     assert shown.code == 4
-    assert shown.data["problems"] == [
-        "environment POLYATTN_PLUGIN is set, but polyattn does not read it. "
-        "Did you mean 'POLYATTN_PLUGINS' or 'POLYATTN_EXTRA_PLUGINS'?"
-    ]
+    (problem,) = shown.data["problems"]
+    assert problem.startswith("environment POLYATTN_PLUGIN is set, but polyattn does not read it.")
+    assert problem.endswith("Did you mean 'POLYATTN_PLUGINS' or 'POLYATTN_EXTRA_PLUGINS'?")
 
 
 def test_the_file_that_the_environment_names(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 import types
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from rich.progress import Progress
 
 from polyattn.cli.demo import agreement, cost, sentences, steps, workloads
 from polyattn.cli.demo.step import Step
+from polyattn.cli.rendering import THEME
 
 from .conftest import Result, Run
 
@@ -213,7 +216,8 @@ def test_a_lost_fast_path_fails(monkeypatch: pytest.MonkeyPatch, added: float, v
     assert found.data["calls"]["polyattn.bind"]["added_us"] == added
 
 
-def test_other_machines_without_their_plugins_have_what_core_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_other_machines_without_their_plugins_have_what_core_brings() -> None:
     from polyattn.plugins import PluginManager, reset_manager
 
     try:
@@ -231,9 +235,7 @@ def test_other_machines_without_their_plugins_have_what_core_brings(monkeypatch:
 
 
 def test_the_opening_counts_what_is_there() -> None:
-    from rich.console import Console
-
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=100, record=True, file=io.StringIO(), theme=THEME)
     console.print(steps._opening("2.13.0"))
     text = console.export_text()
     assert "torch 2.13.0" in text

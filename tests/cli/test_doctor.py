@@ -14,7 +14,7 @@ from polyattn.inspection import list_backends
 from polyattn.plugins import get_manager, reset_manager
 from polyattn.records import BackendInfo, DeviceReport, Provider, Requirement, row
 
-from .conftest import Run, VENDORS
+from .conftest import VENDORS, Run
 
 KEYS = {
     *("polyattn", "python", "system", "torch_build", "libraries", "platforms", "plugins"),

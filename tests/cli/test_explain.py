@@ -258,8 +258,8 @@ def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
 
 def test_the_flags_reach_the_request(run: Run) -> None:
     words = (
-        "--dtype fp16 --head-dim 64 --v-head-dim 32 --heads 8 --kv-heads 2 --no-causal --window 3,5 --softcap 2 --sinks "
-        "--mask additive --scale 0.5 --lse --grad query --cross --dropout 0.25 --deterministic"
+        "--dtype fp16 --head-dim 64 --v-head-dim 32 --heads 8 --kv-heads 2 --no-causal --window 3,5 --softcap 2 "
+        "--sinks --mask additive --scale 0.5 --lse --grad query --cross --dropout 0.25 --deterministic"
     )
     request = run("explain", *shlex.split(words), "--attention-backend", "reference", "--json").data["request"]
     expected = {

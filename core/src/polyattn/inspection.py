@@ -179,7 +179,7 @@ def explain(request_or_call: AttentionRequest | Callable[..., Any], *args: Any, 
     asker = getattr(request_or_call, "__polyattn_explain__", None)
     if asker is None:
         raise InvalidInputError(
-            f"explain() takes an AttentionRequest or one of polyattn's calls, not {request_or_call!r}; "
+            f"explain() takes an AttentionRequest or one of polyattn's calls, not a {type(request_or_call).__name__}; "
             f"for example explain(polyattn.attention, q, k, v)"
         )
     selection: Selection = asker(*args, **kwargs)

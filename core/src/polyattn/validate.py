@@ -173,7 +173,9 @@ def _out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, 
 
 def contents_readable(tensor: Tensor) -> bool:
     """Whether tensor contents are checked: always on the CPU, on a device only under POLYATTN_VALIDATE=1."""
-    return tensor.device.type == "cpu" or envvars.flag("POLYATTN_VALIDATE")
+    if tensor.device.type == "cpu":
+        return True
+    return envvars.flag("POLYATTN_VALIDATE") and not torch.cuda.is_current_stream_capturing()
 
 
 def _index(name: str, value: Any, rank: int, shape: str) -> None:

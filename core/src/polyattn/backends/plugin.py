@@ -76,6 +76,7 @@ def _sdpa_rows(platform: str) -> tuple[Row, ...]:
     if platform == "cuda":
         return (
             plain,
+            row(**common, deterministic=True, note="the same, inference: its forward kernels use no atomics"),
             row(
                 family="dense",
                 dtype=HALF,
@@ -90,6 +91,7 @@ def _sdpa_rows(platform: str) -> tuple[Row, ...]:
                 lse=True,
                 sinks=True,
                 grad=(*QKV, "sinks", "lse"),
+                deterministic=True,
                 note="torch's CUDA flash op, which returns the LSE; sinks are applied from it",
             ),
             row(
@@ -104,6 +106,7 @@ def _sdpa_rows(platform: str) -> tuple[Row, ...]:
                 lse=True,
                 sinks=True,
                 grad=(*QKV, "sinks", "lse"),
+                deterministic=True,
                 note="the same op without a causal mask, any lengths",
             ),
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ class TorchSDPA:
     device and its backward, which accepts a substituted (out, lse)."""
 
     def bind(self, request: AttentionRequest) -> Bound:
-        if request.lse or request.sinks:
+        # On a GPU only the flash op's backward is the same bits on every run, so it is asked for by name.
+        exact = request.deterministic and bool(request.grad) and request.platform != "cpu"
+        if request.lse or request.sinks or exact:
             return _with_lse(request)
         return Bound(_plain(request), traceable=True, simple=_simple(request))
 
@@ -51,6 +54,8 @@ def _simple(request: AttentionRequest) -> Callable[..., Tensor] | None:
     """SDPA with as few arguments as the request needs: parsing the others costs a microsecond."""
     if position_kind(request) == "mask" or request.layout != "BHSD" or request.group != 1:
         return None
+    if request.platform == "mps" or request.mask != "none":
+        return None
     if request.dropout or request.scale is not None:
         return None
     if position_kind(request) == "all":
@@ -68,6 +73,10 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
     flag = kind == "flag"
     scale, gqa, dropout = request.scale, request.group != 1, request.dropout
     explicit = kind == "mask" or request.mask != "none"
+    # MPS has let future tokens through its causal flag in half precision (pytorch#195910): spell the mask out.
+    explicit = explicit or (flag and request.platform == "mps")
+    # ... and read past a narrower V (pytorch#176767, until 2.12): pad it to D.
+    pad = request.head_dim - request.v_head_dim if request.platform == "mps" else 0
     # torch's CPU kernels already give 0 and zero gradients for rows without keys; elsewhere kernels differ.
     repair = may_have_empty_rows(request) and request.platform != "cpu"
 
@@ -78,8 +87,13 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
             mask, alive = open_empty_rows(mask)
         if mask.dtype != torch.bool:
             mask = mask.to(query.dtype)
-        result = _sdpa(query, key, value, mask, dropout, scale=scale, enable_gqa=gqa)
+        result = sdpa(query, key, value, mask, dropout, scale=scale, enable_gqa=gqa)
         return result if alive is None else result.masked_fill(~alive, 0.0)
+
+    def sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
+        if pad <= 0:
+            return _sdpa(query, key, value, *args, **kw)
+        return _sdpa(query, key, F.pad(value, (0, pad)), *args, **kw)[..., :-pad]
 
     if request.layout == "BSHD":
 
@@ -95,7 +109,7 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
             q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             if explicit:
                 return _into(masked(q, k, v, attn_mask).transpose(1, 2), out)
-            result = _sdpa(q, k, v, None, dropout, flag, scale=scale, enable_gqa=gqa).transpose(1, 2)
+            result = sdpa(q, k, v, None, dropout, flag, scale=scale, enable_gqa=gqa).transpose(1, 2)
             return result if out is None else out.copy_(result)
 
         return bshd
@@ -111,7 +125,7 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
     ) -> Tensor:
         if explicit:
             return _into(masked(query, key, value, attn_mask), out)
-        result = _sdpa(query, key, value, None, dropout, flag, scale=scale, enable_gqa=gqa)
+        result = sdpa(query, key, value, None, dropout, flag, scale=scale, enable_gqa=gqa)
         return result if out is None else out.copy_(result)
 
     return bhsd
@@ -166,7 +180,8 @@ def _with_lse(request: AttentionRequest) -> Bound:
         bias = None if mask is None else additive(mask, query.dtype)
         # A row without keys has no weights: exp(-inf - 0) = 0, where exp(-inf + inf) would be NaN.
         finite = lse.masked_fill(lse == float("-inf"), 0.0)
-        return gradient(dout, query, key, value, out, finite, bias, flag, scale)
+        with _deterministic(request.deterministic):
+            return gradient(dout, query, key, value, out, finite, bias, flag, scale)
 
     if request.layout == "BHSD":
         return Bound(forward, backward, traceable=True)
@@ -186,6 +201,21 @@ def _with_lse(request: AttentionRequest) -> Bound:
         return tuple(g.transpose(1, 2) for g in backward(*turned, **kw))
 
     return Bound(forward_bshd, backward_bshd, traceable=True)
+
+
+@contextlib.contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """torch's switch on for the length of one op, where the request asks for the same bits on every run."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not wanted or before:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def _widths(query: Tensor, value: Tensor, multiple: int) -> int:
@@ -248,7 +278,8 @@ def _cuda_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = _widths(query, value, 8)
     wide = [_wide(t, width) for t in (dout, query, key, value, out)]
-    # Random state of the dropout that this adapter never asks the flash op for.
+    # Random state of the dropout that this adapter never asks the flash op for. The op takes its determinism from
+    # torch's switch.
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty(0, dtype=torch.uint64, device=query.device)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(

@@ -19,12 +19,13 @@ from .asking import MLA_SCALE
 __all__ = ["Limits", "Sheet", "limits"]
 
 PAGES = (1, 16, 32, 64, 128, 256)
-SCALES = ("", "tensor", "head", "token", "block128", "block16")
-LLM = {"heads": 32, "kv_heads": 8, "head_dim": 128, "causal": "bottom_right"}
-LATENT = {"heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "scale": MLA_SCALE, "causal": "bottom_right"}
+SCALES = ("", "tensor", "head", "token", "block128")
+LLM = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+LATENT = {"heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "scale": MLA_SCALE}
 UNABSORBED = {"heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128, "scale": None}
 
 Lowerings = frozenset[str]
+Active = tuple[tuple[str, Any], ...]
 Place = tuple[str, str, int]
 """(architecture, phase, page size)."""
 Ask = Callable[[Place, Mapping[str, Any]], Lowerings | None]
@@ -95,7 +96,8 @@ class _Asked:
 
     def __init__(self, info: BackendInfo, family: str, known: Catalogue) -> None:
         self.info, self.known = info, known
-        self.providers = [p for p in info.providers if any(_speaks_of(row, family) for row in p.rows)]
+        rows = {p: tuple(row for row in p.rows if _speaks_of(row, family)) for p in info.providers}
+        self.providers = {p: spoken for p, spoken in rows.items() if spoken}
         self.planned = all(p.planned for p in self.providers)
         self.archs = self._named("arch") or [""]
         self.features = tuple(dict.fromkeys(c.member for c in self._constraints("features") if isinstance(c, Has)))
@@ -103,8 +105,8 @@ class _Asked:
         self._said: dict[AttentionRequest, Lowerings | None] = {}
 
     def _constraints(self, field: str) -> Iterator[Any]:
-        for provider in self.providers:
-            for row in provider.rows:
+        for rows in self.providers.values():
+            for row in rows:
                 yield from (rule[field] for rule in (row.when, row.allows) if field in rule)
 
     def _named(self, field: str) -> list[str]:
@@ -118,14 +120,15 @@ class _Asked:
         for method in methods:
             request = AttentionRequest(**{**where, "method": method}).normalised()
             if request not in self._said:
-                answers = (self._verdict(provider, request) for provider in self.providers)
+                active = request.active()
+                answers = (self._verdict(provider, request, active) for provider in self.providers)
                 self._said[request] = min((a for a in answers if a is not None), key=len, default=None)
             if (said := self._said[request]) is not None:
                 return said
         return None
 
-    def _verdict(self, provider: Provider, request: AttentionRequest) -> Lowerings | None:
-        verdict = judge(provider.rows, request)
+    def _verdict(self, provider: Provider, request: AttentionRequest, active: Active) -> Lowerings | None:
+        verdict = judge(self.providers[provider], request, active)
         if not isinstance(verdict, Accepted):
             return None
         if not provider.planned and isinstance(self.known.narrow(self.info, request), Rejected):
@@ -151,7 +154,7 @@ def _speaks_of(row: Row, family: str) -> bool:
 
 Probe = Callable[[_Asked], "tuple[str, ...] | None"]
 
-DENSE: dict[str, Any] = {"heads": 8, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+DENSE: dict[str, Any] = {"heads": 8, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
 DENSE_FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": "bottom_right"},
     "S_q != S_k": {"causal": "bottom_right", "s_relation": "fewer"},
@@ -177,11 +180,12 @@ def _dense(family: str) -> Probe:
     return probe
 
 
+VERIFY = {"phase": "verify", "s_relation": "fewer", "causal": "bottom_right"}
 MHA_FEATURES: dict[str, dict[str, Any]] = {
     "FP8 KV": {"kv_dtype": "fp8_e4m3"},
     "FP4 KV": {"kv_dtype": "fp4_e2m1"},
-    "topk = 1": {"phase": "verify", "s_relation": "fewer", "spec_topk": 1},
-    "topk > 1": {"phase": "verify", "s_relation": "fewer", "spec_topk": 4, "tree": True},
+    "topk = 1": {**VERIFY, "spec_topk": 1},
+    "topk > 1": {**VERIFY, "spec_topk": 4, "tree": True},
     "window": {"window": (127, -1)},
     "multimodal": {"multimodal": True},
 }
@@ -209,8 +213,9 @@ def _serving(
 
     def ask(place: Place, feature: Mapping[str, Any]) -> Lowerings | None:
         arch, phase, page = place
-        relation = "one" if phase == "decode" else "fewer"
-        plain = {**base, "arch": arch, "phase": phase, "s_relation": relation, "page_size": page, **feature}
+        relation, causal = ("one", "none") if phase == "decode" else ("fewer", "bottom_right")
+        here = {"arch": arch, "phase": phase, "s_relation": relation, "causal": causal, "page_size": page}
+        plain = {**base, **here, **feature}
         scales = SCALES if feature.get("kv_dtype") else ("",)
         # Uncompressed heads are a way to serve a prefix, never a decode step.
         shapes = widths if feature.get("chunked_prefix") else widths[:1]

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .capability import Constraint, Row, _constraint, _known
+from .capability import Constraint, Row, _condition, _known
 
 __all__ = [
     "Alias",
@@ -30,8 +30,8 @@ EvidenceLevel = Literal["hardware", "interpreter", "vendor code", "emulator", "d
 
 
 def conditions(**fields: Any) -> dict[str, Constraint]:
-    """Conditions on a request in the shorthand of `row`: `conditions(arch=("sm90",), spec_topk=(0, 1))`."""
-    return {_known(k): c for k, v in fields.items() if (c := _constraint(k, v))}
+    """Conditions on a request in the shorthand of a row's `when`: `conditions(arch=("sm90",), cross=True)`."""
+    return {_known(k): c for k, v in fields.items() if (c := _condition(k, v))}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -221,6 +221,11 @@ def _constraint(name: str, value: Any) -> Constraint | None:
     return OneOf((value,))
 
 
+def _condition(name: str, value: Any) -> Constraint | None:
+    """The same in a condition, where True and False are values: nothing is declared there, so nothing is left out."""
+    return OneOf((value,)) if isinstance(value, bool) else _constraint(name, value)
+
+
 _DERIVED = {"group", "dims", "same_dims", "kv_storage"}
 
 
@@ -248,7 +253,8 @@ def row(
     """
     # A row of another family has nothing to say about a request, so it is never its nearest miss.
     family = {"family": allows.pop("family")} if "family" in allows else {}
-    whens = {_known(k): c for k, v in {**family, **(when or {})}.items() if (c := _constraint(k, v))}
+    whens = {k: c for k, v in family.items() if (c := _constraint(k, v))}
+    whens.update({_known(k): c for k, v in (when or {}).items() if (c := _condition(k, v))})
     allow = {_known(k): c for k, v in allows.items() if (c := _constraint(k, v))}
     return Row(whens, allow, {_known(k): v for k, v in (lowered or {}).items()}, note)
 

@@ -16,7 +16,7 @@ from ..records import AttentionRequest
 from .families import FAMILIES
 from .problems import Problem
 
-__all__ = ["Solution", "cancelling", "in_float64", "plainly", "solve"]
+__all__ = ["Solution", "cancelling", "in_float64", "plain_attention", "plainly", "reference_attention", "solve"]
 
 Method = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, AttentionRequest], tuple[Tensor, Tensor]]
 """(query, key, value, attn_mask, sinks, request) of heads-first tensors -> (out, lse)."""
@@ -33,12 +33,12 @@ class Solution:
 
 def in_float64(problem: Problem) -> Solution:
     """The reference in float64: what is right."""
-    return solve(problem, _reference, torch.float64)
+    return solve(problem, reference_attention, torch.float64)
 
 
 def plainly(problem: Problem) -> Solution:
     """Plain torch math in the dtype of the case."""
-    return solve(problem, _plain, problem.dtype)
+    return solve(problem, plain_attention, problem.dtype)
 
 
 def solve(problem: Problem, method: Method, dtype: torch.dtype) -> Solution:
@@ -66,9 +66,10 @@ def _scale(request: AttentionRequest) -> float:
     return request.head_dim**-0.5 if request.scale is None else request.scale
 
 
-def _reference(
+def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
 ) -> tuple[Tensor, Tensor]:
+    """The reference of heads-first tensors, in float64: (out, lse)."""
     out, lse = reference.attention(
         query,
         key,
@@ -87,9 +88,10 @@ def _reference(
     return out, lse
 
 
-def _plain(
+def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
 ) -> tuple[Tensor, Tensor]:
+    """Plain torch math of heads-first tensors, every step in their dtype: (out, lse)."""
     key, value = _repeated(query, key), _repeated(query, value)
     weights, lse = _weights(query, key, mask, sinks, request)
     return weights[..., : key.shape[2]] @ value, lse
