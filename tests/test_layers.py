@@ -16,7 +16,7 @@ PLUGINS = sorted(p.parent for p in ROOT.glob("plugins/[!_]*/pyproject.toml"))
 HEART = {
     "contract": ("contract.py", "hookspecs.py", "records"),
     "selection": ("selection.py", "overrides.py"),
-    "dispatch": ("dispatch.py", "compiled.py", "choose.py"),
+    "dispatch": ("dispatch.py", "varlen.py", "signature.py", "compiled.py", "choose.py"),
     "plugins": ("plugins.py",),
 }
 BUDGET = 2500

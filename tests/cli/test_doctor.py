@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from polyattn.cli import doctor
+from polyattn import PluginError
+from polyattn.cli import doctor as doctor_module
 from polyattn.inspection import list_backends
 from polyattn.plugins import get_manager, reset_manager
 from polyattn.records import BackendInfo, DeviceReport, Provider, Requirement, row
@@ -173,9 +174,10 @@ def test_a_platform_whose_detection_raises_is_a_problem(run: Run, plugin: Plugin
     plugin("acme", DETECTION_RAISES)
     shown = run("doctor", "--json")
     assert shown.code == 0
-    assert "RuntimeError: driver on fire" in shown.data["problems"]
+    assert shown.data["problems"] == ["acme: its detection failed: RuntimeError: driver on fire"]
     (device,) = [p for p in shown.data["platforms"] if p["name"] == "acme"]
-    assert (device["present"], device["detail"]) == (False, "its detection failed")
+    assert not device["present"]
+    assert "driver on fire" in device["detail"]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_a_device_that_is_missing_sends_to_the_platforms() -> None:
     provider = Provider("p", (row(family="dense", dtype="float32", head_dim=64),), "m:A", (Requirement("torch"),))
     info = BackendInfo("x", "cuda", (provider,), summary="s")
     status: Any = type("Status", (), {"status": "unavailable", "reasons": ("no cuda device: none",), "package": "p"})
-    assert doctor._diagnosis(info, status) == ("no cuda device: none", "see the platform above")
+    assert doctor_module._diagnosis(info, status) == ("no cuda device: none", "see the platform above")
 
 
 def test_an_accelerator_that_is_found_comes_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,3 +217,13 @@ def test_an_accelerator_that_is_found_comes_first(run: Run, monkeypatch: pytest.
     data = run("doctor", "--json").data
     assert {entry["platform"] for entry in data["backends"]} == {"cuda", "cpu"}
     assert "found 1 NVIDIA GPU (sm90)" in flat(run("doctor").out)
+
+
+def test_an_evidence_file_that_is_damaged_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged() -> None:
+        raise PluginError("x@cpu.json is not an evidence file")
+
+    monkeypatch.setattr(doctor_module, "list_backends", damaged)
+    shown = run("doctor", "--json")
+    assert (shown.code, shown.data["backends"]) == (0, [])
+    assert shown.data["problems"] == ["x@cpu.json is not an evidence file"]

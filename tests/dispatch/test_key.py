@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.dispatch import DENSE_KEY, LARGE, DenseSite, Static, _dense_key
+from polyattn.dispatch import DENSE_KEY, DenseSite, _dense_key
+from polyattn.signature import LARGE, Static
 
 
 def tensors(**change):
@@ -120,7 +121,7 @@ def test_transform_is_in_the_key():
 
 
 def test_capture_is_in_the_key(monkeypatch):
-    monkeypatch.setattr("polyattn.dispatch._capturing", lambda kind: True)
+    monkeypatch.setattr("polyattn.dispatch.capturing", lambda kind: True)
     assert changed(BASE, key(q, k, v)) == {"capture"}
 
 

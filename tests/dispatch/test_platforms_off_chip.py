@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from polyattn.backends.torch_sdpa import TorchSDPA
-from polyattn.dispatch import Static, dense_request
 
 import polyattn
+from polyattn.backends.torch_sdpa import TorchSDPA
+from polyattn.dispatch import dense_request
+from polyattn.signature import Static
 
 
 def bound_for(platform, static, q, k, v, mask=None):

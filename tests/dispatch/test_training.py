@@ -77,7 +77,8 @@ def test_a_detached_lse_is_caught():
 def test_substituted_out_and_lse_give_a_parts_share():
     """The contract of `Bound.backward`: with the merged (out, lse) each part's backward is its share of the whole."""
     from polyattn.choose import choose
-    from polyattn.dispatch import Static, dense_request
+    from polyattn.dispatch import dense_request
+    from polyattn.signature import Static
 
     q, k, v = leaves(h_kv=4)
     out, lse = polyattn.attention(q, k, v, return_lse=True)

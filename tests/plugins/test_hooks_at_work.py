@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import polyattn
+from polyattn import inspection
 from polyattn.errors import BackendUnavailableError, InvalidInputError, PluginError, UnsupportedRequestError
 from polyattn.records import AttentionRequest
 
@@ -235,3 +236,26 @@ def test_a_provider_that_is_installed(site, need):
     site.add("acme", PROVIDER.replace("{}", repr(need)))
     site.use()
     assert polyattn.explain(AttentionRequest(dtype="float32"), backend="acme").provider == "own"
+
+
+@pytest.mark.parametrize(
+    "detection, reason",
+    [
+        ("def find(): raise OSError('no /dev/board')", "its detection failed: OSError: no /dev/board"),
+        ("def find(): return True", "TypeError: fake_board:find returned True, a DeviceReport is needed"),
+        ("", "its detection failed: AttributeError"),
+    ],
+)
+def test_a_platform_whose_detection_fails_is_a_device_that_is_not_here(site, detection, reason):
+    platform = (
+        "@hookimpl\ndef polyattn_register_platforms():\n    return [PlatformInfo('board', 'board', 'fake_board:find')]"
+    )
+    backends = "@hookimpl\ndef polyattn_register_backends():\n    return [info('plain', 'board')]"
+    site.add("board", f"{detection}\n{platform}\n{backends}\n")
+    site.use()
+    inspection.detect.cache_clear()
+    (status,) = polyattn.list_backends("board")
+    assert status.status == "unavailable"
+    assert reason in status.reasons[0]
+    assert any(s.status == "available" for s in polyattn.list_backends("cpu"))
+    inspection.detect.cache_clear()

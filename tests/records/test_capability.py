@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from polyattn.errors import PluginError
@@ -16,7 +14,6 @@ from polyattn.records import (
     OneOf,
     Range,
     Rejected,
-    Row,
     SubsetOf,
     Window,
     conditions,
@@ -179,10 +176,3 @@ def test_verdicts_are_truth_values():
     assert not Rejected("no")
     assert Rejected("no") == Rejected(["no"])
     assert Rejected("no").reasons == ("no",)
-
-
-def test_a_row_is_its_own_key():
-    one, other = row(**PLAIN), row(**PLAIN)
-    assert one == other
-    assert len({one, other, one}) == 2
-    assert isinstance(dataclasses.replace(one, note="x"), Row)

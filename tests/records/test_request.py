@@ -196,7 +196,7 @@ def test_every_field_says_how_it_is_judged_and_what_it_is():
     assert [f.name for f in fields] == [f.name for f in dataclasses.fields(AttentionRequest)]
     for field in fields:
         assert field.kind in ("required", "option", "context")
-        assert len(field.doc) > 10
+        assert field.doc
     assert [f.name for f in fields if f.kind == "required"] == ["family", "dtype", "head_dim"]
     numbers = {int(n) for f in fields for n in re.findall(r"\bS(\d+)\b", f.doc)}
     assert numbers <= set(range(1, 13))

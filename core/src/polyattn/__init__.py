@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "attention": "dispatch",
     "bind": "dispatch",
-    "varlen_attention": "dispatch",
+    "varlen_attention": "varlen",
     "paged_attention": "serving_calls",
     "mla_attention": "serving_calls",
     "scaled_dot_product_attention": "sdpa",
@@ -46,60 +46,32 @@ __all__ = [*sorted(_WHERE), "__version__"]
 if TYPE_CHECKING:
     from .dispatch import attention as attention
     from .dispatch import bind as bind
-    from .dispatch import varlen_attention as varlen_attention
-    from .errors import (
-        BackendUnavailableError as BackendUnavailableError,
-    )
-    from .errors import (
-        ConfigError as ConfigError,
-    )
-    from .errors import (
-        InvalidInputError as InvalidInputError,
-    )
-    from .errors import (
-        PluginError as PluginError,
-    )
-    from .errors import (
-        PolyattnError as PolyattnError,
-    )
-    from .errors import (
-        UnsupportedRequestError as UnsupportedRequestError,
-    )
+    from .errors import BackendUnavailableError as BackendUnavailableError
+    from .errors import ConfigError as ConfigError
+    from .errors import InvalidInputError as InvalidInputError
+    from .errors import PluginError as PluginError
+    from .errors import PolyattnError as PolyattnError
+    from .errors import UnsupportedRequestError as UnsupportedRequestError
     from .inspection import explain as explain
     from .inspection import list_backends as list_backends
     from .inspection import support_matrix as support_matrix
     from .inspection import what_if as what_if
     from .merging import merge as merge
-    from .overrides import (
-        check_components as check_components,
-    )
-    from .overrides import (
-        checkpoint_context_fn as checkpoint_context_fn,
-    )
-    from .overrides import (
-        component as component,
-    )
-    from .overrides import (
-        configure as configure,
-    )
-    from .overrides import (
-        force_backend as force_backend,
-    )
-    from .overrides import (
-        global_force_attn_backend as global_force_attn_backend,
-    )
-    from .overrides import (
-        global_force_attn_backend_context_manager as global_force_attn_backend_context_manager,
-    )
-    from .overrides import (
-        use_backend as use_backend,
-    )
+    from .overrides import check_components as check_components
+    from .overrides import checkpoint_context_fn as checkpoint_context_fn
+    from .overrides import component as component
+    from .overrides import configure as configure
+    from .overrides import force_backend as force_backend
+    from .overrides import global_force_attn_backend as global_force_attn_backend
+    from .overrides import global_force_attn_backend_context_manager as global_force_attn_backend_context_manager
+    from .overrides import use_backend as use_backend
     from .plugins import register_plugin as register_plugin
     from .records import AttentionRequest as AttentionRequest
     from .sdpa import scaled_dot_product_attention as scaled_dot_product_attention
     from .selection import Selection as Selection
     from .serving_calls import mla_attention as mla_attention
     from .serving_calls import paged_attention as paged_attention
+    from .varlen import varlen_attention as varlen_attention
 
 
 def __getattr__(name: str) -> Any:

@@ -158,7 +158,7 @@ def _make_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | 
             f"heads {h_q}, {h_k}, {h_v} and head dims {d}, {dk}, {dv} of query, key and value do not fit: "
             f"H_q must be a multiple of H_kv, key and value have equal heads, query and key equal head dims"
         )
-    from .dispatch import Static
+    from .signature import Static
 
     fixed = Static(*static).checked()
     fields = _request_fields(common, fixed, h_q, h_k, d, dv)
@@ -204,7 +204,7 @@ def _publish(plan: Callable[..., Any]) -> str:
 
 
 def _inline(chosen: Chosen, axis: int, autocast: torch.dtype | None) -> Callable[..., Any]:
-    from .dispatch import runner
+    from .signature import runner
 
     run = runner(chosen, chosen.request.lse, autocast is not None, axis)
 
@@ -270,7 +270,7 @@ def _make_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str |
             f"query, key and value must be [T, H, D] with fitting heads and head dims, cu_seqlens int32; "
             f"heads {h_q}, {h_k}, {h_v}, head dims {d}, {dk}, {dv}, cu_seqlens {index}"
         )
-    from .dispatch import Static
+    from .signature import Static
 
     fixed = Static(*static).checked(("THD",))
     fields = _request_fields(common, fixed, h_q, h_k, d, dv)

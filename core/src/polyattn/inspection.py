@@ -17,7 +17,7 @@ from .overrides import SCOPE, current_choice, current_settings
 from .platforms import parse_platform
 from .plugins import PluginManager, availability, get_manager, normalise_distribution
 from .records import FAMILIES, AttentionRequest, DeviceReport
-from .selection import Catalogue, Choice, Offer, Policy, Selection, each_offer, select, select_pair
+from .selection import Catalogue, Choice, Offer, Policy, Selection, select, select_pair
 
 __all__ = [
     "BackendStatus",
@@ -73,7 +73,13 @@ def detect(platform: str) -> DeviceReport:
     """Whether a platform's device is here, found without initialising it."""
     from .plugins import _import_target
 
-    report: DeviceReport = _import_target(get_manager().platforms[platform].detect)()
+    target = get_manager().platforms[platform].detect
+    try:
+        report = _import_target(target)()
+        if not isinstance(report, DeviceReport):
+            raise TypeError(f"{target} returned {report!r}, a DeviceReport is needed")
+    except Exception as exc:  # noqa: BLE001 - a stranger's detection may raise anything; the others are still listed
+        return DeviceReport(False, f"its detection failed: {type(exc).__name__}: {exc}")
     return report
 
 
@@ -221,7 +227,7 @@ def list_backends(platform: str | None = None) -> list[BackendStatus]:
     if platform is not None and platform not in manager.platforms:
         raise BackendUnavailableError(f"no platform {platform!r}.{did_you_mean(platform, manager.platforms)}")
     found = []
-    for offer in each_offer(catalogue()):
+    for offer in _ordered(catalogue()):
         info, owner = offer.info, manager.owner(offer.info)
         if platform is not None and info.platform != platform:
             continue
@@ -243,6 +249,11 @@ def list_backends(platform: str | None = None) -> list[BackendStatus]:
     return found
 
 
+def _ordered(found: Catalogue) -> list[Offer]:
+    """Offers as people read them: by platform, priority and name."""
+    return sorted(found.offers, key=lambda o: (o.info.platform, -(o.info.priority or -1000), o.info.name))
+
+
 def _status(offer: Offer) -> tuple[str, tuple[str, ...]]:
     info = offer.info
     device = detect(info.platform)
@@ -260,7 +271,7 @@ def support_matrix() -> list[dict[str, Any]]:
     """The support matrix as data: per backend its status and evidence, and per family what its rows declare."""
     rows = []
     by_id = {f"{s.name}@{s.platform}": s for s in list_backends()}
-    for offer in each_offer(catalogue()):
+    for offer in _ordered(catalogue()):
         info = offer.info
         status = by_id[info.id]
         families = {}

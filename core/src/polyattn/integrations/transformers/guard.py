@@ -29,15 +29,17 @@ def guarded(base: Any, ours: Callable[[str], bool], trust: dict[type, bool]) -> 
     """
     original = base.get_correct_attn_implementation
 
-    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
-        name: str = original(self, *args, **kwargs)
-        if ours(name):
-            if not any(_asks(kind) for kind in type(self).__mro__ if issubclass(kind, base) and kind is not base):
-                raise _unreached(type(self).__name__, name)
-            kind = type(self.config)
-            # Two models may share a config class; one that cannot be trusted is enough.
-            trust[kind] = trust.get(kind, True) and (self._supports_sdpa or self.config.model_type in SHOWN)
-        return name
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested_attention is None or not ours(requested_attention):
+            name: str = original(self, requested_attention, *args, **kwargs)
+            return name
+        # What transformers asks of names with "sdpa" or "flex_attention" in them is about its own functions.
+        if not any(_asks(kind) for kind in type(self).__mro__ if issubclass(kind, base) and kind is not base):
+            raise _unreached(type(self).__name__, requested_attention)
+        kind = type(self.config)
+        # Two models may share a config class; one that cannot be trusted is enough.
+        trust[kind] = trust.get(kind, True) and (self._supports_sdpa or self.config.model_type in SHOWN)
+        return requested_attention
 
     return get_correct_attn_implementation
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ...dispatch import attention, varlen_attention
+from ...dispatch import attention
+from ...varlen import varlen_attention
 from ...errors import ConfigError
 from ...inspection import explain
 from ...selection import Selection

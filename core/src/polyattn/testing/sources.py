@@ -1,0 +1,71 @@
+"""Which files a result of conformance stands on: when one of them changes, its evidence is stale."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..errors import PluginError
+from ..records import Provider
+
+__all__ = ["sources_of"]
+
+
+def sources_of(origin: str, providers: Sequence[Provider]) -> tuple[str, ...]:
+    """The adapters' files and what they compute with, relative to the folder of the plugin loaded from `origin`.
+
+    Followed are imports within the adapter's own distribution of modules that import torch themselves: the others are
+    records and errors, which compute nothing.
+
+    Raises:
+        PluginError: an adapter's module cannot be found.
+    """
+    folder = Path(origin).parent
+    found: set[Path] = set()
+    for provider in providers:
+        module = provider.target.partition(":")[0]
+        path = _file(module)
+        if path is None:
+            raise PluginError(f"the adapter {provider.target!r} of provider {provider.name!r} is in no file; see doctor")
+        _follow(module, path, found)
+    return tuple(sorted(Path(os.path.relpath(path, folder)).as_posix() for path in found))
+
+
+def _follow(module: str, path: Path, found: set[Path]) -> None:
+    if path in found:
+        return
+    found.add(path)
+    for name in _imports(module, path):
+        if name.partition(".")[0] == module.partition(".")[0]:
+            file = _file(name)
+            if file is not None and _computes(file):
+                _follow(name, file, found)
+
+
+def _file(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def _imports(module: str, path: Path) -> Iterator[str]:
+    """Absolute names of what a file imports, at any depth; `from a import b` gives both a and a.b."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _computes(path: Path) -> bool:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    return any(name.partition(".")[0] == "torch" for name in names)

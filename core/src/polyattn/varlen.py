@@ -1,0 +1,204 @@
+"""`varlen_attention`: sequences packed along one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import overrides, validate
+from .choose import choose, select_here
+from .compiled import trace_varlen
+from .epoch import EPOCH
+from .records import AttentionRequest
+from .selection import Selection
+from .signature import (
+    LARGE,
+    SIGNATURES_KEPT,
+    SITES_KEPT,
+    Static,
+    aligned,
+    autocast_dtype,
+    backend_name,
+    capturing,
+    cast,
+    grad_on,
+    no_autocast,
+    request_facts,
+    runner,
+    sinks_key,
+    torch_deterministic,
+    transform,
+    wanted_grads,
+)
+
+__all__ = ["VarlenSite", "varlen_attention", "varlen_request"]
+
+_is_tracing = torch.compiler.is_dynamo_compiling
+_scope = overrides.SCOPE.get
+
+
+class VarlenSite:
+    """A packed call with its static arguments bound."""
+
+    __slots__ = ("_argument", "_entries", "_epoch", "_scope", "static")
+
+    def __init__(self, static: Static, backend: str | None = None, scope: overrides.Scope | None = None) -> None:
+        self.static = static.checked(("THD",))
+        self._argument = backend_name(backend)
+        self._scope = _scope() if scope is None else scope
+        overrides.reach(self._scope)
+        self._epoch = -1
+        self._entries: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, **lens: Any
+    ) -> Any:
+        if self._epoch != EPOCH.value:
+            self._entries, self._epoch = {}, EPOCH.value
+        entries = self._entries
+        # Contents may differ at every call, so they are checked at every call; the shapes with them.
+        tensors = all(isinstance(t, Tensor) for t in (query, key, value))
+        grads = bool(wanted_grads({"q": query, "k": key, "v": value}, False)) if tensors else False
+        q, k, v = cast(query, key, value) if tensors and not no_autocast(query) else (query, key, value)
+        validate.check_varlen(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, grad=grads, **lens)
+        if validate.contents_readable(lens["cu_seqlens_q"]):
+            for side, tensor in (("q", q), ("k", k)):
+                longest = lens[f"max_seqlen_{side}"]
+                cu = lens[f"cu_seqlens_{side}"]
+                validate.check_cu_seqlens(f"cu_seqlens_{side}", cu, tensor.shape[0], longest, f"max_seqlen_{side}")
+        relation = _packed_relation(lens)
+        signature = (
+            *(type(query), type(key), type(value), query.dtype, key.dtype, value.dtype, query.device),
+            *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], relation),
+            not (query.numel() and key.numel() and value.numel()),
+            max(query.numel(), key.numel(), value.numel()) >= LARGE,
+            aligned(query, key, value),
+            (query.requires_grad, key.requires_grad, value.requires_grad) if grad_on() else None,
+            None if attn_mask is None else (attn_mask.dtype, attn_mask.requires_grad),
+            sinks_key(sinks),
+            out is None,
+            *(autocast_dtype(query.device.type), capturing(query.device.type), transform(query, key, value)),
+            torch_deterministic(),
+        )
+        run = entries.get(signature)
+        if run is None:
+            chosen = choose(varlen_request(self.static, q, k, v, attn_mask, sinks, lens), self._argument, self._scope)
+            run = runner(chosen, self.static.return_lse, not no_autocast(query), 1)
+            if len(entries) >= SIGNATURES_KEPT:
+                entries.clear()
+            entries[signature] = run
+        return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
+
+    def __polyattn_explain__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, **lens: Any
+    ) -> Selection:
+        request = varlen_request(self.static, query, key, value, attn_mask, sinks, lens)
+        return select_here(request, self._argument, self._scope, full=True)
+
+
+def _packed_relation(lens: dict[str, Any]) -> str:
+    """Of the sequences' lengths. `equal` needs proof (one tensor); `more` stands for any mixture."""
+    if lens["cu_seqlens_q"] is lens["cu_seqlens_k"]:
+        return "equal"
+    return "one" if lens["max_seqlen_q"] == 1 else "more"
+
+
+def varlen_request(
+    static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, lens: dict[str, Any]
+) -> AttentionRequest:
+    """What a packed call asks for. Its tensors are checked already."""
+    facts = request_facts(static, q, k, v, mask, sinks, q.shape[1], k.shape[1])
+    return AttentionRequest(family="varlen", s_relation=_packed_relation(lens), **facts).normalised()  # type: ignore[arg-type]
+
+
+_varlen_sites: dict[Any, VarlenSite] = {}
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool | str = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """Softmax attention on sequences packed along one axis.
+
+    Args:
+        query: [T_q, H_q, D]; key: [T_k, H_kv, D]; value: [T_k, H_kv, D_v].
+        cu_seqlens_q, cu_seqlens_k: int32 [N+1], cumulative lengths from 0 to T; pass one tensor for self-attention.
+            Contents are checked on the CPU, on a device only under POLYATTN_VALIDATE=1.
+        max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence.
+        attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], read up to each sequence's lengths.
+        sinks: [H_q]. out: [T_q, H_q, D_v]. The rest as `attention`.
+
+    Returns:
+        out [T_q, H_q, D_v], or (out, lse [T_q, H_q]).
+
+    Raises:
+        As `attention`.
+    """
+    static = (causal, window, softcap, scale, "THD", dropout_p, return_lse, deterministic)
+    lens = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    if _is_tracing():
+        return trace_varlen(query, key, value, attn_mask, sinks, out, lens, static, backend)
+    name = (*static, backend, _scope())
+    try:
+        site = _varlen_sites.get(name)
+    except TypeError:
+        site = VarlenSite(Static(*static), backend)
+    if site is None:
+        site = VarlenSite(Static(*static), backend)
+        if len(_varlen_sites) >= SITES_KEPT:
+            _varlen_sites.clear()
+        _varlen_sites[name] = site
+    return site(query, key, value, attn_mask, sinks, out, **lens)
+
+
+def _explain_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    sinks: Any = None,
+    attn_mask: Any = None,
+    backend: str | None = None,
+    out: Any = None,
+    **static: Any,
+) -> Selection:
+    site = VarlenSite(Static(layout="THD", **static), backend)
+    lens = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    return site.__polyattn_explain__(query, key, value, attn_mask, sinks, **lens)
+
+
+varlen_attention.__polyattn_explain__ = _explain_varlen  # type: ignore[attr-defined]
