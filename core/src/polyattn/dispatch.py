@@ -108,9 +108,7 @@ def dense_request(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, si
     """
     if isinstance(q, Tensor) and autocast_dtype(q.device.type) is not None:
         q, k, v = cast(q, k, v)
-    grad = (
-        bool(wanted_grads({"q": q, "k": k, "v": v}, False)) if all(isinstance(t, Tensor) for t in (q, k, v)) else False
-    )
+    grad = all(isinstance(t, Tensor) for t in (q, k, v)) and bool(wanted_grads({"q": q, "k": k, "v": v}, False))
     validate.check_dense(q, k, v, mask, sinks, out, static.layout, grad)
     s, h = (1, 2) if static.layout == "BSHD" else (2, 1)
     facts = request_facts(static, q, k, v, mask, sinks, q.shape[h], k.shape[h])

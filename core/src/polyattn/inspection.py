@@ -227,7 +227,7 @@ def list_backends(platform: str | None = None) -> list[BackendStatus]:
     if platform is not None and platform not in manager.platforms:
         raise BackendUnavailableError(f"no platform {platform!r}.{did_you_mean(platform, manager.platforms)}")
     found = []
-    for offer in _ordered(catalogue()):
+    for offer in ordered_offers(catalogue()):
         info, owner = offer.info, manager.owner(offer.info)
         if platform is not None and info.platform != platform:
             continue
@@ -249,7 +249,7 @@ def list_backends(platform: str | None = None) -> list[BackendStatus]:
     return found
 
 
-def _ordered(found: Catalogue) -> list[Offer]:
+def ordered_offers(found: Catalogue) -> list[Offer]:
     """Offers as people read them: by platform, priority and name."""
     return sorted(found.offers, key=lambda o: (o.info.platform, -(o.info.priority or -1000), o.info.name))
 
@@ -271,7 +271,7 @@ def support_matrix() -> list[dict[str, Any]]:
     """The support matrix as data: per backend its status and evidence, and per family what its rows declare."""
     rows = []
     by_id = {f"{s.name}@{s.platform}": s for s in list_backends()}
-    for offer in _ordered(catalogue()):
+    for offer in ordered_offers(catalogue()):
         info = offer.info
         status = by_id[info.id]
         families = {}

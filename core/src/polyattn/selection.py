@@ -296,7 +296,7 @@ def _automatic(asked: _Judge) -> Selection:
     able = asked.others("")
     hint = f"By name these can: {', '.join(able)}." if able else _nearest(rejected)
     known = ", ".join(sorted(asked.catalogue.platforms))
-    none_here = "" if asked.offers else f" No backend is registered for platform {request.platform!r} (known: {known})."
+    none_here = "" if asked.offers else f" No backend is registered for {request.platform!r} (known: {known})."
     raise UnsupportedRequestError(
         f"no backend can serve this call: {request.summary()}.{none_here} {hint}{_listing(rejected)}", rejected
     )

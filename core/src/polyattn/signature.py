@@ -14,29 +14,6 @@ from .autograd import differentiable
 from .choose import Chosen, device_facts, dtype_name
 from .errors import InvalidInputError
 
-__all__ = [
-    "LARGE",
-    "SIGNATURES_KEPT",
-    "SITES_KEPT",
-    "Static",
-    "aligned",
-    "autocast_dtype",
-    "backend_name",
-    "capturing",
-    "cast",
-    "grad_on",
-    "mask_key",
-    "no_autocast",
-    "out_key",
-    "relation",
-    "request_facts",
-    "runner",
-    "sinks_key",
-    "torch_deterministic",
-    "transform",
-    "wanted_grads",
-]
-
 grad_on = torch.is_grad_enabled
 torch_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 

@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..inspection import catalogue
+from ..inspection import catalogue, ordered_offers
 from ..records import Accepted, AttentionRequest, BackendInfo, Has, OneOf, Provider, Rejected, Row, judge
-from ..selection import Catalogue, each_offer
+from ..selection import Catalogue
 from .asking import MLA_SCALE
 
 __all__ = ["Limits", "Sheet", "limits"]
@@ -81,7 +81,7 @@ def limits() -> tuple[Sheet, ...]:
 def _merged(known: Catalogue, family: str, probe: Probe) -> tuple[Limits, ...]:
     """Backends that answer, built ones first; equal answers of one name share a line."""
     lines: dict[tuple[bool, str, tuple[str, ...]], list[str]] = {}
-    for offer in each_offer(known):
+    for offer in ordered_offers(known):
         asked = _Asked(offer.info, family, known)
         cells = probe(asked) if asked.providers else None
         if cells is not None:
