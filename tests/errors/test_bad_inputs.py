@@ -609,7 +609,7 @@ NAMES: list[tuple[str, Callable[[], Any], type[PolyattnError], str]] = [
         "explain a number",
         lambda: polyattn.explain(3),
         InvalidInputError,
-        r"explain\(\) takes an AttentionRequest or one of polyattn's calls, not 3; for example explain\(polyattn",
+        r"explain\(\) takes an AttentionRequest or one of polyattn's calls, not a int; for example explain\(polyattn",
     ),
     (
         "explain a bad call",

@@ -90,7 +90,7 @@ def _facts(platform: str, arch: str, version: str) -> dict[str, Any]:
 
 def select_here(request: AttentionRequest, argument: str | None, scope: Scope, *, full: bool = False) -> Selection:
     """Selection on this machine under the override chain."""
-    policy = Policy(current_choice(argument, scope), strict=current_settings().strict)
+    policy = Policy(current_choice(argument, scope, request), strict=current_settings().strict)
     return select(request, catalogue(), policy, full=full)
 
 

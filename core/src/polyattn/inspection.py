@@ -179,7 +179,7 @@ def explain(request_or_call: AttentionRequest | Callable[..., Any], *args: Any, 
         BackendUnavailableError, UnsupportedRequestError, InvalidInputError: what the call itself would raise.
     """
     if isinstance(request_or_call, AttentionRequest):
-        choice = current_choice(kwargs.pop("backend", None), SCOPE.get())
+        choice = current_choice(kwargs.pop("backend", None), SCOPE.get(), request_or_call)
         policy = Policy(choice, strict=current_settings().strict)
         return select(request_or_call, catalogue(), policy, full=True)
     asker = getattr(request_or_call, "__polyattn_explain__", None)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from . import config, epoch
 from .errors import ConfigError, InvalidInputError, did_you_mean
+from .records import AttentionRequest
 from .selection import Choice
 
 __all__ = [
@@ -225,8 +226,13 @@ def configure(**settings: Any) -> config.Settings:
     return _process.settings
 
 
-def current_choice(argument: str | None, scope: Scope) -> Choice | None:
-    """The highest-ranking explicit choice, or None for automatic selection. Marks the component as reached."""
+def current_choice(argument: str | None, scope: Scope, request: AttentionRequest | None = None) -> Choice | None:
+    """The highest-ranking explicit choice, or None for automatic selection. Marks the component as reached.
+
+    Args:
+        argument: what the call or layer names. scope: of the `with` forms.
+        request: a serving request is asked for by its phase: `decode_attention_backend` before `attention_backend`.
+    """
     backend, name, role = scope
     settings = current_settings()
     component_choice = None
@@ -243,9 +249,19 @@ def current_choice(argument: str | None, scope: Scope) -> Choice | None:
         return Choice(_process.forced, "force_backend")
     if component_choice is not None:
         return component_choice
-    if settings.attention_backend is not None:
-        return Choice(settings.attention_backend, settings.source("attention_backend"))
+    for field in (_phase_field(settings, request), "attention_backend"):
+        if (configured := getattr(settings, field)) is not None:
+            return Choice(configured, settings.source(field))
     return None
+
+
+def _phase_field(settings: config.Settings, request: AttentionRequest | None) -> str:
+    """The setting of a serving phase; drafts are verified by the backend of `speculative_attention_mode`."""
+    if request is None or request.family not in ("paged", "mla"):
+        return "attention_backend"
+    verifier = settings.speculative_attention_mode or "prefill"
+    phase = {"decode": "decode", "verify": verifier}.get(request.phase, "prefill")
+    return f"{phase}_attention_backend"
 
 
 def reach(scope: Scope) -> None:

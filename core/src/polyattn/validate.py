@@ -175,7 +175,9 @@ def contents_readable(tensor: Tensor) -> bool:
     """Whether tensor contents are checked: always on the CPU, on a device only under POLYATTN_VALIDATE=1."""
     if tensor.device.type == "cpu":
         return True
-    return envvars.flag("POLYATTN_VALIDATE") and not torch.cuda.is_current_stream_capturing()
+    # Only torch's CUDA builds can be asked whether they capture.
+    capturing = tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return envvars.flag("POLYATTN_VALIDATE") and not capturing
 
 
 def _index(name: str, value: Any, rank: int, shape: str) -> None:

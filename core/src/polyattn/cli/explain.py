@@ -46,7 +46,7 @@ def _on_this_machine(
     request: AttentionRequest, backend: str | None, pair: dict[str, str | None], mode: str, strict: bool
 ) -> Selection:
     """As a call here would choose, with the backends of the two phases where they are given."""
-    policy = Policy(current_choice(backend, SCOPE.get()), strict=strict)
+    policy = Policy(current_choice(backend, SCOPE.get(), request), strict=strict)
     if any(pair.values()):
         policy = _hybrid(request, policy, pair, mode)
     return select(request, catalogue(), policy, full=True)

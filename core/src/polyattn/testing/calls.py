@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .. import dispatch, inspection, serving_calls, signature, varlen
+from .. import attention, inspection, mla_attention, paged_attention, varlen_attention
 from ..autograd import differentiable
 from ..choose import choose, device_facts
 from ..errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError, did_you_mean
@@ -18,17 +18,20 @@ from ..overrides import SCOPE
 from ..plugins import _import_target, get_manager
 from ..records import AttentionRequest, BackendInfo, Provider, Row
 from ..selection import Choice, Policy, select
+from ..signature import runner
 from .cases import Case
 from .values import declared
 
 __all__ = ["Installed", "OffChip", "Target", "out_of", "sayable"]
 
 _COMMON = frozenset(
-    ("family", "dtype", "head_dim", "v_head_dim", "causal", "window", "softcap", "sinks", "mask", "scale")
-    + ("lse", "deterministic", "s_relation", "zero_size")
+    (
+        *("family", "dtype", "head_dim", "v_head_dim", "causal", "window", "softcap", "sinks", "mask", "scale"),
+        *("lse", "deterministic", "s_relation", "zero_size"),
+    )
 )
 _SAYABLE = {
-    "dense": _COMMON | {"dropout", "grad", "misaligned", "transform"},
+    "dense": _COMMON | {"dropout", "grad", "misaligned", "transform", "graph_capture"},
     "varlen": _COMMON | {"dropout", "grad", "misaligned"},
     "paged": _COMMON | {"phase", "kv_dtype", "page_size", "kv_layout", "kv_scales", "save_kv_cache"},
     "mla": _COMMON - {"softcap", "sinks"} | {"phase", "page_size"},
@@ -99,7 +102,7 @@ class Installed:
         chosen = choose(self.request(case), self.name, SCOPE.get())
         if chosen.info is not self.info:
             raise UnsupportedRequestError(f"{chosen.selection.backend} was chosen: {'; '.join(chosen.selection.notes)}")
-        forward = signature.runner(chosen, case.request.lse, False, _head_axis(case.request))
+        forward = runner(chosen, case.request.lse, False, _head_axis(case.request))
         return _bound(forward, case, tensors, extra, out)
 
     def request(self, case: Case) -> AttentionRequest:
@@ -198,10 +201,10 @@ def _arguments(
         keywords |= {name: tensors.get(name) for name in ("key", "value", "k_scale", "v_scale")}
         keywords |= {"kv_layout": r.kv_layout or "NHD", "save_kv_cache": bool(r.save_kv_cache)}
         caches = (tensors["query"], tensors["key_cache"], tensors["value_cache"])
-        return serving_calls.paged_attention, caches, keywords
+        return paged_attention, caches, keywords
     if r.family == "mla":
-        return serving_calls.mla_attention, (tensors["query"], tensors["cache"]), keywords | {"v_head_dim": r.dims[1]}
-    call = dispatch.attention if r.family == "dense" else varlen.varlen_attention
+        return mla_attention, (tensors["query"], tensors["cache"]), keywords | {"v_head_dim": r.dims[1]}
+    call = attention if r.family == "dense" else varlen_attention
     return call, (tensors["query"], tensors["key"], tensors["value"]), keywords
 
 

@@ -10,7 +10,7 @@ from ..records import AttentionRequest
 
 __all__ = ["Case", "Check"]
 
-Check = Literal["values", "decode", "split", "dropout", "refusal"]
+Check = Literal["values", "decode", "split", "dropout", "capture", "refusal"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,8 @@ class Case:
         request: as a caller would make it (not in normal form, so that spellings are tested too).
         lengths: (S_q, S_k) of each sequence; a dense batch has equal ones. Empty for requests that are only judged.
         check: `values` against the reference; `decode`, one query against the last row of prefill; `split`, keys in two
-            parts and merged; `dropout`, its statistics; `refusal`, it must be refused.
+            parts and merged; `dropout`, its statistics; `capture`, recorded into a device graph and replayed;
+            `refusal`, it must be refused.
         storage: of the inputs, see `polyattn.testing.problems.stored`.
         out: the output tensor given: empty = none, `contiguous`, or `strided`.
         sink: `usual`, `dominant` (30 nats above every LSE), or `off` (one is -inf).

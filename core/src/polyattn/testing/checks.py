@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..merging import merge
 from .calls import Installed, Target, out_of, sayable
 from .cases import Case
@@ -23,8 +22,8 @@ from .tolerances import Finding, Kind, compare
 __all__ = ["ROUNDINGS", "Outcome", "run_case"]
 
 ROUNDINGS = 32
-"""float32 roundings that are forgiven of each term of a gradient. Weights are recomputed as exp(logit - lse): one rounding
-of a logit or an LSE of several nats is several roundings of every weight, and fast exponentials add about 20."""
+"""float32 roundings that are forgiven of each term of a gradient. Weights are recomputed as exp(logit - lse): one
+rounding of a logit or an LSE of several nats is several roundings of a weight, and fast exponentials add about 20."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +77,9 @@ def run_case(target: Target, case: Case) -> Outcome:
         return _refusal(target, case)
     problem = build(case, target.device)
     notes = _Notes(case, problem.dtype)
-    check = {"values": _values, "decode": _decode, "split": _split, "dropout": _dropout}[case.check]
     try:
-        check(target, problem, notes)
-    except Exception as exc:
+        _CHECKS[case.check](target, problem, notes)
+    except Exception as exc:  # noqa: BLE001
         # A declared case that cannot be run is what the kit is there to find, whatever the adapter raises.
         notes.wrong("call", f"raised {type(exc).__name__}: {exc}")
     verdict: Literal["passed", "failed"] = "failed" if notes.findings else "passed"
@@ -152,7 +150,8 @@ def _values(target: Target, problem: Problem, notes: _Notes) -> None:
     right, plain = in_float64(problem), plainly(problem)
     before = {name: t.detach().clone() for name, t in problem.tensors.items()}
     out = out_of(case, tuple(problem.dout.shape), problem.dtype, problem.dout.device)
-    if isinstance(target, Installed) and sayable(case) and not request.transform:
+    # What a transform or a capture adds to a request is seen from inside it only.
+    if isinstance(target, Installed) and sayable(case) and not request.transform and not request.graph_capture:
         _check_request(target, problem, notes)
     result = _run(target, problem, notes, out)
     if notes.findings:
@@ -170,8 +169,8 @@ def _check_request(target: Installed, problem: Problem, notes: _Notes) -> None:
     meant = target.request(problem.case)
     for field in dataclasses.fields(meant):
         if getattr(asked, field.name) != getattr(meant, field.name):
-            notes.wrong("request", f"the call asked for {field.name}={getattr(asked, field.name)!r}, "
-                                   f"{getattr(meant, field.name)!r} was meant")  # fmt: skip
+            said, wanted = getattr(asked, field.name), getattr(meant, field.name)
+            notes.wrong("request", f"the call asked for {field.name}={said!r}, {wanted!r} was meant")
 
 
 def _check_solution(problem: Problem, result: _Result, right: Solution, plain: Solution, notes: _Notes) -> None:
@@ -252,7 +251,8 @@ def _check_alone(target: Target, problem: Problem, result: _Result, notes: _Note
     raw = target.call(single, alone, problem.extra, None)
     out, lse = raw if request.lse else (raw, None)
     whole = _Result(result.out[:1], None if result.lse is None else result.lse[:1], {})
-    _check_same(whole, _Result(out, lse, {}), "batch_invariant", "a sample alone gave other bits than in its batch", notes)
+    message = "a sample alone gave other bits than in its batch"
+    _check_same(whole, _Result(out, lse, {}), "batch_invariant", message, notes)
 
 
 def _decode(target: Target, problem: Problem, notes: _Notes) -> None:
@@ -285,7 +285,7 @@ def _decode(target: Target, problem: Problem, notes: _Notes) -> None:
 
 
 def _split(target: Target, problem: Problem, notes: _Notes) -> None:
-    """Keys cut in two anywhere, each part served alone, merged by LSE: out, LSE and gradients of the whole, sinks once."""
+    """Keys cut in two, each part served alone, merged by LSE: out, LSE and gradients of the whole, sinks once."""
     case, request = problem.case, problem.request
     device = problem.dout.device
     heads = request.heads
@@ -368,7 +368,29 @@ def _dropout(target: Target, problem: Problem, notes: _Notes) -> None:
         by_out = float((problem.dout.double() * result.out.detach().double()).sum())
         scale = float((problem.dout.double() * result.out.detach().double()).abs().sum())
         if abs(by_value - by_out) > 1e-2 * scale / math.sqrt(count):
-            notes.wrong("dropout", f"the backward dropped other weights: <dvalue, value> = {by_value:.4f}, "
-                                   f"<dout, out> = {by_out:.4f}")  # fmt: skip
+            sums_differ = f"<dvalue, value> = {by_value:.4f}, <dout, out> = {by_out:.4f}"
+            notes.wrong("dropout", f"the backward dropped other weights: {sums_differ}")
 
 
+def _capture(target: Target, problem: Problem, notes: _Notes) -> None:
+    """Recorded into a CUDA graph and replayed on other inputs: the result is that of the inputs at replay."""
+    tensors = dict(problem.tensors)
+    final = tensors["query"].clone()
+    tensors["query"].zero_()
+    stream = torch.cuda.Stream(problem.dout.device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(problem.dout.device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            target.call(problem.case, tensors, problem.extra, None)
+    torch.cuda.current_stream(problem.dout.device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        raw = target.call(problem.case, tensors, problem.extra, None)
+    result, lse = raw if problem.request.lse else (raw, None)
+    result.fill_(float("nan"))
+    tensors["query"].copy_(final)
+    graph.replay()
+    _check_solution(problem, _Result(result, lse, {}), in_float64(problem), plainly(problem), notes)
+
+
+_CHECKS = {"values": _values, "decode": _decode, "split": _split, "dropout": _dropout, "capture": _capture}

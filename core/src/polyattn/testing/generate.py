@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -45,7 +44,7 @@ _CACHED: dict[str, tuple[Lengths, ...]] = {
 }
 """Batches over a cache: the queries are the last tokens of their sequences, so there are never more of them."""
 
-_ALONE = ("zero_size", "large", "transform", "dropout", *sorted(FLAGS))
+_ALONE = ("zero_size", "large", "transform", "dropout", "graph_capture", *sorted(FLAGS))
 _KIT: dict[str, tuple[Hashable, ...]] = {
     "layout": ("BSHD", "BHSD"),
     "storage": ("contiguous", "padded", "transposed", "expanded"),
@@ -80,7 +79,9 @@ def generate(
             if family not in families or dtype not in dtypes or not _holds_here(row, facts):
                 continue
             maker = _RowCases(row, f"{family} {dtype} {index}", {**facts, "family": family, "dtype": dtype})
-            for case in itertools.chain(maker.combined(per_row), maker.alone(), maker.relations()):
+            # Where programs are compiled one by one, relations are few too.
+            relations = itertools.islice(maker.relations(), None if per_row >= 40 else 3)
+            for case in itertools.chain(maker.combined(per_row), maker.alone(), relations):
                 found.setdefault(case.id, case)
     return list(found.values())
 
@@ -115,9 +116,9 @@ class _RowCases:
                 axes[name] = _KIT[name][:1]
         if self.family in ("paged", "mla"):
             axes["storage"] = ("contiguous",)
-            axes["page_size"] = tuple(n for n in axes["page_size"] if n)
+            axes["page_size"] = tuple(n for n in axes["page_size"] if n != 0)
         if self.family == "mla":
-            axes["scale"] = tuple(v for v in axes["scale"] if v)
+            axes["scale"] = tuple(v for v in axes["scale"] if v is not None)
             axes["v_head_dim"] = tuple(v for v in (24, 0, 64) if v in axes["v_head_dim"])
         return {name: values for name, values in axes.items() if values}
 
@@ -139,40 +140,42 @@ class _RowCases:
                     asked = {**plain, "s_relation": relation, "lse": lse, "grad": grad}
                     yield from self._variants(asked, {"zero_size": True}, lengths=lengths)
         for transform in inside("transform", self.row):
-            if transform:
+            if transform != "":
                 for lse in (False, True):
                     yield from self._variants({**plain, "lse": lse}, {"transform": transform})
+        # Statistics need rows: the longest shapes.
+        shape: dict[str, Any] = {"shape": 1 if self.family == "dense" else 0}
+        trained: dict[str, Any] = {"grad": ("query", "key", "value")}
         for dropout in inside("dropout", self.row):
-            if dropout:
-                shape = {"shape": 1 if self.family == "dense" else 0}
-                grad = {"grad": ("query", "key", "value")}
-                for asked in ({"lse": True}, grad, {**plain, **grad}, {"mask": "bool"}):
-                    yield from self._variants({**asked, **shape}, {"dropout": dropout}, check="dropout")
+            for more in ({"lse": True}, trained, {**plain, **trained}, {"mask": "bool"}) if dropout != 0.0 else ():
+                yield from self._variants({**shape, **more}, {"dropout": dropout}, check="dropout")
+        if True in inside("graph_capture", self.row):
+            for more in ({}, plain, {**plain, "mask": "bool"}, {"mask": "additive"}, {"lse": True}, {"sinks": True}):
+                yield from self._variants(more, {"graph_capture": True}, check="capture")
 
     def relations(self) -> Iterator[Case]:
-        """Two ways to the same numbers."""
-        windows = ((-1, -1), (17, -1))
-        if self.family in ("dense", "varlen"):
-            for group, window in itertools.product((1, 4), windows):
-                asked = {"group": group, "causal": "bottom_right", "window": window, "s_relation": "equal", "shape": 0}
-                if any(self._variants({**asked, "s_relation": "one"}, {})):
-                    yield from self._variants(asked, {}, check="decode")
+        """Two ways to the same numbers: the last row of prefill by decode, and keys in two parts, merged."""
         if self.family == "dense":
-            grads: tuple[Hashable, ...] = ((), ("query", "key", "value"))
-            for group, grad, mask, sinks in itertools.product((1, 4), grads, ("none", "bool"), (False, True)):
-                asked = {
-                    "group": group,
-                    "grad": grad,
-                    "mask": mask,
-                    "lse": True,
-                    "v_head_dim": 24,
-                    "closed_rows": mask == "bool",
-                }
-                relations = ("equal", "fewer", "more")
-                if all(any(self._variants({**asked, "s_relation": relation}, {})) for relation in relations):
-                    lengths = ((63, 100),) * 2
-                    for case in self._variants({**asked, "s_relation": "fewer"}, {}, lengths=lengths, check="split"):
-                        yield dataclasses.replace(case, sink="dominant" if sinks else "usual")
+            yield from itertools.chain.from_iterable(zip(self._split(), self._decode(), strict=False))
+            yield from itertools.islice(self._split(), 4, None)
+        elif self.family == "varlen":
+            yield from self._decode()
+
+    def _decode(self) -> Iterator[Case]:
+        for group, window in itertools.product((4, 1), ((17, -1), (-1, -1))):
+            asked = {"group": group, "causal": "bottom_right", "window": window, "s_relation": "equal", "shape": 0}
+            if self._variants({**asked, "s_relation": "one"}, {}):
+                yield from self._variants(asked, {}, check="decode")
+
+    def _split(self) -> Iterator[Case]:
+        kinds = itertools.product((("query", "key", "value"), ()), ("none", "bool"), (4, 1), ("usual", "dominant"))
+        for grad, mask, group, sink in kinds:
+            asked = {"group": group, "grad": grad, "mask": mask, "lse": True, "v_head_dim": 24}
+            asked["closed_rows"] = mask == "bool"
+            parts = [self._variants({**asked, "s_relation": relation}, {}) for relation in ("equal", "more")]
+            if all(parts):
+                whole = {**asked, "s_relation": "fewer"}
+                yield from self._variants(whole, {}, lengths=((63, 100),) * 2, check="split", sink=sink)
 
     def _variants(self, asked: Mapping[str, Any], extra: Mapping[str, Any], **changes: Any) -> list[Case]:
         """The case of these values, or none where the row does not take them."""
@@ -215,7 +218,9 @@ class _RowCases:
         return v if self._case(v) is not None else None
 
     def _shapes(self, relation: str) -> Sequence[Any]:
-        return {"dense": _DENSE, "varlen": _RAGGED}.get(self.family, _CACHED)[relation]
+        if self.family == "dense":
+            return _DENSE[relation]
+        return (_RAGGED if self.family == "varlen" else _CACHED)[relation]
 
     def _case(self, values: Mapping[str, Any], extra: Mapping[str, Any] | None = None, **changes: Any) -> Case | None:
         v = dict(values)

@@ -1,10 +1,10 @@
-"""Memory that nobody wrote holds NaN while a backend runs, so that an output left unwritten cannot look right by luck.
+"""Memory that nobody wrote holds NaN while a backend runs, so that an unwritten output cannot look right by luck.
 
-Two ways, each with its limit. Torch's own Python calls for uninitialised memory are replaced: that reaches every adapter
-and Triton kernel, not what C++ allocates inside an op. And the caching allocator is soiled: blocks of the usual sizes are
-filled with NaN and freed, and the next allocation of a C++ op on the same stream gets one of them (exact on CUDA, a
-matter of chance on the CPU). `torch.use_deterministic_algorithms` would fill memory too, but it is a request for a
-deterministic backend and would change what is chosen.
+Two ways, each with its limit. Torch's own Python calls for uninitialised memory are replaced: that reaches every
+adapter and Triton kernel, not what C++ allocates inside an op. And the allocator is soiled: blocks of the usual sizes
+are filled with NaN and freed, and the next allocations of a C++ op on the same stream get them (sure on CUDA with its
+caching allocator, a matter of chance on the CPU). `torch.use_deterministic_algorithms` would fill memory too, but it
+is a request for a deterministic backend and would change what is chosen.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from torch import Tensor
 
 __all__ = ["poisoned"]
 
+_ALLOCATING = (
+    *((torch, name) for name in ("empty", "empty_like", "empty_strided")),
+    *((Tensor, name) for name in ("new_empty", "new_empty_strided")),
+)
 _BYTES = (2**9, 2**12, 2**14, 2**16, 2**18, 2**20, 2**21)
 
 
@@ -27,9 +31,8 @@ def poisoned(device: torch.device) -> Iterator[None]:
     """Within: uninitialised memory of floating dtypes is NaN."""
     _soil(device)
     with contextlib.ExitStack() as stack:
-        for owner, names in ((torch, ("empty", "empty_like", "empty_strided")), (Tensor, ("new_empty", "new_empty_strided"))):
-            for name in names:
-                stack.enter_context(mock.patch.object(owner, name, _filling(getattr(owner, name))))
+        for owner, name in _ALLOCATING:
+            stack.enter_context(mock.patch.object(owner, name, _filling(getattr(owner, name))))
         yield
 
 

@@ -125,9 +125,9 @@ def stored(values: Tensor, storage: str, device: torch.device) -> Tensor:
     """`values` on a device in one of the memory layouts of S1, all with a dense last axis; gaps hold NaN.
 
     Args:
-        values: any tensor. storage: `contiguous`; `padded`, rows that do not start on multiples of anything;
-            `transposed`, the axes of heads and positions swapped in memory; `misaligned`, a start that is no multiple of
-            16 bytes; `expanded`, taken as it is.
+        values: any tensor. storage: `contiguous`; `padded`, rows with a gap behind each; `transposed`, the axes of
+            heads and positions swapped in memory; `misaligned`, a start that is no multiple of 16 bytes; `expanded`,
+            taken as it is.
     """
     values = values.to(device)
     fill = True if values.dtype == torch.bool else float("nan")

@@ -114,7 +114,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.backend}@{self.platform} on {self.device}", f"  {', '.join(_pairs(self.versions))}"]
-        rows = [("", "passed", "refused", "failed")]
+        rows: list[tuple[str, ...]] = [("", "passed", "refused", "failed")]
         for name, count in sorted(self.counts.items()):
             rows.append((name, *(str(count.get(verdict, 0)) for verdict in ("passed", "refused", "failed"))))
         rows.append(("all", str(self.passed), str(self.refused), str(self.failed)))

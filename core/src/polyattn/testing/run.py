@@ -164,8 +164,8 @@ def _device_name(device: torch.device) -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = models[0] if models else name
+        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 

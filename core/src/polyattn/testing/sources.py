@@ -29,7 +29,10 @@ def sources_of(origin: str, providers: Sequence[Provider]) -> tuple[str, ...]:
         module = provider.target.partition(":")[0]
         path = _file(module)
         if path is None:
-            raise PluginError(f"the adapter {provider.target!r} of provider {provider.name!r} is in no file; see doctor")
+            raise PluginError(
+                f"the adapter {provider.target!r} of provider {provider.name!r} is in no file that can be imported; "
+                f"see `polyattn doctor`"
+            )
         _follow(module, path, found)
     return tuple(sorted(Path(os.path.relpath(path, folder)).as_posix() for path in found))
 

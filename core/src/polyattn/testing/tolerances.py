@@ -83,12 +83,13 @@ def measure(
         dtype: what the backend computed in: that of the query.
         softcap: three times the plain error instead of twice.
         kind: `out`; `lse`, see below; or `grad`: plain torch in half precision can itself miss the bound where the
-            terms of a gradient cancel, so there the bound is twice plain torch's own relative error if that is more.
+            terms of a gradient cancel, so there the bound is three times plain torch's own relative error if that is
+            more.
         floor: error that is forgiven element by element: what rounding in float32 leaves of terms that cancel.
 
-    An LSE has no natural scale: a constant added to all logits is added to it. An error of e in an LSE changes the weight
-    of a partial by exp(e) - 1, which is e: the *absolute* error of an LSE is the relative error it causes. So its second
-    gate is the root mean square of its absolute error, with the same bounds.
+    An LSE has no natural scale: a constant added to all logits is added to it. An error of e in an LSE changes the
+    weight of a partial by exp(e) - 1, which is e: the *absolute* error of an LSE is the relative error it causes. So
+    its second gate is the root mean square of its absolute error, with the same bounds.
     """
     good = actual.detach().double()
     error = ((good - reference).abs() - floor - _SMALLEST[dtype]).clamp(min=0.0)
@@ -104,7 +105,7 @@ def measure(
         size = float(reference.norm())
         relative = _ratio(float(error.norm()), size)
         if kind == "grad":
-            bound = max(bound, 2 * _ratio(float(plain_error.norm()), size))
+            bound = max(bound, 3 * _ratio(float(plain_error.norm()), size))
     if dtype == torch.float64:
         allowed = float("inf")
     return Measure(float(error.max()), allowed, relative, bound)

@@ -12,8 +12,10 @@ from ..records import DTYPES, FAMILIES, PHASES, AttentionRequest, Range, Row, re
 __all__ = ["CANDIDATES", "CONTEXT", "FLAGS", "candidates", "declared", "inside"]
 
 CONTEXT = frozenset(
-    ("platform", "arch", "toolkit", "features", "heads", "kv_heads", "layout", "options")
-    + ("q_bucket", "k_bucket", "batch_bucket")
+    (
+        *("platform", "arch", "toolkit", "features", "heads", "kv_heads", "layout", "options"),
+        *("q_bucket", "k_bucket", "batch_bucket"),
+    )
 )
 """Fields that no row has to declare: facts of the machine, and shapes that are tried through other fields."""
 

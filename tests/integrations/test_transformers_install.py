@@ -1,0 +1,196 @@
+"""install and uninstall, the names transformers accepts, and models that a name must not be given to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import modeling_utils
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+
+import polyattn
+from polyattn.integrations import transformers as host
+from polyattn.integrations.transformers import names, registry
+
+
+def registered():
+    return dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
+
+
+def test_importing_the_integration_imports_no_transformers():
+    code = "import sys, polyattn.integrations.transformers; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_names_are_in_both_registries(installed):
+    functions, masks = registered()
+    assert {"polyattn", "polyattn|torch_sdpa", "polyattn|flex_attention", "polyattn|reference"} <= set(installed)
+    assert set(installed) <= functions.keys() & masks.keys()
+    assert host.installed()["polyattn"] is None
+    assert host.installed()["polyattn|torch_sdpa"] == "torch_sdpa"
+
+
+def test_uninstall_leaves_transformers_as_it_was():
+    host.uninstall()
+    before, asks = registered(), PreTrainedModel.get_correct_attn_implementation
+    host.install()
+    host.install("other")
+    host.install("sdpa")
+    assert AttentionInterface._global_mapping["sdpa"] is not before[0]["sdpa"]
+    assert AttentionMaskInterface._global_mapping["sdpa"] is sdpa_mask
+    host.uninstall("other")
+    assert "polyattn" in host.installed()
+    assert "other" not in host.installed()
+    host.uninstall()
+    assert registered() == before
+    assert PreTrainedModel.get_correct_attn_implementation is asks
+    host.uninstall()
+    host.install()
+
+
+def test_uninstall_keeps_what_others_put_there_since():
+    host.uninstall()
+    original = PreTrainedModel.get_correct_attn_implementation
+    host.install()
+
+    def theirs(*args, **kwargs):
+        raise NotImplementedError
+
+    AttentionInterface.register("polyattn", theirs)
+    PreTrainedModel.get_correct_attn_implementation = theirs
+    try:
+        host.uninstall()
+        assert AttentionInterface._global_mapping["polyattn"] is theirs
+        assert PreTrainedModel.get_correct_attn_implementation is theirs
+    finally:
+        del AttentionInterface._global_mapping["polyattn"]
+        PreTrainedModel.get_correct_attn_implementation = original
+    host.install()
+
+
+def test_installing_again_refreshes():
+    first = AttentionInterface._global_mapping["polyattn"]
+    assert host.install(harmless=["tilt"]) == host.install(harmless=["tilt"])
+    assert AttentionInterface._global_mapping["polyattn"] is not first
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("polyattn_flash", "contains 'flash': .* no mask"),
+        ("flash_attention_9", "contains 'flash'"),
+        ("acme/fa3", "contains '/': .*Hub"),
+        ("my_sdpa", r"contains 'sdpa': .*\(the whole name 'sdpa' is allowed\)"),
+        ("flex_attention", "contains 'flex_attention'"),
+        ("eager", "own word for its eager attention"),
+        ("paged|polyattn", "own word"),
+        ("", "must be a string"),
+        (" polyattn", "without blanks"),
+        (None, "must be a string"),
+    ],
+)
+def test_names_that_transformers_reads_as_something_else(name, reason):
+    with pytest.raises(
+        polyattn.ConfigError, match=rf"install name .*{reason}.*; choose another name, for example 'polyattn'"
+    ):
+        host.install(name)
+
+
+def test_a_name_that_is_taken():
+    AttentionInterface.register("mine", sdpa_mask)
+    try:
+        with pytest.raises(
+            polyattn.ConfigError, match=r"'mine' is already registered, by transformers\.masking_utils; choose"
+        ):
+            host.install("mine")
+        assert AttentionInterface._global_mapping["mine"] is sdpa_mask
+    finally:
+        del AttentionInterface._global_mapping["mine"]
+
+
+def test_harmless_is_a_list_of_words_that_are():
+    with pytest.raises(
+        polyattn.InvalidInputError, match=r"harmless='tilt' must be a list of keyword names: \['tilt'\]"
+    ):
+        host.install(harmless="tilt")
+    with pytest.raises(polyattn.ConfigError, match="harmless names indices, softcap, which changes the result"):
+        host.install(harmless=["softcap", "indices", "tilt"])
+
+
+def test_uninstalling_what_is_not_there():
+    with pytest.raises(
+        polyattn.ConfigError, match=r"uninstall\('polyatn'\): .*Did you mean 'polyattn'\? Installed: polyattn"
+    ):
+        host.uninstall("polyatn")
+
+
+def test_transformers_missing_or_old(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        polyattn.BackendUnavailableError, match=r"not installed; pip install 'polyattn\[transformers\]'"
+    ):
+        registry.interfaces()
+    monkeypatch.undo()
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+    with pytest.raises(
+        polyattn.BackendUnavailableError, match=r"4\.57\.1 is installed, 5\.0 or newer .*pip install -U"
+    ):
+        host.install("other")
+
+
+def test_names_with_flash_in_them_are_not_pinned(monkeypatch):
+    monkeypatch.setattr(names, "_dense_names", lambda info: ["fast", "flash_x"])
+    assert names.pinned_names("polyattn") == {"polyattn|fast": "fast"}
+
+
+def test_aliases_are_pinned_too(installed):
+    backends = {name.partition("|")[2] for name in installed}
+    if "fa" not in backends:
+        pytest.skip("not run: aliases (no plugin that brings fa is installed)")
+    assert {"fa", "fa2", "fa3"} <= backends
+
+
+@pytest.mark.parametrize("kind", ["BloomForCausalLM", "GPTJForCausalLM", "FalconForCausalLM"])
+def test_models_with_attention_of_their_own_refuse_the_name(kind):
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, kind)
+    config = model.config_class(hidden_size=32, n_layer=1, n_head=4, vocab_size=50)
+    config._attn_implementation = "polyattn"
+    with pytest.raises(
+        polyattn.UnsupportedRequestError,
+        match=rf"'polyattn' cannot reach {kind}: it computes attention in its own code .*='eager'; .*'text_config'",
+    ):
+        model(config)
+
+
+def test_a_model_class_of_ones_own_is_judged_by_its_parents(build):
+    llama = type(build("llama"))
+    config = build("llama").config
+    config._attn_implementation = "polyattn"
+
+    class Mine(llama):
+        """The source of this module has no attention function in it."""
+
+    assert Mine(config).config._attn_implementation == "polyattn"
+    # Code that nobody can read has the benefit of the doubt.
+    unread = type(
+        "Unread", (modeling_utils.PreTrainedModel,), {"__module__": "typed_into_a_shell", "config_class": type(config)}
+    )
+    assert unread(config).config._attn_implementation == "polyattn"
+
+
+def test_taking_over_sdpa_serves_every_model(build, relative):
+    model = build("llama")
+    ids = torch.randint(3, 120, (2, 9))
+    eager = model(ids).logits
+    assert host.install("sdpa") == ("sdpa",)
+    model.set_attn_implementation("sdpa")
+    assert {line.implementation for line in host.report(model, ids)} == {"sdpa"}
+    assert relative(model(ids).logits, eager) < 1e-5
+    transformers = pytest.importorskip("transformers")
+    config = transformers.FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=50)
+    config._attn_implementation = "sdpa"
+    transformers.FalconForCausalLM(config)
