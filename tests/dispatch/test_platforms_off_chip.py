@@ -68,3 +68,21 @@ def test_deterministic_backward_borrows_torchs_switch():
     assert not torch.are_deterministic_algorithms_enabled()
     with torch_sdpa._deterministic(False):
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("kind", ["half", "single"])
+def test_a_masks_gradient_goes_through_the_composite(kind):
+    """On GPUs; here the same path with CPU tensors."""
+    dtype = torch.bfloat16 if kind == "half" else torch.float32
+    q, k, v = (
+        torch.randn(2, 1, 4, 16, dtype=dtype),
+        torch.randn(2, 6, 2, 16, dtype=dtype),
+        torch.randn(2, 6, 2, 8, dtype=dtype),
+    )
+    mask = torch.randn(1, 4, 1, 6, dtype=dtype).requires_grad_()
+    out = bound_for("cuda", Static(), q, k, v, mask).forward(q, k, v, attn_mask=mask)
+    (got,) = torch.autograd.grad(out.float().square().sum(), mask)
+    exact = mask.detach().double().requires_grad_()
+    want = polyattn.attention(q.double(), k.double(), v.double(), attn_mask=exact, backend="reference")
+    (wanted,) = torch.autograd.grad(want.square().sum(), exact)
+    assert (got.double() - wanted).norm() / wanted.norm() < (1.5e-2 if kind == "half" else 1e-5)

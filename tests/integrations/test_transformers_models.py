@@ -16,7 +16,11 @@ from polyattn.integrations.transformers.guard import SHOWN
 
 GATE = 1e-5
 # Softcap goes to the reference on the CPU, which says so once.
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("installed"),
+    pytest.mark.filterwarnings("ignore:polyattn. the slow reference:RuntimeWarning"),
+]
+transformers = pytest.importorskip("transformers")
 
 BOTH = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
@@ -93,7 +97,6 @@ def test_prefill_and_decode(build, relative, ids, kind, cache, side):
 @pytest.mark.parametrize("kind", sorted(SHOWN))
 def test_models_that_turn_sdpa_down_but_are_given_bool_masks(build, relative, ids, kind):
     model = build(kind, **{**SHAPES, **OTHERS}[kind])
-    assert not model._supports_sdpa, "it needs no place in guard.SHOWN"
     for side in ("none", "left"):
         mask = padded(ids, side)
         eager = logits(model, "eager", ids, mask)
@@ -102,7 +105,6 @@ def test_models_that_turn_sdpa_down_but_are_given_bool_masks(build, relative, id
 
 def test_models_not_made_for_sdpa_get_the_masks_of_eager(relative):
     # Its layers call themselves causal although they are not, and it turns SDPA down.
-    transformers = pytest.importorskip("transformers")
     config = transformers.SplinterConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
     )
@@ -132,7 +134,6 @@ def test_gradients(build, relative, ids, kind):
 
 
 def test_t5_has_its_position_bias(relative, ids):
-    transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
         vocab_size=120, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, relative_attention_num_buckets=8,
         decoder_start_token_id=0, dropout_rate=0.0,
@@ -186,7 +187,6 @@ def test_packed_sequences_do_not_see_each_other(build, relative, ids):
 
 def test_a_model_with_shared_keys_cuts_its_queries_safely(relative, ids):
     """Gemma 4 slices queries off once its masks are made; only a mask that exists can be sliced with them."""
-    transformers = pytest.importorskip("transformers")
     text = getattr(transformers, "Gemma4TextConfig", None)
     if text is None:
         pytest.skip("not run: Gemma 4 (this transformers has none)")
@@ -239,7 +239,7 @@ def test_a_pinned_backend_that_is_not_here_says_so(build, ids, installed):
         pytest.skip("not run: a backend of another machine (no plugin that brings fa is installed)")
     model = build("llama")
     model.set_attn_implementation("polyattn|fa")
-    with pytest.raises(polyattn.BackendUnavailableError, match="fa, asked for by argument|'fa'"):
+    with pytest.raises(polyattn.BackendUnavailableError, match=r"fa, asked for by argument|'fa'"):
         model(ids)
 
 

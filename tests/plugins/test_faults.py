@@ -91,6 +91,12 @@ FAULTS = [
         "platform rules but is never automatic",
     ),
     Fault(
+        "a rule that cannot be judged",
+        registers("return [info('acme', auto=(AutoRule(1, 'new chips', conditions(arch=Range(80))),))]"),
+        "TypeError: '>=' not supported between instances of 'str' and 'int'",
+        TypeError,
+    ),
+    Fault(
         "row of an unknown field",
         registers("return [info('acme', providers=(Provider('own', (row(causl=True),)),))]"),
         "'causl', which is no request field. Did you mean 'causal'",

@@ -530,6 +530,17 @@ def test_the_rule_binds_this_pair_in_this_order_only(names):
     assert pair(*names, kv_dtype="fp4_e2m1")["decode"].backend == names[1]
 
 
+def test_a_rule_about_one_phase_says_nothing_about_the_other():
+    """Alone in both phases it does not work; as the decode half of a pair it does."""
+    selfish = PairRule("prefill", "decode", ("solo",), "its own decode wants another layout")
+    there = catalogue(offer("solo", provider("own", PAGED), pairs=(selfish,)), offer("triton", provider("own", PAGED)))
+    requests = (phase("prefill"), phase("decode"))
+    mixed = {"prefill": Policy(asked("triton")), "decode": Policy(asked("solo"))}
+    assert select_pair(*requests, there, mixed)["decode"].backend == "solo"
+    with pytest.raises(UnsupportedRequestError, match="solo for prefill does not work with solo for decode"):
+        select_pair(*requests, there, {p: Policy(asked("solo")) for p in ("prefill", "decode")})
+
+
 def test_the_answer_is_complete_when_it_is_asked_in_full():
     offers = (offer("winner", auto=rule(1)), offer("able"), offer("picky", provider("own", {"dtype": "float16"})))
     quick = chosen(*offers)

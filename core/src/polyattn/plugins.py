@@ -508,6 +508,10 @@ def _check_backend(backend: BackendInfo, platforms: set[str]) -> None:
             raise PluginError(f"{backend.id}: provider {provider.name!r} declares no capability row")
         if provider.target and ":" not in provider.target:
             raise PluginError(f"{backend.id}: target {provider.target!r} must read 'package.module:Class'")
+    rules = [r.when for r in backend.auto] + [f.when for f in backend.fallbacks] + [p.when for p in backend.pairs]
+    for when in rules:
+        for name, constraint in when.items():
+            constraint.reason(getattr(AttentionRequest(), name))  # one that raises does so here, not in every selection
     if backend.priority is None and backend.auto:
         raise PluginError(f"{backend.id} has platform rules but is never automatic (priority=None)")
 

@@ -44,10 +44,16 @@ def transform(*tensors: Tensor) -> str:
 
 
 def aligned(*tensors: Tensor) -> bool:
+    """Whether a kernel may load 16 bytes at a time: at the start, and in a strided tensor of each row too."""
     try:
-        return not any(t.data_ptr() & 15 for t in tensors)
+        return not any(t.data_ptr() & 15 or not (t.is_contiguous() or _rows_aligned(t)) for t in tensors)
     except RuntimeError:  # no storage: a fake or transformed tensor
         return True
+
+
+def _rows_aligned(tensor: Tensor) -> bool:
+    rows = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return not any(size > 1 and stride * tensor.itemsize & 15 for size, stride in rows)
 
 
 def mask_key(mask: Tensor | None, batch: int, heads: int, s_q: int, s_k: int) -> Any:

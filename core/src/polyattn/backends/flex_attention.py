@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from ..contract import Bound
 from ..records import AttentionRequest
+from .placement import placing
 
 __all__ = ["FlexAttention"]
 
@@ -27,9 +28,9 @@ class FlexAttention:
     def bind(self, request: AttentionRequest) -> Bound:
         # A request is one compiled program: dynamo counts recompilations per code object, so each gets its own.
         kernel = _kernel(request) if _compiles(request) else _eager
-        if request.family == "varlen":
-            return Bound(functools.partial(_varlen, request, kernel), traceable=False)
-        return Bound(functools.partial(_dense, request, kernel), traceable=True)
+        varlen = request.family == "varlen"
+        bound = Bound(functools.partial(_varlen if varlen else _dense, request, kernel), traceable=not varlen)
+        return placing(bound) if request.misaligned and request.platform != "cpu" else bound
 
 
 def _compiles(request: AttentionRequest) -> bool:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["placed"]
+from ..contract import Bound
+
+__all__ = ["placed", "placing"]
 
 
 def placed(tensor: Tensor) -> Tensor:
@@ -15,3 +21,16 @@ def placed(tensor: Tensor) -> Tensor:
         if size > 1:
             start |= stride * tensor.itemsize
     return tensor.clone(memory_format=torch.contiguous_format) if start & 15 else tensor
+
+
+def placing(bound: Bound) -> Bound:
+    """`bound` with its tensors placed first."""
+
+    def with_placed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*tensors: Tensor, **kw: Any) -> Any:
+            return function(*map(placed, tensors), **kw)
+
+        return call
+
+    backward = None if bound.backward is None else with_placed(bound.backward)
+    return dataclasses.replace(bound, forward=with_placed(bound.forward), backward=backward, simple=None)

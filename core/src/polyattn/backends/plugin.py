@@ -92,6 +92,7 @@ def _sdpa_rows(platform: str) -> tuple[Row, ...]:
                 sinks=True,
                 grad=(*QKV, "sinks", "lse"),
                 deterministic=True,
+                misaligned=True,
                 note="torch's CUDA flash op, which returns the LSE; sinks are applied from it",
             ),
             row(
@@ -107,6 +108,7 @@ def _sdpa_rows(platform: str) -> tuple[Row, ...]:
                 sinks=True,
                 grad=(*QKV, "sinks", "lse"),
                 deterministic=True,
+                misaligned=True,
                 note="the same op without a causal mask, any lengths",
             ),
         )

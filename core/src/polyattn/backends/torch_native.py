@@ -26,8 +26,9 @@ class TorchNative:
 @functools.lru_cache(maxsize=1024)
 def _sequence(request: AttentionRequest, relation: SRelation) -> Bound:
     """The dense call for one sequence of this relation between its lengths."""
-    dense = dataclasses.replace(request, family="dense", layout="BHSD", s_relation=relation).normalised()
-    return TorchSDPA().bind(dense)
+    dense = dataclasses.replace(request, family="dense", layout="BHSD", s_relation=relation)
+    # A sequence starts wherever the one before it ended.
+    return TorchSDPA().bind(dataclasses.replace(dense, misaligned=True).normalised())
 
 
 def _relation(s_q: int, s_k: int) -> SRelation:

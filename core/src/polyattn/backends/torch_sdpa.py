@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..contract import Bound
 from ..records import AttentionRequest
+from .placement import placed, placing
 from .sdpa_masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
 
 __all__ = ["TorchSDPA"]
@@ -28,8 +29,10 @@ class TorchSDPA:
         # On a GPU only the flash op's backward is the same bits on every run, so it is asked for by name.
         exact = request.deterministic and bool(request.grad) and request.platform != "cpu"
         if request.lse or request.sinks or exact:
-            return _with_lse(request)
-        return Bound(_plain(request), traceable=True, simple=_simple(request))
+            bound = _with_lse(request)
+        else:
+            bound = Bound(_plain(request), traceable=True, simple=_simple(request))
+        return placing(bound) if request.misaligned and request.platform != "cpu" else bound
 
 
 def _views(request: AttentionRequest, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,6 +51,20 @@ def _views(request: AttentionRequest, function: Callable[..., Any]) -> Callable[
 
 def _into(result: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None else out.copy_(result)
+
+
+def _math(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    flag: bool = False,
+    **kw: Any,
+) -> Tensor:
+    """SDPA by torch's composite of matrix products: slower, and differentiable in everything."""
+    out: Tensor = _aten._scaled_dot_product_attention_math(query, key, value, mask, dropout, flag, **kw)[0]
+    return out
 
 
 def _simple(request: AttentionRequest) -> Callable[..., Tensor] | None:
@@ -87,13 +104,18 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
             mask, alive = open_empty_rows(mask)
         if mask.dtype != torch.bool:
             mask = mask.to(query.dtype)
+            if request.platform != "cpu" and not request.transform and not torch.compiler.is_compiling():
+                mask = placed(mask)
         result = sdpa(query, key, value, mask, dropout, scale=scale, enable_gqa=gqa)
         return result if alive is None else result.masked_fill(~alive, 0.0)
 
+    # The fused kernels' gradient of a mask fails for some shapes on GPUs (one query: "LSE is not correctly aligned").
+    kernel = _math if "mask" in request.grad and request.platform != "cpu" else _sdpa
+
     def sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
         if pad <= 0:
-            return _sdpa(query, key, value, *args, **kw)
-        return _sdpa(query, key, F.pad(value, (0, pad)), *args, **kw)[..., :-pad]
+            return kernel(query, key, value, *args, **kw)
+        return kernel(query, key, F.pad(value, (0, pad)), *args, **kw)[..., :-pad]
 
     if request.layout == "BSHD":
 

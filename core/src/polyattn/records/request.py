@@ -127,7 +127,7 @@ class AttentionRequest:
 
     zero_size: bool = option(False, doc="a tensor has no elements")
     large: bool = option(False, doc="a tensor has 2**31 elements or more")
-    misaligned: bool = option(False, doc="a tensor does not start on a 16-byte boundary")
+    misaligned: bool = option(False, doc="a tensor, or a row of a strided one, is off a 16-byte boundary")
     transform: str = option("", doc="vmap when called under torch.func.vmap")
 
     options: tuple[tuple[str, Hashable], ...] = context((), doc="validated options of the chosen backend")

@@ -13,13 +13,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 __all__ = ["covering"]
 
 Values = dict[str, Hashable]
-_Pair = tuple[tuple[str, Hashable], tuple[str, Hashable]]
+_Value = tuple[str, Hashable]
+_Wanted = dict[_Value, set[_Value]]
+"""For each value of each axis, the values of other axes that it has not met yet."""
 
 
 def covering(
     axes: Mapping[str, Sequence[Hashable]], repair: Callable[[Values], Values | None], count: int, seed: str
 ) -> list[Values]:
-    """At most `count` combinations: first a covering of all pairs, most new pairs first, then random ones.
+    """At most `count` combinations: first those that cover all pairs, then random ones.
 
     Args:
         axes: name -> the values it may take.
@@ -29,32 +31,33 @@ def covering(
     """
     rng = random.Random(seed)
     names = sorted(axes)
-    wanted: set[_Pair] = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]
-    }
+    pairs = [((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]]
+    wanted: _Wanted = {(name, value): set() for name in names for value in axes[name]}
+    for one, other in pairs:
+        wanted[one].add(other)
+        wanted[other].add(one)
     found: list[Values] = []
-    seen: set[tuple[tuple[str, Hashable], ...]] = set()
+    seen: set[tuple[_Value, ...]] = set()
 
-    def keep(values: Values | None) -> bool:
+    def keep(values: Values | None) -> None:
         if values is None:
-            return False
+            return
+        met = {(name, values[name]) for name in names}
+        for value in met & wanted.keys():
+            wanted[value] -= met
         combination = tuple(sorted(values.items(), key=lambda item: item[0]))
-        wanted.difference_update(itertools.combinations(combination, 2))
-        if combination in seen:
-            return False
-        seen.add(combination)
-        found.append(values)
-        return True
+        if combination not in seen:
+            seen.add(combination)
+            found.append(values)
 
-    # Sets of strings are ordered by a hash that differs between processes: order must not come from them.
-    order = sorted(wanted, key=repr)
-    rng.shuffle(order)
-    for pair in order:
+    rng.shuffle(pairs)
+    for one, other in pairs:
         if len(found) >= count:
             return found
-        if pair in wanted:
-            keep(repair(_grow(dict(pair), names, axes, wanted, rng)))
-            wanted.discard(pair)
+        if other in wanted[one]:
+            keep(repair(_grow({one, other}, names, axes, wanted, rng)))
+            wanted[one].discard(other)
+            wanted[other].discard(one)
     for _ in range(20 * count):
         if len(found) >= count:
             break
@@ -63,17 +66,13 @@ def covering(
 
 
 def _grow(
-    values: Values, names: list[str], axes: Mapping[str, Sequence[Hashable]], wanted: set[_Pair], rng: random.Random
+    chosen: set[_Value], names: list[str], axes: Mapping[str, Sequence[Hashable]], wanted: _Wanted, rng: random.Random
 ) -> Values:
-    """Fill the other axes, each with the value that meets most pairs still wanted."""
+    """Choose a value on the other axes too, each time one that meets most of what it has not met yet."""
+    fixed = {name for name, _ in chosen}
     for name in rng.sample(names, len(names)):
-        if name in values:
-            continue
-        scores = [sum(_pair(name, value, other, values[other]) in wanted for other in values) for value in axes[name]]
-        best = max(scores)
-        values[name] = rng.choice([v for v, score in zip(axes[name], scores, strict=True) if score == best])
-    return values
-
-
-def _pair(a: str, x: Hashable, b: str, y: Hashable) -> _Pair:
-    return ((a, x), (b, y)) if a < b else ((b, y), (a, x))
+        if name not in fixed:
+            scores = [len(chosen & wanted[name, value]) for value in axes[name]]
+            best = max(scores)
+            chosen.add((name, rng.choice([v for v, score in zip(axes[name], scores, strict=True) if score == best])))
+    return dict(chosen)

@@ -39,6 +39,10 @@ class Family(Protocol):
         """(inputs by argument name, `mask` standing for attn_mask; other arguments)."""
         ...
 
+    def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
+        """Shapes of the inputs that `Case.storage` is about."""
+        ...
+
     def parts(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> Iterator[Part]:
         """The call as plain attention problems, differentiable with respect to `tensors`."""
         ...
@@ -56,13 +60,18 @@ class _Dense:
     def make(self, case: Case, maker: Maker) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
         r, B, (s_q, s_k) = case.request, len(case.lengths), case.longest
         tensors: dict[str, Tensor | None] = {
-            "query": maker.input("query", *_by_layout(case, B, s_q, r.heads, r.head_dim)),
-            "key": maker.input("key", *_by_layout(case, B, s_k, r.kv_heads, r.head_dim)),
-            "value": maker.input("value", *_by_layout(case, B, s_k, r.kv_heads, r.dims[1])),
-            "mask": maker.mask(B, r.heads, s_q, s_k),
-            "sinks": maker.sinks(r.heads, s_k),
+            name: maker.input(name, *shape) for name, shape in self.shapes(case).items()
         }
+        tensors["mask"], tensors["sinks"] = maker.mask(B, r.heads, s_q, s_k), maker.sinks(r.heads, s_k)
         return tensors, {}
+
+    def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
+        r, B, (s_q, s_k) = case.request, len(case.lengths), case.longest
+        return {
+            "query": _by_layout(case, B, s_q, r.heads, r.head_dim),
+            "key": _by_layout(case, B, s_k, r.kv_heads, r.head_dim),
+            "value": _by_layout(case, B, s_k, r.kv_heads, r.dims[1]),
+        }
 
     def parts(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> Iterator[Part]:
         q, k, v = tensors["query"], tensors["key"], tensors["value"]
@@ -99,11 +108,14 @@ class _Packed:
     def out_shape(self, case: Case) -> tuple[int, ...]:
         return (sum(q for q, _ in case.lengths), case.request.heads, case.request.dims[1])
 
+    def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
+        return {"query": (sum(q for q, _ in case.lengths), case.request.heads, case.request.head_dim)}
+
     def _queries(self, case: Case, maker: Maker) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
         r, (most_q, most_k) = case.request, case.longest
         starts = _starts([q for q, _ in case.lengths])
         tensors: dict[str, Tensor | None] = {
-            "query": maker.input("query", starts[-1], r.heads, r.head_dim),
+            "query": maker.input("query", *self.shapes(case)["query"]),
             "mask": maker.mask(len(case.lengths), r.heads, most_q, most_k),
             "sinks": maker.sinks(r.heads, most_k),
         }
@@ -126,15 +138,22 @@ def _heads_first(packed: Tensor) -> Tensor:
 
 class _Varlen(_Packed):
     def make(self, case: Case, maker: Maker) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-        r = case.request
         tensors, lens = self._queries(case, maker)
         starts = _starts([k for _, k in case.lengths])
-        tensors["key"] = maker.input("key", starts[-1], r.kv_heads, r.head_dim)
-        tensors["value"] = maker.input("value", starts[-1], r.kv_heads, r.dims[1])
+        for name in ("key", "value"):
+            tensors[name] = maker.input(name, *self.shapes(case)[name])
         # Self-attention passes one tensor for both sides: that is how a call says the lengths are equal.
-        same = r.s_relation == "equal"
+        same = case.request.s_relation == "equal"
         lens["cu_seqlens_k"] = lens["cu_seqlens_q"] if same else maker.integers(*starts)
         return tensors, lens
+
+    def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
+        r, tokens = case.request, sum(k for _, k in case.lengths)
+        return {
+            **super().shapes(case),
+            "key": (tokens, r.kv_heads, r.head_dim),
+            "value": (tokens, r.kv_heads, r.dims[1]),
+        }
 
     def parts(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> Iterator[Part]:
         starts = _starts([k for _, k in case.lengths])

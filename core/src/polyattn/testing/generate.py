@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from ..records import AttentionRequest, Row, request_fields
 from .cases import Case
 from .covering import covering
+from .problems import off_boundary
 from .values import CANDIDATES, CONTEXT, FLAGS, candidates, declared, inside
 
 __all__ = ["LEVELS", "Level", "generate", "refusals"]
@@ -47,7 +49,7 @@ _CACHED: dict[str, tuple[Lengths, ...]] = {
 _ALONE = ("zero_size", "large", "transform", "dropout", "graph_capture", *sorted(FLAGS))
 _KIT: dict[str, tuple[Hashable, ...]] = {
     "layout": ("BSHD", "BHSD"),
-    "storage": ("contiguous", "padded", "transposed", "expanded"),
+    "storage": ("contiguous", "gapped", "transposed", "expanded", "padded", "misaligned"),
     "out": ("", "contiguous", "strided"),
     "sink": ("usual", "dominant", "off"),
     "mask_shape": ("full", "batch", "heads", "one", "expanded"),
@@ -109,8 +111,8 @@ class _RowCases:
         if True in axes.pop("tree") and "bool" in axes["mask"] and {"fewer", "equal"} & set(axes["s_relation"]):
             axes["mask"] = (*axes["mask"], "tree")
         axes.update(_KIT)
-        if True in inside("misaligned", self.row):
-            axes["storage"] = (*_KIT["storage"], "misaligned")
+        if True not in inside("misaligned", self.row):
+            axes["storage"] = tuple(s for s in _KIT["storage"] if s not in ("padded", "misaligned"))
         for name, families in (("layout", ("dense",)), ("batch", ("dense",)), ("new_rows", ("paged",))):
             if self.family not in families:
                 axes[name] = _KIT[name][:1]
@@ -128,7 +130,7 @@ class _RowCases:
 
     def alone(self) -> Iterator[Case]:
         """Fields that are tried by themselves: flags, and what changes the kind of check."""
-        for name in FLAGS:
+        for name in sorted(FLAGS):
             if True in inside(name, self.row):
                 yield from self._variants({}, {name: True})
         plain: dict[str, Any] = {"head_dim": 40, "v_head_dim": 24, "group": 4, "causal": "bottom_right"}
@@ -228,11 +230,12 @@ class _RowCases:
         if self.family == "dense":
             # The largest of a handful of errors is a matter of luck: rows enough for a fair comparison.
             lengths = (lengths,) * (v["batch"] if lengths[0] > 2 else 4 + v["batch"])
-        request = _request({**v, **self.fixed, **(extra or {}), "misaligned": v["storage"] == "misaligned"})
-        if not declared([self.row], request.normalised()):
-            return None
         own = {name: v[name] for name in _KIT if name not in ("layout", "shape", "batch")}
-        return Case(**{"request": request, "lengths": lengths, **own, **changes})
+        request = _request({**v, **self.fixed, **(extra or {})})
+        case = Case(**{"request": request, "lengths": lengths, **own, **changes})
+        if off_boundary(case):
+            case = dataclasses.replace(case, request=dataclasses.replace(request, misaligned=True))
+        return case if declared([self.row], case.request.normalised()) else None
 
 
 def _request(values: Mapping[str, Any]) -> AttentionRequest:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..records import AttentionRequest
+from ..signature import aligned
 from .cases import Case
 from .families import DTYPES, FAMILIES
 
-__all__ = ["Maker", "Problem", "build", "stored"]
+__all__ = ["Maker", "Problem", "build", "off_boundary", "stored"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +74,7 @@ class Maker:
     def input(self, name: str, *shape: int) -> Tensor:
         """A query, key or value in the case's dtype and storage."""
         values = self.normal(*shape)
-        if self.case.storage == "expanded" and name != "query":
-            values = values[:1].expand(shape)
-        return stored(values.to(self.dtype), self.case.storage, self.device)
+        return stored(values.to(self.dtype), _storage(self.case, name), self.device)
 
     def mask(self, batch: int, heads: int, s_q: int, s_k: int) -> Tensor | None:
         """attn_mask [B|1, H|1, S_q, S_k] as the case asks for it; None without one."""
@@ -100,7 +99,8 @@ class Maker:
             values = values.to(self.dtype if case.mask_dtype == "same" else torch.float32)
         if case.mask_shape == "expanded":
             return values.to(self.device).expand(batch, heads, s_q, s_k)
-        return stored(values, case.storage if case.storage in ("padded", "misaligned") else "contiguous", self.device)
+        storage = case.storage if case.storage in ("gapped", "padded", "misaligned") else "contiguous"
+        return stored(values, storage, self.device)
 
     def _tree(self, s_q: int, s_k: int) -> Tensor:
         from ..reference import verify_mask
@@ -121,26 +121,50 @@ class Maker:
         return values.to(self.dtype).to(self.device)
 
 
+def _storage(case: Case, name: str) -> str:
+    # Keys and values may be shared along an axis, queries are not.
+    return "contiguous" if case.storage == "expanded" and name == "query" else case.storage
+
+
 def stored(values: Tensor, storage: str, device: torch.device) -> Tensor:
     """`values` on a device in one of the memory layouts of S1, all with a dense last axis; gaps hold NaN.
 
     Args:
-        values: any tensor. storage: `contiguous`; `padded`, rows with a gap behind each; `transposed`, the axes of
-            heads and positions swapped in memory; `misaligned`, a start that is no multiple of 16 bytes; `expanded`,
-            taken as it is.
+        values: [B, S, H, D], [B, H, S, D] or [T, H, D].
+        storage: `contiguous`; `gapped`, a gap behind each row that keeps rows on 16-byte boundaries; `padded`, one that
+            does not; `transposed`, the axes of heads and positions swapped in memory; `misaligned`, a start off a
+            16-byte boundary; `expanded`, one sample for the whole batch, or one head for all, by stride 0.
     """
     values = values.to(device)
-    fill = True if values.dtype == torch.bool else float("nan")
-    if storage == "padded":
-        sizes = [*(n + 1 for n in values.shape[:-1]), values.shape[-1] + 3]
-        view = torch.full(sizes, fill, dtype=values.dtype, device=device)[tuple(slice(n) for n in values.shape)]
-        return view.copy_(values)
+    if storage in ("gapped", "padded"):
+        width = values.shape[-1]
+        wide = width + 3 if storage == "padded" else -(-width // 16) * 16 + 16
+        sizes = [*(n + 1 for n in values.shape[:-1]), wide]
+        buffer = torch.full(sizes, _fill(values), dtype=values.dtype, device=device)
+        return buffer[tuple(slice(n) for n in values.shape)].copy_(values)
     if storage == "transposed":
         return values.transpose(-3, -2).contiguous().transpose(-3, -2)
     if storage == "misaligned":
-        view = torch.full((values.numel() + 1,), fill, dtype=values.dtype, device=device)[1:].view(values.shape)
-        return view.copy_(values)
-    return values if storage == "expanded" else values.contiguous()
+        buffer = torch.full((values.numel() + 1,), _fill(values), dtype=values.dtype, device=device)
+        return buffer[1:].view(values.shape).copy_(values)
+    if storage == "expanded":
+        return values.narrow(0 if values.dim() == 4 else 1, 0, 1).contiguous().expand(values.shape)
+    return values.contiguous()
+
+
+def _fill(values: Tensor) -> Any:
+    return True if values.dtype == torch.bool else float("nan")
+
+
+def off_boundary(case: Case) -> bool:
+    """Whether an input of the case, or a row of it, is off a 16-byte boundary: `AttentionRequest.misaligned`."""
+    if case.storage in ("contiguous", "misaligned") or not case.lengths:
+        return case.storage == "misaligned"
+    meta, dtype = torch.device("meta"), DTYPES[case.request.dtype]
+    shapes = FAMILIES[case.request.family].shapes(case)
+    return not aligned(
+        *(stored(torch.empty(shape, dtype=dtype, device=meta), _storage(case, n), meta) for n, shape in shapes.items())
+    )
 
 
 def build(case: Case, device: torch.device) -> Problem:
