@@ -209,3 +209,14 @@ def test_out_is_written_and_returned():
             got = polyattn.attention(q, k, v, out=out, backend=backend, **options)
             assert (got[0] if options else got) is out
             torch.testing.assert_close(out, polyattn.attention(q, k, v))
+
+
+def test_out_may_not_overlap_an_input():
+    """S1, also where the two start at different addresses."""
+    buffer = torch.randn(768)
+    q, k, v = (torch.randn(2, 4, 4, 8) for _ in range(3))
+    q = buffer[:256].view(2, 4, 4, 8)
+    for start in (0, 16, 255):
+        with pytest.raises(polyattn.InvalidInputError, match="shares memory"):
+            polyattn.attention(q, k, v, out=buffer[start : start + 256].view(2, 4, 4, 8))
+    polyattn.attention(q, k, v, out=buffer[256:512].view(2, 4, 4, 8))

@@ -265,7 +265,7 @@ def test_an_alias_never_becomes_another_provider():
 
 def test_an_alias_holds_in_its_families_only():
     paged = dataclasses.replace(REQUEST, family="paged", page_size=0)
-    assert chosen(FA, FA3, choice=asked("fa3")).backend == "fa"
+    assert chosen(FA, dataclasses.replace(FA3, plugin=FA.plugin), choice=asked("fa3")).backend == "fa"
     assert chosen(FA, FA3, request=paged, choice=asked("fa3")).backend == "fa3"
 
 
@@ -586,3 +586,10 @@ def test_many_backends_in_any_order():
     for dim in (1, 50, 100):
         drawn.shuffle(offers)
         assert chosen(*offers, request=dataclasses.replace(REQUEST, head_dim=dim)).backend == f"b{dim - 1:03}"
+
+
+@pytest.mark.parametrize(("plugin", "winner"), [("other", "mine"), ("mine", "thief")])
+def test_a_strangers_alias_cannot_take_over_a_name(plugin: str, winner: str) -> None:
+    """Its own plugin may say that in a family the name means another backend (`fa3` in diffusion is `fa`)."""
+    thief = dataclasses.replace(offer("thief", aliases=(Alias("mine"), Alias("mine", ("dense",)))), plugin=plugin)
+    assert chosen(thief, offer("mine"), choice=asked("mine")).backend == winner

@@ -371,13 +371,16 @@ def resolve(name: str, request: AttentionRequest, catalogue: Catalogue) -> tuple
                 f"backend {name!r}: no platform {platform!r}.{did_you_mean(platform, catalogue.platforms)}"
             )
         return None, "", bare
+    named = next((offer for offer in offers if offer.info.name == bare), None)
     for offer in offers:
         for alias in offer.info.aliases:
-            if alias.name == bare and (not alias.families or request.family in alias.families):
+            if alias.name != bare or (alias.families and request.family not in alias.families):
+                continue
+            # A name cannot be taken over: only its own plugin gives it another meaning, and only in a family.
+            if named is None or (alias.families and offer.plugin == named.plugin):
                 return offer, alias.provider, offer.info.name
-    for offer in offers:
-        if offer.info.name == bare:
-            return offer, "", bare
+    if named is not None:
+        return named, "", bare
     everywhere = _names(catalogue)
     if bare in everywhere:
         return None, "", bare

@@ -71,7 +71,7 @@ def sinks_key(sinks: Tensor | None) -> Any:
 def out_key(out: Tensor | None, shape: tuple[int, ...], inputs: tuple[Tensor, ...]) -> Any:
     if out is None:
         return None
-    shares = any(t.data_ptr() == out.data_ptr() for t in inputs)
+    shares = any(validate.shares_memory(out, t) for t in inputs)
     return (tuple(out.shape) == shape, out.dtype, out.device, out.stride()[-1:], out.requires_grad, shares, type(out))
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "check_statics",
     "check_varlen",
     "contents_readable",
+    "shares_memory",
 ]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -167,8 +168,18 @@ def _out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, 
         raise InvalidInputError(f"out's last axis is not dense (strides {tuple(out.stride())})")
     if grad:
         raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
-    if any(t.numel() and t.data_ptr() == out.data_ptr() for t in inputs):
+    if any(shares_memory(out, t) for t in inputs):
         raise InvalidInputError("out shares memory with an input; pass a tensor of its own")
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors start at one place or, where both are contiguous, overlap at all."""
+    if not a.numel() or not b.numel():
+        return False
+    start_a, start_b = a.data_ptr(), b.data_ptr()
+    if start_a == start_b or not (a.is_contiguous() and b.is_contiguous()):
+        return start_a == start_b
+    return start_a < start_b + b.nbytes and start_b < start_a + a.nbytes
 
 
 def contents_readable(tensor: Tensor) -> bool:

@@ -40,6 +40,12 @@ class Problem:
         return self.case.request
 
     @property
+    def largest_value(self) -> float:
+        """The largest magnitude among the values that outputs are averages of; scales of caches are below one."""
+        values = [t.detach().float() for n, t in self.tensors.items() if n in ("value", "value_cache", "cache")]
+        return max((float(v.nan_to_num(0.0).abs().max()) for v in values if v.numel()), default=0.0)
+
+    @property
     def through_lse(self) -> bool:
         """Whether gradients are taken through the LSE: it depends neither on values nor on sinks."""
         return self.request.lse and not {"query", "key", "mask"}.isdisjoint(self.request.grad)

@@ -56,10 +56,8 @@ def _unreached(kind: str, name: str) -> UnsupportedRequestError:
 def _asks(kind: Any) -> bool:
     """Whether the code of a model class asks for an attention function, as transformers itself judges it. Code that
     cannot be read, typed into a shell for instance, has the benefit of the doubt."""
-    if kind._can_set_attn_implementation():
-        return True
     try:
         inspect.getsource(sys.modules[kind.__module__])
     except (KeyError, OSError, TypeError):
         return True
-    return False
+    return bool(kind._can_set_attn_implementation())
