@@ -11,15 +11,18 @@ from polyattn.plugins import get_manager
 from polyattn.records import DeviceReport
 
 STRICT_DEVICE = "--polyattn-strict-device"
+FULL = "--polyattn-full"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("polyattn").addoption(
+    group = parser.getgroup("polyattn")
+    group.addoption(
         STRICT_DEVICE,
         action="store_true",
         default=False,
         help="a test that needs a chip fails, instead of being skipped, on a machine without it",
     )
+    group.addoption(FULL, action="store_true", default=False, help="the long version of what has one: hours, not minutes")
 
 
 @pytest.fixture

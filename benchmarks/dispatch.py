@@ -1,6 +1,7 @@
 """What a call costs beyond its kernel: added microseconds over direct SDPA, all dispatchers interleaved in one process.
 
     python benchmarks/dispatch.py [--rounds 41] [--calls 3000] [--json FILE]
+    python benchmarks/dispatch.py --render FILE     # a result file as the table of docs/benchmarks.md
 
 The baseline is `torch.nn.functional.scaled_dot_product_attention(q, k, v)` on [1, 8, 1, 64], fp32, one thread,
 inference mode, in the kernel's own layout (BHSD); diffusers and the BSHD row add the views their layout needs. Each
@@ -144,7 +145,7 @@ def misses(count: int = 200) -> list[float]:
     return found[10:]
 
 
-def added(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+def added(times: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
     """Per dispatcher: median call, median added cost, and its interquartile range, round by round."""
     base = times["direct SDPA"]
     rows = {}
@@ -155,12 +156,32 @@ def added(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return rows
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """A result file as the table of docs/benchmarks.md."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines = [
+        f"{result['date']}, {result['machine']}, one thread; {versions}.",
+        "",
+        "| call | us | added us | budget |",
+        "|---|---:|---:|---|",
+    ]
+    for name, row in result["rows"].items():
+        call = "" if row["call"] is None else f"{row['call']:.2f}"
+        budget = f"{result['budgets'][name]:g}" if name in result["budgets"] else ""
+        lines.append(f"| {name} | {call} | {row['added']:.2f} | {budget} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--calls", type=int, default=3000)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--render", type=Path)
     args = parser.parse_args()
+    if args.render:
+        print(markdown(json.loads(args.render.read_text())))
+        return
     torch.set_num_threads(1)
     with torch.inference_mode():
         q, k, v = (torch.randn(1, 8, 1, 64) for _ in range(3))
@@ -170,16 +191,18 @@ def main() -> None:
         growing = added(varying_lengths(args.rounds, args.calls))
         rows["bind, growing keys"] = growing["bind, growing keys"]
         first = misses()
-    rows["miss"] = {"call": float("nan"), "added": statistics.median(first), "spread": 0.0}
+    low, _, high = statistics.quantiles(first, n=4)
+    rows["miss"] = {"call": None, "added": statistics.median(first), "spread": high - low}
     print(f"{'dispatcher':36s} {'call us':>9s} {'added us':>9s} {'spread':>7s}  budget")
     for name, row in rows.items():
         budget = f"{BUDGETS[name]:g} us, {'ok' if row['added'] <= BUDGETS[name] else 'OVER'}" if name in BUDGETS else ""
-        print(f"{name:36s} {row['call']:9.2f} {row['added']:9.2f} {row['spread']:7.2f}  {budget}")
+        call = "" if row["call"] is None else f"{row['call']:.2f}"
+        print(f"{name:36s} {call:>9s} {row['added']:9.2f} {row['spread']:7.2f}  {budget}")
     if args.json:
         result = {
             "benchmark": "dispatch",
             "date": datetime.date.today().isoformat(),
-            "machine": platform.processor() or platform.machine(),
+            "machine": _processor(),
             "versions": _versions(),
             "rounds": args.rounds,
             "calls": args.calls,
@@ -187,6 +210,14 @@ def main() -> None:
             "budgets": BUDGETS,
         }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0]}, {os.cpu_count()} cores" if names else platform.machine()
 
 
 def _versions() -> dict[str, str]:

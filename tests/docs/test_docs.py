@@ -48,7 +48,8 @@ def run(*command: str) -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    script = tmp_path / f"{page.stem}.py"
+    # Not named after the page alone: docs/transformers.md would be what `import transformers` finds.
+    script = tmp_path / f"page_{page.stem}.py"
     lines: list[str] = []
     for line, code in blocks(page, "python"):
         # Blank lines keep the page's own line numbers in a traceback.

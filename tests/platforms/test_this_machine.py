@@ -17,16 +17,20 @@ from polyattn.records import DeviceReport
 PROBE = """
 import importlib, json, sys
 from polyattn.platforms import CORE_PLATFORMS
-found = {}
+
+def libraries():
+    try:
+        with open("/proc/self/maps") as maps:
+            return {line.split()[-1] for line in maps if ".so" in line}
+    except OSError:
+        return set()
+
+found, before = {}, libraries()
 for info in CORE_PLATFORMS:
     module, function = info.detect.split(":")
     report = getattr(importlib.import_module(module), function)()
     found[info.name] = [report.present, report.detail, list(report.archs), list(report.toolkit)]
-try:
-    with open("/proc/self/maps") as maps:
-        found["libraries"] = maps.read()
-except OSError:
-    found["libraries"] = ""
+found["libraries"] = sorted(libraries() - before)
 found["modules"] = sorted(sys.modules)
 print(json.dumps(found))
 """

@@ -186,7 +186,8 @@ def _check_solution(problem: Problem, result: _Result, right: Solution, plain: S
         notes.compare("lse", result.lse, right.lse, plain.lse, "lse")
     terms = cancelling(problem) if result.grads else {}
     for name, grad in result.grads.items():
-        floor = (GRAD_ROUNDINGS + gap) * eps * terms[name]
+        own = max(eps, torch.finfo(grad.dtype).eps) if grad.dtype == torch.float32 else eps
+        floor = (GRAD_ROUNDINGS + gap) * own * terms[name]
         if name == "sinks":
             # It is taken from the output as stored; the roundings of its many numbers add up like a random walk.
             count = max(result.out.numel() // problem.request.heads, 1)
@@ -371,7 +372,8 @@ def _dropout(target: Target, problem: Problem, notes: _Notes) -> None:
     sums = result.out.detach().double()[..., 0]
     deviation = ((sums - 1) * (keys * (1 - p) / p).sqrt())[alive]
     count = deviation.numel()
-    if abs(float(deviation.mean())) > 5 / math.sqrt(count):
+    # Kernels draw by blocks, so rows are not quite independent; scaling by the wrong factor is tens of deviations off.
+    if abs(float(deviation.mean())) > 10 / math.sqrt(count):
         notes.wrong("dropout", f"the kept weights sum to {float(sums[alive].mean()):.4f} on average, not to 1")
     spread = float(deviation.square().mean())
     if not 0.7 < spread < 1.4:

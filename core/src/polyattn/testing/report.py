@@ -19,7 +19,8 @@ class Report:
     Attributes:
         backend, platform, device, level, dtypes, families: what was run. versions: of everything involved.
         date: of the run. seconds: it took. command: that repeats it.
-        counts: "family dtype" -> passed, refused, failed.
+        sources, digest: the files that ran, relative to the plugin's folder, and their hash.
+        counts: "family dtype" or "refusals" -> passed, refused, failed.
         findings: case -> what is wrong with it.
         margins: "check dtype" -> (the largest share of its allowance that was used, the case).
         gates: "dtype: control" -> whether the gates did what they must, see `polyattn.testing.controls`.
@@ -36,6 +37,8 @@ class Report:
     versions: Mapping[str, str]
     date: str
     command: str
+    sources: tuple[str, ...] = ()
+    digest: str = ""
     seconds: float = 0.0
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     findings: dict[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -71,7 +74,8 @@ class Report:
 
     def add(self, outcome: Outcome) -> None:
         request = outcome.case.request
-        count = self.counts.setdefault(f"{request.family} {request.dtype}", {})
+        name = "refusals" if outcome.case.check == "refusal" else f"{request.family} {request.dtype}"
+        count = self.counts.setdefault(name, {})
         count[outcome.verdict] = count.get(outcome.verdict, 0) + 1
         if outcome.findings:
             self.findings[outcome.case.id] = [str(finding) for finding in outcome.findings]
@@ -108,7 +112,9 @@ class Report:
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """The report that `to_dict` wrote."""
         names = {field.name for field in dataclasses.fields(cls)}
-        report = cls(**{name: value for name, value in data.items() if name in names})
+        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n in names}
+        report = cls(**given)
+        report.not_run = list(report.not_run)
         report.margins = {name: (margin, case) for name, (margin, case) in report.margins.items()}
         return report
 

@@ -14,7 +14,7 @@ import torch
 
 from .. import __version__
 from ..errors import ConfigError, did_you_mean
-from ..evidence import Evidence, write_evidence
+from ..evidence import Evidence, source_hash, write_evidence
 from ..plugins import get_manager
 from ..records import FAMILIES as ALL_FAMILIES
 from .calls import Installed
@@ -80,6 +80,7 @@ def run(
     per_row: int | None = None,
     shard: tuple[int, int] = (0, 1),
     start: int = 0,
+    stop: int | None = None,
 ) -> Report:
     """Run the conformance of a backend.
 
@@ -88,8 +89,8 @@ def run(
         level: `quick` (minutes at most) or `full`.
         progress: told before each case.
         per_row: cases of combined fields for each capability row and dtype, None = as the level has it.
-        shard: (i, n) takes every n-th case from the i-th on, so that n processes share a run. start: cases of the
-            shard to leave out at its beginning, to go on after one that lost the device.
+        shard: (i, n) takes every n-th case from the i-th on, so that n processes share a run. start, stop: the part
+            of the shard's cases to run, to go on after one that lost the device.
 
     Returns:
         A report; `report.ok` is the verdict.
@@ -98,7 +99,8 @@ def run(
         BackendUnavailableError: the backend is unknown or cannot run here. ConfigError: see `plan`.
     """
     target = Installed(backend, device)
-    cases = plan(target, dtypes=dtypes, level=level, families=families, per_row=per_row)[shard[0] :: shard[1]][start:]
+    cases = plan(target, dtypes=dtypes, level=level, families=families, per_row=per_row)
+    cases = cases[shard[0] :: shard[1]][start:stop]
     report = _blank(target, cases, level)
     begin = time.perf_counter()
     if start == 0:
@@ -124,6 +126,8 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level) -> Report:
         not_run.append("large: a tensor of 2**31 elements does not fit a test")
     if planned := [p.name for p in target.info.providers if p not in target.providers]:
         not_run.append(f"providers that are not here: {', '.join(planned)}")
+    origin = get_manager().owner(target.info).origin
+    sources = sources_of(origin, target.providers)
     return Report(
         backend=target.name,
         platform=target.platform,
@@ -134,6 +138,8 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level) -> Report:
         versions=_versions(target.device),
         date=datetime.date.today().isoformat(),
         command=f"python -m polyattn.testing {target.name} --device {target.device.type} --level {level}",
+        sources=sources,
+        digest=source_hash(Path(origin).parent, sources),
         not_run=not_run,
         total=len(cases),
     )
@@ -198,18 +204,18 @@ def _driver() -> str:
 def record(report: Report) -> Path:
     """Write a report as evidence of level `hardware` beside the plugin that owns the backend; the file's path.
 
+    The report may come from another machine, as long as the same sources ran there.
+
     Raises:
-        ConfigError: the run found something, or the gates could not tell right from wrong.
+        ConfigError: the run found something, the gates could not tell right from wrong, or the sources have changed.
     """
+    which = f"evidence of {report.backend}@{report.platform} is not written"
     if not report.ok:
-        raise ConfigError(
-            f"evidence of {report.backend}@{report.platform} is not written: {report.failed} cases failed. "
-            f"Repair them and run again"
-        )
+        raise ConfigError(f"{which}: {report.failed} of {report.ran} cases failed. Repair them and run again")
     manager = get_manager()
-    info = manager.backends[report.backend, report.platform]
-    origin = manager.owner(info).origin
-    built = [p for p in info.providers if not p.planned]
+    origin = manager.owner(manager.backends[report.backend, report.platform]).origin
+    if source_hash(Path(origin).parent, report.sources) != report.digest:
+        raise ConfigError(f"{which}: {', '.join(report.sources)} are not what ran on {report.date}. Run again")
     tried = f"families: {', '.join(report.families)}; dtypes: {', '.join(report.dtypes)}"
     evidence = Evidence(
         backend=report.backend,
@@ -222,6 +228,6 @@ def record(report: Report) -> Path:
         passed=report.passed,
         refused=report.refused,
         note="; ".join([tried, *(f"not run: {reason}" for reason in report.not_run)]),
-        sources=sources_of(origin, built),
+        sources=report.sources,
     )
     return write_evidence(origin, evidence)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ...dispatch import attention
-from ...varlen import varlen_attention
 from ...errors import InvalidInputError
+from ...varlen import varlen_attention
 from .keywords import asked_by, read_keywords
 from .masks import fitted, with_more
 
@@ -44,6 +44,8 @@ def make_forward(
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        position_ids: Any = None,
+        use_cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """One layer's attention.
@@ -55,6 +57,7 @@ def make_forward(
                 one it says everything about positions; causality and windows are read only where there is none.
             dropout: on the weights, only while the layer trains. scaling: of the logits, None = D ** -0.5.
             sliding_window: keys a row sees, its own included. softcap: logit cap. s_aux: sink logits [H_q].
+            position_ids, use_cache: unread, as all of `keywords.HARMLESS`; named because most calls bring just these.
             kwargs: see `keywords.py`.
 
         Returns:
@@ -63,10 +66,10 @@ def make_forward(
         Raises:
             UnsupportedRequestError, InvalidInputError: as `read_keywords`, `fitted` and the call itself.
         """
-        more = None
+        more, sinks = None, s_aux
         if kwargs and not kwargs.keys() <= harmless:
             more = read_keywords(kwargs, s_aux, harmless, module, backend)
-            s_aux = more.sinks
+            sinks = more.sinks
         if dropout and not module.training:
             dropout = 0.0
         mask, window = attention_mask, _EVERYWHERE
@@ -79,22 +82,21 @@ def make_forward(
                 out = packed(
                     _tokens(query), _tokens(key), _tokens(value), cu_seqlens_q=more.cu_q, cu_seqlens_k=more.cu_k,
                     max_seqlen_q=more.max_q, max_seqlen_k=more.max_k, causal=causal, window=window,
-                    softcap=softcap or 0.0, sinks=s_aux, scale=scaling, dropout_p=dropout,
+                    softcap=softcap or 0.0, sinks=sinks, scale=scaling, dropout_p=dropout,
                     deterministic=more.deterministic, backend=backend,
                 )  # fmt: skip
                 return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), None
-            s_q, s_k = query.shape[2], key.shape[2]
-            if causal and s_q != s_k:
-                if s_q == 1:  # the last position sees every key
-                    causal = False
-                elif s_k > s_q:
-                    # A static cache being filled: rows count from its first key, and none sees past the last row.
-                    key, value, s_k = key[:, :, :s_q], value[:, :, :s_q], s_q
-                    if more is not None and more.bias is not None:
-                        more = dataclasses.replace(more, bias=more.bias[..., :s_q])
-                else:
-                    causal = "top_left"
-            if sliding_window is not None and s_k > sliding_window:
+            s_q = query.shape[2]
+            if causal and s_q == 1:  # the last position sees every key
+                causal = False
+            elif causal and key.shape[2] > s_q:
+                # A static cache being filled: rows count from its first key, and none sees past the last row.
+                key, value = key[:, :, :s_q], value[:, :, :s_q]
+                if more is not None and more.bias is not None:
+                    more = dataclasses.replace(more, bias=more.bias[..., :s_q])
+            elif causal and key.shape[2] < s_q:
+                causal = "top_left"
+            if sliding_window is not None and key.shape[2] > sliding_window:
                 window = _window(sliding_window, causal, module, backend)
         if more is not None:
             mask = with_more(mask, more, query, key, module, backend)
@@ -108,7 +110,7 @@ def make_forward(
                 causal=causal,
                 window=window,
                 softcap=softcap or 0.0,
-                sinks=s_aux,
+                sinks=sinks,
                 attn_mask=mask,
                 scale=scaling,
                 layout="BHSD",

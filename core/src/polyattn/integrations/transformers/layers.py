@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ...dispatch import attention
-from ...varlen import varlen_attention
 from ...errors import ConfigError
 from ...inspection import explain
 from ...selection import Selection
+from ...varlen import varlen_attention
 from .attention import make_forward
 from .registry import entries, interfaces
 
