@@ -52,13 +52,11 @@ def from_source() -> dict[str, str | None]:
     return {"PYTHONPATH": os.pathsep.join(path), "POLYATTN_EXTRA_PLUGINS": ",".join(extra)}
 
 
-def shared(
-    session: nox.Session, *args: str, env: dict[str, str | None] | None = None, silent: bool = False
-) -> str | bool | None:
-    """Run `python *args` in the shared environment, or from source under --no-venv; `silent` returns the output."""
+def shared(session: nox.Session, *args: str, env: dict[str, str | None] | None = None) -> None:
+    """Run `python *args` in the shared environment, or from source under --no-venv."""
     if _python is None:
         session.error("session 'environment' has not run: leave out --no-dependencies")
-    return session.run(_python, *args, env={**_env, **(env or {})}, silent=silent, external=True)
+    session.run(_python, *args, env={**_env, **(env or {})}, external=True)
 
 
 def pytest(session: nox.Session, *args: str, parallel: bool = False) -> None:
@@ -98,8 +96,8 @@ def environment(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
     """Run the tests of core and of every plugin; arguments after `--` go to pytest."""
-    # Those two have sessions of their own.
-    pytest(session, "--ignore=tests/docs", "--ignore=tests/packaging", parallel=True)
+    elsewhere = [f"--ignore=tests/{room}" for room in ("conformance", "docs", "packaging")]  # sessions of their own
+    pytest(session, *elsewhere, parallel=True)
 
 
 def _test_plugin(name: str) -> None:
@@ -114,22 +112,10 @@ for _name in PLUGINS:
     _test_plugin(_name)
 
 
-def conform(session: nox.Session, level: str) -> None:
-    """Run the conformance kit on each backend that runs on this machine."""
-    listing = (
-        "import polyattn; [print(s.name, s.platform) for s in polyattn.list_backends() if s.status == 'available']"
-    )
-    for line in str(shared(session, "-c", listing, silent=True)).splitlines():
-        name, platform = line.split()
-        device = "cuda" if platform == "rocm" else platform
-        words = (name, "--device", device, "--level", level, *session.posargs)
-        shared(session, "-m", "polyattn.testing", *words)
-
-
 @nox.session(venv_backend="none", requires=["environment"])
 def conformance(session: nox.Session) -> None:
-    """Check every declared capability of the backends that run here against the reference, with negative controls."""
-    conform(session, "quick")
+    """Check every declared capability of core's backends against the reference, and that the checks catch faults."""
+    pytest(session, "tests/conformance", parallel=True)
 
 
 @nox.session(reuse_venv=True)
@@ -192,6 +178,5 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
 def full(session: nox.Session) -> None:
-    """Run the long versions: every test, and the conformance of each backend over many more cases."""
-    pytest(session, "tests", "plugins", "--ignore=tests/packaging", parallel=True)
-    conform(session, "full")
+    """Run every test in its long version: many more cases of conformance."""
+    pytest(session, "--ignore=tests/packaging", "--polyattn-full", parallel=True)

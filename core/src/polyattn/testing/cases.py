@@ -60,7 +60,7 @@ class Case:
             words.append(f"B{len(self.lengths)}_S{self.longest[0]}x{self.longest[1]}")
         elif self.lengths:
             words.append("S" + "_".join(f"{q}x{k}" for q, k in self.lengths))
-        words += [f"H{r.heads}x{r.kv_heads}", f"D{r.head_dim}x{r.dims[1]}", *([] if r.layout == "BSHD" else [r.layout])]
+        words += [f"H{r.heads}x{r.kv_heads}", f"D{r.head_dim}x{r.dims[1]}", *([r.layout] if r.layout == "BHSD" else [])]
         if self.storage != "contiguous":
             words.append(self.storage)
         for name, value in r.active():

@@ -117,7 +117,7 @@ class _RowCases:
             if self.family not in families:
                 axes[name] = _KIT[name][:1]
         if self.family in ("paged", "mla"):
-            axes["storage"] = ("contiguous",)
+            axes["storage"] = tuple(s for s in axes["storage"] if s != "expanded")  # of the queries; caches are whole
             axes["page_size"] = tuple(n for n in axes["page_size"] if n != 0)
         if self.family == "mla":
             axes["scale"] = tuple(v for v in axes["scale"] if v is not None)
