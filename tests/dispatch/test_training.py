@@ -220,3 +220,12 @@ def test_out_may_not_overlap_an_input():
         with pytest.raises(polyattn.InvalidInputError, match="shares memory"):
             polyattn.attention(q, k, v, out=buffer[start : start + 256].view(2, 4, 4, 8))
     polyattn.attention(q, k, v, out=buffer[256:512].view(2, 4, 4, 8))
+
+
+@pytest.mark.parametrize("backend", ["torch_sdpa", "flex_attention", "reference"])
+def test_no_grad_serves_tensors_that_could_have_one(backend):
+    q, k, v = leaves(dtype=torch.float32)
+    with torch.no_grad():
+        out = polyattn.attention(q, k, v, causal=True, backend=backend)
+    assert not out.requires_grad
+    torch.testing.assert_close(out, polyattn.attention(q, k, v, causal=True).detach())

@@ -9,7 +9,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import polyattn
 
 GATE = 1e-5
-pytestmark = pytest.mark.usefixtures("installed")
+pytestmark = [
+    pytest.mark.usefixtures("installed"),
+    # torch's compiler imports torch.jit, which older releases of torch themselves warn of.
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+]
 pytest.importorskip("transformers")
 
 

@@ -24,9 +24,15 @@ def registered():
     return dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
 
 
-def test_importing_the_integration_imports_no_transformers():
-    code = "import sys, polyattn.integrations.transformers; sys.exit('transformers' in sys.modules)"
+def test_naming_the_integration_imports_no_transformers():
+    code = "import sys, polyattn; polyattn.integrations.transformers.install; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_hosts_that_are_not_there():
+    assert "transformers" in dir(polyattn.integrations)
+    with pytest.raises(AttributeError, match=r"no attribute 'transformer'; hosts: .*transformers"):
+        _ = polyattn.integrations.transformer
 
 
 def test_names_are_in_both_registries(installed):

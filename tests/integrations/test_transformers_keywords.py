@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import polyattn
+from polyattn.integrations.transformers import attention
 from polyattn.integrations.transformers.attention import make_forward
 from polyattn.integrations.transformers.keywords import HARMLESS, SEMANTIC
 
@@ -250,6 +251,30 @@ def test_deterministic_reaches_the_choice():
     assert torch.equal(out, make_forward(None, HARMLESS)(Layer(), q, k, v)[0])
     with pytest.raises(polyattn.UnsupportedRequestError, match=r"flex_attention.*deterministic"):
         make_forward("flex_attention", HARMLESS)(Layer(), q, k, v, deterministic=True)
+
+
+def test_scopes_reach_the_call_and_leave_it():
+    q, k, v = tensors()
+    call = make_forward(None, HARMLESS)
+    plain, _ = call(Layer(), q, k, v)
+    with (
+        polyattn.use_backend("flex_attention"),
+        pytest.raises(polyattn.UnsupportedRequestError, match="by use_backend"),
+    ):
+        call(Layer(), q, k, v.requires_grad_())
+    assert torch.equal(call(Layer(), q, k, v)[0], plain)
+    with polyattn.use_backend("flex_attention"), pytest.raises(polyattn.BackendUnavailableError, match="nobody"):
+        make_forward("nobody", HARMLESS)(Layer(), q, k, v)
+
+
+def test_settings_that_never_repeat_are_not_all_kept(monkeypatch, relative):
+    monkeypatch.setattr(attention, "SITES_KEPT", 2)
+    kept = attention._Sites(None)
+    q, k, v = tensors()
+    for scaling in (0.1, 0.2, 0.3, 0.1):
+        site = kept[("", "", ""), False, (-1, -1), 0.0, scaling, 0.0, False]
+        assert relative(site(q, k, v).transpose(1, 2), oracle(q, k, v, scaling=scaling)) < GATE
+        assert len(kept) <= 2
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -362,7 +362,7 @@ def check_page_table(
     for i, length in enumerate(seq_lens.tolist()):
         new = starts[i + 1] - starts[i]
         needed = -(-length // page_size)
-        if length < new:
+        if 0 < length < new or length < 0:  # 0 marks a padding row, whatever its queries
             raise InvalidInputError(
                 f"seq_lens[{i}]={length} is less than its {new} queries; it counts all keys, new ones included"
             )

@@ -155,6 +155,9 @@ def _run(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """BHSD in and out; (out, lse [B, H_q, S_q] or None)."""
+    if request.platform == "cpu":
+        # It trains nothing there, and refuses a tensor that requires a gradient even under no_grad().
+        query, key, value = query.detach(), key.detach(), value.detach()
     want = request.lse or sinks is not None
     result = kernel(
         query,

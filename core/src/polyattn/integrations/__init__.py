@@ -1,1 +1,23 @@
-"""Hosts that can be taught to call polyattn. One room per host; importing a room imports nothing of its host."""
+"""Hosts that can be taught to call polyattn: `polyattn.integrations.transformers.install()`.
+
+One room per host, imported when it is first named; importing a room imports nothing of its host.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["HOSTS"]
+
+HOSTS = ("transformers",)
+
+
+def __getattr__(name: str) -> Any:
+    if name in HOSTS:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; hosts: {', '.join(HOSTS)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *HOSTS])

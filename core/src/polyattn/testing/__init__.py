@@ -15,7 +15,7 @@ from .checks import Outcome, run_case
 from .controls import Control, controls
 from .generate import generate, refusals
 from .report import Report
-from .run import plan, record, run
+from .running import plan, record, run
 from .tolerances import RELATIVE_L2, Finding, check
 
 __all__ = [

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ..errors import BackendUnavailableError, ConfigError, PolyattnError
 from ..records import FAMILIES
 from .generate import LEVELS
-from .run import FLOATS, record, run
+from .running import FLOATS, record, run
 
 __all__ = ["main"]
 

@@ -95,7 +95,8 @@ def _refusal(target: Target, case: Case) -> Outcome:
         raise TypeError(f"refusals are judged by selection, which {type(target).__name__} does not go through")
     error = target.refuse(case)
     if error is None:
-        return Outcome(case, "failed", (Finding("refusal", f"{case.fields} is not declared, and was accepted"),))
+        asked = " with ".join(case.fields)
+        return Outcome(case, "failed", (Finding("refusal", f"{asked} is not declared, and was accepted"),))
     if not any(field in str(error) for field in case.fields):
         named = " or ".join(case.fields)
         return Outcome(case, "failed", (Finding("refusal", f"no reason names {named}: {error}"),))
@@ -240,7 +241,9 @@ def _written(problem: Problem, before: Mapping[str, Tensor], name: str) -> Tenso
         scale = scale.transpose(1, 2)
     row = 0
     for n, (s_q, s_k) in enumerate(problem.case.lengths):
-        for t in range(s_k - s_q, s_k):
+        if not s_k:
+            row += s_q
+        for t in range(s_k - s_q, s_k) if s_k else ():
             page = int(problem.extra["page_table"][n, t // request.page_size])
             place = t % request.page_size
             factor = torch.ones(()) if scale is None else scale[page, place] if scale.dim() == 3 else scale

@@ -200,6 +200,8 @@ class _Paged(_Packed):
                 if given:
                     scale = factor[place][:, None] if r.kv_scales == "token" else factor.reshape(-1, 1)
                     fresh.append(rows[place] * scale)
+            # The row of a padding query is there and is read by nobody.
+            fresh += [torch.full((r.kv_heads, width), float("nan"))] * (s_q - len(places))
         cache = rows.masked_fill(~owned[..., None, None], float("nan")).to(kind).to(maker.device)
         new = torch.stack(fresh).to(maker.dtype).to(maker.device) if case.new_rows else None
         if r.kv_layout == "HND":
@@ -219,11 +221,12 @@ class _Paged(_Packed):
                     cache = cache.transpose(1, 2)
                     factor = factor.transpose(1, 2) if factor is not None and factor.dim() == 3 else factor
                 rows = _gather(case, cache, extra["page_table"][n], s_k).to(query.dtype)
-                if factor is not None:
-                    by_token = factor.dim() == 3
-                    per_row = _gather(case, factor, extra["page_table"][n], s_k) if by_token else factor
-                    rows = rows * per_row.to(query.dtype).reshape((s_k, -1, 1) if by_token else (-1, 1))
-                if case.new_rows:
+                if factor is not None and factor.dim() == 3:
+                    per_row = _gather(case, factor, extra["page_table"][n], s_k)
+                    rows = rows * per_row.to(query.dtype).unsqueeze(-1)
+                elif factor is not None:
+                    rows = rows * factor.to(query.dtype).reshape(-1, 1)
+                if case.new_rows and s_k:
                     rows = torch.cat([rows[: s_k - s_q], tensors[name][starts[n] : starts[n] + s_q]])
                 sides.append(_heads_first(rows))
             yield query, sides[0], sides[1], mask

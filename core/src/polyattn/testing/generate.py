@@ -40,11 +40,12 @@ _RAGGED: dict[str, tuple[Lengths, ...]] = {
 
 _CACHED: dict[str, tuple[Lengths, ...]] = {
     "equal": (((17, 17), (1, 1), (40, 40)), ((5, 5),)),
-    "one": (((1, 63), (1, 1), (1, 100)), ((1, 5),) * 5),
+    "one": (((1, 63), (1, 0), (1, 1), (1, 100)), ((1, 5),) * 5),
     "fewer": (((7, 64), (1, 9), (33, 100)), ((4, 37),)),
     "more": (((7, 64), (5, 5)), ((3, 3), (4, 37))),
 }
-"""Batches over a cache: the queries are the last tokens of their sequences, so there are never more of them."""
+"""Batches over a cache: the queries are the last tokens of their sequences, so there are never more of them. A sequence
+of no tokens is a padding row: it has a query, which sees nothing."""
 
 _ALONE = ("zero_size", "large", "transform", "dropout", "graph_capture", *sorted(FLAGS))
 _KIT: dict[str, tuple[Hashable, ...]] = {

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ...dispatch import attention
+from ...dispatch import attention, bind
 from ...errors import InvalidInputError
+from ...overrides import SCOPE
 from ...varlen import varlen_attention
 from .keywords import asked_by, read_keywords
 from .masks import fitted, with_more
@@ -17,20 +19,25 @@ from .masks import fitted, with_more
 __all__ = ["make_forward"]
 
 _EVERYWHERE = (-1, -1)
+SITES_KEPT = 256
+
+_is_tracing = torch.compiler.is_dynamo_compiling
+_scope = SCOPE.get
 
 
 def make_forward(
     backend: str | None,
     harmless: frozenset[str],
-    dense: Callable[..., Any] = attention,
+    dense: Callable[..., Any] | None = None,
     packed: Callable[..., Any] = varlen_attention,
 ) -> Callable[..., tuple[Tensor, None]]:
     """Build an attention function.
 
     Args:
         backend: the backend every call asks for, None = what overrides and selection say.
-        harmless: keywords that are left unread. dense, packed: the calls it makes.
+        harmless: keywords that are left unread. dense, packed: the calls it makes; dense None = `polyattn.attention`.
     """
+    sites = _Sites(backend)
 
     def polyattn_attention(
         module: Any,
@@ -102,22 +109,15 @@ def make_forward(
             mask = with_more(mask, more, query, key, module, backend)
         if mask is not None:
             mask = fitted(mask, query.shape[2], key.shape[2], module, backend)
+        softcap, exact = softcap or 0.0, more is not None and more.deterministic
         try:
-            out = dense(
-                query,
-                key,
-                value,
-                causal=causal,
-                window=window,
-                softcap=softcap or 0.0,
-                sinks=sinks,
-                attn_mask=mask,
-                scale=scaling,
-                layout="BHSD",
-                dropout_p=dropout,
-                deterministic=more is not None and more.deterministic,
-                backend=backend,
-            )
+            if dense is None and not _is_tracing():
+                out = sites[_scope(), causal, window, softcap, scaling, dropout, exact](query, key, value, mask, sinks)
+            else:
+                out = (dense or attention)(
+                    query, key, value, causal=causal, window=window, softcap=softcap, sinks=sinks, attn_mask=mask,
+                    scale=scaling, layout="BHSD", dropout_p=dropout, deterministic=exact, backend=backend,
+                )  # fmt: skip
         except InvalidInputError:
             if all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (query, key, value)):
                 raise
@@ -131,6 +131,25 @@ def make_forward(
         return out.transpose(1, 2).contiguous(), None
 
     return polyattn_attention
+
+
+class _Sites(dict[Any, Callable[..., Any]]):
+    """`polyattn.attention` with static arguments bound, by (scope, causal, window, ...). attention() keeps the same
+    table under more words; a layer calls often enough to feel those."""
+
+    def __init__(self, backend: str | None) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def __missing__(self, key: Any) -> Callable[..., Any]:
+        _, causal, window, softcap, scaling, dropout, exact = key
+        if len(self) >= SITES_KEPT:
+            self.clear()
+        site = self[key] = bind(
+            causal=causal, window=window, softcap=softcap, scale=scaling, layout="BHSD", dropout_p=dropout,
+            deterministic=exact, backend=self.backend,
+        ).eager  # fmt: skip
+        return site
 
 
 def _window(size: int, causal: bool | str, module: Any, backend: str | None) -> tuple[int, int]:

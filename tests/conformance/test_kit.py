@@ -1,0 +1,412 @@
+"""The kit as people meet it: run, report, command, evidence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyattn.errors import BackendUnavailableError, ConfigError, PluginError, UnsupportedRequestError
+from polyattn.evidence import read_evidence
+from polyattn.plugins import get_manager
+from polyattn.records import AttentionRequest, Provider, row
+from polyattn.testing import Case, Installed, OffChip, Report, plan, record, run, run_case
+from polyattn.testing.__main__ import main
+from polyattn.testing.calls import out_of, sayable
+from polyattn.testing.checks import Outcome
+from polyattn.testing.poison import poisoned
+from polyattn.testing.problems import build, off_boundary, stored
+from polyattn.testing.sources import sources_of
+from polyattn.testing.tolerances import Finding
+
+CPU = torch.device("cpu")
+SMALL = {"dtypes": ["float32"], "families": ["varlen"], "per_row": 3}
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return run("torch_native", **SMALL)
+
+
+# --- run
+
+
+def test_run_reports_what_it_did(report: Report) -> None:
+    assert report.ok
+    assert (report.backend, report.platform, report.level) == ("torch_native", "cpu", "quick")
+    assert (report.dtypes, report.families) == (("float32",), ("varlen",))
+    assert report.passed >= 4
+    assert report.refused > 40
+    assert report.failed == 0
+    assert report.total == report.ran == report.passed + report.refused
+    assert set(report.counts) == {"varlen float32", "refusals"}
+    assert report.versions["torch"] == torch.__version__
+    assert all(report.gates.values())
+    assert len(report.gates) == 12
+    assert {"out float32", "decode float32", "grad query float32"} <= set(report.margins)
+    assert all(0 <= margin < 1 for margin, _ in report.margins.values())
+    assert "providers that are not here: torch-serving" in report.not_run
+
+
+def test_what_cannot_be_tried_is_said() -> None:
+    found = run("reference", dtypes=["float32"], families=["mla"], per_row=1)
+    assert any(reason.startswith("large: ") for reason in found.not_run)
+
+
+def test_report_survives_json(report: Report) -> None:
+    data = json.loads(report.to_json())
+    assert data["ok"] is True
+    assert data["passed"] == report.passed
+    again = Report.from_dict(data)
+    assert again == report
+    assert str(again) == str(report)
+
+
+def test_report_reads_like_a_table(report: Report) -> None:
+    lines = str(report).splitlines()
+    assert lines[0].startswith("torch_native@cpu on ")
+    assert lines[-1].strip().startswith(f"ok, {report.ran} cases in ")
+    assert any(line.split() == ["all", str(report.passed), str(report.refused), "0"] for line in lines)
+    assert any("negative controls: 12 of 12" in line for line in lines)
+
+
+def test_shards_are_the_run_in_parts(report: Report) -> None:
+    parts = [run("torch_native", shard=(i, 3), **SMALL) for i in range(3)]
+    assert sum(part.ran for part in parts) == report.ran
+    whole = parts[0]
+    for part in parts[1:]:
+        whole.absorb(part)
+    assert (whole.passed, whole.refused, whole.total) == (report.passed, report.refused, report.total)
+    assert whole.counts == report.counts
+    assert whole.margins == report.margins
+
+
+def test_start_and_stop_bound_a_run(report: Report) -> None:
+    first, rest = run("torch_native", stop=5, **SMALL), run("torch_native", start=5, **SMALL)
+    assert first.ran == 5
+    assert rest.ran == report.ran - 5
+    assert first.gates
+    assert not rest.gates, "the controls are run once, at the beginning"
+
+
+def test_progress_is_told_before_each_case() -> None:
+    told: list[tuple[int, int, str]] = []
+    found = run("torch_native", stop=3, progress=lambda *args: told.append(args), **SMALL)
+    cases = plan(Installed("torch_native"), dtypes=["float32"], families=["varlen"], per_row=3)
+    assert told == [*((i, 3, case.id) for i, case in enumerate(cases[:3])), (3, 3, "")]
+    assert found.ran == 3
+
+
+def test_a_lost_device_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(target: object, case: Case) -> Outcome:
+        return Outcome(case, "failed", (Finding("call", "raised: an illegal memory access was encountered"),))
+
+    monkeypatch.setattr("polyattn.testing.running.run_case", fails)
+    monkeypatch.setattr("polyattn.testing.running._lost", lambda device: True)
+    found = run("torch_native", **SMALL)
+    assert found.ran == 1
+    assert found.lost == next(iter(found.findings))
+    assert not found.ok
+    assert f"THE DEVICE WAS LOST after {found.lost}: {found.total - 1} cases were not run" in str(found)
+
+
+def test_a_finding_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = run_case
+
+    def one_fails(target: Installed, case: Case) -> Outcome:
+        outcome = real(target, case)
+        return Outcome(case, "failed", (Finding("out", "is wrong"),)) if case.check == "decode" else outcome
+
+    monkeypatch.setattr("polyattn.testing.running.run_case", one_fails)
+    found = run("torch_native", **SMALL)
+    assert not found.ok
+    assert found.failed == len(found.findings) > 0
+    assert "out: is wrong" in str(found)
+    with pytest.raises(ConfigError, match=r"evidence of torch_native@cpu is not written: 3 of .* cases failed"):
+        record(found)
+
+
+def test_gates_that_do_not_hold_fail_the_run(report: Report) -> None:
+    blind = dataclasses.replace(report, gates={**report.gates, "float32: zeros": False})
+    assert not blind.ok
+    assert "CONTROL FAILED float32: zeros" in str(blind)
+
+
+def test_nothing_run_is_not_ok(report: Report) -> None:
+    assert not dataclasses.replace(report, counts={}).ok
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"level": "quik"}, r"level 'quik' is not one of quick, full\. Did you mean 'quick'\?"),
+        ({"dtypes": ["float31"]}, r"dtype 'float31' is not one of float64, float32, bfloat16, float16\."),
+        ({"families": ["dens"]}, r"family 'dens' is not one of dense, .*Did you mean 'dense'\?"),
+    ],
+)
+def test_wrong_words(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run("torch_sdpa", **wrong)
+
+
+def test_unknown_and_unavailable_backends() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"no backend 'torch_spda' is registered for cpu\. Did you mean"):
+        Installed("torch_spda")
+    with pytest.raises(BackendUnavailableError, match=r"intel_amx@cpu is planned: "):
+        Installed("intel_amx")
+
+
+# --- refusals
+
+
+class Lenient(Installed):
+    """Accepts everything."""
+
+    def refuse(self, case: Case) -> None:
+        return None
+
+
+class Vague(Installed):
+    """Refuses without saying why."""
+
+    def refuse(self, case: Case) -> UnsupportedRequestError:
+        return UnsupportedRequestError("no")
+
+
+def refusal() -> Case:
+    return next(c for c in plan(Installed("torch_sdpa"), dtypes=["float32"]) if c.fields == ("alibi",))
+
+
+def test_accepting_what_is_not_declared_is_found() -> None:
+    (finding,) = run_case(Lenient("torch_sdpa"), refusal()).findings
+    assert str(finding) == "refusal: alibi is not declared, and was accepted"
+
+
+def test_refusing_without_a_reason_is_found() -> None:
+    (finding,) = run_case(Vague("torch_sdpa"), refusal()).findings
+    assert str(finding) == "refusal: no reason names alibi: no"
+
+
+def test_adapters_off_chip_are_not_asked_to_refuse() -> None:
+    with pytest.raises(TypeError, match="refusals are judged by selection"):
+        run_case(OffChip("torch_sdpa", "rocm"), refusal())
+
+
+# --- calls
+
+
+def test_a_call_that_loses_a_field_is_found() -> None:
+    class Forgetful(Installed):
+        def asked(self, case: Case, tensors: object, extra: object) -> AttentionRequest:
+            return dataclasses.replace(super().asked(case, tensors, extra), softcap=0.0)
+
+    case = Case(request=AttentionRequest(dtype="float32", head_dim=64, softcap=2.0), lengths=((63, 63),))
+    (finding,) = run_case(Forgetful("reference"), case).findings
+    assert str(finding) == "request: the call asked for softcap=0.0, 2.0 was meant"
+
+
+def test_what_the_public_calls_cannot_say() -> None:
+    said = Case(request=AttentionRequest(dtype="float32", head_dim=64, softcap=2.0), lengths=((63, 63),))
+    assert sayable(said)
+    for change in ({"chunk": 16}, {"tree": True, "mask": "bool"}, {"cross": True}, {"phase": "decode"}):
+        assert not sayable(dataclasses.replace(said, request=dataclasses.replace(said.request, **change)))
+
+
+@pytest.mark.parametrize("kind, contiguous", [("contiguous", True), ("strided", False)])
+def test_out_is_full_of_nan(kind: str, contiguous: bool) -> None:
+    case = Case(request=AttentionRequest(), out=kind)
+    out = out_of(case, (2, 3, 4, 8), torch.float32, CPU)
+    assert out is not None
+    assert out.isnan().all()
+    assert out.is_contiguous() is contiguous
+    assert out.stride(-1) == 1
+    assert out_of(Case(request=AttentionRequest()), (2, 3), torch.float32, CPU) is None
+
+
+# --- problems
+
+
+@pytest.mark.parametrize("storage", ["contiguous", "gapped", "padded", "transposed", "misaligned", "expanded"])
+def test_storage_changes_where_values_lie_and_not_what_they_are(storage: str) -> None:
+    values = torch.randn(1, 5, 3, 8).expand(2, 5, 3, 8) if storage == "expanded" else torch.randn(2, 5, 3, 8)
+    made = stored(values, storage, CPU)
+    assert torch.equal(made, values)
+    assert made.stride(-1) == 1
+    assert made.is_contiguous() == (storage in ("contiguous", "misaligned"))
+    request = AttentionRequest(dtype="float32", head_dim=8, v_head_dim=8, kv_heads=3, heads=3)
+    case = Case(request=request, lengths=((5, 5),) * 2, storage=storage)
+    assert off_boundary(case) == (storage in ("padded", "misaligned"))
+
+
+def test_gaps_hold_nan() -> None:
+    made = stored(torch.ones(2, 5, 3, 8), "padded", CPU)
+    around = torch.empty(0).set_(made.untyped_storage())
+    assert int(around.isnan().sum()) == around.numel() - made.numel()
+
+
+def test_problems_follow_their_case_alone() -> None:
+    case = Case(request=AttentionRequest(dtype="float32", head_dim=16), lengths=((7, 7),))
+    one, again = build(case, CPU), build(case, CPU)
+    assert torch.equal(one.tensors["query"], again.tensors["query"])
+    other = build(dataclasses.replace(case, storage="gapped"), CPU)
+    assert not torch.equal(one.tensors["query"], other.tensors["query"])
+
+
+def test_closed_rows_see_nothing_and_others_something() -> None:
+    request = AttentionRequest(dtype="float32", head_dim=16, mask="bool")
+    case = Case(request=request, lengths=((20, 30),), closed_rows=True)
+    seen = build(case, CPU).tensors["mask"].any(-1)
+    assert not seen[..., ::5].any()
+    opened = build(dataclasses.replace(case, closed_rows=False), CPU).tensors["mask"].any(-1)
+    assert opened.all()
+
+
+def test_dominant_sinks_are_30_nats_above_every_lse() -> None:
+    from polyattn.testing.plain import in_float64
+
+    request = AttentionRequest(dtype="float32", head_dim=64, heads=4, kv_heads=4, sinks=True)
+    problem = build(Case(request=request, lengths=((63, 100),), sink="dominant"), CPU)
+    assert float(problem.tensors["sinks"].min() - in_float64(problem).lse.max()) > 27
+    off = build(Case(request=request, lengths=((63, 100),), sink="off"), CPU)
+    assert off.tensors["sinks"].isinf().tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(3),
+        lambda: torch.empty_like(torch.zeros(3)),
+        lambda: torch.empty_strided((3,), (1,)),
+        lambda: torch.zeros(1).new_empty(3),
+        lambda: torch.zeros(1).new_empty_strided((3,), (1,)),
+    ],
+)
+def test_uninitialised_memory_is_nan(make: object) -> None:
+    before = torch.empty
+    with poisoned(CPU):
+        assert make().isnan().all()  # type: ignore[operator]
+        assert not torch.empty(3, dtype=torch.int32).is_floating_point()
+    assert torch.empty is before
+    assert "new_empty" not in vars(torch.Tensor)
+
+
+# --- evidence
+
+
+@pytest.fixture
+def plugin_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The plugin of torch_native as if it had been loaded from another folder: tests leave the package alone."""
+    manager = get_manager()
+    owner = manager.owner(manager.backends["torch_native", "cpu"])
+    monkeypatch.setattr(owner, "origin", str(tmp_path / "plugin.py"))
+    yield tmp_path
+    read_evidence.cache_clear()
+
+
+def test_evidence_is_written_and_goes_stale(plugin_elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (plugin_elsewhere / "adapter.py").write_text("import torch\n")
+    monkeypatch.setattr("polyattn.testing.running.sources_of", lambda origin, providers: ("adapter.py",))
+    found = run("torch_native", **SMALL)
+    path = record(found)
+    assert path == plugin_elsewhere / "evidence" / "torch_native@cpu.json"
+    evidence = read_evidence(str(plugin_elsewhere / "plugin.py"), "torch_native", "cpu")
+    assert (evidence.level, evidence.passed, evidence.refused) == ("hardware", found.passed, found.refused)
+    assert evidence.command == "python -m polyattn.testing torch_native --device cpu --level quick"
+    assert evidence.note.startswith("families: varlen; dtypes: float32; not run: ")
+    assert not evidence.stale
+
+    (plugin_elsewhere / "adapter.py").write_text("import torch  # changed\n")
+    read_evidence.cache_clear()
+    assert read_evidence(str(plugin_elsewhere / "plugin.py"), "torch_native", "cpu").stale
+    with pytest.raises(
+        ConfigError, match=r"torch_native@cpu is not written: adapter\.py are not what ran on .* Run again"
+    ):
+        record(found)
+
+
+def names(backend: str) -> set[str]:
+    info = get_manager().backends[backend, "cpu"]
+    origin = get_manager().owner(info).origin
+    return set(sources_of(origin, [p for p in info.providers if not p.planned]))
+
+
+def test_sources_are_what_computes() -> None:
+    assert {"torch_sdpa.py", "sdpa_masks.py", "../reference.py"} <= names("torch_sdpa")
+    assert {"torch_native.py", "torch_sdpa.py", "sdpa_masks.py", "../autograd.py"} <= names("torch_native")
+    assert "flex_attention.py" in names("flex_attention")
+    assert names("reference") == {"reference_backend.py", "../reference.py"}
+    for backend in ("torch_sdpa", "torch_native", "flex_attention", "reference"):
+        assert not {"../contract.py", "../errors.py", "../records/__init__.py", "plugin.py"} & names(backend)
+
+
+def test_an_adapter_without_a_file() -> None:
+    nowhere = Provider("gone", (row(family="dense", dtype="float32", head_dim=64),), "polyattn.backends.gone:Gone")
+    with pytest.raises(
+        PluginError, match=r"the adapter 'polyattn\.backends\.gone:Gone' of provider 'gone' is in no file"
+    ):
+        sources_of(__file__, [nowhere])
+
+
+# --- the command
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["torch_native", "--dtypes", "float32", "--families", "varlen", "--per-row", "1"]) == 0
+    assert capsys.readouterr().out.startswith("torch_native@cpu on ")
+
+
+def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["torch_native", "--dtypes", "float32", "--families", "varlen", "--per-row", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["backend"] == "torch_native"
+
+
+def test_command_writes_evidence_on_request(
+    plugin_elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("polyattn.testing.running.sources_of", lambda origin, providers: ())
+    words = ["torch_native", "--dtypes", "float32", "--families", "varlen", "--per-row", "1", "--write-evidence"]
+    assert main(words) == 0
+    assert "evidence written: torch_native@cpu.json" in capsys.readouterr().err
+    assert (plugin_elsewhere / "evidence" / "torch_native@cpu.json").is_file()
+
+
+def test_command_fails_with_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    finding = (Finding("out", "is wrong"),)
+    monkeypatch.setattr("polyattn.testing.running.run_case", lambda target, case: Outcome(case, "failed", finding))
+    words = ["torch_native", "--dtypes", "float32", "--families", "varlen", "--per-row", "1", "--write-evidence"]
+    assert main(words) == 1
+    said = capsys.readouterr()
+    assert "FAILED" in said.out
+    assert "evidence" not in said.err
+
+
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        (["torch_spda"], 4, "error: no backend 'torch_spda'"),
+        (["torch_sdpa", "--dtypes", "float31"], 2, "error: dtype 'float31' is not one of"),
+    ],
+)
+def test_exit_codes(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == code
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_wrong_usage_is_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["torch_sdpa", "--level", "thorough"])
+    assert "invalid choice: 'thorough'" in capsys.readouterr().err
+
+
+def test_module_runs_as_a_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "polyattn.testing", "nope"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 4
+    assert done.stderr.startswith("error: no backend 'nope'")
