@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=False,
         help="a test that needs a chip fails, instead of being skipped, on a machine without it",
     )
-    group.addoption(FULL, action="store_true", default=False, help="the long version of what has one: hours, not minutes")
+    group.addoption(FULL, action="store_true", default=False, help="run the long version of tests that have one")
 
 
 @pytest.fixture

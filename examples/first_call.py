@@ -27,9 +27,8 @@ merged, _ = polyattn.merge(*zip(*halves, strict=True))
 whole = polyattn.attention(query, key, value)
 (by_parts,) = torch.autograd.grad(merged.square().sum(), query)
 (at_once,) = torch.autograd.grad(whole.square().sum(), query)
-print(
-    f"\nsplit and merged: output off by {(merged - whole).abs().max():.1e}, gradient by {(by_parts - at_once).abs().max():.1e}"
-)
+off, gradient_off = (merged - whole).abs().max(), (by_parts - at_once).abs().max()
+print(f"\nsplit and merged: output off by {off:.1e}, gradient by {gradient_off:.1e}")
 
 # A layer keeps the choice that was in force when it was built.
 with polyattn.use_backend("flex_attention"):

@@ -84,7 +84,9 @@ def test_shards_are_the_run_in_parts(report: Report) -> None:
         whole.absorb(part)
     assert (whole.passed, whole.refused, whole.total) == (report.passed, report.refused, report.total)
     assert whole.counts == report.counts
-    assert whole.margins == report.margins
+    assert {name: margin for name, (margin, _) in whole.margins.items()} == {
+        name: margin for name, (margin, _) in report.margins.items()
+    }
 
 
 def test_start_and_stop_bound_a_run(report: Report) -> None:
@@ -160,6 +162,14 @@ def test_unknown_and_unavailable_backends() -> None:
         Installed("torch_spda")
     with pytest.raises(BackendUnavailableError, match=r"intel_amx@cpu is planned: "):
         Installed("intel_amx")
+
+
+def test_devices_that_are_not_here() -> None:
+    with pytest.raises(ConfigError, match=r"device 'banana' is no device of torch: .* Give one such as cpu or cuda:0"):
+        Installed("torch_sdpa", "banana")
+    if not torch.cuda.is_available():
+        with pytest.raises(BackendUnavailableError, match="torch finds no CUDA or ROCm device here"):
+            Installed("torch_sdpa", "cuda")
 
 
 # --- refusals
@@ -317,7 +327,8 @@ def test_evidence_is_written_and_goes_stale(plugin_elsewhere: Path, monkeypatch:
     assert path == plugin_elsewhere / "evidence" / "torch_native@cpu.json"
     evidence = read_evidence(str(plugin_elsewhere / "plugin.py"), "torch_native", "cpu")
     assert (evidence.level, evidence.passed, evidence.refused) == ("hardware", found.passed, found.refused)
-    assert evidence.command == "python -m polyattn.testing torch_native --device cpu --level quick"
+    asked = "--device cpu --level quick --dtypes float32 --families varlen --per-row 3"
+    assert evidence.command == f"python -m polyattn.testing torch_native {asked}"
     assert evidence.note.startswith("families: varlen; dtypes: float32; not run: ")
     assert not evidence.stale
 

@@ -15,7 +15,7 @@ from polyattn.platforms import CORE_PLATFORMS, Machine, TorchBuild, detect_cpu, 
 from polyattn.records import DeviceReport
 
 PROBE = """
-import importlib, json, sys
+import glob, importlib, json, os, sys
 from polyattn.platforms import CORE_PLATFORMS
 
 def libraries():
@@ -31,6 +31,7 @@ for info in CORE_PLATFORMS:
     report = getattr(importlib.import_module(module), function)()
     found[info.name] = [report.present, report.detail, list(report.archs), list(report.toolkit)]
 found["libraries"] = sorted(libraries() - before)
+found["devices"] = [os.readlink(f) for f in glob.glob("/proc/self/fd/*") if os.path.exists(f)]
 found["modules"] = sorted(sys.modules)
 print(json.dumps(found))
 """
@@ -50,11 +51,13 @@ def test_nothing_heavy_is_imported(probe: dict[str, list[object]]) -> None:
     assert heavy.isdisjoint(probe["modules"])
 
 
-def test_no_runtime_is_loaded(probe: dict[str, list[object]]) -> None:
-    """NVML is a library of its own; the CUDA, HIP and Level Zero runtimes would initialise a device."""
+def test_no_device_is_initialised(probe: dict[str, list[object]]) -> None:
+    """NVML is a library of its own (newer ones map libcuda beside them); the CUDA, HIP and Level Zero runtimes would
+    initialise a device, and a CUDA context opens nvidia-uvm."""
     assert "libnvidia-ml" in str(probe["libraries"]) or not probe["cuda"][0]
-    for runtime in ("libcuda.so", "libcudart", "libamdhip64", "libze_loader"):
+    for runtime in ("libcudart", "libamdhip64", "libze_loader"):
         assert runtime not in str(probe["libraries"])
+    assert "nvidia-uvm" not in str(probe["devices"])
 
 
 def test_torch_agrees(probe: dict[str, list[object]]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import attention, inspection, mla_attention, paged_attention, varlen_attention
 from ..autograd import differentiable
 from ..choose import choose, device_facts
-from ..errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError, did_you_mean
+from ..errors import BackendUnavailableError, ConfigError, PolyattnError, UnsupportedRequestError, did_you_mean
 from ..inspection import catalogue, list_backends
 from ..overrides import SCOPE
 from ..plugins import _import_target, get_manager
@@ -70,13 +70,11 @@ class Installed:
     """A backend as this machine has it, on one of its devices.
 
     Raises:
-        BackendUnavailableError: it is unknown, or cannot run here.
+        BackendUnavailableError: it is unknown, or cannot run here. ConfigError: `device` is none of torch's.
     """
 
     def __init__(self, name: str, device: torch.device | str = "cpu") -> None:
-        self.name, self.device = name, torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.name, self.device = name, _device(device)
         self.facts = device_facts(self.device)
         self.platform: str = self.facts["platform"]
         manager = get_manager()
@@ -122,6 +120,20 @@ class Installed:
         except (UnsupportedRequestError, BackendUnavailableError) as exc:
             return exc
         return None
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as exc:
+        raise ConfigError(
+            f"device {str(device)!r} is no device of torch: {exc}. Give one such as cpu or cuda:0"
+        ) from exc
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailableError("torch finds no CUDA or ROCm device here; `polyattn doctor` says what it sees")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 class OffChip:

@@ -83,7 +83,7 @@ class Report:
             self._margin(f"{check} {request.dtype}", margin, outcome.case.id)
 
     def _margin(self, name: str, margin: float, case: str) -> None:
-        if margin >= self.margins.get(name, (0.0, ""))[0]:
+        if name not in self.margins or margin > self.margins[name][0]:
             self.margins[name] = (margin, case)
 
     def absorb(self, other: Report) -> None:

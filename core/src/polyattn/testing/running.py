@@ -102,6 +102,8 @@ def run(
     cases = plan(target, dtypes=dtypes, level=level, families=families, per_row=per_row)
     cases = cases[shard[0] :: shard[1]][start:stop]
     report = _blank(target, cases, level)
+    for flag, words in (("--dtypes", dtypes), ("--families", families), ("--per-row", per_row and [str(per_row)])):
+        report.command += f" {flag} {','.join(words)}" if words else ""
     begin = time.perf_counter()
     if start == 0:
         _control(report, target.device)
