@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from polyattn.testing import Case, Installed, plan, run_case
+from polyattn.testing.calls import sayable
 
 BACKENDS = ("torch_sdpa", "torch_native", "flex_attention", "reference")
 LEAST = 2000
@@ -36,10 +37,8 @@ def test_there_are_enough_cases() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_both_ways_are_taken(backend: str) -> None:
-    """Most cases go through the public calls; what those cannot say goes to the bound functions."""
-    from polyattn.testing.calls import sayable
-
-    served = [case for case in plan(target(backend)) if case.check != "refusal"]
+    """Many cases go through the public calls; what those cannot say goes to the bound functions."""
+    families = ["dense", "varlen"]
+    served = [case for case in plan(target(backend), families=families) if case.check != "refusal"]
     said = sum(map(sayable, served))
-    assert said > 0.4 * len(served)
-    assert backend == "reference" or said < len(served)
+    assert 0.4 * len(served) < said < len(served)

@@ -270,3 +270,11 @@ def test_epoch_empties_every_site():
         assert site._fast is None
     finally:
         polyattn.force_backend(None)
+
+
+def test_an_integral_float_in_a_window_is_that_integer_cold_and_warm():
+    x = torch.randn(1, 6, 2, 8)
+    cold = polyattn.attention(x, x, x, window=(4.0, 0))
+    torch.testing.assert_close(cold, polyattn.attention(x, x, x, window=(4, 0)), rtol=0, atol=0)
+    with pytest.raises(polyattn.InvalidInputError, match="left bound must be an integer"):
+        polyattn.attention(x, x, x, window=(4.5, 0))

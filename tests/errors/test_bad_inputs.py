@@ -208,7 +208,7 @@ STATIC: list[Case] = [
     ("window list", lambda: dense(window=[3, -5]), r"the right bound .*of W tokens is \(W - 1, 0\)"),
     (
         "window float",
-        lambda: dense(window=(2.0, 0)),
+        lambda: dense(window=(2.5, 0)),
         "the left bound must be an integer >= 0, or -1",
     ),
     ("window of lists", lambda: dense(window=[[1], 0]), "the left bound must be an integer"),

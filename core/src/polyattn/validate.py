@@ -62,7 +62,8 @@ def check_statics(
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise InvalidInputError(f"window={window!r} must be a pair (left, right) of key counts, -1 = unlimited")
     for side, bound in zip(("left", "right"), window, strict=True):
-        if isinstance(bound, bool) or not isinstance(bound, int) or bound < -1:
+        # 3.0 is 3: calls are found by their arguments, and the two are one key.
+        if isinstance(bound, bool) or not _number(bound) or bound != bound // 1 or bound < -1:
             raise InvalidInputError(
                 f"window={tuple(window)!r}: the {side} bound must be an integer >= 0, or -1 for unlimited "
                 f"(a model's sliding window of W tokens is (W - 1, 0))"
@@ -75,7 +76,7 @@ def check_statics(
         raise InvalidInputError(f"layout={layout!r} must be one of {', '.join(layouts)}")
     if not _number(dropout_p) or not 0 <= dropout_p < 1:
         raise InvalidInputError(f"dropout_p={dropout_p!r} must be a probability, 0 <= p < 1")
-    return (window[0], window[1])
+    return (int(window[0]), int(window[1]))
 
 
 def _number(value: Any) -> bool:
