@@ -41,4 +41,4 @@ def test_both_ways_are_taken(backend: str) -> None:
     families = ["dense", "varlen"]
     served = [case for case in plan(target(backend), families=families) if case.check != "refusal"]
     said = sum(map(sayable, served))
-    assert 0.4 * len(served) < said < len(served)
+    assert 0.25 * len(served) < said < len(served)

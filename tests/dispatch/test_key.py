@@ -278,3 +278,33 @@ def test_an_integral_float_in_a_window_is_that_integer_cold_and_warm():
     torch.testing.assert_close(cold, polyattn.attention(x, x, x, window=(4, 0)), rtol=0, atol=0)
     with pytest.raises(polyattn.InvalidInputError, match="left bound must be an integer"):
         polyattn.attention(x, x, x, window=(4.5, 0))
+
+
+def test_a_mask_is_guarded_too(monkeypatch):
+    site = DenseSite(Static())
+    a, b, c = (torch.randn(2, 5, n, 16) for n in (4, 2, 2))
+    mask = torch.rand(2, 1, 5, 5) > 0.3
+    want = polyattn.attention(a, b, c, attn_mask=mask, backend="reference")
+    other = polyattn.attention(a, b, c, attn_mask=~mask, backend="reference")
+    with counted(monkeypatch) as misses:
+        for _ in range(3):
+            torch.testing.assert_close(site(a, b, c, mask), want)
+        before = len(misses)
+        torch.testing.assert_close(site(a, b, c, ~mask), other)
+        assert len(misses) == before, "another mask of the same kind and shape needs no lookup"
+        for change in (
+            lambda: site(a, b, c, mask.float()),
+            lambda: site(a, b, c, mask[:1]),
+            lambda: site(a, b, c),
+            lambda: site(a[:1], b[:1], c[:1], mask[:1]),
+        ):
+            before = len(misses)
+            change()
+            assert len(misses) == before + 1
+        with pytest.raises(polyattn.InvalidInputError, match="attn_mask has shape"):
+            site(a, b, c, mask[..., :4])
+        grad = mask.float().requires_grad_()
+        for _ in range(3):
+            assert site(a, b, c, grad).requires_grad
+        with torch.no_grad():
+            assert not site(a, b, c, grad).requires_grad

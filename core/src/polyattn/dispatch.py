@@ -44,18 +44,15 @@ from .signature import (
     wanted_grads,
 )
 
-__all__ = ["DENSE_KEY", "STATIC_KEY", "DenseSite", "attention", "bind", "dense_request"]
+__all__ = ["DENSE_KEY", "DenseSite", "attention", "bind", "dense_request"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _scope = overrides.SCOPE.get
 _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 overrides.tracing = _is_tracing
 
-STATIC_KEY = (
-    *("causal", "window", "softcap", "scale", "layout", "dropout_p", "return_lse", "deterministic", "backend"),
-    "scope of overrides",
-)
-"""What a site is found by. The epoch (plugins, configuration, tuning store) empties every site."""
+# A site is found by its static arguments, the backend named and the scope of overrides; the epoch (plugins,
+# configuration, tuning store) empties every site.
 
 DENSE_KEY = (
     *("exact types", "query dtype", "key dtype", "value dtype", "query device", "key device", "value device"),
@@ -124,7 +121,7 @@ class _Entry:
 
 
 class _Fast:
-    """The last plain signature of a site as torch guards, and the function it calls.
+    """The last signature of a site, with or without a mask, as torch guards, and the function it calls.
 
     `same` holds for the very shapes seen last; `alike` leaves batch and lengths free, the rest of it is checked here.
     """
@@ -133,7 +130,9 @@ class _Fast:
         *("alike", "call", "cuda", "deterministic", "epoch", "grad", "lengths", "relation", "rooms", "same", "seen"),
     )
 
-    def __init__(self, call: Any, lengths: int, key: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, call: Any, lengths: int, key: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> None:
         heads = 3 - lengths
         sizes = [[t.shape[i] if i in (heads, 3) else None for i in range(4)] for t in (q, k, v)]
         strides = [[None, None, None, None if t.shape[3] == 1 else 1] for t in (q, k, v)]
@@ -141,15 +140,25 @@ class _Fast:
         self.call, self.lengths, self.relation = call, lengths, key["relation"]
         self.epoch, self.deterministic, self.cuda = EPOCH.value, key["deterministic"], q.device.type == "cuda"
         # The guards hold requires_grad; grad mode matters only where some input requires it.
-        self.grad = grad_on() if q.requires_grad or k.requires_grad or v.requires_grad else None
+        self.grad = grad_on() if any(t is not None and t.requires_grad for t in (q, k, v, mask)) else None
         width = max(key["query D"], key["value D"])
         self.rooms = (LARGE // (key["H_q"] * width), LARGE // (key["key H"] * width))
         self.seen: Any = None
-        self.keep(q, k, v)
+        self.keep(*((q, k, v) if mask is None else (q, k, v, mask)))
 
-    def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        strides = [[None, None, None, None if t.shape[3] == 1 else 1] for t in (q, k, v)]
-        self.same = _Guards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=strides).check
+    def keep(self, *tensors: Tensor) -> None:
+        strides = [[None, None, None, None if t.shape[3] == 1 else 1] for t in tensors[:3]]
+        strides += [[None] * 4] * (len(tensors) - 3)
+        self.same = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=strides).check
+
+    def still(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """What the guards do not see: grad mode, torch's deterministic switch, capture and alignment on a GPU."""
+        return (
+            self.epoch == EPOCH.value
+            and (self.grad is None or self.grad is grad_on())
+            and self.deterministic is torch_deterministic()
+            and not (self.cuda and (capturing("cuda") or not aligned(q, k, v)))
+        )
 
     def other_lengths(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the signature holds for other lengths; lengths that come twice are remembered for `same`."""
@@ -181,7 +190,7 @@ class DenseSite:
     Call it with (query, key, value, attn_mask=None, sinks=None, out=None); shapes as `polyattn.attention`.
     """
 
-    __slots__ = ("_argument", "_bshd", "_entries", "_epoch", "_fast", "_last", "_scope", "static")
+    __slots__ = ("_argument", "_bshd", "_entries", "_epoch", "_fast", "_last", "_masked", "_scope", "static")
 
     def __init__(self, static: Static, backend: str | None = None, scope: overrides.Scope | None = None) -> None:
         self.static = static.checked()
@@ -193,6 +202,7 @@ class DenseSite:
         self._epoch = -1
         self._entries: dict[Any, _Entry] = {}
         self._fast: _Fast | None = None
+        self._masked: _Fast | None = None
 
     def __call__(
         self,
@@ -220,23 +230,25 @@ class DenseSite:
     ) -> Any:
         """The call when torch.compile is not tracing it."""
         fast = self._fast
-        if (
-            fast is not None
-            and attn_mask is None
-            and sinks is None
-            and out is None
-            and fast.epoch == EPOCH.value
-            and (fast.same(query, key, value) or fast.other_lengths(query, key, value))
-            and (fast.grad is None or fast.grad is grad_on())
-            and fast.deterministic is torch_deterministic()
-            and not (fast.cuda and (capturing("cuda") or not aligned(query, key, value)))
-        ):
-            return fast.call(query, key, value)
+        if sinks is None and out is None:
+            if attn_mask is None:
+                if (
+                    fast is not None
+                    and (fast.same(query, key, value) or fast.other_lengths(query, key, value))
+                    and fast.still(query, key, value)
+                ):
+                    return fast.call(query, key, value)
+            elif (
+                (fast := self._masked) is not None
+                and fast.same(query, key, value, attn_mask)
+                and fast.still(query, key, value)
+            ):
+                return fast.call(query, key, value, attn_mask=attn_mask)
         return self._find(query, key, value, attn_mask, sinks, out)
 
     def _find(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
         if self._epoch != EPOCH.value:
-            self._entries, self._fast, self._epoch = {}, None, EPOCH.value
+            self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
         entries = self._entries
         try:
             signature = _dense_key(query, key, value, attn_mask, sinks, out, self._bshd)
@@ -249,9 +261,9 @@ class DenseSite:
             if len(entries) >= SIGNATURES_KEPT:
                 entries.clear()
             entries[signature] = entry
-        elif signature == self._last and attn_mask is None and sinks is None and out is None:
+        elif signature == self._last and sinks is None and out is None:
             # Seen twice in a row: worth a guard. Alternating signatures stay with the dict.
-            self._remember(dict(zip(DENSE_KEY, signature, strict=True)), entry, query, key, value)
+            self._remember(dict(zip(DENSE_KEY, signature, strict=True)), entry, query, key, value, attn_mask)
         self._last = signature
         return entry.run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
 
@@ -261,13 +273,20 @@ class DenseSite:
         run = runner(chosen, self.static.return_lse, not no_autocast(query), 2 if self._bshd else 1)
         return _Entry(run, chosen.bound.simple if run is chosen.bound.forward else None)
 
-    def _remember(self, key: dict[str, Any], entry: _Entry, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keep a plain signature for the check in one call; what guards cannot see rules it out."""
+    def _remember(
+        self, key: dict[str, Any], entry: _Entry, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> None:
+        """Keep a signature for the check in one call; what guards cannot see rules it out."""
         odd = key["zero size"] or key["large"] or key["capture"] or key["transform"] or not key["aligned"]
         # torch's guards never hold for one tensor passed twice.
         distinct = q is not k and k is not v and q is not v
         if _Guards is not None and distinct and key["autocast"] is None and not odd and key["exact types"]:
-            self._fast = _Fast(entry.simple or entry.run, 1 if self._bshd else 2, key, q, k, v)
+            call = entry.run if mask is not None else entry.simple or entry.run
+            fast = _Fast(call, 1 if self._bshd else 2, key, q, k, v, mask)
+            if mask is None:
+                self._fast = fast
+            else:
+                self._masked = fast
 
     def __polyattn_explain__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, sinks: Any = None, out: Any = None

@@ -77,7 +77,8 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
         evidence = Evidence(**data)
     except (ValueError, TypeError) as exc:
         raise PluginError(
-            f"{path.name} is not an evidence file: {exc}; run `python -m polyattn.testing {backend} --write-evidence` again"
+            f"{path.name} is not an evidence file: {exc}; run "
+            f"`python -m polyattn.testing {backend} --write-evidence` again"
         ) from exc
     if evidence.level not in LEVELS:
         raise PluginError(f"{path.name}: level {evidence.level!r} is not one of {', '.join(LEVELS)}")

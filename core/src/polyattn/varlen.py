@@ -9,30 +9,12 @@ import torch
 from torch import Tensor
 
 from . import overrides, validate
+from . import signature as sig
 from .choose import choose, select_here
 from .compiled import trace_varlen
 from .epoch import EPOCH
 from .records import AttentionRequest
 from .selection import Selection
-from .signature import (
-    LARGE,
-    SIGNATURES_KEPT,
-    SITES_KEPT,
-    Static,
-    aligned,
-    autocast_dtype,
-    backend_name,
-    capturing,
-    cast,
-    grad_on,
-    no_autocast,
-    request_facts,
-    runner,
-    sinks_key,
-    torch_deterministic,
-    transform,
-    wanted_grads,
-)
 
 __all__ = ["VarlenSite", "varlen_attention", "varlen_request"]
 
@@ -45,9 +27,9 @@ class VarlenSite:
 
     __slots__ = ("_argument", "_entries", "_epoch", "_scope", "static")
 
-    def __init__(self, static: Static, backend: str | None = None, scope: overrides.Scope | None = None) -> None:
+    def __init__(self, static: sig.Static, backend: str | None = None, scope: overrides.Scope | None = None) -> None:
         self.static = static.checked(("THD",))
-        self._argument = backend_name(backend)
+        self._argument = sig.backend_name(backend)
         self._scope = _scope() if scope is None else scope
         overrides.reach(self._scope)
         self._epoch = -1
@@ -61,8 +43,8 @@ class VarlenSite:
         entries = self._entries
         # Contents may differ at every call, so they are checked at every call; the shapes with them.
         tensors = all(isinstance(t, Tensor) for t in (query, key, value))
-        grads = bool(wanted_grads({"q": query, "k": key, "v": value}, False)) if tensors else False
-        q, k, v = cast(query, key, value) if tensors and not no_autocast(query) else (query, key, value)
+        grads = bool(sig.wanted_grads({"q": query, "k": key, "v": value}, False)) if tensors else False
+        q, k, v = sig.cast(query, key, value) if tensors and not sig.no_autocast(query) else (query, key, value)
         validate.check_varlen(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, grad=grads, **lens)
         if validate.contents_readable(lens["cu_seqlens_q"]):
             for side, tensor in (("q", q), ("k", k)):
@@ -74,20 +56,24 @@ class VarlenSite:
             *(type(query), type(key), type(value), query.dtype, key.dtype, value.dtype, query.device),
             *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], relation),
             not (query.numel() and key.numel() and value.numel()),
-            max(query.numel(), key.numel(), value.numel()) >= LARGE,
-            aligned(query, key, value),
-            (query.requires_grad, key.requires_grad, value.requires_grad) if grad_on() else None,
+            max(query.numel(), key.numel(), value.numel()) >= sig.LARGE,
+            sig.aligned(query, key, value),
+            (query.requires_grad, key.requires_grad, value.requires_grad) if sig.grad_on() else None,
             None if attn_mask is None else (attn_mask.dtype, attn_mask.requires_grad),
-            sinks_key(sinks),
+            sig.sinks_key(sinks),
             out is None,
-            *(autocast_dtype(query.device.type), capturing(query.device.type), transform(query, key, value)),
-            torch_deterministic(),
+            *(
+                sig.autocast_dtype(query.device.type),
+                sig.capturing(query.device.type),
+                sig.transform(query, key, value),
+            ),
+            sig.torch_deterministic(),
         )
         run = entries.get(signature)
         if run is None:
             chosen = choose(varlen_request(self.static, q, k, v, attn_mask, sinks, lens), self._argument, self._scope)
-            run = runner(chosen, self.static.return_lse, not no_autocast(query), 1)
-            if len(entries) >= SIGNATURES_KEPT:
+            run = sig.runner(chosen, self.static.return_lse, not sig.no_autocast(query), 1)
+            if len(entries) >= sig.SIGNATURES_KEPT:
                 entries.clear()
             entries[signature] = run
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
@@ -107,10 +93,10 @@ def _packed_relation(lens: dict[str, Any]) -> str:
 
 
 def varlen_request(
-    static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, lens: dict[str, Any]
+    static: sig.Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, lens: dict[str, Any]
 ) -> AttentionRequest:
     """What a packed call asks for. Its tensors are checked already."""
-    facts = request_facts(static, q, k, v, mask, sinks, q.shape[1], k.shape[1])
+    facts = sig.request_facts(static, q, k, v, mask, sinks, q.shape[1], k.shape[1])
     return AttentionRequest(family="varlen", s_relation=_packed_relation(lens), **facts).normalised()  # type: ignore[arg-type]
 
 
@@ -167,10 +153,10 @@ def varlen_attention(
     try:
         site = _varlen_sites.get(name)
     except TypeError:
-        site = VarlenSite(Static(*static), backend)
+        site = VarlenSite(sig.Static(*static), backend)
     if site is None:
-        site = VarlenSite(Static(*static), backend)
-        if len(_varlen_sites) >= SITES_KEPT:
+        site = VarlenSite(sig.Static(*static), backend)
+        if len(_varlen_sites) >= sig.SITES_KEPT:
             _varlen_sites.clear()
         _varlen_sites[name] = site
     return site(query, key, value, attn_mask, sinks, out, **lens)
@@ -191,7 +177,7 @@ def _explain_varlen(
     out: Any = None,
     **static: Any,
 ) -> Selection:
-    site = VarlenSite(Static(layout="THD", **static), backend)
+    site = VarlenSite(sig.Static(layout="THD", **static), backend)
     lens = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
