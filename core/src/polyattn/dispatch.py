@@ -127,7 +127,20 @@ class _Fast:
     """
 
     __slots__ = (
-        *("alike", "call", "cuda", "deterministic", "epoch", "grad", "lengths", "relation", "rooms", "same", "seen"),
+        *(
+            "alike",
+            "call",
+            "cuda",
+            "deterministic",
+            "epoch",
+            "grad",
+            "lengths",
+            "relation",
+            "rooms",
+            "same",
+            "seen",
+            "watch",
+        ),
     )
 
     def __init__(
@@ -143,6 +156,7 @@ class _Fast:
         self.grad = grad_on() if any(t is not None and t.requires_grad for t in (q, k, v, mask)) else None
         width = max(key["query D"], key["value D"])
         self.rooms = (LARGE // (key["H_q"] * width), LARGE // (key["key H"] * width))
+        self.watch = self.cuda or self.grad is not None
         self.seen: Any = None
         self.keep(*((q, k, v) if mask is None else (q, k, v, mask)))
 
@@ -152,7 +166,8 @@ class _Fast:
         self.same = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=strides).check
 
     def still(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """What the guards do not see: grad mode, torch's deterministic switch, capture and alignment on a GPU."""
+        """What the guards do not see: grad mode, torch's deterministic switch, capture and alignment on a GPU.
+        Without gradients on a CPU (`watch` off) two comparisons say it all."""
         return (
             self.epoch == EPOCH.value
             and (self.grad is None or self.grad is grad_on())
@@ -235,7 +250,9 @@ class DenseSite:
                 if (
                     fast is not None
                     and (fast.same(query, key, value) or fast.other_lengths(query, key, value))
-                    and fast.still(query, key, value)
+                    and fast.epoch == EPOCH.value
+                    and fast.deterministic is torch_deterministic()
+                    and (not fast.watch or fast.still(query, key, value))
                 ):
                     return fast.call(query, key, value)
             elif (

@@ -21,23 +21,6 @@ from .errors import ConfigError, InvalidInputError, did_you_mean
 from .records import AttentionRequest
 from .selection import Choice
 
-__all__ = [
-    "MIRROR",
-    "SCOPE",
-    "Scope",
-    "check_components",
-    "checkpoint_context_fn",
-    "component",
-    "configure",
-    "current_choice",
-    "current_settings",
-    "force_backend",
-    "global_force_attn_backend",
-    "global_force_attn_backend_context_manager",
-    "reach",
-    "use_backend",
-]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 Scope = tuple[str, str, str]
 """(backend, component, role), empty strings where nothing is set."""
