@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from ..errors import PluginError, did_you_mean
 from .request import AttentionRequest, request_fields
 
 __all__ = [
@@ -226,15 +227,13 @@ def _condition(name: str, value: Any) -> Constraint | None:
     return OneOf((value,)) if isinstance(value, bool) else _constraint(name, value)
 
 
-_DERIVED = {"group", "dims", "same_dims", "kv_storage"}
+_NAMES = frozenset({*(f.name for f in request_fields()), "group", "dims", "same_dims", "kv_storage"})
+"""What rows, rules and `when` clauses may speak of: the request's fields and its derived values."""
 
 
 def _known(name: str) -> str:
-    fields = {f.name for f in request_fields()} | _DERIVED
-    if name not in fields:
-        from ..errors import PluginError, did_you_mean
-
-        raise PluginError(f"capability row names {name!r}, which is no request field.{did_you_mean(name, fields)}")
+    if name not in _NAMES:
+        raise PluginError(f"capability row names {name!r}, which is no request field.{did_you_mean(name, _NAMES)}")
     return name
 
 
