@@ -341,6 +341,22 @@ def test_evidence_is_written_and_goes_stale(plugin_elsewhere: Path, monkeypatch:
         record(found)
 
 
+def test_a_file_that_is_no_evidence(plugin_elsewhere: Path) -> None:
+    (plugin_elsewhere / "evidence").mkdir()
+    (plugin_elsewhere / "evidence" / "torch_native@cpu.json").write_text("{")
+    again = r"run `python -m polyattn\.testing torch_native --write-evidence` again"
+    with pytest.raises(PluginError, match=rf"torch_native@cpu\.json is not an evidence file: .*; {again}"):
+        read_evidence(str(plugin_elsewhere / "plugin.py"), "torch_native", "cpu")
+
+
+def test_padding_rows_are_served_by_the_public_calls() -> None:
+    """S9: a sequence of no keys beside its query. The plan must hold such a case that goes through validation."""
+    cases = plan(Installed("reference"), families=["paged"], dtypes=["float32"])
+    padded = [c for c in cases if (1, 0) in c.lengths]
+    assert any(sayable(c) for c in padded)
+    assert all(run_case(Installed("reference"), c).verdict == "passed" for c in padded if sayable(c))
+
+
 def names(backend: str) -> set[str]:
     info = get_manager().backends[backend, "cpu"]
     origin = get_manager().owner(info).origin

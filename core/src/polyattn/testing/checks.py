@@ -293,7 +293,8 @@ def _decode(target: Target, problem: Problem, notes: _Notes) -> None:
     extra = decoding.extra
     if request.family == "varlen":
         extra = {**extra, "cu_seqlens_k": problem.extra["cu_seqlens_k"], "max_seqlen_k": case.longest[1]}
-    raw = target.call(single, tensors, extra, None)
+    with poisoned(problem.dout.device):
+        raw = target.call(single, tensors, extra, None)
     out, lse = raw if request.lse else (raw, None)
     if out.shape != family.out_shape(single):
         notes.wrong("decode", f"shape {tuple(out.shape)}, {family.out_shape(single)} is expected")

@@ -163,6 +163,17 @@ class _RowCases:
             yield from itertools.islice(self._split(), 4, None)
         elif self.family == "varlen":
             yield from self._decode()
+        else:
+            yield from self._steps()
+
+    def _steps(self) -> Iterator[Case]:
+        """The steps of an engine, as the public calls say them."""
+        phases = (("decode", "one"), ("extend", "fewer"))
+        for (phase, relation), saved, layout in itertools.product(phases, (True, False), ("NHD", "HND")):
+            asked = {"phase": phase, "s_relation": relation, "shape": 0, "group": 4, "causal": "bottom_right"}
+            if self.family == "paged":
+                asked |= {"save_kv_cache": saved, "kv_layout": layout, "page_size": 16}
+            yield from self._variants(asked, {})
 
     def _decode(self) -> Iterator[Case]:
         for group, window in itertools.product((4, 1), ((17, -1), (-1, -1))):

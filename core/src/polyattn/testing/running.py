@@ -34,7 +34,7 @@ Progress = Callable[[int, int, str], None]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
-PER_ROW: Mapping[str, Mapping[Level, int]] = {"flex_attention": {"quick": 12, "full": 80}}
+PER_ROW: Mapping[str, Mapping[Level, int]] = {"flex_attention": {"quick": 10, "full": 80}}
 """Backends that compile a program for each request: seconds each, so there are fewer cases of combined fields."""
 
 
