@@ -31,15 +31,15 @@ def test_every_rank(name, options):
     torch.testing.assert_close(polyattn.scaled_dot_product_attention(q, k, v, **options), want)
 
 
-@pytest.mark.parametrize("name", ["2-D", "3-D", "4-D", "5-D"])
-@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [(name, rank) for name in ("2-D", "3-D", "4-D", "5-D") for rank in (1, 2, 3) if (name, rank) != ("2-D", 3)],
+)
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_masks_broadcast(name, rank, kind):
     q, k, v = inputs(name)
     lead = q.shape[:-2]
     shape = {1: (7,), 2: (5, 7), 3: (*lead[-1:], 5, 7)}[rank]
-    if len(shape) > q.ndim:
-        pytest.skip("a mask of higher rank than the query does not broadcast")
     mask = torch.rand(shape) > 0.3
     mask[..., 0] = True
     mask = mask if kind == "bool" else torch.zeros(shape).masked_fill(~mask, -3.0)
