@@ -78,23 +78,36 @@ ROWS = (
     ),
 )
 
+NARROW = (
+    row(
+        family="dense",
+        dtype=("float32", "bfloat16", "float64"),
+        dims=((32, 32),),
+        layout="BSHD",
+        causal=("none", "bottom_right"),
+        scale=True,
+        lse=True,
+        grad=("query", "key", "value", "lse"),
+        s_relation=("equal", "one", "fewer", "more"),
+    ),
+)
+"""The same kernel for one head dim, one layout, no GQA and no sinks: most calls reach it through exact rewrites."""
+
 
 @pytest.fixture
 def opaque(monkeypatch):
-    """A manager that also has backend `opaque`; yields its class."""
+    """A manager that also has backends `opaque` and `narrow`; yields their class."""
     module = types.ModuleType("polyattn_opaque_plugin")
     module.Opaque = Opaque
-    info = BackendInfo(
-        "opaque",
-        "cpu",
-        (Provider("opaque", ROWS, "polyattn_opaque_plugin:Opaque"),),
-        summary="a kernel nobody can trace",
-        priority=None,
-    )
+    target, summary = "polyattn_opaque_plugin:Opaque", "a kernel nobody can trace"
+    infos = [
+        BackendInfo(name, "cpu", (Provider(name, rows, target),), summary=summary, priority=None)
+        for name, rows in (("opaque", ROWS), ("narrow", NARROW))
+    ]
 
     @hookimpl
     def polyattn_register_backends():
-        return [info]
+        return infos
 
     module.polyattn_register_backends = polyattn_register_backends
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import polyattn
+from polyattn.distributions import normalise_distribution
 from polyattn.errors import BackendUnavailableError, ConfigError, PluginError
-from polyattn.plugins import PluginManager, get_manager, normalise_distribution, register_plugin, reset_manager
+from polyattn.plugins import PluginManager, get_manager, register_plugin, reset_manager
 from polyattn.records import AttentionRequest
 
 GOOD = """

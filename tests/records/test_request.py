@@ -141,6 +141,7 @@ OFF = {
     "kv_layout": "HND",
     "kv_scales": "tensor",
     "save_kv_cache": True,
+    "kv_parts": 1,
     "spec_topk": 1,
     "chunked_prefix": True,
     "method": "sta",

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyattn.errors import BackendUnavailableError, PluginError, UnsupportedRequestError
+from polyattn.hybrid import select_pair
 from polyattn.plugins import BrokenHook
 from polyattn.records import (
     Accepted,
@@ -29,7 +30,7 @@ from polyattn.records import (
     conditions,
     row,
 )
-from polyattn.selection import Catalogue, Choice, Offer, Policy, Selection, select, select_pair
+from polyattn.selection import Catalogue, Choice, Offer, Policy, Selection, select
 
 PLATFORMS = {name: PlatformInfo(name, name, "made.up:detect") for name in ("cpu", "cuda", "rocm")}
 APPLE = PlatformInfo("mps", "mps", "made.up:detect", fallback="sdpa", fallback_why="MPS runs SDPA only")
@@ -231,11 +232,7 @@ def test_a_provider_that_is_here_and_refuses_is_a_limit_not_a_missing_package():
         chosen(half, offer("plain"), choice=asked("fa"))
 
 
-def test_providers_are_asked_in_order_and_lowerings_are_told():
-    lowered = Provider("own", (row(**DENSE, softcap=Range(0.0, 0.0), lowered={"softcap": "by_tanh"}),), "made.up:A")
-    selection = chosen(offer("a", lowered), request=dataclasses.replace(REQUEST, softcap=5.0))
-    assert selection.lowerings == ("by_tanh",)
-    assert "  via by_tanh" in str(selection)
+def test_providers_are_asked_in_order():
     assert chosen(offer("a", provider("one"), provider("two"))).provider == "one"
 
 

@@ -32,6 +32,7 @@ _WHERE = {
     "support_matrix": "inspection",
     "Selection": "selection",
     "AttentionRequest": "records",
+    "KVPart": "contract",
     "PolyattnError": "errors",
     "UnsupportedRequestError": "errors",
     "BackendUnavailableError": "errors",
@@ -44,6 +45,7 @@ _WHERE = {
 __all__ = [*sorted(_WHERE), "__version__"]
 
 if TYPE_CHECKING:
+    from .contract import KVPart as KVPart
     from .dispatch import attention as attention
     from .dispatch import bind as bind
     from .errors import BackendUnavailableError as BackendUnavailableError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import warnings
 from collections.abc import Hashable
 from typing import Any
@@ -14,12 +15,15 @@ from .config import check_options
 from .contract import Bound
 from .errors import InvalidInputError, did_you_mean
 from .inspection import catalogue, detect
+from .lowering import Plan, bind
 from .overrides import Scope, current_choice, current_settings
 from .plugins import get_manager
 from .records import AttentionRequest, BackendInfo
 from .selection import Policy, Selection, select
 
 __all__ = ["Chosen", "choose", "device_facts", "dtype_name", "select_here"]
+
+log = logging.getLogger("polyattn.selection")
 
 _NAMES = {
     torch.float64: "float64",
@@ -102,12 +106,21 @@ def choose(request: AttentionRequest, argument: str | None, scope: Scope) -> Cho
             `PluginManager.load_forward` and the backend's typed options.
     """
     selection = select_here(request, argument, scope)
+    _announce(selection)
+    return _load(selection)
+
+
+def _load(selection: Selection) -> Chosen:
     manager = get_manager()
     info = manager.backends[selection.backend, selection.platform]
     provider = next(p for p in info.providers if p.name == selection.provider)
-    request = dataclasses.replace(selection.request, options=_options(info))
-    _announce(selection)
-    return Chosen(request, selection, info, manager.load_forward(info, provider, request))
+    options = _options(info)
+
+    def load(request: AttentionRequest) -> Bound:
+        return manager.load_forward(info, provider, dataclasses.replace(request, options=options))
+
+    bound = bind(selection.plan or Plan(selection.request), load, lambda helper: _load(helper).bound)
+    return Chosen(dataclasses.replace(selection.request, options=options), selection, info, bound)
 
 
 def _options(info: BackendInfo) -> tuple[tuple[str, Hashable], ...]:
@@ -126,7 +139,10 @@ _announced: set[str] = set()
 
 
 def _announce(selection: Selection) -> None:
-    """Documented fallbacks and the reference as last resort are said once per process and reason."""
+    """Documented fallbacks and the reference as last resort are said once per process and reason; exact rewrites, which
+    change no result, are logged."""
+    if selection.plan is not None:
+        log.info("%s serves %s via %s", selection.id, selection.request.summary(), "; ".join(selection.steps()))
     if selection.fallback:
         text = f"polyattn: {selection.notes[0]}"
     elif selection.backend == "reference" and selection.source == "priority":

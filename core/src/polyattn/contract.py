@@ -17,8 +17,8 @@ Rules common to all families:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,7 @@ __all__ = [
     "Bound",
     "DenseBackward",
     "DenseForward",
+    "KVPart",
     "LinearForward",
     "MLAForward",
     "PagedForward",
@@ -138,6 +139,32 @@ class VarlenBackward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class KVPart(NamedTuple):
+    """More keys for the queries of a paged or latent call, in pages of their own (S9).
+
+    The call's T_q packed queries are divided anew into N_p groups of consecutive queries, and every query of a group
+    sees all keys of its row: neither causal nor a mask applies. A query sees the keys of the call and those of every
+    part; sinks count once. One concept for a prefix that several sequences share (a group is the queries of those
+    sequences; one part per level of a cascade) and for split KV (each part holds some tokens of every sequence).
+
+    Attributes:
+        page_table: int32 [N_p, max_pages]; seq_lens: int32 [N_p], keys of each row, 0 = none.
+        cu_seqlens_q: int32 [N_p+1], first 0, last T_q. max_seqlen_q, max_seqlen_k: host ints, at least the longest
+            group and row.
+        key_cache, value_cache (paged), cache (latent): the pool that the pages are in, of the dtype, page size and
+            layout of the call's; None = the call's own.
+    """
+
+    page_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    key_cache: Tensor | None = None
+    value_cache: Tensor | None = None
+    cache: Tensor | None = None
+
+
 class PagedForward(Protocol):
     """Family `paged`: queries packed along T, keys and values in a paged cache (S9)."""
 
@@ -158,18 +185,21 @@ class PagedForward(Protocol):
         sinks: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        kv_parts: Sequence[KVPart] = (),
         out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Args:
             query: [T_q, H_q, D].
             key_cache, value_cache: [pages, page_size, H_kv, D | D_v] for kv_layout NHD,
-                [pages, H_kv, page_size, D | D_v] for HND.
+                [pages, H_kv, page_size, D | D_v] for HND; kv_dtype fp4_e2m1: uint8, two numbers a byte, D/2 wide.
             page_table: int32 [N, max_pages]; seq_lens: int32 [N], keys per sequence, new ones included.
             cu_seqlens_q: int32 [N+1]; max_seqlen_q, max_seqlen_k: host ints.
             key, value: [T_q, H_kv, D | D_v], written to the cache first if and only if request.save_kv_cache.
-            attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k].
+            attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k]. With request.tree all of it is True but for the last
+                S_q columns of each sequence, so that only those need be read.
             sinks: [H_q]; k_scale, v_scale: granularity request.kv_scales; out: [T_q, H_q, D_v].
+            kv_parts: request.kv_parts of them, given only if that is not 0.
 
         Returns:
             out, or (out, lse [T_q, H_q]).
@@ -191,13 +221,15 @@ class MLAForward(Protocol):
         max_seqlen_q: int,
         max_seqlen_k: int,
         attn_mask: Tensor | None = None,
+        kv_parts: Sequence[KVPart] = (),
         out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Args:
             query: [T_q, H_q, D_c + D_r] (absorbed nope part, then rope part).
-            cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656] for FP8 rows.
-            page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k: as `PagedForward`.
+            cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656] for FP8 rows (kv_dtype fp8_e4m3,
+                kv_scales block128).
+            page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, attn_mask, kv_parts: as `PagedForward`.
             out: [T_q, H_q, D_c].
 
         Returns:

@@ -127,20 +127,8 @@ class _Fast:
     """
 
     __slots__ = (
-        *(
-            "alike",
-            "call",
-            "cuda",
-            "deterministic",
-            "epoch",
-            "grad",
-            "lengths",
-            "relation",
-            "rooms",
-            "same",
-            "seen",
-            "watch",
-        ),
+        *("alike", "call", "cuda", "deterministic", "epoch", "grad"),
+        *("lengths", "relation", "rooms", "same", "seen", "watch"),
     )
 
     def __init__(
@@ -374,15 +362,7 @@ def attention(
     try:
         site = _sites.get(name)
     except TypeError:  # an unhashable argument: a window as a list is fine, the rest is told
-        if not isinstance(window, list):
-            Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic).checked()
-            backend_name(backend)
-            raise
-        return attention(
-            query, key, value, causal=causal, window=tuple(window), softcap=softcap, sinks=sinks, attn_mask=attn_mask,
-            scale=scale, layout=layout, dropout_p=dropout_p, return_lse=return_lse, deterministic=deterministic,
-            backend=backend, out=out,
-        )  # fmt: skip
+        return DenseSite(Static(*name[:8]), backend, scope).eager(query, key, value, attn_mask, sinks, out)
     if site is None:
         site = DenseSite(Static(*name[:8]), backend, scope).eager
         if len(_sites) >= SITES_KEPT:

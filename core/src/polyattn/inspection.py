@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from . import epoch
+from .distributions import availability, normalise_distribution
 from .errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
 from .evidence import read_evidence
+from .hybrid import select_pair
 from .overrides import SCOPE, current_choice, current_settings
 from .platforms import parse_platform
-from .plugins import PluginManager, availability, get_manager, normalise_distribution
+from .plugins import PluginManager, get_manager
 from .records import FAMILIES, AttentionRequest, DeviceReport
-from .selection import Catalogue, Choice, Offer, Policy, Selection, select, select_pair
+from .selection import Catalogue, Choice, Offer, Policy, Selection, select
 
 __all__ = [
     "BackendStatus",

@@ -19,6 +19,8 @@ from torch import Tensor
 from .autograd import attention_backward
 from .contract import Bound
 from .epoch import EPOCH
+from .errors import PluginError
+from .lowering import Plan, Planner, bind
 from .plugins import get_manager
 from .records import AttentionRequest
 from .selection import Selection
@@ -35,6 +37,7 @@ def op_plan(request: AttentionRequest, selection: Selection) -> str:
             "backend": selection.backend,
             "platform": selection.platform,
             "provider": selection.provider,
+            "lowerings": selection.lowerings,
             "request": changed,
         },
         sort_keys=True,
@@ -42,15 +45,33 @@ def op_plan(request: AttentionRequest, selection: Selection) -> str:
 
 
 @functools.lru_cache(maxsize=512)
-def _bound(plan: str, epoch: str) -> tuple[AttentionRequest, Bound]:
+def _bound(text: str, epoch: str) -> tuple[AttentionRequest, Bound]:
     """Bind a plan's kernel; `epoch` makes a plugin that was replaced be asked again."""
-    data = json.loads(plan)
+    data = json.loads(text)
     fields = {k: _tuples(v) for k, v in data["request"].items()}
     request = AttentionRequest(**fields)
     manager = get_manager()
     info = manager.backends[data["backend"], data["platform"]]
     provider = next(p for p in info.providers if p.name == data["provider"])
-    return request, manager.load_forward(info, provider, request)
+    plan = Plan(request)
+    if data["lowerings"]:
+        planner = Planner(provider.rows, narrow=functools.partial(manager.narrow, info), only=data["lowerings"])
+        found = planner.plan(dataclasses.replace(request, options=()))
+        if found is None:
+            raise PluginError(
+                f"{info.id} no longer takes what a compiled graph was made for by {', '.join(data['lowerings'])}; "
+                f"compile it again"
+            )
+        plan = found
+
+    def load(inner: AttentionRequest) -> Bound:
+        return manager.load_forward(info, provider, dataclasses.replace(inner, options=request.options))
+
+    return request, bind(plan, load, _no_helper)
+
+
+def _no_helper(helper: Any) -> Bound:
+    raise PluginError(f"{helper} helps calls over a cache only, which are not compiled")
 
 
 def _tuples(value: Any) -> Any:

@@ -7,7 +7,6 @@ kept with its traceback, and named by `polyattn doctor`; the host goes on withou
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -15,7 +14,6 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -23,18 +21,15 @@ import pluggy
 
 from . import envvars, epoch
 from .contract import API_VERSION, Bound
+from .distributions import distribution_version, normalise_distribution
 from .errors import PluginError, PolyattnError, did_you_mean
 from .hookspecs import ENTRY_POINT_GROUP, PROJECT, PolyattnSpecs
-from .records import Accepted, AttentionRequest, BackendInfo, PlatformInfo, Provider, Rejected, Requirement, Verdict
+from .records import Accepted, AttentionRequest, BackendInfo, PlatformInfo, Provider, Rejected, Verdict, Witness
 
 __all__ = [
-    "Availability",
     "PluginManager",
     "PluginReport",
-    "availability",
-    "distribution_version",
     "get_manager",
-    "normalise_distribution",
     "register_plugin",
     "reset_manager",
 ]
@@ -85,85 +80,6 @@ class _Source:
 
     def report(self) -> PluginReport:
         return PluginReport(self.name, self.module, self.distribution, self.version)
-
-
-@dataclasses.dataclass(frozen=True)
-class Availability:
-    """Whether a provider's distributions are here: `reason` says what is missing, `hint` the one thing to do."""
-
-    ok: bool
-    version: str = ""
-    reason: str = ""
-    hint: str = ""
-
-
-def normalise_distribution(name: str) -> str:
-    """PEP 503 form: lower case, runs of -_. as one dash."""
-    return "-".join(part for part in name.lower().replace("_", "-").replace(".", "-").split("-") if part)
-
-
-@functools.cache
-def distribution_version(name: str) -> str | None:
-    """Installed version of a distribution, read from metadata, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _module_findable(dotted: str) -> bool:
-    """Whether a module's file exists, without importing it or any parent (vendor packages may compile at import)."""
-    top, *rest = dotted.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return False
-    if spec is None:
-        return False
-    for parent in spec.submodule_search_locations or ():
-        base = Path(parent).joinpath(*rest)
-        if not rest or base.is_dir() or any(base.parent.glob(f"{base.name}.*")):
-            return True
-    return not rest
-
-
-def availability(provider: Provider, installed: Mapping[str, str] | None = None) -> Availability:
-    """Are the provider's distributions installed, in the right version, and the right packages?
-
-    Args:
-        provider: the provider.
-        installed: what-if: normalised distribution name -> version ("" = any version); None = ask the machine.
-    """
-    found = []
-    for need in provider.requires:
-        version = _lookup(need, installed)
-        hint = need.hint or f"pip install {need.distribution}{need.versions}"
-        if version is None:
-            impostor = f"; the registry has {need.impostor}" if need.impostor else ""
-            return Availability(False, "", f"{need.distribution}{need.versions} is not installed{impostor}", hint)
-        if need.versions and version and not _matches(version, need.versions):
-            return Availability(
-                False, version, f"{need.distribution} {version} is installed, {need.versions} is needed", hint
-            )
-        if installed is None and need.module and not _module_findable(need.module):
-            what = need.impostor or f"{need.distribution} without {need.module}"
-            return Availability(False, version, f"the installed {need.distribution} {version} is {what}", hint)
-        found.append(f"{need.distribution} {version}".strip())
-    return Availability(True, ", ".join(found))
-
-
-def _lookup(need: Requirement, installed: Mapping[str, str] | None) -> str | None:
-    for name in (need.distribution, *need.also):
-        version = distribution_version(name) if installed is None else installed.get(normalise_distribution(name))
-        if version is not None:
-            return version
-    return None
-
-
-def _matches(version: str, specifier: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-
-    return SpecifierSet(specifier).contains(version, prereleases=True)
 
 
 class PluginManager:
@@ -236,6 +152,10 @@ class PluginManager:
     def broken(self) -> Iterator[PluginReport]:
         """Plugins that were found but could not be used, deny-listed ones not included."""
         return (p for p in self.plugins.values() if p.state in ("broken", "duplicate", "incompatible"))
+
+    def narrows(self, backend: BackendInfo) -> bool:
+        """Whether the owner has a `polyattn_report_capability`."""
+        return self._implementation("polyattn_report_capability", backend) is not None
 
     def narrow(self, backend: BackendInfo, request: AttentionRequest) -> Verdict | None:
         """The owner's `polyattn_report_capability`; an exception is a refusal that carries it as `error`."""
@@ -508,6 +428,8 @@ def _check_backend(backend: BackendInfo, platforms: set[str]) -> None:
             raise PluginError(f"{backend.id}: provider {provider.name!r} declares no capability row")
         if provider.target and ":" not in provider.target:
             raise PluginError(f"{backend.id}: target {provider.target!r} must read 'package.module:Class'")
+    for witness in backend.narrowed:
+        _typed(witness, Witness, backend.id)
     rules = [r.when for r in backend.auto] + [f.when for f in backend.fallbacks] + [p.when for p in backend.pairs]
     for when in rules:
         for name, constraint in when.items():

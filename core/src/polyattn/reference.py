@@ -52,7 +52,7 @@ def visible(
     window: tuple[int, int] = (-1, -1),
     chunk: int = 0,
     device: torch.device | str | None = None,
-    q_offset: int | None = None,
+    q_offset: int | Tensor | None = None,
 ) -> Tensor | None:
     """Which keys each query may see by position alone (S3, S4). The rule lives here and nowhere else.
 
@@ -68,10 +68,11 @@ def visible(
         window: (left, right), inclusive counts.
         chunk: block length of chunked-local attention, 0 = off.
         device: where the result lives.
-        q_offset: position of row 0; None = S_k - S_q, or 0 for top_left.
+        q_offset: position of row 0; None = S_k - S_q, or 0 for top_left. A tensor [..., 1, 1] has one for each of
+            several sequences.
 
     Returns:
-        bool [S_q, S_k], True = seen; None when no rule is in force.
+        bool [S_q, S_k] or [..., S_q, S_k], True = seen; None when no rule is in force.
     """
     left, right = window
     if causal == "none" and left < 0 and right < 0 and not chunk:
@@ -90,9 +91,9 @@ def visible(
 
 
 def _positions(
-    S_q: int, S_k: int, causal: Causal, q_offset: int | None, device: torch.device | str | None
+    S_q: int, S_k: int, causal: Causal, q_offset: int | Tensor | None, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:
-    """Positions of the queries [S_q, 1] and of the keys [1, S_k], on the keys' axis."""
+    """Positions of the queries [..., S_q, 1] and of the keys [1, S_k], on the keys' axis."""
     offset = _offset(S_q, S_k, causal) if q_offset is None else q_offset
     return torch.arange(S_q, device=device)[:, None] + offset, torch.arange(S_k, device=device)[None, :]
 

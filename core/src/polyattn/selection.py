@@ -7,11 +7,13 @@ tuned choice, the platform rules (`AutoRule`, lowest rank first), priority.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from .errors import BackendUnavailableError, PluginError, UnsupportedRequestError, did_you_mean
+from .lowering import Plan, Planner
 from .records import (
     Accepted,
     AttentionRequest,
@@ -25,7 +27,7 @@ from .records import (
     judge,
 )
 
-__all__ = ["Catalogue", "Choice", "Offer", "Policy", "Selection", "holds", "select", "select_pair"]
+__all__ = ["Catalogue", "Choice", "Offer", "Policy", "Selection", "holds", "select"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Policy:
         choice: the highest-ranking explicit choice, None = automatic.
         tuned: the tuned choice for this request on this device, if any.
         strict: a documented fallback is an error.
+        lowering: exact rewrites may be used where a backend does not take a request as it is.
         what_if: judge planned adapters as if built, and do not ask for evidence.
         replaced: backends that documented fallbacks replaced on the way here; none is come back to.
     """
@@ -51,6 +54,7 @@ class Policy:
     choice: Choice | None = None
     tuned: str | None = None
     strict: bool = False
+    lowering: bool = True
     what_if: bool = False
     replaced: tuple[str, ...] = ()
 
@@ -93,12 +97,15 @@ class Selection:
 
     Attributes:
         request: the request in normal form. backend, platform, provider: who serves it.
-        lowerings: exact rewrites between the request and the kernel, in order.
-        source: what decided (`argument`, `use_backend`, ..., `tuned`, `platform rule`, `priority`, or
-            `fallback from X`). why: the sentence behind it.
+        lowerings: exact rewrites between the request and the kernel, in order. plan: what they do and what they cost
+            (None where there are none, or the adapter is planned).
+        source: what decided (`argument`, `use_backend`, ..., `tuned`, `platform rule`, `priority`, `lowering` where
+            nothing takes the request as it is, or `fallback from X`). why: the sentence behind it.
         rejected: every other backend that was asked and refused, with its reasons.
         others: backends that would serve it too. planned: the adapter is not built in this version (what-if only).
         evidence: how far the backend was shown to work here. notes: what else a reader should know.
+        rewritable: backends that refused it as it is and that exact rewrites would make serve it, with the rewrites
+            (complete where `select` was asked for everything).
     """
 
     request: AttentionRequest
@@ -106,6 +113,7 @@ class Selection:
     platform: str
     provider: str
     lowerings: tuple[str, ...] = ()
+    plan: Plan | None = None
     source: str = ""
     why: str = ""
     rejected: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -113,6 +121,7 @@ class Selection:
     planned: bool = False
     evidence: str = "declared"
     notes: tuple[str, ...] = ()
+    rewritable: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -127,6 +136,10 @@ class Selection:
         text = repr((self.request, self.backend, self.platform, self.provider, self.lowerings))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def steps(self) -> list[str]:
+        """The rewrites, outermost first, with what each does and costs."""
+        return list(self.lowerings) if self.plan is None else self.plan.lines()
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
@@ -134,12 +147,14 @@ class Selection:
             "platform": self.platform,
             "provider": self.provider,
             "lowerings": list(self.lowerings),
+            "steps": self.steps(),
             "source": self.source,
             "why": self.why,
             "planned": self.planned,
             "evidence": self.evidence,
             "others": list(self.others),
             "rejected": {k: list(v) for k, v in self.rejected.items()},
+            "rewritable": {k: list(v) for k, v in self.rewritable.items()},
             "notes": list(self.notes),
             "request": {k: v for k, v in dataclasses.asdict(self.request).items() if v not in ("", (), None)},
         }
@@ -147,9 +162,10 @@ class Selection:
     def __str__(self) -> str:
         head = f"{self.id} ({self.provider}) by {self.source}: {self.why}"
         lines = [head + (" [planned]" if self.planned else "")]
-        lines += [f"  via {name}" for name in self.lowerings]
+        lines += [f"  via {step}" for step in self.steps()]
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in self.rejected.items()]
+        lines += [f"  but {name} via {'; via '.join(steps)}" for name, steps in self.rewritable.items()]
         return "\n".join(lines)
 
 
@@ -158,9 +174,14 @@ class _Judgement:
     offer: Offer
     provider: Provider | None = None
     lowerings: tuple[str, ...] = ()
+    plan: Plan | None = None
     reasons: list[str] = dataclasses.field(default_factory=list)
     missing: bool = False
     error: BaseException | None = None
+
+
+def _within(provider: Provider, only: str) -> bool:
+    return not only or provider.name == only or provider.name.startswith(f"{only}/")
 
 
 def holds(conditions: Mapping[str, Constraint], request: AttentionRequest) -> bool:
@@ -188,7 +209,7 @@ class _Judge:
         here = False
         several = len(offer.info.providers) > 1
         for provider in offer.info.providers:
-            if only and provider.name != only and not provider.name.startswith(f"{only}/"):
+            if not _within(provider, only):
                 continue
             prefix = f"{provider.name}: " if several else ""
             if provider.planned and not self.policy.what_if:
@@ -200,10 +221,15 @@ class _Judge:
             here = True
             try:
                 verdict = judge(provider.rows, self.request, self.active)
+                if isinstance(verdict, Accepted) and verdict.lowerings and not provider.planned:
+                    said.plan = self.plan(offer, provider, verdict.lowerings)
+                    if said.plan is None:
+                        names = ", ".join(verdict.lowerings)
+                        verdict = Rejected(f"its row is lowered by {names}, which leads to nothing that it takes")
             except Exception as exc:  # noqa: BLE001 - a plugin's own constraint may raise anything; others still serve
                 said.error = exc
                 verdict = Rejected(f"its capability rows failed: {type(exc).__name__}: {exc}")
-            if isinstance(verdict, Accepted) and not provider.planned:
+            if isinstance(verdict, Accepted) and not provider.planned and said.plan is None:
                 narrowed = self.catalogue.narrow(offer.info, self.request)
                 if isinstance(narrowed, Rejected):
                     said.error = getattr(narrowed, "error", None)
@@ -218,6 +244,31 @@ class _Judge:
         said.missing = not here
         return said
 
+    def lower(self, offer: Offer, only: str = "") -> _Judgement | None:
+        """The judgement of a backend that refused, when an exact rewrite leads to what it takes."""
+        refused = self.ask(offer, only)
+        if not self.policy.lowering or refused.error is not None:
+            return None
+        usable = [p for p in offer.info.providers if not p.planned and p.name not in offer.missing and _within(p, only)]
+        try:
+            plans = [(self.plan(offer, provider), provider) for provider in usable]
+        except Exception as exc:  # noqa: BLE001 - its rows may raise on a request that only a rewrite makes
+            refused.error = exc
+            refused.reasons.append(f"its capability rows failed on a rewritten request: {type(exc).__name__}: {exc}")
+            return None
+        found = [_Judgement(offer, provider, plan.names, plan) for plan, provider in plans if plan is not None]
+        return min(found, key=_cost, default=None)
+
+    def plan(self, offer: Offer, provider: Provider, only: tuple[str, ...] | None = None) -> Plan | None:
+        narrow = functools.partial(self.catalogue.narrow, offer.info)
+        return Planner(provider.rows, narrow=narrow, helper=self._help, only=only).plan(self.request)
+
+    def _help(self, request: AttentionRequest) -> Selection | None:
+        try:
+            return select(request, self.catalogue, Policy(lowering=False))
+        except (UnsupportedRequestError, BackendUnavailableError):
+            return None
+
     def rejected(self, but: str) -> dict[str, list[str]]:
         """Everyone who was asked and refused."""
         return {
@@ -228,6 +279,11 @@ class _Judge:
 
     def others(self, but: str) -> tuple[str, ...]:
         return tuple(n for (n, only), said in self._said.items() if said.provider is not None and n != but and not only)
+
+    def rewritable(self, but: str) -> dict[str, list[str]]:
+        """Those who refused and would serve it through exact rewrites: what each would do."""
+        refused = [o for o in self.offers if o.info.name != but and self.ask(o).provider is None]
+        return {o.info.name: said.plan.lines() for o in refused if (said := self.lower(o)) is not None and said.plan}
 
     def ask_all(self) -> None:
         for offer in self.offers:
@@ -252,6 +308,12 @@ def select(request: AttentionRequest, catalogue: Catalogue, policy: Policy, *, f
     asked = _Judge(request, catalogue, policy)
     if full:
         asked.ask_all()
+    selection = _decide(asked)
+    return dataclasses.replace(selection, rewritable=asked.rewritable(selection.backend)) if full else selection
+
+
+def _decide(asked: _Judge) -> Selection:
+    request, catalogue, policy = asked.request, asked.catalogue, asked.policy
     if policy.choice is not None:
         return _explicit(asked, policy.choice)
     if label := catalogue.vendor_broken.get(request.platform):
@@ -264,33 +326,30 @@ def select(request: AttentionRequest, catalogue: Catalogue, policy: Policy, *, f
 
 def _automatic(asked: _Judge) -> Selection:
     request, policy = asked.request, asked.policy
-    if policy.tuned is not None:
-        for offer in asked.offers:
-            if offer.info.name != policy.tuned or not _may_be_automatic(offer, policy):
-                continue
-            if (said := asked.ask(offer)).provider is not None:
-                return _selection(asked, said, "tuned", "fastest measured for this request on this device")
-    rules = sorted(
-        (
-            (rule.rank, o.info.name, rule.why, o)
-            for o in asked.offers
-            for rule in o.info.auto
-            if holds(rule.when, request)
-        ),
-        key=lambda r: (r[0], r[1]),
-    )
-    for _, _, why, offer in rules:
-        if _may_be_automatic(offer, policy) and (said := asked.ask(offer)).provider is not None:
-            return _selection(asked, said, "platform rule", why)
     ranked = sorted(
-        (o for o in asked.offers if o.info.priority is not None),
-        key=lambda o: (-(o.info.priority or 0), o.info.name),
+        (o for o in asked.offers if _may_be_automatic(o, policy)), key=lambda o: (-(o.info.priority or 0), o.info.name)
     )
     for offer in ranked:
-        if _may_be_automatic(offer, policy) and (said := asked.ask(offer)).provider is not None:
-            ties = [o.info.name for o in ranked if o.info.priority == offer.info.priority and o is not offer]
-            notes = (f"same priority as {', '.join(ties)}; the first name in order wins",) if ties else ()
-            return _selection(asked, said, "priority", f"priority {offer.info.priority}: {offer.info.summary}", notes)
+        if offer.info.name == policy.tuned and (said := asked.ask(offer)).provider is not None:
+            return _selection(asked, said, "tuned", "fastest measured for this request on this device")
+    rules = ((rule.rank, o.info.name, rule.why, o) for o in ranked for rule in o.info.auto if holds(rule.when, request))
+    for _, _, why, offer in sorted(rules, key=lambda r: r[:2]):
+        if (said := asked.ask(offer)).provider is not None:
+            return _selection(asked, said, "platform rule", why)
+    # A negative priority is a last resort: an exact rewrite for another backend comes before it.
+    usual = [o for o in ranked if (o.info.priority or 0) >= 0]
+    for group in (usual, ranked[len(usual) :]):
+        for offer in group:
+            if (said := asked.ask(offer)).provider is not None:
+                ties = [o.info.name for o in ranked if o.info.priority == offer.info.priority and o is not offer]
+                notes = (f"same priority as {', '.join(ties)}; the first name in order wins",) if ties else ()
+                return _selection(
+                    asked, said, "priority", f"priority {offer.info.priority}: {offer.info.summary}", notes
+                )
+        lowered = [found for o in group if (found := asked.lower(o)) is not None]
+        if lowered:
+            best = min(lowered, key=_cost)
+            return _selection(asked, best, "lowering", "nothing takes it as it is; this is the cheapest exact rewrite")
     asked.ask_all()
     rejected = asked.rejected("")
     able = asked.others("")
@@ -300,6 +359,10 @@ def _automatic(asked: _Judge) -> Selection:
     raise UnsupportedRequestError(
         f"no backend can serve this call: {request.summary()}.{none_here} {hint}{_listing(rejected)}", rejected
     )
+
+
+def _cost(said: _Judgement) -> float:
+    return said.plan.cost if said.plan is not None else 0.0
 
 
 def _may_be_automatic(offer: Offer, policy: Policy) -> bool:
@@ -316,6 +379,8 @@ def _explicit(asked: _Judge, choice: Choice) -> Selection:
     if offer is None:
         raise _not_here(asked, choice, name)
     said = asked.ask(offer, only)
+    if said.provider is None and said.error is None:
+        said = asked.lower(offer, only) or said
     if said.provider is not None:
         return _selection(asked, said, choice.source, f"{choice.name} was asked for by {choice.source}")
     for step in offer.info.fallbacks:
@@ -411,7 +476,7 @@ def _not_here(asked: _Judge, choice: Choice, name: str) -> BackendUnavailableErr
 def _refusal(asked: _Judge, choice: Choice, said: _Judgement) -> Exception:
     asked.ask_all()
     name = said.offer.info.name
-    able = ", ".join(n for n in asked.others(name)) or "none"
+    able = ", ".join((*asked.others(name), *asked.rewritable(name))) or "none"
     text = (
         f"{choice.name}, asked for by {choice.source}, cannot serve {asked.request.summary()}: "
         f"{'; '.join(said.reasons)}. Backends that can: {able}"
@@ -438,7 +503,8 @@ def _selection(asked: _Judge, said: _Judgement, source: str, why: str, notes: tu
         backend=info.name,
         platform=info.platform,
         provider=provider.name,
-        lowerings=said.lowerings,
+        lowerings=said.lowerings if said.plan is None else said.plan.names,
+        plan=said.plan,
         source=source,
         why=why,
         rejected=asked.rejected(info.name),
@@ -447,34 +513,6 @@ def _selection(asked: _Judge, said: _Judgement, source: str, why: str, notes: tu
         evidence=said.offer.evidence,
         notes=notes,
     )
-
-
-def select_pair(
-    prefill: AttentionRequest, decode: AttentionRequest, catalogue: Catalogue, policies: Mapping[str, Policy]
-) -> dict[str, Selection]:
-    """Choose for both phases of a server and check the rules between them (`PairRule`).
-
-    Args:
-        prefill, decode: the two phases' requests. policies: by phase, `prefill` and `decode`.
-
-    Raises:
-        UnsupportedRequestError: the two do not work together, or one phase has no backend.
-    """
-    requests = {"prefill": prefill, "decode": decode}
-    chosen = {phase: select(request, catalogue, policies[phase]) for phase, request in requests.items()}
-    by_id = {o.info.id: o.info for o in catalogue.offers}
-    for phase, selection in chosen.items():
-        for rule in by_id[selection.id].pairs:
-            other = chosen.get(rule.other_phase)
-            if rule.phase != phase or other is None or other.backend not in rule.others:
-                continue
-            if holds(rule.when, requests[phase]):
-                raise UnsupportedRequestError(
-                    f"{selection.backend} for {phase} does not work with {other.backend} for {rule.other_phase}: "
-                    f"{rule.why}. Choose another backend for one of the two phases",
-                    {selection.backend: [rule.why]},
-                )
-    return chosen
 
 
 def _nearest(rejected: Mapping[str, list[str]]) -> str:

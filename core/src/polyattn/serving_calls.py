@@ -7,13 +7,15 @@ thousands of steps binds through `polyattn.serving`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import overrides, validate
+from . import overrides, serving_checks, validate
 from .choose import Chosen, choose, device_facts, dtype_name, select_here
+from .contract import KVPart
 from .epoch import EPOCH
 from .errors import InvalidInputError
 from .records import AttentionRequest
@@ -28,8 +30,27 @@ def _chosen(request: AttentionRequest, backend: str | None, scope: overrides.Sco
     return choose(request, backend, scope)
 
 
-def _phase(max_seqlen_q: int) -> str:
-    return "decode" if max_seqlen_q == 1 else "extend"
+def _steps(longest: int, tree: bool, chunked_prefix: bool, parts: Sequence[KVPart]) -> dict[str, Any]:
+    """The fields that say what step of an engine a call is."""
+    decode = longest == 1 and not tree and not chunked_prefix
+    # Groups of a part may be longer than the queries of a sequence, and than the keys they see.
+    grouped = any(part.max_seqlen_q > 1 for part in parts)
+    return {
+        "phase": "verify" if tree else "decode" if decode else "extend",
+        "s_relation": "more" if grouped else "one" if decode else "fewer",
+        "tree": bool(tree),
+        "chunked_prefix": bool(chunked_prefix),
+        "kv_parts": len(parts),
+    }
+
+
+def _mask_kind(attn_mask: Tensor | None) -> str:
+    return "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "additive"
+
+
+def _parts(parts: Sequence[KVPart]) -> dict[str, Any]:
+    # A backend that knows no parts need not know the keyword.
+    return {"kv_parts": parts} if parts else {}
 
 
 def _no_grad(*tensors: Tensor | None) -> None:
@@ -51,29 +72,6 @@ def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
     ).normalised()
 
 
-def _paged_request(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, static: Static, kv_layout: str, **more: Any
-) -> AttentionRequest:
-    h, p = (2, 1) if kv_layout == "NHD" else (1, 2)
-    longest = more.pop("max_seqlen_q")
-    phase = _phase(longest)
-    return _request(
-        static,
-        query,
-        family="paged",
-        phase=phase,
-        kv_heads=key_cache.shape[h],
-        head_dim=query.shape[2],
-        v_head_dim=value_cache.shape[3],
-        kv_dtype=dtype_name(key_cache.dtype),
-        page_size=key_cache.shape[p],
-        kv_layout=kv_layout,
-        s_relation="one" if phase == "decode" else "fewer",
-        large=max(query.numel(), key_cache.numel(), value_cache.numel()) >= 2**31,
-        **more,
-    )
-
-
 def _paged_arguments(
     query: Tensor,
     key_cache: Tensor,
@@ -92,32 +90,46 @@ def _paged_arguments(
     out: Tensor | None,
     kv_layout: str,
     save_kv_cache: bool,
+    kv_parts: Sequence[KVPart],
+    tree: bool,
+    chunked_prefix: bool,
     static: Static,
 ) -> AttentionRequest:
+    """Check a paged call; what it asks for."""
     validate.check_paged(
         query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, kv_layout
     )
     if save_kv_cache and (key is None or value is None):
         raise InvalidInputError("save_kv_cache=True writes new keys and values: pass key and value [T_q, H_kv, D]")
-    heads = key_cache.shape[2 if kv_layout == "NHD" else 1]
-    validate.check_new_keys(query, key, value, key_cache, value_cache, heads)
-    validate.check_scales(query, k_scale, v_scale, tuple(key_cache.shape[:3]), heads)
-    inputs = (query, key_cache, value_cache)
-    options = (max_seqlen_q, max_seqlen_k, attn_mask, sinks, out, value_cache.shape[3], inputs)
+    h, p = (2, 1) if kv_layout == "NHD" else (1, 2)
+    heads = key_cache.shape[h]
+    granularity = serving_checks.check_storage(query, key_cache, value_cache, k_scale, v_scale, heads)
+    fp4 = key_cache.dtype == torch.uint8
+    v_head_dim = value_cache.shape[3] * (2 if fp4 else 1)
+    validate.check_new_keys(query, key, value, heads, v_head_dim)
+    pools = {"key_cache": key_cache, "value_cache": value_cache}
+    options = (max_seqlen_q, max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
     validate.check_serving_options(query, page_table.shape[0], *options)
+    serving_checks.check_kv_parts(query, kv_parts, static.window, pools, p, k_scale)
+    if tree:
+        serving_checks.check_tree(attn_mask, seq_lens, cu_seqlens_q, chunked_prefix, kv_parts)
     _no_grad(query, key_cache, value_cache, key, value)
-    granularity = "" if k_scale is None else {0: "tensor", 1: "head"}.get(k_scale.squeeze().ndim, "token")
-    return _paged_request(
-        query,
-        key_cache,
-        value_cache,
+    return _request(
         static,
-        kv_layout,
-        max_seqlen_q=max_seqlen_q,
+        query,
+        family="paged",
+        kv_heads=heads,
+        head_dim=query.shape[2],
+        v_head_dim=v_head_dim,
+        kv_dtype="fp4_e2m1" if fp4 else dtype_name(key_cache.dtype),
+        page_size=key_cache.shape[p],
+        kv_layout=kv_layout,
         kv_scales=granularity,
         save_kv_cache=bool(save_kv_cache),
-        mask="none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "additive",
+        mask=_mask_kind(attn_mask),
         sinks=sinks is not None,
+        large=max(query.numel(), key_cache.numel(), value_cache.numel()) >= 2**31,
+        **_steps(max_seqlen_q, tree, chunked_prefix, kv_parts),
     )
 
 
@@ -143,6 +155,9 @@ def paged_attention(
     scale: float | None = None,
     kv_layout: str = "NHD",
     save_kv_cache: bool = False,
+    kv_parts: Sequence[KVPart] = (),
+    tree: bool = False,
+    chunked_prefix: bool = False,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
@@ -153,12 +168,19 @@ def paged_attention(
     Args:
         query: [T_q, H_q, D].
         key_cache, value_cache: [pages, page_size, H_kv, D | D_v] (NHD) or [pages, H_kv, page_size, D | D_v] (HND); the
-            query's dtype, or float8 with `k_scale`, `v_scale`.
+            query's dtype, float8 or int8 with `k_scale`, `v_scale`, or uint8 [..., D/2] for FP4 (two numbers a byte,
+            low four bits first; `polyattn.quantised` packs them).
         page_table: int32 [N, max_pages]. seq_lens: int32 [N], keys per sequence with the new ones.
         cu_seqlens_q: int32 [N+1]. max_seqlen_q, max_seqlen_k: host ints.
         key, value: [T_q, H_kv, D | D_v] new keys and values, written to the cache first if `save_kv_cache`.
-        k_scale, v_scale: dequantisation factors, scalar, [H_kv] or per token.
-        attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k]. The rest as `polyattn.attention`.
+        k_scale, v_scale: dequantisation factors, one number, [H_kv] or one per token and head in the layout of the
+            cache; FP4: one per 16 numbers, [pages, page_size, H_kv, D/16], e4m3 or float32.
+        attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k].
+        kv_parts: more keys that groups of the queries see whole, see `polyattn.KVPart`: shared prefixes, split KV.
+            `causal` and `attn_mask` speak of the call's own keys; `window` excludes parts.
+        tree: the last S_q columns of the bool `attn_mask` are a tree of drafts, everything before is visible (S8).
+        chunked_prefix: attend the keys before the queries in chunks, for a bound on a kernel's memory.
+        The rest as `polyattn.attention`.
 
     Returns:
         out [T_q, H_q, D_v], or (out, lse [T_q, H_q]).
@@ -169,7 +191,7 @@ def paged_attention(
     static = Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
     request = _paged_arguments(
         query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key, value,
-        k_scale, v_scale, attn_mask, sinks, out, kv_layout, save_kv_cache, static,
+        k_scale, v_scale, attn_mask, sinks, out, kv_layout, save_kv_cache, kv_parts, tree, chunked_prefix, static,
     )  # fmt: skip
     chosen = _chosen(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
     return chosen.bound.forward(
@@ -188,6 +210,7 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         out=out,
+        **_parts(kv_parts),
     )
 
 
@@ -201,6 +224,9 @@ def _explain_paged(
     causal: Any = True,
     kv_layout: str = "NHD",
     save_kv_cache: bool = False,
+    kv_parts: Sequence[KVPart] = (),
+    tree: bool = False,
+    chunked_prefix: bool = False,
     window: Any = (-1, -1),
     softcap: float = 0.0,
     scale: float | None = None,
@@ -211,8 +237,8 @@ def _explain_paged(
     static = Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
     optional = dict.fromkeys(("key", "value", "k_scale", "v_scale", "attn_mask", "sinks"))
     request = _paged_arguments(
-        query, key_cache, value_cache, out=out, kv_layout=kv_layout, save_kv_cache=save_kv_cache, static=static,
-        **{**optional, **tensors},
+        query, key_cache, value_cache, out=out, kv_layout=kv_layout, save_kv_cache=save_kv_cache, kv_parts=kv_parts,
+        tree=tree, chunked_prefix=chunked_prefix, static=static, **{**optional, **tensors},
     )  # fmt: skip
     return select_here(request, backend, overrides.SCOPE.get(), full=True)
 
@@ -231,25 +257,13 @@ def _mla_request(
     v_head_dim: int,
     attn_mask: Tensor | None,
     out: Tensor | None,
+    kv_parts: Sequence[KVPart],
+    tree: bool,
+    chunked_prefix: bool,
     static: Static,
 ) -> AttentionRequest:
-    for name, tensor, rank, shape in (
-        ("query", query, 3, "[T, H_q, D_c + D_r]"),
-        ("cache", cache, 3, "[pages, page_size, D_c + D_r]"),
-    ):
-        if not isinstance(tensor, Tensor) or tensor.ndim != rank:
-            shown = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InvalidInputError(f"{name} is {shown}; a tensor {shape} is needed")
-    if query.dtype != cache.dtype:
-        raise InvalidInputError(
-            f"query is {query.dtype}, cache {cache.dtype}; one dtype is needed (FP8 rows: unpack them with "
-            f"polyattn.reference.mla_unpack_fp8 first)"
-        )
-    if query.shape[2] != cache.shape[2] or not 0 < v_head_dim <= query.shape[2]:
-        raise InvalidInputError(
-            f"query rows have {query.shape[2]} numbers, cache rows {cache.shape[2]}, v_head_dim is {v_head_dim}; rows "
-            f"must be equal and v_head_dim the leading part of them"
-        )
+    """Check a latent call; what it asks for."""
+    serving_checks.check_mla(query, cache, v_head_dim)
     if static.scale is None:
         raise InvalidInputError(
             "mla_attention needs an explicit scale: that of the uncompressed heads, for example 192 ** -0.5 "
@@ -260,20 +274,24 @@ def _mla_request(
     )
     options = (max_seqlen_q, max_seqlen_k, attn_mask, None, out, v_head_dim, (query, cache))
     validate.check_serving_options(query, page_table.shape[0], *options)
+    serving_checks.check_kv_parts(query, kv_parts, static.window, {"cache": cache}, 1, None)
+    if tree:
+        serving_checks.check_tree(attn_mask, seq_lens, cu_seqlens_q, chunked_prefix, kv_parts)
     _no_grad(query, cache)
-    phase = _phase(max_seqlen_q)
+    fp8 = cache.dtype == torch.uint8
     return _request(
         static,
         query,
         family="mla",
-        phase=phase,
         kv_heads=1,
         head_dim=query.shape[2],
         v_head_dim=v_head_dim,
+        kv_dtype="fp8_e4m3" if fp8 else "auto",
+        kv_scales="block128" if fp8 else "",
         page_size=cache.shape[1],
-        s_relation="one" if phase == "decode" else "fewer",
         large=max(query.numel(), cache.numel()) >= 2**31,
-        mask="none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "additive",
+        mask=_mask_kind(attn_mask),
+        **_steps(max_seqlen_q, tree, chunked_prefix, kv_parts),
     )
 
 
@@ -291,6 +309,9 @@ def mla_attention(
     causal: bool | str = True,
     window: tuple[int, int] = (-1, -1),
     attn_mask: Tensor | None = None,
+    kv_parts: Sequence[KVPart] = (),
+    tree: bool = False,
+    chunked_prefix: bool = False,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
@@ -300,8 +321,10 @@ def mla_attention(
 
     Args:
         query: [T_q, H_q, D_c + D_r], the absorbed nope part, then the rope part.
-        cache: [pages, page_size, D_c + D_r], one latent row per token for all heads.
-        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k: as `paged_attention`.
+        cache: [pages, page_size, D_c + D_r], one latent row per token for all heads; in FP8 uint8 [pages, page_size,
+            656], see `polyattn.reference.mla_unpack_fp8`.
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, attn_mask: as `paged_attention`.
+        kv_parts, tree, chunked_prefix: as `paged_attention`.
         scale: of the uncompressed heads, never of the latent row (S2).
         v_head_dim: D_c, the leading part of a row that is the value.
 
@@ -313,8 +336,9 @@ def mla_attention(
     """
     static = Static(causal, window, 0.0, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
     request = _mla_request(
-        query, cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, v_head_dim, attn_mask, out, static
-    )
+        query, cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, v_head_dim, attn_mask, out,
+        kv_parts, tree, chunked_prefix, static,
+    )  # fmt: skip
     chosen = _chosen(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
     return chosen.bound.forward(
         query,
@@ -326,6 +350,7 @@ def mla_attention(
         max_seqlen_k=max_seqlen_k,
         attn_mask=attn_mask,
         out=out,
+        **_parts(kv_parts),
     )
 
 
@@ -338,6 +363,9 @@ def _explain_mla(
     causal: Any = True,
     window: Any = (-1, -1),
     attn_mask: Any = None,
+    kv_parts: Sequence[KVPart] = (),
+    tree: bool = False,
+    chunked_prefix: bool = False,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
@@ -345,7 +373,10 @@ def _explain_mla(
     **tables: Any,
 ) -> Selection:
     static = Static(causal, window, 0.0, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
-    request = _mla_request(query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, static=static, **tables)
+    request = _mla_request(
+        query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, kv_parts=kv_parts, tree=tree,
+        chunked_prefix=chunked_prefix, static=static, **tables,
+    )  # fmt: skip
     return select_here(request, backend, overrides.SCOPE.get(), full=True)
 
 

@@ -19,8 +19,8 @@ __all__ = [
     "check_cu_seqlens",
     "check_dense",
     "check_new_keys",
+    "check_page_table",
     "check_paged",
-    "check_scales",
     "check_serving_options",
     "check_statics",
     "check_varlen",
@@ -83,7 +83,16 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _common(query: Tensor, key: Tensor, value: Tensor, h_q: int, h_kv: int, h_v: int, kv_dtypes: bool = False) -> None:
+def _common(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    h_q: int,
+    h_kv: int,
+    h_v: int,
+    kv_dtypes: bool = False,
+    packed: int = 1,
+) -> None:
     names = (("query", query), ("key", key), ("value", value))
     for name, tensor in names:
         if tensor.dtype not in FLOATS and not (kv_dtypes and name != "query"):
@@ -102,8 +111,10 @@ def _common(query: Tensor, key: Tensor, value: Tensor, h_q: int, h_kv: int, h_v:
         raise InvalidInputError(f"key has {h_kv} heads, value {h_v}; they must be equal")
     if not h_q or not h_kv or h_q % h_kv:
         raise InvalidInputError(f"query has {h_q} heads, key and value {h_kv}: H_q must be a multiple of H_kv")
-    if key.shape[-1] != query.shape[-1]:
-        raise InvalidInputError(f"query has head dim {query.shape[-1]}, key {key.shape[-1]}; they must be equal")
+    if key.shape[-1] * packed != query.shape[-1]:
+        more = " (uint8 holds FP4, two numbers a byte; an FP8 cache is .view(torch.float8_e4m3fn))" if packed > 1 else ""
+        width = key.shape[-1] * packed
+        raise InvalidInputError(f"query has head dim {query.shape[-1]}, key {width}; they must be equal{more}")
     if not query.shape[-1] or not value.shape[-1]:
         raise InvalidInputError(f"head dims are {query.shape[-1]} and {value.shape[-1]}; both must be at least 1")
 
@@ -273,7 +284,9 @@ def check_paged(
     if kv_layout not in ("NHD", "HND"):
         raise InvalidInputError(f"kv_layout={kv_layout!r} must be NHD or HND")
     h, p = (2, 1) if kv_layout == "NHD" else (1, 2)
-    _common(query, key_cache, value_cache, query.shape[1], key_cache.shape[h], value_cache.shape[h], kv_dtypes=True)
+    heads = (query.shape[1], key_cache.shape[h], value_cache.shape[h])
+    # Two numbers of FP4 share a byte.
+    _common(query, key_cache, value_cache, *heads, kv_dtypes=True, packed=2 if key_cache.dtype == torch.uint8 else 1)
     if key_cache.shape[:3] != value_cache.shape[:3]:
         raise InvalidInputError(
             f"key_cache is {tuple(key_cache.shape)}, value_cache {tuple(value_cache.shape)}; pages must agree"
@@ -283,35 +296,20 @@ def check_paged(
     )
 
 
-def check_new_keys(query: Tensor, key: Any, value: Any, key_cache: Tensor, value_cache: Tensor, heads: int) -> None:
+def check_new_keys(query: Tensor, key: Any, value: Any, heads: int, v_head_dim: int) -> None:
     """Check the keys and values of the query tokens, [T_q, H_kv, D | D_v]."""
     if (key is None) != (value is None):
         raise InvalidInputError("key and value go together: pass both, or none")
-    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+    for name, new, width in (("key", key, query.shape[2]), ("value", value, v_head_dim)):
         if new is None:
             continue
-        shape = (query.shape[0], heads, cache.shape[-1])
+        shape = (query.shape[0], heads, width)
         _tensor(name, new, 3, "[T_q, H_kv, D]")
         if tuple(new.shape) != shape or new.dtype not in FLOATS or new.device != query.device:
             raise InvalidInputError(
                 f"{name} is {tuple(new.shape)} {new.dtype} on {new.device}; {shape} (T_q, H_kv, D) of a float dtype on "
                 f"{query.device} is needed"
             )
-
-
-def check_scales(query: Tensor, k_scale: Any, v_scale: Any, tokens: tuple[int, ...], heads: int) -> None:
-    """Check the dequantisation factors; `tokens`: shape of one factor per token and head, the cache's leading axes."""
-    if (k_scale is None) != (v_scale is None):
-        raise InvalidInputError("k_scale and v_scale go together: pass both, or none")
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        allowed = f"one number, [{heads}] (H_kv) or {list(tokens)} (one per token and head)"
-        if not isinstance(scale, Tensor) or not scale.is_floating_point() or scale.device != query.device:
-            shown = f"{scale.dtype} on {scale.device}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
-            raise InvalidInputError(f"{name} is {shown}; a float tensor on {query.device} is needed: {allowed}")
-        if scale.numel() != 1 and tuple(scale.shape) not in ((heads,), tokens):
-            raise InvalidInputError(f"{name} has shape {tuple(scale.shape)}; allowed: {allowed}")
 
 
 def check_serving_options(
@@ -340,8 +338,12 @@ def check_page_table(
     max_seqlen_k: Any,
     pages: int,
     page_size: int,
+    grouped: bool = False,
 ) -> None:
-    """Check the tables of a paged or latent call against a cache of `pages` pages."""
+    """Check the tables of a paged or latent call against a cache of `pages` pages.
+
+    `grouped`: they are those of a `KVPart`, whose queries are not the last tokens of its rows.
+    """
     _index("page_table", page_table, 2, "[N, max_pages]")
     _index("seq_lens", seq_lens, 1, "[N]")
     _index("cu_seqlens_q", cu_seqlens_q, 1, "[N+1]")
@@ -363,7 +365,7 @@ def check_page_table(
     for i, length in enumerate(seq_lens.tolist()):
         new = starts[i + 1] - starts[i]
         needed = -(-length // page_size)
-        if 0 < length < new or length < 0:  # 0 marks a padding row, whatever its queries
+        if length < 0 or (0 < length < new and not grouped):  # 0 marks a padding row, whatever its queries
             raise InvalidInputError(
                 f"seq_lens[{i}]={length} is less than its {new} queries; it counts all keys, new ones included"
             )

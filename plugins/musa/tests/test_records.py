@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from polyattn import what_if
+from polyattn.distributions import availability, distribution_version
 from polyattn.errors import PolyattnError
-from polyattn.plugins import PluginManager, availability, distribution_version
+from polyattn.plugins import PluginManager
 from polyattn.records import AttentionRequest, DeviceReport, Provider
 from polyattn_musa.plugin import BACKENDS, MATE
 

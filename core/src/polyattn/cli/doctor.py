@@ -15,11 +15,12 @@ from rich.text import Text
 
 from .. import __version__
 from ..config import backend_names, check_settings, load_settings
+from ..distributions import availability, distribution_version
 from ..envvars import ENVVARS, flag
 from ..errors import PolyattnError
 from ..inspection import BackendStatus, detect, list_backends
 from ..platforms import torch_build
-from ..plugins import PluginManager, PluginReport, availability, distribution_version, get_manager, reset_manager
+from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
 from ..records import BackendInfo, DeviceReport, Provider
 from .config_check import unread_variables
 from .rendering import facts, grid, screen, show_json, standing, title

@@ -9,11 +9,12 @@ import typer
 from rich.text import Text
 
 from ..errors import ConfigError
+from ..hybrid import select_pair
 from ..inspection import catalogue, detect, what_if
 from ..overrides import SCOPE, current_choice, current_settings
 from ..plugins import get_manager
 from ..records import AttentionRequest
-from ..selection import Choice, Policy, Selection, select, select_pair
+from ..selection import Choice, Policy, Selection, select
 from .asking import SERVING, Question, ask
 from .reasons import reasons_table
 from .rendering import facts, panel, screen, show_json, standing
@@ -313,12 +314,13 @@ def _print(selection: Selection, verbose: bool) -> None:
         ("evidence", standing(selection.evidence)),
     ]
     if selection.lowerings:
-        pairs.append(("rewritten by", Text(", ".join(selection.lowerings), style="warn")))
+        pairs.append(("rewritten by", Text("\n".join(selection.steps()), style="warn")))
     if selection.planned:
         pairs.append(("planned", Text("its adapter is not part of this version: judged as if it were", style="later")))
     pairs += [("note", note) for note in selection.notes]
     if selection.others:
         pairs.append(("could serve too", ", ".join(selection.others)))
+    pairs += [(f"{name} could, via", Text("\n".join(steps))) for name, steps in selection.rewritable.items()]
     console.print(panel(head, facts(pairs)))
     if selection.rejected:
         console.print()

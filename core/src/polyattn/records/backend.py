@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .capability import Constraint, Row, _condition, _known
+from .request import AttentionRequest
 
 __all__ = [
     "Alias",
@@ -23,6 +24,7 @@ __all__ = [
     "PlatformInfo",
     "Provider",
     "Requirement",
+    "Witness",
     "conditions",
 ]
 
@@ -126,6 +128,21 @@ class PairRule:
 
 
 @dataclasses.dataclass(frozen=True)
+class Witness:
+    """One refusal that the plugin's `polyattn_report_capability` adds to the rows: they accept `request`, it does not.
+
+    Every kind of refusal has one; the conformance kit asks the hook, and reports a narrowing without a witness.
+
+    Attributes:
+        request: in normal form or not. Its `arch`, if it has one, stands; else it is asked of the machine at hand.
+        why: the limit, for people.
+    """
+
+    request: AttentionRequest
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
 class ConfigField:
     """One option of a backend's typed schema (`--attention-backend-config`).
 
@@ -162,6 +179,7 @@ class BackendInfo:
             (lossy or approximate methods, and methods a person must ask for).
         aliases, fallbacks, auto, pairs: data described in their classes.
         config: the typed schema of its options.
+        narrowed: a witness for each kind of refusal that the plugin's capability hook adds to the rows.
         evidence: the least the plugin claims; an evidence file beside the plugin raises it.
         lossy: accuracy class for approximate methods (quantised, sparse), empty = exact.
         upstream: where the kernels come from.
@@ -182,6 +200,7 @@ class BackendInfo:
     lossy: str = ""
     upstream: str = ""
     note: str = ""
+    narrowed: tuple[Witness, ...] = ()
 
     @property
     def id(self) -> str:

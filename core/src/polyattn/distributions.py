@@ -1,0 +1,93 @@
+"""Is what a provider needs installed, in the right version, and the right package? Nothing is imported to find out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+from .records import Provider, Requirement
+
+__all__ = ["Availability", "availability", "distribution_version", "normalise_distribution"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Availability:
+    """Whether a provider's distributions are here: `reason` says what is missing, `hint` the one thing to do."""
+
+    ok: bool
+    version: str = ""
+    reason: str = ""
+    hint: str = ""
+
+
+def normalise_distribution(name: str) -> str:
+    """PEP 503 form: lower case, runs of -_. as one dash."""
+    return "-".join(part for part in name.lower().replace("_", "-").replace(".", "-").split("-") if part)
+
+
+@functools.cache
+def distribution_version(name: str) -> str | None:
+    """Installed version of a distribution, read from metadata, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _module_findable(dotted: str) -> bool:
+    """Whether a module's file exists, without importing it or any parent (vendor packages may compile at import)."""
+    top, *rest = dotted.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    if spec is None:
+        return False
+    for parent in spec.submodule_search_locations or ():
+        base = Path(parent).joinpath(*rest)
+        if not rest or base.is_dir() or any(base.parent.glob(f"{base.name}.*")):
+            return True
+    return not rest
+
+
+def availability(provider: Provider, installed: Mapping[str, str] | None = None) -> Availability:
+    """Are the provider's distributions installed, in the right version, and the right packages?
+
+    Args:
+        provider: the provider.
+        installed: what-if: normalised distribution name -> version ("" = any version); None = ask the machine.
+    """
+    found = []
+    for need in provider.requires:
+        version = _lookup(need, installed)
+        hint = need.hint or f"pip install {need.distribution}{need.versions}"
+        if version is None:
+            impostor = f"; the registry has {need.impostor}" if need.impostor else ""
+            return Availability(False, "", f"{need.distribution}{need.versions} is not installed{impostor}", hint)
+        if need.versions and version and not _matches(version, need.versions):
+            return Availability(
+                False, version, f"{need.distribution} {version} is installed, {need.versions} is needed", hint
+            )
+        if installed is None and need.module and not _module_findable(need.module):
+            what = need.impostor or f"{need.distribution} without {need.module}"
+            return Availability(False, version, f"the installed {need.distribution} {version} is {what}", hint)
+        found.append(f"{need.distribution} {version}".strip())
+    return Availability(True, ", ".join(found))
+
+
+def _lookup(need: Requirement, installed: Mapping[str, str] | None) -> str | None:
+    for name in (need.distribution, *need.also):
+        version = distribution_version(name) if installed is None else installed.get(normalise_distribution(name))
+        if version is not None:
+            return version
+    return None
+
+
+def _matches(version: str, specifier: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(version, prereleases=True)

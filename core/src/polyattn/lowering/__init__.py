@@ -1,0 +1,24 @@
+"""Exact rewrites between a request and a kernel: what a kernel lacks is often one away.
+
+A `Lowering` turns a request into others that a kernel may take, and the kernel's functions into ones that serve the
+request. They chain: `plan` finds the cheapest chain, `bind` builds it. Each is one file of this folder; `LOWERINGS`
+names them, and a file is imported when a chain is first looked for. Planning needs no torch.
+"""
+
+from .base import Lowering, Rewrite
+from .binding import bind
+from .catalogue import LOWERINGS, get_lowering, lowerings
+from .planning import MAX_STEPS, Plan, Planner, refused_fields
+
+__all__ = [
+    "LOWERINGS",
+    "MAX_STEPS",
+    "Lowering",
+    "Plan",
+    "Planner",
+    "Rewrite",
+    "bind",
+    "get_lowering",
+    "lowerings",
+    "refused_fields",
+]

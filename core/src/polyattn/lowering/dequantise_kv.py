@@ -1,0 +1,110 @@
+"""`dequantise_kv`: a quantised cache by a kernel that reads none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..contract import Bound
+from ..records import AttentionRequest
+from .base import Lowering, Rewrite
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DequantiseKV"]
+
+_PER_NUMBER = ("", "tensor", "head", "token")
+_SCALES = {
+    ("paged", "fp8_e4m3"): _PER_NUMBER,
+    ("paged", "fp8_e5m2"): _PER_NUMBER,
+    ("paged", "int8"): _PER_NUMBER,
+    ("paged", "fp4_e2m1"): ("block16",),
+    ("mla", "fp8_e4m3"): ("block128",),
+}
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+_NARROWER = {"float32": ("bfloat16", "float16"), "float64": ("float32", "bfloat16", "float16")}
+"""What a cache may be in that a wider query reads without rounding."""
+
+
+def _readable(request: AttentionRequest) -> bool:
+    storage, family = request.kv_storage, request.family
+    if request.dtype not in _FLOATS:
+        return False
+    if family == "mla" and storage == "fp8_e4m3" and request.dims != (576, 512):
+        return False
+    scales = _SCALES.get((family, storage), ())
+    if family in ("paged", "mla") and storage in _NARROWER.get(request.dtype, ()):
+        scales = _PER_NUMBER if family == "paged" else ("",)
+    return request.kv_scales in scales
+
+
+class DequantiseKV(Lowering):
+    """The pages that the table names are dequantised into a cache of the query's dtype, which the kernel reads.
+
+    New rows are attended as the cache would round them (S9). With `save_kv_cache` they are stored in the caller's cache
+    first, as it rounds them; else they are written into the dequantised one.
+    """
+
+    name = "dequantise_kv"
+    summary = "the pages in the table are dequantised into a cache of the query's dtype"
+    fields = frozenset({"kv_dtype", "kv_scales", "kv_storage", "save_kv_cache"})
+
+    def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
+        if request.kv_storage == request.dtype or request.kv_parts or not _readable(request):
+            return
+        plain = dataclasses.replace(request, kv_dtype="auto", kv_scales="")
+        if request.save_kv_cache:
+            plain = dataclasses.replace(plain, save_kv_cache=False)
+        scales = f" with scales by {request.kv_scales}" if request.kv_scales else ""
+        # Of K and V each: read, written, and read by the kernel in the wider dtype.
+        yield Rewrite((plain,), 5.0, detail=f"cache {request.kv_storage}{scales} -> {request.dtype}")
+
+    def bind(
+        self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
+    ) -> Bound:
+        import torch
+
+        from .lengths import check_size
+        from .pages import Pool, Tokens, owned
+
+        kernel, size = inner[0], request.page_size
+        width = request.kv_heads * max(request.dims)
+
+        def forward(
+            query: Tensor,
+            *caches: Tensor,
+            page_table: Tensor,
+            seq_lens: Tensor,
+            cu_seqlens_q: Tensor,
+            max_seqlen_k: int,
+            key: Tensor | None = None,
+            value: Tensor | None = None,
+            k_scale: Tensor | None = None,
+            v_scale: Tensor | None = None,
+            **given: Any,
+        ) -> Any:
+            pages = owned(page_table, seq_lens, size, max_seqlen_k)
+            check_size(request, "dequantising the cache", pages.numel() * size * width)
+            table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
+            tokens = None if key is None else Tokens.of(query, seq_lens, cu_seqlens_q)
+
+            def plain(cache: Tensor, new: Tensor | None, scale: Tensor | None) -> Tensor:
+                pool = Pool(request, cache, scale)
+                if new is None or tokens is None:
+                    return pool.pages(pages.flatten(), query.dtype)
+                slots = tokens.slots(page_table, size)
+                if request.save_kv_cache:
+                    pool.write(slots, new)
+                readable = pool.pages(pages.flatten(), query.dtype)
+                if not request.save_kv_cache:
+                    rows = pool.rows(slots, query.dtype, new)
+                    Pool(rewrite.inner[0], readable).write(tokens.slots(table, size), rows)
+                return readable
+
+            sides = zip(caches, (key, value), (k_scale, v_scale), strict=False)
+            lens = {"page_table": table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+            return kernel.forward(query, *(plain(*s) for s in sides), max_seqlen_k=max_seqlen_k, **lens, **given)
+
+        return Bound(forward, traceable=kernel.traceable)

@@ -1,0 +1,88 @@
+"""`finer_pages`: a cache in pages of P by a kernel of smaller ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..contract import Bound
+from ..errors import UnsupportedRequestError
+from ..records import AttentionRequest
+from .base import Lowering, Rewrite
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FinerPages", "by_size"]
+
+_SCALES = ("k_scale", "v_scale")
+
+
+def by_size(request: AttentionRequest, sizes: Iterable[int]) -> Iterable[Rewrite]:
+    """Rewrites of a request to pages of these sizes, which divide its own."""
+    # In HND the tokens of a page lie in one run per head: no smaller page of all heads is a view.
+    viewable = request.family == "mla" or (request.family == "paged" and request.kv_layout in ("", "NHD"))
+    if viewable and not request.kv_parts:
+        for size in sizes:
+            inner = dataclasses.replace(request, page_size=size)
+            # Of tensors only the table is written. Shorter runs of rows cost a kernel a little.
+            yield Rewrite((inner,), 0.5 / size, detail=f"pages of {request.page_size} -> {size}")
+
+
+class FinerPages(Lowering):
+    """Page i of P tokens is pages i * P/p, i * P/p + 1 ... of p tokens, in the same memory."""
+
+    name: ClassVar[str] = "finer_pages"
+    summary: ClassVar[str] = "the pages are cut into smaller ones by views, and the table with them"
+    fields = frozenset({"page_size"})
+
+    def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
+        P = request.page_size
+        return by_size(request, (size for size in range(P // 2, 1, -1) if P % size == 0))
+
+    def bind(
+        self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
+    ) -> Bound:
+        import torch
+
+        kernel, P, p = inner[0], request.page_size, rewrite.inner[0].page_size
+        names = ("key_cache", "value_cache") if request.family == "paged" else ("cache",)
+
+        def forward(query: Tensor, *caches: Tensor, page_table: Tensor, max_seqlen_k: int, **given: Any) -> Any:
+            pools: dict[str, Tensor] = dict(zip(names, caches, strict=True))
+            if request.kv_scales in ("token", "block16"):
+                pools |= {name: given[name] for name in _SCALES}
+            step = _step(pools, P, p)
+            cut = {name: _cut(pool, P, p, step) for name, pool in pools.items()}
+            given |= {name: cut.pop(name) for name in _SCALES if name in cut}
+            table = page_table[:, : max(-(-max_seqlen_k // P), 1)].unsqueeze(-1) * step
+            table = (table + torch.arange(P // p, dtype=table.dtype, device=table.device)).flatten(1)
+            return kernel.forward(query, *cut.values(), page_table=table, max_seqlen_k=max_seqlen_k, **given)
+
+        return Bound(forward, traceable=kernel.traceable)
+
+
+def _step(pools: Mapping[str, Tensor], P: int, p: int) -> int:
+    """Smaller pages from one page of the table to the next: more than P / p where other data lies between the pages,
+    as in a pool that keeps keys and values side by side."""
+    steps = {}
+    for name, pool in pools.items():
+        rows = pool.stride(1)
+        between = pool.stride(0) if pool.shape[0] > 1 else P * rows
+        steps[name] = between // (rows * p) if rows and between % (rows * p) == 0 and between >= P * rows else None
+    found = set(steps.values())
+    step = found.pop()
+    if found or step is None:
+        strides = ", ".join(f"{name} has strides {tuple(pool.stride())}" for name, pool in pools.items())
+        raise UnsupportedRequestError(
+            f"pages of {P} tokens cannot be read as pages of {p} here: {strides}. Their pages must follow each other "
+            f"at one multiple of {p} rows for all: make the caches contiguous, or name a backend for pages of {P}"
+        )
+    return step
+
+
+def _cut(pool: Tensor, P: int, p: int, step: int) -> Tensor:
+    """`pool` [pages, P, ...] as [more pages, p, ...], in the same memory."""
+    count = (pool.shape[0] - 1) * step + P // p if pool.shape[0] else 0
+    return pool.as_strided((count, p, *pool.shape[2:]), (pool.stride(1) * p, *pool.stride()[1:]))

@@ -1,0 +1,38 @@
+"""`pad_value_dim`: values get columns of zeros, and the output loses them again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from ..contract import Bound
+from ..records import AttentionRequest
+from .base import Lowering, Rewrite
+from .widths import wider
+
+__all__ = ["PadValueDim"]
+
+
+class PadValueDim(Lowering):
+    """Each column of the output depends on the same column of V alone, and a column of zeros gives zeros."""
+
+    name = "pad_value_dim"
+    summary = "values are padded with zeros and the output is cropped"
+    fields = frozenset({"v_head_dim", "dims", "same_dims"})
+
+    def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
+        if request.family not in ("dense", "varlen"):
+            return
+        D, D_v = request.dims
+        for width in sorted({*wider(D_v), *([D] if D_v < D else [])}):
+            padded = dataclasses.replace(request, v_head_dim=width)
+            # V is read and written once more, and the kernel reads V and writes the output wider; cropping is a view.
+            yield Rewrite((padded,), 1 + width / D_v + 2 * (width / D_v - 1), detail=f"D_v {D_v} -> {width}")
+
+    def bind(
+        self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
+    ) -> Bound:
+        from .tensors import adapt, columns
+
+        route = columns(request, request.dims[1], rewrite.inner[0].dims[1])
+        return adapt(inner[0], value=route, out=route)

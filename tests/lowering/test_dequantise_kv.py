@@ -1,0 +1,127 @@
+"""`dequantise_kv` against the reference: every kind of cache, read and written."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+
+from polyattn import reference
+from polyattn.errors import UnsupportedRequestError
+from polyattn.lowering import bind, lengths
+
+from .harness import EXACT, GATES, Lowered, families_of, offers, takes
+from .serving import cached, exact, gates, make, run, same, steps
+
+PLAIN = takes(("paged", "mla"), kv_dtype="auto", kv_scales="")
+READ_ONLY = takes(("paged", "mla"), kv_dtype="auto", kv_scales="", save_kv_cache=False)
+PER_NUMBER = tuple(
+    (dtype, scales) for dtype in ("fp8_e4m3", "fp8_e5m2", "int8") for scales in ("", "tensor", "head", "token")
+)
+FP4 = (("fp4_e2m1", "block16"),)
+LENGTHS = ((3, 8), (1, 5), (2, 0))
+
+
+@EXACT
+@given(steps(family=("paged",), kv=PER_NUMBER))
+def test_one_number_each(step):
+    exact(step, PLAIN, ("dequantise_kv",))
+
+
+@GATES
+@given(steps(family=("paged",), kv=FP4, head_dim=(16, 48), v_head_dim=(32,)))
+def test_two_numbers_a_byte(step):
+    exact(step, PLAIN, ("dequantise_kv",))
+
+
+@GATES
+@given(steps(family=("mla",), kv=(("fp8_e4m3", "block128"),), mask=("none", "bool"), window=((-1, -1), (3, -1))))
+def test_latent_rows(step):
+    exact(step, PLAIN, ("dequantise_kv",))
+
+
+@GATES
+@given(steps(family=("paged",), kv=(("bfloat16", ""), ("float32", "head"), ("float16", "tensor"))))
+def test_a_narrower_cache_that_is_not_quantised(step):
+    exact(step, PLAIN, ("dequantise_kv",))
+
+
+@GATES
+@given(steps(dtype="bfloat16", kv=(*PER_NUMBER, *FP4), head_dim=(64,), v_head_dim=(64,), page_size=(16,)))
+def test_gates_hold_in_half_precision(step):
+    gates(step, PLAIN, ("dequantise_kv",))
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv", PER_NUMBER, ids="-".join)
+def test_the_caches_are_bit_for_bit_those_of_the_reference(kv, layout, saved):
+    """The definition reads quantised caches itself: the same output, and the same bytes stored."""
+    fields = {"kv_dtype": kv[0], "kv_scales": kv[1], "kv_layout": layout, "save_kv_cache": saved}
+    step = make(cached(dtype="float64", **fields), LENGTHS, 1, new=True)
+    # More than the largest number of the dtype, in rows that are written.
+    step.given["key"][0], step.given["value"][1] = 1e6, -1e6
+    theirs = [t.clone() for t in step.tensors]
+    options = {name: value for name, value in step.given.items() if not name.startswith("max_seqlen")}
+    right = reference.paged_attention(*theirs, kv_layout=layout, save_kv_cache=saved, **options)
+    got = run(step, READ_ONLY, ("dequantise_kv",))
+    torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+    assert all(same(a, b) for a, b in zip(step.tensors, theirs, strict=True))
+
+
+def test_only_pages_in_the_table_are_dequantised_and_only_as_many_as_are_in_use():
+    seen = []
+    target = Lowered(PLAIN, "autograd")
+
+    def load(request):
+        def forward(query, key_cache, value_cache, *, page_table, **given):
+            seen.append((tuple(key_cache.shape), page_table.tolist()))
+            return torch.zeros(*query.shape[:2], value_cache.shape[-1])
+
+        return dataclasses.replace(target.load(request), forward=forward)
+
+    step = make(cached(kv_dtype="fp8_e4m3"), LENGTHS, 0)
+    large = [torch.cat([t, t, t]) for t in step.tensors[1:]]
+    wide = torch.nn.functional.pad(step.given["page_table"], (0, 500), value=10**6)
+    bound = bind(target.plan(step.request), load, load)
+    bound.forward(step.tensors[0], *large, **{**step.given, "page_table": wide, "max_seqlen_k": 12})
+    assert seen == [((6, 8, 2, 16), [[0, 1], [2, 3], [4, 5]])]
+
+
+def test_a_copy_that_its_kernel_was_not_chosen_for_is_refused(monkeypatch):
+    """What counts is the copy: every sequence has its own, up to the longest."""
+    step = make(cached(kv_dtype="fp8_e4m3"), LENGTHS, 0)
+    monkeypatch.setattr(lengths, "_LARGE", 3 * 8 * 2 * 16)
+    with pytest.raises(UnsupportedRequestError, match=r"dequantising the cache makes a tensor of 768 elements"):
+        run(step, PLAIN, ("dequantise_kv",))
+    run(dataclasses.replace(step, request=dataclasses.replace(step.request, large=True)), PLAIN, ("dequantise_kv",))
+
+
+def test_it_says_what_it_does():
+    request = cached(kv_dtype="fp8_e4m3", kv_scales="head", dtype="bfloat16", save_kv_cache=True)
+    (rewrite,) = offers("dequantise_kv", request)
+    assert rewrite.detail == "cache fp8_e4m3 with scales by head -> bfloat16"
+    plain = {"kv_dtype": "auto", "kv_scales": "", "save_kv_cache": False}
+    assert rewrite.inner == (dataclasses.replace(request, **plain).normalised(),)
+
+
+def test_what_it_does_not_offer():
+    assert families_of("dequantise_kv", kv_dtype="fp8_e4m3") == {"paged"}
+    assert offers(
+        "dequantise_kv", cached("mla", kv_dtype="fp8_e4m3", kv_scales="block128", head_dim=576, v_head_dim=512)
+    )
+    refused = [
+        cached(),
+        cached(dtype="bfloat16", kv_dtype="float32"),  # the kernel would see rounded values
+        cached(dtype="bfloat16", kv_dtype="float16"),
+        cached(dtype="fp8_e4m3", kv_dtype="fp4_e2m1", kv_scales="block16"),
+        cached(kv_dtype="fp8_e4m3", kv_scales="block128"),
+        cached(kv_dtype="fp4_e2m1", kv_scales="tensor"),
+        cached(kv_dtype="fp8_e4m3", kv_parts=1),
+        cached("mla", kv_dtype="fp8_e4m3", kv_scales="tensor", head_dim=576, v_head_dim=512),
+        cached("mla", kv_dtype="fp8_e4m3", kv_scales="block128"),  # no rows of 576
+    ]
+    for request in refused:
+        assert not offers("dequantise_kv", request), request.summary()

@@ -1,0 +1,131 @@
+"""No lowering reads tensor contents on the host: each runs on tensors that have none, as a recorded graph would.
+
+Fake tensors raise where a value is asked for (`.item()`, a boolean mask as an index, `nonzero`). The kernel is one that
+allocates its outputs and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+from polyattn.contract import Bound
+from polyattn.lowering import LOWERINGS, get_lowering
+from polyattn.records import AttentionRequest
+from polyattn.testing.cases import Case
+from polyattn.testing.families import FAMILIES
+from polyattn.testing.problems import build
+
+from .harness import CPU, dense
+
+QKV = ("query", "key", "value")
+PAGED: dict[str, Any] = {"family": "paged", "page_size": 4, "phase": "extend", "s_relation": "fewer"}
+SQUARE = ((5, 5),) * 2
+
+SAMPLES: dict[str, tuple[dict[str, Any], Any]] = {
+    "layout": ({}, SQUARE),
+    "realign": ({"misaligned": True}, SQUARE),
+    "fold_scale": ({"scale": 0.3}, SQUARE),
+    "additive_mask": ({"mask": "bool"}, SQUARE),
+    "sinks_from_lse": ({"sinks": True}, SQUARE),
+    "pad_head_dim": ({"head_dim": 40}, SQUARE),
+    "pad_value_dim": ({"v_head_dim": 40}, SQUARE),
+    "crop_value_dim": ({"v_head_dim": 128}, SQUARE),
+    "expand_gqa_heads": ({"kv_heads": 2}, SQUARE),
+    "align_causal": ({"causal": "bottom_right", "s_relation": "fewer"}, ((3, 8),) * 2),
+    "trim_window": ({"window": (2, -1), "causal": "bottom_right", "s_relation": "fewer"}, ((3, 8),) * 2),
+    "pack_sequences": ({}, SQUARE),
+    "pad_sequences": ({"family": "varlen", "layout": "THD", "causal": "bottom_right"}, ((3, 3), (7, 7))),
+    "finer_pages": ({**PAGED, "layout": "THD"}, ((3, 8), (1, 5))),
+    "page_table_to_tokens": ({**PAGED, "layout": "THD"}, ((3, 8), (1, 5))),
+    "dequantise_kv": ({**PAGED, "layout": "THD", "kv_dtype": "fp8_e4m3", "kv_scales": "head"}, ((3, 8), (1, 5))),
+    "tree_by_lse": ({**PAGED, "layout": "THD", "phase": "verify", "mask": "bool", "tree": True}, ((3, 8), (3, 5))),
+    "chunked_prefix_by_lse": ({**PAGED, "layout": "THD", "chunked_prefix": True}, ((3, 80), (1, 50))),
+}
+"""A request that each lowering rewrites, and its lengths. `kv_parts_by_lse` calls kernels and merges, no more."""
+
+
+class Allocates:
+    """Binds kernels that read nothing."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, request: AttentionRequest) -> Bound:
+        def result(query: Tensor) -> Any:
+            self.calls += 1
+            out = query.new_zeros((*query.shape[:-1], request.dims[1]))
+            lse = query.new_zeros(query.shape[:-1], dtype=torch.float32)
+            return (out, lse) if request.lse or request.grad else out
+
+        def forward(query: Tensor, *rest: Tensor, out: Tensor | None = None, **given: Any) -> Any:
+            found = result(query)
+            if out is None:
+                return found
+            return (out.copy_(found[0]), found[1]) if isinstance(found, tuple) else out.copy_(found)
+
+        def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **given: Any) -> Any:
+            self.calls += 1
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+        return Bound(forward, backward if request.family in ("dense", "varlen") else None)
+
+
+def bound(name: str, request: AttentionRequest, kernel: Allocates) -> Bound:
+    """The functions of the first rewrite that one lowering offers."""
+    lowering = get_lowering(name)
+    rewrite = next(iter(lowering.rewrites(request)))
+    inner = [kernel(r.normalised()) for r in rewrite.inner]
+    return lowering.bind(request, rewrite, inner, [kernel(r.normalised()) for r in rewrite.helpers])
+
+
+def without_contents(name: str, fields: Mapping[str, Any], lengths: Sequence[Any], grad: tuple[str, ...] = ()) -> None:
+    request = dense(**fields, grad=grad, dtype="float32" if grad else "bfloat16").normalised()
+    case = Case(request=request, lengths=tuple(lengths), storage="misaligned" if request.misaligned else "contiguous")
+    problem = build(case, CPU)
+    kernel = Allocates()
+    functions = bound(name, request, kernel)
+    plain = {n: t.detach() for n, t in problem.tensors.items()}
+    with FakeTensorMode() as mode:
+        given = {n: mode.from_tensor(t) for n, t in plain.items()}
+        extra = {n: mode.from_tensor(t) if isinstance(t, Tensor) else t for n, t in problem.extra.items()}
+        caches = {"paged": ("query", "key_cache", "value_cache"), "mla": ("query", "cache")}
+        tensors = [given.pop(n) for n in caches.get(request.family, QKV)]
+        mask = {"attn_mask": given.pop("mask")} if "mask" in given else {}
+        found = functions.forward(*tensors, **given, **extra, **mask)
+        out, lse = found if isinstance(found, tuple) else (found, None)
+        assert out.shape == FAMILIES[request.family].out_shape(case)
+        if grad:
+            assert functions.backward is not None
+            grads = functions.backward(torch.zeros_like(out), *tensors, out, lse, **extra, **mask)
+            assert [g.shape for g in grads] == [t.shape for t in tensors]
+    assert kernel.calls > 0
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # alignment is a fact of the host
+@pytest.mark.parametrize("name", SAMPLES)
+def test_forward(name: str) -> None:
+    fields, lengths = SAMPLES[name]
+    without_contents(name, fields, lengths)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, (f, _) in SAMPLES.items() if f.get("family", "dense") in ("dense", "varlen")]
+)
+def test_backward(name: str) -> None:
+    fields, lengths = SAMPLES[name]
+    without_contents(name, fields, lengths, QKV)
+
+
+def test_every_lowering_is_tried() -> None:
+    assert {*SAMPLES, "kv_parts_by_lse"} == set(LOWERINGS)
+
+
+def test_a_lowering_that_reads_contents_would_be_seen() -> None:
+    with FakeTensorMode() as mode, pytest.raises(DynamicOutputShapeException):
+        mode.from_tensor(torch.ones(3)).nonzero()

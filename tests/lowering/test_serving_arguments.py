@@ -1,0 +1,349 @@
+"""What paged and latent calls say of wrong arguments of quantised caches, draft trees and further keys, and what they
+ask for when the arguments are right.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import polyattn
+from polyattn import KVPart, serving_checks
+from polyattn.quantised import fp4_scales, mla_pack_fp8, stored
+from polyattn.reference import verify_mask
+
+from .serving import int32
+
+# Of the CPU backends the reference serves these, by exact rewrites.
+pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
+
+
+def paged_arguments(**changes: Any) -> dict[str, Any]:
+    """Two sequences with 1 and 2 queries and 5 and 7 keys in pages of 4; H_q=4, H_kv=2, D=16."""
+    arguments = {
+        "query": torch.ones(3, 4, 16),
+        "key_cache": torch.ones(6, 4, 2, 16),
+        "value_cache": torch.ones(6, 4, 2, 16),
+        "page_table": int32([0, 1], [2, 3]),
+        "seq_lens": int32(5, 7),
+        "cu_seqlens_q": int32(0, 1, 3),
+        "max_seqlen_q": 2,
+        "max_seqlen_k": 7,
+    }
+    return {**arguments, **changes}
+
+
+def paged(**changes: Any) -> Any:
+    return polyattn.paged_attention(**paged_arguments(**changes))
+
+
+def latent_arguments(width: int = 24, **changes: Any) -> dict[str, Any]:
+    """The same over latent rows, D_c=16 of 24 numbers."""
+    arguments = paged_arguments(query=torch.ones(3, 4, width), cache=torch.ones(6, 4, width), scale=0.3, v_head_dim=16)
+    return {**{n: v for n, v in arguments.items() if n not in ("key_cache", "value_cache")}, **changes}
+
+
+def latent(width: int = 24, **changes: Any) -> Any:
+    return polyattn.mla_attention(**latent_arguments(width, **changes))
+
+
+PAGES, SCALES = torch.zeros(6, 4, 2, 8, dtype=torch.uint8), torch.ones(6, 4, 2, 1)
+ROWS = torch.zeros(6, 4, 656, dtype=torch.uint8)
+
+
+def fp4(**changes: Any) -> Any:
+    return paged(**{"key_cache": PAGES, "value_cache": PAGES, "k_scale": SCALES, "v_scale": SCALES, **changes})
+
+
+def fp8_rows(**changes: Any) -> Any:
+    return latent(576, **{"cache": ROWS, "v_head_dim": 512, **changes})
+
+
+def tree_mask() -> torch.Tensor:
+    """Drafts of 1 and 2 tokens after prefixes of 4 and 5."""
+    mask = torch.zeros(2, 1, 2, 7, dtype=torch.bool)
+    mask[0, 0, :1, :5], mask[1, 0, :2, :7] = verify_mask(4, [-1]), verify_mask(5, [-1, -1])
+    return mask
+
+
+def tree(**changes: Any) -> Any:
+    return paged(**{"tree": True, "attn_mask": tree_mask(), **changes})
+
+
+def part(**changes: Any) -> KVPart:
+    """All three queries over the first five keys of pages 4 and 5."""
+    return KVPart(int32([4, 5]), int32(5), int32(0, 3), 3, 5)._replace(**changes)
+
+
+def parted(*parts: Any, **changes: Any) -> Any:
+    return paged(kv_parts=list(parts), **changes)
+
+
+GOOD: dict[str, Callable[[], Any]] = {
+    "paged": paged,
+    "latent": latent,
+    "fp4": fp4,
+    "fp8 rows": fp8_rows,
+    "tree": tree,
+    "parts": lambda: parted(part(), part()),
+    "chunked": lambda: paged(chunked_prefix=True),
+}
+
+
+@pytest.mark.parametrize("good", GOOD.values(), ids=GOOD)
+def test_the_calls_are_fine_without_the_changes(good):
+    assert torch.isfinite(good()).all()
+
+
+hidden = tree_mask()
+hidden[1, 0, 1, 3] = False
+own = {"key_cache": torch.ones(2, 4, 2, 16), "value_cache": torch.ones(2, 4, 2, 16)}
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "caches of two dtypes": (
+        lambda: paged(value_cache=torch.ones(6, 4, 2, 16).half()),
+        r"key_cache is torch.float32, value_cache torch.float16; one dtype is needed",
+    ),
+    "one scale": (lambda: paged(k_scale=torch.ones(1)), r"k_scale and v_scale go together: pass both, or none"),
+    "a number": (
+        lambda: paged(k_scale=1.0, v_scale=1.0),
+        r"k_scale is a float; a float tensor on cpu is needed: one num",
+    ),
+    "scale shape": (
+        lambda: paged(k_scale=torch.ones(3), v_scale=torch.ones(3)),
+        r"k_scale has shape \(3,\); allowed: one number, \[2\] \(H_kv\) or \[6, 4, 2\] \(one per token and head\)",
+    ),
+    "two granularities": (
+        lambda: paged(k_scale=torch.ones(2), v_scale=torch.ones(())),
+        r"k_scale has shape \(2,\), v_scale \(\); one granularity is needed: one number each, or \[2\] ",
+    ),
+    "fp4 width": (
+        lambda: fp4(query=torch.ones(3, 4, 8), key_cache=PAGES[..., :4], value_cache=PAGES[..., :4]),
+        r"holds FP4, two numbers a byte and one scale for each 16: head dim 8 is no multiple of 16; pad it, or keep",
+    ),
+    "fp4 without scales": (
+        lambda: fp4(k_scale=None, v_scale=None),
+        (
+            r"k_scale is a NoneType; a cache of uint8 holds FP4, whose scales are \(6, 4, 2, 1\) of "
+            r"float8_e4m3fn or float32 on cpu, one for each 16 numbers of a row"
+        ),
+    ),
+    "fp4 scale shape": (
+        lambda: fp4(k_scale=torch.ones(6, 4, 2), v_scale=torch.ones(6, 4, 2)),
+        r"k_scale is \(6, 4, 2\) torch.float32 on cpu; a cache of uint8 holds FP4, whose scales are \(6, 4, 2, 1\)",
+    ),
+    "fp4 scale dtype": (lambda: fp4(v_scale=SCALES.half()), r"v_scale is \(6, 4, 2, 1\) torch.float16 on cpu"),
+    "an fp8 cache as bytes": (
+        lambda: fp4(key_cache=torch.cat([PAGES] * 2, -1)),
+        (
+            r"query has head dim 16, key 32; they must be equal \(uint8 holds FP4, two numbers a byte; an FP8 cache is "
+            r".view\(torch.float8_e4m3fn\)\)"
+        ),
+    ),
+    "fp4 new rows": (
+        lambda: fp4(key=torch.ones(3, 2, 8), value=torch.ones(3, 2, 8)),
+        r"\(3, 2, 16\) \(T_q, H_kv, D\) of",
+    ),
+    "latent query": (lambda: latent(query=torch.ones(3, 24)), r"query is \(3, 24\); a tensor \[T, H_q, D_c \+ D_r\]"),
+    "latent dtypes": (
+        lambda: latent(cache=torch.zeros(6, 4, 24, dtype=torch.uint8)),
+        (
+            r"query is torch.float32, cache torch.uint8; one dtype is needed \(FP8 rows are uint8 \[pages, page_size, "
+            r"656\], as polyattn.reference.mla_unpack_fp8 reads them\)"
+        ),
+    ),
+    "fp8 rows of another width": (
+        lambda: fp8_rows(query=torch.ones(3, 4, 512)),
+        r"query rows have 512 numbers and v_head_dim is 512; FP8 rows hold 576, the first 512 of them the value",
+    ),
+    "fp8 rows, v_head_dim": (lambda: fp8_rows(v_head_dim=128), r"v_head_dim is 128; FP8 rows hold 576, the first 512"),
+    "latent rows": (
+        lambda: latent(v_head_dim=25),
+        r"query rows have 24 numbers, cache rows 24, v_head_dim is 25; rows must be equal and v_head_dim",
+    ),
+    "tree without mask": (
+        lambda: tree(attn_mask=None),
+        r"tree=True goes with a bool attn_mask, not with None; make it with polyattn.reference.verify_mask",
+    ),
+    "tree with bias": (lambda: tree(attn_mask=torch.zeros(2, 1, 2, 7)), r"a bool attn_mask, not with torch.float32"),
+    "tree and chunks": (
+        lambda: tree(chunked_prefix=True),
+        r"tree=True and chunked_prefix=True exclude each other: drafts",
+    ),
+    "tree and parts": (
+        lambda: tree(kv_parts=[part()]),
+        r"tree=True and kv_parts exclude each other: pass attn_mask over the call's own keys and leave tree out",
+    ),
+    "tree that hides the prefix": (
+        lambda: tree(attn_mask=hidden),
+        (
+            r"every draft sees all keys before the drafts, but attn_mask hides key 3 from row 1 of sequence 1, which "
+            r"has 5 of them; leave tree out for such a mask"
+        ),
+    ),
+    "latent tree": (lambda: latent(tree=True), r"tree=True goes with a bool attn_mask, not with None"),
+    "parts, no list": (lambda: paged(kv_parts=part()[0]), r"kv_parts is Tensor; a list of polyattn.KVPart is needed"),
+    "parts, no part": (lambda: parted((1, 2)), r"kv_parts is tuple; a list of polyattn.KVPart is needed"),
+    "parts and a window": (
+        lambda: parted(part(), window=(3, 0)),
+        r"window=\(3, 0\) and kv_parts exclude each other: a window counts positions, which parts do not have",
+    ),
+    "half a pool": (
+        lambda: parted(part(key_cache=own["key_cache"])),
+        r"kv_parts\[0\] has a pool of its own by key_cache; pass all or none of key_cache, value_cache",
+    ),
+    "a pool of another family": (
+        lambda: latent(kv_parts=[part(**own)]),
+        r"kv_parts\[0\] has a pool of its own by key_cache and value_cache; pass all or none of cache",
+    ),
+    "a pool of another dtype": (
+        lambda: parted(part(), part(**{**own, "value_cache": own["value_cache"].half()})),
+        (
+            r"kv_parts\[1\].value_cache is \[2, 4, 2, 16\] torch.float16; one like the call's is needed: "
+            r"\[pages, 4, 2, 16\] torch.float32 on cpu"
+        ),
+    ),
+    "a pool of another page size": (
+        lambda: parted(part(**{name: t.reshape(1, 8, 2, 16) for name, t in own.items()})),
+        r"kv_parts\[0\].key_cache is \[1, 8, 2, 16\] torch.float32; one like the call's is needed",
+    ),
+    "a strided pool": (
+        lambda: parted(part(**{**own, "key_cache": torch.ones(2, 4, 16, 2).mT[..., :16, :]})),
+        r"kv_parts\[0\].key_cache's last axis is not dense; pass it .contiguous\(\)",
+    ),
+    "a pool without its scales": (
+        lambda: parted(part(**own), k_scale=torch.ones(6, 4, 2), v_scale=torch.ones(6, 4, 2)),
+        r"kv_parts\[0\] has a pool of its own, and k_scale \[6, 4, 2\] belongs to the tokens of the call's; keep",
+    ),
+    "tables of a part": (
+        lambda: parted(part(), part(seq_lens=int32(9))),
+        r"kv_parts\[1\]: max_seqlen_k=5 is less than seq_lens\[0\]=9",
+    ),
+    "pages of a part": (
+        lambda: parted(part(page_table=int32([1, 2]), **own)),
+        r"kv_parts\[0\]: page_table\[0, 1\]=2 is not a page of the cache, 0 to 1",
+    ),
+    "groups of a part": (
+        lambda: parted(part(cu_seqlens_q=int32(0, 2))),
+        r"kv_parts\[0\]: cu_seqlens_q ends at 2, .* 3 tok",
+    ),
+    "length of a part": (lambda: parted(part(seq_lens=int32(-1))), r"kv_parts\[0\]: seq_lens\[0\]=-1 is less than"),
+}
+
+
+@pytest.mark.parametrize("call, words", BAD.values(), ids=BAD)
+def test_typed_error(call, words):
+    with pytest.raises(polyattn.InvalidInputError, match=words):
+        call()
+
+
+@pytest.mark.parametrize("call, words", BAD.values(), ids=BAD)
+def test_explain_says_the_same(call, words, monkeypatch):
+    """What a call would raise, its explanation raises."""
+    for name in ("paged_attention", "mla_attention"):
+        public = getattr(polyattn, name)
+        monkeypatch.setattr(polyattn, name, lambda *a, _public=public, **kw: polyattn.explain(_public, *a, **kw))
+    with pytest.raises(polyattn.InvalidInputError, match=words):
+        call()
+
+
+def test_every_message_has_a_case():
+    """A `raise` that somebody adds to the checks needs a line in the table above."""
+    path = Path(serving_checks.__file__)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    wanted = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Raise)}
+    reached = set()
+    for call, _ in BAD.values():
+        with pytest.raises(polyattn.InvalidInputError) as caught:
+            call()
+        reached |= {entry.lineno + 1 for entry in caught.traceback if Path(entry.path) == path}
+    assert wanted
+    assert wanted <= reached
+
+
+# --------------------------------------------------------------------------------------------------- what is asked for
+
+
+def asked(call: Any, **arguments: Any) -> dict[str, Any]:
+    request = polyattn.explain(call, **arguments).request
+    names = ("phase", "s_relation", "mask", "tree", "chunked_prefix", "kv_parts", "kv_dtype", "kv_scales", "head_dim")
+    return {name: getattr(request, name) for name in (*names, "v_head_dim")}
+
+
+STEP: dict[str, Any] = {
+    "phase": "extend",
+    "s_relation": "fewer",
+    "mask": "none",
+    "tree": False,
+    "chunked_prefix": False,
+}
+STEP |= {"kv_parts": 0, "kv_dtype": "auto", "kv_scales": "", "head_dim": 16, "v_head_dim": 16}
+ONE: dict[str, Any] = {"query": torch.ones(2, 4, 16), "cu_seqlens_q": int32(0, 1, 2), "max_seqlen_q": 1}
+SINGLE = KVPart(int32([4], [5]), int32(3, 0), int32(0, 1, 2), 1, 3)
+PAIR = KVPart(int32([4]), int32(3), int32(0, 2), 2, 3)
+ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "extend": ({}, {}),
+    "decode": (ONE, {"phase": "decode", "s_relation": "one"}),
+    "tree": ({"tree": True, "attn_mask": tree_mask()}, {"phase": "verify", "mask": "bool", "tree": True}),
+    "chunked": ({"chunked_prefix": True}, {"chunked_prefix": True}),
+    "chunked, one query": ({**ONE, "chunked_prefix": True}, {"chunked_prefix": True}),
+    "parts": ({"kv_parts": (part(), part())}, {"kv_parts": 2, "s_relation": "more"}),
+    "split decode": (
+        {**ONE, "kv_parts": [SINGLE]},
+        {"phase": "decode", "s_relation": "one", "kv_parts": 1},
+    ),
+    "shared prefix in decode": (
+        {**ONE, "kv_parts": [SINGLE, PAIR]},
+        {"phase": "decode", "s_relation": "more", "kv_parts": 2},
+    ),
+    "parts and a mask": (
+        {"kv_parts": [part()], "attn_mask": torch.ones(2, 1, 2, 7, dtype=torch.bool)},
+        {"kv_parts": 1, "s_relation": "more", "mask": "bool"},
+    ),
+    "fp4": (
+        {"key_cache": PAGES, "value_cache": PAGES, "k_scale": SCALES, "v_scale": SCALES},
+        {"kv_dtype": "fp4_e2m1", "kv_scales": "block16"},
+    ),
+    "one page, one head": (
+        {
+            "query": torch.ones(3, 1, 16),
+            "page_table": int32([0], [0]),
+            "seq_lens": int32(1, 2),
+            "max_seqlen_k": 2,
+            **{f"{n}_cache": torch.ones(1, 4, 1, 16).to(torch.float8_e4m3fn) for n in ("key", "value")},
+            **{f"{n}_scale": torch.ones(1, 4, 1) for n in "kv"},
+        },
+        {"kv_dtype": "fp8_e4m3", "kv_scales": "token"},
+    ),
+}
+
+
+@pytest.mark.parametrize("changes, fields", ASKED.values(), ids=ASKED)
+def test_what_a_paged_call_asks_for(changes, fields):
+    assert asked(polyattn.paged_attention, **paged_arguments(**changes)) == {**STEP, **fields}
+
+
+def test_what_a_latent_call_over_fp8_rows_asks_for():
+    arguments = latent_arguments(576, cache=ROWS, v_head_dim=512, chunked_prefix=True, kv_parts=[part()])
+    fields = {"kv_dtype": "fp8_e4m3", "kv_scales": "block128", "head_dim": 576, "v_head_dim": 512}
+    fields |= {"chunked_prefix": True, "kv_parts": 1, "s_relation": "more"}
+    assert asked(polyattn.mla_attention, **arguments) == {**STEP, **fields}
+
+
+def test_packed_numbers_are_those_of_the_helpers():
+    """What `polyattn.quantised` packs, the calls read."""
+    torch.manual_seed(0)
+    rows = torch.randn(6, 4, 2, 16)
+    scale = fp4_scales(rows)
+    packed = stored(rows, scale, torch.uint8)
+    got = fp4(key_cache=packed, value_cache=packed, k_scale=scale, v_scale=scale)
+    near = paged(key_cache=rows, value_cache=rows)
+    assert torch.nn.functional.cosine_similarity(got.flatten(), near.flatten(), 0) > 0.98
+    latents = torch.randn(6, 4, 576)
+    got = fp8_rows(cache=mla_pack_fp8(latents))
+    near = latent(576, cache=latents, v_head_dim=512)
+    assert torch.nn.functional.cosine_similarity(got.flatten(), near.flatten(), 0) > 0.99
