@@ -11,7 +11,6 @@ from polyattn.quantised import FP4_BLOCK, MLA_BYTES, fp4_scales, mla_pack_fp8, r
 from polyattn.reference import mla_unpack_fp8
 
 
-
 @pytest.fixture(autouse=True)
 def _one_seed() -> None:
     torch.manual_seed(0)

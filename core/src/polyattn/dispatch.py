@@ -19,7 +19,7 @@ from .choose import choose, select_here
 from .compiled import trace_dense
 from .epoch import EPOCH
 from .errors import InvalidInputError
-from .records import AttentionRequest
+from .records import AttentionRequest, relation
 from .selection import Selection
 from .signature import (
     LARGE,
@@ -35,7 +35,6 @@ from .signature import (
     mask_key,
     no_autocast,
     out_key,
-    relation,
     request_facts,
     runner,
     sinks_key,
@@ -109,7 +108,7 @@ def dense_request(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, si
     validate.check_dense(q, k, v, mask, sinks, out, static.layout, grad)
     s, h = (1, 2) if static.layout == "BSHD" else (2, 1)
     facts = request_facts(static, q, k, v, mask, sinks, q.shape[h], k.shape[h])
-    return AttentionRequest(family="dense", s_relation=relation(q.shape[s], k.shape[s]), **facts).normalised()  # type: ignore[arg-type]
+    return AttentionRequest(family="dense", s_relation=relation(q.shape[s], k.shape[s]), **facts).normalised()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +177,7 @@ class _Fast:
         room_q, room_k = self.rooms
         if not (b == bk == bv and s_k == s_v and 0 < b * s_q < room_q and 0 < b * s_k < room_k):
             return False
-        if self.relation != ("equal" if s_q == s_k else "one" if s_q == 1 else "fewer" if s_q < s_k else "more"):
+        if self.relation != relation(s_q, s_k):
             return False
         seen = (b, s_q, s_k)
         if self.seen == seen:

@@ -22,10 +22,6 @@ SITES_KEPT = 1024
 SIGNATURES_KEPT = 4096
 
 
-def relation(s_q: int, s_k: int) -> str:
-    return "equal" if s_q == s_k else "one" if s_q == 1 else "fewer" if s_q < s_k else "more"
-
-
 def autocast_dtype(kind: str) -> torch.dtype | None:
     # Meta tensors have no autocast state of their own.
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None

@@ -47,9 +47,7 @@ def get_lowering(name: str) -> Lowering:
             f"Known: {', '.join(LOWERINGS)}"
         )
     module = importlib.import_module(f"{__package__}.{name}")
-    found = [
-        kind for kind in vars(module).values() if isinstance(kind, type) and getattr(kind, "name", None) == name
-    ]
+    found = [kind for kind in vars(module).values() if isinstance(kind, type) and getattr(kind, "name", None) == name]
     lowering: Lowering = found[0]()
     return lowering
 

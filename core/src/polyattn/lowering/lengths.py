@@ -1,4 +1,4 @@
-"""What rewrites of lengths share: the relation of two lengths, wrappers made at each call, masks, sizes."""
+"""What rewrites of lengths share: wrappers made at each call, masks, sizes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,12 @@ __all__ = [
     "of_one_kind",
     "per_call",
     "position_axis",
-    "relation",
     "with_mask",
 ]
 
 RELATIONS: tuple[SRelation, ...] = get_args(SRelation)
 
 _LARGE = 2**31
-
-
-def relation(S_q: int, S_k: int) -> SRelation:
-    """The relation of two lengths, as `AttentionRequest.s_relation` has it."""
-    return "equal" if S_q == S_k else "one" if S_q == 1 else "fewer" if S_q < S_k else "more"
 
 
 def position_axis(layout: str) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import Bound
-from ..records import AttentionRequest
+from ..records import AttentionRequest, relation
 from ..records.request import SRelation
 from .base import Lowering, Rewrite
-from .lengths import RELATIONS, check_size, combined, of_one_kind, per_call, relation
+from .lengths import RELATIONS, check_size, combined, of_one_kind, per_call
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -164,7 +164,8 @@ class Planner:
             if helper is None:
                 return None
             helpers.append(helper)
-        cost = rewrite.cost + sum(plan.cost for plan in inner)
+        # Of alternatives one runs; what several calls cost more than one is in the rewrite's own cost.
+        cost = rewrite.cost + max((plan.cost for plan in inner), default=0.0)
         return Plan(request, lowering.name, rewrite, tuple(inner), tuple(helpers), cost)
 
     def _refused(self, request: AttentionRequest) -> frozenset[str] | None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..contract import Bound
-from .lengths import RELATIONS, relation, with_mask
+from ..records import relation
+from .lengths import RELATIONS, with_mask
 
 __all__ = ["split_rows"]
 

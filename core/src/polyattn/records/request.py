@@ -26,6 +26,7 @@ __all__ = [
     "Phase",
     "SRelation",
     "option",
+    "relation",
     "request_fields",
 ]
 
@@ -49,6 +50,11 @@ DTYPES: tuple[str, ...] = (
 )
 
 _NO_OFF = object()
+
+
+def relation(S_q: int, S_k: int) -> SRelation:
+    """`AttentionRequest.s_relation` of two lengths."""
+    return "equal" if S_q == S_k else "one" if S_q == 1 else "fewer" if S_q < S_k else "more"
 
 
 def required(*, doc: str, **kw: Any) -> Any:
