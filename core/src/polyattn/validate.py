@@ -112,8 +112,9 @@ def _common(
     if not h_q or not h_kv or h_q % h_kv:
         raise InvalidInputError(f"query has {h_q} heads, key and value {h_kv}: H_q must be a multiple of H_kv")
     if key.shape[-1] * packed != query.shape[-1]:
-        more = " (uint8 holds FP4, two numbers a byte; an FP8 cache is .view(torch.float8_e4m3fn))" if packed > 1 else ""
         width = key.shape[-1] * packed
+        hint = " (uint8 holds FP4, two numbers a byte; an FP8 cache is .view(torch.float8_e4m3fn))"
+        more = hint if packed > 1 else ""
         raise InvalidInputError(f"query has head dim {query.shape[-1]}, key {width}; they must be equal{more}")
     if not query.shape[-1] or not value.shape[-1]:
         raise InvalidInputError(f"head dims are {query.shape[-1]} and {value.shape[-1]}; both must be at least 1")

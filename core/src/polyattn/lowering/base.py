@@ -54,7 +54,7 @@ class Lowering(abc.ABC):
 
     @abc.abstractmethod
     def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
-        """The ways it offers for a request in normal form; none where it does not apply. No torch."""
+        """The ways it offers for a request in normal form, cheapest first; none where it does not apply. No torch."""
 
     @abc.abstractmethod
     def bind(

@@ -114,8 +114,7 @@ class Planner:
     ) -> None:
         self._rows, self._narrow, self._helper = rows, narrow, helper
         self._lowerings = lowerings() if only is None else tuple(get_lowering(name) for name in only)
-        self._fixable = frozenset().union(*(lowering.fields for lowering in self._lowerings))
-        self._known: dict[AttentionRequest, frozenset[str] | None] = {}
+        self._narrowed: dict[AttentionRequest, bool] = {}
         self._plans: dict[tuple[AttentionRequest, frozenset[str]], Plan | None] = {}
 
     def plan(self, request: AttentionRequest, steps: int = MAX_STEPS) -> Plan | None:
@@ -133,19 +132,25 @@ class Planner:
         return self._plans[state]
 
     def _search(self, request: AttentionRequest, steps: int, used: frozenset[str]) -> Plan | None:
-        refused = self._refused(request)
+        left = [lowering for lowering in self._lowerings if lowering.name not in used] if steps else []
+        refused = self._refused(request, left)
         if refused is None:
             return Plan(request)
         best: Plan | None = None
-        for lowering in self._lowerings if steps else ():
-            if lowering.name in used or refused.isdisjoint(lowering.fields):
+        for lowering in left:
+            if refused.isdisjoint(lowering.fields):
                 continue
             for rewrite in lowering.rewrites(request):
                 if best is not None and rewrite.cost > best.cost:
                     continue
                 found = self._rewritten(request, lowering, rewrite, steps - 1, used)
-                if found is not None and (best is None or (found.cost, found.length) < (best.cost, best.length)):
+                if found is None:
+                    continue
+                if best is None or (found.cost, found.length) < (best.cost, best.length):
                     best = found
+                # Offers come cheapest first: one that fits leaves nothing for a dearer one to do.
+                if all(lowering.fields.isdisjoint(self._refused(plan.request, left) or ()) for plan in found.inner):
+                    break
         return best
 
     def _rewritten(
@@ -168,11 +173,11 @@ class Planner:
         cost = rewrite.cost + max((plan.cost for plan in inner), default=0.0)
         return Plan(request, lowering.name, rewrite, tuple(inner), tuple(helpers), cost)
 
-    def _refused(self, request: AttentionRequest) -> frozenset[str] | None:
-        if request not in self._known:
-            refused = refused_fields(self._rows, request, self._fixable)
+    def _refused(self, request: AttentionRequest, left: Sequence[Lowering]) -> frozenset[str] | None:
+        refused = refused_fields(self._rows, request, frozenset().union(*(lowering.fields for lowering in left)))
+        if refused is None:
+            if request not in self._narrowed:
+                self._narrowed[request] = isinstance(self._narrow(request), Rejected)
             # What the plugin itself refuses names no field: any rewrite may help.
-            if refused is None and isinstance(self._narrow(request), Rejected):
-                refused = _EVERYTHING
-            self._known[request] = refused
-        return self._known[request]
+            return _EVERYTHING if self._narrowed[request] else None
+        return refused
