@@ -23,8 +23,8 @@ from polyattn.backends.reference_backend import Reference
 from polyattn.contract import Bound
 from polyattn.lowering import Plan, Planner, bind, get_lowering
 from polyattn.lowering.base import Rewrite
+from polyattn.placement import aligned
 from polyattn.records import AttentionRequest, Row, relation, request_fields, row
-from polyattn.signature import aligned
 from polyattn.testing.calls import out_of
 from polyattn.testing.cases import Case
 from polyattn.testing.checks import run_case

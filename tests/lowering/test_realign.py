@@ -8,7 +8,7 @@ from hypothesis import given
 
 from polyattn.contract import Bound
 from polyattn.lowering.realign import Realign
-from polyattn.signature import aligned
+from polyattn.placement import aligned
 from polyattn.testing.problems import stored
 
 from .harness import EXACT, GATES, cases, dense, exact, families_of, gates, of_families, offers, takes

@@ -19,6 +19,7 @@ from .choose import choose, select_here
 from .compiled import trace_dense
 from .epoch import EPOCH
 from .errors import InvalidInputError
+from .placement import aligned
 from .records import AttentionRequest, relation
 from .selection import Selection
 from .signature import (
@@ -26,7 +27,6 @@ from .signature import (
     SIGNATURES_KEPT,
     SITES_KEPT,
     Static,
-    aligned,
     autocast_dtype,
     backend_name,
     capturing,

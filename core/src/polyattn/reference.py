@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .errors import InvalidInputError, UnsupportedRequestError
+from .quantised import stored
 from .records import Causal
 
 __all__ = [
@@ -567,14 +568,8 @@ def _rounded(
     found = []
     for span, where in zip(spans, slots, strict=True):
         fresh = cache[:0, 0] if new is None else new[span] if where[0].shape[0] else new[:0]
-        if new is not None and scale is not None:
-            fresh = fresh / _scales(scale, _tail(where, fresh.shape[0]))
-        if new is not None and cache.dtype.itemsize == 1:
-            # Not every cast saturates: the largest value must not become NaN, infinity or its opposite.
-            floating = cache.dtype.is_floating_point
-            limits = torch.finfo(cache.dtype) if floating else torch.iinfo(cache.dtype)
-            fresh = (fresh if floating else fresh.round()).clamp(limits.min, limits.max)
-        found.append(fresh.to(cache.dtype))
+        factor = None if new is None or scale is None else torch.as_tensor(_scales(scale, _tail(where, len(fresh))))
+        found.append(fresh.to(cache.dtype) if new is None else stored(fresh, factor, cache.dtype))
     return found
 
 

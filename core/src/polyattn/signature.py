@@ -13,6 +13,7 @@ from . import validate
 from .autograd import differentiable
 from .choose import Chosen, device_facts, dtype_name
 from .errors import InvalidInputError
+from .placement import aligned
 
 grad_on = torch.is_grad_enabled
 torch_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
@@ -37,19 +38,6 @@ def transform(*tensors: Tensor) -> str:
     plain = (Tensor, torch.nn.Parameter)
     known = ("FakeTensor", "FunctionalTensor")
     return "" if all(type(t) in plain or type(t).__name__ in known for t in tensors) else "subclass"
-
-
-def aligned(*tensors: Tensor) -> bool:
-    """Whether a kernel may load 16 bytes at a time: at the start, and in a strided tensor of each row too."""
-    try:
-        return not any(t.data_ptr() & 15 or not (t.is_contiguous() or _rows_aligned(t)) for t in tensors)
-    except RuntimeError:  # no storage: a fake or transformed tensor
-        return True
-
-
-def _rows_aligned(tensor: Tensor) -> bool:
-    rows = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return not any(size > 1 and stride * tensor.itemsize & 15 for size, stride in rows)
 
 
 def mask_key(mask: Tensor | None, batch: int, heads: int, s_q: int, s_k: int) -> Any:

@@ -13,6 +13,7 @@ from . import signature as sig
 from .choose import choose, select_here
 from .compiled import trace_varlen
 from .epoch import EPOCH
+from .placement import aligned
 from .records import AttentionRequest
 from .selection import Selection
 
@@ -57,7 +58,7 @@ class VarlenSite:
             *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], relation),
             not (query.numel() and key.numel() and value.numel()),
             max(query.numel(), key.numel(), value.numel()) >= sig.LARGE,
-            sig.aligned(query, key, value),
+            aligned(query, key, value),
             (query.requires_grad, key.requires_grad, value.requires_grad) if sig.grad_on() else None,
             None if attn_mask is None else (attn_mask.dtype, attn_mask.requires_grad),
             sig.sinks_key(sinks),

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from ..contract import Bound
+from ..placement import placing
 from ..records import AttentionRequest
-from .placement import placing
 
 __all__ = ["FlexAttention"]
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..contract import Bound
+from ..placement import placed, placing
 from ..records import AttentionRequest
-from .placement import placed, placing
 from .sdpa_masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
 
 __all__ = ["TorchSDPA"]

@@ -214,7 +214,7 @@ def explain(
         str | None,
         typer.Option(
             metavar="KIND",
-            help="Granularity of the cache's scales: tensor, head, token, block128.",
+            help="Granularity of the cache's scales: tensor, head, token, block128, block16.",
             rich_help_panel=SERVE,
         ),
     ] = None,

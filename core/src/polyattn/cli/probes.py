@@ -19,7 +19,7 @@ from .asking import MLA_SCALE
 __all__ = ["Limits", "Sheet", "limits"]
 
 PAGES = (1, 16, 32, 64, 128, 256)
-SCALES = ("", "tensor", "head", "token", "block128")
+SCALES = ("", "tensor", "head", "token", "block128", "block16")
 LLM = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
 LATENT = {"heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "scale": MLA_SCALE}
 UNABSORBED = {"heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128, "scale": None}

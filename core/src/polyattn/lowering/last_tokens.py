@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..contract import Bound
+from .pages import from_column
 
 __all__ = ["last_tokens"]
 
@@ -27,17 +27,8 @@ def last_tokens(kernel: Bound, count: int) -> Bound:
         first, longest = seq_lens - kept, min(max_seqlen_k, count)
         if attn_mask is not None:
             rows = attn_mask.expand(page_table.shape[0], -1, -1, -1)
-            given["attn_mask"] = _columns(rows, first[:, None, None], longest)
-        table = _columns(page_table, first, count)
+            given["attn_mask"] = from_column(rows, first, min(longest, rows.shape[-1]))
+        table = from_column(page_table, first, min(count, page_table.shape[1]))
         return kernel.forward(*tensors, page_table=table, seq_lens=kept, max_seqlen_k=longest, **given)
 
     return Bound(forward, traceable=kernel.traceable)
-
-
-def _columns(table: Tensor, first: Tensor, count: int) -> Tensor:
-    """Up to `count` columns of `table` [..., columns], from column `first` [...] on.
-
-    `first` is 0 where a sequence has no more than `count` tokens, and they end within the table where it has.
-    """
-    columns = torch.arange(min(count, table.shape[-1]), device=table.device) + first.unsqueeze(-1)
-    return table.gather(-1, columns.expand(*table.shape[:-1], -1))

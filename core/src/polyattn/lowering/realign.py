@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
 
 from ..contract import Bound
 from ..records import AttentionRequest
 from .base import Lowering, Rewrite
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Realign"]
 
@@ -32,24 +28,6 @@ class Realign(Lowering):
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
     ) -> Bound:
-        def placing(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*tensors: Tensor, **given: Any) -> Any:
-                return function(*map(_placed, tensors), **given)
+        from ..placement import placing
 
-            return call
-
-        kernel = inner[0]
-        backward = None if kernel.backward is None else placing(kernel.backward)
-        # Not traceable: a traced tensor has no address.
-        return Bound(placing(kernel.forward), backward)
-
-
-def _placed(tensor: Tensor) -> Tensor:
-    import torch
-
-    start = tensor.data_ptr()
-    if not tensor.is_contiguous():
-        for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
-            if size > 1:
-                start |= stride * tensor.itemsize
-    return tensor.clone(memory_format=torch.contiguous_format) if start & 15 else tensor
+        return placing(inner[0])
