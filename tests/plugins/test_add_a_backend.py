@@ -1,8 +1,10 @@
-"""docs/add-a-backend.md: the files it shows are a package that loads lazily and does what the page says."""
+"""The package that `polyattn new-plugin` writes, in this process: it loads lazily, and does what its records declare.
+
+tests/third_party builds it, installs it and follows docs/add-a-backend.md with it.
+"""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import polyattn
+from polyattn.cli.new_plugin import check_name, write_package
 from polyattn.plugins import PluginManager, reset_manager
 from polyattn.records import Accepted, AttentionRequest, judge
 
@@ -20,19 +23,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TEXT = (Path(__file__).parents[2] / "docs" / "add-a-backend.md").read_text(encoding="utf-8")
-FILES = dict(re.findall(r"^```(?:python|toml)\n# (\S+)\n(.*?)^```", TEXT, re.M | re.S))
-TRIES = re.findall(r"^```python no-run\n(.*?)^```", TEXT, re.M | re.S)
-
 
 @pytest.fixture
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginManager]:
-    """The page's files on the path, with the metadata that an installer would write from its pyproject.toml."""
-    for name, text in {**FILES, "src/polyattn_acme/__init__.py": ""}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    project: dict[str, Any] = tomllib.loads(FILES["pyproject.toml"])["project"]
-    info = tmp_path / "src" / f"polyattn_acme-{project['version']}.dist-info"
+    """A new package on the path, with the metadata that an installer would write from its pyproject.toml."""
+    folder = tmp_path / "polyattn-acme"
+    write_package(folder, check_name("acme", "cpu"), "cpu")
+    project: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = folder / "src" / f"polyattn_acme-{project['version']}.dist-info"
     info.mkdir()
     needs = "".join(f"Requires-Dist: {text}\n" for text in project["dependencies"])
     head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
@@ -40,18 +38,13 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginMana
     entries = project["entry-points"]["polyattn.backends"]
     lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
     (info / "entry_points.txt").write_text(f"[polyattn.backends]\n{lines}")
-    monkeypatch.syspath_prepend(tmp_path / "src")
+    monkeypatch.syspath_prepend(folder / "src")
     manager = PluginManager({"POLYATTN_PLUGINS": "acme"}, polyattn.__version__).load()
     reset_manager(manager)
     yield manager
     for name in [name for name in sys.modules if name.split(".")[0] == "polyattn_acme"]:
         del sys.modules[name]
     reset_manager()
-
-
-def test_the_page_shows_all_files():
-    assert set(FILES) == {"pyproject.toml", "src/polyattn_acme/plugin.py", "src/polyattn_acme/kernel.py"}
-    assert len(TRIES) == 2
 
 
 def test_it_is_found_and_nothing_of_the_kernel_is_imported(acme):
@@ -63,33 +56,40 @@ def test_it_is_found_and_nothing_of_the_kernel_is_imported(acme):
     assert "polyattn_acme.kernel" not in sys.modules, "explaining runs nothing"
 
 
-def test_the_last_section_holds(acme):
-    exec(compile("\n".join(TRIES), "add-a-backend.md", "exec"), {"__name__": "page"})
-    assert "polyattn_acme.kernel" in sys.modules
-
-
 @pytest.mark.parametrize("s_q, s_k", [(1, 1), (1, 200), (65, 65), (64, 129), (7, 130)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_it_declares_is_right(acme, s_q, s_k, causal, dtype):
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+def test_what_it_declares_is_right(acme, s_q, s_k, causal, dtype, layout):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, s, 3, 32).to(dtype) for s in (s_q, s_k, s_k))
-    call = {"causal": causal, "scale": 0.3, "return_lse": True}
-    out, lse = polyattn.attention(q, k, v, backend="acme", **call)
-    exact, exact_lse = polyattn.attention(q.double(), k.double(), v.double(), backend="reference", **call)
+    if layout == "BHSD":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    call = {"causal": causal, "scale": 0.3, "layout": layout}
+    out, lse = polyattn.attention(q, k, v, backend="acme", return_lse=True, **call)
+    exact, exact_lse = polyattn.attention(
+        q.double(), k.double(), v.double(), backend="reference", return_lse=True, **call
+    )
     torch.testing.assert_close(out, exact.to(dtype))
     torch.testing.assert_close(lse, exact_lse.float())
     into = torch.empty_like(out)
-    assert polyattn.attention(q, k, v, backend="acme", causal=causal, scale=0.3, out=into) is into
+    assert polyattn.attention(q, k, v, backend="acme", out=into, **call) is into
     assert torch.equal(into, out)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"s_relation": "more"}, {"heads": 4, "kv_heads": 2}, {"grad": ("query",)}, {"causal": "top_left"}],
+    [
+        {"s_relation": "more"},
+        {"heads": 4, "kv_heads": 2},
+        {"grad": ("query",)},
+        {"causal": "top_left"},
+        {"softcap": 30.0},
+        {"head_dim": 60},
+    ],
     ids=str,
 )
-def test_what_the_page_says_is_left_out_is_refused(acme, change):
+def test_what_its_row_leaves_out_is_not_declared(acme, change):
     (provider,) = acme.backends["acme", "cpu"].providers
     plain = {"dtype": "float32", "head_dim": 64, "s_relation": "fewer"}
     assert isinstance(judge(provider.rows, AttentionRequest(**plain)), Accepted)
