@@ -96,8 +96,8 @@ def environment(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
     """Run the tests of core and of every plugin; arguments after `--` go to pytest."""
-    elsewhere = [f"--ignore=tests/{room}" for room in ("conformance", "docs", "packaging")]  # sessions of their own
-    pytest(session, *elsewhere, parallel=True)
+    elsewhere = ("conformance", "docs", "fuzz", "packaging", "third_party")  # sessions of their own
+    pytest(session, *(f"--ignore=tests/{room}" for room in elsewhere), parallel=True)
 
 
 def _test_plugin(name: str) -> None:
@@ -116,6 +116,13 @@ for _name in PLUGINS:
 def conformance(session: nox.Session) -> None:
     """Check every declared capability of core's backends against the reference, and that the checks catch faults."""
     pytest(session, "tests/conformance", parallel=True)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def fuzz(session: nox.Session) -> None:
+    """Give random calls to every backend for a minute, and check that the fuzzer finds planted bugs in less."""
+    pytest(session, "tests/fuzz", parallel=True)
+    shared(session, "-m", "polyattn", "fuzz", "--seconds", "60", "--seed", "0", "--out", ".nox/polyattn-fuzz")
 
 
 @nox.session(reuse_venv=True)
@@ -160,6 +167,12 @@ def packaging(session: nox.Session) -> None:
     session.run(python, "-m", "pip", "install", "-q", *CONSTRAINTS, "pluggy", "packaging", external=True)
     session.run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *files, external=True)
     session.run(python, "-I", "tests/packaging/check_installed.py", *PLUGINS, external=True)
+
+
+@nox.session(name="third-party", venv_backend="none", requires=["environment"])
+def third_party(session: nox.Session) -> None:
+    """Write, build, install and use plugins as strangers do, each in a fresh environment beside core's wheel."""
+    pytest(session, "tests/third_party", parallel=True)
 
 
 @nox.session(venv_backend="none", requires=["environment"])

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.testing import Report, record, run
+from polyattn.testing.report import VERDICTS
 
 BACKENDS = ("torch_sdpa", "flex_attention", "torch_native")
 RESTARTS = 25
@@ -93,7 +94,7 @@ def finish(given: argparse.Namespace, share: Share, folder: Path) -> list[dict[s
         if out.exists():
             report = json.loads(out.read_text())
             reports.append(report)
-            ran = report["passed"] + report["refused"] + report["failed"]
+            ran = sum(report[verdict] for verdict in VERDICTS)
             if report["lost"]:
                 reports[-1]["lost"] = ""
                 waiting.append(dataclasses.replace(now, start=now.start + ran))
@@ -164,10 +165,11 @@ def collect(parts: list[dict[str, Any]]) -> Report:
 
 def table(reports: dict[str, Report]) -> str:
     """One line for each backend."""
-    lines = [f"{'backend':<16}{'passed':>8}{'refused':>9}{'failed':>8}  closest to its bound"]
+    lines = [f"{'backend':<16}" + "".join(f"{verdict:>9}" for verdict in VERDICTS) + "  closest to its bound"]
     for name, report in reports.items():
         check, (margin, _) = max(report.margins.items(), key=lambda item: item[1][0], default=("", (0.0, "")))
-        lines.append(f"{name:<16}{report.passed:>8}{report.refused:>9}{report.failed:>8}  {check} {margin:.0%}")
+        counts = "".join(f"{getattr(report, verdict):>9}" for verdict in VERDICTS)
+        lines.append(f"{name:<16}{counts}  {check} {margin:.0%}")
     return "\n".join(lines)
 
 

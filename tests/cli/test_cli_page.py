@@ -14,7 +14,7 @@ from polyattn.cli.app import EXIT_CODES, app
 from .conftest import Run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
-COMMANDS = ("list", "matrix", "explain", "doctor", "config check", "demo")
+COMMANDS = ("list", "matrix", "explain", "doctor", "config check", "conform", "new-plugin", "fuzz", "demo")
 
 
 def section(title: str) -> str:
@@ -27,7 +27,8 @@ def flags_of(command: str) -> set[str]:
     for word in command.split():
         found = found.commands[word]  # type: ignore[attr-defined]
     opts = {opt for parameter in found.params for opt in (*parameter.opts, *parameter.secondary_opts)}
-    return opts - {"--help", "-h"}
+    # Arguments are listed there too, by their names.
+    return {opt for opt in opts if opt.startswith("-")} - {"--help", "-h"}
 
 
 def flags_on_page(command: str) -> set[str]:

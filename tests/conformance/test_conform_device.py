@@ -46,7 +46,7 @@ def test_run(tmp_path: Path) -> None:
     assert found["digest"]
     last = done.stdout.strip().splitlines()
     assert last[-1].startswith("ok in ")
-    assert last[-2].split()[:4] == ["torch_native", str(found["passed"]), str(found["refused"]), "0"]
+    assert last[-2].split()[:5] == ["torch_native", str(found["passed"]), str(found["refused"]), "0", "0"]
 
 
 def given(**changes: Any) -> argparse.Namespace:

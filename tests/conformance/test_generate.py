@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import subprocess
 import sys
 from collections.abc import Hashable
@@ -12,6 +13,7 @@ import pytest
 from polyattn.records import AttentionRequest, Range, Row, Window, request_fields, row
 from polyattn.testing import Case, Installed, generate, plan, refusals
 from polyattn.testing.covering import covering
+from polyattn.testing.families.base import drawn_parts, spans
 from polyattn.testing.values import CANDIDATES, CONTEXT, candidates, declared, inside
 
 FACTS = {"platform": "cpu"}
@@ -187,6 +189,62 @@ def environment(seed: str) -> dict[str, str]:
     import os
 
     return {**os.environ, "PYTHONHASHSEED": seed}
+
+
+def test_quick_is_part_of_full() -> None:
+    """What a quick run finds, a full run finds too, and a line of xfails.txt that is right for one is for the other."""
+    for backend in ("torch_sdpa", "flex_attention"):
+        quick, full = (
+            {c.id for c in plan(Installed(backend), level=level, dtypes=["bfloat16"])} for level in ("quick", "full")
+        )
+        assert quick < full
+
+
+# --- two ways to the same numbers
+
+
+def test_decode_is_tried_without_an_lse_too() -> None:
+    one = row(
+        family="dense", dtype="float32", head_dim=64, causal=("none", "bottom_right"), s_relation=("equal", "one")
+    )
+    assert {c.check for c in made(one)} == {"values", "decode"}
+
+
+def test_splits_are_cut_anywhere_and_may_have_an_empty_part() -> None:
+    target = Installed("reference")
+    splits = [c for c in plan(target, dtypes=["float32"]) if c.check == "split"]
+    assert {c.request.family for c in splits} == {"dense", "varlen", "paged", "mla"}
+    assert {len([width for width in c.parts if width]) for c in splits} >= {2, 3, 4}
+    assert len({c.parts for c in splits}) > 20
+    for case in splits:
+        size = case.request.page_size or 1
+        assert all(width % size == 0 for width in case.parts)
+        assert case.longest[1] <= sum(case.parts) <= case.longest[1] + size
+    assert any(0 in c.parts for c in splits if c.request.family == "dense")
+    assert any(0 in c.parts for c in splits if c.request.family == "varlen")
+    # The row of torch's flash op takes no tensor without elements.
+    sdpa = [c for c in plan(Installed("torch_sdpa"), dtypes=["float32"]) if c.check == "split"]
+    assert sdpa
+    assert not any(0 in c.parts for c in sdpa)
+
+
+@pytest.mark.parametrize("relations, least", [(("equal", "fewer", "more"), 1), (("equal", "fewer"), 7), ("fewer", 14)])
+def test_parts_are_of_relations_that_the_row_takes(relations: object, least: int) -> None:
+    one = row(family="dense", dtype="float32", head_dim=64, lse=True, s_relation=relations)
+    splits = [c for c in made(one) if c.check == "split"]
+    assert splits
+    assert all(width >= least for c in splits for width in c.parts)
+
+
+@pytest.mark.parametrize("total, step, empty", [(100, 1, False), (100, 1, True), (112, 16, False), (5, 5, False)])
+def test_drawn_parts(total: int, step: int, empty: bool) -> None:
+    drawn = [drawn_parts(random.Random(seed), total, step, empty) for seed in range(50)]
+    assert all(sum(parts) == total and len(parts) <= 4 for parts in drawn)
+    assert all(width % step == 0 for parts in drawn for width in parts)
+    assert all((0 in parts) == empty for parts in drawn)
+    assert all(len(parts) >= 2 for parts in drawn) or total == step
+    assert [s.stop - s.start for s in spans(drawn[0])] == list(drawn[0])
+    assert (spans(drawn[0])[0].start, spans(drawn[0])[-1].stop) == (0, total)
 
 
 def test_declared_reads_rows_as_selection_does() -> None:

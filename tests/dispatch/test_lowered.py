@@ -48,7 +48,7 @@ def test_out_is_written(opaque):
 
 
 def test_a_layer_keeps_its_fast_path(opaque):
-    q, k, v, sinks = inputs()
+    q, k, v, _sinks = inputs()
     site = polyattn.bind(**OPTIONS, backend="narrow")
     first = site(q, k, v)
     for _ in range(3):

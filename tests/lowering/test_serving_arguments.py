@@ -165,6 +165,20 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: latent(v_head_dim=25),
         r"query rows have 24 numbers, cache rows 24, v_head_dim is 25; rows must be equal and v_head_dim",
     ),
+    "latent width, a fraction": (
+        lambda: latent(v_head_dim=2.5),
+        r"v_head_dim=2.5 is a float; give a whole number, the leading part of a row that is the value",
+    ),
+    "latent width, text": (lambda: latent(v_head_dim="8"), r"v_head_dim='8' is a str; give a whole number"),
+    "latent width, none": (lambda: latent(v_head_dim=None), r"v_head_dim=None is a NoneType; give a whole number"),
+    "latent cache elsewhere": (
+        lambda: latent(cache=torch.ones(6, 4, 24, device="meta")),
+        r"query is on cpu, cache on meta; move them to one device",
+    ),
+    "latent query, strided": (
+        lambda: latent(query=torch.ones(3, 4, 48)[..., ::2]),
+        r"query has strides \(192, 48, 2\); its last axis must be dense \(stride 1\): call .contiguous\(\)",
+    ),
     "tree without mask": (
         lambda: tree(attn_mask=None),
         r"tree=True goes with a bool attn_mask, not with None; make it with polyattn.reference.verify_mask",

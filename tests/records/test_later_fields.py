@@ -1,15 +1,23 @@
-"""S12: a field that a later release adds to the request is refused by every backend that was written before it."""
+"""S12: a field that a later release adds to the request is refused by every backend that was written before it.
+
+Every backend means every row of every package of this repository, on its own platform: built ones here, planned ones as
+if they were built and everything was installed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyattn.errors import UnsupportedRequestError
+from polyattn.inspection import what_if
+from polyattn.platforms import CORE_PLATFORMS
 from polyattn.plugins import get_manager
 from polyattn.records import (
+    FAMILIES,
     Accepted,
     AtLeast,
     AttentionRequest,
@@ -28,6 +36,8 @@ from polyattn.selection import Catalogue, Choice, Offer, Policy, select
 
 BACKENDS = tuple(get_manager().backends.values())
 ROWS = [(info, row) for info in BACKENDS for provider in info.providers for row in provider.rows]
+PLATFORMS = tuple(info.name for info in CORE_PLATFORMS)
+PACKAGES = {p.parent.name for p in Path(__file__).parents[2].glob("plugins/[!_]*/pyproject.toml")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,14 +66,16 @@ def candidates(name: str, constraint: Constraint) -> list[Any]:
     return found
 
 
-def witness(row: Row) -> Later:
-    """A request that the row is meant for, as far as its own constraints say."""
+def witness(row: Row, family: str = "") -> Later:
+    """A request that the row is meant for, as far as its own constraints say; of `family` where several are."""
     fields: dict[str, Any] = {}
     for name in {**row.allows, **row.when}:
         both = [c for c in (row.when.get(name), row.allows.get(name)) if c is not None]
         good = [v for c in both for v in candidates(name, c) if all(other.reason(v) is None for other in both)]
         assert good, f"{name}: no value satisfies {' and '.join(c.describe() for c in both)}"
         fields[name] = good[0]
+    if family:
+        fields["family"] = family
     if "dims" in fields:
         fields["head_dim"], fields["v_head_dim"] = fields.pop("dims")
     if (group := fields.pop("group", 1)) != 1:
@@ -73,6 +85,21 @@ def witness(row: Row) -> Later:
     if "kv_storage" in fields:
         fields["kv_dtype"] = fields.pop("kv_storage")
     return Later(**fields)
+
+
+def families(row: Row) -> list[str]:
+    named = [c for c in (row.when.get("family"), row.allows.get("family")) if c is not None]
+    return [family for family in FAMILIES if all(c.reason(family) is None for c in named)]
+
+
+def test_every_package_platform_and_family_is_among_them():
+    """What follows would say nothing of a package that is not installed."""
+    plugins = get_manager().plugins
+    absent = [name for name in sorted(PACKAGES) if name not in plugins or plugins[name].state != "ready"]
+    assert not absent, f"install plugins/{', plugins/'.join(absent)} first, or name them in POLYATTN_EXTRA_PLUGINS"
+    assert {info.platform for info in BACKENDS} >= set(PLATFORMS)
+    assert {family for _, row in ROWS for family in families(row)} == set(FAMILIES)
+    assert {info.planned for info in BACKENDS} == {True, False}
 
 
 @pytest.mark.parametrize("info, row", ROWS, ids=[f"{i}-{info.id}" for i, (info, _) in enumerate(ROWS)])
@@ -87,17 +114,48 @@ def test_every_row_refuses_a_field_it_does_not_know(info, row):
 
 
 @pytest.mark.parametrize("info", BACKENDS, ids=[b.id for b in BACKENDS])
-def test_every_backend_refuses_it_by_name_in_a_selection(info: BackendInfo):
-    """Whole backends, fallbacks aside: planned adapters as if built, everything installed."""
+def test_every_backend_refuses_it_in_a_selection(info: BackendInfo):
+    """Alone on its platform, so without fallbacks; by name and automatically, exact rewrites included."""
     alone = dataclasses.replace(info, fallbacks=(), aliases=())
     here = Catalogue((Offer(alone, "test", "hardware"),), get_manager().platforms)
     for row in (row for provider in info.providers for row in provider.rows):
         request = dataclasses.replace(witness(row), platform=info.platform)
-        policy = Policy(Choice(info.name, "argument"), what_if=True)
+        named = Policy(Choice(info.name, "argument"), what_if=True)
+        policies = [Policy(None, what_if=True)]
         if info.platform != "mps":  # where whatever is asked for becomes SDPA
-            assert select(request, here, policy).backend == info.name
-        with pytest.raises(UnsupportedRequestError, match=r"temperature=0\.5 is not declared"):
-            select(dataclasses.replace(request, temperature=0.5), here, Policy(None, what_if=True))
+            assert select(request, here, named).backend == info.name
+            policies.append(named)
+        for policy in policies:
+            for name, value in ON.items():
+                with pytest.raises(UnsupportedRequestError) as caught:
+                    select(dataclasses.replace(request, **{name: value}), here, policy)
+                assert f"{name}={value!r} is not declared" in "; ".join(caught.value.rejected[info.name])
+
+
+def spelt(request: AttentionRequest) -> str:
+    """A request's machine in the words of `--assume-platform`."""
+    words = request.arch or "+".join(request.features)
+    toolkit = "@" + ".".join(map(str, request.toolkit)) if request.toolkit else ""
+    return request.platform + (f":{words}" if words else "") + toolkit
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_nobody_on_any_platform_takes_it(platform: str, family: str):
+    """As people ask it, `polyattn.what_if` with everything installed: all backends at once, with their fallbacks."""
+    here = [info for info in BACKENDS if info.platform == platform]
+    needs = {need.distribution for info in here for provider in info.providers for need in provider.requires}
+    for info in here:
+        rows = [row for provider in info.providers for row in provider.rows if family in families(row)]
+        for row in rows[:1]:
+            request = dataclasses.replace(witness(row, family), platform=platform)
+            asked: dict[str, Any] = {"platform": spelt(request), "installed": needs}
+            by_name = () if platform == "mps" else (info.name,)
+            assert [what_if(request, **asked, backend=name).backend for name in by_name] == list(by_name)
+            for backend in (None, *by_name):
+                with pytest.raises(UnsupportedRequestError) as caught:
+                    what_if(dataclasses.replace(request, temperature=0.5), **asked, backend=backend)
+                assert "temperature=0.5 is not declared" in "; ".join(caught.value.rejected[info.name])
 
 
 def test_a_row_that_knows_the_field_takes_it():

@@ -45,7 +45,8 @@ class Evidence:
     def __str__(self) -> str:
         if self.level == "declared":
             return "declared"
-        where = ", ".join(part for part in (self.device, self.date) if part)
+        xfailed = f"{self.xfailed} xfailed" if self.xfailed else ""
+        where = ", ".join(part for part in (self.device, self.date, xfailed) if part)
         return f"{self.level}{' (' + where + ')' if where else ''}{', stale' if self.stale else ''}"
 
 
@@ -77,8 +78,7 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
         evidence = Evidence(**data)
     except (ValueError, TypeError) as exc:
         raise PluginError(
-            f"{path.name} is not an evidence file: {exc}; run "
-            f"`python -m polyattn.testing {backend} --write-evidence` again"
+            f"{path.name} is not an evidence file: {exc}; run `polyattn conform {backend}` again"
         ) from exc
     if evidence.level not in LEVELS:
         raise PluginError(f"{path.name}: level {evidence.level!r} is not one of {', '.join(LEVELS)}")

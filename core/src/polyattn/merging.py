@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from .errors import InvalidInputError, did_you_mean
 
@@ -72,7 +73,8 @@ def merge(
     lse = top + torch.log(total)
     share = 1.0 / total
     if sinks is not None:
-        share = share * torch.sigmoid(lse - _along_heads(sinks.to(dtype), layout))
+        # By its logarithm: the gradient of sigmoid, s (1 - s), loses its digits where a sink is far below.
+        share = share * torch.exp(logsigmoid(lse - _along_heads(sinks.to(dtype), layout)))
 
     merged = torch.zeros_like(outs[0], dtype=dtype)
     for out, weight, part in zip(outs, weights, parts, strict=True):

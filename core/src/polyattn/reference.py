@@ -315,9 +315,10 @@ def _attend(
         weights = torch.nn.functional.dropout(weights, dropout_p)
     out = torch.einsum("bhgqk,bhkd->bhgqd", weights, v) / total
     if sinks is not None:
-        # 1 / (total + e^(sink - top)) = sigmoid(lse - sink) / total, which no sink can overflow.
+        # 1 / (total + e^(sink - top)) = sigmoid(lse - sink) / total, which no sink can overflow. By its logarithm: the
+        # gradient of sigmoid, s (1 - s), loses its digits where a sink is far below.
         z = sinks.to(q.dtype).reshape(H_kv, group)
-        out = out * torch.sigmoid(log_total - z[:, :, None, None])
+        out = out * torch.exp(torch.nn.functional.logsigmoid(log_total - z[:, :, None, None]))
     lse = log_total.masked_fill(empty, _NEVER).squeeze(-1)
     return out.flatten(1, 2), lse.flatten(1, 2)
 

@@ -165,6 +165,18 @@ def check_mla(query: Any, cache: Any, v_head_dim: Any) -> None:
         if not isinstance(tensor, Tensor) or tensor.ndim != 3:
             shown = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidInputError(f"{name} is {shown}; a tensor {shape} is needed")
+    if not isinstance(v_head_dim, int) or isinstance(v_head_dim, bool):
+        raise InvalidInputError(
+            f"v_head_dim={v_head_dim!r} is a {type(v_head_dim).__name__}; give a whole number, the leading part of a "
+            f"row that is the value"
+        )
+    if query.device != cache.device:
+        raise InvalidInputError(f"query is on {query.device}, cache on {cache.device}; move them to one device")
+    for name, tensor in (("query", query), ("cache", cache)):
+        if tensor.stride(2) != 1 and tensor.shape[2] > 1:
+            raise InvalidInputError(
+                f"{name} has strides {tensor.stride()}; its last axis must be dense (stride 1): call .contiguous()"
+            )
     fp8 = cache.dtype == torch.uint8 and cache.shape[2] == MLA_BYTES and query.dtype in FLOATS
     if query.dtype != cache.dtype and not fp8:
         raise InvalidInputError(

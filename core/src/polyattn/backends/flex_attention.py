@@ -174,7 +174,9 @@ def _run(
     if sinks is not None and lse is not None:
         # Rows without keys are 0 whatever the sink; an LSE of -inf beside a sink of -inf would make them NaN.
         finite = lse.masked_fill(lse == float("-inf"), 0.0)
-        out = (out * torch.sigmoid(finite - sinks.to(lse.dtype)[:, None])[..., None]).to(query.dtype)
+        # By its logarithm: the gradient of sigmoid, s (1 - s), loses its digits where a sink is far below.
+        share = torch.exp(torch.nn.functional.logsigmoid(finite - sinks.to(lse.dtype)[:, None]))
+        out = (out * share[..., None]).to(query.dtype)
     return out, lse
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,10 @@ class TorchSDPA:
     device and its backward, which accepts a substituted (out, lse)."""
 
     def bind(self, request: AttentionRequest) -> Bound:
+        if request.scale is not None and request.scale <= 0:
+            # Torch's kernels scale after their causal mask or take the largest unscaled logit: NaN for scale <= 0.
+            sign = -1.0 if request.scale < 0 else 0.0
+            return _signed(self.bind(dataclasses.replace(request, scale=-request.scale if sign else None)), sign)
         # On a GPU only the flash op's backward is the same bits on every run, so it is asked for by name.
         exact = request.deterministic and bool(request.grad) and request.platform != "cpu"
         if request.lse or request.sinks or exact:
@@ -33,6 +38,23 @@ class TorchSDPA:
         else:
             bound = Bound(_plain(request), traceable=True, simple=_simple(request))
         return placing(bound) if request.misaligned and request.platform != "cpu" else bound
+
+
+def _signed(bound: Bound, sign: float) -> Bound:
+    """`bound` with its queries multiplied by -1 or 0, which rounds nothing."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, **kw: Any) -> Any:
+        return bound.forward(query * sign, key, value, **kw)
+
+    if bound.backward is None:
+        return Bound(forward, traceable=bound.traceable)
+    kernel = bound.backward
+
+    def backward(dout: Tensor, query: Tensor, *tensors: Tensor, **kw: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dquery, dkey, dvalue = kernel(dout, query * sign, *tensors, **kw)
+        return dquery * sign, dkey, dvalue
+
+    return Bound(forward, backward, bound.traceable)
 
 
 def _views(request: AttentionRequest, function: Callable[..., Any]) -> Callable[..., Any]:

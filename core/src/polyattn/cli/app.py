@@ -22,11 +22,14 @@ from ..errors import (
     UnsupportedRequestError,
 )
 from .config_check import config
+from .conform import conform
 from .demo import demo
 from .doctor import doctor
 from .explain import explain
+from .fuzz import fuzz
 from .listing import list_command
 from .matrix import matrix
+from .new_plugin import new_plugin
 from .reasons import reasons_table
 from .rendering import screen, show_json
 
@@ -58,6 +61,9 @@ app.command("matrix")(matrix)
 app.command("explain")(explain)
 app.command("doctor")(doctor)
 app.command("demo")(demo)
+app.command("conform")(conform)
+app.command("new-plugin")(new_plugin)
+app.command("fuzz")(fuzz)
 app.add_typer(config, name="config")
 
 

@@ -35,6 +35,7 @@ class SinksFromLSE(Lowering):
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
     ) -> Bound:
         import torch
+        from torch.nn.functional import logsigmoid
 
         kernel = inner[0]
         # With gradients of the sinks alone nothing flows into the kernel: autograd does the rest.
@@ -47,7 +48,8 @@ class SinksFromLSE(Lowering):
             sink = sinks.to(lse.dtype)
             # A row without keys has out = 0 whatever its share is; -inf would meet a sink of -inf and give NaN.
             finite = lse.masked_fill(lse == float("-inf"), 0.0)
-            share = torch.sigmoid(finite - (sink.unsqueeze(-1) if heads_second else sink))
+            # By its logarithm: the gradient of sigmoid, s (1 - s), loses its digits where a sink is far below.
+            share = torch.exp(logsigmoid(finite - (sink.unsqueeze(-1) if heads_second else sink)))
             result = (plain * share.unsqueeze(-1)).to(plain.dtype)
             result = result if out is None else out.copy_(result)
             return (result, lse) if keep else result

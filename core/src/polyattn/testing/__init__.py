@@ -6,34 +6,75 @@ pass (docs/conformance.md says what), what is not must be refused with a reason.
     >>> from polyattn.testing import run
     >>> print(run("torch_sdpa", device="cpu", families=["dense"], dtypes=["float32"]))  # doctest: +SKIP
 
-From a shell: `python -m polyattn.testing torch_sdpa --device cpu`.
+From a shell: `polyattn conform torch_sdpa`. In a plugin's own tests, with pytest:
+
+    >>> from polyattn.testing import AttentionConformance
+    >>> class TestAcme(AttentionConformance):
+    ...     backend = "acme"
+
+Importing this package imports neither torch nor pytest; names are resolved at first use.
 """
 
-from .calls import Installed, OffChip, Target
-from .cases import Case
-from .checks import Outcome, run_case
-from .controls import Control, controls
-from .generate import generate, refusals
-from .report import Report
-from .running import plan, record, run
-from .tolerances import RELATIVE_L2, Finding, check
+from __future__ import annotations
 
-__all__ = [
-    "RELATIVE_L2",
-    "Case",
-    "Control",
-    "Finding",
-    "Installed",
-    "OffChip",
-    "Outcome",
-    "Report",
-    "Target",
-    "check",
-    "controls",
-    "generate",
-    "plan",
-    "record",
-    "refusals",
-    "run",
-    "run_case",
-]
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+_WHERE = {
+    "AttentionConformance": "conforming",
+    "Case": "cases",
+    "Control": "negative",
+    "FAMILIES": "families",
+    "Family": "families",
+    "Finding": "tolerances",
+    "Installed": "calls",
+    "OffChip": "calls",
+    "Outcome": "checks",
+    "RELATIVE_L2": "tolerances",
+    "Report": "report",
+    "Target": "calls",
+    "check": "tolerances",
+    "controls": "negative",
+    "generate": "generation",
+    "plan": "running",
+    "record": "recording",
+    "refusals": "beyond",
+    "run": "running",
+    "run_case": "checks",
+}
+
+__all__ = [*sorted(_WHERE)]
+
+if TYPE_CHECKING:
+    from .beyond import refusals as refusals
+    from .calls import Installed as Installed
+    from .calls import OffChip as OffChip
+    from .calls import Target as Target
+    from .cases import Case as Case
+    from .checks import Outcome as Outcome
+    from .checks import run_case as run_case
+    from .conforming import AttentionConformance as AttentionConformance
+    from .families import FAMILIES as FAMILIES
+    from .families import Family as Family
+    from .generation import generate as generate
+    from .negative import Control as Control
+    from .negative import controls as controls
+    from .recording import record as record
+    from .report import Report as Report
+    from .running import plan as plan
+    from .running import run as run
+    from .tolerances import RELATIVE_L2 as RELATIVE_L2
+    from .tolerances import Finding as Finding
+    from .tolerances import check as check
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(f".{_WHERE[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

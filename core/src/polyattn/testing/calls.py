@@ -9,50 +9,31 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .. import attention, inspection, mla_attention, paged_attention, varlen_attention
+from .. import inspection
 from ..autograd import differentiable
 from ..choose import choose, device_facts
-from ..errors import BackendUnavailableError, ConfigError, PolyattnError, UnsupportedRequestError, did_you_mean
+from ..errors import BackendUnavailableError, ConfigError, PolyattnError, did_you_mean
 from ..inspection import catalogue, list_backends
 from ..overrides import SCOPE
 from ..plugins import _import_target, get_manager
-from ..records import AttentionRequest, BackendInfo, Provider, Row
+from ..records import AttentionRequest, BackendInfo, Provider, Rejected, Row
 from ..selection import Choice, Policy, select
 from ..signature import runner
 from .cases import Case
+from .families import FAMILIES, Call
 from .values import declared
 
-__all__ = ["Installed", "OffChip", "Target", "out_of", "sayable"]
-
-_COMMON = frozenset(
-    (
-        *("family", "dtype", "head_dim", "v_head_dim", "causal", "window", "softcap", "sinks", "mask", "scale"),
-        *("lse", "deterministic", "s_relation", "zero_size"),
-    )
-)
-_SAYABLE = {
-    "dense": _COMMON | {"dropout", "grad", "misaligned", "transform", "graph_capture"},
-    "varlen": _COMMON | {"dropout", "grad", "misaligned"},
-    "paged": _COMMON | {"phase", "kv_dtype", "page_size", "kv_layout", "kv_scales", "save_kv_cache"},
-    "mla": _COMMON - {"softcap", "sinks"} | {"phase", "page_size"},
-}
-"""Fields that the public call of a family can ask for; a case that needs another one is called as bound."""
+__all__ = ["Installed", "OffChip", "Target", "natively", "out_of", "sayable"]
 
 
 def sayable(case: Case) -> bool:
     """Whether the public call of the family can ask for this case."""
-    request = case.request
-    known = _SAYABLE.get(request.family, frozenset())
-    if any(name not in known for name, _ in request.normalised().active() if name != "group"):
-        return False
-    if request.family == "varlen":
-        return request.s_relation != "fewer"
-    if request.family in ("paged", "mla"):
-        decode = case.longest[0] == 1
-        spelt_out = request.family == "mla" or (request.save_kv_cache is not None and request.kv_layout != "")
-        phase, relation = ("decode", "one") if decode else ("extend", "fewer")
-        return spelt_out and request.phase == phase and request.s_relation == relation
-    return True
+    return FAMILIES[case.request.family].sayable(case)
+
+
+def natively(policy: Policy) -> Policy:
+    """The policy without exact rewrites: what is judged is the backend itself, not what selection can make of it."""
+    return dataclasses.replace(policy, lowering=False)
 
 
 class Target(Protocol):
@@ -95,11 +76,11 @@ class Installed:
         self.rows: tuple[Row, ...] = tuple(row for p in self.providers for row in p.rows)
 
     def call(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], out: Tensor | None) -> Any:
+        if refused := self.refuse(case):
+            raise refused
         if sayable(case):
             return _public(case, tensors, extra, out, self.name)
         chosen = choose(self.request(case), self.name, SCOPE.get())
-        if chosen.info is not self.info:
-            raise UnsupportedRequestError(f"{chosen.selection.backend} was chosen: {'; '.join(chosen.selection.notes)}")
         forward = runner(chosen, case.request.lse, False, _head_axis(case.request))
         return _bound(forward, case, tensors, extra, out)
 
@@ -109,17 +90,27 @@ class Installed:
 
     def asked(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> AttentionRequest:
         """What the public call makes of a case: nothing of it may be lost on the way."""
-        call, positional, keywords = _arguments(case, tensors, extra)
+        call, positional, keywords = FAMILIES[case.request.family].public(Call(case, tensors, extra))
         return inspection.explain(call, *positional, backend=self.name, **keywords).request
 
     def refuse(self, case: Case) -> PolyattnError | None:
-        """The refusal of a request, None when it was accepted."""
-        policy = Policy(Choice(self.name, "conformance"), strict=True)
+        """The backend's own refusal of a request, None when it takes it as it is."""
+        policy = natively(Policy(Choice(self.name, "conformance"), strict=True))
         try:
             select(self.request(case), catalogue(), policy)
-        except (UnsupportedRequestError, BackendUnavailableError) as exc:
+        except PolyattnError as exc:
             return exc
         return None
+
+    @property
+    def narrows(self) -> bool:
+        """Whether its plugin has a `polyattn_report_capability`."""
+        return get_manager().narrows(self.info)
+
+    def narrowed(self, request: AttentionRequest) -> Rejected | None:
+        """What that hook has against a request that the rows accept."""
+        verdict = get_manager().narrow(self.info, request.normalised())
+        return verdict if isinstance(verdict, Rejected) else None
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -172,15 +163,13 @@ def _bound(
     extra: Mapping[str, Any],
     out: Tensor | None,
 ) -> Any:
-    given = dict(tensors)
-    names = {"paged": ("query", "key_cache", "value_cache"), "mla": ("query", "cache")}
-    positional = [given.pop(name) for name in names.get(case.request.family, ("query", "key", "value"))]
-    mask = given.pop("mask", None)
-    return forward(*positional, **extra, **given, attn_mask=mask, out=out)
+    given = {"attn_mask" if name == "mask" else name: tensor for name, tensor in tensors.items()}
+    positional = [given.pop(name) for name in FAMILIES[case.request.family].positional]
+    return forward(*positional, **extra, **given, out=out)
 
 
 def _public(case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], out: Tensor | None, name: str) -> Any:
-    call, positional, keywords = _arguments(case, tensors, extra)
+    call, positional, keywords = FAMILIES[case.request.family].public(Call(case, tensors, extra))
     if case.request.transform == "subclass":
         positional = tuple(t.as_subclass(_Labelled) for t in positional)
     if case.request.transform == "vmap":
@@ -193,31 +182,6 @@ def _public(case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any],
 
 class _Labelled(Tensor):
     """The plainest tensor subclass."""
-
-
-def _arguments(
-    case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]
-) -> tuple[Any, tuple[Tensor, ...], dict[str, Any]]:
-    """(the public call, its positional and its keyword arguments)."""
-    r = case.request
-    causal: bool | str = {"none": False, "bottom_right": True}.get(r.causal, r.causal)
-    keywords: dict[str, Any] = {"causal": causal, "window": r.window, "scale": r.scale, "return_lse": r.lse}
-    keywords |= {"deterministic": r.deterministic, "attn_mask": tensors.get("mask"), **extra}
-    if r.family != "mla":
-        keywords |= {"softcap": r.softcap, "sinks": tensors.get("sinks")}
-    if r.family == "dense":
-        keywords |= {"layout": r.layout, "dropout_p": r.dropout}
-    if r.family == "varlen":
-        keywords["dropout_p"] = r.dropout
-    if r.family == "paged":
-        keywords |= {name: tensors.get(name) for name in ("key", "value", "k_scale", "v_scale")}
-        keywords |= {"kv_layout": r.kv_layout or "NHD", "save_kv_cache": bool(r.save_kv_cache)}
-        caches = (tensors["query"], tensors["key_cache"], tensors["value_cache"])
-        return paged_attention, caches, keywords
-    if r.family == "mla":
-        return mla_attention, (tensors["query"], tensors["cache"]), keywords | {"v_head_dim": r.dims[1]}
-    call = attention if r.family == "dense" else varlen_attention
-    return call, (tensors["query"], tensors["key"], tensors["value"]), keywords
 
 
 def out_of(case: Case, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor | None:

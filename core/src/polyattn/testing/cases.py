@@ -10,7 +10,7 @@ from ..records import AttentionRequest
 
 __all__ = ["Case", "Check"]
 
-Check = Literal["values", "decode", "split", "dropout", "capture", "refusal"]
+Check = Literal["values", "decode", "split", "pages", "dropout", "capture", "refusal", "witness"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,9 @@ class Case:
     Attributes:
         request: as a caller would make it (not in normal form, so that spellings are tested too).
         lengths: (S_q, S_k) of each sequence; a dense batch has equal ones. Empty for requests that are only judged.
-        check: `values` against the reference; `decode`, one query against the last row of prefill; `split`, keys in two
-            parts and merged; `dropout`, its statistics; `capture`, recorded into a device graph and replayed;
-            `refusal`, it must be refused.
+        check: `values` against the reference; `decode`, one query against the last row of prefill; `split`, keys in
+            parts and merged; `pages`, the same content on other pages; `dropout`, its statistics; `capture`, recorded
+            into a device graph and replayed; `refusal`, it must be refused; `witness`, the hook must refuse it.
         storage: of the inputs, see `polyattn.testing.problems.stored`.
         out: the output tensor given: empty = none, `contiguous`, or `strided`.
         sink: `usual`, `dominant` (30 nats above every LSE), or `off` (one is -inf).
@@ -30,6 +30,8 @@ class Case:
         mask_dtype: of an additive mask: `same` as the query's, or `float32`.
         closed_rows: the mask hides every key from every fifth query.
         new_rows: paged: the queries' own keys and values are arguments, not yet in the cache.
+        parts: of a split: the widths that the keys are cut into; together at least the longest S_k. Shorter
+            sequences end before the last ones, and some widths may be 0.
         fields: of a refusal: the fields of which one must be named in a reason.
     """
 
@@ -43,6 +45,7 @@ class Case:
     mask_dtype: str = "same"
     closed_rows: bool = False
     new_rows: bool = False
+    parts: tuple[int, ...] = ()
     fields: tuple[str, ...] = ()
 
     @property
@@ -71,6 +74,7 @@ class Case:
         words += [f"mask_{word}" for word in (self.mask_shape, self.mask_dtype) if word not in ("full", "same")]
         words += [f"out_{self.out}"] if self.out else []
         words += [name for name in ("closed_rows", "new_rows") if getattr(self, name)]
+        words += [f"parts={_word(self.parts)}"] if self.parts else []
         return "-".join(words)
 
     def __str__(self) -> str:

@@ -7,24 +7,37 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import reference
 from ..records import AttentionRequest
-from .families import FAMILIES
-from .problems import Problem
 
-__all__ = ["Solution", "cancelling", "in_float64", "plain_attention", "plainly", "reference_attention", "solve"]
+if TYPE_CHECKING:
+    from .problems import Problem
 
-Method = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, AttentionRequest], tuple[Tensor, Tensor]]
-"""(query, key, value, attn_mask, sinks, request) of heads-first tensors -> (out, lse)."""
+__all__ = [
+    "Method",
+    "Solution",
+    "cancelling",
+    "in_float64",
+    "plain_attention",
+    "plainly",
+    "reference_attention",
+    "softmax_terms",
+    "solve",
+]
+
+Method = Callable[..., tuple[Tensor, Tensor]]
+"""The mathematics of one part of a problem: (*part, sinks, request) -> (out, second). Of softmax families: (query, key,
+value, attn_mask, sinks, request) of heads-first tensors -> (out, lse)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """out and lse in the shapes of the family's call, and the gradients by input name."""
+    """out and what comes beside it in the shapes of the family's call, and the gradients by input name."""
 
     out: Tensor
     lse: Tensor
@@ -33,17 +46,17 @@ class Solution:
 
 def in_float64(problem: Problem) -> Solution:
     """The reference in float64: what is right."""
-    return solve(problem, reference_attention, torch.float64)
+    return solve(problem, problem.family.exact, torch.float64)
 
 
 def plainly(problem: Problem) -> Solution:
     """Plain torch math in the dtype of the case."""
-    return solve(problem, plain_attention, problem.dtype)
+    return solve(problem, problem.family.plain, problem.dtype)
 
 
 def solve(problem: Problem, method: Method, dtype: torch.dtype) -> Solution:
     """Solve a problem, gradients included, with a function for one group of sequences of equal lengths."""
-    request, family = problem.request, FAMILIES[problem.request.family]
+    request, family = problem.request, problem.family
     wanted = [name for name in request.grad if name != "lse"]
     leaves = {
         name: t.detach().to(dtype if t.dtype.is_floating_point else t.dtype).requires_grad_(name in wanted)
@@ -138,21 +151,24 @@ def cancelling(problem: Problem) -> Mapping[str, Tensor]:
     dS = P * (dP - delta) cancels, wholly where a query sees a single key: the gradient is 0 there, while any kernel is
     left with the rounding of dP and delta. No error relative to the gradient itself could allow for that.
     """
+    method = problem.family.terms
+    if method is None:
+        return {name: torch.zeros((), dtype=torch.float64) for name in problem.request.grad}
     upstream = dataclasses.replace(problem, dout=problem.dout.abs(), dlse=problem.dlse.abs())
-    return {name: terms.abs() for name, terms in solve(upstream, _terms, torch.float64).grads.items()}
+    return {name: terms.abs() for name, terms in solve(upstream, method, torch.float64).grads.items()}
 
 
-def _terms(
+def softmax_terms(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
 ) -> tuple[Tensor, Tensor]:
     """Functions linear in |inputs| whose gradients, for upstream gradients >= 0, are those sums."""
-    key, value = _repeated(query, key), _repeated(query, value).abs()
+    key, value = _repeated(query, key), _size(_repeated(query, value))
     columns = key.shape[2]
     with torch.no_grad():
         alone, _ = _weights(query, key, mask, None, request)
         weights, _ = _weights(query, key, mask, sinks, request)
         kept, sunk = weights[..., :columns], weights[..., columns:]
-    query, key = query.abs(), key.abs()
+    query, key = _size(query), _size(key)
     moved = query @ key.transpose(-1, -2) * abs(_scale(request))
     if mask is not None and mask.requires_grad:
         moved = moved + mask.masked_fill(mask.isinf(), 0.0)
@@ -161,3 +177,8 @@ def _terms(
         shift = sunk * sinks.masked_fill(sinks.isinf(), 0.0)[:, None, None]
         out = out + shift * (kept @ value).detach()
     return out, (alone * moved).sum(-1)
+
+
+def _size(tensor: Tensor) -> Tensor:
+    """|tensor| with a slope of 1 at 0 too, where that of `abs` is 0."""
+    return torch.where(tensor < 0, -tensor, tensor)

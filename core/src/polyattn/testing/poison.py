@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from .threads import backends_threads
+
 __all__ = ["poisoned"]
 
 _ALLOCATING = (
@@ -28,11 +30,12 @@ _BYTES = (2**9, 2**12, 2**14, 2**16, 2**18, 2**20, 2**21)
 
 @contextlib.contextmanager
 def poisoned(device: torch.device) -> Iterator[None]:
-    """Within: uninitialised memory of floating dtypes is NaN."""
+    """Around a call of a backend: uninitialised memory of floating dtypes is NaN."""
     _soil(device)
     with contextlib.ExitStack() as stack:
         for owner, name in _ALLOCATING:
             stack.enter_context(mock.patch.object(owner, name, _filling(getattr(owner, name))))
+        stack.enter_context(backends_threads())
         yield
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..placement import aligned
 from ..records import AttentionRequest
-from ..signature import aligned
 from .cases import Case
-from .families import DTYPES, FAMILIES
+from .families import DTYPES, FAMILIES, Family
 
 __all__ = ["Maker", "Problem", "build", "off_boundary", "stored"]
 
@@ -40,10 +40,15 @@ class Problem:
         return self.case.request
 
     @property
+    def family(self) -> Family:
+        return FAMILIES[self.case.request.family]
+
+    @property
     def largest_value(self) -> float:
-        """The largest magnitude among the values that outputs are averages of; scales of caches are below one."""
-        values = [t.detach().float() for n, t in self.tensors.items() if n in ("value", "value_cache", "cache")]
-        return max((float(v.nan_to_num(0.0).abs().max()) for v in values if v.numel()), default=0.0)
+        """The largest magnitude among the values that outputs are averages of."""
+        tensors = {name: t.detach() for name, t in self.tensors.items()}
+        values = (part[2].float() for part in self.family.parts(self.case, tensors, self.extra))
+        return max((float(v.abs().max()) for v in values if v.numel()), default=0.0)
 
     @property
     def through_lse(self) -> bool:
@@ -184,4 +189,4 @@ def build(case: Case, device: torch.device) -> Problem:
             tensors[name] = tensors[name].detach().requires_grad_()
     shape = family.out_shape(case)
     dout = maker.normal(*shape).to(maker.dtype).to(device)
-    return Problem(case, tensors, extra, dout, maker.normal(*shape[:-1]).to(device))
+    return Problem(case, tensors, extra, dout, maker.normal(*family.second_form(case)[0]).to(device))

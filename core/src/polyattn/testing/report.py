@@ -9,7 +9,9 @@ from typing import Any
 
 from .checks import Outcome
 
-__all__ = ["Report"]
+__all__ = ["VERDICTS", "Report"]
+
+VERDICTS = ("passed", "refused", "xfailed", "failed")
 
 
 @dataclasses.dataclass
@@ -19,11 +21,12 @@ class Report:
     Attributes:
         backend, platform, device, level, dtypes, families: what was run. versions: of everything involved.
         date: of the run. seconds: it took. command: that repeats it.
-        sources, digest: the files that ran, relative to the plugin's folder, and their hash.
-        counts: "family dtype" or "refusals" -> passed, refused, failed.
-        findings: case -> what is wrong with it.
+        sources, digest: the files that ran, relative to the plugin's folder, and their hash. unrecorded: why there are
+            none, so that the run cannot become evidence.
+        counts: "family dtype", "witnesses" or "refusals" -> passed, refused, xfailed, failed.
+        findings: case -> what is wrong with it. xfails: the same of cases that are expected to fail.
         margins: "check dtype" -> (the largest share of its allowance that was used, the case).
-        gates: "dtype: control" -> whether the gates did what they must, see `polyattn.testing.controls`.
+        gates: "dtype: control" -> whether the gates did what they must, see `polyattn.testing.negative`.
         not_run: what is declared and was not tried, with the reason.
         total: cases there are; lost: the case after which the device could not be used any more.
     """
@@ -39,9 +42,11 @@ class Report:
     command: str
     sources: tuple[str, ...] = ()
     digest: str = ""
+    unrecorded: str = ""
     seconds: float = 0.0
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     findings: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    xfails: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     margins: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     gates: dict[str, bool] = dataclasses.field(default_factory=dict)
     not_run: list[str] = dataclasses.field(default_factory=list)
@@ -57,12 +62,16 @@ class Report:
         return self._count("refused")
 
     @property
+    def xfailed(self) -> int:
+        return self._count("xfailed")
+
+    @property
     def failed(self) -> int:
         return self._count("failed")
 
     @property
     def ran(self) -> int:
-        return self.passed + self.refused + self.failed
+        return sum(self._count(verdict) for verdict in VERDICTS)
 
     @property
     def ok(self) -> bool:
@@ -74,17 +83,27 @@ class Report:
 
     def add(self, outcome: Outcome) -> None:
         request = outcome.case.request
-        name = "refusals" if outcome.case.check == "refusal" else f"{request.family} {request.dtype}"
+        judged = {"refusal": "refusals", "witness": "witnesses"}
+        name = judged.get(outcome.case.check, f"{request.family} {request.dtype}")
         count = self.counts.setdefault(name, {})
         count[outcome.verdict] = count.get(outcome.verdict, 0) + 1
         if outcome.findings:
-            self.findings[outcome.case.id] = [str(finding) for finding in outcome.findings]
+            where = self.xfails if outcome.verdict == "xfailed" else self.findings
+            where[outcome.case.id] = [str(finding) for finding in outcome.findings]
         for check, margin in outcome.margins.items():
             self._margin(f"{check} {request.dtype}", margin, outcome.case.id)
 
     def _margin(self, name: str, margin: float, case: str) -> None:
         if name not in self.margins or margin > self.margins[name][0]:
             self.margins[name] = (margin, case)
+
+    def check_narrowing(self) -> None:
+        """Of what its rows declare, a backend must serve something: a hook that refuses all of it makes them untrue."""
+        for name, count in self.counts.items():
+            if name not in ("refusals", "witnesses") and set(count) == {"refused"}:
+                refused = f"the hook refuses all {count['refused']} cases that the rows declare"
+                self.findings[name] = [f"narrowing: {refused}. Declare less"]
+                count["failed"] = count.pop("refused")
 
     def absorb(self, other: Report) -> None:
         """Add what another part of the same run found."""
@@ -95,6 +114,7 @@ class Report:
         for name, (margin, case) in other.margins.items():
             self._margin(name, margin, case)
         self.findings.update(other.findings)
+        self.xfails.update(other.xfails)
         self.gates.update(other.gates)
         self.not_run = list(dict.fromkeys([*self.not_run, *other.not_run]))
         self.seconds += other.seconds
@@ -102,8 +122,7 @@ class Report:
         self.lost = self.lost or other.lost
 
     def to_dict(self) -> dict[str, Any]:
-        summary = {"ok": self.ok, "passed": self.passed, "refused": self.refused, "failed": self.failed}
-        return {**summary, **dataclasses.asdict(self)}
+        return {"ok": self.ok, **{v: self._count(v) for v in VERDICTS}, **dataclasses.asdict(self)}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, default=str)
@@ -118,30 +137,43 @@ class Report:
         report.margins = {name: (margin, case) for name, (margin, case) in report.margins.items()}
         return report
 
-    def __str__(self) -> str:
-        lines = [f"{self.backend}@{self.platform} on {self.device}", f"  {', '.join(_pairs(self.versions))}"]
-        rows: list[tuple[str, ...]] = [("", "passed", "refused", "failed")]
+    def table(self) -> list[tuple[str, ...]]:
+        """A heading and a row of counts for each family and dtype, the sums last."""
+        rows: list[tuple[str, ...]] = [("", *VERDICTS)]
         for name, count in sorted(self.counts.items()):
-            rows.append((name, *(str(count.get(verdict, 0)) for verdict in ("passed", "refused", "failed"))))
-        rows.append(("all", str(self.passed), str(self.refused), str(self.failed)))
-        lines += ["  " + line for line in _table(rows)]
-        used = sorted(self.margins.items(), key=lambda item: -item[1][0])[:5]
-        lines += [f"  closest to its bound: {name}, {margin:.0%} of it ({case})" for name, (margin, case) in used[:1]]
+            rows.append((name, *(str(count.get(verdict, 0)) for verdict in VERDICTS)))
+        return [*rows, ("all", *(str(self._count(verdict)) for verdict in VERDICTS))]
+
+    def remarks(self, most: int = 20) -> list[str]:
+        """What a reader must know beside the counts, a line each; of findings the first `most`."""
+        used = sorted(self.margins.items(), key=lambda item: -item[1][0])[:1]
+        lines = [f"closest to its bound: {name}, {margin:.0%} of it ({case})" for name, (margin, case) in used]
         broken = [name for name, held in self.gates.items() if not held]
-        lines.append(f"  negative controls: {len(self.gates) - len(broken)} of {len(self.gates)} as they must be")
-        lines += [f"  CONTROL FAILED {name}" for name in broken]
-        lines += [f"  not run: {reason}" for reason in self.not_run]
-        lines += [f"  FAILED {case}\n    " + "\n    ".join(found) for case, found in list(self.findings.items())[:20]]
-        if len(self.findings) > 20:
-            lines.append(f"  and {len(self.findings) - 20} more")
+        lines.append(f"negative controls: {len(self.gates) - len(broken)} of {len(self.gates)} as they must be")
+        lines += [f"CONTROL FAILED {name}" for name in broken]
+        lines += [f"not run: {reason}" for reason in self.not_run]
+        lines += [f"xfailed {case}: {found[0]}" for case, found in list(self.xfails.items())[:most]]
+        lines += [f"FAILED {case}\n  " + "\n  ".join(found) for case, found in list(self.findings.items())[:most]]
+        lines += [f"and {len(some) - most} more" for some in (self.findings,) if len(some) > most]
         if self.lost:
-            lines.append(f"  THE DEVICE WAS LOST after {self.lost}: {self.total - self.ran} cases were not run")
-        lines.append(f"  {'ok' if self.ok else 'FAILED'}, {self.ran} cases in {self.seconds:.1f} s")
-        return "\n".join(lines)
+            lines.append(f"THE DEVICE WAS LOST after {self.lost}: {self.total - self.ran} cases were not run")
+        return lines
 
+    @property
+    def headline(self) -> str:
+        return f"{self.backend}@{self.platform} on {self.device}"
 
-def _pairs(versions: Mapping[str, str]) -> Iterable[str]:
-    return (f"{name} {version}" for name, version in versions.items())
+    @property
+    def verdict(self) -> str:
+        return f"{'ok' if self.ok else 'FAILED'}, {self.ran} cases in {self.seconds:.1f} s"
+
+    @property
+    def software(self) -> str:
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
+
+    def __str__(self) -> str:
+        lines = [self.software, *_table(self.table()), *self.remarks(), self.verdict]
+        return "\n".join([self.headline, *(f"  {part}" for line in lines for part in line.split("\n"))])
 
 
 def _table(rows: list[tuple[str, ...]]) -> Iterable[str]:

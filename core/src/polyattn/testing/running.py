@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-import importlib.metadata
-import platform
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from .. import __version__
-from ..errors import ConfigError, did_you_mean
-from ..evidence import Evidence, source_hash, write_evidence
+from ..errors import BackendUnavailableError, ConfigError, PluginError, did_you_mean
+from ..evidence import source_hash
 from ..plugins import get_manager
 from ..records import FAMILIES as ALL_FAMILIES
+from .beyond import refusals
 from .calls import Installed
 from .cases import Case
-from .checks import run_case
-from .controls import controls
+from .checks import Outcome, run_case
+from .checks.judged import witness_cases
 from .families import DTYPES, FAMILIES
-from .generate import LEVELS, Level, generate, refusals
+from .generation import LEVELS, Level, generate, left_out
+from .machine import device_name, versions
+from .negative import controls
 from .report import Report
 from .sources import sources_of
-from .values import inside
+from .tolerances import Finding
+from .where import AUTO, place
+from .xfails import Expected, expected_of, no_unmatched, read_xfails
 
-__all__ = ["FLOATS", "PER_ROW", "Progress", "plan", "record", "run"]
+__all__ = ["FLOATS", "PER_ROW", "Progress", "plan", "run"]
 
 Progress = Callable[[int, int, str], None]
 """Called with (cases done, cases in all, the next case's id)."""
@@ -46,10 +48,11 @@ def plan(
     families: Sequence[str] | None = None,
     per_row: int | None = None,
 ) -> list[Case]:
-    """The cases of a run, in an order that never changes. Arguments as `run`.
+    """The cases of a run, in an order that never changes; those of `quick` are among those of `full`. Arguments as
+    `run`.
 
     Raises:
-        ConfigError: a level, dtype or family that does not exist, or none of them that the kit computes.
+        ConfigError: a level, dtype or family that does not exist.
     """
     _known("level", (level,), tuple(LEVELS))
     _known("dtype", dtypes or (), FLOATS)
@@ -60,7 +63,8 @@ def plan(
     computed = [family for family in chosen if family in FAMILIES]
     served = generate(target.rows, target.facts, families=computed, dtypes=dtypes, per_row=count)
     served = [case for case in served if not case.request.large]
-    return [*served, *refusals(target.rows, target.facts, families=chosen, dtypes=dtypes)]
+    witnesses = [c for c in witness_cases(target) if c.request.family in chosen and c.request.dtype in dtypes]
+    return [*served, *witnesses, *refusals(target.rows, target.facts, families=chosen, dtypes=dtypes)]
 
 
 def _known(what: str, given: Sequence[str], allowed: Sequence[str]) -> None:
@@ -72,7 +76,7 @@ def _known(what: str, given: Sequence[str], allowed: Sequence[str]) -> None:
 def run(
     backend: str,
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = AUTO,
     dtypes: Sequence[str] | None = None,
     level: Level = "quick",
     families: Sequence[str] | None = None,
@@ -85,8 +89,9 @@ def run(
     """Run the conformance of a backend.
 
     Args:
-        backend: its name. device: where. dtypes, families: those to look at, None = all.
-        level: `quick` (minutes at most) or `full`.
+        backend: its name, or name@platform. device: where; `auto` = its accelerator if that is here, else the CPU.
+        dtypes, families: those to look at, None = all.
+        level: `quick` (under a minute for most backends) or `full`.
         progress: told before each case.
         per_row: cases of combined fields for each capability row and dtype, None = as the level has it.
         shard: (i, n) takes every n-th case from the i-th on, so that n processes share a run. start, stop: the part
@@ -96,13 +101,20 @@ def run(
         A report; `report.ok` is the verdict.
 
     Raises:
-        BackendUnavailableError: the backend is unknown or cannot run here. ConfigError: see `plan`.
+        BackendUnavailableError: the backend is unknown or cannot run here. ConfigError: see `plan`, and xfails.txt.
     """
-    target = Installed(backend, device)
+    here = place(backend, str(device))
+    if here.missing:
+        raise BackendUnavailableError(f"{here.info.id} cannot be run: {here.missing}")
+    target = Installed(here.info.name, here.device)
     cases = plan(target, dtypes=dtypes, level=level, families=families, per_row=per_row)
+    whole = not (dtypes or families or per_row)
+    expected = read_xfails(target.info)
+    if level == "full" and whole:
+        no_unmatched(expected, (case.id for case in cases), target.info)
     cases = cases[shard[0] :: shard[1]][start:stop]
-    report = _blank(target, cases, level)
-    for flag, words in (("--dtypes", dtypes), ("--families", families), ("--per-row", per_row and [str(per_row)])):
+    report = _blank(target, cases, level, families)
+    for flag, words in (("--dtypes", dtypes), ("--families", families)):
         report.command += f" {flag} {','.join(words)}" if words else ""
     begin = time.perf_counter()
     if start == 0:
@@ -110,38 +122,55 @@ def run(
     for number, case in enumerate(cases):
         if progress is not None:
             progress(number, len(cases), case.id)
-        outcome = run_case(target, case)
+        outcome = _expected(run_case(target, case), expected)
         report.add(outcome)
         if outcome.findings and _lost(target.device):
             report.lost = case.id
             break
+    if shard[1] == 1 and start == 0 and report.ran == report.total and stop is None:
+        report.check_narrowing()
     if progress is not None:
         progress(report.ran, len(cases), "")
     report.seconds = time.perf_counter() - begin
     return report
 
 
-def _blank(target: Installed, cases: Sequence[Case], level: Level) -> Report:
-    served = [case.request for case in cases if case.check != "refusal"]
-    not_run = []
-    if any(True in inside("large", row) for row in target.rows):
-        not_run.append("large: a tensor of 2**31 elements does not fit a test")
-    if planned := [p.name for p in target.info.providers if p not in target.providers]:
-        not_run.append(f"providers that are not here: {', '.join(planned)}")
+def _expected(outcome: Outcome, lines: Iterable[Expected]) -> Outcome:
+    """What becomes of a case that may be expected to fail."""
+    line = expected_of(outcome.case.id, lines)
+    if line is None:
+        return outcome
+    if outcome.verdict == "failed":
+        return dataclasses.replace(outcome, verdict="xfailed")
+    message = f"it is {outcome.verdict}, and {line.where} expects it to fail ({line.reason}): take the line out"
+    return dataclasses.replace(outcome, verdict="failed", findings=(Finding("xfail", message),))
+
+
+def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Sequence[str] | None) -> Report:
+    served = [case.request for case in cases if case.check not in ("refusal", "witness")]
+    not_run = left_out(target.rows, target.facts, families or ALL_FAMILIES)
+    if absent := [p.name for p in target.info.providers if p not in target.providers]:
+        not_run.append(f"providers that are not here: {', '.join(absent)}")
     origin = get_manager().owner(target.info).origin
-    sources = sources_of(origin, target.providers)
+    sources: tuple[str, ...] = ()
+    unrecorded = ""
+    try:
+        sources = sources_of(origin, target.providers)
+    except PluginError as exc:
+        unrecorded = str(exc)
     return Report(
         backend=target.name,
         platform=target.platform,
-        device=_device_name(target.device),
+        device=device_name(target.device),
         level=level,
         dtypes=tuple(dict.fromkeys(request.dtype for request in served)),
         families=tuple(dict.fromkeys(request.family for request in served)),
-        versions=_versions(target.device),
+        versions=versions(target.device),
         date=datetime.date.today().isoformat(),
-        command=f"python -m polyattn.testing {target.name} --device {target.device.type} --level {level}",
+        command=f"polyattn conform {target.name} --{level} --device {target.device.type}",
         sources=sources,
         digest=source_hash(Path(origin).parent, sources),
+        unrecorded=unrecorded,
         not_run=not_run,
         total=len(cases),
     )
@@ -162,74 +191,3 @@ def _lost(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = models[0].partition(":")[2].strip() if models else name
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def _versions(device: torch.device) -> dict[str, str]:
-    found = {"polyattn": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    if device.type == "cuda":
-        found["hip" if torch.version.hip else "cuda"] = torch.version.hip or torch.version.cuda or ""
-        found["triton"] = _installed("triton")
-        found["driver"] = _driver()
-    return {name: version for name, version in found.items() if version}
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _driver() -> str:
-    """Version of NVIDIA's driver; empty where its tool is not there to tell."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return said.stdout.strip().splitlines()[0] if said.stdout.strip() else ""
-
-
-def record(report: Report) -> Path:
-    """Write a report as evidence of level `hardware` beside the plugin that owns the backend; the file's path.
-
-    The report may come from another machine, as long as the same sources ran there.
-
-    Raises:
-        ConfigError: the run found something, the gates could not tell right from wrong, or the sources have changed.
-    """
-    which = f"evidence of {report.backend}@{report.platform} is not written"
-    if not report.ok:
-        raise ConfigError(f"{which}: {report.failed} of {report.ran} cases failed. Repair them and run again")
-    manager = get_manager()
-    origin = manager.owner(manager.backends[report.backend, report.platform]).origin
-    if source_hash(Path(origin).parent, report.sources) != report.digest:
-        raise ConfigError(f"{which}: {', '.join(report.sources)} are not what ran on {report.date}. Run again")
-    tried = f"families: {', '.join(report.families)}; dtypes: {', '.join(report.dtypes)}"
-    evidence = Evidence(
-        backend=report.backend,
-        platform=report.platform,
-        level="hardware",
-        device=report.device,
-        versions=dict(report.versions),
-        date=report.date,
-        command=report.command,
-        passed=report.passed,
-        refused=report.refused,
-        note="; ".join([tried, *(f"not run: {reason}" for reason in report.not_run)]),
-        sources=report.sources,
-    )
-    return write_evidence(origin, evidence)

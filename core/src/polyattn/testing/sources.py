@@ -9,22 +9,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import PluginError
+from ..hookspecs import PROJECT
 from ..records import Provider
 
-__all__ = ["sources_of"]
+__all__ = ["KERNELS", "sources_of"]
+
+KERNELS = frozenset((".c", ".cc", ".cl", ".cpp", ".cu", ".cuh", ".h", ".hip", ".hpp", ".metal", ".mlir", ".mm"))
+"""Suffixes of kernel sources."""
 
 
 def sources_of(origin: str, providers: Sequence[Provider]) -> tuple[str, ...]:
     """The adapters' files and what they compute with, relative to the folder of the plugin loaded from `origin`.
 
-    Followed are imports within the adapter's own distribution of modules that import torch themselves: the others are
-    records and errors, which compute nothing.
+    Followed are imports within the adapter's own package; of polyattn itself only modules that import torch, since the
+    others are records and errors, which compute nothing. Kernels that are no Python (`KERNELS`) count where they lie in
+    the folder of a file that was followed, or below it.
 
     Raises:
         PluginError: an adapter's module cannot be found.
     """
     folder = Path(origin).parent
     found: set[Path] = set()
+    modules: set[Path] = set()
     for provider in providers:
         module = provider.target.partition(":")[0]
         path = _file(module)
@@ -33,7 +39,9 @@ def sources_of(origin: str, providers: Sequence[Provider]) -> tuple[str, ...]:
                 f"the adapter {provider.target!r} of provider {provider.name!r} is in no file that can be imported; "
                 f"see `polyattn doctor`"
             )
-        _follow(module, path, found)
+        _follow(module, path, modules)
+    for path in modules:
+        found |= {path, *(kernel for kernel in path.parent.rglob("*") if kernel.suffix in KERNELS)}
     return tuple(sorted(Path(os.path.relpath(path, folder)).as_posix() for path in found))
 
 
@@ -44,16 +52,16 @@ def _follow(module: str, path: Path, found: set[Path]) -> None:
     for name in _imports(module, path):
         if name.partition(".")[0] == module.partition(".")[0]:
             file = _file(name)
-            if file is not None and _computes(file):
+            if file is not None and (module.partition(".")[0] != PROJECT or _computes(file)):
                 _follow(name, file, found)
 
 
 def _file(module: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, ValueError):  # ValueError: a module made by hand has no spec
         return None
-    return Path(spec.origin) if spec is not None and spec.origin else None
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
 def _imports(module: str, path: Path) -> Iterator[str]:

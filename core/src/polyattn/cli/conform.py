@@ -1,0 +1,178 @@
+"""`polyattn conform`: is a backend what it says it is? The kit of `polyattn.testing` from a shell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ..errors import ConfigError
+from ..testing.where import AUTO, Place, place
+from .rendering import grid, progress, screen, show_json, title
+
+if TYPE_CHECKING:
+    from ..testing.catching import Catch
+    from ..testing.report import Report
+
+__all__ = ["FAILED", "conform"]
+
+FAILED = 1
+
+
+def conform(
+    backend: Annotated[str | None, typer.Argument(help="As `polyattn list` names it, or NAME@PLATFORM.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A first answer: the pairs of values, once each.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Six times as many combinations; the default.")] = False,
+    device: Annotated[str, typer.Option(help="torch device; auto: the backend's accelerator, else the CPU.")] = AUTO,
+    strict_device: Annotated[
+        bool, typer.Option("--strict-device", help="A device that is not here is a failure, not `not run`.")
+    ] = False,
+    dtypes: Annotated[str | None, typer.Option(metavar="A,B", help="Only these; nothing is recorded then.")] = None,
+    families: Annotated[str | None, typer.Option(metavar="A,B", help="Only these; nothing is recorded then.")] = None,
+    write_evidence: Annotated[bool, typer.Option("--write-evidence", help="Record a --quick run too.")] = False,
+    no_evidence: Annotated[bool, typer.Option("--no-evidence", help="Record nothing.")] = False,
+    planted_bugs: Annotated[
+        bool, typer.Option("--planted-bugs", help="Try the kit itself: on backends with one known bug each.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Try everything that a backend declares against the reference, and see that it refuses the rest with a reason.
+
+    Exit code 1 when it does not conform. A run of all of it that finds nothing is recorded beside the plugin.
+    """
+    partial = bool(dtypes or families)
+    _agree(backend, quick, full, write_evidence, no_evidence, planted_bugs, partial)
+    console = screen()
+    if planted_bugs:
+        _planted(console, as_json)
+        return
+    here = place(backend or "", device)
+    if here.missing:
+        _not_run(console, here, strict_device, as_json)
+        return
+    report = _run(console, here, full=not quick, dtypes=dtypes, families=families, quiet=as_json)
+    wanted = not no_evidence and not partial and (write_evidence or not quick)
+    path, why_not = _recorded(report) if wanted and report.ok else (None, "")
+    if as_json:
+        show_json({**report.to_dict(), "evidence": None if path is None else path.name, "evidence_error": why_not})
+    else:
+        _show(console, report, path, why_not)
+    if not report.ok:
+        raise typer.Exit(FAILED)
+
+
+def _agree(
+    backend: str | None, quick: bool, full: bool, write: bool, keep_none: bool, planted: bool, partial: bool
+) -> None:
+    """Check that the words of a command line fit together."""
+    if planted and backend is not None:
+        raise ConfigError(f"--planted-bugs tries the kit itself, not {backend}: leave one of the two out")
+    if not planted and backend is None:
+        raise ConfigError("which backend? polyattn conform BACKEND; `polyattn list` shows them")
+    for one, other, both in (
+        ("--quick", "--full", quick and full),
+        ("--write-evidence", "--no-evidence", write and keep_none),
+    ):
+        if both:
+            raise ConfigError(f"{one} and {other} exclude each other: leave one out")
+    if write and partial:
+        raise ConfigError(
+            "--write-evidence with --dtypes or --families: part of a backend is no evidence for it. Leave these out"
+        )
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word for word in text.split(",") if word]
+
+
+def _run(console: Console, here: Place, *, full: bool, dtypes: str | None, families: str | None, quiet: bool) -> Report:
+    with progress(console, quiet=quiet) as bar:
+        task = bar.add_task("starting PyTorch", total=None)
+        from ..testing.running import run
+
+        def told(done: int, total: int, case: str) -> None:
+            bar.update(task, completed=done, total=total, description=case[:60])
+
+        return run(
+            here.info.id,
+            device=here.device,
+            level="full" if full else "quick",
+            dtypes=_words(dtypes),
+            families=_words(families),
+            progress=told,
+        )
+
+
+def _recorded(report: Report) -> tuple[Path | None, str]:
+    """(the evidence file, why there is none)."""
+    from ..testing.recording import record
+
+    try:
+        return record(report), ""
+    except OSError as exc:
+        return None, f"evidence is not written, its place is not writable: {exc}"
+    except ConfigError as exc:
+        return None, str(exc)
+
+
+def _show(console: Console, report: Report, path: Path | None, why_not: str) -> None:
+    console.print(title(report.headline, report.software))
+    console.print()
+    head, *rows = report.table()
+    table = grid("", *(f"!{verdict}" for verdict in head[1:]))
+    for row in rows:
+        table.add_row(Text(row[0], style="name"), *row[1:])
+    console.print(table)
+    console.print()
+    for line in report.remarks():
+        console.print(Text(line, style="bad" if "FAILED" in line or "LOST" in line else ""))
+    console.print(Text(report.verdict, style="good" if report.ok else "bad"))
+    if path is not None:
+        console.print(Text(f"evidence written: {path}"))
+    if why_not:
+        console.print(Text(why_not, style="warn"))
+
+
+def _not_run(console: Console, here: Place, strict: bool, as_json: bool) -> None:
+    if as_json:
+        from .. import __version__
+
+        counts = dict.fromkeys(("passed", "refused", "xfailed", "failed"), 0)
+        versions = {"polyattn": __version__}
+        machine = {"backend": here.info.name, "platform": here.info.platform, "device": "", "versions": versions}
+        show_json({"ok": False, **counts, **machine, "not_run": [here.missing]})
+    else:
+        console.print(Text.assemble((f"{here.info.id}: not run", "bad" if strict else "warn"), f": {here.missing}"))
+    if strict:
+        raise typer.Exit(FAILED)
+
+
+def _planted(console: Console, as_json: bool) -> None:
+    caught: list[Catch] = []
+    with progress(console, quiet=as_json) as bar:
+        task = bar.add_task("starting PyTorch", total=None)
+        from ..testing.catching import catches
+
+        for catch in catches(lambda done, total, what: bar.update(task, completed=done, total=total, description=what)):
+            caught.append(catch)
+    good = all(catch.good for catch in caught)
+    if as_json:
+        rows: list[dict[str, Any]] = [catch.to_dict() for catch in caught]
+        show_json({"ok": good, "bugs": rows})
+    else:
+        console.print(title("Planted bugs", "right backends but for one bug each, and the first case that noticed"))
+        console.print()
+        table = grid("!bug", "!family", "caught by", "case")
+        for catch in caught:
+            by = Text(catch.caught_by, style="good" if catch.good else "bad")
+            table.add_row(Text(catch.bug, style="name"), catch.family, by, Text(catch.case, style="quiet"))
+        console.print(table)
+        console.print()
+        missed = [f"{catch.bug} ({catch.family})" for catch in caught if not catch.good]
+        text = f"NOT AS IT MUST BE: {', '.join(missed)}" if missed else f"all {len(caught)} as they must be"
+        console.print(Text(text, style="bad" if missed else "good"))
+    if not good:
+        raise typer.Exit(FAILED)

@@ -1,0 +1,92 @@
+"""`polyattn fuzz`: random calls against the reference; what fails is written as a script."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from .rendering import grid, progress, screen, show_json, title
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..testing.fuzz import Report
+
+__all__ = ["FAILED", "fuzz"]
+
+FAILED = 1
+
+
+def fuzz(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Only this backend; may be repeated. Without it: all, and automatic selection."
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(metavar="N", help="How long to go on.")] = 60.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Of the calls. Without it: a new one.")] = None,
+    number: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only this call of the seed.")] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="A torch device, such as cuda:0.")] = "cpu",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where scripts of failures go.")] = Path("polyattn-fuzz"),
+    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Draw random calls, fine and wrong ones, and compare what every backend makes of them with the reference.
+
+    A fine call must agree with the reference or be refused with a reason, a wrong one refused with a typed error. Each
+    failure is made as small as it gets and written as a script. Exit code 1 when there is one.
+    """
+    from ..testing import fuzz as fuzzing  # it needs torch
+
+    seed = random.randrange(2**31) if seed is None else seed
+    console = screen()
+    if not as_json:
+        # First of all, so that it is known whatever happens to the process.
+        console.print(Text.assemble(("seed ", "quiet"), (str(seed), "figure")))
+    with progress(console, quiet=as_json) as bar:
+        task = bar.add_task("calls", total=None)
+        report = fuzzing.fuzz(
+            backend or None,
+            seed=seed,
+            seconds=seconds,
+            device=device,
+            out=out,
+            number=number,
+            tell=lambda so_far: bar.update(task, completed=so_far.drawn),
+        )
+    if as_json:
+        show_json(report.to_dict())
+    else:
+        _print(console, report)
+    if not report.ok:
+        raise typer.Exit(FAILED)
+
+
+def _print(console: Console, report: Report) -> None:
+    words = f"{report.drawn} calls in {report.seconds:.0f} s on {report.device}"
+    console.print(title("Fuzz", words))
+    console.print()
+    failed = {found.backend for found in report.failures}
+    table = grid("backend", "!compared", "!refused", "!wrong calls rejected", "!failed")
+    for name in report.backends:
+        count = sum(found.backend == name for found in report.failures) + report.more[name]
+        table.add_row(
+            Text(name, style="name"),
+            str(report.compared[name]),
+            str(report.refused[name]),
+            str(report.rejected[name]),
+            Text(str(count), style="bad" if name in failed else "quiet"),
+        )
+    console.print(table)
+    for found in report.failures:
+        console.print()
+        console.print(Text.assemble((f"{found.backend}  ", "bad"), str(found.failure)))
+        console.print(Text(f"  number {found.number}, made smaller: {found.drawn.id}", style="quiet"))
+        console.print(Text(f"  {found.path}"))
+    if report.ok:
+        console.print()
+        console.print(Text("No failure.", style="good"))

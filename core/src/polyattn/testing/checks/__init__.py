@@ -1,0 +1,49 @@
+"""What must hold for one case. Everything it finds is reported, not the first thing only."""
+
+from __future__ import annotations
+
+from ..calls import Installed, Target
+from ..cases import Case
+from ..problems import build
+from ..threads import one_thread
+from . import judged
+from .capture import capture
+from .dropout import dropout
+from .notes import Notes, Outcome, Verdict
+from .one_call import GRAD_ROUNDINGS, OUT_ROUNDINGS, values
+from .relations import decode, pages, split
+
+__all__ = ["GRAD_ROUNDINGS", "OUT_ROUNDINGS", "Outcome", "Verdict", "run_case"]
+
+_CHECKS = {
+    "values": values,
+    "decode": decode,
+    "split": split,
+    "pages": pages,
+    "dropout": dropout,
+    "capture": capture,
+}
+
+
+def run_case(target: Target, case: Case) -> Outcome:
+    """Run one case on a target.
+
+    An exception is a finding like any other, since what is declared must work; one that says that the device is lost
+    (CUDA errors are sticky) is for the caller to notice: every later case will raise too.
+    """
+    if case.check == "refusal":
+        return judged.refusal(target, case)
+    if case.check == "witness":
+        return judged.witness(target, case)
+    if isinstance(target, Installed) and (refused := judged.narrowed(target, case)) is not None:
+        return refused
+    problem = build(case, target.device)
+    notes = Notes(case, problem.dtype)
+    try:
+        with one_thread():
+            _CHECKS[case.check](target, problem, notes)
+    except Exception as exc:  # noqa: BLE001
+        # A declared case that cannot be run is what the kit is there to find, whatever the adapter raises.
+        notes.wrong("call", f"raised {type(exc).__name__}: {exc}")
+    verdict: Verdict = "failed" if notes.findings else "passed"
+    return Outcome(case, verdict, tuple(notes.findings), notes.margins)

@@ -1,0 +1,156 @@
+"""One call of one backend: does it agree with the reference, refuse with a reason, or fail?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError
+from ...validate import contents_readable
+from ..calls import out_of
+from ..cases import Case
+from ..checks import run_case
+from ..families import FAMILIES, Call
+from ..problems import build
+from .drawing import Drawn, settled
+from .wrong import CONTENTS, spoil
+
+__all__ = ["Calls", "Failure", "Verdict", "arguments", "judge"]
+
+REFUSALS = (UnsupportedRequestError, BackendUnavailableError)
+
+CLEAR = 16.0
+"""Times its allowance from which an error is wrong however few numbers it was measured on."""
+
+Word = Literal["agreed", "refused", "rejected", "passed over", "failed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What is wrong.
+
+    Attributes:
+        check: which check of the kit said so (`out`, `lse`, `grad key`, ...), `call` for an exception that should not
+            be, `refusal` for one without a reason, `served` for an answer to a call that is wrong.
+        message: the sentence. excess: times the error that is allowed; infinite where that is no number.
+    """
+
+    check: str
+    message: str
+    excess: float = float("inf")
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """`agreed` with the reference; `refused` with a reason; `rejected`, as a wrong call must be; `passed over`, a call
+    that cannot be spoilt in the way that was drawn; or `failed`."""
+
+    word: Word
+    failure: Failure | None = None
+
+
+class Calls:
+    """A backend (None: automatic selection) as everybody calls it. A target of the kit that keeps what was raised.
+
+    Attributes:
+        raised: what the last call raised.
+    """
+
+    def __init__(self, backend: str | None, device: torch.device | str) -> None:
+        self.backend, self.name, self.device = backend, backend or "automatic", torch.device(device)
+        self.raised: Exception | None = None
+
+    def call(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], out: Tensor | None) -> Any:
+        self.raised = None
+        call, positional, keywords = FAMILIES[case.request.family].public(Call(case, tensors, extra))
+        try:
+            return call(*positional, backend=self.backend, out=out, **keywords)
+        except Exception as exc:
+            self.raised = exc
+            raise
+
+
+def judge(drawn: Drawn, backend: str | None, device: torch.device) -> Verdict:
+    """Make a call and compare what comes of it. The same call is judged alike whatever was judged before."""
+    with _alone(drawn):
+        return _spoilt(drawn, backend, device) if drawn.wrong else _fine(drawn.case, backend, device)
+
+
+@contextlib.contextmanager
+def _alone(drawn: Drawn) -> Iterator[None]:
+    """Dropout draws from a seed of the call's own, and the warnings that selection is documented to give are none."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="polyattn: ", category=RuntimeWarning)
+        if drawn.case.request.dropout:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            torch.manual_seed(zlib.crc32(drawn.id.encode()))
+        yield
+
+
+def _fine(case: Case, backend: str | None, device: torch.device) -> Verdict:
+    found = _compared(case, backend, device)
+    if found.failure is not None and found.failure.excess < CLEAR:
+        # The largest of a handful of errors is a matter of luck: with more rows it is not.
+        more = _compared(settled(dataclasses.replace(case, lengths=case.lengths * 8)), backend, device)
+        return found if more.failure is not None else more
+    return found
+
+
+def _compared(case: Case, backend: str | None, device: torch.device) -> Verdict:
+    target = Calls(backend, device)
+    outcome = run_case(target, case)
+    if isinstance(target.raised, REFUSALS):
+        return Verdict("refused") if _has_reasons(target.raised) else _failed("refusal", "refused without a reason")
+    if outcome.verdict == "passed":
+        return Verdict("agreed")
+    worst = outcome.findings[0]
+    excess = float("inf")
+    if worst.measured is not None and worst.allowed:
+        excess = worst.measured / worst.allowed
+    return _failed(worst.check, worst.message, excess)
+
+
+def _has_reasons(refusal: Exception) -> bool:
+    rejected: Mapping[str, list[str]] = getattr(refusal, "rejected", {})
+    return bool(str(refusal).strip()) and all(any(reasons) for reasons in rejected.values())
+
+
+def _spoilt(drawn: Drawn, backend: str | None, device: torch.device) -> Verdict:
+    call, given = arguments(drawn.case, device)
+    given.pop("out", None)
+    unread = drawn.wrong in CONTENTS and not contents_readable(given["query"])
+    spoilt = None if unread else spoil(drawn.case.request.family, drawn.wrong, given)
+    if spoilt is None:
+        return Verdict("passed over")
+    try:
+        call(**{"backend": backend, **spoilt})
+    except PolyattnError as exc:
+        return Verdict("rejected") if str(exc).strip() else _failed("refusal", "refused without a reason")
+    except Exception as exc:  # noqa: BLE001 - whatever a bad argument raises in somebody's code is what is looked for
+        return _failed("call", f"raised {type(exc).__name__}: {exc}; a PolyattnError that says what is wrong is needed")
+    return _failed("served", f"a call that is wrong ({drawn.wrong}) was answered")
+
+
+def _failed(check: str, message: str, excess: float = float("inf")) -> Verdict:
+    return Verdict("failed", Failure(check, message, excess))
+
+
+def arguments(case: Case, device: torch.device) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """(the public call, its arguments by name but for `backend`)."""
+    problem = build(case, device)
+    family = FAMILIES[case.request.family]
+    call, positional, keywords = family.public(Call(case, problem.tensors, problem.extra))
+    given = {**dict(zip(family.positional, positional, strict=True)), **keywords}
+    out = out_of(case, tuple(problem.dout.shape), problem.dtype, device)
+    return call, given if out is None else {**given, "out": out}

@@ -1,0 +1,58 @@
+"""A report becomes evidence, beside the plugin whose backend it is about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..evidence import Evidence, source_hash, write_evidence
+from ..plugins import get_manager
+from .report import Report
+
+__all__ = ["record"]
+
+
+def record(report: Report) -> Path:
+    """Write a report as evidence of level `hardware` beside the plugin that owns the backend; the file's path.
+
+    The report may come from another machine, as long as the same sources ran there.
+
+    Raises:
+        ConfigError: the run found something, the gates could not tell right from wrong, the sources have changed or
+            are in no file. OSError: the place cannot be written to.
+    """
+    which = f"evidence of {report.backend}@{report.platform} is not written"
+    if not report.ok:
+        raise ConfigError(f"{which}: {_why_not(report)}")
+    if report.unrecorded:
+        raise ConfigError(f"{which}: {report.unrecorded}")
+    manager = get_manager()
+    origin = manager.owner(manager.backends[report.backend, report.platform]).origin
+    if source_hash(Path(origin).parent, report.sources) != report.digest:
+        raise ConfigError(f"{which}: {', '.join(report.sources)} are not what ran on {report.date}. Run again")
+    tried = f"families: {', '.join(report.families)}; dtypes: {', '.join(report.dtypes)}"
+    evidence = Evidence(
+        backend=report.backend,
+        platform=report.platform,
+        level="hardware",
+        device=report.device,
+        versions=dict(report.versions),
+        date=report.date,
+        command=report.command,
+        passed=report.passed,
+        refused=report.refused,
+        xfailed=report.xfailed,
+        note="; ".join([tried, *(f"not run: {reason}" for reason in report.not_run)]),
+        sources=report.sources,
+    )
+    return write_evidence(origin, evidence)
+
+
+def _why_not(report: Report) -> str:
+    """Why a report that is not ok is none."""
+    if report.lost:
+        return f"the device was lost after {report.lost}. Repair that case and run again"
+    if report.findings or not report.ran:
+        return f"{report.failed} of {report.ran} cases failed. Repair them and run again"
+    passed = ", ".join(name for name, held in report.gates.items() if not held)
+    return f"the gates do not tell right from wrong on this device ({passed}). See what its float32 sums are made of"

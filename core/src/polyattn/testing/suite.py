@@ -1,0 +1,10 @@
+"""The conformance of any installed backend as a test suite:
+
+pytest --pyargs polyattn.testing.suite -p polyattn.testing.plugin --polyattn-backend mine
+"""
+
+from .conforming import AttentionConformance
+
+
+class TestConformance(AttentionConformance):
+    """Of the backend that `--polyattn-backend` names."""

@@ -1,0 +1,76 @@
+"""`polyattn fuzz`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from polyattn.testing.planted import planted
+
+from .conftest import Run
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_no_failure(run: Run, somewhere: Path) -> None:
+    shown = run("fuzz", "--seconds", "1", "--backend", "reference", "--seed", "7")
+    assert shown.code == 0
+    assert shown.out.splitlines()[0] == "seed 7"
+    assert re.search(r"^reference +[1-9]\d* +0 +\d+ +0 *$", shown.out, re.M)
+    assert shown.out.rstrip().endswith("No failure.")
+    assert not list(somewhere.iterdir())
+
+
+def test_a_seed_is_found_and_said_first(run: Run) -> None:
+    seeds = {run("fuzz", "--seconds", "0.01", "--backend", "reference").out.splitlines()[0] for _ in range(3)}
+    assert len(seeds) > 1
+    assert all(re.fullmatch(r"seed \d+", seed) for seed in seeds)
+
+
+def test_a_failure_is_written_and_ends_with_1(run: Run, somewhere: Path) -> None:
+    with planted("double_sink") as backend:
+        shown = run("fuzz", "--seconds", "6", "--seed", "1", "--backend", backend, "--backend", "reference")
+    assert shown.code == 1
+    scripts = sorted((somewhere / "polyattn-fuzz").iterdir())
+    assert scripts
+    for script in scripts:
+        assert str(script.relative_to(somewhere)) in shown.out
+    assert re.search(rf"^{backend}  (out|grad \w+): ", shown.out, re.M)
+    assert "No failure" not in shown.out
+
+
+def test_json(run: Run, somewhere: Path) -> None:
+    with planted("zeros") as backend:
+        shown = run("fuzz", "--seconds", "3", "--seed", "1", "--backend", backend, "--out", "here", "--json")
+    assert shown.code == 1
+    assert list(shown.data)[:2] == ["seed", "device"]
+    assert shown.data["seed"] == 1
+    assert shown.data["compared"][backend] > 0
+    first = shown.data["failures"][0]
+    assert Path(first["script"]).parent == Path("here")
+    assert Path(first["script"]).is_file()
+    again = run("fuzz", "--seed", "1", "--number", str(first["number"]), "--backend", "reference", "--json")
+    assert again.code == 0
+    assert again.data["drawn"] == 1
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        (["--backend", "referense"], 4, "no backend 'referense' is registered"),
+        (["--seconds", "0"], 2, "must be a number above 0"),
+        (["--seconds", "soon"], 2, "'--seconds'"),
+        (["--device", "acme"], 2, "no device of torch"),
+        (["--number", "-1"], 2, "'--number'"),
+    ],
+)
+def test_wrong_usage(run: Run, words: list[str], code: int, said: str) -> None:
+    shown = run("fuzz", *words)
+    assert shown.code == code
+    assert said in " ".join(shown.err.split())
