@@ -306,6 +306,33 @@ def test_uninitialised_memory_is_nan(make: object) -> None:
     assert "new_empty" not in vars(torch.Tensor)
 
 
+def test_a_backend_has_the_process_s_threads_and_the_kit_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyattn.testing.checks import one_call
+
+    seen: dict[str, int] = {}
+
+    class Counting(Installed):
+        def call(self, *words: object) -> object:
+            seen["backend"] = torch.get_num_threads()
+            return super().call(*words)  # type: ignore[arg-type]
+
+    def plainly(problem: object) -> object:
+        seen["kit"] = torch.get_num_threads()
+        return real(problem)  # type: ignore[arg-type]
+
+    real = one_call.plainly
+    monkeypatch.setattr(one_call, "plainly", plainly)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        case = Case(request=AttentionRequest(dtype="float32", head_dim=16), lengths=((7, 7),))
+        assert run_case(Counting("reference"), case).verdict == "passed"
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {"backend": 3, "kit": 1}
+
+
 # --- evidence
 
 

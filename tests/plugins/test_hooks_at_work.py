@@ -91,10 +91,18 @@ def test_a_capability_hook_narrows_and_can_never_widen(site):
     assert polyattn.explain(AttentionRequest(dtype="float32", head_dim=16)).backend == "acme"
     narrow = polyattn.explain(AttentionRequest(dtype="float32", head_dim=8))
     assert (narrow.backend, narrow.rejected["acme"]) == ("torch_sdpa", ["head_dim=8 is slow"])
-    with pytest.raises(UnsupportedRequestError, match="head_dim=8 is slow"):
-        polyattn.explain(AttentionRequest(dtype="float32", head_dim=8), backend="acme")
+    # By name, an exact rewrite leads to what the plugin agrees to; where none does, its reason is told.
+    named = polyattn.explain(AttentionRequest(dtype="float32", head_dim=8), backend="acme")
+    assert "pad_head_dim" in named.lowerings
     wide = polyattn.explain(AttentionRequest(dtype="float16"))
     assert (wide.backend, wide.rejected["acme"]) == ("torch_sdpa", ["dtype='float16' is not float32"])
+
+
+def test_what_a_capability_hook_refuses_of_every_rewrite_is_refused(site):
+    site.add("acme", capability("return Rejected('three heads are slow') if request.heads == 3 else Accepted()"))
+    site.use()
+    with pytest.raises(UnsupportedRequestError, match="three heads are slow"):
+        polyattn.explain(AttentionRequest(dtype="float32", head_dim=8, heads=3, kv_heads=3), backend="acme")
 
 
 def test_a_capability_hook_is_asked_about_its_own_backends_only(site):

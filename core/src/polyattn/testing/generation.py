@@ -209,7 +209,8 @@ class RowCases:
         lengths = self.family.lengths[v["s_relation"]][v["shape"]]
         if self.family.batched:
             # The largest of a handful of errors is a matter of luck: rows enough for a fair comparison.
-            lengths = lengths * (v["batch"] if lengths[0][0] > 2 else 4 + v["batch"])
+            few = 16 if {v["head_dim"], v["v_head_dim"] or 64} & {1, 2} else 4
+            lengths = lengths * (v["batch"] if lengths[0][0] > 2 else few + v["batch"])
         own = {name: v[name] for name in _KIT if name != "shape"}
         request = request_of({**v, **self.fixed, **(extra or {})})
         case = Case(**{"request": request, "lengths": lengths, **own, **changes})

@@ -25,6 +25,7 @@ from .machine import device_name, versions
 from .negative import controls
 from .report import Report
 from .sources import sources_of
+from .threads import one_thread
 from .tolerances import Finding
 from .where import AUTO, place
 from .xfails import Expected, expected_of, no_unmatched, read_xfails
@@ -177,9 +178,10 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
 
 
 def _control(report: Report, device: torch.device) -> None:
-    for dtype in report.dtypes:
-        for control in controls(DTYPES[dtype], device):
-            report.gates[f"{dtype}: {control.name}"] = control.held
+    with one_thread():
+        for dtype in report.dtypes:
+            for control in controls(DTYPES[dtype], device):
+                report.gates[f"{dtype}: {control.name}"] = control.held
 
 
 def _lost(device: torch.device) -> bool:
