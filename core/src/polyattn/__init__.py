@@ -38,7 +38,10 @@ _WHERE = {
     "BackendUnavailableError": "errors",
     "PluginError": "errors",
     "ConfigError": "errors",
+    "GraphError": "errors",
+    "InternalError": "errors",
     "InvalidInputError": "errors",
+    "OutOfPagesError": "errors",
     "register_plugin": "plugins",
 }
 
@@ -50,7 +53,10 @@ if TYPE_CHECKING:
     from .dispatch import bind as bind
     from .errors import BackendUnavailableError as BackendUnavailableError
     from .errors import ConfigError as ConfigError
+    from .errors import GraphError as GraphError
+    from .errors import InternalError as InternalError
     from .errors import InvalidInputError as InvalidInputError
+    from .errors import OutOfPagesError as OutOfPagesError
     from .errors import PluginError as PluginError
     from .errors import PolyattnError as PolyattnError
     from .errors import UnsupportedRequestError as UnsupportedRequestError
@@ -78,7 +84,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        if name in ("testing", "nn", "integrations"):
+        if name in ("testing", "nn", "integrations", "serving"):
             return _import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(_import_module(f".{_WHERE[name]}", __name__), name)

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 __all__ = [
     "BackendUnavailableError",
     "ConfigError",
+    "GraphError",
+    "InternalError",
     "InvalidInputError",
+    "OutOfPagesError",
     "PluginError",
     "PolyattnError",
     "UnsupportedRequestError",
@@ -46,6 +49,37 @@ class PluginError(PolyattnError, RuntimeError):
 
 class ConfigError(PolyattnError, ValueError):
     """A configuration value, key, file or environment variable is wrong."""
+
+
+class OutOfPagesError(PolyattnError, RuntimeError):
+    """A KV cache has fewer free pages than a request needs now. Nothing was taken: the call can be made again.
+
+    Attributes:
+        wanted: pages that were needed. free: pages there were. capacity: pages there can ever be.
+        group: the group of layers whose pages ran out; None where the allocator was asked directly.
+    """
+
+    def __init__(
+        self, message: str, wanted: int = 0, free: int = 0, capacity: int = 0, group: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.wanted, self.free, self.capacity, self.group = wanted, free, capacity, group
+
+
+class GraphError(PolyattnError, RuntimeError):
+    """A step cannot be recorded into a device graph, or a recording no longer fits what it is replayed for.
+
+    Attributes:
+        violations: one sentence each, with the operator and the line of code where one is to blame.
+    """
+
+    def __init__(self, message: str, violations: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.violations = list(violations)
+
+
+class InternalError(PolyattnError, RuntimeError):
+    """A bookkeeping contradicts itself: a defect of polyattn, or of code that changed it from outside."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
