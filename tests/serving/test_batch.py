@@ -1,0 +1,115 @@
+"""ForwardBatch: what it says of itself, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polyattn.errors import InvalidInputError
+from polyattn.records import AttentionRequest
+from polyattn.serving.batch import ForwardBatch, ForwardMode
+from polyattn.serving.tree import DraftTree
+
+EXTEND: dict[str, Any] = {"mode": ForwardMode.EXTEND, "rows": [4, 1], "seq_lens": [7, 3], "query_lens": [2, 3]}
+DECODE: dict[str, Any] = {"mode": ForwardMode.DECODE, "rows": [4, 1], "seq_lens": [7, 3], "query_lens": [1, 1]}
+VERIFY: dict[str, Any] = {"mode": ForwardMode.TARGET_VERIFY, "rows": [4, 1], "seq_lens": [7, 3], "query_lens": [3, 3]}
+
+
+def test_every_mode_has_a_phase_of_the_request():
+    phases = {mode.name: mode.phase for mode in ForwardMode}
+    assert phases == {
+        "EXTEND": "extend",
+        "DECODE": "decode",
+        "MIXED": "extend",
+        "TARGET_VERIFY": "verify",
+        "DRAFT_EXTEND": "extend",
+        "IDLE": "decode",
+    }
+    for phase in phases.values():
+        AttentionRequest(phase=phase).normalised()
+
+
+def test_an_extend_batch():
+    batch = ForwardBatch(**EXTEND)
+    assert (batch.sequences, batch.tokens, batch.max_seqlen_q, batch.max_seqlen_k) == (2, 5, 3, 7)
+    assert batch.prefix_lens == [5, 0]
+    assert batch.cu_seqlens_q == [0, 2, 5]
+    assert batch.positions() == [5, 6, 0, 1, 2]
+
+
+def test_padding_has_the_query_length_of_the_rows():
+    batch = ForwardBatch(**DECODE, padding=3)
+    assert (batch.sequences, batch.tokens) == (5, 5)
+    assert batch.all_query_lens == [1] * 5
+    assert batch.positions() == [6, 2, 0, 0, 0]
+    tree = DraftTree.from_parents([[-1, 0, 0], [-1, 0, 1]])
+    assert ForwardBatch(**VERIFY, tree=tree, padding=1).tokens == 9
+    assert ForwardBatch(ForwardMode.IDLE, [], [], [], padding=2).tokens == 2
+    assert ForwardBatch(**EXTEND, padding=1, padding_query_len=3).cu_seqlens_q == [0, 2, 5, 8]
+
+
+def test_positions_of_a_tree_count_depths():
+    tree = DraftTree.from_parents([[-1, 0, 0], [-1, 0, 1]])
+    assert ForwardBatch(**VERIFY, tree=tree).positions() == [4, 5, 5, 0, 1, 2]
+    assert ForwardBatch(**VERIFY).positions() == [4, 5, 6, 0, 1, 2]
+
+
+def test_an_idle_batch_is_empty():
+    batch = ForwardBatch(ForwardMode.IDLE, [], [], [])
+    assert (batch.sequences, batch.tokens, batch.max_seqlen_q, batch.max_seqlen_k) == (0, 0, 0, 0)
+    assert batch.positions() == []
+
+
+def test_next_and_follows():
+    batch = ForwardBatch(**DECODE, padding=1)
+    assert batch.max_seqlen_k == 7
+    following = batch.next()
+    assert following == ForwardBatch(ForwardMode.DECODE, [4, 1], [8, 4], [1, 1], padding=1)
+    assert (following.max_seqlen_k, batch.max_seqlen_k) == (8, 7)
+    assert following.follows(batch)
+    assert following.next().follows(following)
+    assert not batch.follows(batch)
+    assert not following.next().follows(batch)
+    for changed in ({"rows": [4, 2]}, {"seq_lens": [8, 5]}, {"rows": [4], "seq_lens": [8], "query_lens": [1]}):
+        assert not ForwardBatch(**{**DECODE, "seq_lens": [8, 4], **changed}, padding=1).follows(batch)
+    assert not ForwardBatch(**{**DECODE, "seq_lens": [8, 4]}).follows(batch)
+    assert not ForwardBatch(**{**DECODE, "mode": ForwardMode.EXTEND, "seq_lens": [8, 4]}, padding=1).follows(batch)
+
+
+def test_only_a_decode_step_has_a_next():
+    with pytest.raises(InvalidInputError, match="what follows a step in mode EXTEND is not known"):
+        ForwardBatch(**EXTEND).next()
+
+
+def test_keys_of_an_encoder_may_be_fewer_than_queries():
+    batch = ForwardBatch(**{**EXTEND, "seq_lens": [1, 0]}, cross=True)
+    assert batch.max_seqlen_k == 3  # a bound
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "extend"}, "mode='extend' is no ForwardMode: use one of EXTEND, DECODE"),
+        ({"rows": [4]}, "one row, one sequence length and one query length each, not 1 rows, 2 seq_lens, 2 query_lens"),
+        ({"padding": -1}, "padding=-1: it counts rows"),
+        ({"rows": [4, 4]}, r"rows=\[4, 4\]: every row is 0 or more and comes once"),
+        ({"rows": [-1, 4]}, r"rows=\[-1, 4\]: every row"),
+        ({"query_lens": [0, 3]}, "row 4 has seq_len 7 and query_len 0: a row has 1 new token or more"),
+        ({"query_lens": [2, 4]}, "row 1 has seq_len 3 and query_len 4.*new tokens included"),
+        ({"seq_lens": [7, -1], "cross": True}, "row 1 has seq_len -1"),
+        ({"mode": ForwardMode.IDLE}, "an IDLE batch has no rows, not 2"),
+        ({"mode": ForwardMode.DECODE}, "a DECODE batch has 1 new token for each row, not 3"),
+        ({"padding": 1}, r"query_lens are \[2, 3\], and rows of padding need a length: give padding_query_len"),
+        ({"padding": 1, "padding_query_len": 0}, "padding_query_len=0: a row of padding has 1 token or more"),
+        ({"tree": DraftTree.chain(2, 3)}, "a tree goes with mode TARGET_VERIFY, not with EXTEND"),
+        (
+            {"tree": DraftTree.chain(2, 3), "mode": ForwardMode.TARGET_VERIFY},
+            r"3 drafts for each of 2 rows, the batch 2 rows with query_lens \[2, 3\]",
+        ),
+        ({**VERIFY, "tree": DraftTree.chain(1, 3)}, "3 drafts for each of 1 rows, the batch 2 rows"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(InvalidInputError, match=message):
+        ForwardBatch(**{**EXTEND, **changes})

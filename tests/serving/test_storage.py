@@ -1,0 +1,114 @@
+"""`polyattn.serving.storage`: what a cache may be, how large it is, and which scales it has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polyattn.errors import ConfigError
+from polyattn.quantised import real, stored
+from polyattn.serving.layer import AttentionLayer
+from polyattn.serving.storage import KVCacheConfig, RowFormat, formats, token_scales
+
+LLAMA = AttentionLayer(0, 32, 8, 128)
+WIDE = AttentionLayer(1, 32, 8, 192, v_head_dim=128)
+MLA = AttentionLayer(2, 16, 1, 576, v_head_dim=512, scale=192**-0.5, latent=True)
+
+
+def token_bytes(layer: AttentionLayer, dtype: str, scales: str = "") -> int:
+    return sum(f.token_bytes for f in formats(layer, KVCacheConfig(dtype, scales=scales), torch.bfloat16))
+
+
+@pytest.mark.parametrize("layer", [LLAMA, WIDE], ids=["one width", "two widths"])
+def test_bytes_of_a_token(layer):
+    plain = token_bytes(layer, "auto")
+    assert plain == layer.kv_heads * sum(layer.dims) * 2
+    assert token_bytes(layer, "bf16") == token_bytes(layer, "fp16") == plain
+    for dtype in ("fp8_e4m3", "fp8_e5m2", "int8"):
+        assert 2 * token_bytes(layer, dtype) == 2 * token_bytes(layer, dtype, "head") == plain
+        assert token_bytes(layer, dtype, "token") == plain // 2 + layer.kv_heads * 2 * 4
+    assert token_bytes(layer, "fp4_e2m1") / plain == 0.28125, "half a byte each, and a scale byte for each 16"
+
+
+def test_bytes_of_a_latent_row():
+    assert token_bytes(MLA, "auto") == 1152
+    assert token_bytes(MLA, "fp8_e4m3") == 656
+
+
+def test_latent_rows_beside_others_have_their_own_scales():
+    config = KVCacheConfig("fp8_e4m3", scales="head")
+    with pytest.raises(ConfigError, match=r"layer 2: latent rows in fp8_e4m3 hold scales by block128, not by head"):
+        formats(MLA, config, torch.bfloat16)
+    assert [f.scales for f in formats(LLAMA, config, torch.bfloat16)] == ["head", "head"]
+    for scales in ("", "block128"):
+        (rows,) = formats(MLA, KVCacheConfig("fp8_e4m3", scales=scales), torch.bfloat16)
+        assert (rows.scales, rows.dtype, rows.stored_width) == ("block128", torch.uint8, 656)
+
+
+def test_words_of_the_command_line_are_those_of_requests():
+    assert KVCacheConfig("bf16") == KVCacheConfig("bfloat16")
+    (keys, values) = formats(LLAMA, KVCacheConfig(), torch.float32)
+    assert keys == values == RowFormat("float32", "", 8, 128)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"dtype": "fp8_e4m4"}, r"dtype='fp8_e4m4' is not one of auto, bf16.*Did you mean 'fp8_e4m3'"),
+        ({"page_size": 0}, r"page_size=0 is not a whole number of tokens >= 1, such as 16"),
+        ({"page_size": True}, r"page_size=True is not a whole number"),
+        ({"layout": "hnd"}, r"layout='hnd' is not one that pools have.*allowed: NHD, HND"),
+        ({"layout": "NZ"}, r"layout='NZ' .*its fractal blocks are made by Ascend's own cache-writing kernel"),
+        ({"layout": "vectorised"}, r"layout='vectorised' .*16-byte groups .* the vendor's own cache-writing kernel"),
+        ({"scales": "tokens"}, r"scales='tokens' is no granularity.*Did you mean 'token'"),
+    ],
+)
+def test_what_no_cache_has_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        KVCacheConfig(**given)
+
+
+@pytest.mark.parametrize(
+    "layer, given, message",
+    [
+        (LLAMA, {"scales": "head"}, r"layer 0: a cache in bfloat16 has no scales by head; allowed: none"),
+        (
+            LLAMA,
+            {"dtype": "fp8_e4m3", "scales": "block16"},
+            r"fp8_e4m3 has no .* block16; allowed: tensor, head, token",
+        ),
+        (LLAMA, {"dtype": "fp4_e2m1", "scales": "tensor"}, r"fp4_e2m1 has no .* tensor; allowed: block16"),
+        (
+            AttentionLayer(3, 4, 4, 72),
+            {"dtype": "fp4_e2m1"},
+            r"layer 3: head dim 72 is no multiple of 16.*keep the cache in fp8_e4m3",
+        ),
+        (MLA, {"dtype": "fp8_e5m2"}, r"layer 2: no format of latent rows in fp8_e5m2 is defined; take fp8_e4m3"),
+        (MLA, {"dtype": "fp4_e2m1"}, r"layer 2: no format of latent rows in fp4_e2m1 is defined"),
+        (MLA, {"dtype": "bf16", "scales": "tensor"}, r"layer 2: latent rows in bfloat16 have no scales"),
+        (
+            AttentionLayer(4, 4, 1, 40, v_head_dim=32, scale=0.2, latent=True),
+            {"dtype": "fp8_e4m3"},
+            r"layer 4: latent rows of \(D_c \+ D_r, D_c\) = \(40, 32\); FP8 rows are defined for \(576, 512\)",
+        ),
+    ],
+)
+def test_what_a_layer_cannot_have_is_refused(layer, given, message):
+    with pytest.raises(ConfigError, match=message):
+        formats(layer, KVCacheConfig(**given), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_scales_of_tokens_use_the_whole_range(dtype):
+    torch.manual_seed(0)
+    rows = torch.randn(5, 3, 64) * torch.logspace(-15, 15, 15).view(5, 3, 1)
+    rows[2, 1] = 0
+    scale = token_scales(rows, dtype)
+    assert scale.shape == (5, 3)
+    assert scale[2, 1] == 1
+    largest = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+    numbers = stored(rows, scale.unsqueeze(-1), dtype)
+    assert numbers.float().abs().amax(-1).where(rows.any(-1), largest).eq(largest).all()
+    back = real(numbers, scale.unsqueeze(-1), torch.float32)
+    error = (back - rows).norm(dim=-1) / rows.norm(dim=-1).clamp(min=1e-30)
+    assert error.max() < 0.07
