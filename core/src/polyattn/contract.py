@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
 __all__ = [
     "API_VERSION",
@@ -33,6 +33,8 @@ __all__ = [
     "LinearForward",
     "MLAForward",
     "PagedForward",
+    "Session",
+    "Slot",
     "VarlenBackward",
     "VarlenForward",
 ]
@@ -295,6 +297,51 @@ class LinearForward(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where a `Session` lives: what its plans may assume, and the memory they may use.
+
+    A serving context has one slot for eager steps and one for each size of recorded steps. Eager steps exceed none of
+    these numbers; recorded steps have exactly `max_sequences` rows and `max_tokens` tokens, padding included.
+
+    Attributes:
+        device: of all tensors.
+        max_sequences: N of any step. max_tokens: T_q. max_pages: pages of one sequence, the width of a page table.
+        workspace: (name, nbytes) -> uint8 [nbytes], aligned to 256 bytes. The same name gives the same memory for as
+            long as it is not asked to grow; it belongs to the serving context, no other session sees it, and it does
+            not move once steps of the slot are recorded.
+        recorded: steps of this slot are recorded into a device graph: tensors that `forward` reads must stay where
+            they are from plan to plan, and host numbers it uses must not depend on the step.
+    """
+
+    device: device
+    max_sequences: int
+    max_tokens: int
+    max_pages: int
+    workspace: Callable[[str, int], Tensor]
+    recorded: bool = False
+
+
+class Session(Protocol):
+    """The serving side of a backend that plans: one object for all layers that ask the same of it, in one slot.
+
+    A step has: mode, phase; sequences N, tokens T_q, max_seqlen_q, max_seqlen_k, page_size (host ints); page_table
+    int32 [N, max_pages], seq_lens int32 [N], cu_seqlens_q int32 [N+1], slots and positions int64 [T_q]; made on first
+    use and kept for all: cu_seqlens_k and kv_indptr int32 [N+1], kv_indices int32 (pages one after the other),
+    last_page_len int32 [N], at(page_size) (the same step in other pages), host(name) (a copy on the host).
+    """
+
+    def plan(self, step: Any) -> None:
+        """On the host, once per step, never recorded: it may allocate, wait for the device and read lengths."""
+
+    def prepare(self, step: Any) -> None:
+        """On the device, after `plan`, and recorded with the step, so any number of times: it neither waits nor
+        allocates. Before it the step's tensors hold the step before; `step.host(name)` is the plan's way to read."""
+
+    def forward(self, *tensors: Any, **tables: Any) -> Any:
+        """Once per layer: the family's forward, with the tensors of the step that was planned last."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Bound:
     """A backend bound to one request.
 
@@ -306,9 +353,12 @@ class Bound:
         traceable: torch.compile may trace into `forward`. False: it is called through a custom op.
         simple: `forward` for calls without mask, sinks, out and without a backward of its own, taking (query, key,
             value) only: the shortest way to the kernel. None = use `forward`.
+        session: paged and mla, for kernels that plan: a new serving side for a slot. `forward` works all the same, for
+            a single call. None = stateless: `forward` is given the tables of each step.
     """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None = None
     traceable: bool = False
     simple: Callable[..., Any] | None = None
+    session: Callable[[Slot], Session] | None = None

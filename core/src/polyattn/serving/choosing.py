@@ -1,0 +1,125 @@
+"""Who serves each layer in each phase, and who writes its keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..choose import Chosen, choose
+from ..contract import Bound
+from ..errors import BackendUnavailableError, UnsupportedRequestError
+from ..inspection import catalogue
+from ..overrides import Scope, current_settings
+from ..records import AttentionRequest
+from ..selection import Choice, Policy, Selection, select
+from .layer import AttentionLayer
+from .phases import Asked, ServingPhase, choose_phases, layer_request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .pool import KVPool, LayerCache
+
+__all__ = ["Served", "choose_layers"]
+
+STATIC_SCALES = ("", "tensor", "head")
+"""Granularities whose scales are set before a token is written; others are made of the tokens, by the pool."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Served:
+    """A layer's kernel in one phase.
+
+    Attributes:
+        chosen: the choice, for calls that write nothing. saver: the same kernel where it writes the new keys and values
+            too, None = the pool writes them before it.
+        cache: of the layer, the pool's.
+    """
+
+    layer: AttentionLayer
+    phase: ServingPhase
+    chosen: Chosen
+    saver: Bound | None
+    cache: LayerCache
+
+    @property
+    def bound(self) -> Bound:
+        """What a step of this phase runs."""
+        return self.saver or self.chosen.bound
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the layer sees nothing before its window, so that steps may leave those pages out."""
+        return self.layer.kind == "decoder"
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The keywords of its calls that are the layer's own."""
+        own = {"sinks": self.layer.sinks, "k_scale": self.cache.k_scale, "v_scale": self.cache.v_scale}
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+    @property
+    def selection(self) -> Selection:
+        """The choice for people, with who writes."""
+        by = "the kernel" if self.saver else "the pool, before the kernel runs"
+        found = self.chosen.selection
+        return dataclasses.replace(found, notes=(*found.notes, f"new keys and values are written by {by}"))
+
+
+def choose_layers(
+    layers: Iterable[AttentionLayer], pool: KVPool, asked: Asked, *, recorded: Collection[ServingPhase] = ()
+) -> dict[ServingPhase, dict[int, Served]]:
+    """The kernels of all layers, by phase and layer_id; layers that ask the same share one choice.
+
+    Args:
+        recorded: phases whose steps go into device graphs, which their backends must allow.
+
+    Raises:
+        UnsupportedRequestError, BackendUnavailableError: as `choose_phases`.
+    """
+    found: dict[ServingPhase, dict[int, Served]] = {phase: {} for phase in asked.phases}
+    known: dict[tuple[AttentionRequest, ...], dict[ServingPhase, Chosen]] = {}
+    savers: dict[AttentionRequest, Bound | None] = {}
+    for layer in layers:
+        cache = pool.cache(layer.layer_id)
+        requests = _requests(layer, cache.request_fields(), pool, asked, recorded)
+        if (key := tuple(requests.values())) not in known:
+            known[key] = choose_phases(requests, asked)
+        for phase, chosen in known[key].items():
+            request = requests[phase]
+            if request not in savers:
+                savers[request] = _saver(request, chosen, asked.scope) if _may_save(request) else None
+            found[phase][layer.layer_id] = Served(layer, phase, chosen, savers[request], cache)
+    return found
+
+
+def _requests(
+    layer: AttentionLayer, stored: Mapping[str, Any], pool: KVPool, asked: Asked, recorded: Collection[ServingPhase]
+) -> dict[ServingPhase, AttentionRequest]:
+    def request(phase: ServingPhase) -> AttentionRequest:
+        return layer_request(
+            layer, stored, phase=phase, dtype=pool.dtype, device=pool.device, topk=asked.topk,
+            recorded=phase in recorded,
+        )  # fmt: skip
+
+    return {phase: request(phase) for phase in asked.phases}
+
+
+def _may_save(request: AttentionRequest) -> bool:
+    # The new keys of a cross layer are not those of the query's tokens, which is what a kernel writes.
+    return request.family == "paged" and not request.cross and request.kv_scales in STATIC_SCALES
+
+
+def _saver(request: AttentionRequest, chosen: Chosen, scope: Scope) -> Bound | None:
+    """The chosen kernel where it writes keys and values as well, without a rewrite more than it needs anyway."""
+    saving = dataclasses.replace(request, save_kv_cache=True)
+    name = chosen.selection.id
+    try:
+        selection = select(saving, catalogue(), Policy(Choice(name, "argument"), strict=current_settings().strict))
+    except (UnsupportedRequestError, BackendUnavailableError):
+        return None
+    same = ("backend", "platform", "provider", "lowerings")
+    if any(getattr(selection, field) != getattr(chosen.selection, field) for field in same):
+        return None
+    return choose(saving, name, scope).bound

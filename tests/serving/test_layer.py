@@ -1,0 +1,176 @@
+"""`AttentionLayer`, and what a serving context says to arguments that fit neither the layer nor the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from polyattn.errors import InvalidInputError
+from polyattn.serving.backend import AttentionBackend
+from polyattn.serving.batch import ForwardBatch, ForwardMode
+from polyattn.serving.layer import AttentionLayer
+from polyattn.serving.tree import DraftTree
+from polyattn.serving.workspace import Limits
+
+from .rig import LIMITS, Rig, decoder
+
+EXTEND, DECODE, IDLE = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.IDLE
+
+GOOD: dict[str, Any] = {"layer_id": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+LATENT: dict[str, Any] = {**GOOD, "kv_heads": 1, "v_head_dim": 12, "scale": 0.2, "latent": True}
+WRONG = [
+    ({**GOOD, "layer_id": -1}, "AttentionLayer -1: layer_id=-1; a whole number of at least 0"),
+    ({**GOOD, "heads": 4.0}, "heads=4.0; a whole number of at least 1"),
+    ({**GOOD, "kv_heads": 0}, "kv_heads=0"),
+    ({**GOOD, "head_dim": True}, "head_dim=True"),
+    ({**GOOD, "kv_heads": 3}, "heads=4; a multiple of kv_heads=3"),
+    ({**GOOD, "v_head_dim": -8}, "v_head_dim=-8"),
+    ({**GOOD, "window": -2}, "window=-2; a whole number of at least -1"),
+    ({**GOOD, "softcap": -1.0}, "softcap=-1.0; a number above 0 is needed, or 0"),
+    ({**GOOD, "kind": "encoder"}, "kind='encoder'; it is one of decoder, encoder_only, cross. Did you mean"),
+    ({**GOOD, "kind": "cross", "window": 3}, "window=3; keys of another sequence have no distance"),
+    ({**GOOD, "sinks": torch.zeros(2)}, r"sinks=\(2,\); one logit per head is needed, \[4\]"),
+    ({**LATENT, "kind": "encoder_only"}, "kind='encoder_only'; a latent layer is a decoder's"),
+    ({**LATENT, "kv_heads": 2}, "kv_heads=2; a latent layer has one row for all heads"),
+    ({**LATENT, "scale": None}, "scale=None; a latent layer needs that of the uncompressed heads"),
+    ({**LATENT, "v_head_dim": 0}, "v_head_dim=0; the value is the first part of a row: 1 to 16"),
+    ({**LATENT, "v_head_dim": 17}, "v_head_dim=17"),
+    ({**LATENT, "softcap": 1.0}, "softcap='set'; latent attention"),
+    ({**LATENT, "sinks": torch.zeros(4)}, "sinks='set'; latent attention"),
+]
+
+
+@pytest.mark.parametrize("fields, words", WRONG, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_layer_that_is_none(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        AttentionLayer(**fields)
+
+
+def test_a_layer() -> None:
+    assert AttentionLayer(**GOOD).dims == (16, 16)
+    assert AttentionLayer(**LATENT).dims == (16, 12)
+
+
+# A step's misuse ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rig() -> Rig:
+    """With a planned extend step of 3 tokens."""
+    made = Rig(decoder(v_head_dim=8))
+    made.step(EXTEND, {made.add()[0]: 3})
+    return made
+
+
+def refused(words: str) -> Any:
+    return pytest.raises(InvalidInputError, match=words)
+
+
+def qkv(tokens: int = 3, **more: Any) -> tuple[torch.Tensor, ...]:
+    return torch.randn(tokens, 4, 16, **more), torch.randn(tokens, 2, 16), torch.randn(tokens, 2, 8)
+
+
+def test_before_any_step() -> None:
+    rig = Rig(decoder())
+    for forward in (rig.backend.forward, rig.backend.forward_decode, rig.backend.forward_extend):
+        with refused(f"{forward.__name__}: no step is planned and prepared; call init_forward_metadata"):
+            forward(*qkv(), rig.layers[0])
+    with refused("no step is planned: plan.batch. first"):
+        rig.backend.prepare()
+    with refused("goes on from a planned decode step, and none is planned"):
+        rig.backend.advance()
+
+
+def test_a_step_that_is_planned_and_not_prepared(rig: Rig) -> None:
+    assert rig.batch is not None
+    rig.backend.plan(rig.batch)
+    with refused("no step is planned and prepared"):
+        rig.backend.forward(*qkv(), rig.layers[0])
+
+
+def test_the_name_goes_with_the_mode(rig: Rig) -> None:
+    with refused("forward_decode: the planned batch is of mode EXTEND; call forward_extend or forward"):
+        rig.backend.forward_decode(*qkv(), rig.layers[0], rig.batch)
+    rig.step(DECODE, {0: 1})
+    with refused("forward_extend: the planned batch is of mode DECODE; call forward_decode"):
+        rig.backend.forward_extend(*qkv(1), rig.layers[0], rig.batch)
+
+
+def test_another_batch_than_the_planned_one(rig: Rig) -> None:
+    other = ForwardBatch(EXTEND, [0], [3], [3])
+    with refused("forward_extend: the batch given is not the one planned"):
+        rig.backend.forward_extend(*qkv(), rig.layers[0], other)
+
+
+def test_a_layer_of_another_model(rig: Rig) -> None:
+    with refused(r"no attention layer 9 here.* Known: \[0, 1\]"):
+        rig.backend.forward(*qkv(), AttentionLayer(9, 4, 2, 16))
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (qkv(4), r"layer 0 is given query \[4, 4, 16\] where the planned step and the layer say .* = \[3, 4, 16\]"),
+        ((qkv()[0][:, :2], *qkv()[1:]), r"query \[3, 2, 16\]"),
+        (
+            (qkv(dtype=torch.float64)[0], *qkv()[1:]),
+            "a query of torch.float64; its kernel was chosen for torch.float32",
+        ),
+        ((qkv(requires_grad=True)[0], *qkv()[1:]), "a query that requires gradients; serving is inference only"),
+        ((qkv()[0], *qkv(2)[1:]), r"key \[2, 2, 16\], value \[2, 2, 8\] where .* say \[3, 2, 16\] and \[3, 2, 8\]"),
+        ((*qkv()[:2], None), r"key \[3, 2, 16\], value None where"),
+    ],
+)
+def test_tensors_that_do_not_fit(given: Any, words: str, rig: Rig) -> None:
+    with refused(words):
+        rig.backend.forward(*given, rig.layers[0])
+
+
+def test_a_latent_layer_takes_rows() -> None:
+    rig = Rig([AttentionLayer(**LATENT)])
+    rig.step(EXTEND, {rig.add()[0]: 3})
+    q, rows = rig.random(3, 4, 16), rig.random(3, 16)
+    with refused(r"a latent layer takes rows \[3, 16\] as key, and value None"):
+        rig.backend.forward(q, rows, rows, rig.layers[0])
+    out = rig.backend.forward(q, rows, None, rig.layers[0])
+    assert torch.equal(rig.backend.forward(q, rows, None, rig.layers[0], save_kv_cache=False), out)
+    assert torch.equal(rig.backend.forward(q, None, None, rig.layers[0]), out), "the cache has them"
+
+
+def test_tokens_in_an_idle_step(rig: Rig) -> None:
+    rig.backend.init_forward_metadata(ForwardBatch(IDLE, [], [], []))
+    with refused("layer 0 is given 3 tokens in an idle step"):
+        rig.backend.forward(*qkv(), rig.layers[0])
+
+
+def test_a_tree_is_a_tree_and_a_chain_a_chain(toys: Any) -> None:
+    chain = Rig(decoder(), backend="toy_chain", topk=1)
+    with refused("topk=1 verifies chains, and the batch has a tree that is none"):
+        chain.step(ForwardMode.TARGET_VERIFY, {chain.add()[0]: 3}, tree=DraftTree.from_parents([[-1, 0, 0]]))
+    tree = Rig(decoder(), backend="toy", topk=2)
+    with refused("topk > 1 verifies trees: give the batch its tree"):
+        tree.step(ForwardMode.TARGET_VERIFY, {tree.add()[0]: 3})
+
+
+# A context's parts ----------------------------------------------------------------------------------------------------
+
+
+def test_parts_that_do_not_belong_together() -> None:
+    rig = Rig([AttentionLayer(i, 4, 2, 16, window=window) for i, window in enumerate((-1, 5))])
+    other = Rig(decoder())
+    with refused(r"the request table has groups with windows \[-1\], the pool \[-1, 5\]"):
+        AttentionBackend(rig.layers, rig.pool, other.table, limits=LIMITS)
+    wide = Rig(decoder(), page_size=8)
+    with refused("table has pages of 8 tokens, the pool of 4"):
+        AttentionBackend(other.layers, other.pool, wide.table, limits=LIMITS)
+    with refused("limits.max_seqlen=65 is more than the request table holds of one request, 64"):
+        AttentionBackend(other.layers, other.pool, other.table, limits=Limits(8, 8, 65))
+    with refused("encoder_table is for models with cross layers"):
+        AttentionBackend(other.layers, other.pool, other.table, limits=LIMITS, encoder_table=other.table)
+    elsewhere = AttentionLayer(0, 4, 2, 16, sinks=torch.zeros(4, device="meta"))
+    with refused("the sinks of layer 0 are on meta, the pool on cpu"):
+        AttentionBackend([elsewhere], other.pool, other.table, limits=LIMITS)
+    with refused("the pool has no layer 5"):
+        AttentionBackend([AttentionLayer(5, 4, 2, 16)], other.pool, other.table, limits=LIMITS)
