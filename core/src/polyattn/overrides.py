@@ -26,6 +26,8 @@ Scope = tuple[str, str, str]
 """(backend, component, role), empty strings where nothing is set."""
 
 _NOTHING: Scope = ("", "", "")
+TOWER = "mm"
+"""The component, or the role within one, of multimodal towers: `mm_attention_backend` speaks for it."""
 SCOPE: contextvars.ContextVar[Scope] = contextvars.ContextVar("polyattn_scope", default=_NOTHING)
 
 
@@ -62,7 +64,8 @@ tracing: Callable[[], bool] = _never
 torch-free). While tracing only the mirror is written: a ContextVar cannot be set in a graph."""
 
 
-def _read() -> Scope:
+def current_scope() -> Scope:
+    """The scope in force here."""
     return (MIRROR.backend, MIRROR.component, MIRROR.role) if tracing() else SCOPE.get()
 
 
@@ -97,7 +100,7 @@ class _Scoped(contextlib.ContextDecorator):
         return made
 
     def __enter__(self) -> None:
-        before = _read()
+        before = current_scope()
         self._before.append(before)
         _enter(self._next(before))
 
@@ -155,7 +158,7 @@ class _Restored(_Scoped):
 def checkpoint_context_fn() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """`torch.utils.checkpoint.checkpoint(..., context_fn=polyattn.checkpoint_context_fn)`: the recomputation sees the
     scopes of the forward, also when the backward runs outside them or in another thread."""
-    scope = _read()
+    scope = current_scope()
     return _Restored(scope), _Restored(scope)
 
 
@@ -232,7 +235,8 @@ def current_choice(argument: str | None, scope: Scope, request: AttentionRequest
         return Choice(_process.forced, "force_backend")
     if component_choice is not None:
         return component_choice
-    for field in (_phase_field(settings, request), "attention_backend"):
+    tower = ("mm_attention_backend",) if TOWER in (name, role) else ()
+    for field in (*tower, _phase_field(settings, request), "attention_backend"):
         if (configured := getattr(settings, field)) is not None:
             return Choice(configured, settings.source(field))
     return None

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...dispatch import attention, bind
 from ...errors import InvalidInputError
 from ...overrides import SCOPE
+from ...serving.multimodal import multimodal
 from ...varlen import varlen_attention
 from .keywords import asked_by, read_keywords
 from .masks import fitted, with_more
@@ -19,6 +20,10 @@ from .masks import fitted, with_more
 __all__ = ["make_forward"]
 
 _EVERYWHERE = (-1, -1)
+
+TOWERS = frozenset({"vision_config", "audio_config", "audio_video_config", "image_config"})
+"""What a composite model's configuration calls its multimodal towers."""
+
 SITES_KEPT = 256
 
 _is_tracing = torch.compiler.is_dynamo_compiling
@@ -73,6 +78,12 @@ def make_forward(
         Raises:
             UnsupportedRequestError, InvalidInputError: as `read_keywords`, `fitted` and the call itself.
         """
+        if getattr(type(getattr(module, "config", None)), "base_config_key", "") in TOWERS and not multimodal.entered():
+            with multimodal():
+                return polyattn_attention(
+                    module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap,
+                    s_aux, **kwargs,
+                )  # fmt: skip
         more, sinks = None, s_aux
         if kwargs and not kwargs.keys() <= harmless:
             more = read_keywords(kwargs, s_aux, harmless, module, backend)
