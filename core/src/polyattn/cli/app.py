@@ -16,7 +16,10 @@ from .. import __version__
 from ..errors import (
     BackendUnavailableError,
     ConfigError,
+    GraphError,
+    InternalError,
     InvalidInputError,
+    OutOfPagesError,
     PluginError,
     PolyattnError,
     UnsupportedRequestError,
@@ -27,6 +30,7 @@ from .demo import demo
 from .doctor import doctor
 from .explain import explain
 from .fuzz import fuzz
+from .generate import generate
 from .listing import list_command
 from .matrix import matrix
 from .new_plugin import new_plugin
@@ -41,6 +45,9 @@ EXIT_CODES: dict[type[PolyattnError], int] = {
     UnsupportedRequestError: 3,
     BackendUnavailableError: 4,
     PluginError: 4,
+    OutOfPagesError: 1,
+    GraphError: 1,
+    InternalError: 1,
 }
 OTHER_ERROR = 1
 INTERRUPTED = 130
@@ -64,6 +71,7 @@ app.command("demo")(demo)
 app.command("conform")(conform)
 app.command("new-plugin")(new_plugin)
 app.command("fuzz")(fuzz)
+app.command("generate")(generate)
 app.add_typer(config, name="config")
 
 

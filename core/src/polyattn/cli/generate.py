@@ -1,0 +1,255 @@
+"""`polyattn generate`: text from a causal LM of transformers, on the engine of `polyattn.serving`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from .. import overrides
+from ..errors import ConfigError, did_you_mean
+from .rendering import facts, panel, progress, screen, show_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..serving.engine import Engine, Output, Speculative
+
+__all__ = ["generate"]
+
+MODEL, ATTENTION, DRAFTS = "What is said", "Attention and cache", "Speculative decoding"
+TOGETHER = 16
+"""Prompts that run at a time; the others wait."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Said:
+    """One prompt's answer: the output, and the seconds from the start of all prompts to its own end."""
+
+    prompt: str
+    text: str
+    output: Output
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "text": self.text,
+            "token_ids": self.output.token_ids,
+            "backend": self.output.backends,
+            "tokens_per_second": round(len(self.output.token_ids) / self.seconds, 2),
+            "finish_reason": self.output.finish_reason,
+        }
+
+
+def generate(
+    model_path: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="A causal LM and its tokenizer, as save_pretrained writes them."),
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="May be repeated.", rich_help_panel=MODEL)
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="One prompt per line.", rich_help_panel=MODEL)
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Of each prompt.", rich_help_panel=MODEL)] = 64,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 = greedy.", rich_help_panel=MODEL)] = 0.0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="1 = off.", rich_help_panel=MODEL)] = 1.0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="0 = off.", rich_help_panel=MODEL)] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the draws.", rich_help_panel=MODEL)] = 0,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="A torch device; auto: cuda where it is, else cpu.")
+    ] = "auto",
+    attention_backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The backend of both phases.", rich_help_panel=ATTENTION)
+    ] = None,
+    prefill_attention_backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The backend of prefill.", rich_help_panel=ATTENTION)
+    ] = None,
+    decode_attention_backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The backend of decode.", rich_help_panel=ATTENTION)
+    ] = None,
+    mm_attention_backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The backend of multimodal towers.", rich_help_panel=ATTENTION)
+    ] = None,
+    page_size: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="Of a KV page. Default: 16.", rich_help_panel=ATTENTION)
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE", help="auto, bf16, fp16, fp8_e4m3, fp8_e5m2, fp4_e2m1.", rich_help_panel=ATTENTION
+        ),
+    ] = None,
+    disable_cuda_graph: Annotated[
+        bool, typer.Option("--disable-cuda-graph", help="Record no device graphs.", rich_help_panel=ATTENTION)
+    ] = False,
+    speculative_draft_model_path: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A draft model of one vocabulary.", rich_help_panel=DRAFTS)
+    ] = None,
+    speculative_num_steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Levels that are drafted. Default: 3.", rich_help_panel=DRAFTS)
+    ] = None,
+    speculative_eagle_topk: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="1 = a chain, more = a tree. Default: 1.", rich_help_panel=DRAFTS),
+    ] = None,
+    speculative_num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Nodes that are verified. Default: steps * topk + 1.", rich_help_panel=DRAFTS),
+    ] = None,
+    speculative_attention_mode: Annotated[
+        str | None,
+        typer.Option(metavar="PHASE", help="Whose backend verifies: prefill or decode.", rich_help_panel=DRAFTS),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Continue prompts with a causal LM: continuous batching over a paged KV cache, one backend per phase.
+
+    Backends, page size and dtype that are not given come from the environment and the config file.
+    """
+    prompts = _prompts(prompt, prompt_file)
+    settings = overrides.configure(
+        attention_backend=attention_backend,
+        prefill_attention_backend=prefill_attention_backend,
+        decode_attention_backend=decode_attention_backend,
+        mm_attention_backend=mm_attention_backend,
+        speculative_attention_mode=speculative_attention_mode,
+        page_size=page_size,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    levels = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
+    if speculative_draft_model_path is None and any(level is not None for level in levels):
+        raise ConfigError(
+            "--speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens say how to draft; "
+            "give --speculative-draft-model-path too, or leave them out"
+        )
+    from ..serving.engine import Engine, EngineConfig, SamplingParams  # it needs torch
+    from ..serving.pool import KVCacheConfig
+
+    model, tokenizer = _model(model_path, device), _tokenizer(model_path)
+    ids = [tokenizer(text)["input_ids"] for text in prompts]
+    params = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, _stop_tokens(model))
+    draft = speculative_draft_model_path
+    engine = Engine(
+        _runner(model),
+        EngineConfig(
+            cache=KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or 16),
+            max_requests=min(len(ids), TOGETHER),
+            max_tokens=max(map(len, ids)) + max_new_tokens,
+            speculative=None if draft is None else _speculative(_model(draft, device), *levels),
+            graphs=not disable_cuda_graph,
+        ),
+    )
+    console = screen()
+    numbers = {engine.add(tokens, params)[0]: number for number, tokens in enumerate(ids)}
+    said: list[_Said | None] = [None] * len(ids)
+    start = time.perf_counter()
+    with progress(console, quiet=as_json) as bar:
+        task = bar.add_task("tokens", total=len(ids) * max_new_tokens)
+        for output in _run(engine, lambda count: bar.update(task, completed=count)):
+            text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+            number = numbers[output.id]
+            said[number] = _Said(prompts[number], text, output, time.perf_counter() - start)
+    answers = [one for one in said if one is not None]
+    if as_json:
+        show_json([one.to_dict() for one in answers])
+    else:
+        _print(console, answers, time.perf_counter() - start)
+
+
+def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
+    prompts = list(given or ())
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"--prompt-file {file}: {exc}; give a UTF-8 text file with one prompt per line") from exc
+        prompts += [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError("there is no prompt: give --prompt TEXT, or --prompt-file FILE with one per line")
+    return prompts
+
+
+def _load(kind: str, path: Path, **options: Any) -> Any:
+    """A part of a checkpoint from a folder; nothing is downloaded."""
+    from ..integrations.transformers.registry import interfaces
+
+    interfaces()  # says what to install where transformers is not here
+    import transformers
+
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; give one that save_pretrained wrote, with config.json in it")
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        return getattr(transformers, kind).from_pretrained(path, local_files_only=True, **options)
+    except (OSError, ValueError, KeyError) as exc:
+        raise ConfigError(f"{path} cannot be loaded as {kind}: {str(exc).strip()}") from exc
+
+
+def _tokenizer(path: Path) -> Any:
+    return _load("AutoTokenizer", path)
+
+
+def _model(path: Path, device: str) -> Any:
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = _load("AutoModelForCausalLM", path, dtype="auto").eval()
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as exc:  # what torch raises for a device that it does not know or have
+        near = did_you_mean(device, ("cpu", "cuda"))
+        raise ConfigError(f"--device {device!r}: {str(exc).splitlines()[0]}.{near}") from exc
+
+
+def _runner(model: Any) -> Any:
+    from ..integrations.transformers.serving import CausalLMRunner
+
+    return CausalLMRunner(model)
+
+
+def _speculative(model: Any, steps: int | None, topk: int | None, nodes: int | None) -> Speculative:
+    from ..serving.engine import Speculative
+
+    return Speculative(_runner(model), 3 if steps is None else steps, 1 if topk is None else topk, nodes or 0)
+
+
+def _stop_tokens(model: Any) -> tuple[int, ...]:
+    ends = model.generation_config.eos_token_id
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def _run(engine: Engine, tell: Any) -> Iterable[Output]:
+    """Outputs as they finish; `tell` is given the tokens there are after each step."""
+    finished = 0
+    while engine.unfinished:
+        outputs = engine.step()
+        finished += sum(len(output.token_ids) for output in outputs)
+        tell(finished + engine.generated)
+        yield from outputs
+
+
+def _print(console: Console, answers: list[_Said], seconds: float) -> None:
+    for one in answers:
+        console.print(panel(Text(one.prompt, style="name"), Text(one.text)))
+    tokens = sum(len(one.output.token_ids) for one in answers)
+    phases: dict[str, str] = {}
+    for one in answers:
+        phases.update(one.output.backends)
+    console.print(
+        facts(
+            [
+                ("tokens", f"{tokens} in {seconds:.1f} s"),
+                ("tokens per second", Text(f"{tokens / seconds:.1f}", style="figure")),
+                *((f"{phase} by", name) for phase, name in phases.items()),
+            ]
+        )
+    )

@@ -1,0 +1,129 @@
+"""A causal LM of transformers as the engine drives it (`polyattn.serving.engine.Runner`).
+
+The model's own code runs as it is, on one packed row of tokens without masks; its attention layers reach the
+`AttentionBackend` of the step through a registered name. Layers with latent keys and values go through `latent.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import InvalidInputError
+from ...latent import LatentAttention
+from ...serving.layer import AttentionLayer
+from .keywords import asked_by
+from .latent import Replacement, latent_modules
+from .latent_check import looks_latent
+from .probing import attending, configs_of, probe, reading
+from .registry import interfaces
+
+if TYPE_CHECKING:
+    from ...serving.backend import AttentionBackend
+    from ...serving.batch import ForwardBatch
+    from ...serving.step import Step
+
+__all__ = ["SERVING", "CausalLMRunner"]
+
+SERVING = "polyattn_serving"
+"""No mask function is registered under it: transformers then makes no masks, and asks the device nothing."""
+
+_step: contextvars.ContextVar[_Serving | None] = contextvars.ContextVar("polyattn_step", default=None)
+
+
+class CausalLMRunner:
+    """Forward passes of one model over packed tokens.
+
+    Args:
+        model: a causal LM of transformers 5 or newer, in eval mode, on one device.
+        latent: serve latent attention (DeepSeek-shaped modules) from latent rows: True, False, or None = where every
+            layer is such a module. Not so it is served from whole keys and values.
+
+    Attributes:
+        layers: its attention layers, in the order of the pass. replaced: the latent modules whose forward is replaced
+            while a step runs. vocab_size, max_positions (0 = not said), dtype, device: of the model.
+
+    Raises:
+        InvalidInputError: the model is training. UnsupportedRequestError: it cannot be served from pages (`probe`), or
+            not from latent rows where that was asked for (`latent_modules`).
+    """
+
+    def __init__(self, model: Any, *, latent: bool | None = None) -> None:
+        if model.training:
+            raise InvalidInputError(f"{type(model).__name__} is in training mode; call model.eval() before serving it")
+        interfaces()[0].register(SERVING, reading(_attend))
+        self.model = model
+        self.modules = probe(model)
+        self.configs = configs_of(model)
+        self.replaced = tuple(latent_modules(model)) if _is_latent(self.modules, latent) else ()
+        self.layers: tuple[AttentionLayer, ...] = tuple(self.modules.values())
+        if self.replaced:
+            self.layers = tuple(entry.layer for entry in self.replaced)
+        self.picks = "logits_to_keep" in inspect.signature(model.forward).parameters
+        config = model.config.get_text_config(decoder=True)
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int = getattr(config, "max_position_embeddings", 0) or 0
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+
+    def serve(self, backend: AttentionBackend) -> _Serving:
+        """The model on the pool of a backend that was made for `layers`."""
+        return _Serving(self, backend)
+
+
+class _Serving:
+    """See `polyattn.serving.engine.Forward`."""
+
+    def __init__(self, runner: CausalLMRunner, backend: AttentionBackend) -> None:
+        self.runner, self.backend = runner, backend
+        self.latent = LatentAttention(backend, backend.pool) if runner.replaced else None
+
+    @torch.no_grad()
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, keep: Tensor | None, batch: ForwardBatch, steps: Sequence[Step]
+    ) -> Tensor:
+        runner, options = self.runner, {}
+        if keep is not None and runner.picks:
+            options["logits_to_keep"] = keep
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(attending(runner.configs, SERVING))
+            if self.latent is not None:
+                self.latent.plan(batch, steps)
+                stack.enter_context(Replacement(list(runner.replaced), self.latent.forward))
+            token = _step.set(self)
+            stack.callback(_step.reset, token)
+            out: Tensor = runner.model(
+                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
+            ).logits[0]
+        return out if keep is None or runner.picks else out[keep]
+
+
+def _is_latent(modules: Iterable[nn.Module], wanted: bool | None) -> bool:
+    return wanted or (wanted is None and all(looks_latent(module) for module in modules))
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scale: Any,
+    window: Any,
+    softcap: float,
+    sinks: Any,
+) -> Tensor:
+    step = _step.get()
+    if step is None:
+        raise InvalidInputError(
+            f"{asked_by(module, None)} was called under attn_implementation={SERVING!r} outside a step: that name is "
+            f"for CausalLMRunner alone, which sets it while a step runs; give the model 'polyattn' or another one"
+        )
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return step.backend.forward(q, k, v, step.runner.modules[module])[None]

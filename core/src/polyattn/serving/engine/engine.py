@@ -1,0 +1,424 @@
+"""`Engine`: continuous batching over one model. Small on purpose: it shows that the parts fit; hosts have their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import InternalError, InvalidInputError
+from ..batch import ForwardMode
+from ..graphs import DeviceGraph
+from ..memory import Memory, Runner
+from ..pool import KVCacheConfig
+from ..speculative import commit, greedy_accept, sampled_accept
+from .drafting import Drafter, Speculative
+from .sampling import SamplingParams, distributions, sample, uniforms
+from .scheduler import Request, Scheduler, Work
+
+__all__ = ["Engine", "EngineConfig", "Output"]
+
+PHASES = {"extend": "prefill", "decode": "decode", "verify": "verify"}
+"""Phases of a request -> the words of the command line's flags."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """The sizes of an engine, and who attends.
+
+    Attributes:
+        cache: page size and dtype of the KV cache; its layout is negotiated between the phases' backends.
+        pages: of each group of layers; 0 = as many as `max_requests` requests of `max_tokens` need.
+        max_requests: that run at a time. max_tokens: of one request, prompt and output; 0 = all positions of the model.
+        max_batch_tokens: of one step; longer prompts are run in chunks.
+        prefix_caching: requests that begin alike share pages.
+        backend, prefill_backend, decode_backend: as `AttentionBackend` takes them.
+        speculative: None = plain decoding.
+        graphs: replay decode and verify steps from device graphs, where the device has them; steps that cannot be
+            recorded run eagerly, and a warning says why. Or what makes graphs: then that is an error.
+    """
+
+    cache: KVCacheConfig = dataclasses.field(default_factory=KVCacheConfig)
+    pages: int = 0
+    max_requests: int = 8
+    max_tokens: int = 0
+    max_batch_tokens: int = 2048
+    prefix_caching: bool = True
+    backend: str | None = None
+    prefill_backend: str | None = None
+    decode_backend: str | None = None
+    speculative: Speculative | None = None
+    graphs: bool | Callable[[], DeviceGraph] = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """A finished request.
+
+    Attributes:
+        id: of the request. number: which sample of its prompt. prompt: its tokens. token_ids: what came out.
+        finish_reason: "stop" (a stop token, the last one), "length" or "cancelled".
+        backends: phase ("prefill", "decode", "verify") -> the backend that read its cache, of the phases it went
+            through. A latent prompt without a cached prefix has nothing to read: `polyattn.varlen_attention` serves it.
+        cached_tokens: of its tokens, those whose keys and values others had made, at its last start.
+        preemptions: how often it lost its pages and ran again.
+    """
+
+    id: int
+    number: int
+    prompt: list[int]
+    token_ids: list[int]
+    finish_reason: str
+    backends: dict[str, str]
+    cached_tokens: int
+    preemptions: int
+
+
+class Engine:
+    """Serves requests on one model: continuous batching with chunked prefill, shared prefixes, preemption and drafts.
+
+    Args:
+        runner: the model. config: sizes and choices.
+
+    Raises:
+        InvalidInputError: sizes that do not fit together. Others: as `AttentionBackend`.
+
+    Example:
+        engine = Engine(CausalLMRunner(model))
+        outputs = engine.generate([[1, 5, 7], [1, 9]], SamplingParams(max_new_tokens=32))
+    """
+
+    def __init__(self, runner: Runner, config: EngineConfig | None = None) -> None:
+        self.config = config = config or EngineConfig()
+        self.vocab_size, spec = runner.vocab_size, config.speculative
+        self._drafts = 0 if spec is None else spec.draft_tokens - 1
+        self.max_tokens = _max_tokens(config, runner)
+        _check(config, runner, self._drafts)
+        size = config.cache.page_size
+        room = self.max_tokens + self._drafts
+        both: dict[str, Any] = {
+            "rows": config.max_requests,
+            "max_tokens": room,
+            "step_tokens": config.max_batch_tokens,
+            "graphs": config.graphs,
+            "backend": config.backend,
+            "prefill_backend": config.prefill_backend,
+            "decode_backend": config.decode_backend,
+        }
+        self.memory = Memory(
+            runner,
+            config.cache,
+            pages=config.pages or 1 + config.max_requests * -(-room // size),
+            prefixes=config.prefix_caching,
+            drafts=0 if spec is None else spec.draft_tokens,
+            verify=None if spec is None else spec.verify,
+            topk=0 if spec is None else spec.topk,
+            **both,
+        )
+        self._drafter = None if spec is None else Drafter(spec, config.cache, **both)
+        self._scheduler = Scheduler(self.memory, config.max_batch_tokens, self._drafts, self._released)
+        self._requests: dict[int, Request] = {}
+        self._count = 0
+        self._finished: list[Output] = []
+        self.backends = {PHASES[p]: found.backend for p, found in self.memory.backend.explain().items()}
+
+    # Requests ---------------------------------------------------------------------------------------------------------
+
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams | None = None, *, n: int = 1, namespace: Hashable = None
+    ) -> list[int]:
+        """Take a request in.
+
+        Args:
+            prompt: token ids, at least one. n: samples of it; they share the prompt's pages.
+            namespace: prefixes are shared within it only (an adapter's name, a tenant).
+
+        Returns:
+            The ids of the n outputs.
+
+        Raises:
+            InvalidInputError: no tokens, tokens outside the vocabulary, or a request that could never be run to its
+                end, however long it waited.
+        """
+        params = params or SamplingParams()
+        tokens = list(prompt)
+        self._check_request(tokens, params, n)
+        numbers = itertools.count()
+        made = [self._made(tokens, len(tokens), params, numbers, namespace) for _ in range(n)]
+        for sibling in made[1:]:
+            made[0].siblings.append(sibling)
+            sibling.parent = made[0]
+        self._scheduler.add(made[0])
+        return [request.id for request in made]
+
+    def fork(self, request_id: int, params: SamplingParams | None = None) -> int:
+        """Another output that goes on from what a request has now; they share their pages so far.
+
+        Args:
+            params: of the new one, None = the parent's; either way it draws by a number of its own.
+
+        Returns:
+            Its id.
+
+        Raises:
+            InvalidInputError: the request is unknown or finished, or params leave no token to be made.
+        """
+        parent = self._find(request_id)
+        params = params or parent.params
+        self._check_request(parent.tokens[: parent.prompt_tokens], params, 1)
+        made = len(parent.tokens) - parent.prompt_tokens
+        if params.max_new_tokens <= made:
+            raise InvalidInputError(
+                f"max_new_tokens={params.max_new_tokens} of a fork of request {request_id}, which has {made} new "
+                f"tokens already; ask for more than it has"
+            )
+        child = self._made(parent.tokens, parent.prompt_tokens, params, parent.numbers, parent.namespace)
+        child.backends = dict(parent.backends)
+        self._scheduler.fork(parent, child)
+        return child.id
+
+    def cancel(self, request_id: int) -> Output:
+        """Stop a request; what it has so far is its output, which `step` does not give again.
+
+        Raises:
+            InvalidInputError: the request is unknown or finished.
+        """
+        return self._finish(self._find(request_id), "cancelled")
+
+    @property
+    def unfinished(self) -> int:
+        """Outputs in the making."""
+        return len(self._requests)
+
+    @property
+    def generated(self) -> int:
+        """Tokens that unfinished requests have so far."""
+        return sum(len(request.tokens) - request.prompt_tokens for request in self._requests.values())
+
+    def tokens_of(self, request_id: int) -> list[int]:
+        """What an unfinished request has so far, without its prompt."""
+        request = self._find(request_id)
+        return request.tokens[request.prompt_tokens :]
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Output]:
+        """Run one step: a token more for those that decode, the next chunk for those that prefill.
+
+        Returns:
+            The outputs that finished in it.
+
+        Raises:
+            InternalError: there are requests, and none of them can go on.
+        """
+        works = self._scheduler.schedule()
+        if not works and self._requests:
+            raise InternalError(
+                f"{self.unfinished} requests wait, none runs and none can start, although each fits alone: pages are "
+                f"held by nobody who runs (Engine.check() says by whom)"
+            )
+        if plain := [work for work in works if not work.drafts]:
+            self._run(plain)
+        if drafted := [work for work in works if work.drafts]:
+            self._verify(drafted)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Output]:
+        """Run prompts to their end.
+
+        Args:
+            params: of all, or one for each. progress: called after each step with the tokens that are new.
+
+        Returns:
+            Outputs in the order of the prompts.
+        """
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidInputError(f"{len(each)} params for {len(prompts)} prompts; give one for all, or one for each")
+        ids = [self.add(prompt, own)[0] for prompt, own in zip(prompts, each, strict=True)]
+        found: dict[int, Output] = {}
+        others: list[Output] = []
+        made = 0
+        while len(found) < len(ids):
+            for output in self.step():
+                if output.id in ids:
+                    found[output.id] = output
+                else:
+                    others.append(output)
+            if progress is not None:
+                now = sum(len(found[i].token_ids) if i in found else len(self.tokens_of(i)) for i in ids)
+                progress(now - made)
+                made = now
+        self._finished = others  # of requests that were there before; the next step gives them
+        return [found[i] for i in ids]
+
+    def check(self) -> None:
+        """Prove that no page and no row has leaked (for tests: it costs time).
+
+        Raises:
+            InternalError: names the rule that is broken.
+        """
+        self.memory.check()
+        if self._drafter is not None:
+            self._drafter.memory.check()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _run(self, works: Sequence[Work]) -> None:
+        """Prefill and decode: one forward pass."""
+        short = [work.count == 1 for work in works]
+        mode = ForwardMode.DECODE if all(short) else ForwardMode.MIXED if any(short) else ForwardMode.EXTEND
+        ids = [token for w in works for token in w.request.tokens[w.start : w.start + w.count]]
+        ends = list(itertools.accumulate(work.count for work in works))
+        last = [n for n, work in enumerate(works) if work.last]
+        logits = self.memory.forward(
+            mode, [w.request.row for w in works], [w.count for w in works], ids, keep=[ends[n] - 1 for n in last] or [0]
+        )
+        drawn: list[tuple[Request, int]] = []
+        for at, work in enumerate(works[n] for n in last):
+            request = work.request
+            if work.count > 1:
+                self.memory.remember(request.row, request.tokens, request.namespace)
+            drawn += [(r, at) for r in (request, *self._fork_samples(request))]
+        for work in works:
+            phase = "decode" if work.count == 1 and mode is not ForwardMode.EXTEND else "prefill"
+            work.request.backends[phase] = self.backends[phase]
+            self.memory.table.slide(work.request.row)
+        if drawn:
+            rows = logits if len(drawn) == len(last) else logits[[at for _, at in drawn]]
+            params, places = [r.params for r, _ in drawn], [(r.number, len(r.tokens)) for r, _ in drawn]
+            for (request, _), token in zip(drawn, sample(rows, params, places), strict=True):
+                self._append(request, [token])
+
+    def _fork_samples(self, request: Request) -> list[Request]:
+        """The samples that waited for this prefill and got a row; the others wait in line and find its pages cached."""
+        forked = [child for child in self._freed(request) if self._scheduler.fork(request, child)]
+        for child in forked:
+            child.backends["prefill"] = self.backends["prefill"]
+        return forked
+
+    def _freed(self, request: Request) -> list[Request]:
+        waiting, request.siblings = request.siblings, []
+        for child in waiting:
+            child.parent = None
+        return waiting
+
+    def _verify(self, works: Sequence[Work]) -> None:
+        """Draft and verify: one forward pass of the target over the trees of all requests."""
+        assert self._drafter is not None
+        requests, wide = [work.request for work in works], self._drafts + 1
+        tree, tokens = self._drafter.draft(requests)
+        rows = [request.row for request in requests]
+        counts = [wide] * len(rows)
+        logits = self.memory.forward(ForwardMode.TARGET_VERIFY, rows, counts, tokens.flatten(), tree=tree)
+        logits = logits.view(len(rows), wide, -1)
+        params = [request.params for request in requests]
+        if all(p.greedy for p in params):
+            accepted = greedy_accept(tree, tokens, logits)
+        else:
+            each = [p for p in params for _ in range(wide)]
+            probs = distributions(logits.flatten(0, 1), each).view_as(logits)
+            drawn = [uniforms(r.params, r.number, len(r.tokens), wide) for r in requests]
+            accepted = sampled_accept(
+                tree, tokens, probs, uniforms=torch.tensor(drawn, dtype=probs.dtype, device=probs.device)
+            )
+        for group, slots in enumerate(self.memory.slots(rows, counts)):
+            self.memory.pool.move(group, *commit(accepted, slots))
+        for work, new in zip(works, accepted.lists()[1], strict=True):
+            self.memory.table.truncate(work.request.row, work.start + len(new))
+            self.memory.table.slide(work.request.row)
+            work.request.backends["verify"] = self.backends["verify"]
+            self._append(work.request, new)
+
+    def _append(self, request: Request, new: Sequence[int]) -> None:
+        params, made = request.params, len(request.tokens) - request.prompt_tokens
+        for token in new:
+            request.tokens.append(token)
+            made += 1
+            reason = "stop" if token in params.stop_token_ids else "length" if made >= params.max_new_tokens else ""
+            if reason:
+                self._finished.append(self._finish(request, reason))
+                return
+
+    def _finish(self, request: Request, reason: str) -> Output:
+        for sibling in self._freed(request):  # it is cancelled before they could fork
+            self._scheduler.add(sibling)
+        self._scheduler.remove(request)
+        del self._requests[request.id]
+        prompt, made = request.tokens[: request.prompt_tokens], request.tokens[request.prompt_tokens :]
+        return Output(
+            request.id, request.number, prompt, made, reason, request.backends, request.cached, request.preemptions
+        )
+
+    def _made(
+        self, tokens: Sequence[int], prompt: int, params: SamplingParams, numbers: Iterator[int], namespace: Hashable
+    ) -> Request:
+        request = Request(self._count, list(tokens), prompt, params, numbers, next(numbers), namespace)
+        self._requests[request.id] = request
+        self._count += 1
+        return request
+
+    def _find(self, request_id: int) -> Request:
+        if request_id not in self._requests:
+            raise InvalidInputError(f"request {request_id!r} is not running here: it is unknown or has finished")
+        return self._requests[request_id]
+
+    def _released(self, request: Request) -> None:
+        if self._drafter is not None:
+            self._drafter.release(request)
+
+    def _check_request(self, tokens: list[int], params: SamplingParams, n: int) -> None:
+        if not tokens or n < 1:
+            raise InvalidInputError(
+                f"a request of {len(tokens)} prompt tokens and n={n} samples; give 1 or more of both"
+            )
+        if wrong := [token for token in tokens if not 0 <= token < self.vocab_size]:
+            raise InvalidInputError(
+                f"token {wrong[0]} of the prompt is not in the vocabulary of {self.vocab_size}, 0 to "
+                f"{self.vocab_size - 1}; does the tokenizer belong to this model?"
+            )
+        total = len(tokens) + params.max_new_tokens
+        asked = f"{len(tokens)} prompt tokens and max_new_tokens={params.max_new_tokens}"
+        if total > self.max_tokens:
+            raise InvalidInputError(
+                f"{asked} are {total} tokens; a request may have {self.max_tokens} here (max_tokens, or the positions "
+                f"of the model)"
+            )
+        for group, allocator in enumerate(self.memory.allocators):
+            pages = self.memory.most_pages(group, total + self._drafts, self.config.max_batch_tokens)
+            if pages > allocator.capacity:
+                raise InvalidInputError(
+                    f"{asked} need {pages} pages of {self.config.cache.page_size} tokens in group {group}, which has "
+                    f"{allocator.capacity}: the request could never finish. Give the engine more pages"
+                )
+
+
+def _max_tokens(config: EngineConfig, runner: Runner) -> int:
+    known = runner.max_positions
+    if not config.max_tokens and not known:
+        raise InvalidInputError("the model names no number of positions; give EngineConfig(max_tokens=...)")
+    if known and config.max_tokens > known:
+        raise InvalidInputError(f"max_tokens={config.max_tokens} is more than the {known} positions of the model")
+    return config.max_tokens or known
+
+
+def _check(config: EngineConfig, runner: Runner, drafts: int) -> None:
+    for name, least in (("max_requests", 1), ("max_batch_tokens", 1 + drafts), ("pages", 0), ("max_tokens", 0)):
+        if getattr(config, name) < least:
+            raise InvalidInputError(f"EngineConfig {name}={getattr(config, name)}; {least} or more is needed")
+    spec = config.speculative
+    if spec is not None and spec.runner.vocab_size != runner.vocab_size:
+        raise InvalidInputError(
+            f"the draft model has a vocabulary of {spec.runner.vocab_size}, the target of {runner.vocab_size}; drafts "
+            f"are tokens of one vocabulary"
+        )

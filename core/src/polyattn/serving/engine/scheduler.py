@@ -1,0 +1,187 @@
+"""Who runs in the next step. When pages run out the prefix cache gives way first, then the youngest request."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+
+from ...errors import OutOfPagesError
+from ..memory import Memory
+from .sampling import SamplingParams
+
+__all__ = ["Request", "Scheduler", "Work"]
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One output in the making.
+
+    Attributes:
+        tokens: prompt and output. number: which sample of its prompt it is; numbers: where theirs come from.
+        namespace: prefixes are shared within it only.
+        row: in the request table while it runs, else -1. draft_row: the same for the draft model.
+        cached: tokens that were found in the prefix cache. preemptions: how often it was sent back to the line.
+        siblings: samples of the same prompt that wait for its prefill, to fork from it; till then it is their `parent`.
+        backends: phase -> backend, of the phases it has been through.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_tokens: int
+    params: SamplingParams
+    numbers: Iterator[int]
+    number: int = 0
+    namespace: Hashable = None
+    row: int = -1
+    draft_row: int = -1
+    cached: int = 0
+    preemptions: int = 0
+    siblings: list[Request] = dataclasses.field(default_factory=list)
+    parent: Request | None = None
+    backends: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """`count` tokens of a request that have slots now, from `start` on; `last`: the next token comes out of them.
+    `drafts`: that many slots beyond its tokens are there for drafts."""
+
+    request: Request
+    start: int
+    count: int
+    last: bool
+    drafts: int = 0
+
+
+class Scheduler:
+    """First come, first served, with chunked prefill under one token budget per step.
+
+    Args:
+        memory: of the target model. budget: tokens per step. drafts: slots a decoding request needs beyond one.
+        released: called with a request that loses its row.
+
+    Attributes:
+        waiting, running: by age; the last of those that run is the first to go.
+    """
+
+    def __init__(self, memory: Memory, budget: int, drafts: int, released: Callable[[Request], None]) -> None:
+        self.memory, self.table = memory, memory.table
+        self.budget, self.drafts, self._released = budget, drafts, released
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._works: dict[Request, Work] = {}
+        self._left = 0
+
+    def schedule(self) -> list[Work]:
+        """The work of the next step; every token of it has a slot. Empty: nothing waits and nothing runs.
+
+        Those who decode come first, so that a long prompt delays nobody's next token; of each kind the oldest first.
+        """
+        self._works, self._left = {}, self.budget
+        running = len(self.running)
+        for request in sorted(self.running, key=lambda request: self._pending(request) > 1):
+            # Those preempted for an older request have no row any more.
+            if request.row >= 0:
+                self._continue(request)
+        if len(self.running) == running:  # who has just lost its pages would only be the first to lose them again
+            while self.waiting and self.table.free and self._admit(self.waiting[0]):
+                pass
+        return list(self._works.values())
+
+    def add(self, request: Request) -> None:
+        """Put a request in line, by age: a preempted one comes before those that arrived after it."""
+        place = next((i for i, other in enumerate(self.waiting) if other.id > request.id), len(self.waiting))
+        self.waiting.insert(place, request)
+
+    def fork(self, parent: Request, child: Request) -> bool:
+        """Give a child its parent's pages; where there is no row, or the parent has none, it waits in line instead."""
+        if parent.row < 0 or not self.table.free:
+            self.add(child)
+            return False
+        child.row = self.table.fork(parent.row)
+        child.cached = self.table.length(child.row)
+        self._enter(child)
+        return True
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it is, and give its pages back."""
+        if request.row >= 0:
+            self.running.remove(request)
+            self._close(request)
+        elif request.parent is not None:
+            request.parent.siblings.remove(request)
+        else:
+            self.waiting.remove(request)
+
+    def _pending(self, request: Request) -> int:
+        return len(request.tokens) - self.table.length(request.row)
+
+    def _plan(self, request: Request) -> Work | None:
+        """As much work as the budget has left, or None."""
+        pending = self._pending(request)
+        drafts = self.drafts if pending == 1 and not request.siblings else 0
+        count = min(pending, self._left - drafts)
+        if count < 1:
+            return None
+        return Work(request, self.table.length(request.row), count, count == pending, drafts)
+
+    def _take(self, work: Work) -> None:
+        self._works[work.request] = work
+        self._left -= work.count + work.drafts
+
+    def _continue(self, request: Request) -> None:
+        work = self._plan(request)
+        while work is not None and not self._extend(work):
+            victim = self.running[-1]
+            if (undone := self._works.pop(victim, None)) is not None:
+                # Nobody writes these slots now: they must not be remembered as the keys of its tokens.
+                self.table.truncate(victim.row, undone.start)
+                self._left += undone.count + undone.drafts
+            self._preempt(victim)
+            if victim is request:
+                return
+        if work is not None:
+            self._take(work)
+
+    def _admit(self, request: Request) -> bool:
+        """Start the request at the head of the line, or leave it there. It takes pages from nobody who runs."""
+        request.row = self.memory.begin(request.tokens, request.namespace)
+        request.cached = self.table.length(request.row)
+        work = self._plan(request)
+        if work is None or not self._extend(work):
+            self._close(request)
+            return False
+        self.waiting.popleft()
+        self._enter(request)
+        self._take(work)
+        return True
+
+    def _extend(self, work: Work) -> bool:
+        """Slots for the work; the prefix cache gives up pages for them."""
+        while True:
+            try:
+                self.memory.extend(work.request.row, work.count + work.drafts)
+            except OutOfPagesError as short:
+                if not self.memory.evict(short.wanted - short.free, short.group):
+                    return False
+            else:
+                return True
+
+    def _enter(self, request: Request) -> None:
+        """Among those that run, by age."""
+        place = len(self.running)
+        while place and self.running[place - 1].id > request.id:
+            place -= 1
+        self.running.insert(place, request)
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the line. Its tokens stay, so that nothing is lost; its row is made anew when its turn comes."""
+        request.preemptions += 1
+        self.remove(request)
+        self.add(request)
+
+    def _close(self, request: Request) -> None:
+        self.memory.end(request.row, request.tokens, request.namespace)
+        request.row = -1
+        self._released(request)

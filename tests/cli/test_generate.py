@@ -1,0 +1,164 @@
+"""`polyattn generate`, with tiny models in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from .conftest import Run
+
+WORDS = ["<unk>", "<end>", "once", "upon", "a", "time", "there", "was", "fox", "who", "ran", "home", "and", "slept"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+def saved(folder: Path, **changes: Any) -> Path:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "vocab_size": len(WORDS),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.4,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        **changes,
+    }
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).save_pretrained(folder)
+    return folder
+
+
+def expected(folder: Path, prompt: str, count: int) -> list[int]:
+    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+def test_json_has_the_text_of_model_generate(run: Run, folder: Path) -> None:
+    done = run("generate", "--model-path", str(folder), "--prompt", "once upon a", "--max-new-tokens", "8", "--json")
+    assert done.code == 0, done.out
+    (entry,) = done.data
+    ids = expected(folder, "once upon a", 8)
+    assert entry["token_ids"] == ids
+    assert entry["text"] == " ".join(WORDS[i] for i in ids)
+    assert entry["backend"] == {"prefill": "torch_native", "decode": "torch_native"}
+    assert entry["tokens_per_second"] > 0
+    assert (entry["prompt"], entry["finish_reason"]) == ("once upon a", "length")
+
+
+def test_a_file_has_many_prompts_that_run_together(run: Run, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    lines = ["a fox ran", "there was a time", "home"]
+    file.write_text("\n\n".join(lines), encoding="utf-8")
+    words = ("--prompt-file", str(file), "--prompt", "once", "--max-new-tokens", "5", "--page-size", "4", "--json")
+    done = run("generate", "--model-path", str(folder), *words)
+    assert done.code == 0, done.out
+    assert [entry["prompt"] for entry in done.data] == ["once", *lines]
+    for entry in done.data:
+        assert entry["token_ids"] == expected(folder, entry["prompt"], 5)
+
+
+@pytest.mark.parametrize("topk", ["1", "2"])
+def test_drafts_change_nothing_but_the_phases(run: Run, folder: Path, tmp_path: Path, topk: str) -> None:
+    draft = saved(tmp_path, num_hidden_layers=1)
+    words = (
+        "--speculative-draft-model-path",
+        str(draft),
+        "--speculative-num-steps",
+        "2",
+        "--speculative-eagle-topk",
+        topk,
+    )
+    mode = ("--speculative-attention-mode", "decode", "--decode-attention-backend", "torch_sdpa")
+    shared = ("generate", "--model-path", str(folder), "--prompt", "once upon", "--max-new-tokens", "6", "--json")
+    done = run(*shared, *words, *mode)
+    assert done.code == 0, done.out
+    assert done.data[0]["token_ids"] == expected(folder, "once upon", 6)
+    assert done.data[0]["backend"] == {"prefill": "torch_native", "verify": "torch_sdpa"}
+
+
+def test_an_end_token_of_the_model_ends_the_text(run: Run, folder: Path, tmp_path: Path) -> None:
+    ids = expected(folder, "once upon a", 8)
+    saved(tmp_path, eos_token_id=ids[3])
+    done = run("generate", "--model-path", str(tmp_path), "--prompt", "once upon a", "--json")
+    assert done.data[0]["token_ids"] == ids[: ids.index(ids[3]) + 1]
+    assert done.data[0]["finish_reason"] == "stop"
+
+
+def test_the_screen_has_the_text_and_the_speed(run: Run, folder: Path) -> None:
+    done = run("generate", "--model-path", str(folder), "--prompt", "once upon a", "--max-new-tokens", "4")
+    assert done.code == 0
+    assert WORDS[expected(folder, "once upon a", 4)[0]] in done.out
+    assert "tokens per second" in done.out
+    assert "torch_native" in done.out
+
+
+def test_a_seed_draws_the_same_text_again(run: Run, folder: Path) -> None:
+    words = ("generate", "--model-path", str(folder), "--prompt", "a", "--temperature", "2", "--json")
+    seeds = [run(*words, "--seed", seed).data[0]["token_ids"] for seed in ("1", "1", "2")]
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_a_narrow_cache_runs(run: Run, folder: Path) -> None:
+    words = ("--prompt", "once upon a", "--max-new-tokens", "3", "--kv-cache-dtype", "fp8_e4m3", "--json")
+    done = run("generate", "--model-path", str(folder), *words)
+    assert done.code == 0, done.out
+    assert len(done.data[0]["token_ids"]) == 3
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        ((), 2, "there is no prompt"),
+        (("--prompt-file", "no-such-file"), 2, "--prompt-file no-such-file"),
+        (("--prompt", "a", "--max-new-tokens", "0"), 2, "max_new_tokens=0"),
+        (("--prompt", "a", "--max-new-tokens", "400"), 2, "more than the 128 positions"),
+        (("--prompt", "a", "--page-size", "0"), 2, "page_size=0"),
+        (("--prompt", "a", "--kv-cache-dtype", "fp8"), 2, "kv_cache_dtype='fp8'"),
+        (("--prompt", "a", "--attention-backend", "torch_nativ"), 4, "torch_native"),
+        (("--prompt", "a", "--speculative-num-steps", "2"), 2, "--speculative-draft-model-path"),
+        (("--prompt", "a", "--device", "cuba"), 2, "--device 'cuba'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(run: Run, folder: Path, words: tuple[str, ...], code: int, said: str) -> None:
+    done = run("generate", "--model-path", str(folder), *words)
+    assert done.code == code, done.err
+    assert said in " ".join(done.err.split())
+
+
+def test_a_folder_that_is_none(run: Run, tmp_path: Path) -> None:
+    done = run("generate", "--model-path", str(tmp_path / "gone"), "--prompt", "a")
+    assert done.code == 2
+    assert "is not a folder" in " ".join(done.err.split())
+    done = run("generate", "--model-path", str(tmp_path), "--prompt", "a")
+    assert done.code == 2
+    assert "cannot be loaded as" in " ".join(done.err.split())
+
+
+def test_a_model_that_pages_cannot_serve(run: Run, folder: Path, tmp_path: Path) -> None:
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    config = transformers.BloomConfig(vocab_size=len(WORDS), hidden_size=32, n_layer=2, n_head=4)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    done = run("generate", "--model-path", str(tmp_path), "--prompt", "a", "--json")
+    assert done.code == 3
+    assert done.data["error"]["type"] == "UnsupportedRequestError"
+    assert "BloomForCausalLM" in done.data["error"]["message"]

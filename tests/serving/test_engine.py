@@ -1,0 +1,449 @@
+"""What `Engine` promises, on the toy model: order, samples, forks, cancelling, preemption, graphs, refusals."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+
+from polyattn.errors import (
+    BackendUnavailableError,
+    GraphError,
+    InternalError,
+    InvalidInputError,
+    UnsupportedRequestError,
+)
+from polyattn.serving.batch import ForwardMode
+from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
+from polyattn.serving.engine.sampling import distributions
+from polyattn.serving.graphs import FakeGraph
+from polyattn.serving.pool import KVCacheConfig
+
+from .toy_model import VOCAB, WINDOW, ToyRunner
+
+MODEL = ToyRunner()
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+
+
+def engine(**more: Any) -> Engine:
+    config: dict[str, Any] = {"cache": KVCacheConfig(page_size=4), "max_tokens": 64, "backend": "torch_native", **more}
+    return Engine(config.pop("model", MODEL), EngineConfig(**config))
+
+
+def greedy(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(MODEL.dense(tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def params(count: int = 6, **more: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, **more)
+
+
+def test_outputs_come_in_the_order_of_the_prompts() -> None:
+    prompts = [PROMPT[:n] for n in (9, 1, 4)]
+    outputs = engine().generate(prompts, [params(n) for n in (5, 2, 8)])
+    assert [output.prompt for output in outputs] == prompts
+    assert [output.token_ids for output in outputs] == [greedy(p, n) for p, n in zip(prompts, (5, 2, 8), strict=True)]
+    assert {output.finish_reason for output in outputs} == {"length"}
+    assert outputs[0].backends == {"prefill": "torch_native", "decode": "torch_native"}
+
+
+def test_a_stop_token_ends_an_output_and_is_its_last() -> None:
+    expected = greedy(PROMPT, 8)
+    (output,) = engine().generate([PROMPT], params(8, stop_token_ids=(expected[3],)))
+    assert output.token_ids == expected[: expected.index(expected[3]) + 1]
+    assert output.finish_reason == "stop"
+
+
+def test_progress_counts_every_token_once() -> None:
+    told: list[int] = []
+    engine().generate([PROMPT, PROMPT[:2]], [params(5), params(3)], progress=told.append)
+    assert sum(told) == 8
+
+
+def test_generate_keeps_the_outputs_of_other_requests_for_the_next_step() -> None:
+    made = engine()
+    (other,) = made.add(PROMPT[:3], params(2))
+    made.generate([PROMPT], params(6))
+    assert [output.id for output in made.step()] == [other]
+
+
+def test_samples_share_the_prompt_and_differ() -> None:
+    made = engine()
+    ids = made.add(PROMPT, params(5, temperature=2.0, seed=1), n=4)
+    shared = made.step()
+    pages = [made.memory.table.pages(row, 0)[:2] for row in made.memory.table.rows]
+    assert shared == []
+    assert len(pages) == 4
+    assert all(page == pages[0] for page in pages)
+    outputs = {}
+    while made.unfinished:
+        outputs.update({output.id: output for output in made.step()})
+        made.check()
+    assert sorted(outputs) == ids
+    assert [outputs[i].number for i in ids] == [0, 1, 2, 3]
+    assert len({tuple(outputs[i].token_ids) for i in ids}) > 1
+
+
+def test_samples_without_a_row_wait_and_find_the_prompt_cached() -> None:
+    made = engine(max_requests=2)
+    ids = made.add(PROMPT, params(3), n=4)
+    outputs = {}
+    while made.unfinished:
+        outputs.update({output.id: output for output in made.step()})
+    assert [outputs[i].token_ids for i in ids] == [greedy(PROMPT, 3)] * 4
+    assert outputs[ids[3]].cached_tokens == 8
+
+
+def test_a_draw_depends_on_its_request_alone() -> None:
+    own = params(8, temperature=1.5, seed=11)
+    (alone,) = engine().generate([PROMPT], own)
+    among = engine(max_batch_tokens=5).generate([PROMPT[:4], PROMPT, [7]], own)
+    assert among[1].token_ids == alone.token_ids
+
+
+def test_a_fork_goes_on_from_its_parent() -> None:
+    made = engine()
+    (parent,) = made.add(PROMPT, params(8))
+    for _ in range(3):
+        made.step()
+    taken = made.tokens_of(parent)
+    child = made.fork(parent, params(6))
+    assert made.tokens_of(child) == taken
+    outputs = {}
+    while made.unfinished:
+        outputs.update({output.id: output for output in made.step()})
+        made.check()
+    assert outputs[parent].token_ids == greedy(PROMPT, 8)
+    assert outputs[child].token_ids == greedy(PROMPT, 6)
+    assert outputs[child].cached_tokens == len(PROMPT) + len(taken) - 1
+
+
+def test_a_fork_of_a_waiting_request_waits_too() -> None:
+    made = engine()
+    (parent,) = made.add(PROMPT, params(3))
+    child = made.fork(parent)
+    outputs = {}
+    while made.unfinished:
+        outputs.update({output.id: output for output in made.step()})
+    assert outputs[child].token_ids == outputs[parent].token_ids == greedy(PROMPT, 3)
+
+
+def test_cancelling_gives_what_there_is() -> None:
+    made = engine()
+    running, waiting = made.add(PROMPT, params(8))[0], 0
+    made.step()
+    made.step()
+    (waiting,) = made.add(PROMPT, params(8))
+    output = made.cancel(running)
+    assert (output.finish_reason, output.token_ids) == ("cancelled", greedy(PROMPT, 2))
+    assert made.cancel(waiting).token_ids == []
+    assert made.unfinished == 0
+    assert made.step() == []
+    assert made.memory.table.rows == []
+    made.check()
+
+
+def test_cancelling_a_sample_leaves_the_others() -> None:
+    made = engine()
+    first, second, third = made.add(PROMPT, params(3), n=3)
+    made.cancel(second)
+    made.cancel(first)
+    outputs = []
+    while made.unfinished:
+        outputs += made.step()
+    assert [(output.id, output.token_ids) for output in outputs] == [(third, greedy(PROMPT, 3))]
+
+
+def test_the_youngest_gives_way_and_loses_nothing() -> None:
+    made = engine(pages=9, prefix_caching=False)  # 32 tokens; two requests of 21
+    ids = [made.add(prompt, params(12))[0] for prompt in (PROMPT, PROMPT[::-1])]
+    outputs = {}
+    while made.unfinished:
+        outputs.update({output.id: output for output in made.step()})
+        made.check()
+    assert [outputs[i].preemptions for i in ids] == [0, 1]
+    assert [outputs[i].token_ids for i in ids] == [greedy(PROMPT, 12), greedy(PROMPT[::-1], 12)]
+
+
+def test_slots_that_nobody_wrote_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt takes pages from a younger fork that was to decode in the same step."""
+    made = engine(pages=5, max_batch_tokens=5)
+    (parent,) = made.add(PROMPT[:3], params(12))
+    for _ in range(4):
+        made.step()
+    made.add(PROMPT, params(2))
+    child = made.fork(parent)
+    ended: list[int] = []
+    end = made.memory.end
+
+    def spied(row: int, tokens: Any, namespace: Any) -> None:
+        ended.append(made.memory.table.length(row))
+        end(row, tokens, namespace)
+
+    made.step()  # the fork is at 7 tokens; the next one would fill its second page
+    monkeypatch.setattr(made.memory, "end", spied)
+    made.step()
+    assert ended == [7]
+    assert made.tokens_of(child) == greedy(PROMPT[:3], 5)
+    outputs = {}
+    while made.unfinished:
+        outputs.update({output.id: output for output in made.step()})
+        made.check()
+    assert outputs[child].token_ids == outputs[parent].token_ids == greedy(PROMPT[:3], 12)
+    assert outputs[child].preemptions == 1
+
+
+def test_a_long_prompt_delays_nobody() -> None:
+    made = engine(max_batch_tokens=6)
+    (short,) = made.add(PROMPT[:2], params(8))
+    made.step()
+    made.add(PROMPT * 4, params(2))
+    for tokens in range(2, 7):
+        made.step()
+        assert len(made.tokens_of(short)) == tokens
+
+
+def test_prefixes_are_shared_within_a_namespace_only() -> None:
+    made = engine()
+    found = []
+    for namespace in (None, None, "tenant"):
+        made.add(PROMPT, params(1), namespace=namespace)
+        found += [output.cached_tokens for output in made.step()]
+    assert found == [0, 8, 0]
+
+
+def test_steps_are_replayed_from_graphs() -> None:
+    made = engine(backend="torch_sdpa", graphs=FakeGraph, max_requests=2)
+    outputs = made.generate([PROMPT, PROMPT[:3]], params(5))
+    assert [output.token_ids for output in outputs] == [greedy(PROMPT, 5), greedy(PROMPT[:3], 5)]
+    assert made.memory.graphs is not None
+    assert made.memory.graphs.recorded == ((ForwardMode.DECODE, 2),)
+    assert engine().memory.graphs is None, "a CPU has none"
+    assert engine(backend="torch_sdpa", graphs=False).memory.graphs is None
+
+
+def test_what_cannot_be_recorded_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch_native reads lengths on the host.
+    with pytest.raises(GraphError, match="cannot be recorded"):
+        engine(graphs=FakeGraph).generate([PROMPT], params(3))
+    monkeypatch.setattr("polyattn.serving.memory.graphs_of", lambda device: FakeGraph)
+    made = engine()
+    with pytest.warns(RuntimeWarning, match="run eagerly, because the step cannot be recorded"):
+        (output,) = made.generate([PROMPT], params(5))
+    assert output.token_ids == greedy(PROMPT, 5)
+    assert made.memory.graphs is None
+    made.check()
+
+
+def test_a_backend_that_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, max_bs: int, max_num_tokens: int) -> None:
+        raise UnsupportedRequestError("--decode-attention-backend cannot be recorded")
+
+    monkeypatch.setattr("polyattn.serving.backend.AttentionBackend.init_cuda_graph_state", refuse)
+    with pytest.raises(UnsupportedRequestError, match="cannot be recorded"):
+        engine(graphs=FakeGraph)
+    monkeypatch.setattr("polyattn.serving.memory.graphs_of", lambda device: FakeGraph)
+    with pytest.warns(RuntimeWarning, match="run eagerly, because --decode-attention-backend cannot be recorded"):
+        assert engine().memory.graphs is None
+
+
+def test_drafts_are_verified_from_graphs() -> None:
+    spec = Speculative(ToyRunner(seed=1), steps=2)
+    made = engine(backend="torch_sdpa", graphs=FakeGraph, max_requests=1, speculative=spec)
+    (output,) = made.generate([PROMPT], params(6))
+    assert output.token_ids == greedy(PROMPT, 6)
+    assert made.memory.graphs is not None
+    assert made.memory.graphs.recorded == ((ForwardMode.TARGET_VERIFY, 1),)
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_sampled_drafts_are_drawn_again_by_the_seed(topk: int) -> None:
+    def run(seed: int) -> list[int]:
+        spec = Speculative(ToyRunner(seed=1), steps=2, topk=topk)
+        made = engine(speculative=spec)
+        both = made.generate([PROMPT, PROMPT[:4]], [params(8, temperature=4.0, seed=seed), params(8)])
+        assert both[1].token_ids == greedy(PROMPT[:4], 8), "a greedy request beside it stays greedy"
+        return both[0].token_ids
+
+    assert run(1) == run(1) != run(2)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_drafts_do_not_change_what_is_drawn(topk: int) -> None:
+    """Two tokens drawn from two each: the first after the prompt, the second by accepting drafts."""
+    count, own = 800, {"temperature": 6.0, "top_k": 2}
+    made = engine(speculative=Speculative(ToyRunner(seed=1), steps=1, topk=topk), max_requests=32)
+    outputs = made.generate([PROMPT] * count, [params(2, seed=seed, **own) for seed in range(count)])
+    found = collections.Counter(tuple(output.token_ids) for output in outputs)
+    first = distributions(MODEL.dense(PROMPT)[-1:], [params(**own)])[0]
+    for token in first.nonzero()[:, 0].tolist():
+        second = distributions(MODEL.dense([*PROMPT, token])[-1:], [params(**own)])[0]
+        for following in second.nonzero()[:, 0].tolist():
+            expected = float(first[token] * second[following])
+            assert expected > 0.05, "each of the four pairs is drawn often"
+            assert abs(found.pop((token, following)) / count - expected) < 0.06
+    assert not found
+
+
+def test_a_stop_token_among_accepted_drafts_ends_the_output() -> None:
+    expected = greedy(PROMPT, 8)
+    made = engine(speculative=Speculative(MODEL, steps=4))
+    (output,) = made.generate([PROMPT], params(8, stop_token_ids=(expected[3],)))
+    assert output.token_ids == expected[: expected.index(expected[3]) + 1]
+    made.check()
+
+
+def test_the_layout_is_the_one_that_the_phases_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def negotiate(requests: Any, *, backends: Any) -> tuple[str, tuple[str, ...]]:
+        asked.append([(request.phase, request.window, name) for request, name in zip(requests, backends, strict=True)])
+        return "HND", ()
+
+    assert engine().memory.pool.config.layout == "NHD"
+    monkeypatch.setattr("polyattn.serving.memory.negotiate_layout", negotiate)
+    made = engine(backend=None, decode_backend="torch_native")
+    assert made.memory.pool.config.layout == "HND"
+    phases = (("extend", None), ("decode", "torch_native"))
+    assert asked == [[(phase, (window, -1), name) for window in (-1, WINDOW) for phase, name in phases]]
+    assert made.generate([PROMPT], params(5))[0].token_ids == greedy(PROMPT, 5)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"])
+def test_narrow_caches_run(dtype: str) -> None:
+    made = engine(cache=KVCacheConfig(dtype, page_size=4), backend=None)
+    outputs = made.generate([PROMPT, PROMPT[:3] + PROMPT], params(6))
+    assert [len(output.token_ids) for output in outputs] == [6, 6]
+    assert made.memory.pool.cache(0).kv_dtype == dtype
+    made.check()
+
+
+def test_a_mixed_step_in_two_parts() -> None:
+    """With a backend for each phase, rows that decode and rows that prefill are attended apart in one pass."""
+    made = engine(backend=None, prefill_backend="torch_sdpa", decode_backend="torch_native", max_batch_tokens=6)
+    prompts = [PROMPT[:2], PROMPT * 2, PROMPT[::-1]]
+    outputs = made.generate(prompts, params(8))
+    assert [output.token_ids for output in outputs] == [greedy(prompt, 8) for prompt in prompts]
+    assert outputs[1].backends == {"prefill": "torch_sdpa", "decode": "torch_native"}
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt, own, more, said",
+    [
+        ([], {}, {}, "0 prompt tokens"),
+        ([1], {}, {"n": 0}, "n=0 samples"),
+        ([1, VOCAB], {}, {}, f"token {VOCAB} of the prompt is not in the vocabulary of {VOCAB}"),
+        ([-1], {}, {}, "token -1"),
+        ([1] * 60, {"count": 5}, {}, "65 tokens; a request may have 64"),
+        ([1] * 30, {"count": 20}, {}, "need 13 pages of 4 tokens in group 0, which has 9"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_at_once(
+    prompt: list[int], own: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    made = engine(pages=10)
+    with pytest.raises(InvalidInputError, match=said):
+        made.add(prompt, params(**own), **more)
+    assert made.unfinished == 0
+
+
+def test_a_request_that_just_fits_is_run() -> None:
+    made = engine(pages=10)  # 36 tokens
+    (output,) = made.generate([[2] * 26], params(10))
+    assert len(output.token_ids) == 10
+
+
+def test_unknown_and_finished_requests() -> None:
+    made = engine()
+    (done,) = made.add(PROMPT, params(1))
+    made.step()
+    for call in (made.cancel, made.fork, made.tokens_of):
+        with pytest.raises(InvalidInputError, match=f"request {done} is not running here"):
+            call(done)
+
+
+def test_a_fork_that_would_make_nothing() -> None:
+    made = engine()
+    (parent,) = made.add(PROMPT, params(8))
+    made.step()
+    made.step()
+    with pytest.raises(InvalidInputError, match=r"max_new_tokens=2 of a fork of request 0, which has 2 new tokens"):
+        made.fork(parent, params(2))
+
+
+def test_a_backend_that_is_not_here_is_named_with_its_flag() -> None:
+    with pytest.raises(BackendUnavailableError, match="--decode-attention-backend no_such"):
+        engine(decode_backend="no_such")
+
+
+def test_a_standstill_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+    made.add(PROMPT, params(2))
+    monkeypatch.setattr(made._scheduler, "schedule", list)
+    with pytest.raises(InternalError, match="1 requests wait, none runs and none can start"):
+        made.step()
+
+
+def test_params_for_each_prompt() -> None:
+    with pytest.raises(InvalidInputError, match="1 params for 2 prompts"):
+        engine().generate([PROMPT, PROMPT], [params()])
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"max_requests": 0}, "EngineConfig max_requests=0; 1 or more"),
+        ({"max_batch_tokens": 0}, "EngineConfig max_batch_tokens=0; 1 or more"),
+        ({"max_batch_tokens": 3, "speculative": Speculative(MODEL, steps=3)}, "max_batch_tokens=3; 4 or more"),
+        ({"pages": -1}, "EngineConfig pages=-1"),
+        ({"max_tokens": -1}, "EngineConfig max_tokens=-1"),
+        ({"max_tokens": 300}, "max_tokens=300 is more than the 256 positions of the model"),
+        ({"model": ToyRunner(positions=256), "max_tokens": 0, "positions": 0}, "names no number of positions"),
+    ],
+)
+def test_sizes_that_do_not_fit(more: dict[str, Any], said: str) -> None:
+    if "positions" in more:
+        more["model"].max_positions = more.pop("positions")
+    with pytest.raises(InvalidInputError, match=said):
+        engine(**more)
+
+
+def test_a_draft_model_of_another_vocabulary() -> None:
+    draft = ToyRunner()
+    draft.vocab_size = 7
+    with pytest.raises(InvalidInputError, match=f"draft model has a vocabulary of 7, the target of {VOCAB}"):
+        engine(speculative=Speculative(draft))
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"steps": 0}, "steps=0, topk=1: both are 1 or more"),
+        ({"topk": 0}, "topk=0: both are 1 or more"),
+        ({"steps": 3, "draft_tokens": 3}, "allowed: 4, one more than steps"),
+        ({"steps": 2, "topk": 2, "draft_tokens": 9}, "allowed: 2 to 7"),
+        ({"steps": 2, "topk": 2, "draft_tokens": 1}, "allowed: 2 to 7"),
+    ],
+)
+def test_drafts_that_cannot_be(more: dict[str, int], said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        Speculative(MODEL, **more)
+
+
+def test_usual_sizes_of_drafts() -> None:
+    assert Speculative(MODEL, steps=3).draft_tokens == 4
+    assert Speculative(MODEL, steps=2, topk=3).draft_tokens == 7
+
+
+def test_the_model_alone_is_the_model_in_pieces() -> None:
+    """The toy's own two ways agree, or nothing above means anything."""
+    whole = MODEL.dense(PROMPT)
+    assert torch.allclose(whole[:4], MODEL.dense(PROMPT[:4]), atol=1e-5)

@@ -1,0 +1,73 @@
+"""From logits to tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from polyattn.errors import InvalidInputError
+from polyattn.serving.engine.sampling import SamplingParams, distributions, sample, uniforms
+
+LOGITS = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 3
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 100])
+@pytest.mark.parametrize("top_p", [0.05, 0.6, 1.0])
+def test_distributions_are_those_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    warped, ids = LOGITS / temperature, torch.zeros(6, 1, dtype=torch.int64)
+    if top_k:
+        warped = transformers.TopKLogitsWarper(min(top_k, 40))(ids, warped)
+    if top_p < 1:
+        warped = transformers.TopPLogitsWarper(top_p)(ids, warped)
+    assert torch.allclose(distributions(LOGITS, [params] * 6), warped.softmax(-1), atol=1e-6)
+
+
+def test_each_row_has_its_own_rule() -> None:
+    params = [SamplingParams(), SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=3.0)] * 2
+    found = distributions(LOGITS, params)
+    assert [(row > 0).sum().item() for row in found] == [1, 2, 40] * 2
+    assert torch.allclose(found.sum(-1), torch.ones(6))
+    assert found[0].argmax() == LOGITS[0].argmax()
+
+
+def test_greedy_rows_beside_drawn_ones() -> None:
+    params = [SamplingParams(), SamplingParams(temperature=1.0)] * 3
+    drawn = sample(LOGITS, params, [(0, 5)] * 6)
+    assert drawn[::2] == LOGITS[::2].argmax(-1).tolist()
+    assert sample(LOGITS[::2], params[::2], [(0, 5)] * 3) == drawn[::2]
+
+
+def test_draws_follow_the_distribution() -> None:
+    params = SamplingParams(temperature=1.0, top_k=4)
+    count = 4000
+    drawn = torch.tensor(sample(LOGITS[:1].expand(count, -1), [params] * count, [(0, n) for n in range(count)]))
+    found = torch.bincount(drawn, minlength=40) / count
+    assert torch.allclose(found, distributions(LOGITS[:1], [params])[0], atol=0.03)
+    assert (found > 0).sum() == 4
+
+
+def test_a_draw_is_of_its_seed_sample_and_place() -> None:
+    params, other = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=1)
+    ways = [(params, 0, 0), (params, 1, 0), (params, 0, 1), (other, 0, 0)]
+    assert len({uniforms(*way)[0] for way in ways}) == 4
+    assert uniforms(params, 0, 0, 3)[0] == uniforms(params, 0, 0)[0]
+    assert all(0 <= u < 1 for u in uniforms(params, 0, 0, 100))
+
+
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        ("max_new_tokens", 0, "1 or more"),
+        ("temperature", -1.0, "0 .greedy. or more"),
+        ("temperature", float("inf"), "0 .greedy. or more"),
+        ("top_p", 0.0, "above 0, at most 1"),
+        ("top_p", 1.5, "above 0, at most 1"),
+        ("top_k", -1, "0 .off. or more"),
+    ],
+)
+def test_values_out_of_range(name: str, value: float, allowed: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name}={value!r} of SamplingParams must be {allowed}"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
