@@ -133,7 +133,7 @@ class TestPhases:
         words = ("explain", "--family", "paged", "--json", "--decode-attention-backend", "reference")
         data = run(*words, "--phase", "decode").data
         assert (data["backend"], data["source"]) == ("reference", "decode argument")
-        assert run(*words, "--phase", "extend").data["source"] == "priority"
+        assert run(*words, "--phase", "extend").data["source"] == "platform rule"
         verify = run(*words, "--spec-topk", "1", "--speculative-attention-mode", "decode").data
         assert verify["source"] == "speculative_attention_mode=decode"
 

@@ -65,7 +65,7 @@ PAGES = [
     ("serving_mha", "fa3", "cuda", "any"),
     ("serving_mha", "fa4", "cuda", "128 (sm90); any (sm100, sm103)"),
     ("serving_mha", "triton", "cuda", "1; else lowered: page_table_to_tokens"),
-    ("serving_mha", "flex_attention", "cuda", "1; else lowered: page_table_to_tokens"),
+    ("serving_mha", "flex_attention", "cuda", "any"),
     ("serving_mha", "trtllm_mha", "cuda", "16, 32, 64"),
     ("serving_mha", "hpc_ops", "cuda", "64"),
     ("serving_mla", "flashmla", "cuda", "64"),

@@ -19,6 +19,7 @@ SIGNATURES = {
     "window and softcap": {"causal": "bottom_right", "window": (17, -1), "softcap": 2.0},
     "bool mask": {"mask": "bool"},
     "additive mask": {"mask": "additive", "dtype": "bfloat16"},
+    "paged": {"family": "paged", "causal": "bottom_right", "layout": "THD", "s_relation": "fewer", "page_size": 16},
     "packed": {"family": "varlen", "causal": "bottom_right", "layout": "THD", "s_relation": "more"},
 }
 
@@ -34,6 +35,8 @@ def test_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda *args, **kw: compiled.append(args) or whole(*args, **kw))
     request = dataclasses.replace(DENSE, **SIGNATURES[name])
     lengths = ((63, 100), (1, 7), (0, 5)) if request.family == "varlen" else ((63, 100),) * 2
+    if request.family == "paged":
+        lengths = ((33, 100), (1, 7), (1, 0))
     if request.s_relation == "equal":
         lengths = ((100, 100),) * 2
     outcome = run_case(COMPILED, Case(request=request, lengths=lengths, closed_rows="mask" in name))

@@ -20,6 +20,7 @@ from polyattn.testing.calls import out_of, sayable
 from polyattn.testing.checks import Outcome
 from polyattn.testing.poison import poisoned
 from polyattn.testing.problems import build, off_boundary, stored
+from polyattn.testing.running import _blank
 from polyattn.testing.sources import sources_of
 from polyattn.testing.tolerances import Finding
 
@@ -51,7 +52,13 @@ def test_run_reports_what_it_did(report: Report) -> None:
     assert len(report.gates) == 12
     assert {"out float32", "decode float32", "grad query float32"} <= set(report.margins)
     assert all(0 <= margin < 1 for margin, _ in report.margins.values())
-    assert "providers that are not here: torch-serving" in report.not_run
+    assert report.not_run == []
+
+
+def test_providers_that_are_not_here_are_said() -> None:
+    target = Installed("torch_native")
+    target.providers = tuple(p for p in target.providers if p.name != "torch-serving")
+    assert _blank(target, [], "quick", None).not_run[-1] == "providers that are not here: torch-serving"
 
 
 def test_what_cannot_be_tried_is_said() -> None:
@@ -349,14 +356,14 @@ def plugin_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def test_evidence_is_written_and_goes_stale(plugin_elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (plugin_elsewhere / "adapter.py").write_text("import torch\n")
     monkeypatch.setattr("polyattn.testing.running.sources_of", lambda origin, providers: ("adapter.py",))
-    found = run("torch_native", **SMALL)
+    found = dataclasses.replace(run("torch_native", **SMALL), not_run=["what was not"])
     path = record(found)
     assert path == plugin_elsewhere / "evidence" / "torch_native@cpu.json"
     evidence = read_evidence(str(plugin_elsewhere / "plugin.py"), "torch_native", "cpu")
     assert (evidence.level, evidence.passed, evidence.refused) == ("hardware", found.passed, found.refused)
     asked = "--quick --device cpu --dtypes float32 --families varlen"
     assert evidence.command == f"polyattn conform torch_native {asked}"
-    assert evidence.note.startswith("families: varlen; dtypes: float32; not run: ")
+    assert evidence.note == "families: varlen; dtypes: float32; not run: what was not"
     assert not evidence.stale
 
     (plugin_elsewhere / "adapter.py").write_text("import torch  # changed\n")

@@ -23,13 +23,12 @@ def target(backend: str, platform: str) -> OffChip:
 
 
 def cases(backend: str, platform: str) -> list[Case]:
-    found = generate(
-        target(backend, platform).rows,
-        {"platform": platform},
-        families=("dense", "varlen"),
-        dtypes=DTYPES if backend != "flex_attention" else DTYPES[:1],
-        per_row=PER_ROW[backend],
-    )
+    rows, facts = target(backend, platform).rows, {"platform": platform}
+    dtypes = DTYPES if backend != "flex_attention" else DTYPES[:1]
+    found = generate(rows, facts, families=("dense", "varlen"), dtypes=dtypes, per_row=PER_ROW[backend])
+    if backend != "reference":
+        # Its definition reads every platform's tensors alike.
+        found += generate(rows, facts, families=("paged", "mla"), dtypes=dtypes, per_row=PER_ROW[backend] // 4)
     possible = [c for c in found if c.check != "capture" and not c.request.large and not c.request.transform]
     return [c for c in possible if backend != "flex_attention" or not c.request.grad]
 

@@ -100,3 +100,11 @@ def test_training_over_a_cache_is_refused():
     call["query"].requires_grad_()
     with pytest.raises(polyattn.InvalidInputError, match="inference only"):
         polyattn.paged_attention(**call)
+
+
+def test_a_recorded_call_needs_a_kernel_that_can_be(monkeypatch):
+    """torch_native reads lengths on the host, which no capture survives."""
+    assert polyattn.explain(polyattn.paged_attention, **paged(1), backend="torch_native").backend == "torch_native"
+    monkeypatch.setattr("polyattn.serving_calls.capturing", lambda kind: True)
+    with pytest.raises(polyattn.UnsupportedRequestError, match="graph_capture"):
+        polyattn.explain(polyattn.paged_attention, **paged(1), backend="torch_native")

@@ -156,11 +156,15 @@ def test_a_simple_kernel_serves_it(fields, options, names, backend):
 
 
 def test_what_is_automatic_is_rewritten_too():
-    """Nothing takes the tree as it is but the reference, which is the last resort."""
-    step = step_of(*CASES["a tree over latent rows"][:2])
-    assert called(step, None, explain=True).backend == "narrow_auto"
+    """Nothing takes further keys as they are; a long prefix is rewritten for the backend that a rule names."""
+    step = step_of(*CASES["split latent rows"][:2])
+    found = called(step, None, explain=True)
+    assert found.source == "lowering"
+    assert "kv_parts_by_lse" in found.lowerings
     step = step_of(*CASES["a long prefix"][:2])
-    assert called(step, None, explain=True).source == "lowering"
+    found = called(step, None, explain=True)
+    assert (found.backend, found.source) == ("torch_native", "platform rule")
+    assert found.lowerings == ("chunked_prefix_by_lse",)
 
 
 def test_a_bool_that_is_not_exact_is_refused_with_reasons():

@@ -71,6 +71,8 @@ def witness(row: Row, family: str = "") -> Later:
     fields: dict[str, Any] = {}
     for name in {**row.allows, **row.when}:
         both = [c for c in (row.when.get(name), row.allows.get(name)) if c is not None]
+        # Of what a rewrite relieves the kernel, the row is meant for what it names, not for what the kernel takes.
+        both = [row.when[name]] if name in row.when and name in row.lowered else both
         good = [v for c in both for v in candidates(name, c) if all(other.reason(v) is None for other in both)]
         assert good, f"{name}: no value satisfies {' and '.join(c.describe() for c in both)}"
         fields[name] = good[0]

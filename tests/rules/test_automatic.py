@@ -22,6 +22,7 @@ MHA: dict[str, Any] = {
 MLA: dict[str, Any] = {
     **MHA,
     "family": "mla",
+    "save_kv_cache": None,
     "heads": 128,
     "kv_heads": 1,
     "head_dim": 576,
@@ -60,6 +61,7 @@ MHA_RULES = [
     ("turing", "cuda:sm75", {}, (FLASHINFER,), "triton"),
     ("rocm", "rocm:gfx942", {}, ("amd-aiter",), "aiter"),
     ("rocm, no aiter", "rocm:gfx942", {}, (), "triton"),
+    ("musa, nothing installed", "musa", {}, (), "triton"),
     ("mps", "mps", {}, (), "torch_native"),
     ("npu", "npu", {"page_size": 128}, ("torch-npu",), "ascend"),
     ("xpu", "xpu", {}, ("sgl-kernel-xpu",), "intel_xpu"),

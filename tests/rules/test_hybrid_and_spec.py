@@ -156,13 +156,6 @@ RULES = [
     ("fa4, topk 4, page 64", "cuda:sm100", {**MHA, **TREE}, ("fa4", "fa4"), "page_size=64 is not 1"),
     ("ascend, topk 4", "npu", {**MHA, **TREE, "page_size": 128}, ("ascend", "ascend"), "spec_topk=4"),
     ("intel_xpu, topk 4", "xpu", {**MHA, **TREE}, ("intel_xpu", "intel_xpu"), "spec_topk=4"),
-    (
-        "torch_native never speculates",
-        "cuda:sm90",
-        {**MHA, **VERIFY},
-        ("torch_native", "torch_native"),
-        "spec_topk=1 is not",
-    ),
     ("hpc_ops never speculates", "cuda:sm90", {**MHA, **VERIFY}, ("hpc_ops", "hpc_ops"), "spec_topk=1 is not"),
     ("fa3 MLA, topk 4, page 64", "cuda:sm90", {**MLA, **TREE}, ("fa3", "fa3"), "page_size=64 is not 1"),
     ("triton MLA, topk 4, page 64", "cuda:sm90", {**MLA, **TREE}, ("triton", "triton"), "page_size=64 is not 1"),
@@ -182,6 +175,9 @@ def test_pairs_that_do_not_work(platform: str, changes: dict[str, Any], pair: tu
 
 
 WORKS = [
+    ("torch_native, topk 1", "cuda:sm90", {**MHA, **VERIFY}, ("torch_native", "torch_native"), "torch_native"),
+    ("torch_sdpa, topk 4, page 64", "cuda:sm90", {**MHA, **TREE}, ("torch_sdpa", "torch_sdpa"), "torch_sdpa"),
+    ("flex_attention, topk 4", "cuda:sm90", {**MHA, **TREE}, ("flex_attention", "triton"), "flex_attention"),
     ("fa4 prefills FP4, triton decodes", "cuda:sm100", {**MHA, **DECODE, **FP4}, ("fa4", "triton"), "triton"),
     ("fa4 prefills bf16, trtllm_mha decodes", "cuda:sm100", {**MHA, **DECODE}, ("fa4", "trtllm_mha"), "trtllm_mha"),
     ("trtllm_mha in both, FP4", "cuda:sm100", {**MHA, **DECODE, **FP4}, ("trtllm_mha", "trtllm_mha"), "trtllm_mha"),

@@ -108,6 +108,11 @@ def test_keys_of_an_encoder_may_be_fewer_than_queries():
             r"3 drafts for each of 2 rows, the batch 2 rows with query_lens \[2, 3\]",
         ),
         ({**VERIFY, "tree": DraftTree.chain(1, 3)}, "3 drafts for each of 1 rows, the batch 2 rows"),
+        (
+            {**VERIFY, "tree": DraftTree.chain(2, 3), "padding": 1, "padding_query_len": 2},
+            "padding_query_len=2: every row of this TARGET_VERIFY batch has 3 new tokens, those of padding too",
+        ),
+        ({**DECODE, "padding": 1, "padding_query_len": 2}, "padding_query_len=2: every row of this DECODE batch has 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):

@@ -121,6 +121,10 @@ def test_a_layer_of_another_model(rig: Rig) -> None:
         ((qkv(requires_grad=True)[0], *qkv()[1:]), "a query that requires gradients; serving is inference only"),
         ((qkv()[0], *qkv(2)[1:]), r"key \[2, 2, 16\], value \[2, 2, 8\] where .* say \[3, 2, 16\] and \[3, 2, 8\]"),
         ((*qkv()[:2], None), r"key \[3, 2, 16\], value None where"),
+        ((qkv()[0], None, qkv()[2]), "a value without its key; give both, or None for both"),
+        ((qkv()[0], qkv()[1].double(), qkv()[2]), "a key or value of torch.float64; the pool's model is in torch.float"),
+        ((*qkv()[:2], qkv()[2].half()), "a key or value of torch.float16; .* convert what is new to it"),
+        ((qkv()[0], qkv()[1].requires_grad_(), qkv()[2]), "a key or value that requires gradients; serving is infer"),
     ],
 )
 def test_tensors_that_do_not_fit(given: Any, words: str, rig: Rig) -> None:
@@ -143,6 +147,22 @@ def test_tokens_in_an_idle_step(rig: Rig) -> None:
     rig.backend.init_forward_metadata(ForwardBatch(IDLE, [], [], []))
     with refused("layer 0 is given 3 tokens in an idle step"):
         rig.backend.forward(*qkv(), rig.layers[0])
+
+
+def test_a_row_that_is_longer_than_the_limits() -> None:
+    rig = Rig(decoder(), limits=Limits(max_sequences=2, max_tokens=16, max_seqlen=8))
+    row = rig.add()[0]
+    rig.step(EXTEND, {row: 8})
+    with refused("a row of 9 keys, and limits.max_seqlen=8 is the most that backends plan for: refuse the request"):
+        rig.step(DECODE, {row: 1})
+
+
+@pytest.mark.parametrize("name", ["torch_native", "toy_saves", "toy"])
+def test_scales_stay_once_rows_are_stored_by_whoever_it_was(name: str, toys: Any) -> None:
+    rig = Rig(decoder(1), config={"dtype": "fp8_e4m3"}, backend=name)
+    rig.step(EXTEND, {rig.add()[0]: 3})
+    with refused("layer 0 has rows that were stored with the scales it has"):
+        rig.pool.set_scales(0, 2.0, 2.0)
 
 
 def test_a_tree_is_a_tree_and_a_chain_a_chain(toys: Any) -> None:

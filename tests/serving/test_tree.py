@@ -227,6 +227,11 @@ def hidden_prefix() -> Tensor:
         (lambda: DraftTree.from_full_mask(torch.ones(7, dtype=torch.bool), [3, 1], 2), "7 cells; 2 drafts.*have 16"),
         (lambda: DraftTree.from_full_mask(hidden_prefix(), [3, 1], 2), r"hides a key before the drafts \(cell 1\)"),
         (lambda: DraftTree.chain(2, 2).to_full_mask([1]), "prefix_lens has 1 entries for 2 trees"),
+        (lambda: DraftTree.chain(2, 0), r"chain\(2, 0\): 0 or more sequences and 1 or more drafts"),
+        (lambda: DraftTree.chain(-1, 2), r"chain\(-1, 2\)"),
+        (lambda: DraftTree.from_qlen_only(torch.ones(4, dtype=torch.bool), 0), "draft_tokens=0: a tree has 1 node"),
+        (lambda: DraftTree.from_full_mask(torch.ones(4, dtype=torch.bool), [1], 0), "draft_tokens=0"),
+        (lambda: DraftTree.from_bitmask(torch.ones(4, dtype=torch.uint8), 0), "draft_tokens=0"),
         (lambda: DraftTree.chain(1, 33).to_bitmask(), "33 drafts: a bit mask holds up to 32; use to_qlen_only"),
         (lambda: DraftTree.from_bitmask(torch.ones(9, dtype=torch.uint8), 9), "a flat tensor of torch.uint16"),
         (

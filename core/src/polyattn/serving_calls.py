@@ -20,7 +20,7 @@ from .epoch import EPOCH
 from .errors import InvalidInputError
 from .records import AttentionRequest
 from .selection import Selection
-from .signature import Static, backend_name
+from .signature import Static, backend_name, capturing
 
 __all__ = ["mla_attention", "paged_attention"]
 
@@ -68,6 +68,7 @@ def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
         dtype=dtype_name(query.dtype),
         heads=query.shape[1],
         zero_size=not tokens,
+        graph_capture=capturing(query.device.type),
         **fields,
     ).normalised()
 

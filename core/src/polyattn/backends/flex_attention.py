@@ -17,7 +17,7 @@ from ..contract import Bound
 from ..placement import placing
 from ..records import AttentionRequest
 
-__all__ = ["FlexAttention"]
+__all__ = ["FlexAttention", "dense", "fused", "position_rule", "run"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -26,11 +26,16 @@ class FlexAttention:
     """Binds dense and varlen requests. Autograd is torch's own, through the LSE too."""
 
     def bind(self, request: AttentionRequest) -> Bound:
-        # A request is one compiled program: dynamo counts recompilations per code object, so each gets its own.
-        kernel = _kernel(request) if _compiles(request) else _eager
+        kernel = fused(request)
         varlen = request.family == "varlen"
-        bound = Bound(functools.partial(_varlen if varlen else _dense, request, kernel), traceable=not varlen)
+        bound = Bound(functools.partial(_varlen if varlen else dense, request, kernel), traceable=not varlen)
         return placing(bound) if request.misaligned and request.platform != "cpu" else bound
+
+
+def fused(request: AttentionRequest) -> Callable[..., Any]:
+    """The kernel of a request, fused by torch.compile where its options say so."""
+    # A request is one compiled program: dynamo counts recompilations per code object, so each gets its own.
+    return _kernel(request) if _compiles(request) else _eager
 
 
 def _compiles(request: AttentionRequest) -> bool:
@@ -74,15 +79,13 @@ def _kernel(request: AttentionRequest) -> Callable[..., Any]:
 _numbers = itertools.count()
 
 
-def _position_mod(request: AttentionRequest, s_q: int, s_k: int) -> MaskMod | None:
-    """S3 and S4 as a mask_mod; query i stands at key position i + offset."""
+def position_rule(request: AttentionRequest) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """S3 and S4: whether a query at position p of the keys' axis sees key j; None where it sees all."""
     causal, (left, right), chunk = request.causal, request.window, request.chunk
     if causal == "none" and left < 0 and right < 0 and not chunk:
         return None
-    offset = 0 if causal == "top_left" else s_k - s_q
 
-    def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        p = i + offset
+    def rule(p: Tensor, j: Tensor) -> Tensor:
         seen = (j <= p) if causal != "none" or chunk else (j >= 0)
         if left >= 0:
             seen = seen & (j >= p - left)
@@ -91,6 +94,19 @@ def _position_mod(request: AttentionRequest, s_q: int, s_k: int) -> MaskMod | No
         if chunk:
             seen = seen & (j // chunk == p // chunk)
         return seen
+
+    return rule
+
+
+def _position_mod(request: AttentionRequest, s_q: int, s_k: int) -> MaskMod | None:
+    """That rule as a mask_mod; query i stands at key position i + offset."""
+    rule = position_rule(request)
+    if rule is None:
+        return None
+    offset = 0 if request.causal == "top_left" else s_k - s_q
+
+    def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return rule(i + offset, j)
 
     return mod
 
@@ -144,7 +160,7 @@ def _kernel_options(request: AttentionRequest) -> dict[str, Any]:
     return {}
 
 
-def _run(
+def run(
     request: AttentionRequest,
     kernel: Callable[..., Any],
     query: Tensor,
@@ -180,7 +196,7 @@ def _run(
     return out, lse
 
 
-def _dense(
+def dense(
     request: AttentionRequest,
     kernel: Callable[..., Any],
     query: Tensor,
@@ -191,6 +207,7 @@ def _dense(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
+    """`DenseForward` of a request by its kernel."""
     bshd = request.layout == "BSHD"
     if bshd:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -201,7 +218,7 @@ def _dense(
         closed = ~(bias > float("-inf")).any(-1, keepdim=True)
         bias = bias.masked_fill(closed, 0.0)
     mask = _block_mask(request, attn_mask, query, key)
-    result, lse = _run(request, kernel, query, key, value, mask, bias, sinks)
+    result, lse = run(request, kernel, query, key, value, mask, bias, sinks)
     if closed is not None:
         result = result.masked_fill(closed, 0.0)
         lse = None if lse is None else lse.masked_fill(closed[..., 0], float("-inf"))
@@ -230,7 +247,7 @@ def _varlen(
     t_q, t_k = query.shape[0], key.shape[0]
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     mask = _document_mask(request, cu_seqlens_q, cu_seqlens_k, t_q, t_k, query.device)
-    result, lse = _run(request, kernel, q, k, v, mask, None, sinks)
+    result, lse = run(request, kernel, q, k, v, mask, None, sinks)
     packed = result[0].transpose(0, 1)
     if out is not None:
         packed = out.copy_(packed)
@@ -248,19 +265,10 @@ def _document_mask(
     start_q, start_k = cu_q[document_q], cu_k[document_k]
     lengths_q, lengths_k = cu_q[1:] - cu_q[:-1], cu_k[1:] - cu_k[:-1]
     shift = (lengths_k - lengths_q) if request.causal != "top_left" else torch.zeros_like(lengths_k)
-    offset = shift[document_q]
-    causal, (left, right) = request.causal, request.window
+    offset, rule = shift[document_q], position_rule(request)
 
     def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = document_q[i] == document_k[j]
-        p = i - start_q[i] + offset[i]
-        local = j - start_k[j]
-        if causal != "none":
-            seen = seen & (local <= p)
-        if left >= 0:
-            seen = seen & (local >= p - left)
-        if right >= 0:
-            seen = seen & (local <= p + right)
-        return seen
+        return seen if rule is None else seen & rule(i - start_q[i] + offset[i], j - start_k[j])
 
     return create_block_mask(mod, None, None, t_q, t_k, device=str(device))

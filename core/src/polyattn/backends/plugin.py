@@ -11,6 +11,7 @@ from ..records import (
     AutoRule,
     BackendInfo,
     ConfigField,
+    OneOf,
     PlatformInfo,
     Provider,
     Range,
@@ -174,51 +175,118 @@ def _native_rows(platform: str) -> tuple[Row, ...]:
     )
 
 
-# Serving without speculation; a quantised cache is dequantised by pages.
+# Over a cache that holds the query's dtype.
 SERVING: dict[str, Any] = {
-    "when": {"kv_dtype": ("auto", *FLOAT, "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8")},
-    "phase": ("prefill", "extend", "decode"),
-    "dtype": FLOAT,
-    "head_dim": Range(1),
-    "v_head_dim": Range(1),
+    "phase": ("prefill", "extend", "decode", "verify"),
     "group": True,
     "causal": ("none", "bottom_right"),
+    "window": Window(),
+    "chunk": Range(0),
+    "mask": ("none", "bool", "additive"),
+    "tree": True,
+    "spec_topk": Range(0),
     "scale": True,
     "s_relation": EVERY_LENGTH,
-    "kv_dtype": ("auto", *FLOAT),
-    "save_kv_cache": True,
+    "kv_dtype": "auto",
+    "page_size": Range(1),
+    "cross": True,
+    "zero_size": True,
+    "misaligned": True,
 }
-DEQUANTISE = {"kv_dtype": "dequantise_kv", "kv_scales": "dequantise_kv"}
+# Fields of `paged` alone: a latent row has one head, and its call brings no new rows.
+HEADS: dict[str, Any] = {"family": "paged", "kv_layout": ("", "NHD", "HND"), "save_kv_cache": True}
+INDEXED = ("cpu", "cuda", "rocm")
+"""Where torch finds rows of a pool of any size."""
+BY_NUMBERS = ("", "tensor", "head", "token")
+STORED: dict[str, tuple[dict[str, Any], ...]] = {
+    "paged": (
+        {"kv_dtype": ("fp8_e4m3", "fp8_e5m2", "int8"), "kv_scales": BY_NUMBERS},
+        {"kv_dtype": "fp4_e2m1", "kv_scales": "block16"},
+    ),
+    "mla": ({"kv_dtype": "fp8_e4m3", "kv_scales": "block128", "dims": ((576, 512),)},),
+}
+"""Quantised caches that `dequantise_kv` turns into one of the query's dtype."""
 
 
-def _native_serving_rows() -> tuple[Row, ...]:
-    """SDPA on gathered keys and values: every page size, windows, no speculation."""
+def _over_a_cache(**kernel: Any) -> tuple[Row, ...]:
+    """The row of a kernel, and of what exact rewrites add to it."""
+    dequantise = {"kv_dtype": "dequantise_kv", "kv_scales": "dequantise_kv"}
+    rows = [row(**kernel), *(row(when=when, lowered=dequantise, **kernel) for when in STORED[kernel["family"]])]
+    if kernel["lse"]:
+        whole = {"phase": ("prefill", "extend"), "window": ((-1, -1),), "chunk": 0, "mask": "none"}
+        chunked = {**kernel, "chunked_prefix": OneOf((False,))}
+        lowered = {"chunked_prefix": "chunked_prefix_by_lse"}
+        rows.append(row(when={**whole, "chunked_prefix": True}, lowered=lowered, **chunked))
+    return tuple(rows)
+
+
+def _gathered_rows(platform: str, **more: Any) -> tuple[Row, ...]:
+    """SDPA on gathered keys and values: every page size. The LSE where torch's op for masks gives it."""
+    cpu = platform == "cpu"
+    common: dict[str, Any] = {
+        **SERVING,
+        "dtype": ("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
+        "head_dim": Range(1),
+        "v_head_dim": Range(1),
+        "lse": cpu,
+        "deterministic": platform in ("cpu", "cuda"),
+        "multimodal": True,
+        "large": platform in INDEXED,
+        **more,
+    }
     return (
-        row(
-            **SERVING,
-            family="paged",
-            page_size=Range(1),
-            window=Window(),
-            multimodal=True,
-            cross=True,
-            lowered=DEQUANTISE,
-        ),
-        row(**SERVING, family="mla", page_size=Range(1), lowered=DEQUANTISE, note="V is the first D_v of a latent row"),
+        *_over_a_cache(**common, **HEADS, sinks=cpu),
+        *_over_a_cache(**common, family="mla", note="V is the first D_v of a latent row"),
     )
 
 
-def _flex_serving_rows() -> tuple[Row, ...]:
-    """FlexAttention on a cache read token by token, with the window, softcap and sinks it honours elsewhere too."""
+def _flex_serving_rows(platform: str) -> tuple[Row, ...]:
+    """FlexAttention on gathered keys, with the window, softcap, sinks and LSE it honours elsewhere too."""
+    cpu = platform == "cpu"
+    return _over_a_cache(
+        **SERVING,
+        **HEADS,
+        dtype=("float64", *FLOAT) if cpu else FLOAT,
+        head_dim=Range(1 if cpu else 16),
+        v_head_dim=Range(1 if cpu else 16),
+        softcap=Range(0.0),
+        sinks=True,
+        lse=True,
+        large=platform in INDEXED,
+    )
+
+
+VARLEN_ATTN = (
+    Requirement("torch", ">=2.12", hint="install torch 2.12 or newer: its varlen_attn is the first with a page table"),
+)
+
+
+def _varlen_attn_rows() -> tuple[Row, ...]:
+    """What the checks of torch's FlashAttention-2 for pages let through."""
     return (
         row(
-            **{**SERVING, "head_dim": Range(16), "v_head_dim": Range(16)},
-            family="paged",
-            page_size=1,
+            when={"arch": ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")},
+            **HEADS,
+            phase=("prefill", "extend", "decode", "verify"),
+            dtype=HALF,
+            head_dim=Range(8, 256, multiple_of=8),
+            page_size=Range(256, multiple_of=256),
+            group=True,
+            causal=("none", "bottom_right"),
             window=Window(),
-            softcap=Range(0.0),
+            scale=True,
             sinks=True,
             lse=True,
-            lowered={**DEQUANTISE, "page_size": "page_table_to_tokens"},
+            deterministic=True,
+            batch_invariant=True,
+            graph_capture=True,
+            s_relation=EVERY_LENGTH,
+            spec_topk=(0, 1),
+            cross=True,
+            multimodal=True,
+            zero_size=True,
+            misaligned=True,
+            note="torch.nn.attention.varlen.varlen_attn with a block table; sinks are applied from its LSE",
         ),
     )
 
@@ -304,11 +372,25 @@ FLEX_OPTIONS = (
 )
 
 
+def _varlen_attn(platform: str) -> tuple[Provider, ...]:
+    if platform != "cuda":
+        return ()
+    target = "polyattn.backends.paged_varlen_attn:PagedVarlenAttn"
+    return (Provider("varlen-attn", _varlen_attn_rows(), target, VARLEN_ATTN),)
+
+
 def _backends(platform: str) -> Iterable[BackendInfo]:
     yield BackendInfo(
         "torch_sdpa",
         platform,
-        (Provider("torch", _sdpa_rows(platform), "polyattn.backends.torch_sdpa:TorchSDPA", TORCH),),
+        (
+            Provider(
+                "torch",
+                (*_sdpa_rows(platform), *_gathered_rows(platform, graph_capture=platform in ("cuda", "rocm"))),
+                "polyattn.backends.torch_sdpa:TorchSDPA",
+                TORCH,
+            ),
+        ),
         summary="PyTorch scaled_dot_product_attention, the universal backend",
         priority=50,
         auto=_sdpa_rule(platform),
@@ -322,7 +404,13 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
         platform,
         (
             Provider("torch", _native_rows(platform), "polyattn.backends.torch_native:TorchNative", TORCH),
-            Provider("torch-serving", _native_serving_rows(), "", TORCH),
+            *_varlen_attn(platform),
+            Provider(
+                "torch-serving",
+                _gathered_rows(platform, batch_invariant=platform == "cpu"),
+                "polyattn.backends.paged_torch_native:PagedTorchNative",
+                TORCH,
+            ),
         ),
         summary="SDPA sequence by sequence; serving on gathered KV",
         priority=30,
@@ -336,7 +424,12 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
             platform,
             (
                 Provider("torch", _flex_rows(platform), "polyattn.backends.flex_attention:FlexAttention", TORCH),
-                Provider("torch-serving", _flex_serving_rows(), "", TORCH),
+                Provider(
+                    "torch-serving",
+                    _flex_serving_rows(platform),
+                    "polyattn.backends.paged_flex_attention:PagedFlexAttention",
+                    TORCH,
+                ),
             ),
             summary="PyTorch FlexAttention: window, softcap, sinks, tree and document masks",
             # On the CPU it is either compiled for half a minute or slower than the reference: by name only.

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..records import AttentionRequest
 from ..reference import visible
 
-__all__ = ["additive", "combined_mask", "may_have_empty_rows", "open_empty_rows", "position_kind"]
+__all__ = ["additive", "combined", "combined_mask", "may_have_empty_rows", "open_empty_rows", "position_kind"]
 
 
 def position_kind(request: AttentionRequest) -> Literal["all", "flag", "mask"]:
@@ -34,12 +34,15 @@ def combined_mask(
 ) -> Tensor:
     """Position rules and the caller's mask as one, [.., S_q, S_k]: bool, or additive when the caller's is."""
     seen = visible(s_q, s_k, causal=request.causal, window=request.window, chunk=request.chunk, device=device)
-    if attn_mask is None:
-        if seen is None:
-            return torch.ones(s_q, s_k, dtype=torch.bool, device=device)
-        return seen
-    if seen is None:
+    if attn_mask is not None and seen is None:
         return attn_mask
+    return combined(attn_mask, torch.ones(s_q, s_k, dtype=torch.bool, device=device) if seen is None else seen)
+
+
+def combined(attn_mask: Tensor | None, seen: Tensor) -> Tensor:
+    """A caller's mask and what may be seen by position, as one: bool, or additive when the caller's is."""
+    if attn_mask is None:
+        return seen
     if attn_mask.dtype == torch.bool:
         return attn_mask & seen
     return attn_mask.masked_fill(~seen, float("-inf"))

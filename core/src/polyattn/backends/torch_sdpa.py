@@ -16,7 +16,7 @@ from ..placement import placed, placing
 from ..records import AttentionRequest
 from .sdpa_masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
 
-__all__ = ["TorchSDPA"]
+__all__ = ["TorchSDPA", "signed"]
 
 _sdpa = F.scaled_dot_product_attention
 _aten = torch.ops.aten
@@ -24,13 +24,16 @@ _aten = torch.ops.aten
 
 class TorchSDPA:
     """Binds dense requests. Without LSE and sinks: SDPA itself, autograd by torch. With them: the flash op of the
-    device and its backward, which accepts a substituted (out, lse)."""
+    device and its backward, which accepts a substituted (out, lse). Requests over a cache become dense ones."""
 
     def bind(self, request: AttentionRequest) -> Bound:
-        if request.scale is not None and request.scale <= 0:
-            # Torch's kernels scale after their causal mask or take the largest unscaled logit: NaN for scale <= 0.
-            sign = -1.0 if request.scale < 0 else 0.0
-            return _signed(self.bind(dataclasses.replace(request, scale=-request.scale if sign else None)), sign)
+        if request.family in ("paged", "mla"):
+            from . import paged_torch_sdpa  # it asks this class for its dense calls
+
+            return paged_torch_sdpa.bind(request)
+        return signed(request, self._bind)
+
+    def _bind(self, request: AttentionRequest) -> Bound:
         # On a GPU only the flash op's backward is the same bits on every run, so it is asked for by name.
         exact = request.deterministic and bool(request.grad) and request.platform != "cpu"
         if request.lse or request.sinks or exact:
@@ -40,8 +43,13 @@ class TorchSDPA:
         return placing(bound) if request.misaligned and request.platform != "cpu" else bound
 
 
-def _signed(bound: Bound, sign: float) -> Bound:
-    """`bound` with its queries multiplied by -1 or 0, which rounds nothing."""
+def signed(request: AttentionRequest, bind: Callable[[AttentionRequest], Bound]) -> Bound:
+    """`bind` of a request whose scale is above 0: instead of the scale's the queries take the sign, which rounds
+    nothing. Torch's kernels scale after their causal mask or take the largest unscaled logit: NaN for scale <= 0."""
+    if request.scale is None or request.scale > 0:
+        return bind(request)
+    sign = -1.0 if request.scale < 0 else 0.0
+    bound = bind(dataclasses.replace(request, scale=-request.scale if sign else None))
 
     def forward(query: Tensor, key: Tensor, value: Tensor, **kw: Any) -> Any:
         return bound.forward(query * sign, key, value, **kw)

@@ -120,7 +120,7 @@ def matrix(
 def _print(console: Console, support: Support) -> None:
     console.print(title("Backends and platforms"))
     console.print()
-    table = grid("!backend", *(f"!{p}" for p in support.platforms), tight=True)
+    table = grid("!backend", *support.platforms, tight=True)
     for name, row in support.cells.items():
         table.add_row(Text(name, style="name"), *(_mark(row.get(p)) for p in support.platforms))
     console.print(table)

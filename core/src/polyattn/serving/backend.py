@@ -280,6 +280,11 @@ class AttentionBackend:
             self._batch = batch
             self._any = self._decode = self._extend = self._idle
             return ()
+        if batch.max_seqlen_k > self.limits.max_seqlen:
+            raise InvalidInputError(
+                f"the batch has a row of {batch.max_seqlen_k} keys, and limits.max_seqlen={self.limits.max_seqlen} is "
+                f"the most that backends plan for: refuse the request, or build with larger Limits"
+            )
         steps: list[Step] = []
         for name, phase, part, tokens in self._parts(batch, recorded is not None):
             slot = self._slot(name, recorded, part)

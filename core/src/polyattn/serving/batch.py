@@ -91,6 +91,12 @@ class ForwardBatch:
             object.__setattr__(self, "padding_query_len", self._common_query_len())
         if self.padding_query_len is not None and self.padding_query_len < 1:
             raise InvalidInputError(f"padding_query_len={self.padding_query_len}: a row of padding has 1 token or more")
+        fixed = 1 if self.mode is ForwardMode.DECODE else None if self.tree is None else self.tree.draft_tokens
+        if self.padding and fixed is not None and self.padding_query_len != fixed:
+            raise InvalidInputError(
+                f"padding_query_len={self.padding_query_len}: every row of this {self.mode.name} batch has {fixed} new "
+                f"tokens, those of padding too; leave it out"
+            )
 
     def _check_rows(self) -> None:
         if len(set(self.rows)) < len(self.rows) or min(self.rows, default=0) < 0:

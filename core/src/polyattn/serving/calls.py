@@ -71,11 +71,17 @@ class LayerCall:
         if q.shape != query or q.dtype is not self._dtype or q.requires_grad:
             self._refuse_query(q)
         if k is None:
+            if v is not None:
+                self._refuse("a value without its key; give both, or None for both where the cache has them")
             return self._reader(q, *self._caches, **self.keywords)
         if k.shape != key or (None if v is None else v.shape) != value:
             self._refuse_new(k, v)
+        for new in (k,) if v is None else (k, v):
+            if new.dtype is not self._dtype or new.requires_grad:
+                self._refuse_kind(new)
         if save:
             if self._writes:
+                self._pool.note_written(self._id)
                 return self._forward(q, *self._caches, key=k, value=v, **self.keywords)
             self._pool.write(self._id, self.slots, k, v)
         elif not self.layer.latent:
@@ -95,8 +101,18 @@ class LayerCall:
             self._refuse(
                 f"a query of {q.dtype}; its kernel was chosen for {self._dtype}, the dtype of the pool's model"
             )
+        self._refuse_gradients("a query")
+
+    def _refuse_kind(self, new: Tensor) -> None:
+        if new.dtype is not self._dtype:
+            self._refuse(
+                f"a key or value of {new.dtype}; the pool's model is in {self._dtype}: convert what is new to it"
+            )
+        self._refuse_gradients("a key or value")
+
+    def _refuse_gradients(self, what: str) -> None:
         if torch.is_grad_enabled():
-            self._refuse("a query that requires gradients; serving is inference only: run it under torch.no_grad()")
+            self._refuse(f"{what} that requires gradients; serving is inference only: run it under torch.no_grad()")
 
     def _refuse_new(self, k: Tensor, v: Tensor | None) -> NoReturn:
         shown = f"key {list(k.shape)}, value {None if v is None else list(v.shape)}"

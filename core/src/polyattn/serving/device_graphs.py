@@ -65,6 +65,7 @@ class CudaGraph:
             ) from exc
 
     def replay(self) -> None:
+        """As `DeviceGraph`; nothing waits for it."""
         self._graph.replay()
 
 

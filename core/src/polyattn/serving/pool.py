@@ -187,6 +187,10 @@ class KVPool:
             kind.write(index, given)
         self._kept.add(layer_id)
 
+    def note_written(self, layer_id: int) -> None:
+        """A kernel writes rows of a layer itself: its static scales stay as they are from here on."""
+        self._kept.add(layer_id)
+
     def make_scales(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor | None = None) -> None:
         """Make and store the scales of new rows that belong to tokens, and not the rows: a call that attends new keys
         and values without storing them (save_kv_cache=False) rounds them with these. As `write`; where scales are

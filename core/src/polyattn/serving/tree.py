@@ -144,6 +144,10 @@ class DraftTree:
     @classmethod
     def chain(cls, sequences: int, draft_tokens: int, device: torch.device | str | None = None) -> DraftTree:
         """Drafts one after another, as with topk = 1: a causal mask."""
+        if sequences < 0 or draft_tokens < 1:
+            raise InvalidInputError(
+                f"chain({sequences}, {draft_tokens}): 0 or more sequences and 1 or more drafts of each are needed"
+            )
         row = torch.arange(-1, draft_tokens - 1, dtype=torch.int32, device=device)
         return cls(row.expand(sequences, -1).contiguous())
 
@@ -164,10 +168,11 @@ class DraftTree:
     @classmethod
     def from_qlen_only(cls, mask: Tensor, draft_tokens: int) -> DraftTree:
         """Trees from flat bool [N * N_d * N_d], the part of the mask that is about drafts."""
-        _flat("mask", mask, torch.bool, draft_tokens**2)
+        _flat("mask", mask, torch.bool, _count(draft_tokens) ** 2)
         return cls._from_mask(mask.reshape(-1, draft_tokens, draft_tokens))
 
     def to_qlen_only(self) -> Tensor:
+        """Flat bool [N * N_d * N_d], the part of the mask that is about drafts."""
         return self.mask.flatten()
 
     @classmethod
@@ -178,6 +183,7 @@ class DraftTree:
             prefix_lens: keys of each request before its drafts, host ints.
         """
         _flat("mask", mask, torch.bool, 1)
+        _count(draft_tokens)
         index, size = _draft_cells(prefix_lens, draft_tokens, mask.device)
         if mask.numel() != size:
             raise InvalidInputError(
@@ -204,7 +210,7 @@ class DraftTree:
     @classmethod
     def from_bitmask(cls, bits: Tensor, draft_tokens: int) -> DraftTree:
         """Trees from flat uint8, uint16 or uint32 [N * N_d]: bit j of a node's number says whether it sees node j."""
-        _flat("bits", bits, _word(draft_tokens), draft_tokens)
+        _flat("bits", bits, _word(_count(draft_tokens)), draft_tokens)
         shifts = torch.arange(draft_tokens, device=bits.device)
         seen = (bits.long().reshape(-1, draft_tokens, 1) >> shifts) & 1
         return cls._from_mask(seen.bool())
@@ -262,6 +268,12 @@ def write_attn_mask(out: Tensor, mask: Tensor, columns: Tensor) -> Tensor:
     """
     index = columns[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
     return out.fill_(True).scatter_(3, index, mask.unsqueeze(1))
+
+
+def _count(draft_tokens: int) -> int:
+    if draft_tokens < 1:
+        raise InvalidInputError(f"draft_tokens={draft_tokens}: a tree has 1 node or more")
+    return draft_tokens
 
 
 def _flat(name: str, given: Tensor, dtype: torch.dtype, unit: int) -> None:

@@ -47,7 +47,11 @@ def refusals(
 
 
 def _beyond(row: Row, rows: Sequence[Row], fixed: Mapping[str, Any], pairs: int) -> Iterator[Case]:
-    base = {**RowCases(row, "", fixed).base, **fixed}
+    maker = RowCases(row, "", fixed)
+    if not maker.possible:
+        # What a row takes by a rewrite alone has no case of its own to stand just outside of.
+        return
+    base = {**maker.base, **fixed}
     if "dims" in base:
         base["head_dim"], base["v_head_dim"] = base["dims"]
     usual = request_of(base).normalised()

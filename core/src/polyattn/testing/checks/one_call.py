@@ -16,7 +16,7 @@ from ..poison import poisoned
 from ..problems import Problem
 from .notes import Notes
 
-__all__ = ["GRAD_ROUNDINGS", "OUT_ROUNDINGS", "Result", "against", "run", "values"]
+__all__ = ["GRAD_ROUNDINGS", "OUT_ROUNDINGS", "Result", "against", "averaged", "run", "values"]
 
 GRAD_ROUNDINGS = 32
 """float32 roundings that are forgiven of each term of a gradient. Weights are recomputed as exp(logit - lse): one
@@ -114,12 +114,7 @@ def against(problem: Problem, result: Result, right: Solution, plain: Solution, 
     """A result against the reference: both gates for everything, and rows that see no key exactly."""
     eps = torch.finfo(torch.promote_types(problem.dtype, torch.float32)).eps
     gap = _sink_gap(problem, right)
-
-    def averaged() -> Tensor:
-        kept = _kept_by_sinks(problem, right)
-        return eps * (OUT_ROUNDINGS * problem.largest_value * kept + gap * right.out.abs())
-
-    notes.compare("out", result.out, right.out, plain.out, floor=averaged)
+    notes.compare("out", result.out, right.out, plain.out, floor=functools.partial(averaged, problem, right))
     second = problem.family.second
     if result.lse is not None:
         notes.compare(second, result.lse, right.lse, plain.lse, "lse" if second == "lse" else "out")
@@ -143,6 +138,13 @@ def against(problem: Problem, result: Result, right: Solution, plain: Solution, 
         notes.wrong("empty rows", "a query that sees no key does not give exactly 0")
     if bool(empty.any()) and "query" in result.grads and bool((result.grads["query"][empty] != 0).any()):
         notes.wrong("empty rows", "a query that sees no key has a gradient that is not exactly 0")
+
+
+def averaged(problem: Problem, right: Solution) -> Tensor:
+    """The error that is forgiven of each number of an output whatever plain torch's is, see `OUT_ROUNDINGS`."""
+    eps = torch.finfo(torch.promote_types(problem.dtype, torch.float32)).eps
+    kept = _kept_by_sinks(problem, right)
+    return eps * (OUT_ROUNDINGS * problem.largest_value * kept + _sink_gap(problem, right) * right.out.abs())
 
 
 def _sink_gap(problem: Problem, right: Solution) -> float:

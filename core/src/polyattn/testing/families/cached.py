@@ -30,11 +30,15 @@ _STEPS: tuple[dict[str, Any], ...] = (
     {"phase": "decode", "s_relation": "one"},
     {"phase": "extend", "s_relation": "fewer"},
     {"phase": "extend", "s_relation": "fewer", "chunked_prefix": True},
+    {"phase": "verify", "s_relation": "fewer", "spec_topk": 1},
     {"phase": "verify", "s_relation": "fewer", "mask": "tree"},
     {"phase": "decode", "s_relation": "one", "kv_parts": 1},
     {"phase": "extend", "s_relation": "more", "kv_parts": 3},
 )
-"""What an engine's steps ask, as the public calls say it."""
+"""What an engine's steps ask, as the public calls say it; a chain of drafts is asked for through `bind` alone."""
+
+_DRAFTS: Lengths = ((5, 64), (3, 9), (1, 0), (4, 4))
+"""Drafts and keys of a batch that is verified: trees of their own, a padding row, one without a prefix."""
 
 
 class Table(NamedTuple):
@@ -89,7 +93,11 @@ class Cached(Packed):
     def _steps(self, variants: Variants) -> Iterator[Case]:
         wish = {"group": 4, "causal": "bottom_right", "page_size": 16}
         for step, saved, layout in itertools.product(_STEPS, (True, False), ("NHD", "HND")):
-            yield from variants({"shape": 0, **self.step(saved, layout), **step}, {}, wish=wish)
+            asked = {"shape": 0, **self.step(saved, layout), **step}
+            yield from variants(asked, {}, wish=wish)
+            if step.get("mask") == "tree":
+                yield from variants({**asked, "lse": True}, {}, wish=wish, lengths=_DRAFTS)
+                yield from variants(asked, {}, wish=wish, lengths=_DRAFTS)
 
     def step(self, saved: bool, layout: str) -> dict[str, Any]:
         """Field values of one step of an engine."""
@@ -121,6 +129,22 @@ class Cached(Packed):
                 yield from variants(asked, {}, wish=wish, lengths=lengths, check="split", sink=sink, parts=parts)
 
     # --- tensors
+
+    def queries(self, case: Case, maker: Maker) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
+        tensors, lens = super().queries(case, maker)
+        if case.request.tree and len(case.lengths) > 1:
+            tensors["mask"] = self._trees(case, maker)
+        return tensors, lens
+
+    def _trees(self, case: Case, maker: Maker) -> Tensor:
+        """A tree for each sequence, [N, 1, S_q, S_k]; what lies outside of its own rows and columns is anything."""
+        most_q, most_k = case.longest
+        masks = maker.uniform(len(case.lengths), 1, most_q, most_k) < 0.5
+        for n, (s_q, s_k) in enumerate(case.lengths):
+            tree = maker.mask(1, 1, s_q, s_k) if s_k else None
+            if tree is not None:
+                masks[n, :, :s_q, :s_k] = tree[0].cpu()
+        return masks.to(maker.device)
 
     def groups(self, case: Case, maker: Maker) -> list[list[tuple[int, int]]]:
         """(queries, keys) of each group of each further part. Groups have one query each unless there may be more

@@ -107,9 +107,9 @@ SOFTMAX: tuple[Row, ...] = (DENSE, PAGED, *MLA, BLOCK_SPARSE)
 
 def _rules(platform: str) -> Iterable[AutoRule]:
     yield AutoRule(400, "linear attention: triton unless another kernel is asked for", conditions(family="linear"))
-    if platform == "cuda":
-        yield AutoRule(190, "CUDA where no other rule serves: triton", conditions(family="paged"))
-    if platform in ("cuda", "rocm"):
+    if platform != "cpu":
+        # Before torch's own backends, which gather the pages first.
+        yield AutoRule(190, "serving where no other rule serves: triton", conditions(family="paged"))
         yield AutoRule(290, "MLA where no other rule serves: triton", conditions(family="mla"))
 
 

@@ -1,0 +1,79 @@
+"""The serving side of `flex_attention`: the padded batch of gathered keys, under a mask_mod of its lengths.
+
+Lengths stay on the device. Any page size; window, chunk, softcap, sinks, masks and the LSE as in its dense calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from ..contract import Bound
+from ..placement import placed
+from ..records import AttentionRequest
+from .flex_attention import dense, fused, position_rule, run
+from .gathering import Padded, nothing
+
+__all__ = ["PagedFlexAttention"]
+
+
+class PagedFlexAttention:
+    """Binds paged requests."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        return Bound(functools.partial(_forward, request, fused(request)))
+
+
+def _forward(
+    request: AttentionRequest,
+    kernel: Callable[..., Any],
+    query: Tensor,
+    *caches: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: None = None,
+    v_scale: None = None,
+    out: Tensor | None = None,
+) -> Any:
+    if not (query.shape[0] and max_seqlen_k):
+        return nothing(request, query, out)
+    padded = Padded.of(request, query, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    q = padded.queries(query if request.platform == "cpu" else placed(query))
+    k, v = padded.gather(caches, page_table, (key, value), query.dtype)
+    if attn_mask is None:
+        result, lse = run(request, kernel, q, k, v, _block_mask(padded), None, sinks)
+    else:
+        # The rules by position are in the mask then.
+        found = dense(_masked(request), kernel, q, k, v, attn_mask=padded.mask(attn_mask), sinks=sinks)
+        result, lse = found if isinstance(found, tuple) else (found, None)
+    # Sinks are in the result already.
+    return padded.deliver(result, lse, None, out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _masked(request: AttentionRequest) -> AttentionRequest:
+    return dataclasses.replace(request, family="dense", layout="BHSD", causal="none", window=(-1, -1), chunk=0)
+
+
+def _block_mask(padded: Padded) -> BlockMask:
+    filled, offset, rule = padded.filled, padded.offset, position_rule(padded.request)
+
+    def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = j < filled[b]
+        return seen if rule is None else seen & rule(i + offset[b], j)
+
+    device: torch.device = filled.device
+    return create_block_mask(mod, filled.shape[0], None, padded.rows, padded.columns, device=str(device))

@@ -1,0 +1,110 @@
+"""torch's `varlen_attn` with a page table: FlashAttention-2 that reads the pages where they are (CUDA, torch 2.12).
+
+From its kernel's own checks: float16 and bfloat16, K and V of one width, a multiple of 8 up to 256, pages of a multiple
+of 256 tokens, compute capability 8.0. Its LSE is [H_q, T_q], with +inf for a query without keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from ..contract import Bound
+from ..paging import Pool, Tokens, owned
+from ..placement import placed
+from ..records import AttentionRequest
+from .gathering import deliver, nothing, store
+from .torch_sdpa import signed
+
+__all__ = ["PagedVarlenAttn"]
+
+
+class PagedVarlenAttn:
+    """Binds paged requests."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        return signed(request, lambda positive: Bound(functools.partial(_forward, positive)))
+
+
+def _forward(
+    request: AttentionRequest,
+    query: Tensor,
+    *caches: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    attn_mask: None = None,
+    sinks: Tensor | None = None,
+    k_scale: None = None,
+    v_scale: None = None,
+    out: Tensor | None = None,
+) -> Any:
+    if not (query.shape[0] and max_seqlen_k):
+        return nothing(request, query, out)
+    if key is not None:
+        caches, page_table = _with_new(
+            request, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
+        )
+    keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)
+    # With one query each, it takes the queries for [N, H_q, D]: not where a sequence has none.
+    longest = max_seqlen_q if max_seqlen_q > 1 or query.shape[0] == seq_lens.shape[0] else 2
+    window = (request.window[0], 0 if request.causal != "none" else request.window[1])
+    result, lse = varlen.varlen_attn(
+        placed(query),
+        keys,
+        values,
+        cu_seqlens_q,
+        _starts(seq_lens),
+        longest,
+        max_seqlen_k,
+        return_aux=varlen.AuxRequest(lse=True),
+        scale=request.scale,
+        window_size=window,
+        enable_gqa=request.group != 1,
+        seqused_k=seq_lens,
+        block_table=page_table,
+        num_splits=1 if request.batch_invariant else None,
+    )
+    lse = lse.transpose(0, 1)
+    return deliver(request, result, lse.masked_fill(lse == torch.inf, -torch.inf), sinks, out)
+
+
+def _starts(seq_lens: Tensor) -> Tensor | None:
+    """Where keys would start if they were packed. FlashAttention-2 checks it and reads `seqused_k` instead; the kernels
+    that `activate_flash_attention_impl` puts in its place refuse it beside a page table."""
+    if torch.nn.attention.current_flash_attention_impl() is not None:
+        return None
+    return torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _with_new(
+    request: AttentionRequest,
+    query: Tensor,
+    caches: tuple[Tensor, ...],
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    *new: Tensor | None,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(caches, table) that hold the rows of the query tokens too. Without `save_kv_cache` they are copies of the pages
+    in the table."""
+    tokens, size = Tokens.of(query, seq_lens, cu_seqlens_q), request.page_size
+    if request.save_kv_cache:
+        store(request, caches, tokens.slots(page_table, size), new)
+        return caches, page_table
+    pages = owned(page_table, seq_lens, size, max_seqlen_k)
+    table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
+    caches = tuple(cache[pages.flatten()] for cache in caches)
+    for cache, rows in zip(caches, new, strict=True):
+        if rows is not None:
+            Pool(request, cache).write(tokens.slots(table, size), rows)
+    return caches, table

@@ -1,0 +1,182 @@
+"""torch's varlen_attn with a page table, bound to its real signature and run through an emulator of its kernel."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from polyattn import reference, what_if
+from polyattn.backends.paged_varlen_attn import PagedVarlenAttn
+from polyattn.errors import UnsupportedRequestError
+from polyattn.plugins import get_manager
+from polyattn.records import AttentionRequest, Provider
+from polyattn.testing import Case, OffChip, generate, run_case
+
+SIGNATURE = inspect.signature(varlen.varlen_attn)
+FACTS = {"platform": "cuda", "arch": "sm90"}
+pytestmark = pytest.mark.skipif("block_table" not in SIGNATURE.parameters, reason="torch 2.12 brought block_table")
+
+
+class Kernel:
+    """What torch's FlashAttention-2 does with these arguments: its checks, its bottom-right windows, its LSE."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, *args: Any, **kw: Any) -> tuple[Tensor, Tensor]:
+        bound = SIGNATURE.bind(*args, **kw)
+        bound.apply_defaults()
+        a = bound.arguments
+        self.calls.append(a)
+        query, key, value = a["query"], a["key"], a["value"]
+        batch, size, width = a["cu_seq_q"].numel() - 1, key.shape[1], query.shape[2]
+        assert query.dtype in (torch.float16, torch.bfloat16)
+        assert query.dtype == key.dtype == value.dtype
+        assert key.shape == value.shape
+        assert key.shape[3] == width
+        assert width % 8 == 0
+        assert width <= 256
+        assert size % 256 == 0, "Paged KV cache block size must be divisible by 256"
+        assert all(t.stride(-1) == 1 for t in (query, key, value, a["block_table"]))
+        assert a["seqused_k"].shape == (batch,)
+        for lens in (a["cu_seq_q"], a["cu_seq_k"], a["seqused_k"], a["block_table"]):
+            assert lens is None or (lens.dtype == torch.int32 and lens.is_contiguous())
+        if a["max_q"] == 1 and query.shape[1] > key.shape[2]:
+            query.reshape(batch, key.shape[2], -1, width)
+        assert a["enable_gqa"] or query.shape[1] == key.shape[2]
+        # The last key of a page table that is shorter than max_k, or keys past seqused_k, are never looked at.
+        out, lse = reference.paged_attention(
+            query,
+            key,
+            value,
+            page_table=a["block_table"],
+            seq_lens=a["seqused_k"],
+            cu_seqlens_q=a["cu_seq_q"],
+            causal="none",
+            window=tuple(a["window_size"]),
+            scale=a["scale"],
+            return_lse=True,
+        )
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf).transpose(0, 1).contiguous()
+        assert a["return_aux"].lse
+        return out, lse
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    found = Kernel()
+    monkeypatch.setattr(varlen, "varlen_attn", found)
+    return found
+
+
+def provider() -> Provider:
+    return next(p for p in get_manager().backends["torch_native", "cuda"].providers if p.name == "varlen-attn")
+
+
+def request_of(**fields: Any) -> AttentionRequest:
+    usual: dict[str, Any] = {
+        **FACTS,
+        "family": "paged",
+        "layout": "THD",
+        "dtype": "bfloat16",
+        "phase": "extend",
+        "s_relation": "fewer",
+        "causal": "bottom_right",
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "page_size": 256,
+    }
+    return AttentionRequest(**{**usual, **fields}).normalised()
+
+
+def cases() -> list[Case]:
+    made = generate(provider().rows, FACTS, families=("paged",), dtypes=("bfloat16", "float16"), per_row=24)
+    # Windows of 300 and pages of 512 mean something for these lengths only.
+    long = ((5, 700), (1, 256), (3, 257), (1, 0), (0, 9), (2, 512))
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"window": (300, -1)},
+        {"window": (17, -1), "kv_layout": "HND", "save_kv_cache": True},
+        {"page_size": 512, "lse": True, "sinks": True},
+        {"causal": "none", "window": (20, 5)},
+        {"phase": "verify", "spec_topk": 1, "scale": -0.2},
+    )
+    decode = ((1, 700), (1, 0), (1, 256), (0, 3))
+    one = {"phase": "decode", "s_relation": "one", "causal": "none"}
+    made += [Case(request=request_of(**c), lengths=long, new_rows=bool(c.get("save_kv_cache"))) for c in changes]
+    made += [Case(request=request_of(**one), lengths=decode[:count], new_rows=count == 3) for count in (3, 4)]
+    return [c for c in made if c.check != "capture"]
+
+
+CASES = cases()
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+def test_case(case: Case, kernel: Kernel) -> None:
+    outcome = run_case(OffChip("torch_native", "cuda"), case)
+    assert outcome.verdict == "passed", str(outcome)
+    assert kernel.calls or case.request.zero_size, "another provider served it"
+
+
+def run(kernel: Kernel, **fields: Any) -> dict[str, Any]:
+    request = request_of(**fields)
+    cache = torch.randn(2, 256, 2, 64).bfloat16()
+    lens: dict[str, Any] = {
+        "page_table": torch.tensor([[1], [0]], dtype=torch.int32),
+        "seq_lens": torch.tensor([9, 30], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 2, 4], dtype=torch.int32),
+    }
+    query = torch.randn(4, 8, 64).bfloat16()
+    PagedVarlenAttn().bind(request).forward(query, cache, cache, **lens, max_seqlen_q=2, max_seqlen_k=30)
+    return kernel.calls[-1]
+
+
+def test_the_cache_is_read_where_it_lies(kernel: Kernel) -> None:
+    cache = torch.randn(3, 256, 2, 64).bfloat16()
+    request = request_of()
+    lens = {"page_table": torch.tensor([[2]], dtype=torch.int32), "seq_lens": torch.tensor([5], dtype=torch.int32)}
+    query, starts = torch.randn(1, 8, 64).bfloat16(), torch.tensor([0, 1], dtype=torch.int32)
+    PagedVarlenAttn().bind(request).forward(
+        query, cache, cache, **lens, cu_seqlens_q=starts, max_seqlen_q=1, max_seqlen_k=5
+    )
+    assert kernel.calls[0]["key"] is cache
+    assert kernel.calls[0]["block_table"] is lens["page_table"]
+
+
+def test_batch_invariance_is_one_split(kernel: Kernel) -> None:
+    assert run(kernel)["num_splits"] is None
+    assert run(kernel, batch_invariant=True)["num_splits"] == 1
+
+
+def test_starts_of_keys_are_for_flash_attention_2_alone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(kernel)["cu_seq_k"].tolist() == [0, 9, 39]
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    assert run(kernel)["cu_seq_k"] is None
+
+
+def test_its_pages_come_before_gathering() -> None:
+    # As an engine's calls are: without an installed vendor kernel, asked for by name.
+    where = {"platform": "cuda:sm90", "installed": ("torch==2.13.0",), "backend": "torch_native"}
+    assert what_if(request_of(arch=""), **where).provider == "varlen-attn"
+    for other in ({"page_size": 64}, {"dtype": "float32"}, {"v_head_dim": 128}, {"head_dim": 576, "v_head_dim": 512}):
+        assert what_if(request_of(arch="", **other), **where).provider == "torch-serving"
+    old = {**where, "platform": "cuda:sm75"}
+    assert what_if(request_of(arch=""), **old).provider == "torch-serving"
+
+
+def test_its_limits_are_named() -> None:
+    request = request_of(arch="", page_size=64, sinks=True)
+    with pytest.raises(UnsupportedRequestError) as refused:
+        what_if(request, platform="cuda:sm90", installed=("torch==2.13.0",), backend="torch_native")
+    assert "varlen-attn: page_size=64 is not >= 256, a multiple of 256" in str(refused.value)
+
+
+def test_an_older_torch_gathers() -> None:
+    where: dict[str, Any] = {"platform": "cuda:sm90", "installed": ("torch==2.11.0",), "backend": "torch_native"}
+    assert what_if(request_of(arch=""), **where).provider == "torch-serving"
