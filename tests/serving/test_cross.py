@@ -54,7 +54,14 @@ class EncoderRig(Rig):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"backend": "toy"}, {"prefill_backend": "toy", "decode_backend": "toy_plain"}]
+    "arguments",
+    [
+        {},
+        {"backend": "torch_sdpa"},
+        {"backend": "flex_attention"},
+        {"backend": "toy"},
+        {"prefill_backend": "toy", "decode_backend": "toy_plain"},
+    ],
 )
 def test_every_mode(arguments: dict[str, str], toys: Any) -> None:
     rig = EncoderRig(**arguments)

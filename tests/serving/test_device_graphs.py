@@ -76,6 +76,22 @@ def test_waiting_in_a_replay_is_refused() -> None:
         graph.replay()
 
 
+def test_what_cannot_be_watched_is_said_so() -> None:
+    """As torch does where it would compile under a watch."""
+    runs = iter([None, NotImplementedError("no rule for flex_attention")])
+
+    def function() -> torch.Tensor:
+        if (error := next(runs)) is not None:
+            raise error
+        return torch.ones(1)
+
+    with pytest.raises(
+        GraphError, match=r"cannot be watched: no rule for flex_attention.*choose another backend"
+    ) as exc:
+        FakeGraph().capture(function)
+    assert isinstance(exc.value.__cause__, NotImplementedError)
+
+
 def test_a_replay_without_a_recording_is_refused() -> None:
     with pytest.raises(GraphError, match=r"replay\(\) of a graph without a recording"):
         FakeGraph().replay()

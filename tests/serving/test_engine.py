@@ -19,6 +19,7 @@ from polyattn.serving.batch import ForwardMode
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
 from polyattn.serving.engine.sampling import distributions
 from polyattn.serving.graphs import FakeGraph
+from polyattn.serving.memory import _in_shared_layout
 from polyattn.serving.pool import KVCacheConfig
 
 from .toy_model import VOCAB, WINDOW, ToyRunner
@@ -168,6 +169,15 @@ def test_the_youngest_gives_way_and_loses_nothing() -> None:
         made.check()
     assert [outputs[i].preemptions for i in ids] == [0, 1]
     assert [outputs[i].token_ids for i in ids] == [greedy(PROMPT, 12), greedy(PROMPT[::-1], 12)]
+
+
+def test_one_that_is_alone_goes_on_with_the_cached_pages_it_had_twice() -> None:
+    """Two that begin alike at the same time, and room for one."""
+    prompts = [[19, 8, 23, 11], [19, 8, 23, 11], [19, 8]]
+    made = engine(cache=KVCacheConfig(page_size=2), pages=7, max_requests=2)
+    outputs = made.generate(prompts, params(8))
+    assert [output.token_ids for output in outputs] == [greedy(prompt, 8) for prompt in prompts]
+    made.check()
 
 
 def test_slots_that_nobody_wrote_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +342,118 @@ def test_a_mixed_step_in_two_parts() -> None:
     assert outputs[1].backends == {"prefill": "torch_sdpa", "decode": "torch_native"}
 
 
+# Steps that fail ------------------------------------------------------------------------------------------------------
+
+
+class Faulty(ToyRunner):
+    """Fails in its `left`-th pass from now, between its layers: keys of the first one are written."""
+
+    left = 0
+
+    def _run(self, ids: Any, positions: Any, attend: Any) -> Any:
+        def failing(layer: Any, *qkv: Any) -> Any:
+            if layer.layer_id and self.left == 1:
+                self.left = 0
+                raise KeyboardInterrupt
+            return attend(layer, *qkv)
+
+        self.left, done = max(self.left, 0), self.left > 1
+        out = super()._run(ids, positions, failing)
+        self.left -= done
+        return out
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("drafts", [None, "of the target", "of the draft model"])
+def test_a_failed_step_is_as_if_it_had_not_been(drafts: str | None, at: int) -> None:
+    faulty = Faulty()
+    more: dict[str, Any] = {"model": faulty}
+    if drafts:
+        draft = faulty if drafts == "of the draft model" else MODEL
+        more = {"model": MODEL if draft is faulty else faulty, "speculative": Speculative(draft, steps=2, topk=2)}
+    made = engine(max_batch_tokens=32, **more)
+    prompts = {made.add(prompt, params(8))[0]: prompt for prompt in (PROMPT, PROMPT[:6], PROMPT[:2])}
+    faulty.left, outputs, failed = at, {}, 0
+    while made.unfinished:
+        try:
+            outputs.update({output.id: output for output in made.step()})
+        except KeyboardInterrupt:
+            failed += 1
+        made.check()
+    assert failed == 1
+    assert {i: output.token_ids for i, output in outputs.items()} == {i: greedy(p, 8) for i, p in prompts.items()}
+    if made._drafter is not None:
+        assert made._drafter.memory.table.rows == []
+
+
+def test_what_a_failed_step_may_not_have_written_is_not_shared() -> None:
+    faulty = Faulty()
+    made = engine(model=faulty)
+    (request,) = made.add(PROMPT, params(3))
+    faulty.left = 1
+    with pytest.raises(KeyboardInterrupt):
+        made.step()
+    assert made.cancel(request).token_ids == []
+    made.check()
+    (output,) = made.generate([[*PROMPT, 1]], params(6))
+    assert output.cached_tokens == 0
+    assert output.token_ids == greedy([*PROMPT, 1], 6)
+
+
+def test_samples_that_were_forked_in_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+    ids = made.add(PROMPT, params(3), n=3)
+    with monkeypatch.context() as patch:
+        patch.setattr("polyattn.serving.engine.engine.sample", None)
+        with pytest.raises(TypeError):
+            made.step()
+    made.check()
+    outputs = {}
+    while made.unfinished:
+        outputs.update({output.id: output for output in made.step()})
+    assert [outputs[i].token_ids for i in ids] == [greedy(PROMPT, 3)] * 3
+
+
+def test_a_row_that_finds_no_prefix_is_given_back() -> None:
+    made = engine()
+    with pytest.raises(TypeError, match="unhashable"):
+        made.memory.begin(PROMPT, [])  # type: ignore[arg-type]
+    assert made.memory.table.rows == []
+
+
+def test_generate_leaves_nothing_behind_when_a_prompt_is_refused() -> None:
+    made = engine()
+    (other,) = made.add(PROMPT[:3], params(2))
+    with pytest.raises(InvalidInputError, match="token 999"):
+        made.generate([PROMPT, [999]], params(2))
+    assert made.unfinished == 1
+    assert made.tokens_of(other) == []
+
+
+def test_generate_leaves_nothing_behind_when_a_step_fails() -> None:
+    faulty = Faulty()
+    made = engine(model=faulty)
+    (other,) = made.add(PROMPT[:3], params(2))
+    faulty.left = 3
+    with pytest.raises(KeyboardInterrupt):
+        made.generate([PROMPT], params(6))
+    assert made.unfinished == 0
+    made.check()
+    assert [(output.id, output.token_ids) for output in made.step()] == [(other, greedy(PROMPT[:3], 2))]
+
+
+@pytest.mark.parametrize("positions", [(24, 256), (256, 12), (24, 24)])
+def test_no_draft_is_made_beyond_the_positions_of_a_model(positions: tuple[int, int]) -> None:
+    target, draft = (ToyRunner(seed, count) for seed, count in zip((0, 1), positions, strict=True))
+    made = engine(model=target, max_tokens=24, speculative=Speculative(draft, steps=4))
+    (output,) = made.generate([PROMPT[:5]], params(19))
+    tokens = PROMPT[:5]
+    for _ in range(19):
+        tokens = [*tokens, int(target.dense(tokens)[-1].argmax())]
+    assert output.token_ids == tokens[5:]
+    assert {"verify", "decode"} <= output.backends.keys()
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -342,12 +464,15 @@ def test_a_mixed_step_in_two_parts() -> None:
         ([1], {}, {"n": 0}, "n=0 samples"),
         ([1, VOCAB], {}, {}, f"token {VOCAB} of the prompt is not in the vocabulary of {VOCAB}"),
         ([-1], {}, {}, "token -1"),
+        (torch.tensor([1, 2]), {}, {}, "has a Tensor among its tokens; .* tokens.tolist"),
+        ([1, 2.5], {}, {}, "has a float among its tokens; token ids are whole numbers"),
+        ([1], {}, {"namespace": ["tenant"]}, "namespace is a list, which cannot be looked up; give a string"),
         ([1] * 60, {"count": 5}, {}, "65 tokens; a request may have 64"),
         ([1] * 30, {"count": 20}, {}, "need 13 pages of 4 tokens in group 0, which has 9"),
     ],
 )
 def test_a_request_that_cannot_be_is_refused_at_once(
-    prompt: list[int], own: dict[str, Any], more: dict[str, Any], said: str
+    prompt: Any, own: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
     made = engine(pages=10)
     with pytest.raises(InvalidInputError, match=said):
@@ -379,6 +504,21 @@ def test_a_fork_that_would_make_nothing() -> None:
         made.fork(parent, params(2))
 
 
+def test_the_layout_is_negotiated_for_the_pool_as_large_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def negotiated(requests: Any, **more: Any) -> Any:
+        asked.extend(requests)
+        return "HND", ()
+
+    monkeypatch.setattr("polyattn.serving.memory.negotiate_layout", negotiated)
+    page = 4 * 2 * 16  # elements of a page of keys
+    for pages, large in ((2**31 // page - 1, False), (2**31 // page, True)):
+        asked.clear()
+        found = _in_shared_layout(MODEL, KVCacheConfig(page_size=4), pages)
+        assert (found.layout, {request.large for request in asked}) == ("HND", {large})
+
+
 def test_a_backend_that_is_not_here_is_named_with_its_flag() -> None:
     with pytest.raises(BackendUnavailableError, match="--decode-attention-backend no_such"):
         engine(decode_backend="no_such")
@@ -403,7 +543,12 @@ def test_params_for_each_prompt() -> None:
         ({"max_requests": 0}, "EngineConfig max_requests=0; 1 or more"),
         ({"max_batch_tokens": 0}, "EngineConfig max_batch_tokens=0; 1 or more"),
         ({"max_batch_tokens": 3, "speculative": Speculative(MODEL, steps=3)}, "max_batch_tokens=3; 4 or more"),
+        ({"max_requests": 2.5}, "EngineConfig max_requests=2.5; 1 or more is needed, a whole number"),
         ({"pages": -1}, "EngineConfig pages=-1"),
+        (
+            {"speculative": Speculative(MODEL, topk=VOCAB + 1)},
+            f"topk={VOCAB + 1} continuations of a vocabulary of {VOCAB} cannot be had; lower topk",
+        ),
         ({"max_tokens": -1}, "EngineConfig max_tokens=-1"),
         ({"max_tokens": 300}, "max_tokens=300 is more than the 256 positions of the model"),
         ({"model": ToyRunner(positions=256), "max_tokens": 0, "positions": 0}, "names no number of positions"),

@@ -122,7 +122,10 @@ def test_a_layer_of_another_model(rig: Rig) -> None:
         ((qkv()[0], *qkv(2)[1:]), r"key \[2, 2, 16\], value \[2, 2, 8\] where .* say \[3, 2, 16\] and \[3, 2, 8\]"),
         ((*qkv()[:2], None), r"key \[3, 2, 16\], value None where"),
         ((qkv()[0], None, qkv()[2]), "a value without its key; give both, or None for both"),
-        ((qkv()[0], qkv()[1].double(), qkv()[2]), "a key or value of torch.float64; the pool's model is in torch.float"),
+        (
+            (qkv()[0], qkv()[1].double(), qkv()[2]),
+            "a key or value of torch.float64; the pool's model is in torch.float32",
+        ),
         ((*qkv()[:2], qkv()[2].half()), "a key or value of torch.float16; .* convert what is new to it"),
         ((qkv()[0], qkv()[1].requires_grad_(), qkv()[2]), "a key or value that requires gradients; serving is infer"),
     ],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -66,8 +69,14 @@ def test_a_draw_is_of_its_seed_sample_and_place() -> None:
         ("top_p", 0.0, "above 0, at most 1"),
         ("top_p", 1.5, "above 0, at most 1"),
         ("top_k", -1, "0 .off. or more"),
+        ("top_k", 2.5, "0 .off. or more, a whole number"),
+        ("max_new_tokens", 2.5, "1 or more, a whole number"),
+        ("stop_token_ids", 5, "token ids, such as"),
+        ("stop_token_ids", ("x",), "token ids, such as"),
     ],
 )
-def test_values_out_of_range(name: str, value: float, allowed: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"{name}={value!r} of SamplingParams must be {allowed}"):
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
+def test_values_out_of_range(name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(
+        InvalidInputError, match=f"{re.escape(f'{name}={value!r}')} of SamplingParams must be {allowed}"
+    ):
+        SamplingParams(**{name: value})

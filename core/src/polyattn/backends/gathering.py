@@ -173,4 +173,6 @@ class Padded:
         """[N, rows, ...] as [T_q, ...], the queries of padding rows `blank`."""
         t = self.tokens
         packed = padded.flatten(0, 1) if self._full else padded[t.sequence, t.row]
-        return packed.masked_fill(~t.real.view(-1, *[1] * (packed.ndim - 1)), blank)
+        # Without a diagonal a query sees keys wherever it is, such as those of an encoder that is shorter.
+        sees = t.real if self.request.causal != "none" else (self.seq_lens > 0)[t.sequence]
+        return packed.masked_fill(~sees.view(-1, *[1] * (packed.ndim - 1)), blank)

@@ -90,12 +90,18 @@ class FakeGraph:
         """As `DeviceGraph`.
 
         Raises:
-            GraphError: the function waits for the device.
+            GraphError: the function waits for the device, or runs what cannot be watched.
         """
         for _ in range(self._warm_up):
             function()
-        with self._recorded:
-            found = function()
+        try:
+            with self._recorded:
+                found = function()
+        except RuntimeError as exc:  # without the watch, in the warm-up, it ran
+            raise GraphError(
+                f"the step cannot be watched: {exc}. torch watches nothing that it compiles, such as flex_attention: "
+                f"choose another backend, or leave the mode out of GraphRunner's modes"
+            ) from exc
         if self._recorded.broken:
             raise refusal("the step cannot be recorded", self._recorded.broken)
         self._function, self._outputs = function, _tensors(found)

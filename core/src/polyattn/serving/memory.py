@@ -86,7 +86,7 @@ class Memory:
         graphs: bool | Callable[[], DeviceGraph] = True,
         **choices: Any,
     ) -> None:
-        cache = _in_shared_layout(runner, cache, **choices)
+        cache = _in_shared_layout(runner, cache, pages, **choices)
         self.pool = KVPool(runner.layers, cache, pages, dtype=runner.dtype, device=runner.device)
         windows = [group.window for group in self.pool.groups]
         self.allocators = [PageAllocator(pages) for _ in windows]
@@ -127,7 +127,11 @@ class Memory:
         """A row for these tokens that has the longest prefix of them that is cached."""
         row = self.table.add()
         if self.prefixes is not None:
-            match = self.prefixes.match(tokens, namespace=namespace)
+            try:
+                match = self.prefixes.match(tokens, namespace=namespace)
+            except BaseException:
+                self.table.remove(row)
+                raise
             self.table.adopt(row, match)
             # The row holds the pages itself from here on.
             self.prefixes.release(match)
@@ -237,6 +241,7 @@ class Memory:
 def _in_shared_layout(
     runner: Runner,
     cache: KVCacheConfig,
+    pages: int,
     *,
     backend: str | None = None,
     prefill_backend: str | None = None,
@@ -246,12 +251,12 @@ def _in_shared_layout(
 ) -> KVCacheConfig:
     """The same cache in the layout that `negotiate_layout` finds."""
     asked = Asked(backend, prefill_backend, decode_backend, verify, topk)
-    # Of one page: what a layer's cache says of itself in a request does not depend on how large it is.
+    # Of one page: beside `large`, what a layer's cache says of itself in a request does not depend on its size.
     small = KVPool(runner.layers, cache, 1, dtype=runner.dtype, device=runner.device)
     wanted = {
         layer_request(
             layer,
-            small.cache(layer.layer_id).request_fields(),
+            small.cache(layer.layer_id).request_fields(pages),
             phase=phase,
             dtype=runner.dtype,
             device=small.device,

@@ -66,15 +66,15 @@ class LayerCache:
         """(key_cache, value_cache) or (cache,): what follows the query in a call."""
         return tuple(t for t in (self.key_cache, self.value_cache, self.cache) if t is not None)
 
-    def request_fields(self) -> dict[str, Any]:
-        """What `AttentionRequest` says of a cache."""
+    def request_fields(self, times: int = 1) -> dict[str, Any]:
+        """What `AttentionRequest` says of a cache, of one with so many `times` its pages."""
         return {
             "family": "paged" if self.cache is None else "mla",
             "kv_dtype": self.kv_dtype,
             "page_size": self.page_size,
             "kv_layout": self.kv_layout,
             "kv_scales": self.kv_scales,
-            "large": any(t.numel() >= _LARGE for t in self.tensors),
+            "large": any(t.numel() * times >= _LARGE for t in self.tensors),
         }
 
 

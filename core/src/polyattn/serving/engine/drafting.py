@@ -14,7 +14,7 @@ from ..batch import ForwardMode
 from ..memory import Memory, Runner
 from ..phases import Verifier
 from ..pool import KVCacheConfig
-from ..speculative import TreeDraft
+from ..speculative import Beam, TreeDraft
 from ..tree import DraftTree
 from .scheduler import Request
 
@@ -100,7 +100,17 @@ class Drafter:
         log_probs = self._catch_up(requests)[:, None]
         root = torch.tensor([request.tokens[-1] for request in requests], device=self.memory.device)
         growing = TreeDraft(root, spec.topk)
-        beam = growing.grow(log_probs)
+        kept = set(table.rows)
+        try:
+            self._grow(requests, growing, growing.grow(log_probs))
+        finally:
+            for row in set(table.rows) - kept:
+                table.remove(row)
+        return growing.best(spec.draft_tokens)
+
+    def _grow(self, requests: Sequence[Request], growing: TreeDraft, beam: Beam) -> None:
+        """The further levels of a draft; the rows of the last one are left to the caller."""
+        spec, table = self.spec, self.memory.table
         nodes: list[dict[int, int]] = [{0: request.draft_row} for request in requests]
         for level in range(1, spec.steps):
             first = 1 + (level - 1) * spec.topk
@@ -116,8 +126,6 @@ class Drafter:
             ids = beam.tokens[:, -spec.topk :].flatten()
             logits = self.memory.forward(ForwardMode.DECODE, branches, [1] * len(branches), ids)
             beam = growing.grow(_log_probs(logits).view(len(requests), spec.topk, -1))
-        self._drop(nodes)
-        return growing.best(spec.draft_tokens)
 
     def _drop(self, nodes: list[dict[int, int]]) -> None:
         for rows in nodes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -119,7 +120,9 @@ class Engine:
             **both,
         )
         self._drafter = None if spec is None else Drafter(spec, config.cache, **both)
-        self._scheduler = Scheduler(self.memory, config.max_batch_tokens, self._drafts, self._released)
+        self._scheduler = Scheduler(
+            self.memory, config.max_batch_tokens, self._drafts, self._released, _draft_until(spec, runner)
+        )
         self._requests: dict[int, Request] = {}
         self._count = 0
         self._finished: list[Output] = []
@@ -140,12 +143,13 @@ class Engine:
             The ids of the n outputs.
 
         Raises:
-            InvalidInputError: no tokens, tokens outside the vocabulary, or a request that could never be run to its
-                end, however long it waited.
+            InvalidInputError: no tokens, tokens outside the vocabulary, a namespace that cannot be looked up, or a
+                request that could never be run to its end, however long it waited.
         """
         params = params or SamplingParams()
-        tokens = list(prompt)
+        tokens = _token_ids(prompt)
         self._check_request(tokens, params, n)
+        _check_namespace(namespace)
         numbers = itertools.count()
         made = [self._made(tokens, len(tokens), params, numbers, namespace) for _ in range(n)]
         for sibling in made[1:]:
@@ -212,8 +216,20 @@ class Engine:
             The outputs that finished in it.
 
         Raises:
-            InternalError: there are requests, and none of them can go on.
+            InternalError: there are requests, and none of them can go on. Whatever else a step raises (a device's
+                errors, an interrupt): the requests that it ran are in line again, with the tokens they had, and nothing
+                that it may not have written is shared. Step again, or cancel them.
         """
+        before = self._scheduler.lengths()
+        try:
+            self._step()
+        except BaseException:
+            self._scheduler.undo(before)
+            raise
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _step(self) -> None:
         works = self._scheduler.schedule()
         if not works and self._requests:
             raise InternalError(
@@ -224,8 +240,6 @@ class Engine:
             self._run(plain)
         if drafted := [work for work in works if work.drafts]:
             self._verify(drafted)
-        finished, self._finished = self._finished, []
-        return finished
 
     def generate(
         self,
@@ -234,20 +248,38 @@ class Engine:
         *,
         progress: Callable[[int], None] | None = None,
     ) -> list[Output]:
-        """Run prompts to their end.
+        """Run prompts to their end. Where one is refused or a step fails, none of them stays behind.
 
         Args:
             params: of all, or one for each. progress: called after each step with the tokens that are new.
 
         Returns:
             Outputs in the order of the prompts.
+
+        Raises:
+            InvalidInputError: not as many params as prompts. Others: as `add` and `step`.
         """
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidInputError(f"{len(each)} params for {len(prompts)} prompts; give one for all, or one for each")
-        ids = [self.add(prompt, own)[0] for prompt, own in zip(prompts, each, strict=True)]
-        found: dict[int, Output] = {}
+        ids: list[int] = []
         others: list[Output] = []
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                ids += self.add(prompt, own)
+            found = self._run_to_end(ids, others, progress)
+        finally:
+            for left in self._requests.keys() & ids:
+                self.cancel(left)
+            # Of requests that were there before; the next step gives them.
+            self._finished = [*others, *(output for output in self._finished if output.id not in ids)]
+        return [found[i] for i in ids]
+
+    def _run_to_end(
+        self, ids: Sequence[int], others: list[Output], progress: Callable[[int], None] | None
+    ) -> dict[int, Output]:
+        """Step until these are finished; the outputs of others are added to `others`."""
+        found: dict[int, Output] = {}
         made = 0
         while len(found) < len(ids):
             for output in self.step():
@@ -259,8 +291,7 @@ class Engine:
                 now = sum(len(found[i].token_ids) if i in found else len(self.tokens_of(i)) for i in ids)
                 progress(now - made)
                 made = now
-        self._finished = others  # of requests that were there before; the next step gives them
-        return [found[i] for i in ids]
+        return found
 
     def check(self) -> None:
         """Prove that no page and no row has leaked (for tests: it costs time).
@@ -414,11 +445,45 @@ def _max_tokens(config: EngineConfig, runner: Runner) -> int:
 
 def _check(config: EngineConfig, runner: Runner, drafts: int) -> None:
     for name, least in (("max_requests", 1), ("max_batch_tokens", 1 + drafts), ("pages", 0), ("max_tokens", 0)):
-        if getattr(config, name) < least:
-            raise InvalidInputError(f"EngineConfig {name}={getattr(config, name)}; {least} or more is needed")
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InvalidInputError(f"EngineConfig {name}={value!r}; {least} or more is needed, a whole number")
     spec = config.speculative
     if spec is not None and spec.runner.vocab_size != runner.vocab_size:
         raise InvalidInputError(
             f"the draft model has a vocabulary of {spec.runner.vocab_size}, the target of {runner.vocab_size}; drafts "
             f"are tokens of one vocabulary"
         )
+    if spec is not None and spec.topk > runner.vocab_size:
+        raise InvalidInputError(
+            f"speculative topk={spec.topk} continuations of a vocabulary of {runner.vocab_size} cannot be had; lower "
+            f"topk"
+        )
+
+
+def _draft_until(spec: Speculative | None, runner: Runner) -> int | None:
+    """Tokens of the longest request that can have drafts, None = any: drafts go `steps` positions beyond the last
+    token in the target, and one less in the draft model."""
+    if spec is None:
+        return None
+    ends = [(runner.max_positions, spec.steps), (spec.runner.max_positions, spec.steps - 1)]
+    return min((positions - more for positions, more in ends if positions), default=None)
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    for token in prompt:
+        if not isinstance(token, Integral):
+            raise InvalidInputError(
+                f"the prompt has a {type(token).__name__} among its tokens; token ids are whole numbers: pass a list "
+                f"of them (of a tensor, tokens.tolist())"
+            )
+    return [int(token) for token in prompt]
+
+
+def _check_namespace(namespace: Hashable) -> None:
+    try:
+        hash(namespace)
+    except TypeError as exc:
+        raise InvalidInputError(
+            f"namespace is a {type(namespace).__name__}, which cannot be looked up; give a string or a tuple"
+        ) from exc

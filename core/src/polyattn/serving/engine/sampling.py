@@ -39,11 +39,15 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop_token_ids, int) or not all(_whole(token) for token in self.stop_token_ids):
+            raise InvalidInputError(
+                f"stop_token_ids={self.stop_token_ids!r} of SamplingParams must be token ids, such as (2,)"
+            )
         rules = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
+            "max_new_tokens": (_whole(self.max_new_tokens) and self.max_new_tokens >= 1, "1 or more, a whole number"),
             "temperature": (0 <= self.temperature < float("inf"), "0 (greedy) or more"),
             "top_p": (0 < self.top_p <= 1, "above 0, at most 1 (off)"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_k": (_whole(self.top_k) and self.top_k >= 0, "0 (off) or more, a whole number"),
         }
         for name, (fine, allowed) in rules.items():
             if not fine:
@@ -52,6 +56,10 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def distributions(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from ...errors import OutOfPagesError
 from ..memory import Memory
@@ -60,14 +60,23 @@ class Scheduler:
     Args:
         memory: of the target model. budget: tokens per step. drafts: slots a decoding request needs beyond one.
         released: called with a request that loses its row.
+        draft_until: tokens of the longest request that drafts are made for, None = any: those after it would be at
+            positions that a model does not know.
 
     Attributes:
         waiting, running: by age; the last of those that run is the first to go.
     """
 
-    def __init__(self, memory: Memory, budget: int, drafts: int, released: Callable[[Request], None]) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        budget: int,
+        drafts: int,
+        released: Callable[[Request], None],
+        draft_until: int | None = None,
+    ) -> None:
         self.memory, self.table = memory, memory.table
-        self.budget, self.drafts, self._released = budget, drafts, released
+        self.budget, self.drafts, self._released, self._draft_until = budget, drafts, released, draft_until
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._works: dict[Request, Work] = {}
@@ -84,7 +93,9 @@ class Scheduler:
             # Those preempted for an older request have no row any more.
             if request.row >= 0:
                 self._continue(request)
-        if len(self.running) == running:  # who has just lost its pages would only be the first to lose them again
+        # Who has just lost its pages would only be the first to lose them again; but one that was alone found its way
+        # barred by pages it had twice, its own and the cache's, and begins anew with the cache's.
+        if len(self.running) == running or not self.running:
             while self.waiting and self.table.free and self._admit(self.waiting[0]):
                 pass
         return list(self._works.values())
@@ -114,13 +125,35 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
+    def lengths(self) -> dict[Request, int]:
+        """Of those who run, the tokens that have a slot."""
+        return {request: self.table.length(request.row) for request in self.running}
+
+    def undo(self, before: Mapping[Request, int]) -> None:
+        """After a step that failed: who was given slots in it loses its row and goes back to the line. What is in the
+        row's pages is not known, so that nothing of it is remembered.
+
+        Args:
+            before: the `lengths` when the step began.
+        """
+        for request in [*self.running, *self.waiting]:
+            if request.row < 0 or self.table.length(request.row) == before.get(request):
+                continue
+            self.table.remove(request.row)
+            request.row = -1
+            self._released(request)
+            if request in self.running:
+                self.running.remove(request)
+                self.add(request)
+
     def _pending(self, request: Request) -> int:
         return len(request.tokens) - self.table.length(request.row)
 
     def _plan(self, request: Request) -> Work | None:
         """As much work as the budget has left, or None."""
         pending = self._pending(request)
-        drafts = self.drafts if pending == 1 and not request.siblings else 0
+        known = self._draft_until is None or len(request.tokens) <= self._draft_until
+        drafts = self.drafts if pending == 1 and known and not request.siblings else 0
         count = min(pending, self._left - drafts)
         if count < 1:
             return None
