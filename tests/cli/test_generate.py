@@ -135,6 +135,7 @@ def test_a_narrow_cache_runs(run: Run, folder: Path) -> None:
         (("--prompt", "a", "--page-size", "0"), 2, "page_size=0"),
         (("--prompt", "a", "--kv-cache-dtype", "fp8"), 2, "kv_cache_dtype='fp8'"),
         (("--prompt", "a", "--attention-backend", "torch_nativ"), 4, "torch_native"),
+        (("--prompt", "a", "--attention-backend", "fa3"), 4, "fa3, asked for by the command line"),
         (("--prompt", "a", "--speculative-num-steps", "2"), 2, "--speculative-draft-model-path"),
         (("--prompt", "a", "--device", "cuba"), 2, "--device 'cuba'"),
     ],

@@ -65,3 +65,15 @@ def test_step_metadata_table_is_the_result_file():
     for name in ("built", "advanced"):
         for figure in ("operators", "bytes", "new_bytes"):
             assert found[name][figure] == rows[4, 2][name][figure], "the committed figures are of this code"
+
+
+def test_serving_layer_table_is_the_result_file():
+    spec = importlib.util.spec_from_file_location("serving_layer", ROOT / "benchmarks" / "serving_layer.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result = json.loads((ROOT / "benchmarks" / "results" / "serving-layer.json").read_text())
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = page.split("<!-- serving-layer -->\n")[1].split("\n<!-- /serving-layer -->")[0]
+    assert shown == module.markdown(result)
+    for row in result["rows"]:
+        assert row["us"]["forward_decode"]["us"] <= result["budget"], "the committed run is over budget"

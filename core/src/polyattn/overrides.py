@@ -12,7 +12,7 @@ import contextvars
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -206,7 +206,12 @@ def configure(**settings: Any) -> config.Settings:
     Raises:
         ConfigError: unknown field (near match offered) or a value that does not parse.
     """
-    _process.settings = config.load_settings(cli=settings or None, cli_source="configure()")
+    return configure_by("configure()", settings)
+
+
+def configure_by(source: str, settings: Mapping[str, Any]) -> config.Settings:
+    """`configure` for whoever reads them: messages about the settings say `source`."""
+    _process.settings = config.load_settings(cli=settings or None, cli_source=source)
     _process.reached = set()
     epoch.bump()
     return _process.settings

@@ -115,15 +115,16 @@ def generate(
     Backends, page size and dtype that are not given come from the environment and the config file.
     """
     prompts = _prompts(prompt, prompt_file)
-    settings = overrides.configure(
-        attention_backend=attention_backend,
-        prefill_attention_backend=prefill_attention_backend,
-        decode_attention_backend=decode_attention_backend,
-        mm_attention_backend=mm_attention_backend,
-        speculative_attention_mode=speculative_attention_mode,
-        page_size=page_size,
-        kv_cache_dtype=kv_cache_dtype,
-    )
+    given = {
+        "attention_backend": attention_backend,
+        "prefill_attention_backend": prefill_attention_backend,
+        "decode_attention_backend": decode_attention_backend,
+        "mm_attention_backend": mm_attention_backend,
+        "speculative_attention_mode": speculative_attention_mode,
+        "page_size": page_size,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
+    settings = overrides.configure_by("the command line", given)
     levels = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     if speculative_draft_model_path is None and any(level is not None for level in levels):
         raise ConfigError(

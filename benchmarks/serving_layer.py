@@ -1,0 +1,209 @@
+"""What serving costs beyond its kernels: a layer's call, and a step's plan, on the CPU, one thread.
+
+    python benchmarks/serving_layer.py [--rounds 41] [--calls 3000] [--json FILE]
+    python benchmarks/serving_layer.py --render FILE     # a result file as the table of docs/benchmarks.md
+
+The kernel is one that does nothing but return its output, so that the rest is visible. `kernel by hand` is its bound
+forward called with the step's tables; `forward_decode`, `forward` and `paged_attention` reach the same function, and
+return the same tensor (checked before anything is timed). Added microseconds are medians over rounds, interleaved in
+one process; `spread` is their interquartile range. `step` is plan and prepare, once for all layers of a decode step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+import polyattn
+from polyattn.contract import Bound
+from polyattn.hookspecs import hookimpl
+from polyattn.records import AttentionRequest, BackendInfo, Provider, Range, row
+from polyattn.serving import (
+    AttentionBackend,
+    AttentionLayer,
+    ForwardBatch,
+    ForwardMode,
+    KVCacheConfig,
+    KVPool,
+    Limits,
+    PageAllocator,
+    RequestTable,
+)
+from polyattn.testing.machine import device_name
+
+HEADS, KV_HEADS, WIDTH, LAYERS, TOKENS = 8, 2, 64, 32, 512
+BATCHES = (1, 8, 64)
+BUDGET = 2.5
+"""Microseconds of `forward_decode` beyond the kernel."""
+
+TITLES = {
+    "kernel by hand": "kernel by hand us",
+    "forward_decode": "forward_decode adds us",
+    "forward": "forward adds us",
+    "paged_attention": "paged_attention adds us",
+    "step": "plan and prepare us",
+}
+
+OUT = torch.zeros(max(BATCHES), HEADS, WIDTH)
+
+
+class Nothing:
+    """Binds every request to a function that returns memory it was not asked to fill."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        def forward(query: torch.Tensor, *caches: torch.Tensor, **tables: Any) -> torch.Tensor:
+            return OUT[: query.shape[0]]
+
+        return Bound(forward)
+
+
+@hookimpl
+def polyattn_register_backends() -> Iterable[BackendInfo]:
+    rows = row(
+        family="paged", phase=("extend", "decode"), dtype="float32", head_dim=Range(1), group=True, page_size=Range(1),
+        causal=("none", "bottom_right"), s_relation=("fewer", "one"), save_kv_cache=True,
+    )  # fmt: skip
+    yield BackendInfo("nothing", "cpu", (Provider("nothing", (rows,), f"{__name__}:Nothing"),), summary="no kernel")
+
+
+class Problem:
+    """A decode step of `count` requests, planned."""
+
+    def __init__(self, count: int) -> None:
+        self.layers = [AttentionLayer(i, HEADS, KV_HEADS, WIDTH) for i in range(LAYERS)]
+        pages = 1 + count * (TOKENS // 16 + 1)
+        pool = KVPool(self.layers, KVCacheConfig(page_size=16), pages, dtype=torch.float32)
+        table = RequestTable(count, TOKENS + 16, 16, [-1], [PageAllocator(pages)])
+        rows = [table.add() for _ in range(count)]
+        for number in rows:
+            table.extend(number, TOKENS)
+        limits = Limits(max_sequences=count, max_tokens=count, max_seqlen=TOKENS + 16)
+        self.backend = AttentionBackend(self.layers, pool, table, limits=limits, backend="nothing")
+        self.batch = ForwardBatch(ForwardMode.DECODE, rows, [TOKENS] * count, [1] * count)
+        (self.tables,) = ({**step.tables} for step in self.backend.plan(self.batch))
+        self.backend.prepare()
+        self.caches = pool.cache(0).tensors
+        self.query = torch.randn(count, HEADS, WIDTH)
+        self.new = torch.randn(2, count, KV_HEADS, WIDTH)
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        """Name -> one layer's call."""
+        bound, layer, backend, batch = (
+            Nothing().bind(AttentionRequest()).forward,
+            self.layers[0],
+            self.backend,
+            self.batch,
+        )
+        query, caches, tables, (key, value) = self.query, self.caches, self.tables, self.new
+        more: dict[str, Any] = {**tables, "causal": True, "backend": "nothing"}
+        return {
+            "kernel by hand": lambda: bound(query, *caches, key=key, value=value, **tables),
+            "forward_decode": lambda: backend.forward_decode(query, key, value, layer, batch),
+            "forward": lambda: backend.forward(query, key, value, layer),
+            "paged_attention": lambda: polyattn.paged_attention(
+                query, *caches, key=key, value=value, save_kv_cache=True, **more
+            ),
+        }
+
+    def step(self) -> None:
+        self.backend.plan(self.batch)
+        self.backend.prepare()
+
+
+def timed(call: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter_ns() - start) / calls / 1000
+
+
+@torch.inference_mode()
+def measured(count: int, rounds: int, calls: int) -> dict[str, dict[str, float]]:
+    """Per name: added microseconds over the kernel by hand; of the step its whole time."""
+    problem = Problem(count)
+    ways = problem.calls()
+    for name, way in ways.items():
+        found = way()
+        if found.data_ptr() != OUT.data_ptr() or found.shape != problem.query.shape:
+            raise SystemExit(f"{name} does not return what the kernel returned; nothing is timed")
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    steps = []
+    for _ in range(rounds):
+        for name, way in ways.items():
+            # The functional call checks page tables on the CPU: its cost grows with the batch.
+            times[name].append(timed(way, calls if name != "paged_attention" else max(calls // 20, 10)))
+        steps.append(timed(problem.step, max(calls // 100, 5)))
+    base = times.pop("kernel by hand")
+    rows = {name: _row([t - b for t, b in zip(each, base, strict=True)]) for name, each in times.items()}
+    return {"kernel by hand": _row(base), **rows, "step": _row(steps)}
+
+
+def _row(values: list[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"us": round(middle, 3), "spread": round(high - low, 3)}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A result file as the table of docs/benchmarks.md."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    names = list(result["rows"][0]["us"])
+    lines = [
+        f"{result['date']}, {result['machine']}, one thread; {versions}; {result['layers']} layers.",
+        "",
+        f"| requests | {' | '.join(TITLES[name] for name in names)} |",
+        f"|---:|{'---:|' * len(names)}",
+    ]
+    for each in result["rows"]:
+        cells = [str(each["requests"]), *(f"{each['us'][name]['us']:.2f}" for name in names)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--calls", type=int, default=3000)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--render", type=Path)
+    args = parser.parse_args()
+    if args.render:
+        print(markdown(json.loads(args.render.read_text())))
+        return
+    torch.set_num_threads(1)
+    polyattn.register_plugin(sys.modules[__name__], name="nothing")
+    result = {
+        "benchmark": "serving-layer",
+        "date": datetime.date.today().isoformat(),
+        "machine": device_name(torch.device("cpu")),
+        "versions": {
+            "python": platform.python_version(),
+            "polyattn": polyattn.__version__,
+            "torch": torch.__version__,
+        },
+        "command": "python benchmarks/serving_layer.py",
+        "rounds": args.rounds,
+        "calls": args.calls,
+        "layers": LAYERS,
+        "budget": BUDGET,
+        "rows": [{"requests": n, "us": measured(n, args.rounds, args.calls)} for n in BATCHES],
+    }
+    print(markdown(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
