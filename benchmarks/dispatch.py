@@ -11,20 +11,18 @@ interquartile range of the added cost. `miss` is the first call of a new signatu
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
+import contextlib
+import importlib.metadata
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import report
 import torch
 import torch.nn.functional as F
 
@@ -158,9 +156,8 @@ def added(times: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """A result file as the table of docs/benchmarks.md."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [
-        f"{result['date']}, {result['machine']}, one thread; {versions}.",
+        f"{report.caption(result)}; one thread.",
         "",
         "| call | us | added us | budget |",
         "|---|---:|---:|---|",
@@ -173,14 +170,11 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--calls", type=int, default=3000)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--render", type=Path)
-    args = parser.parse_args()
-    if args.render:
-        print(markdown(json.loads(args.render.read_text())))
+    args = report.arguments(parser, markdown)
+    if args is None:
         return
     torch.set_num_threads(1)
     with torch.inference_mode():
@@ -193,42 +187,22 @@ def main() -> None:
         first = misses()
     low, _, high = statistics.quantiles(first, n=4)
     rows["miss"] = {"call": None, "added": statistics.median(first), "spread": high - low}
-    print(f"{'dispatcher':36s} {'call us':>9s} {'added us':>9s} {'spread':>7s}  budget")
-    for name, row in rows.items():
-        budget = f"{BUDGETS[name]:g} us, {'ok' if row['added'] <= BUDGETS[name] else 'OVER'}" if name in BUDGETS else ""
-        call = "" if row["call"] is None else f"{row['call']:.2f}"
-        print(f"{name:36s} {call:>9s} {row['added']:9.2f} {row['spread']:7.2f}  {budget}")
-    if args.json:
-        result = {
-            "benchmark": "dispatch",
-            "date": datetime.date.today().isoformat(),
-            "machine": _processor(),
-            "versions": _versions(),
-            "rounds": args.rounds,
-            "calls": args.calls,
-            "rows": rows,
-            "budgets": BUDGETS,
-        }
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {
+        **report.stamp("dispatch", **_hosts()),
+        "rounds": args.rounds,
+        "calls": args.calls,
+        "rows": rows,
+        "budgets": BUDGETS,
+    }
+    report.finish(result, markdown, args.json)
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0]}, {os.cpu_count()} cores" if names else platform.machine()
-
-
-def _versions() -> dict[str, str]:
-    import importlib.metadata as metadata
-
-    found = {"python": platform.python_version()}
-    for name in ("polyattn", "torch", "transformers", "diffusers"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "from source" if name == "polyattn" else "absent"
+def _hosts() -> dict[str, str]:
+    """Versions of the libraries that are called beside polyattn, where they are installed."""
+    found = {}
+    for name in ("transformers", "diffusers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 

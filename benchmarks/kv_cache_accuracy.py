@@ -15,18 +15,11 @@ on the seed, not on the machine.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import os
-import platform
-import shlex
 import statistics
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import report
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -178,10 +171,9 @@ def measure(layers: int, tokens: int, seed: int) -> dict[str, dict[str, Any]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """A result file as the table of docs/benchmarks.md."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     run = f"{result['layers']} layers, {result['tokens']} tokens, seed {result['seed']}"
     lines = [
-        f"{result['date']}, {result['machine']}; {versions}; {run}.",
+        f"{report.caption(result)}; {run}.",
         "",
         "| cache | bytes of a token and layer | of bf16 | relative L2, median layer | worst | with outliers | worst |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -194,39 +186,23 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=384)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--render", type=Path)
-    args = parser.parse_args()
-    if args.render:
-        print(markdown(json.loads(args.render.read_text())))
+    args = report.arguments(parser, markdown)
+    if args is None:
         return
     with torch.inference_mode():
         rows = measure(args.layers, args.tokens, args.seed)
     result = {
-        "benchmark": "kv-cache-accuracy",
-        "command": f"python {shlex.join(['benchmarks/kv_cache_accuracy.py', *sys.argv[1:]])}",
-        "date": datetime.date.today().isoformat(),
-        "machine": _processor(),
-        "versions": {"python": platform.python_version(), "polyattn": polyattn.__version__, "torch": torch.__version__},
+        **report.stamp("kv-cache-accuracy"),
         "layers": args.layers,
         "tokens": args.tokens,
         "seed": args.seed,
         "rows": rows,
     }
-    print(markdown(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {os.cpu_count()} cores" if names else platform.machine()
+    report.finish(result, markdown, args.json)
 
 
 if __name__ == "__main__":

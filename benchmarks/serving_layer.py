@@ -11,20 +11,16 @@ one process; `spread` is their interquartile range. `step` is plan and prepare, 
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import report
 import torch
 
 import polyattn
@@ -42,7 +38,6 @@ from polyattn.serving import (
     PageAllocator,
     RequestTable,
 )
-from polyattn.testing.machine import device_name
 
 HEADS, KV_HEADS, WIDTH, LAYERS, TOKENS = 8, 2, 64, 32, 512
 BATCHES = (1, 8, 64)
@@ -158,10 +153,9 @@ def _row(values: list[float]) -> dict[str, float]:
 
 def markdown(result: dict[str, Any]) -> str:
     """A result file as the table of docs/benchmarks.md."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     names = list(result["rows"][0]["us"])
     lines = [
-        f"{result['date']}, {result['machine']}, one thread; {versions}; {result['layers']} layers.",
+        f"{report.caption(result)}; one thread, {result['layers']} layers.",
         "",
         f"| requests | {' | '.join(TITLES[name] for name in names)} |",
         f"|---:|{'---:|' * len(names)}",
@@ -173,36 +167,23 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--calls", type=int, default=3000)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--render", type=Path)
-    args = parser.parse_args()
-    if args.render:
-        print(markdown(json.loads(args.render.read_text())))
+    args = report.arguments(parser, markdown)
+    if args is None:
         return
     torch.set_num_threads(1)
     polyattn.register_plugin(sys.modules[__name__], name="nothing")
     result = {
-        "benchmark": "serving-layer",
-        "date": datetime.date.today().isoformat(),
-        "machine": device_name(torch.device("cpu")),
-        "versions": {
-            "python": platform.python_version(),
-            "polyattn": polyattn.__version__,
-            "torch": torch.__version__,
-        },
-        "command": "python benchmarks/serving_layer.py",
+        **report.stamp("serving-layer"),
         "rounds": args.rounds,
         "calls": args.calls,
         "layers": LAYERS,
         "budget": BUDGET,
         "rows": [{"requests": n, "us": measured(n, args.rounds, args.calls)} for n in BATCHES],
     }
-    print(markdown(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    report.finish(result, markdown, args.json)
 
 
 if __name__ == "__main__":

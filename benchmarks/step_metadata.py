@@ -14,26 +14,21 @@ are those of all results of operators, `new` those in memory that was allocated 
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import os
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import report
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import polyattn
 from polyattn.serving.batch import ForwardBatch, ForwardMode
 from polyattn.serving.pages import PageAllocator
 from polyattn.serving.requests import RequestTable
@@ -188,9 +183,8 @@ def measured(problem: Problem, backends: int, rounds: int) -> dict[str, dict[str
 
 def markdown(result: dict[str, Any]) -> str:
     """A result file as the table of docs/benchmarks.md."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [
-        f"{result['date']}, {result['machine']}, one thread; {versions}.",
+        f"{report.caption(result)}; one thread.",
         "",
         "| requests | backends | rebuilt us | built us | advanced us | rebuilt KiB | built KiB | new KiB | operators |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|---|",
@@ -206,13 +200,10 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--render", type=Path)
-    args = parser.parse_args()
-    if args.render:
-        print(markdown(json.loads(args.render.read_text())))
+    args = report.arguments(parser, markdown)
+    if args is None:
         return
     torch.set_num_threads(1)
     rows = []
@@ -221,31 +212,13 @@ def main() -> None:
         check(problem)
         rows += [{"requests": count, "backends": n, "ways": measured(problem, n, args.rounds)} for n in BACKENDS]
     result = {
-        "benchmark": "step-metadata",
-        "date": datetime.date.today().isoformat(),
-        "machine": _processor(),
-        "versions": {
-            "python": platform.python_version(),
-            "polyattn": polyattn.__version__,
-            "torch": torch.__version__,
-        },
-        "command": "python benchmarks/step_metadata.py",
+        **report.stamp("step-metadata"),
         "rounds": args.rounds,
         "page_size": PAGE,
         "window": WINDOW,
         "rows": rows,
     }
-    print(markdown(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0]}, {os.cpu_count()} cores" if names else platform.machine()
+    report.finish(result, markdown, args.json)
 
 
 if __name__ == "__main__":

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_dispatch_table_is_the_result_file():
-    spec = importlib.util.spec_from_file_location("dispatch_benchmark", ROOT / "benchmarks" / "dispatch.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    result = json.loads((ROOT / "benchmarks" / "results" / "dispatch.json").read_text())
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    shown = page.split("<!-- dispatch -->\n")[1].split("\n<!-- /dispatch -->")[0]
-    assert shown == module.markdown(result)
+@pytest.fixture
+def committed(monkeypatch):
+    """`committed("dispatch")`: the benchmark's module and its result file, once the page is seen to show that file."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+    def read(name):
+        module = importlib.import_module(name.replace("-", "_"))
+        result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        page = (ROOT / "docs" / "benchmarks.md").read_text()
+        assert page.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0] == module.markdown(result)
+        return module, result
+
+    return read
+
+
+def test_dispatch_table_is_the_result_file(committed):
+    _, result = committed("dispatch")
     over = {n: r["added"] for n, r in result["rows"].items() if r["added"] > result["budgets"].get(n, r["added"])}
     assert not over, "the committed run is over budget"
     for host in ("transformers sdpa", "diffusers native"):
         assert result["rows"]["functional"]["added"] < result["rows"][host]["added"]
 
 
-def test_kv_cache_accuracy_table_is_the_result_file():
-    spec = importlib.util.spec_from_file_location("kv_cache_accuracy", ROOT / "benchmarks" / "kv_cache_accuracy.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    result = json.loads((ROOT / "benchmarks" / "results" / "kv-cache-accuracy.json").read_text())
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    shown = page.split("<!-- kv-cache-accuracy -->\n")[1].split("\n<!-- /kv-cache-accuracy -->")[0]
-    assert shown == module.markdown(result)
+def test_kv_cache_accuracy_table_is_the_result_file(committed):
+    module, result = committed("kv-cache-accuracy")
     rows = result["rows"]
     assert rows["fp8_e4m3, by tensor"]["of_bf16"] == 0.5
     assert rows["fp4_e2m1, by 16 numbers"]["of_bf16"] == 0.28125
@@ -43,14 +48,8 @@ def test_kv_cache_accuracy_table_is_the_result_file():
             assert 0.5 < row[kind][0] / max(rows[name][kind]) < 2, "the committed figures are of this code"
 
 
-def test_step_metadata_table_is_the_result_file():
-    spec = importlib.util.spec_from_file_location("step_metadata", ROOT / "benchmarks" / "step_metadata.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    result = json.loads((ROOT / "benchmarks" / "results" / "step-metadata.json").read_text())
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    shown = page.split("<!-- step-metadata -->\n")[1].split("\n<!-- /step-metadata -->")[0]
-    assert shown == module.markdown(result)
+def test_step_metadata_table_is_the_result_file(committed):
+    module, result = committed("step-metadata")
     rows = {(row["requests"], row["backends"]): row["ways"] for row in result["rows"]}
     assert {n for n, _ in rows} == {1, 4, 16, 64, 256}
     for ways in rows.values():
@@ -67,13 +66,7 @@ def test_step_metadata_table_is_the_result_file():
             assert found[name][figure] == rows[4, 2][name][figure], "the committed figures are of this code"
 
 
-def test_serving_layer_table_is_the_result_file():
-    spec = importlib.util.spec_from_file_location("serving_layer", ROOT / "benchmarks" / "serving_layer.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    result = json.loads((ROOT / "benchmarks" / "results" / "serving-layer.json").read_text())
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    shown = page.split("<!-- serving-layer -->\n")[1].split("\n<!-- /serving-layer -->")[0]
-    assert shown == module.markdown(result)
+def test_serving_layer_table_is_the_result_file(committed):
+    _, result = committed("serving-layer")
     for row in result["rows"]:
         assert row["us"]["forward_decode"]["us"] <= result["budget"], "the committed run is over budget"

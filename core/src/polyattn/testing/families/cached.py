@@ -40,6 +40,9 @@ _STEPS: tuple[dict[str, Any], ...] = (
 _DRAFTS: Lengths = ((5, 64), (3, 9), (1, 0), (4, 4))
 """Drafts and keys of a batch that is verified: trees of their own, a padding row, one without a prefix."""
 
+_ENCODER: Lengths = ((9, 3), (2, 40), (4, 4), (1, 0))
+"""Queries and keys of cross-attention: an encoder may be shorter than what attends to it."""
+
 
 class Table(NamedTuple):
     """Where the rows of a call, or of one of its parts, lie: the place of each of their tokens, and their pages."""
@@ -98,6 +101,10 @@ class Cached(Packed):
             if step.get("mask") == "tree":
                 yield from variants({**asked, "lse": True}, {}, wish=wish, lengths=_DRAFTS)
                 yield from variants(asked, {}, wish=wish, lengths=_DRAFTS)
+        for layout, lse in itertools.product(("NHD", "HND"), (False, True)):
+            asked = {"shape": 0, **self.step(False, layout), "cross": True, "causal": "none", "lse": lse}
+            asked |= {"phase": "extend", "s_relation": "more"}
+            yield from variants(asked, {}, wish={"group": 4, "page_size": 16}, lengths=_ENCODER)
 
     def step(self, saved: bool, layout: str) -> dict[str, Any]:
         """Field values of one step of an engine."""
