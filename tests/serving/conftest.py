@@ -139,3 +139,9 @@ def settings() -> Iterator[Any]:
     """`polyattn.configure`, undone after the test."""
     yield polyattn.configure
     polyattn.configure()
+
+
+@pytest.fixture
+def gpu(device: Any) -> None:
+    """For tests that record into CUDA graphs; without the device they are reported as not run."""
+    device("cuda", what="device graphs of serving steps")

@@ -8,15 +8,17 @@ import torch
 from polyattn.errors import GraphError
 from polyattn.serving.graphs import CudaGraph, DeviceGraph, FakeGraph, graphs_of
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: no CUDA device")
-KINDS = [
-    pytest.param(FakeGraph, "cpu", id="fake"),
-    pytest.param(CudaGraph, "cuda", id="cuda", marks=CUDA),
-]
+
+@pytest.fixture(params=[(FakeGraph, "cpu"), (CudaGraph, "cuda")], ids=["fake", "cuda"])
+def place(request: pytest.FixtureRequest) -> tuple[type[DeviceGraph], str]:
+    """A kind of graph, and where its tensors are."""
+    if request.param[1] == "cuda":
+        request.getfixturevalue("gpu")
+    return request.param  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind, device", KINDS)
-def test_replay_writes_the_results_anew(kind: type[DeviceGraph], device: str) -> None:
+def test_replay_writes_the_results_anew(place: tuple[type[DeviceGraph], str]) -> None:
+    kind, device = place
     x = torch.zeros(4, device=device)
     weight = torch.randn(4, 4, device=device)
     graph = kind()
@@ -28,8 +30,8 @@ def test_replay_writes_the_results_anew(kind: type[DeviceGraph], device: str) ->
         assert torch.equal(out["twice"][0], x * 2)
 
 
-@pytest.mark.parametrize("kind, device", KINDS)
-def test_a_step_that_waits_is_not_recorded(kind: type[DeviceGraph], device: str) -> None:
+def test_a_step_that_waits_is_not_recorded(place: tuple[type[DeviceGraph], str]) -> None:
+    kind, device = place
     x = torch.ones(4, device=device)
     with pytest.raises(GraphError, match=r"could not be recorded|cannot be recorded"):
         kind().capture(lambda: x * x.sum().item())
@@ -101,7 +103,7 @@ def test_a_cpu_has_no_graphs() -> None:
     assert graphs_of(torch.device("cpu")) is None
 
 
-@CUDA
+@pytest.mark.usefixtures("gpu")
 def test_graphs_of_a_device_share_their_memory() -> None:
     make = graphs_of(torch.device("cuda"))
     assert make is not None

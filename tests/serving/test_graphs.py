@@ -22,7 +22,6 @@ from polyattn.serving.tree import DraftTree
 from polyattn.serving.workspace import Limits
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: no CUDA device")
 H, H_KV, D, E, V, LONGEST = 4, 2, 16, 32, 50, 64
 
 
@@ -99,8 +98,10 @@ class World:
         return found
 
 
-@pytest.fixture(params=[pytest.param("cpu"), pytest.param("cuda", marks=CUDA)])
+@pytest.fixture(params=["cpu", "cuda"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., World]]:
+    if request.param == "cuda":
+        request.getfixturevalue("gpu")
     with torch.no_grad():
         yield lambda **more: World(request.param, "torch_sdpa", **more)
 
@@ -327,7 +328,7 @@ def test_a_kernel_that_reads_lengths_on_the_host_is_not_recorded() -> None:
             runner(world).run(batch, *world.inputs(batch))
 
 
-@CUDA
+@pytest.mark.usefixtures("gpu")
 def test_a_device_graph_is_the_default_on_cuda() -> None:
     with torch.no_grad():
         world = World("cuda", "torch_sdpa")
