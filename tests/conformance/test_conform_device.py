@@ -59,8 +59,12 @@ def test_compiled_backends_are_dealt_to_all_workers(script: ModuleType) -> None:
         ("flex_attention", 0, 3),
         ("flex_attention", 1, 3),
         ("flex_attention", 2, 3),
-        ("torch_sdpa", 0, 1),
+        ("torch_sdpa", 0, 3),
+        ("torch_sdpa", 1, 3),
+        ("torch_sdpa", 2, 3),
     ]
+    few = [s.of for s in script.shares(given(workers=15)) if s.backend == "torch_sdpa"]
+    assert few == [script.PARTS] * script.PARTS
 
 
 class Processes:

@@ -46,7 +46,10 @@ def test_fp32_is_model_generate(where: str, shape: str, topk: int) -> None:
     graphs = engine.memory.graphs
     assert (graphs is None) == (where == "cpu")
     if graphs is not None:
-        assert graphs.recorded == ((ForwardMode.TARGET_VERIFY if topk else ForwardMode.DECODE, 2),)
+        # Drafts are accepted as they agree, so one prompt can be done before the other and leave a graph of one row.
+        mode = ForwardMode.TARGET_VERIFY if topk else ForwardMode.DECODE
+        assert (mode, 2) in graphs.recorded
+        assert {recorded for recorded, _ in graphs.recorded} == {mode}
 
 
 @pytest.mark.parametrize("shape", list(MODELS))

@@ -7,6 +7,8 @@ import torch
 
 from polyattn.serving import PageAllocator, RequestTable
 
+from .syncs import no_sync
+
 
 @pytest.fixture(autouse=True)
 def gpu(device):
@@ -17,9 +19,7 @@ def test_flushes_that_wait_on_the_device_keep_their_numbers():
     table = RequestTable(4, 4096, 1, (-1, 99), [PageAllocator(20_000) for _ in range(2)], "cuda")
     rows = [table.add() for _ in range(3)]
     kept = []
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         for _ in range(6):
             torch.cuda._sleep(20_000_000)
             for row in rows:
@@ -28,8 +28,6 @@ def test_flushes_that_wait_on_the_device_keep_their_numbers():
             table.flush()
             host = [[table.pages(row, group) for row in rows] for group in range(2)]
             kept.append((host, [t.clone() for t in table.tables]))
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     for host, device in kept:
         for pages, found in zip(host, device, strict=True):
             for row, expected in zip(rows, pages, strict=True):
