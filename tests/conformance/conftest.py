@@ -43,9 +43,9 @@ ROWS = (
 @hookimpl
 def polyattn_register_backends():
     provider = Provider("acme", ROWS, "acme_kernels.adapter:Acme")
-    yield BackendInfo("acme", "cpu", (provider,), summary="a plugin of these tests", narrowed=tuple(NARROWED))
+    yield BackendInfo("acme", "cpu", (provider,), summary="a plugin of these tests", narrowed=tuple(NARROWED), **CLAIMS)
 """
-"""Text of a plugin; what a test puts before it may define NARROWED, what it puts behind it may be a hook."""
+"""Text of a plugin; what a test puts before it may define NARROWED and CLAIMS, what it puts behind may be a hook."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,12 +63,12 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Acme]:
     # One of its own: what this test registers is gone with it.
     reset_manager(PluginManager(kept.environ, kept.host_version))
 
-    def register(before: str = "NARROWED = ()", behind: str = "", adapter: str = ADAPTER) -> Path:
+    def register(before: str = "", behind: str = "", adapter: str = ADAPTER) -> Path:
         folder = tmp_path / "acme_kernels"
         folder.mkdir()
         (folder / "__init__.py").touch()
         (folder / "adapter.py").write_text(adapter)
-        texts = (before, PLUGIN, behind)
+        texts = ("NARROWED, CLAIMS = (), {}", before, PLUGIN, behind)
         (folder / "plugin.py").write_text("\n".join(textwrap.dedent(text) for text in texts))
         get_manager().register("acme_kernels.plugin", "acme")
         return folder

@@ -375,6 +375,19 @@ def test_evidence_is_written_and_goes_stale(plugin_elsewhere: Path, monkeypatch:
         record(found)
 
 
+def test_kernels_interpreted_on_a_cpu_are_evidence_of_that(acme: Acme) -> None:
+    acme('CLAIMS = {"evidence": "interpreter"}')
+    path = record(run("acme", device="cpu", dtypes=["float32"], per_row=1))
+    assert json.loads(path.read_text())["level"] == "interpreter"
+
+
+def test_what_compiles_gets_fewer_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Installed("torch_native")
+    many = plan(target, families=["varlen"], dtypes=["float32"])
+    monkeypatch.setattr(target, "info", dataclasses.replace(target.info, compiles=True))
+    assert len(plan(target, families=["varlen"], dtypes=["float32"])) < len(many)
+
+
 def test_a_file_that_is_no_evidence(plugin_elsewhere: Path) -> None:
     (plugin_elsewhere / "evidence").mkdir()
     (plugin_elsewhere / "evidence" / "torch_native@cpu.json").write_text("{")

@@ -437,6 +437,7 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
             config=FLEX_OPTIONS,
             evidence="vendor code",
             upstream="torch",
+            compiles=True,
         )
     yield BackendInfo(
         "reference",

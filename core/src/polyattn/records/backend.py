@@ -184,6 +184,7 @@ class BackendInfo:
         lossy: accuracy class for approximate methods (quantised, sparse), empty = exact.
         upstream: where the kernels come from.
         note: what a reader of the matrix must know.
+        compiles: a program is compiled for each kind of request, for seconds: conformance draws fewer cases.
     """
 
     name: str
@@ -201,6 +202,7 @@ class BackendInfo:
     upstream: str = ""
     note: str = ""
     narrowed: tuple[Witness, ...] = ()
+    compiles: bool = False
 
     @property
     def id(self) -> str:

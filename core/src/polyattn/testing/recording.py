@@ -13,8 +13,9 @@ __all__ = ["record"]
 
 
 def record(report: Report) -> Path:
-    """Write a report as evidence of level `hardware` beside the plugin that owns the backend; the file's path.
+    """Write a report as evidence beside the plugin that owns the backend; the file's path.
 
+    It is of level `hardware`; on a CPU, kernels that Triton interprets there are evidence of level `interpreter`.
     The report may come from another machine, as long as the same sources ran there.
 
     Raises:
@@ -27,14 +28,16 @@ def record(report: Report) -> Path:
     if report.unrecorded:
         raise ConfigError(f"{which}: {report.unrecorded}")
     manager = get_manager()
-    origin = manager.owner(manager.backends[report.backend, report.platform]).origin
+    info = manager.backends[report.backend, report.platform]
+    origin = manager.owner(info).origin
     if source_hash(Path(origin).parent, report.sources) != report.digest:
         raise ConfigError(f"{which}: {', '.join(report.sources)} are not what ran on {report.date}. Run again")
     tried = f"families: {', '.join(report.families)}; dtypes: {', '.join(report.dtypes)}"
+    interpreted = report.platform == "cpu" and info.evidence == "interpreter"
     evidence = Evidence(
         backend=report.backend,
         platform=report.platform,
-        level="hardware",
+        level="interpreter" if interpreted else "hardware",
         device=report.device,
         versions=dict(report.versions),
         date=report.date,

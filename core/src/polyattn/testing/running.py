@@ -30,15 +30,15 @@ from .tolerances import Finding
 from .where import AUTO, place
 from .xfails import Expected, expected_of, no_unmatched, read_xfails
 
-__all__ = ["FLOATS", "PER_ROW", "Progress", "plan", "run"]
+__all__ = ["COMPILED", "FLOATS", "Progress", "plan", "run"]
 
 Progress = Callable[[int, int, str], None]
 """Called with (cases done, cases in all, the next case's id)."""
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
-PER_ROW: Mapping[str, Mapping[Level, int]] = {"flex_attention": {"quick": 10, "full": 80}}
-"""Backends that compile a program for each request: seconds each, so there are fewer cases of combined fields."""
+COMPILED: Mapping[Level, int] = {"quick": 10, "full": 80}
+"""Cases of combined fields for each row of a backend that compiles a program for each, in place of `LEVELS`."""
 
 
 def plan(
@@ -58,7 +58,7 @@ def plan(
     _known("level", (level,), tuple(LEVELS))
     _known("dtype", dtypes or (), FLOATS)
     _known("family", families or (), ALL_FAMILIES)
-    count = per_row or PER_ROW.get(target.name, LEVELS)[level]
+    count = per_row or (COMPILED if target.info.compiles else LEVELS)[level]
     dtypes = tuple(dtypes or FLOATS)
     chosen = tuple(families or ALL_FAMILIES)
     computed = [family for family in chosen if family in FAMILIES]
