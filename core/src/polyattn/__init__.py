@@ -84,7 +84,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        if name in ("testing", "nn", "integrations", "serving"):
+        if name in ("testing", "nn", "integrations", "serving", "tuning"):
             return _import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(_import_module(f".{_WHERE[name]}", __name__), name)

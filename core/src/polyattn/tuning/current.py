@@ -1,0 +1,132 @@
+"""The store of this process, and what of it is in memory: what kernels ask on their way to a launch.
+
+The file is read once for each device and kernel. Nothing here measures.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..envvars import text
+from ..epoch import bump
+from ..errors import ConfigError
+from .kernels import Choices, Kernel, Key
+from .places import place_of
+from .rows import Row, canonical
+from .store import TuningStore
+
+if TYPE_CHECKING:
+    from torch import device
+
+__all__ = ["MODES", "default_path", "kernel_config", "mode", "record", "reload", "store"]
+
+MODES = ("use", "off")
+_MOST = 65536
+_Asked = tuple[str, Key, "device"]
+
+
+class _State:
+    store: TuningStore | None = None
+    off = False
+    known: dict[_Asked, Choices | None]
+    tables: dict[tuple[str, device], dict[str, Row]]
+
+    def __init__(self) -> None:
+        self.known, self.tables = {}, {}
+
+
+_state = _State()
+
+
+def mode() -> str:
+    """`use`: what was measured is used. `off`: nothing is read. From POLYATTN_TUNING.
+
+    Raises:
+        ConfigError: the variable has another value.
+    """
+    value = (text("POLYATTN_TUNING") or "use").strip().lower()
+    if value not in MODES:
+        raise ConfigError(f"POLYATTN_TUNING={value!r}; allowed: {', '.join(MODES)}")
+    return value
+
+
+def default_path() -> Path:
+    """POLYATTN_TUNING_STORE, else `polyattn/tuning.sqlite3` in the user's folder for caches."""
+    if named := text("POLYATTN_TUNING_STORE"):
+        return Path(named).expanduser()
+    folder = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
+    return (Path(folder) if folder else Path.home() / ".cache") / "polyattn" / "tuning.sqlite3"
+
+
+def store() -> TuningStore:
+    """The store of this process.
+
+    Raises:
+        ConfigError: its file is damaged, of another program or of a later polyattn.
+    """
+    if _state.store is None:
+        _state.store = TuningStore(default_path())
+    return _state.store
+
+
+def reload() -> None:
+    """Read the environment and the file anew: what other processes measured since, another store."""
+    _state.store = None
+    _forget()
+
+
+def record(*rows: Row) -> None:
+    """Keep measurements in the store of this process, and use them from here on."""
+    store().record(*rows)
+    _forget()
+
+
+def _forget() -> None:
+    _state.known, _state.tables = {}, {}
+    bump()
+
+
+def kernel_config(kernel: Kernel, key: Key, default: Choices, where: device) -> Choices:
+    """The choices to launch a kernel with: what was measured for this key on this device, else `default`.
+
+    A lookup in memory, after the first call for a device. A store that cannot be read is warned about once, and the
+    defaults serve.
+
+    Args:
+        kernel: a registered one. key: values of `kernel.key`, lengths as `bucket`s. where: the device, with an index.
+    """
+    asked = (kernel.name, key, where)
+    try:
+        found = _state.known[asked]
+    except KeyError:
+        found = _find(kernel, key, where)
+    return default if found is None else found
+
+
+def _find(kernel: Kernel, key: Key, where: device) -> Choices | None:
+    named = canonical(kernel.named(key))
+    table = _state.tables.get((kernel.name, where))
+    if table is None:
+        table = _state.tables[kernel.name, where] = _read(kernel, where)
+    row = table.get(named)
+    if len(_state.known) >= _MOST:
+        _state.known = {}
+    found = _state.known[kernel.name, key, where] = None if row is None else row.value
+    return found
+
+
+def _read(kernel: Kernel, where: device) -> dict[str, Row]:
+    if mode() == "off":
+        return {}
+    try:
+        rows = store().rows(place_of(where, kernel.versions, kernel.revision), kernel.subject)
+        for row in rows:
+            kernel.check(row.value)
+    except ConfigError as exc:
+        warnings.warn(f"nothing measured is used for {kernel.name}: {exc}", RuntimeWarning, stacklevel=5)
+        return {}
+    return {canonical(row.key): row for row in rows}

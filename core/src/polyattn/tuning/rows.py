@@ -1,0 +1,146 @@
+"""A measurement as it is kept: where it holds, what it is about, what was best, and who says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ..errors import ConfigError, did_you_mean
+from .kernels import registered_kernels
+
+__all__ = ["BACKEND", "KERNEL", "Place", "Row", "canonical", "check_row", "row_of"]
+
+BACKEND, KERNEL = "backend", "kernel:"
+"""Subjects: which backend serves a request; which choices of a kernel, its name following."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a measurement holds. Another device, or another version, and it is not looked at.
+
+    Attributes:
+        device: its name, such as "NVIDIA H200". arch: sm90, gfx942, ...; "" where there is none.
+        versions: (name, version) of what was measured, sorted by name.
+    """
+
+    device: str
+    arch: str
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions)
+        return f"{self.device}{f' ({self.arch})' if self.arch else ''}{f', {versions}' if versions else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        place: see there. subject: `kernel:NAME`, or `backend`.
+        key: what was asked, by name; lengths as buckets. value: what was best of it.
+        microseconds: its time. date: ISO 8601, UTC. source: who measured, for people.
+    """
+
+    place: Place
+    subject: str
+    key: Mapping[str, Any]
+    value: Mapping[str, Any]
+    microseconds: float
+    date: str
+    source: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "device": self.place.device,
+            "arch": self.place.arch,
+            "versions": dict(self.place.versions),
+            "subject": self.subject,
+            "key": dict(self.key),
+            "value": dict(self.value),
+            "microseconds": self.microseconds,
+            "date": self.date,
+            "source": self.source,
+        }
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "device": (str,),
+    "arch": (str,),
+    "versions": (dict,),
+    "subject": (str,),
+    "key": (dict,),
+    "value": (dict,),
+    "microseconds": (int, float),
+    "date": (str,),
+    "source": (str,),
+}
+
+
+def canonical(data: Mapping[str, Any]) -> str:
+    """The one text of a mapping: equal mappings have equal texts."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
+def row_of(data: Any, where: str) -> Row:
+    """The row that `Row.plain` made.
+
+    Raises:
+        ConfigError: it is none; `where` begins the message.
+    """
+    if not isinstance(data, dict) or set(data) != set(_TYPES):
+        raise ConfigError(f"{where}: a measurement has exactly {', '.join(_TYPES)}; got {_shown(data)}")
+    for name, types in _TYPES.items():
+        if not isinstance(data[name], types) or isinstance(data[name], bool):
+            raise ConfigError(
+                f"{where}: {name} is {_shown(data[name])}; {' or '.join(t.__name__ for t in types)} it is"
+            )
+    if not (math.isfinite(data["microseconds"]) and data["microseconds"] > 0):
+        raise ConfigError(f"{where}: microseconds={data['microseconds']}; a time is finite and above 0")
+    place = Place(data["device"], data["arch"], tuple(sorted((str(k), str(v)) for k, v in data["versions"].items())))
+    rest = {name: data[name] for name in ("subject", "key", "value", "microseconds", "date", "source")}
+    return Row(place, **rest)
+
+
+def check_row(row: Row, where: str, backends: Collection[str] | None) -> None:
+    """Refuse a measurement of something nobody here knows, or a choice that it does not have.
+
+    Args:
+        backends: names that a backend row may have; None: any.
+
+    Raises:
+        ConfigError: `where` begins the message.
+    """
+    if row.subject.startswith(KERNEL):
+        name, known = row.subject[len(KERNEL) :], registered_kernels()
+        if name not in known:
+            raise ConfigError(
+                f"{where}: no kernel {name!r} is registered here.{did_you_mean(name, known)} Known: "
+                f"{', '.join(sorted(known)) or 'none'}; install the package that has it"
+            )
+        kernel = known[name]
+        if set(row.key) != set(kernel.key):
+            raise ConfigError(f"{where}: kernel {name!r} has keys of {', '.join(kernel.key)}; got {', '.join(row.key)}")
+        try:
+            kernel.check(row.value)
+        except ConfigError as exc:
+            raise ConfigError(f"{where}: {exc}") from exc
+    elif row.subject == BACKEND:
+        backend = row.value.get("backend")
+        if not isinstance(backend, str) or (backends is not None and backend not in backends):
+            names = sorted(backends or ())
+            raise ConfigError(
+                f"{where}: no backend {backend!r} is registered here.{did_you_mean(str(backend), names)} Known: "
+                f"{', '.join(names) or 'any name'}"
+            )
+    else:
+        raise ConfigError(f"{where}: subject={row.subject!r}; allowed: {BACKEND}, {KERNEL}NAME")
+
+
+def _shown(data: Any) -> str:
+    text = repr(data)
+    return text if len(text) < 80 else f"{text[:77]}..."

@@ -1,0 +1,250 @@
+"""The file that measurements are kept in: SQLite, one short transaction for each change, no connection kept open.
+
+Any number of processes may read and write one file at a time. A file that cannot be written is read all the same, and
+what is recorded stays in the memory of the process, which is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .rows import Place, Row, canonical, check_row, row_of
+
+__all__ = ["FORMAT", "SCHEMA", "TuningStore"]
+
+SCHEMA = 1
+"""Version of the tables. A file with a higher one was made by a later polyattn."""
+FORMAT = "polyattn tuning 1"
+"""What an exported file says it is."""
+_APPLICATION = 0x706F6C79
+_WAIT_S = 30.0
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS measurement (
+    device TEXT NOT NULL, arch TEXT NOT NULL, versions TEXT NOT NULL, subject TEXT NOT NULL, key TEXT NOT NULL,
+    value TEXT NOT NULL, microseconds REAL NOT NULL, date TEXT NOT NULL, source TEXT NOT NULL,
+    PRIMARY KEY (device, arch, versions, subject, key)
+) WITHOUT ROWID
+"""
+_COLUMNS = "device, arch, versions, subject, key, value, microseconds, date, source"
+_PUT = f"""
+INSERT INTO measurement ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (device, arch, versions, subject, key) DO UPDATE SET
+    value = excluded.value, microseconds = excluded.microseconds, date = excluded.date, source = excluded.source
+WHERE excluded.date >= measurement.date
+"""
+_Identity = tuple[str, str, str, str, str]
+
+
+class TuningStore:
+    """Measurements in a file, or in memory.
+
+    Args:
+        path: of the file; it is made with the first measurement. None: memory.
+        rebuild: a file that is damaged, of another program or of a later polyattn is moved aside (`.old`), which is
+            warned about, and a new one begun.
+
+    Raises:
+        ConfigError: there is such a file, and `rebuild` is not asked for.
+    """
+
+    def __init__(self, path: str | Path | None = None, *, rebuild: bool = False) -> None:
+        self.path = None if path is None else Path(path).expanduser()
+        self._own: dict[_Identity, Row] = {}
+        self._only_memory = False
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            with self._reading(self.path):
+                pass
+        except ConfigError as exc:
+            if not rebuild:
+                raise
+            aside = self.path.with_name(self.path.name + ".old")
+            self.path.replace(aside)
+            for suffix in ("-wal", "-shm"):
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            warnings.warn(f"{exc} It was moved to {aside}, and a new one is begun.", RuntimeWarning, stacklevel=2)
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def rows(self, place: Place | None = None, subject: str | None = None) -> list[Row]:
+        """All measurements, or those of a place or a subject, in order.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        found: dict[_Identity, Row] = {}
+        if self.path is not None and self.path.exists():
+            with self._reading(self.path) as connection:
+                wanted = {"subject": subject}
+                if place is not None:
+                    wanted |= {"device": place.device, "arch": place.arch, "versions": canonical(dict(place.versions))}
+                given = {name: value for name, value in wanted.items() if value is not None}
+                where = " AND ".join(f"{name} = :{name}" for name in given) or "1"
+                for line in connection.execute(f"SELECT {_COLUMNS} FROM measurement WHERE {where}", given):
+                    row = self._row(line)
+                    found[_identity(row)] = row
+        for identity, row in self._own.items():
+            if (place is None or row.place == place) and (subject is None or row.subject == subject):
+                found[identity] = row
+        return [found[identity] for identity in sorted(found)]
+
+    def lookup(self, place: Place, subject: str, key: Mapping[str, Any]) -> Row | None:
+        """The measurement of a key, if there is one. It reads the file; calls that matter use
+        `polyattn.tuning.kernel_config`, which has them in memory."""
+        text = canonical(key)
+        return next((row for row in self.rows(place, subject) if canonical(row.key) == text), None)
+
+    def export(self) -> dict[str, Any]:
+        """All measurements, for `json.dump`."""
+        return {"format": FORMAT, "measurements": [row.plain() for row in self.rows()]}
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def record(self, *rows: Row) -> None:
+        """Keep measurements, all or none; one of the same place, subject and key replaces an older one.
+
+        Raises:
+            ConfigError: the file is damaged, or was locked for half a minute.
+        """
+        for row in rows:
+            check_row(row, "record", None)
+        if self.path is not None and not self._only_memory and self._write(self.path, rows):
+            return
+        for row in rows:
+            known = self._own.get(_identity(row))
+            if known is None or row.date >= known.date:
+                self._own[_identity(row)] = row
+
+    def import_rows(self, data: Any, backends: Collection[str] | None = None, where: str = "import") -> int:
+        """Keep what `export` made elsewhere, all or nothing; of two measurements of one thing the later stays.
+
+        Args:
+            data: see `export`. backends: names that rows about backends may have, None = any. where: begins messages.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            ConfigError: not such data, or it names a kernel, a backend or a choice that nobody here knows.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("measurements"), list):
+            raise ConfigError(f"{where}: this is no export of measurements; one has format {FORMAT!r}")
+        rows = []
+        for i, one in enumerate(data["measurements"]):
+            rows.append(row_of(one, f"{where}: measurement {i}"))
+            check_row(rows[-1], f"{where}: measurement {i}", backends)
+        self.record(*rows)
+        return len(rows)
+
+    # ------------------------------------------------------------------------------------------------------ the file
+
+    def _write(self, path: Path, rows: Iterable[Row]) -> bool:
+        """Whether they are in the file now."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)
+        except (OSError, sqlite3.OperationalError) as exc:
+            return self._stay_in_memory(exc)
+        with contextlib.closing(connection), self._understood():
+            try:
+                self._begin(connection)
+                with connection:
+                    connection.execute("BEGIN IMMEDIATE")
+                    connection.executemany(_PUT, [_line(row) for row in rows])
+            except sqlite3.OperationalError as exc:
+                if "locked" in str(exc) or "busy" in str(exc):
+                    raise ConfigError(
+                        f"{path} was locked by others for {_WAIT_S:.0f} s, and nothing was recorded; try again"
+                    ) from exc
+                return self._stay_in_memory(exc)
+        return True
+
+    def _begin(self, connection: sqlite3.Connection) -> None:
+        """Make the tables of a new file; two processes may both do so."""
+        if self._version(connection) == SCHEMA:
+            return
+        with contextlib.suppress(sqlite3.OperationalError):  # another process makes the file at this moment
+            connection.execute("PRAGMA journal_mode = WAL")
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(_TABLE)
+            connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+            connection.execute(f"PRAGMA user_version = {SCHEMA}")
+
+    def _stay_in_memory(self, cause: Exception) -> bool:
+        self._only_memory = True
+        warnings.warn(
+            f"measurements cannot be written to {self.path} ({cause}); they are kept for this process only. "
+            "POLYATTN_TUNING_STORE names another file",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+        return False
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[sqlite3.Connection]:
+        uri = path.absolute().as_uri()
+        with self._understood(), contextlib.ExitStack() as stack:
+            # Where the folder cannot be written, a journal cannot be opened; nobody writes there then.
+            for mode in ("mode=ro", "immutable=1"):
+                opened = sqlite3.connect(f"{uri}?{mode}", uri=True, timeout=_WAIT_S)
+                connection = stack.enter_context(contextlib.closing(opened))
+                try:
+                    version = self._version(connection)
+                    break
+                except sqlite3.OperationalError:
+                    if mode == "immutable=1":
+                        raise
+            if not version:  # somebody is making it
+                connection = stack.enter_context(contextlib.closing(sqlite3.connect(":memory:")))
+                connection.execute(_TABLE)
+            yield connection
+
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.DatabaseError, sqlite3.Warning) as exc:
+            raise self._unreadable(f"cannot be read ({exc})") from exc
+
+    def _version(self, connection: sqlite3.Connection) -> int:
+        """Of the tables; 0 = there are none yet."""
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if application != _APPLICATION and tables:
+            raise self._unreadable("is a database of another program")
+        if version > SCHEMA:
+            raise self._unreadable(f"has tables of version {version}, and this polyattn knows {SCHEMA}")
+        return int(version)
+
+    def _unreadable(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"the tuning store {self.path} {what}; name another file with POLYATTN_TUNING_STORE, or move it away: "
+            "nothing but measurements is in it."
+        )
+
+    def _row(self, line: tuple[Any, ...]) -> Row:
+        device, arch, versions, subject, key, value, *rest = line
+        try:
+            place = Place(device, arch, tuple(sorted(json.loads(versions).items())))
+            return Row(place, subject, json.loads(key), json.loads(value), *rest)
+        except (ValueError, TypeError, AttributeError) as exc:
+            raise self._unreadable(f"has a row that is none ({exc})") from exc
+
+
+def _identity(row: Row) -> _Identity:
+    return row.place.device, row.place.arch, canonical(dict(row.place.versions)), row.subject, canonical(row.key)
+
+
+def _line(row: Row) -> tuple[Any, ...]:
+    return (*_identity(row), canonical(row.value), row.microseconds, row.date, row.source)

@@ -1,0 +1,516 @@
+"""`polyattn.tuning`: what is measured is kept, shared between processes, and looked up without a wait."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyattn import tuning
+from polyattn.epoch import EPOCH
+from polyattn.errors import ConfigError, InvalidInputError, UnsupportedRequestError
+from polyattn.tuning import Kernel, Place, Row, TuningStore, current, kernels, offline
+
+CPU = torch.device("cpu")
+KERNEL = Kernel(
+    "test.decode",
+    key=("dtype", "head_dim", "k_bucket"),
+    choices={"block_n": (16, 32, 64), "num_warps": (2, 4), "split": (False, True)},
+    versions=("pluggy",),
+)
+DEFAULT = {"block_n": 16, "num_warps": 4, "split": False}
+FAST = {"block_n": 64, "num_warps": 2, "split": True}
+KEY = ("bfloat16", 128, 4096)
+HERE = Place("chip", "sm90", (("torch", "2.11"),))
+
+
+def row(**changed):
+    whole = Row(HERE, "kernel:test.decode", KERNEL.named(KEY), FAST, 12.5, "2026-01-02T00:00:00+00:00", "a test")
+    return dataclasses.replace(whole, **changed)
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path, monkeypatch):
+    path = tmp_path / "caches" / "tuning.sqlite3"
+    monkeypatch.setenv("POLYATTN_TUNING_STORE", str(path))
+    monkeypatch.delenv("POLYATTN_TUNING", raising=False)
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(offline, "_serving", [])
+    tuning.register_kernel(KERNEL)
+    tuning.reload()
+    yield path
+    tuning.reload()
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+@pytest.mark.parametrize("length, rounded", [(0, 0), (1, 1), (2, 2), (3, 4), (4096, 4096), (4097, 8192)])
+def test_buckets_are_powers_of_two(length, rounded):
+    assert tuning.bucket(length) == rounded
+
+
+def test_a_name_belongs_to_one_kernel():
+    assert tuning.register_kernel(KERNEL) is KERNEL
+    assert dict(tuning.registered_kernels()) == {"test.decode": KERNEL}
+    with pytest.raises(ConfigError, match=r"'test.decode' is registered already, with other choices"):
+        tuning.register_kernel(dataclasses.replace(KERNEL, choices={}))
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ({**FAST, "blok_n": 1}, r"has no choice 'blok_n'. Did you mean 'block_n'\? It has block_n, num_warps, split"),
+        ({"block_n": 16}, r"'num_warps' is missing; its choices are block_n, num_warps, split"),
+        ({**FAST, "num_warps": 10**9}, r"num_warps=1000000000; allowed: 2, 4"),
+        ({**FAST, "num_warps": "4"}, r"num_warps='4'; allowed: 2, 4"),
+        ({**FAST, "split": 1}, r"split=1; allowed: False, True"),
+    ],
+)
+def test_what_is_no_choice_is_refused(value, message):
+    with pytest.raises(ConfigError, match=message):
+        KERNEL.check(value)
+
+
+def test_a_key_has_all_its_values():
+    with pytest.raises(InvalidInputError, match=r"a key of 2 values; it has 3: dtype, head_dim, k_bucket"):
+        tuning.kernel_config(KERNEL, KEY[:2], DEFAULT, CPU)
+
+
+# --------------------------------------------------------------------------------------------------------------- store
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_what_is_recorded_is_found(own_store, in_memory):
+    store = TuningStore(None if in_memory else own_store)
+    assert store.rows() == []
+    assert store.lookup(HERE, "kernel:test.decode", KERNEL.named(KEY)) is None
+    store.record(row())
+    again = store if in_memory else TuningStore(own_store)
+    assert again.lookup(HERE, "kernel:test.decode", KERNEL.named(KEY)) == row()
+    assert own_store.exists() is not in_memory
+
+
+@pytest.mark.parametrize(
+    "other", [Place("another chip", "sm90", HERE.versions), Place("chip", "sm90", (("torch", "2.12"),))]
+)
+def test_another_device_or_version_has_none(own_store, other):
+    store = TuningStore(own_store)
+    store.record(row())
+    assert store.lookup(other, "kernel:test.decode", KERNEL.named(KEY)) is None
+    assert store.rows(other) == []
+    assert store.rows(HERE, "backend") == []
+    assert store.rows(HERE) == store.rows() == [row()]
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_later_of_two_measurements_stays(own_store, in_memory):
+    store = TuningStore(None if in_memory else own_store)
+    later = row(value=DEFAULT, microseconds=99.0, date="2026-01-03T00:00:00+00:00")
+    store.record(row())
+    store.record(later)
+    store.record(row())
+    assert store.rows() == [later]
+
+
+def test_what_does_not_fit_is_not_recorded(own_store):
+    store = TuningStore(own_store)
+    with pytest.raises(ConfigError, match=r"record: no kernel 'test.decod' .* Did you mean 'test.decode'\?"):
+        store.record(row(), row(subject="kernel:test.decod"))
+    assert store.rows() == []
+
+
+WRITER = """
+import sys
+from polyattn.tuning import *
+kernel = register_kernel(Kernel("test.decode", ("n",), {"block_n": (16,)}))
+store = TuningStore(sys.argv[1])
+for i in range(40):
+    store.record(Row(Place("chip", ""), kernel.subject, {"n": f"{sys.argv[2]} {i}"}, {"block_n": 16}, 1.0, "2026"))
+"""
+
+
+def test_several_processes_lose_nothing(own_store):
+    command = [sys.executable, "-c", WRITER, str(own_store)]
+    running = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "abc"]
+    errors = [process.communicate(timeout=120)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], errors
+    assert len(TuningStore(own_store).rows()) == 120
+
+
+KILLED = WRITER.replace(
+    "for i in range(40):", "import itertools\nfor i in itertools.count():\n    print(i, flush=True)"
+)
+
+
+def test_a_killed_writer_leaves_a_valid_store(own_store):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(own_store), "a"], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line == "20\n":
+            break
+    process.kill()
+    process.communicate()
+    assert len(TuningStore(own_store).rows()) >= 20
+    TuningStore(own_store).record(row())
+    assert row() in TuningStore(own_store).rows()
+
+
+def damaged(path):
+    path.write_bytes(b"these are not the bytes of a database" * 200)
+
+
+def of_a_later_polyattn(path):
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE x (y)")
+        connection.execute("PRAGMA application_id = 0x706F6C79")
+        connection.execute("PRAGMA user_version = 9")
+    connection.close()
+
+
+def of_another_program(path):
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE x (y)")
+    connection.close()
+
+
+def with_a_row_that_is_none(path):
+    TuningStore(path).record(row())
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE measurement SET value = 'no json'")
+    connection.close()
+
+
+UNREADABLE = [
+    (damaged, r"cannot be read \(file is not a database\)"),
+    (of_a_later_polyattn, r"has tables of version 9, and this polyattn knows 1"),
+    (of_another_program, r"is a database of another program"),
+]
+
+
+@pytest.mark.parametrize("make, message", UNREADABLE)
+def test_a_file_that_is_none_is_an_error_or_begun_anew(own_store, make, message):
+    own_store.parent.mkdir()
+    make(own_store)
+    with pytest.raises(ConfigError, match=rf"tuning.sqlite3 {message}; name another file with POLYATTN_TUNING_STORE"):
+        TuningStore(own_store)
+    with pytest.warns(
+        RuntimeWarning, match=rf"{message}.* It was moved to .*tuning.sqlite3.old, and a new one is begun"
+    ):
+        store = TuningStore(own_store, rebuild=True)
+    store.record(row())
+    assert TuningStore(own_store).rows() == [row()]
+    assert own_store.with_name("tuning.sqlite3.old").exists()
+
+
+@pytest.mark.parametrize("make, message", [*UNREADABLE, (with_a_row_that_is_none, r"has a row that is none")])
+def test_kernels_are_launched_all_the_same(own_store, make, message):
+    own_store.parent.mkdir()
+    make(own_store)
+    tuning.reload()
+    if make is with_a_row_that_is_none:
+        place = tuning.place_of(CPU, KERNEL.versions)
+        with sqlite3.connect(own_store) as connection:
+            versions = json.dumps(dict(place.versions), sort_keys=True, separators=(",", ":"))
+            connection.execute(
+                "UPDATE measurement SET device = ?, arch = ?, versions = ?", (place.device, place.arch, versions)
+            )
+        connection.close()
+    with pytest.warns(RuntimeWarning, match=rf"nothing measured is used for test.decode: .*{message}"):
+        assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT, "said once"
+
+
+def test_a_file_that_becomes_damaged_is_an_error_to_who_writes(own_store):
+    store = TuningStore(own_store)
+    own_store.parent.mkdir()
+    damaged(own_store)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        store.record(row())
+
+
+def test_a_locked_file_is_an_error_to_who_writes(own_store, monkeypatch):
+    store = TuningStore(own_store)
+    store.record(row())
+    monkeypatch.setattr(sqlite3, "connect", quick)
+    other = CONNECT(own_store, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(ConfigError, match=r"was locked by others for 30 s, and nothing was recorded; try again"):
+        store.record(row())
+    assert store.rows() == [row()], "readers do not wait"
+    other.close()
+
+
+CONNECT = sqlite3.connect
+
+
+def quick(*given, **options):
+    return CONNECT(*given, **{**options, "timeout": 0.01})
+
+
+def test_what_cannot_be_written_stays_in_memory(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = TuningStore(tmp_path / "file" / "tuning.sqlite3")
+    with pytest.warns(
+        RuntimeWarning, match=r"cannot be written to .* kept for this process only. POLYATTN_TUNING_STORE"
+    ):
+        store.record(row())
+    store.record(row(key=KERNEL.named(("float16", 64, 1))))
+    assert len(store.rows()) == 2
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_a_folder_that_cannot_be_written_is_read(own_store):
+    TuningStore(own_store).record(row())
+    own_store.chmod(0o444)
+    own_store.parent.chmod(0o555)
+    try:
+        store = TuningStore(own_store)
+        assert store.rows() == [row()]
+        with pytest.warns(RuntimeWarning, match="kept for this process only"):
+            store.record(row(microseconds=1.0))
+        assert store.rows() == [row(microseconds=1.0)]
+    finally:
+        own_store.parent.chmod(0o755)
+
+
+# ---------------------------------------------------------------------------------------------------- export and import
+
+
+def test_an_export_is_imported_elsewhere(own_store, tmp_path):
+    store = TuningStore(own_store)
+    store.record(row(), row(subject="backend", key={"family": "dense"}, value={"backend": "torch_sdpa"}))
+    data = json.loads(json.dumps(store.export()))
+    other = TuningStore(tmp_path / "other.sqlite3")
+    other.record(row(microseconds=1.0, date="2026-02-01"))
+    assert other.import_rows(data, backends=["torch_sdpa"]) == 2
+    assert {r.subject: r.microseconds for r in other.rows()} == {"backend": 12.5, "kernel:test.decode": 1.0}
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"subject": "kernel:acme.decode"}, r"no kernel 'acme.decode' is registered here. .*Known: test.decode"),
+        ({"subject": "shell"}, r"subject='shell'; allowed: backend, kernel:NAME"),
+        ({"value": {**FAST, "num_warps": 999}}, r"kernel 'test.decode': num_warps=999; allowed: 2, 4"),
+        ({"key": {"dtype": "bfloat16"}}, r"kernel 'test.decode' has keys of dtype, head_dim, k_bucket; got dtype"),
+        ({"subject": "backend", "value": {"backend": "torch_sdp"}}, r"no backend 'torch_sdp' .* 'torch_sdpa'\?"),
+        ({"subject": "backend", "value": {}}, r"no backend None is registered here"),
+        ({"microseconds": 0}, r"microseconds=0; a time is finite and above 0"),
+        ({"microseconds": float("nan")}, r"microseconds=nan"),
+        ({"microseconds": True}, r"microseconds is True; int or float it is"),
+        ({"date": 5}, r"date is 5; str it is"),
+        ({"more": 1}, r"a measurement has exactly device, arch, versions, .*; got \{"),
+    ],
+)
+def test_an_import_names_only_what_is_known(own_store, changed, message):
+    data = {"format": "polyattn tuning 1", "measurements": [row().plain(), {**row().plain(), **changed}]}
+    store = TuningStore(own_store)
+    with pytest.raises(ConfigError, match=rf"import: measurement 1: .*{message}"):
+        store.import_rows(data, backends=["torch_sdpa"])
+    assert store.rows() == [], "all or nothing"
+
+
+@pytest.mark.parametrize("data", [[], {}, {"format": "polyattn tuning 2", "measurements": []}, {"format": "x"}])
+def test_other_data_is_no_export(data):
+    with pytest.raises(ConfigError, match=r"no export of measurements; one has format 'polyattn tuning 1'"):
+        TuningStore().import_rows(data)
+
+
+# ------------------------------------------------------------------------------------------------------------- lookups
+
+
+def here(**changed):
+    return row(place=tuning.place_of(CPU, KERNEL.versions), **changed)
+
+
+def test_defaults_serve_until_somebody_measures(own_store):
+    epoch = EPOCH.value
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT
+    assert not own_store.exists(), "a lookup makes no file"
+    tuning.record(here())
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) == FAST
+    assert tuning.kernel_config(KERNEL, ("float16", 128, 4096), DEFAULT, CPU) is DEFAULT
+    assert EPOCH.value > epoch, "cached choices start over"
+
+
+def test_a_lookup_reads_no_file(own_store, monkeypatch):
+    tuning.record(here())
+    tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU)
+    monkeypatch.setattr(sqlite3, "connect", None)
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) == FAST
+    assert tuning.kernel_config(KERNEL, ("float16", 64, 1), DEFAULT, CPU) is DEFAULT
+    monkeypatch.setattr(current, "_MOST", 2)
+    for bucket in range(5):
+        tuning.kernel_config(KERNEL, ("float16", 64, bucket), DEFAULT, CPU)
+    assert len(current._state.known) <= 2
+
+
+def test_what_others_measured_is_seen_after_a_reload(own_store):
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT
+    TuningStore(own_store).record(here())
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT
+    tuning.reload()
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) == FAST
+
+
+def test_a_choice_that_the_kernel_no_longer_has_is_not_used(own_store):
+    tuning.record(here())
+    fewer = dataclasses.replace(KERNEL, choices={**KERNEL.choices, "block_n": (16, 32)})
+    kernels._kernels.clear()
+    tuning.register_kernel(fewer)
+    tuning.reload()
+    with pytest.warns(RuntimeWarning, match=r"nothing measured is used for test.decode: .*block_n=64; allowed: 16, 32"):
+        assert tuning.kernel_config(fewer, KEY, DEFAULT, CPU) is DEFAULT
+
+
+def test_a_revised_kernel_forgets(own_store):
+    tuning.record(here())
+    revised = dataclasses.replace(KERNEL, revision=2)
+    assert tuning.kernel_config(revised, KEY, DEFAULT, CPU) is DEFAULT
+
+
+def test_off_reads_nothing(own_store, monkeypatch):
+    tuning.record(here())
+    monkeypatch.setenv("POLYATTN_TUNING", "off")
+    tuning.reload()
+    assert tuning.mode() == "off"
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT
+
+
+def test_a_mode_that_is_none(monkeypatch):
+    monkeypatch.setenv("POLYATTN_TUNING", "on")
+    with pytest.raises(ConfigError, match=r"POLYATTN_TUNING='on'; allowed: use, off"):
+        tuning.mode()
+
+
+def test_where_the_file_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("POLYATTN_TUNING_STORE")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning.default_path() == tmp_path / "polyattn" / "tuning.sqlite3"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert tuning.default_path() == Path.home() / ".cache" / "polyattn" / "tuning.sqlite3"
+
+
+def test_the_place_of_this_process():
+    place = tuning.place_of(CPU, ("pluggy", "no-such-distribution"), 3)
+    versions = dict(place.versions)
+    assert versions["torch"] == torch.__version__
+    assert versions["pluggy"]
+    assert (versions["no-such-distribution"], versions["revision"]) == ("", "3")
+    assert place.device
+    assert f"torch {torch.__version__}" in str(place)
+
+
+# -------------------------------------------------------------------------------------------------------------- tuning
+
+CANDIDATES = [DEFAULT, {**DEFAULT, "block_n": 32}, FAST]
+
+
+def test_the_fastest_candidate_is_recorded(own_store):
+    order = []
+
+    def measure(candidate):
+        order.append(candidate["block_n"])
+        if candidate["block_n"] == 32:
+            raise RuntimeError("out of shared memory")
+        return {16: 9.0, 64: 5.0}[candidate["block_n"]] + len(order) / 100
+
+    found = tuning.tune(KERNEL, KEY, CANDIDATES, measure, where=CPU, source="this test")
+    assert order == [16, 32, 64, 16, 64, 16, 64], "each once in each round, and what failed not again"
+    assert found.row.value == FAST
+    assert (found.row.source, found.complete) == ("this test", True)
+    assert found.trials[1].failure == "RuntimeError: out of shared memory"
+    assert found.row.microseconds == found.trials[2].microseconds == 5.05
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) == FAST
+    assert TuningStore(own_store).rows() == [found.row]
+
+
+def test_no_measurement_begins_after_the_limit():
+    def measure(candidate):
+        time.sleep(0.02)
+        return 5.0 if candidate == DEFAULT else 1.0
+
+    found = tuning.tune(KERNEL, KEY, CANDIDATES, measure, where=CPU, seconds=0.01)
+    assert not found.complete
+    assert [len(trial.times) for trial in found.trials] == [1, 0, 0]
+    assert found.row.value == DEFAULT
+
+
+def test_candidates_that_all_fail_are_an_error(own_store):
+    def measure(candidate):
+        return 0.0 if candidate == FAST else float("nan")
+
+    with pytest.raises(UnsupportedRequestError, match=r"not one of 3 candidates .*'test.decode'") as caught:
+        tuning.tune(KERNEL, KEY, CANDIDATES, measure, where=CPU)
+    assert all("microseconds are finite and above 0" in why for (why,) in caught.value.rejected.values())
+    assert not own_store.exists()
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({"candidates": []}, InvalidInputError, r"tune: 0 candidates; 1 to 256 are measured"),
+        ({"candidates": [DEFAULT] * 257}, InvalidInputError, r"tune: 257 candidates"),
+        ({"seconds": 0}, InvalidInputError, r"tune: seconds=0, rounds=3; both are above 0"),
+        ({"rounds": 0}, InvalidInputError, r"rounds=0"),
+        ({"candidates": [{}]}, ConfigError, r"'block_n' is missing"),
+        ({"key": ()}, InvalidInputError, r"a key of 0 values"),
+    ],
+)
+def test_what_cannot_be_tuned(given, error, message):
+    options = {"key": KEY, "candidates": CANDIDATES, **given}
+    with pytest.raises(error, match=message):
+        tuning.tune(KERNEL, options.pop("key"), options.pop("candidates"), lambda _: 1.0, where=CPU, **options)
+
+
+def test_a_process_that_serves_is_left_alone():
+    tuning.note_serving("an attention backend")
+    tuning.note_serving("an attention backend")
+    with pytest.raises(
+        UnsupportedRequestError, match=r"in a process that serves \(an attention backend\): its requests"
+    ):
+        tuning.tune(KERNEL, KEY, CANDIDATES, lambda _: 1.0, where=CPU)
+    assert tuning.tune(KERNEL, KEY, CANDIDATES, lambda _: 1.0, where=CPU, while_serving=True).complete
+
+
+def test_an_attention_backend_serves():
+    from polyattn.serving import (
+        AttentionBackend,
+        AttentionLayer,
+        KVCacheConfig,
+        KVPool,
+        Limits,
+        PageAllocator,
+        RequestTable,
+    )
+
+    layers = [AttentionLayer(0, heads=1, kv_heads=1, head_dim=8)]
+    pool = KVPool(layers, KVCacheConfig(page_size=4), pages=4, dtype=torch.float32)
+    table = RequestTable(1, 8, 4, [-1], [PageAllocator(4)])
+    AttentionBackend(layers, pool, table, limits=Limits(max_sequences=1, max_tokens=4, max_seqlen=8))
+    with pytest.raises(UnsupportedRequestError, match=r"a process that serves \(AttentionBackend\)"):
+        tuning.tune(KERNEL, KEY, CANDIDATES, lambda _: 1.0, where=CPU)
+
+
+def test_importing_it_imports_no_torch_and_makes_no_file(own_store):
+    code = "import sys, polyattn; polyattn.tuning.mode(); assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert not own_store.exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the system does not list open files")
+def test_no_connection_is_left_open(own_store):
+    store = TuningStore(own_store)
+    store.record(row())
+    store.rows()
+    opened = {os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()}
+    assert not [name for name in opened if "tuning.sqlite3" in name]
