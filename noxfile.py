@@ -114,7 +114,7 @@ for _name in PLUGINS:
 
 @nox.session(venv_backend="none", requires=["environment"])
 def conformance(session: nox.Session) -> None:
-    """Check every declared capability of core's backends against the reference, and that the checks catch faults."""
+    """Check what the backends that run here declare against the reference, and that the checks catch faults."""
     pytest(session, "tests/conformance", parallel=True)
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/conform_device.py --device cuda --dtypes bfloat16,float16 --out result.json
 
-It needs torch for the device and polyattn (installed, or `PYTHONPATH=core/src`), nothing else. FlexAttention compiles a
-program for each of its cases, so the cases are dealt to worker processes. A kernel that reads where it must not takes
-its process down, or the device with it: that case is a finding, and a new process goes on after it. Nothing is left
-out silently; what was not run is listed. Exit code 0: all conform; 1: they do not.
+It needs torch for the device and polyattn (installed, or `PYTHONPATH=core/src`), nothing else. FlexAttention and our
+own kernels (`--backends triton`) compile a program for each case, so the cases are dealt to worker processes. A kernel
+that reads where it must not takes its process down, or the device with it: that case is a finding, and a new process
+goes on after it. Nothing is left out silently; what was not run is listed. Exit code 0: all conform; 1: they do not.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from polyattn.plugins import get_manager
 from polyattn.testing import Report, record, run
 from polyattn.testing.report import VERDICTS
 
@@ -144,10 +145,11 @@ def broken(share: Share, case: str, code: int, said: str) -> dict[str, Any]:
 
 
 def shares(given: argparse.Namespace) -> list[Share]:
-    """FlexAttention, whose every case compiles, for every worker, the others for a few; the slowest first."""
+    """Backends that compile a program for each case for every worker, the others for a few; the slowest first."""
+    compiled = {name for (name, _), info in get_manager().backends.items() if info.compiles}
     found = []
-    for backend in sorted(given.backends.split(","), key=lambda name: name != "flex_attention"):
-        parts = given.workers if backend == "flex_attention" else min(PARTS, given.workers)
+    for backend in sorted(given.backends.split(","), key=lambda name: name not in compiled):
+        parts = given.workers if backend in compiled else min(PARTS, given.workers)
         found += [Share(backend, index, parts) for index in range(parts)]
     return found
 

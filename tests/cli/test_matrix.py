@@ -64,7 +64,7 @@ PAGES = [
     ("serving_mha", "flashinfer", "cuda", "any"),
     ("serving_mha", "fa3", "cuda", "any"),
     ("serving_mha", "fa4", "cuda", "128 (sm90); any (sm100, sm103)"),
-    ("serving_mha", "triton", "cuda", "1; else lowered: page_table_to_tokens"),
+    ("serving_mha", "triton", "cuda", "any"),
     ("serving_mha", "flex_attention", "cuda", "any"),
     ("serving_mha", "trtllm_mha", "cuda", "16, 32, 64"),
     ("serving_mha", "hpc_ops", "cuda", "64"),
@@ -97,7 +97,7 @@ def test_page_sizes(support: Support, sheet: str, name: str, platform: str, page
 
 
 def test_cells_that_are_limited_say_to_what(support: Support) -> None:
-    assert cell(support, "serving_mla", "triton", "cuda", "topk > 1") == "native (page 1)"
+    assert cell(support, "serving_mla", "triton", "cuda", "topk > 1") == "native"
     assert cell(support, "serving_mla", "fa3", "cuda", "topk > 1") == "lowered: tree_by_lse (page 1)"
     assert cell(support, "serving_mha", "fa3", "cuda", "FP8 KV") == "native (sm90); else lowered: dequantise_kv"
     assert cell(support, "serving_mha", "aiter", "rocm", "FP8 KV") == "native; lowered: dequantise_kv (gfx90a)"

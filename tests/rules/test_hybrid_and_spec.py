@@ -21,6 +21,7 @@ MHA: dict[str, Any] = {
 MLA: dict[str, Any] = {
     **MHA,
     "family": "mla",
+    "save_kv_cache": False,
     "heads": 128,
     "kv_heads": 1,
     "head_dim": 576,
@@ -126,7 +127,7 @@ def test_who_serves_a_phase(platform: str, changes: dict[str, Any], arguments: d
     assert selection.backend == backend
 
 
-FP4 = {"kv_dtype": "fp4_e2m1"}
+FP4 = {"kv_dtype": "fp4_e2m1", "kv_scales": "block16"}
 # id, platform, request, arguments, words of the refusal
 RULES = [
     (
@@ -158,7 +159,6 @@ RULES = [
     ("intel_xpu, topk 4", "xpu", {**MHA, **TREE}, ("intel_xpu", "intel_xpu"), "spec_topk=4"),
     ("hpc_ops never speculates", "cuda:sm90", {**MHA, **VERIFY}, ("hpc_ops", "hpc_ops"), "spec_topk=1 is not"),
     ("fa3 MLA, topk 4, page 64", "cuda:sm90", {**MLA, **TREE}, ("fa3", "fa3"), "page_size=64 is not 1"),
-    ("triton MLA, topk 4, page 64", "cuda:sm90", {**MLA, **TREE}, ("triton", "triton"), "page_size=64 is not 1"),
     ("flashinfer_mla, topk 4", "cuda:sm90", {**MLA, **TREE}, ("flashinfer_mla", "flashinfer_mla"), "spec_topk=4"),
     ("fa4 MLA, topk 1", "cuda:sm100", {**MLA, **VERIFY}, ("fa4", "fa4"), "spec_topk=1 is not declared"),
 ]
@@ -185,6 +185,7 @@ WORKS = [
     ("flashinfer, topk 4, page 64", "cuda:sm90", {**MHA, **TREE}, ("flashinfer", "flashinfer"), "flashinfer"),
     ("fa3, topk 4, page 64", "cuda:sm90", {**MHA, **TREE}, ("fa3", "fa3"), "fa3"),
     ("triton, topk 4, page 64", "cuda:sm90", {**MHA, **TREE}, ("triton", "triton"), "triton"),
+    ("triton MLA, topk 4, page 64", "cuda:sm90", {**MLA, **TREE}, ("triton", "triton"), "triton"),
     ("aiter, topk 4, page 1", "rocm:gfx942", {**MHA, **TREE, "page_size": 1}, ("aiter", "aiter"), "aiter"),
     ("fa4, topk 4, page 1", "cuda:sm100", {**MHA, **TREE, "page_size": 1}, ("fa4", "fa4"), "fa4"),
     ("fa3 MLA, topk 4, page 1", "cuda:sm90", {**MLA, **TREE, "page_size": 1}, ("fa3", "fa3"), "fa3"),

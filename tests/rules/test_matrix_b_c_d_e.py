@@ -28,6 +28,7 @@ MHA: dict[str, Any] = {
 MLA: dict[str, Any] = {
     **MHA,
     "family": "mla",
+    "save_kv_cache": False,
     "heads": 128,
     "kv_heads": 1,
     "head_dim": 576,
@@ -40,7 +41,7 @@ DECODE = {"phase": "decode", "s_relation": "one", "causal": "none"}
 FP8, FP4 = {"kv_dtype": "fp8_e4m3", "kv_scales": "tensor"}, {"kv_dtype": "fp4_e2m1", "kv_scales": "tensor"}
 # What is built takes the scales that a cache of FP4 has; rows of what is planned name no granularity yet.
 BLOCKS = {"FP4 KV": {"kv_dtype": "fp4_e2m1", "kv_scales": "block16"}}
-BUILT = ("torch_native", "torch_sdpa", "flex_attention")
+BUILT = ("torch_native", "torch_sdpa", "flex_attention", "triton")
 
 # Columns of B: what the cell asks for beyond the row's own request.
 B_COLUMNS: dict[str, dict[str, Any]] = {
@@ -69,9 +70,9 @@ B = {
     "triton": (
         ("cuda:sm90", "triton", 1),
         (
-            "emulated: lowered",
+            "emulated: native",
             "yes: native",
-            "yes: lowered",
+            "yes: native",
             "yes: native",
             "yes: native",
             "yes: native",
@@ -166,7 +167,7 @@ C = {
     ),
     "triton": (
         ("cuda:sm90", "triton", 1),
-        ("any: native", "no: lowered", "no: lowered", "no: lowered", "yes: native", "page 1: native"),
+        ("any: native", "no: refused", "no: refused", "no: native", "yes: native", "page 1: native"),
     ),
     "fa4": (
         ("cuda:sm100", "flash-attn-4", 1),

@@ -34,6 +34,8 @@ NATIVE = [
     ("fa3", "cuda:sm90", MLA),
     ("fa4", "cuda:sm100", MHA),
     ("flashinfer", "cuda:sm90", MHA),
+    ("triton", "cuda:sm90", MHA),
+    ("triton", "rocm:gfx942", MHA),
     ("triton", "cuda:sm90", MLA),
     ("aiter", "rocm:gfx942", MHA),
     ("aiter", "rocm:gfx942", MLA),
@@ -42,8 +44,6 @@ NATIVE = [
     ("torch_native", "cpu", MHA),
 ]
 EMULATED = [
-    ("triton", "cuda:sm90", MHA),
-    ("triton", "rocm:gfx942", MHA),
     ("flashinfer_mla", "cuda:sm90", MLA),
     ("fa4", "cuda:sm100", MLA),
     ("intel_amx", "cpu:amx", MHA),

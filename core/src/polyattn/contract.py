@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "API_VERSION",
+    "BlockSparseBackward",
     "BlockSparseForward",
     "Bound",
     "DenseBackward",
@@ -256,15 +257,27 @@ class BlockSparseForward(Protocol):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Args:
-            query, key, value: as `DenseForward`, layout BHSD.
-            block_counts: int32 [B|1, H_q|1, S_q / block_q], key blocks of each query block.
-            block_indices: int32 [B|1, H_q|1, S_q / block_q, max], their numbers; entries past the count are ignored.
-            block_valid: int32 [S_k / block_k], valid tokens of each key block; None = all.
+            query, key, value: as `DenseForward`, layout BHSD. request.block_shape (block_q, block_k) cuts them into
+                nQ = ceil(S_q / block_q) and nK = ceil(S_k / block_k) blocks, of which the last may hold fewer tokens.
+            block_counts: int32 [B|1, H_q|1, nQ], key blocks of each query block; 0 = its rows see no key.
+            block_indices: int32 [B|1, H_q|1, nQ, max], their numbers, none twice; entries past the count are ignored
+                and may hold anything.
+            block_valid: int32 [nK], valid tokens of each key block, its first; None = all.
             out: [B, H_q, S_q, D_v].
 
         Returns:
             out, or (out, lse [B, H_q, S_q]).
         """
+        ...
+
+
+class BlockSparseBackward(Protocol):
+    """Gradient of `BlockSparseForward`; substituted (out, lse) as in `DenseBackward`."""
+
+    def __call__(
+        self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **lists: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dquery, dkey, dvalue). `lists`: block_counts, block_indices and block_valid of the forward, by name."""
         ...
 
 

@@ -400,13 +400,8 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
     request = asked.request
     if step.family:
         # The replacement is dense attention: what only the method knew is left behind.
-        request = dataclasses.replace(
-            request,
-            family=step.family,  # type: ignore[arg-type]
-            method="",
-            block_map=False,
-            block_sizes=False,
-        )
+        left: dict[str, Any] = {"method": "", "block_map": False, "block_sizes": False, "block_shape": (0, 0)}
+        request = dataclasses.replace(request, family=step.family, **left)  # type: ignore[arg-type]
     next_choice = Choice(step.to, f"{choice.source}, as the fallback of {name}")
     policy = dataclasses.replace(asked.policy, choice=next_choice, replaced=(*asked.policy.replaced, name))
     inner = select(request, asked.catalogue, policy)

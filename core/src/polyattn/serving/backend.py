@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import InvalidInputError, did_you_mean
 from ..selection import Selection
 from ..signature import capturing
+from ..tuning import note_serving
 from ..validate import contents_readable
 from .batch import ForwardBatch, ForwardMode
 from .calls import Idle, Run, Split, Tokens
@@ -73,6 +74,7 @@ class AttentionBackend:
         topk: int = 0,
         encoder_table: RequestTable | None = None,
     ) -> None:
+        note_serving("AttentionBackend")
         self.layers = {layer.layer_id: layer for layer in layers}
         self.pool, self.limits = pool, limits
         self._tables = Tables(tuple(layers), pool, table, encoder_table, limits)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..choose import dtype_name
 from ..errors import ConfigError, InvalidInputError
+from .device_ops import DeviceOps, device_ops
 from .layer import AttentionLayer
-from .storage import Index, KVCacheConfig, RowFormat, Rows, formats
+from .storage import KVCacheConfig, RowFormat, Rows, formats
 
 __all__ = ["CacheGroup", "KVCacheConfig", "KVPool", "LayerCache", "pages_for"]
 
@@ -122,6 +123,8 @@ class KVPool:
             self._rows[layer_id] = tuple(Rows(k, count, self.page_size, layout, torch.device(device)) for k in kinds)
         self.device = next(iter(self._rows.values()))[0].cache.device  # "cuda" has become cuda:0
         self._caches = {layer_id: self._cache(layer_id) for layer_id in self._rows}
+        ops = device_ops(self.device.type)
+        self._ops = {} if ops is None else {i: ops for i, cache in self._caches.items() if ops.writes(cache, dtype)}
 
     def _cache(self, layer_id: int) -> LayerCache:
         rows = self._rows[layer_id]
@@ -182,10 +185,20 @@ class KVPool:
         Raises:
             InvalidInputError: shapes or dtypes do not fit the layer.
         """
-        index, new = self._new(layer_id, slots, key, value)
-        for kind, given in new:
-            kind.write(index, given)
+        new = self._new(layer_id, slots, key, value)
+        if (ops := self._ops_for(layer_id, new)) is not None:
+            ops.write(self._caches[layer_id], slots, key, value, rows=True)
+        else:
+            index = new[0][0].index(slots)
+            for kind, given in new:
+                kind.write(index, given)
         self._kept.add(layer_id)
+
+    def writer(self, layer_id: int) -> str:
+        """Who writes rows of a layer in `write`: the name of a package's kernels (`device_ops`), or polyattn."""
+        self._of(layer_id)
+        ops = self._ops.get(layer_id)
+        return "polyattn" if ops is None else ops.name
 
     def note_written(self, layer_id: int) -> None:
         """A kernel writes rows of a layer itself: its static scales stay as they are from here on."""
@@ -195,12 +208,20 @@ class KVPool:
         """Make and store the scales of new rows that belong to tokens, and not the rows: a call that attends new keys
         and values without storing them (save_kv_cache=False) rounds them with these. As `write`; where scales are
         static nothing is done."""
-        index, new = self._new(layer_id, slots, key, value)
-        for kind, given in new:
-            kind.make_scales(index, given.detach())
+        new = self._new(layer_id, slots, key, value)
+        if new[0][0].form.dynamic and (ops := self._ops_for(layer_id, new)) is not None:
+            ops.write(self._caches[layer_id], slots, key, value, rows=False)
+        else:
+            index = new[0][0].index(slots)
+            for kind, given in new:
+                kind.make_scales(index, given.detach())
 
-    def _new(self, layer_id: int, slots: Any, key: Any, value: Any) -> tuple[Index, list[tuple[Rows, Tensor]]]:
-        """New rows, checked, and where they belong."""
+    def _ops_for(self, layer_id: int, new: list[tuple[Rows, Tensor]]) -> DeviceOps | None:
+        """The kernels that write these rows, if there are any for the model's own dtype."""
+        return self._ops.get(layer_id) if all(given.dtype == self.dtype for _, given in new) else None
+
+    def _new(self, layer_id: int, slots: Any, key: Any, value: Any) -> list[tuple[Rows, Tensor]]:
+        """New rows, checked, and what they belong to."""
         rows, latent = self._of(layer_id), layer_id in self._latent
         if latent and value is not None:
             raise InvalidInputError(f"layer {layer_id} is latent: its rows hold the value, pass rows only")
@@ -211,7 +232,7 @@ class KVPool:
         _check_slots("slots", slots, self.device)
         for name, new, kind in zip(("key", "value"), given, rows, strict=False):
             _check_rows(layer_id, name, new, kind.form, slots.shape[0], self.device)
-        return rows[0].index(slots), list(zip(rows, given, strict=True))
+        return list(zip(rows, given, strict=True))
 
     def read(self, layer_id: int, slots: Tensor, dtype: torch.dtype) -> Any:
         """Real values of tokens.

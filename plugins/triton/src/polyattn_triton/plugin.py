@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from polyattn.hookspecs import hookimpl
 from polyattn.records import BackendInfo
+from polyattn.serving.device_ops import register_device_ops
 
 from .records import methods, softmax
 
@@ -14,6 +15,8 @@ __all__ = ["BACKENDS", "polyattn_register_backends"]
 POLYATTN_API_VERSION = 1
 
 BACKENDS: tuple[BackendInfo, ...] = (*softmax.BACKENDS, *methods.BACKENDS)
+
+register_device_ops("cuda", "polyattn_triton.device_ops:DeviceOps", requires=("triton",))
 
 
 @hookimpl

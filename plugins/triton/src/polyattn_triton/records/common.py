@@ -36,9 +36,3 @@ TRITON = {
 NO_TREE = Range(0, 1)
 ANY_TREE = Range(0)
 ANY_PAGE = Range(1)
-
-# Exact rewrites. A cache dtype that a kernel cannot read is dequantised by pages; KV_DTYPES is what that knows.
-KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8")
-DEQUANTISE = {"kv_dtype": "dequantise_kv", "kv_scales": "dequantise_kv"}
-BY_TOKENS = {"page_size": "page_table_to_tokens"}
-CHUNKED = {"chunked_prefix": "chunked_prefix_by_lse"}

@@ -13,14 +13,9 @@ from polyattn.records import AutoRule, BackendInfo, Provider, Range, Row, Window
 from .common import (
     ANY_PAGE,
     ANY_TREE,
-    BY_TOKENS,
-    CHUNKED,
-    DEQUANTISE,
     HALF,
     INTERPRETED,
-    KV_DTYPES,
     LENGTHS,
-    NO_TREE,
     PHASES,
     PLATFORMS,
     TRAINABLE,
@@ -52,57 +47,105 @@ SERVING: dict[str, Any] = {
     "batch_invariant": True,
     "graph_capture": True,
 }
-CACHE = {"kv_dtype": KV_DTYPES}
-FP8_CACHE: dict[str, Any] = {"kv_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"), "kv_scales": ("", "tensor", "head", "token")}
 
-DENSE = row(
-    **ATTENTION,
-    family=("dense", "varlen"),
-    causal=("none", "bottom_right", "top_left"),
-    alibi=True,
-    cross=True,
-    grad=TRAINABLE,
+
+def dense_row(platform: str) -> Row:
+    """Dense and packed calls: kernels.forward and kernels.backward, which adds nothing by atomics."""
+    return row(
+        **ATTENTION,
+        family=("dense", "varlen"),
+        causal=("none", "bottom_right", "top_left"),
+        cross=True,
+        grad=(*TRAINABLE, "sinks", "lse"),
+        deterministic=True,
+        graph_capture=platform in ("cuda", "rocm"),
+        zero_size=True,
+        misaligned=True,
+        large=True,
+    )
+
+
+STORED: tuple[dict[str, Any], ...] = (
+    {"kv_dtype": "auto", "misaligned": True},
+    {"kv_dtype": ("fp8_e4m3", "fp8_e5m2", "int8"), "kv_scales": ("", "tensor", "head", "token")},
+    {"kv_dtype": "fp4_e2m1", "kv_scales": "block16"},
 )
-# The kernel reads one page table entry per token; larger pages are expanded to that.
-PAGED = row(
-    when=CACHE,
-    lowered={**DEQUANTISE, **BY_TOKENS},
-    **ATTENTION,
-    **SERVING,
-    **FP8_CACHE,
-    family="paged",
-    page_size=1,
-    spec_topk=ANY_TREE,
-)
-# Latent caches: draft trees at page size 1 only, and a cache in the dtype of q.
-LATENT: dict[str, Any] = {
-    **SERVING,
-    "family": "mla",
-    "dtype": HALF,
-    "dims": ((576, 512), (192, 128)),
-    "kv_dtype": "auto",
-    "s_relation": LENGTHS,
-    "group": True,
-    "scale": True,
-    "lse": True,
-}
-MLA = (
-    row(when={**CACHE, "spec_topk": NO_TREE}, lowered={**DEQUANTISE, **CHUNKED}, **LATENT, page_size=ANY_PAGE),
-    row(when=CACHE, lowered={**DEQUANTISE, **CHUNKED}, **LATENT, page_size=1, spec_topk=ANY_TREE, tree=True),
-)
-BLOCK_SPARSE = row(
-    family="block_sparse",
-    dtype=HALF,
-    head_dim=(64, 128, 256),
-    s_relation=LENGTHS,
-    group=True,
-    scale=True,
-    block_map=True,
-    block_sizes=True,
-    lse=True,
-    grad=TRAINABLE,
-)
-SOFTMAX: tuple[Row, ...] = (DENSE, PAGED, *MLA, BLOCK_SPARSE)
+"""Caches that the kernels read, dequantised in registers."""
+
+
+def paged_rows(platform: str) -> tuple[Row, ...]:
+    """Paged calls: kernels.decode, kernels.extend, kernels.write. Pages of any size are read where they lie."""
+    serving = {**SERVING, "graph_capture": platform in ("cuda", "rocm")}
+    return tuple(
+        row(
+            **ATTENTION,
+            **serving,
+            **stored,
+            family="paged",
+            page_size=ANY_PAGE,
+            kv_layout=("", "NHD", "HND"),
+            kv_parts=Range(0),
+            # A kernel walks along the prefix a block at a time anyway.
+            chunked_prefix=True,
+            spec_topk=ANY_TREE,
+            cross=True,
+            zero_size=True,
+            large=True,
+        )
+        for stored in STORED
+    )
+
+
+def mla_rows(platform: str) -> tuple[Row, ...]:
+    """Latent calls: kernels.latent. FP8 rows are dequantised in registers."""
+    kernel: dict[str, Any] = {
+        **{name: constraint for name, constraint in SERVING.items() if name != "save_kv_cache"},
+        "family": "mla",
+        "dtype": (*HALF, "float32"),
+        "s_relation": LENGTHS,
+        "group": True,
+        "scale": True,
+        "window": Window(),
+        "chunk": True,
+        "mask": ("none", "bool", "additive"),
+        "tree": True,
+        "spec_topk": ANY_TREE,
+        "page_size": ANY_PAGE,
+        "kv_parts": Range(0),
+        "chunked_prefix": True,
+        "lse": True,
+        "cross": True,
+        "multimodal": True,
+        "graph_capture": platform in ("cuda", "rocm"),
+        "zero_size": True,
+        "large": True,
+    }
+    widths = {"head_dim": Range(16, 576, multiple_of=8), "v_head_dim": Range(16, 512, multiple_of=8)}
+    return (
+        row(kv_dtype="fp8_e4m3", kv_scales="block128", dims=((576, 512),), **kernel),
+        row(kv_dtype="auto", misaligned=True, **widths, **kernel),
+    )
+
+
+def block_sparse_row(platform: str) -> Row:
+    """Calls with a block map, forward and backward: kernels.block_sparse, which sums in one order, without atomics."""
+    return row(
+        family="block_sparse",
+        dtype=(*HALF, "float32"),
+        head_dim=(64, 128, 256),
+        s_relation=LENGTHS,
+        group=True,
+        scale=True,
+        block_map=(True,),
+        block_shape=((64, 64), (128, 128), (128, 64), (64, 128)),
+        block_sizes=True,
+        misaligned=True,
+        lse=True,
+        grad=(*TRAINABLE, "lse"),
+        deterministic=True,
+        batch_invariant=True,
+        graph_capture=platform in ("cuda", "rocm"),
+    )
 
 
 def _rules(platform: str) -> Iterable[AutoRule]:
@@ -117,12 +160,26 @@ BACKENDS: tuple[BackendInfo, ...] = tuple(
     BackendInfo(
         "triton",
         platform,
-        (Provider("polyattn-triton", (*SOFTMAX, *linear_rows(platform)), requires=(TRITON[platform],)),),
+        (
+            Provider("dense", (dense_row(platform),), "polyattn_triton.dense:Dense", requires=(TRITON[platform],)),
+            Provider("paged", paged_rows(platform), "polyattn_triton.paged:Paged", requires=(TRITON[platform],)),
+            Provider(
+                "block_sparse",
+                (block_sparse_row(platform),),
+                "polyattn_triton.block_sparse:BlockSparse",
+                requires=(TRITON[platform],),
+            ),
+            Provider("latent", mla_rows(platform), "polyattn_triton.latent:Latent", requires=(TRITON[platform],)),
+            Provider("polyattn-triton", linear_rows(platform), requires=(TRITON[platform],)),
+        ),
         summary="polyattn's portable Triton kernels",
         priority=INTERPRETED if platform == "cpu" else 40,
         auto=tuple(_rules(platform)),
+        # Until conformance has passed on a device, nothing is chosen there automatically.
+        evidence="interpreter" if platform == "cpu" else "declared",
         upstream="polyattn",
         note="runs under Triton's interpreter: correct and very slow" if platform == "cpu" else "",
+        compiles=True,
     )
     for platform in PLATFORMS
 )

@@ -1,0 +1,105 @@
+"""Block-sparse attention on Hopper: the launcher of `listed.attend_listed`, and what it takes."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn_triton import runtime
+from polyattn_triton.hopper.forward import Axes, View, axes_of, describable, described, on_hopper
+from polyattn_triton.kernels.block_sparse import Lists
+from polyattn_triton.kernels.rules import LOG2E
+
+__all__ = ["Config", "config_for", "fits", "forward", "takes"]
+
+
+class Config(NamedTuple):
+    """One way to run the kernel.
+
+    Attributes:
+        keys: of a step. slots: of a ring of `keys` keys or values each; there are two rings with blocks of 64 queries.
+        apart: the output leaves through buffers of its own, not the query's, so that the next query comes meanwhile.
+    """
+
+    keys: int
+    slots: int
+    apart: bool
+
+
+# By head dim and block_q. Shared memory is what limits: 227 KiB hold Q, the slots, and O where it is apart.
+_CONFIGS = {
+    (64, 64): Config(128, 5, True),
+    (64, 128): Config(128, 6, True),
+    (128, 64): Config(128, 3, False),
+    (128, 128): Config(128, 5, True),
+    (256, 128): Config(64, 5, False),
+}
+
+
+def config_for(head_dim: int, block_q: int) -> Config:
+    """How blocks of queries of this head dim run on an H200."""
+    return _CONFIGS[head_dim, block_q]
+
+
+def takes(dtype: torch.dtype, head_dim: int, block_shape: tuple[int, int], scale: float) -> bool:
+    """Whether `forward` is for calls like this on a Hopper: what is known before there are tensors.
+
+    It takes bf16 and fp16, blocks of 64 and 128, head dims 64 and 128, and 256 where query blocks are of 128.
+    """
+    block_q, block_k = block_shape
+    half = dtype in (torch.bfloat16, torch.float16)
+    return half and scale > 0 and block_k in (64, 128) and (head_dim, block_q) in _CONFIGS
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> bool:
+    """Whether `forward`, which `takes` such a call, can be given these tensors: on a Hopper, where TMA reaches them."""
+    return (
+        on_hopper(query.device)
+        and query.numel() > 0
+        and key.numel() > 0
+        and not (query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()) & 15
+        and all(describable(*found) for found in axes_of(query, key, value, out))
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _views(unit: int, *axes: Axes) -> tuple[tuple[View], ...]:
+    query, key, value, out = axes
+    width = query[0][3]
+    boxes = ((query, 64, width), (key, unit, 64), (value, unit, 64), (out, 64, width))
+    return tuple((View("BHSD", *found, rows, columns),) for found, rows, columns in boxes)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lists: Lists,
+    *,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
+    config: Config | None = None,
+) -> None:
+    """As `kernels.block_sparse.forward`, for a call that it `takes` and whose tensors it `fits`."""
+    from polyattn_triton.hopper.listed import attend_listed
+
+    B, H, S_q, D = query.shape
+    S_k = key.shape[2]
+    block_q, block_k = lists.block_q, lists.block_k
+    config = config or config_for(D, block_q)
+    unit = min(config.keys, block_k)
+    tensors = (query, key, value, out)
+    views = _views(unit, *axes_of(*tensors))
+    blocks = -(-S_q // block_q)
+    tiles = B * H * blocks
+    programs = min(runtime.processors(query.device), -(-tiles * block_q // 128))
+    attend_listed[(programs,)](
+        *(described(view, x.data_ptr(), x.dtype)[0] for view, x in zip(views, tensors, strict=True)),
+        lse, lists.counts, lists.indices, lists.valid, blocks, H, H // key.shape[1], tiles, S_q, S_k,
+        scale * LOG2E.value, *lists.strides(), BLOCK_Q=block_q, BLOCK_K=block_k, COUNT=config.keys // unit,
+        SLOTS=config.slots, PARTLY=lists.valid is not None or S_k % block_k != 0, APART=config.apart, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,272 @@
+"""Dense prefill on Hopper: the launcher of `kernel.attend`, and what it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn_triton import runtime
+from polyattn_triton.kernels.rules import LOG2E
+from polyattn_triton.kernels.tiles import Spec, parts
+
+__all__ = [
+    "Axes",
+    "Config",
+    "View",
+    "axes_of",
+    "config_for",
+    "describable",
+    "described",
+    "fits",
+    "forward",
+    "on_hopper",
+    "supports",
+    "takes",
+]
+
+Axes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides."""
+
+_TOGETHER = 32 << 20
+"""Bytes of keys and values of the tiles that run at a time where rows differ in length: an L2 of 50 MiB with room."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    Attributes:
+        warpgroups: consumers of 64 query rows each beside a producer, 2 or 3; or 1: eight warps with 128 rows, without.
+        block_n: keys of a step. stages: of the ring of K, and of that of V.
+        overlap: the products of a step with V run during the softmax of the next.
+        turns: warpgroups take turns at issuing products.
+        registers: of a consumer's thread. persistent: one program per multiprocessor, not one per tile.
+        apart: the output leaves through buffers of its own, not the query's, so that the next query comes meanwhile.
+    """
+
+    warpgroups: int
+    block_n: int
+    stages: int
+    overlap: bool = True
+    turns: bool = True
+    registers: int = 240
+    persistent: bool = True
+    apart: bool = True
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a consumer."""
+        return 128 if self.warpgroups == 1 else 64
+
+
+@functools.cache
+def config_for(width: int, v_width: int) -> Config:
+    """How heads of these dims run on an H200."""
+    d, d_v = sum(parts(width)), sum(parts(v_width))
+    if max(d, d_v) <= 64:
+        # The exponentials take as long as the products: a third warpgroup hides them better than overlap within one.
+        return Config(warpgroups=3, block_n=128, stages=2, overlap=False, registers=160)
+    if d_v <= 128 and d <= 192:
+        return Config(warpgroups=2, block_n=128, stages=2, apart=d <= 128)
+    return Config(warpgroups=2, block_n=64, stages=2, apart=False)
+
+
+@functools.cache
+def on_hopper(device: torch.device) -> bool:
+    """Whether Gluon's Hopper kernels run there."""
+    if runtime.INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
+        return False
+    gluon = importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper")
+    return gluon is not None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _by_head(layout: str, axes: Sequence[int]) -> list[int]:
+    """Sizes or strides in the order batch, head, row, and what follows."""
+    first, second, third, *rest = axes
+    return [first, third, second, *rest] if layout == "BSHD" else [first, second, third, *rest]
+
+
+def describable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether TMA can address a tensor: dense rows that start at multiples of 16 bytes."""
+    places = zip(shape[:3], strides[:3], strict=True)
+    return strides[3] == 1 and all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in places)
+
+
+def takes(dtype: torch.dtype, width: int, v_width: int, *, spec: Spec, layout: str, masked: bool = False) -> bool:
+    """Whether `forward` is for calls like this on a Hopper: what is known before there are tensors.
+
+    It takes bf16 and fp16 in layouts BSHD and BHSD, head dims of 16 to 256 in steps of 8 with D_v = D, or less where
+    D_v is what the first part of D covers (192 and 128), causal and windowed, with sinks.
+    """
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and layout != "THD"
+        and not masked
+        and spec.scale > 0
+        and not spec.softcap
+        and not spec.chunk
+        and 16 <= width <= 256
+        and width % 8 == 0
+        and v_width % 8 == 0
+        # The output leaves through buffers like those of the query.
+        and (parts(v_width) == parts(width) or v_width == parts(width)[0])
+    )
+
+
+class _Plan:
+    """A launch for tensors of these shapes, wherever they lie."""
+
+    def __init__(
+        self, layout: str, spec: Spec, config: Config | None, device: torch.device, axes: Sequence[Axes]
+    ) -> None:
+        query, key, value, _ = (_by_head(layout, shape) for shape, _ in axes)
+        batch, heads, s_q, width = query
+        heads_k, s_k, v_width = key[1], key[2], value[3]
+        config = config or config_for(width, v_width)
+        group = heads // heads_k
+        blocks = -(-s_q // (config.rows * config.warpgroups))
+        offset = 0 if spec.top_left else s_k - s_q
+        left, causal = spec.left, spec.right >= 0
+        if causal:
+            # Keys up to p + right are seen: as for a causal query that stands `right` further on.
+            offset += spec.right
+            left += spec.right if left >= 0 else 0
+        together = 1
+        if causal:
+            # Longest tiles first, over as many heads at a time as keep their keys and values in the L2.
+            together = min(batch * heads, group * max(1, _TOGETHER // (s_k * (width + v_width) * 2)))
+        tiles = blocks * batch * heads
+        self.grid = (min(tiles, runtime.processors(device)) if config.persistent else tiles,)
+        self.numbers = (
+            blocks, heads, group, batch * heads, together, s_q, s_k, offset, max(left, 0), spec.scale * LOG2E.value,
+        )  # fmt: skip
+        self.options = {
+            "CAUSAL": causal, "LEFT": left >= 0, "WARPGROUPS": config.warpgroups, "STAGES": config.stages,
+            "OVERLAP": config.overlap, "TURNS": config.turns, "REGISTERS": config.registers, "APART": config.apart,
+            "num_warps": 8 if config.warpgroups == 1 else 4,
+        }  # fmt: skip
+        rows = (config.rows, config.block_n, config.block_n, config.rows)
+        widths = (parts(width), parts(width), parts(v_width), parts(v_width))
+        self.views = tuple(
+            tuple(View(layout, *found, box, columns) if columns else None for columns in pair)
+            for found, box, pair in zip(axes, rows, widths, strict=True)
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(layout: str, spec: Spec, config: Config | None, device: torch.device, *axes: Axes) -> _Plan | None:
+    """None where TMA cannot reach a tensor. Cached: a call should cost its launch and little else."""
+    return _Plan(layout, spec, config, device, axes) if all(describable(*found) for found in axes) else None
+
+
+def axes_of(*tensors: Tensor) -> Iterator[Axes]:
+    """What is planned for: shapes and strides."""
+    return ((x.shape, x.stride()) for x in tensors)
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, spec: Spec, layout: str) -> bool:
+    """Whether `forward`, which `takes` such a call, can be given these tensors: on a Hopper, where TMA reaches them."""
+    return (
+        on_hopper(query.device)
+        # With few rows the heads of a group share a tile of the portable kernel.
+        and query.shape[1 if layout == "BSHD" else 2] >= 64
+        and key.numel() > 0
+        and query.numel() > 0
+        and not (query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()) & 15
+        and _plan(layout, spec, None, query.device, *axes_of(query, key, value, out)) is not None
+    )
+
+
+def supports(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, spec: Spec, layout: str, attn_mask: Tensor | None = None
+) -> bool:
+    """Whether `forward` takes this call; the portable kernel takes the others."""
+    masked = attn_mask is not None
+    return takes(query.dtype, query.shape[-1], value.shape[-1], spec=spec, layout=layout, masked=masked) and fits(
+        query, key, value, out, spec=spec, layout=layout
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class View:
+    """A tensor [B, H, S, D], read or written in boxes of rows x columns. Equal to itself only: its hash is quick."""
+
+    layout: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: int
+    columns: int
+
+
+class _Memory(NamedTuple):
+    """What a descriptor needs of a tensor, without keeping its memory."""
+
+    pointer: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+@functools.lru_cache(maxsize=4096)
+def described(views: tuple[View | None, ...], pointer: int, dtype: torch.dtype) -> list[Any]:
+    """Descriptors of views of a tensor.
+
+    Some ten microseconds of checks each, and allocators hand out the same places again and again: hence the cache.
+    """
+    return [None if view is None else _descriptor(_Memory(pointer, dtype), view) for view in views]
+
+
+def _descriptor(memory: _Memory, view: View) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # Nothing steps over an axis of size 1: its stride may be any number, but not for TMA.
+    steps = [8 if size == 1 else stride for size, stride in zip(view.shape[:3], view.strides[:3], strict=True)]
+    swizzled = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * view.columns), element_bitwidth=16, rank=4)
+    sizes, strides = _by_head(view.layout, view.shape), [*_by_head(view.layout, steps), 1]
+    return TensorDescriptor(memory, sizes, strides, [1, 1, view.rows, view.columns], swizzled)
+
+
+def _rows_of(layout: str, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """(batch, row, head), as the kernel takes those of the LSE."""
+    return strides if layout == "BSHD" else (strides[0], strides[2], strides[1])
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    spec: Spec,
+    layout: str,
+    sinks: Tensor | None = None,
+    config: Config | None = None,
+) -> None:
+    """Write `out`, and `lse` where it is given, of a call that it `takes` and whose tensors it `fits`.
+
+    Args:
+        query, key, value, out: [B, S, H, D] for layout BSHD, [B, H, S, D] for BHSD.
+        lse: float32, shaped as `out` without its last axis, in any strides.
+        sinks: [H_q] logits.
+        config: instead of that of the table.
+    """
+    from polyattn_triton.hopper.kernel import attend
+
+    plan = _plan(layout, spec, config, query.device, *axes_of(query, key, value, out))
+    assert plan is not None
+    q, k, v, o = plan.views
+    dtype = query.dtype
+    attend[plan.grid](
+        *described(q, query.data_ptr(), dtype), *described(k, key.data_ptr(), dtype),
+        *described(v, value.data_ptr(), dtype), *described(o, out.data_ptr(), dtype),
+        lse, sinks, *plan.numbers, *((0, 0, 0) if lse is None else _rows_of(layout, lse.stride())), **plan.options,
+    )  # fmt: skip

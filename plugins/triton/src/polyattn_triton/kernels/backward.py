@@ -1,0 +1,383 @@
+"""Backward of dense and packed attention, the same bits on every run.
+
+One kernel gives dQ, with a program for each tile of queries, and one dK and dV, with a program for each tile of keys.
+Both compute the weights again from the LSE, so that no program adds to another's result: 7 matrix products instead of
+the 5 of a kernel with atomic additions.
+
+With P = exp(S - lse), dP = dO V^T and delta = rowsum(dO * O):  dV = P^T dO,  dS = P * (dP - delta),
+dQ = scale * dS K,  dK = scale * dS^T Q  (FlashAttention-2, algorithm 2). `lse` and O may be those of a merged result.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn_triton.kernels import rules  # first: it decides how Triton is imported
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+from polyattn_triton.kernels.forward import describable, descriptor, mask_arguments, strides_of
+from polyattn_triton.kernels.rounding import cast
+from polyattn_triton.kernels.rules import LOG2E, dot, end_key, first_key, logits
+from polyattn_triton.kernels.tiles import Spec, architecture, block, hidden, parts, place, put, rows_of, span
+
+__all__ = ["Config", "backward"]
+
+ROWS = tl.constexpr(128)
+"""No tile of queries has more rows."""
+
+
+@triton.jit
+def _gradient(found, capped, dp, lse, delta, factor, softcap, SOFTCAP: tl.constexpr):
+    """(weights, their logits' gradient) from base-2 logits `found` / factor; `capped` are those before any mask."""
+    weights = tl.exp2(found * factor - lse)
+    change = weights * (dp - delta)
+    if SOFTCAP:
+        t = capped / (softcap * LOG2E)
+        change *= 1 - t * t
+    return weights, change
+
+
+@triton.jit
+def _place(cu_seqlens, z, first, length):
+    """Where the statistics of sequence z start: at a multiple of ROWS, with room for its last tile."""
+    if cu_seqlens is None:
+        return (z * ((length + ROWS - 1) // ROWS * ROWS)).to(tl.int64)
+    else:
+        return (first // ROWS + z).to(tl.int64) * ROWS
+
+
+@triton.jit(do_not_specialize=["tiles", "pairs", "together", "heads", "s_q", "s_k", "left", "right", "chunk"])
+def _queries(
+    query, key, value, dout, out, lse, statistics, dquery, attn_mask, cu_q, cu_k,
+    sqz, sqm, sqh, skz, skm, skh, svz, svm, svh, sdz, sdm, sdh, soz, som, soh, slz, slm, slh, sgz, sgm, sgh,
+    smz, smh, smm, smn,
+    padded, tiles, pairs, together, heads, s_q, s_k, left, right, chunk, scale, softcap, factor,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
+    GROUP: tl.constexpr, TOP_LEFT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dQ of a tile of queries; delta on the way, for the other kernel."""
+    number, pair = place(tl.program_id(0), tiles, pairs, together, RIGHT)
+    z = pair // heads
+    head = pair - z * heads
+    first_q, s_q = span(cu_q, z, s_q)
+    first_k, s_k = span(cu_k, z, s_k)
+    m = number * M
+    if m < s_q:
+        r = m + tl.arange(0, M)
+        valid = r < s_q
+        r = tl.minimum(r, s_q - 1)
+        shift = 0 if TOP_LEFT else s_k - s_q
+        p = (r + shift)[:, None]
+        lowest = m + shift
+        highest = tl.minimum(m + M, s_q) - 1 + shift
+        key_from = first_key(lowest, left, chunk, LEFT, CHUNK) // N * N
+        key_to = end_key(highest, s_k, right, RIGHT)
+        whole_from = first_key(highest, left, chunk, LEFT, CHUNK)
+        whole_to = end_key(lowest, s_k, right, RIGHT)
+
+        z64 = z.to(tl.int64)
+        h64 = head.to(tl.int64)
+        k64 = (head // GROUP).to(tl.int64)
+        q_at = query + z64 * sqz + first_q.to(tl.int64) * sqm + h64 * sqh
+        if not TMA:
+            key += z64 * skz + first_k.to(tl.int64) * skm + k64 * skh
+            value += z64 * svz + first_k.to(tl.int64) * svm + k64 * svh
+        d_at = dout + z64 * sdz + first_q.to(tl.int64) * sdm + h64 * sdh
+        o_at = out + z64 * soz + first_q.to(tl.int64) * som + h64 * soh
+        row = first_q.to(tl.int64) + r
+        mask = attn_mask
+        if MASK:
+            mask = attn_mask + (z64 * smz + r.to(tl.int64) * smm + h64 * smh)[:, None]
+        q1 = rows_of(q_at, m, sqm, s_q, M, 0, D1, D)
+        d1 = rows_of(d_at, m, sdm, s_q, M, 0, E1, E)
+        sums = tl.sum(d1.to(tl.float32) * rows_of(o_at, m, som, s_q, M, 0, E1, E).to(tl.float32), 1)
+        dq1 = tl.zeros((M, D1), tl.float32)
+        if D2:
+            q2 = rows_of(q_at, m, sqm, s_q, M, D1, D2, D)
+            dq2 = tl.zeros((M, D2), tl.float32)
+        if E2:
+            d2 = rows_of(d_at, m, sdm, s_q, M, E1, E2, E)
+            sums += tl.sum(d2.to(tl.float32) * rows_of(o_at, m, som, s_q, M, E1, E2, E).to(tl.float32), 1)
+        # A row without keys, and one past the end, has an LSE of +inf here: all its weights are 0.
+        top = tl.load(lse + z64 * slz + row * slm + h64 * slh)
+        top = tl.where(valid & (top > float("-inf")), top * LOG2E, float("inf"))
+        at = statistics + h64 * padded + _place(cu_q, z, first_q, s_q) + m + tl.arange(0, M)
+        tl.store(at, top)
+        tl.store(at + heads.to(tl.int64) * padded, sums)
+        top = top[:, None]
+        sums = sums[:, None]
+
+        for n in tl.range(key_from, key_to, N, num_stages=STAGES):
+            k = block(key, z, head // GROUP, n, skm, s_k, N, 0, D1, D, TMA)
+            found = dot(q1, k.T)
+            if D2:
+                kk = block(key, z, head // GROUP, n, skm, s_k, N, D1, D2, D, TMA)
+                found = dot(q2, kk.T, found)
+            if not FOLD:
+                found = logits(found, scale, softcap, SOFTCAP)
+            capped = found
+            j = (n + tl.arange(0, N))[None, :]
+            partly = (n < whole_from) | (n + N > whole_to)
+            found = hidden(found, p, j, mask, smn, s_k, left, right, chunk, partly, LEFT, RIGHT, CHUNK, MASK)
+            v = block(value, z, head // GROUP, n, svm, s_k, N, 0, E1, E, TMA)
+            dp = dot(d1, v.T)
+            if E2:
+                v = block(value, z, head // GROUP, n, svm, s_k, N, E1, E2, E, TMA)
+                dp = dot(d2, v.T, dp)
+            _, change = _gradient(found, capped, dp, top, sums, scale if FOLD else 1.0, softcap, SOFTCAP)
+            change = cast(change, k.dtype)
+            dq1 = dot(change, k, dq1)
+            if D2:
+                dq2 = dot(change, kk, dq2)
+
+        at = z64 * sgz + row * sgm + h64 * sgh
+        dtype = dquery.dtype.element_ty
+        put(dquery, at, valid, cast(dq1 * factor, dtype), 0, D1, D)
+        if D2:
+            put(dquery, at, valid, cast(dq2 * factor, dtype), D1, D2, D)
+
+
+@triton.jit(do_not_specialize=["tiles", "pairs", "together", "heads", "s_q", "s_k", "left", "right", "chunk"])
+def _keys(
+    query, key, value, dout, statistics, dkey, dvalue, attn_mask, cu_q, cu_k,
+    sqz, sqm, sqh, skz, skm, skh, svz, svm, svh, sdz, sdm, sdh, sgz, sgm, sgh, swz, swm, swh,
+    smz, smh, smm, smn,
+    padded, tiles, pairs, together, heads, s_q, s_k, left, right, chunk, scale, softcap, factor,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
+    GROUP: tl.constexpr, TOP_LEFT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile of keys, summed over the query heads that share it. Scores are [keys, queries] here."""
+    # Under a causal mask the first keys are seen most: they come first as they are.
+    number, pair = place(tl.program_id(0), tiles, pairs, together, False)
+    z = pair // heads
+    head = pair - z * heads
+    first_q, s_q = span(cu_q, z, s_q)
+    first_k, s_k = span(cu_k, z, s_k)
+    n = number * N
+    if n < s_k:
+        j = n + tl.arange(0, N)
+        valid = j < s_k
+        last = tl.minimum(n + N, s_k) - 1
+        shift = 0 if TOP_LEFT else s_k - s_q
+        # Some key is seen by rows of [row_from, row_to), every key by those of [whole_from, whole_to).
+        row_from = 0
+        whole_from = 0
+        row_to = s_q
+        # Rows past the end have weights of 0 anyway; a tile of keys that is cut short has no whole blocks.
+        whole_to = tl.where(n + N > s_k, 0, s_q + M)
+        if RIGHT:
+            row_from = tl.maximum(n - right - shift, 0)
+            whole_from = last - right - shift
+        if LEFT:
+            row_to = tl.minimum(row_to, last + left - shift + 1)
+            whole_to = tl.minimum(whole_to, n + left - shift + 1)
+        if CHUNK:
+            row_to = tl.minimum(row_to, (last // chunk + 1) * chunk - shift)
+            whole_to = tl.minimum(whole_to, (n // chunk + 1) * chunk - shift)
+        row_from = row_from // M * M
+
+        z64 = z.to(tl.int64)
+        k64 = head.to(tl.int64)
+        k_at = key + z64 * skz + first_k.to(tl.int64) * skm + k64 * skh
+        v_at = value + z64 * svz + first_k.to(tl.int64) * svm + k64 * svh
+        k1 = rows_of(k_at, n, skm, s_k, N, 0, D1, D)
+        v1 = rows_of(v_at, n, svm, s_k, N, 0, E1, E)
+        dk1 = tl.zeros((N, D1), tl.float32)
+        dv1 = tl.zeros((N, E1), tl.float32)
+        if D2:
+            k2 = rows_of(k_at, n, skm, s_k, N, D1, D2, D)
+            dk2 = tl.zeros((N, D2), tl.float32)
+        if E2:
+            v2 = rows_of(v_at, n, svm, s_k, N, E1, E2, E)
+            dv2 = tl.zeros((N, E2), tl.float32)
+        for g in range(GROUP):
+            h64 = k64 * GROUP + g
+            q_at = query
+            d_at = dout
+            if not TMA:
+                q_at = query + z64 * sqz + first_q.to(tl.int64) * sqm + h64 * sqh
+                d_at = dout + z64 * sdz + first_q.to(tl.int64) * sdm + h64 * sdh
+            at = statistics + h64 * padded + _place(cu_q, z, first_q, s_q)
+            for m in tl.range(row_from, row_to, M, num_stages=STAGES):
+                i = m + tl.arange(0, M)
+                q = block(q_at, z, head * GROUP + g, m, sqm, s_q, M, 0, D1, D, TMA)
+                found = dot(k1, q.T)
+                if D2:
+                    qq = block(q_at, z, head * GROUP + g, m, sqm, s_q, M, D1, D2, D, TMA)
+                    found = dot(k2, qq.T, found)
+                if not FOLD:
+                    found = logits(found, scale, softcap, SOFTCAP)
+                capped = found
+                top = tl.load(at + i)[None, :]
+                mask = attn_mask
+                if MASK:
+                    rows = tl.minimum(i, s_q - 1).to(tl.int64)
+                    mask = attn_mask + (z64 * smz + rows * smm + h64 * smh)[None, :]
+                partly = (m < whole_from) | (m + M > whole_to)
+                found = hidden(
+                    found, (i + shift)[None, :], j[:, None], mask, smn, s_k, left, right, chunk, partly,
+                    LEFT, RIGHT, CHUNK, MASK,
+                )  # fmt: skip
+                d = block(d_at, z, head * GROUP + g, m, sdm, s_q, M, 0, E1, E, TMA)
+                dp = dot(v1, d.T)
+                if E2:
+                    dd = block(d_at, z, head * GROUP + g, m, sdm, s_q, M, E1, E2, E, TMA)
+                    dp = dot(v2, dd.T, dp)
+                sums = tl.load(at + heads.to(tl.int64) * GROUP * padded + i)[None, :]
+                weights, change = _gradient(found, capped, dp, top, sums, scale if FOLD else 1.0, softcap, SOFTCAP)
+                weights = cast(weights, d.dtype)
+                change = cast(change, q.dtype)
+                dv1 = dot(weights, d, dv1)
+                dk1 = dot(change, q, dk1)
+                if E2:
+                    dv2 = dot(weights, dd, dv2)
+                if D2:
+                    dk2 = dot(change, qq, dk2)
+
+        row = first_k.to(tl.int64) + j
+        at = z64 * sgz + row * sgm + k64 * sgh
+        put(dkey, at, valid, cast(dk1 * factor, dkey.dtype.element_ty), 0, D1, D)
+        if D2:
+            put(dkey, at, valid, cast(dk2 * factor, dkey.dtype.element_ty), D1, D2, D)
+        at = z64 * swz + row * swm + k64 * swh
+        put(dvalue, at, valid, cast(dv1, dvalue.dtype.element_ty), 0, E1, E)
+        if E2:
+            put(dvalue, at, valid, cast(dv2, dvalue.dtype.element_ty), E1, E2, E)
+
+
+class Config(NamedTuple):
+    """How the two launches are cut: rows of queries and of keys, warps and stages, first for dQ, then for dK and dV."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    keys_m: int
+    keys_n: int
+    keys_warps: int
+    keys_stages: int
+    tma: bool = False
+
+
+# (architecture, bytes of a number, widest of D and D_v up to), as in forward.py.
+_CONFIGS = {
+    ("hopper", 2, 64): Config(128, 64, 8, 2, 64, 128, 8, 2, tma=True),
+    ("hopper", 2, 128): Config(128, 64, 8, 3, 64, 64, 4, 2, tma=True),
+    ("hopper", 2, 256): Config(128, 32, 8, 2, 32, 64, 8, 2, tma=True),
+    ("", 2, 64): Config(128, 64, 8, 2, 64, 128, 8, 2),
+    ("", 2, 128): Config(64, 64, 8, 2, 32, 64, 4, 2),
+    ("", 2, 256): Config(32, 32, 4, 1, 32, 32, 8, 1),
+    ("", 4, 64): Config(32, 32, 8, 1, 32, 32, 8, 1),
+    ("", 4, 256): Config(16, 16, 4, 1, 16, 16, 4, 1),
+    ("interpreter", 4, 256): Config(64, 64, 4, 1, 64, 64, 4, 1),
+}
+_TOGETHER = 24 << 20
+"""As in forward.py."""
+
+
+@functools.cache
+def _config(device: torch.device, itemsize: int, width: int) -> Config:
+    where = architecture(device)
+    size = 4 if where == "interpreter" else itemsize
+    return next(
+        found
+        for name in (where, "")
+        for (arch, bytes_, widest), found in _CONFIGS.items()
+        if arch == name and bytes_ == size and width <= widest
+    )
+
+
+def backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    spec: Spec,
+    layout: str,
+    attn_mask: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dquery, dkey, dvalue), shaped as their inputs. Tensors as `kernels.forward.forward`; out and lse may belong to
+    a merged result that this call is a part of."""
+    if layout == "THD":
+        assert cu_seqlens_q is not None
+        batch, s_q, s_k = cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k
+        heads, heads_k = query.shape[1], key.shape[1]
+    elif layout == "BSHD":
+        batch, s_q, heads, _ = query.shape
+        _, s_k, heads_k, _ = key.shape
+    else:
+        batch, heads, s_q, _ = query.shape
+        _, heads_k, s_k, _ = key.shape
+    dquery, dkey, dvalue = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    if not (batch and heads):
+        return dquery, dkey, dvalue
+    # Autograd gives expanded gradients too.
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    # Base-2 LSE and delta, [2, H_q, rows of all sequences, each from a multiple of ROWS on].
+    most = ROWS.value
+    padded = (query.shape[0] // most + 1 + batch if layout == "THD" else -(-s_q // most) * batch) * most
+    statistics = torch.empty((2, heads, padded), dtype=torch.float32, device=query.device)
+    group = heads // heads_k
+    width_k, width_v = query.shape[-1], value.shape[-1]
+    config = config or _config(query.device, query.itemsize, max(width_k, width_v))
+    kind, mask, mask_strides = mask_arguments(attn_mask)
+    d1, d2 = parts(width_k)
+    e1, e2 = parts(width_v)
+    scale, softcap = rules.scales(spec.scale, spec.softcap)
+    key_strides, value_strides = strides_of(key, layout), strides_of(value, layout)
+    query_strides, dout_strides = strides_of(query, layout), strides_of(dout, layout)
+    lse_strides = strides_of(lse.unsqueeze(-1), layout)
+    numbers = (s_q, s_k, spec.left, spec.right, spec.chunk, scale, softcap, spec.scale)
+    fold = not spec.softcap and spec.scale > 0 and kind != 2
+    constants = {
+        "D": width_k, "D1": d1, "D2": d2, "E": width_v, "E1": e1, "E2": e2, "GROUP": group,
+        "TOP_LEFT": spec.top_left, "LEFT": spec.left >= 0, "RIGHT": spec.right >= 0, "CHUNK": spec.chunk > 0,
+        "SOFTCAP": spec.softcap > 0, "MASK": kind, "FOLD": fold,
+    }  # fmt: skip
+    near = max(1, _TOGETHER // max(1, s_k * (width_k + width_v) * key.itemsize))
+    tma = config.tma and layout != "THD" and not (d2 or e2) and min(s_q, s_k) >= ROWS.value
+    pairs = ((query, query_strides), (dout, dout_strides), (key, key_strides), (value, value_strides))
+    tma = tma and all(describable(tensor, strides) for tensor, strides in pairs)
+    q, k, v, d = query, key, value, dout
+    if tma:
+        q = descriptor(query, query_strides, (batch, s_q, heads), config.keys_m, d1)
+        d = descriptor(dout, dout_strides, (batch, s_q, heads), config.keys_m, e1)
+        k = descriptor(key, key_strides, (batch, s_k, heads_k), config.n, d1)
+        v = descriptor(value, value_strides, (batch, s_k, heads_k), config.n, e1)
+    if tiles := -(-s_q // config.m):
+        _queries[(tiles * batch * heads,)](
+            query, k, v, dout, out, lse, statistics, dquery, mask, cu_seqlens_q, cu_seqlens_k,
+            *query_strides, *key_strides, *value_strides, *dout_strides, *strides_of(out, layout), *lse_strides,
+            *strides_of(dquery, layout), *mask_strides, padded, tiles, batch * heads, near * group, heads, *numbers,
+            M=config.m, N=config.n, TMA=tma, STAGES=config.stages, num_warps=config.warps,
+            num_stages=config.stages, **constants,
+        )  # fmt: skip
+    near = max(1, _TOGETHER // max(1, group * s_q * (width_k + width_v) * key.itemsize))
+    if tiles := -(-s_k // config.keys_n):
+        _keys[(tiles * batch * heads_k,)](
+            q, key, value, d, statistics, dkey, dvalue, mask, cu_seqlens_q, cu_seqlens_k,
+            *query_strides, *key_strides, *value_strides, *dout_strides,
+            *strides_of(dkey, layout), *strides_of(dvalue, layout), *mask_strides,
+            padded, tiles, batch * heads_k, near, heads_k, *numbers, M=config.keys_m, N=config.keys_n,
+            TMA=tma, STAGES=config.keys_stages, num_warps=config.keys_warps, num_stages=config.keys_stages, **constants,
+        )  # fmt: skip
+    return dquery, dkey, dvalue

@@ -1,0 +1,427 @@
+"""Block-sparse attention: each block of queries sees a list of key blocks. Forward, and backward without atomics.
+
+A program owns one tile of queries and walks its block's list, so time goes with what is listed: 4 * D * block_q *
+block_k FLOPs an entry. Keys come from the L2 cache, and a tile of M queries has M FLOPs for each byte of them in 16
+bits: with blocks of 64 it is that traffic which limits, before the tensor cores do.
+
+Gradients of keys and values need the lists the other way round: which query blocks list a key block. `transposed`
+makes them on the device, ascending, so that every sum has one order and results are the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn.placement import aligned
+from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
+
+from polyattn_triton.kernels.rounding import cast
+from polyattn_triton.kernels.rules import LOG2E, accumulate, dot, natural_lse, share
+from polyattn_triton.kernels.tiles import architecture
+
+__all__ = ["Lists", "Tiles", "backward", "forward", "tiles_for", "transposed"]
+
+
+@triton.jit
+def _entry(entries, valid, i, end, length, BLOCK: tl.constexpr, N: tl.constexpr, VALID: tl.constexpr):
+    """(first row, how many rows there are from it) of step i of a list; a step is N rows of a block.
+
+    Loops ask one step ahead: a load whose address waits for another load is what Triton's pipeline has no room for.
+    Past the end nothing is read.
+    """
+    number = tl.load(entries + i // (BLOCK // N), mask=i < end, other=0)
+    part = i % (BLOCK // N) * N
+    limit = length - number * BLOCK - part
+    if VALID:
+        limit = tl.minimum(limit, tl.load(valid + number, mask=i < end, other=0) - part)
+    return number * BLOCK + part, limit
+
+
+@triton.jit
+def _rows(source, b, h, start, limit, stride, N: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, SOME: tl.constexpr):
+    """Rows start ... start + N of one head. SOME: there may be fewer, and what is past the head's end is zeros.
+
+    `source`: a descriptor of [B, H, S, D], which looks after that itself, or a pointer to the head's first row.
+    """
+    if TMA:
+        found = source.load([b, h, start, 0]).reshape([N, D])
+    else:
+        n = tl.arange(0, N)[:, None]
+        at = source + start.to(tl.int64) * stride + (n * stride + tl.arange(0, D)[None, :])
+        found = tl.load(at, mask=n < limit, other=0.0) if SOME else tl.load(at)
+    return found
+
+
+@triton.jit
+def _head(source, b, h, stride_b, stride_h):
+    return source + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+
+
+@triton.jit
+def _forward(
+    query, key, value, out, lse, counts, indices, valid, scale,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, c_b, c_h, i_b, i_h, i_q, s_q, s_k,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, EDGE: tl.constexpr,
+    NEGATIVE: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """One tile of M queries. `scale`: |scale| * log2(e). EDGE: a step may hold fewer than N keys."""
+    tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, kv_head = tile // (BLOCK_Q // M), head // GROUP
+    m, d, n = tile * M + tl.arange(0, M), tl.arange(0, D), tl.arange(0, N)
+    inside = m[:, None] < s_q
+    q_at = _head(query, b, head, q_b, q_h) + m[:, None].to(tl.int64) * q_s + d[None, :]
+    q = tl.load(q_at, mask=inside, other=0.0)
+    if NEGATIVE:
+        # A scale above 0 keeps the largest product the largest logit.
+        q = cast(-q.to(tl.float32), q.dtype)
+    keys = key if TMA else _head(key, b, kv_head, k_b, k_h)
+    values = value if TMA else _head(value, b, kv_head, v_b, v_h)
+    end = tl.load(_head(counts, b, head, c_b, c_h) + block) * (BLOCK_K // N)
+    entries = _head(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    start, limit = _entry(entries, valid, 0, end, s_k, BLOCK_K, N, VALID)
+    for i in tl.range(0, end, num_stages=STAGES):
+        next_start, next_limit = _entry(entries, valid, i + 1, end, s_k, BLOCK_K, N, VALID)
+        k = _rows(keys, b, kv_head, start, limit, k_s, N, D, TMA, EDGE)
+        products = dot(q, tl.trans(k))
+        if EDGE:
+            products = tl.where(n[None, :] < limit, products, float("-inf"))
+        weights, factor, top, total = accumulate(top, total, products, scale)
+        v = _rows(values, b, kv_head, start, limit, v_s, N, D, TMA, EDGE)
+        acc = dot(cast(weights, v.dtype), v, acc * factor[:, None])
+        start, limit = next_start, next_limit
+    o_at = _head(out, b, head, o_b, o_h) + m[:, None].to(tl.int64) * o_s + d[None, :]
+    tl.store(o_at, cast(acc * share(total)[:, None], out.dtype.element_ty), mask=inside)
+    if LSE:
+        at = lse + (b.to(tl.int64) * tl.num_programs(1) + head) * s_q + m
+        tl.store(at, natural_lse(top, total), mask=m < s_q)
+
+
+@triton.jit
+def _backward_query(
+    dout, query, key, value, out, lse, dquery, delta, level, counts, indices, valid, scale,
+    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, l_b, l_h, l_s,
+    c_b, c_h, i_b, i_h, i_q, s_q, s_k,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """dquery of one tile of M queries; for `_backward_key` also their rowsum(dout * out), and their LSE in base 2."""
+    tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, kv_head = tile // (BLOCK_Q // M), head // GROUP
+    m, d, n = tile * M + tl.arange(0, M), tl.arange(0, D), tl.arange(0, N)
+    far, inside = m[:, None].to(tl.int64), m[:, None] < s_q
+    q = tl.load(_head(query, b, head, q_b, q_h) + far * q_s + d[None, :], mask=inside, other=0.0)
+    g = tl.load(_head(dout, b, head, g_b, g_h) + far * g_s + d[None, :], mask=inside, other=0.0)
+    o = tl.load(_head(out, b, head, o_b, o_h) + far * o_s + d[None, :], mask=inside, other=0.0)
+    outer = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    total = tl.load(_head(lse, b, head, l_b, l_h) + m.to(tl.int64) * l_s, mask=m < s_q, other=float("-inf"))
+    # A row that sees no key, or that there is none of, has no weights: exp2(x - inf) = 0.
+    base = tl.where(total == float("-inf"), float("inf"), total * LOG2E)
+    row = b.to(tl.int64) * tl.num_programs(1) + head
+    at = row * (tl.num_programs(0) * M) + m
+    tl.store(delta + at, outer)
+    tl.store(level + at, base)
+    keys = key if TMA else _head(key, b, kv_head, k_b, k_h)
+    values = value if TMA else _head(value, b, kv_head, v_b, v_h)
+    end = tl.load(_head(counts, b, head, c_b, c_h) + block) * (BLOCK_K // N)
+    entries = _head(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
+    dq = tl.zeros([M, D], tl.float32)
+    start, limit = _entry(entries, valid, 0, end, s_k, BLOCK_K, N, VALID)
+    for i in tl.range(0, end, num_stages=STAGES):
+        next_start, next_limit = _entry(entries, valid, i + 1, end, s_k, BLOCK_K, N, VALID)
+        k = _rows(keys, b, kv_head, start, limit, k_s, N, D, TMA, EDGE)
+        v = _rows(values, b, kv_head, start, limit, v_s, N, D, TMA, EDGE)
+        found = dot(q, tl.trans(k)) * (scale * LOG2E) - base[:, None]
+        if EDGE:
+            found = tl.where(n[None, :] < limit, found, float("-inf"))
+        ds = tl.exp2(found) * (dot(g, tl.trans(v)) - outer[:, None])
+        dq = dot(cast(ds, k.dtype), k, dq)
+        start, limit = next_start, next_limit
+    tl.store(dquery + (row * s_q + far) * D + d[None, :], cast(dq * scale, dquery.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_key(
+    dout, query, key, value, dkey, dvalue, delta, level, counts, indices, valid, scale,
+    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, c_b, c_h, i_b, i_h, i_k, s_q, s_k, padded,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """dkey and dvalue of one tile of N keys: over the query heads of its group, over the query blocks that list it.
+
+    `padded`: rows of `delta` and `level`. EDGE: a step may hold fewer than M queries.
+    """
+    tile, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = tile // (BLOCK_K // N)
+    n, d = tile * N + tl.arange(0, N), tl.arange(0, D)
+    far, end = n[:, None].to(tl.int64), s_k
+    if VALID:
+        end = tl.minimum(end, block * BLOCK_K + tl.load(valid + block))
+    inside = n[:, None] < end
+    k = tl.load(_head(key, b, kv_head, k_b, k_h) + far * k_s + d[None, :], mask=inside, other=0.0)
+    v = tl.load(_head(value, b, kv_head, v_b, v_h) + far * v_s + d[None, :], mask=inside, other=0.0)
+    dk = tl.zeros([N, D], tl.float32)
+    dv = tl.zeros([N, D], tl.float32)
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        queries = query if TMA else _head(query, b, head, q_b, q_h)
+        grads = dout if TMA else _head(dout, b, head, g_b, g_h)
+        steps = tl.load(_head(counts, b, head, c_b, c_h) + block) * (BLOCK_Q // M)
+        entries = _head(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_k
+        side = (b.to(tl.int64) * (tl.num_programs(1) * GROUP) + head) * padded + tl.arange(0, M)
+        start, limit = _entry(entries, valid, 0, steps, s_q, BLOCK_Q, M, False)
+        for i in tl.range(0, steps, num_stages=STAGES):
+            next_start, next_limit = _entry(entries, valid, i + 1, steps, s_q, BLOCK_Q, M, False)
+            q = _rows(queries, b, head, start, limit, q_s, M, D, TMA, EDGE)
+            base = tl.load(level + side + start)
+            # Transposed, so that weights and their gradients are left operands, which may stay in registers.
+            weights = tl.exp2(dot(k, tl.trans(q)) * (scale * LOG2E) - base[None, :])
+            g = _rows(grads, b, head, start, limit, g_s, M, D, TMA, EDGE)
+            dv = dot(cast(weights, g.dtype), g, dv)
+            outer = tl.load(delta + side + start)
+            ds = weights * (dot(v, tl.trans(g)) - outer[None, :])
+            dk = dot(cast(ds, q.dtype), q, dk)
+            start, limit = next_start, next_limit
+    # Rows past the valid keys were given weights too. Rows of a product do not meet, so it is enough to drop them here.
+    at = ((b.to(tl.int64) * tl.num_programs(1) + kv_head) * s_k + far) * D + d[None, :]
+    dk = tl.where(inside, dk * scale, 0.0)
+    dv = tl.where(inside, dv, 0.0)
+    tl.store(dkey + at, cast(dk, dkey.dtype.element_ty), mask=n[:, None] < s_k)
+    tl.store(dvalue + at, cast(dv, dvalue.dtype.element_ty), mask=n[:, None] < s_k)
+
+
+@triton.jit
+def _mark(counts, indices, marks, c_b, c_h, i_b, i_h, i_q, key_blocks, WIDE: tl.constexpr):
+    """marks[b, h, key block, query block] = 1 where one query block lists it."""
+    block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    listed = tl.load(_head(counts, b, head, c_b, c_h) + block)
+    entries = _head(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
+    row = (b.to(tl.int64) * tl.num_programs(1) + head) * key_blocks
+    for first in range(0, listed, WIDE):
+        i = first + tl.arange(0, WIDE)
+        number = tl.load(entries + i, mask=i < listed, other=0)
+        tl.store(marks + (row + number) * tl.num_programs(0) + block, 1, mask=i < listed)
+
+
+@triton.jit
+def _compact(marks, counts, indices, query_blocks, WIDE: tl.constexpr):
+    """The query blocks that list one key block, ascending, and how many they are."""
+    block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = (b.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + block
+    found = block * 0
+    for first in range(0, query_blocks, WIDE):
+        i = first + tl.arange(0, WIDE)
+        marked = tl.load(marks + row * query_blocks + i, mask=i < query_blocks, other=0).to(tl.int32)
+        place = found + tl.cumsum(marked, 0) - marked
+        tl.store(indices + row * query_blocks + place, i, mask=marked != 0)
+        found += tl.sum(marked, 0)
+    tl.store(counts + row, found)
+
+
+class Lists(NamedTuple):
+    """What each query block sees.
+
+    Attributes:
+        counts: int32 [B|1, H_q|1, nQ]. indices: int32 [B|1, H_q|1, nQ, max], with dense last axes.
+        valid: int32 [nK], or None. block_q, block_k: tokens of a block; the last ones may hold fewer.
+    """
+
+    counts: Tensor
+    indices: Tensor
+    valid: Tensor | None
+    block_q: int
+    block_k: int
+
+    def strides(self) -> tuple[int, int, int, int, int]:
+        """Elements from list to list, for batches and heads; 0 along an axis that all share."""
+        (c_b, c_h), (i_b, i_h, i_q) = _shared(self.counts, 2), _shared(self.indices, 3)
+        return c_b, c_h, i_b, i_h, i_q
+
+
+def _shared(tensor: Tensor, axes: int) -> tuple[int, ...]:
+    return tuple(0 if tensor.shape[axis] == 1 else tensor.stride(axis) for axis in range(axes))
+
+
+class Tiles(NamedTuple):
+    """How a program computes: M queries and N keys at a time, its warps, and the stages of its loads."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+# By class of device, kernel and head dim: for blocks of 128, for blocks of 64 (of queries; `key`: of keys).
+_TABLE: dict[str, dict[str, dict[int, tuple[Tiles, Tiles]]]] = {
+    "hopper": {
+        "forward": {
+            64: (Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3)),
+            128: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
+            256: (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
+        },
+        "query": {
+            64: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3)),
+            128: (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
+            256: (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+        },
+        "key": {
+            64: (Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2)),
+            128: (Tiles(32, 128, 8, 2), Tiles(32, 64, 4, 3)),
+            256: (Tiles(16, 64, 8, 2), Tiles(16, 64, 8, 2)),
+        },
+    },
+    "": {
+        "forward": {
+            64: (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)),
+            128: (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+            256: (Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
+        },
+        "query": {
+            64: (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+            128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
+            256: (Tiles(64, 32, 8, 1), Tiles(64, 32, 8, 1)),
+        },
+        "key": {
+            64: (Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 2)),
+            128: (Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 2)),
+            256: (Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+        },
+    },
+}
+
+
+def tiles_for(kernel: str, query: Tensor, block_q: int, block_k: int) -> Tiles:
+    """The configuration of a kernel (`forward`, `query` or `key`: the gradients of queries, or of keys and values)."""
+    head_dim = query.shape[-1]
+    where = architecture(query.device)
+    if where == "interpreter":
+        # Every step of the interpreter costs the same, whatever its size.
+        return Tiles(block_q, block_k, 4, 1)
+    if query.dtype == torch.float32:
+        # Products that no tensor core takes: all their numbers are in registers.
+        return Tiles(16, 16, 4, 1)
+    large, small = _TABLE[where][kernel][head_dim]
+    tiles = large if (block_k if kernel == "key" else block_q) % 128 == 0 else small
+    return tiles._replace(m=min(tiles.m, block_q), n=min(tiles.n, block_k))
+
+
+def _described(*tensors: Tensor) -> bool:
+    """Whether rows can be loaded by tensor descriptors: the hardware wants 16-byte steps above 0."""
+    if architecture(tensors[0].device) != "hopper" or not aligned(*tensors):
+        return False
+    return all(step for t in tensors for size, step in zip(t.shape, t.stride(), strict=True) if size > 1)
+
+
+def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, [1, 1, rows, tensor.shape[-1]])
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lists: Lists,
+    *,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
+    tiles: Tiles | None = None,
+    tma: bool | None = None,
+) -> None:
+    """Attention of each query to the valid tokens of the key blocks that its block lists.
+
+    Args:
+        query: [B, H_q, S_q, D]; key, value: [B, H_kv, S_k, D]; out: [B, H_q, S_q, D]; last axes dense.
+        lse: float32 [B, H_q, S_q], contiguous; None = not wanted.
+        scale: of the products. tiles: instead of the table's. tma: descriptors or not; None = where they work.
+    """
+    B, H, S_q, D = query.shape
+    block_q, block_k, valid = lists.block_q, lists.block_k, lists.valid
+    t = tiles or tiles_for("forward", query, block_q, block_k)
+    tma = _described(key, value) if tma is None else tma
+    S_k = key.shape[2]
+    _forward[triton.cdiv(S_q, t.m), H, B](
+        query, _descriptor(key, t.n) if tma else key, _descriptor(value, t.n) if tma else value,
+        out, lse, lists.counts, lists.indices, valid,
+        # 0 times -inf would be NaN; a scale as small as this leaves logits that are 0 as well.
+        max(abs(scale), 1e-30) * LOG2E.value,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *lists.strides(), S_q, S_k,
+        GROUP=H // key.shape[1], D=D, BLOCK_Q=block_q, BLOCK_K=block_k, M=t.m, N=t.n, STAGES=t.stages, TMA=tma,
+        VALID=valid is not None, EDGE=valid is not None or S_k % t.n != 0, NEGATIVE=scale < 0, LSE=lse is not None,
+        num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+
+
+def transposed(lists: Lists, key_blocks: int) -> Lists:
+    """The query blocks that list each key block: counts [B', H', nK], indices [B', H', nK, nQ], ascending; what all
+    samples or heads share stays shared. No host knows how long they are, so there is room for the longest."""
+    device, query_blocks = lists.counts.device, lists.counts.shape[2]
+    B, H = (max(lists.counts.shape[axis], lists.indices.shape[axis]) for axis in (0, 1))
+    marks = torch.zeros(B, H, key_blocks, query_blocks, dtype=torch.int8, device=device)
+    counts = torch.empty(B, H, key_blocks, dtype=torch.int32, device=device)
+    indices = torch.empty(B, H, key_blocks, query_blocks, dtype=torch.int32, device=device)
+    _mark[query_blocks, H, B](
+        lists.counts, lists.indices, marks, *lists.strides(), key_blocks, WIDE=256, num_warps=4
+    )  # fmt: skip
+    _compact[key_blocks, H, B](marks, counts, indices, query_blocks, WIDE=512, num_warps=4)
+    return lists._replace(counts=counts, indices=indices)
+
+
+def backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lists: Lists,
+    *,
+    scale: float,
+    tiles: tuple[Tiles | None, Tiles | None] = (None, None),
+    tma: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dquery, dkey, dvalue) of `forward`, contiguous; `out` and `lse` may be those of a merged result.
+
+    Args:
+        tiles: of the kernels `query` and `key`, instead of the table's. The rest as `forward`.
+    """
+    B, H, S_q, D = query.shape
+    H_kv, S_k = key.shape[1:3]
+    block_q, block_k, valid = lists.block_q, lists.block_k, lists.valid
+    query_blocks, key_blocks = lists.counts.shape[2], triton.cdiv(S_k, block_k)
+    padded = query_blocks * block_q
+    dquery, dkey, dvalue = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value))
+    delta, level = (torch.empty(B, H, padded, dtype=torch.float32, device=query.device) for _ in range(2))
+    shape: dict[str, Any] = {"GROUP": H // H_kv, "D": D, "BLOCK_Q": block_q, "BLOCK_K": block_k}
+
+    t = tiles[0] or tiles_for("query", query, block_q, block_k)
+    by_tma = _described(key, value) if tma is None else tma
+    _backward_query[padded // t.m, H, B](
+        dout, query, _descriptor(key, t.n) if by_tma else key, _descriptor(value, t.n) if by_tma else value, out, lse,
+        dquery, delta, level, lists.counts, lists.indices, valid, scale,
+        *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
+        *lse.stride(), *lists.strides(), S_q, S_k, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
+        VALID=valid is not None, EDGE=valid is not None or S_k % t.n != 0, num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+
+    t = tiles[1] or tiles_for("key", query, block_q, block_k)
+    by_tma = _described(query, dout) if tma is None else tma
+    turned = transposed(lists, key_blocks)
+    _backward_key[triton.cdiv(S_k, t.n), H_kv, B](
+        _descriptor(dout, t.m) if by_tma else dout, _descriptor(query, t.m) if by_tma else query, key, value,
+        dkey, dvalue, delta, level, turned.counts, turned.indices, valid, scale,
+        *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *turned.strides(), S_q, S_k,
+        padded, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma, VALID=valid is not None,
+        EDGE=S_q % t.m != 0, num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return dquery, dkey, dvalue

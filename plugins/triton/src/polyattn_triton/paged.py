@@ -1,0 +1,210 @@
+"""Family `paged`: the adapter between polyattn's paged calls and the kernels that serve them.
+
+Few queries over many keys go to `kernels.decode`, which splits the keys among the chip; many queries to
+`kernels.extend`. Both read pages where they lie, of any size, NHD and HND, and take every option that the request can
+have. Further parts (`kv_parts`) are calls of their own, merged by their LSEs: a prefix that several sequences share is
+read once for all of their queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn.contract import Bound, KVPart, Session, Slot
+from polyattn.records import AttentionRequest
+
+from . import runtime
+from .kernels.decode import Config, bounds, decode, items_for
+from .kernels.extend import config_for as extend_config
+from .kernels.extend import extend
+from .kernels.merge import merge
+from .kernels.splits import Items
+from .kernels.write import write_kv
+
+__all__ = ["Paged"]
+
+_FEW = 64
+"""Rows of a sequence (queries times heads of a group) that are one tile of `decode`."""
+_EXTEND_ROWS = 128
+"""Of a tile of `extend`: how many programs it would have follows from them."""
+_LONG = 1024
+"""Keys from which on splitting them pays for what it costs."""
+
+
+class Paged:
+    """The target that `records/softmax.py` names."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        """Raises:
+        BackendUnavailableError: CPU tensors, in a process that compiles its kernels.
+        """
+        if request.platform == "cpu":
+            runtime.check_device(torch.device("cpu"))
+        call = _Call(request)
+        return Bound(call.forward, session=call.session)
+
+
+class _Tables(NamedTuple):
+    """Whose keys are where: of a call, or of one of its parts."""
+
+    page_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+class _Call:
+    """Everything of a request that is no tensor."""
+
+    def __init__(self, request: AttentionRequest) -> None:
+        r = self.request = request
+        self.hnd = r.kv_layout == "HND"
+        self.causal = r.causal != "none"
+        self.scale = r.head_dim**-0.5 if r.scale is None else r.scale
+        self.storage: dict[str, Any] = {
+            "page_size": r.page_size,
+            "hnd": self.hnd,
+            "kv_dtype": r.kv_dtype,
+            "kv_scales": r.kv_scales,
+        }
+        self.logits: dict[str, Any] = {"scale": self.scale, "softcap": r.softcap}
+        self.seen: dict[str, Any] = {"causal": self.causal, "window": r.window, "chunk": r.chunk, "tree": r.tree}
+        self.window = bounds(self.causal, r.window, r.chunk)
+
+    # ------------------------------------------------------------------------------------------------ which kernel
+
+    def few(self, device: torch.device, sequences: int, heads: int, group: int, longest: tuple[int, int]) -> bool:
+        """Whether `decode` is to serve sequences of at most `longest` (queries, keys)."""
+        r, (max_seqlen_q, max_seqlen_k) = self.request, longest
+        if r.batch_invariant:
+            # Must not depend on what else is in the batch.
+            return r.s_relation == "one" or r.phase in ("decode", "verify")
+        rows = max_seqlen_q * group
+        programs = sequences * -(-rows // _EXTEND_ROWS) * heads
+        return rows <= _FEW or (2 * programs <= runtime.processors(device) and max_seqlen_k >= _LONG)
+
+    # ------------------------------------------------------------------------------------------------------ calls
+
+    def forward(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        *,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        kv_parts: Sequence[KVPart] = (),
+        out: Tensor | None = None,
+        plan: tuple[Items, Config] | None = None,
+    ) -> Any:
+        """`polyattn.contract.PagedForward`; `plan`: of a session's step, for the call's own keys."""
+        r = self.request
+        tables = _Tables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        T_q, H_q, _ = query.shape
+        if out is None:
+            out = query.new_empty(T_q, H_q, r.dims[1])
+        lse = query.new_empty(T_q, H_q, dtype=torch.float32) if r.lse else None
+        if key is not None and r.save_kv_cache:
+            write_kv(
+                key, value, key_cache, value_cache, page_table=page_table, seq_lens=seq_lens,
+                cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, **self.storage, **scales,
+            )  # fmt: skip
+            key = value = None
+        own: dict[str, Any] = {"key": key, "value": value, "attn_mask": attn_mask, "plan": plan, **scales, **self.seen}
+        if not kv_parts:
+            self._attend(query, key_cache, value_cache, tables, sinks=sinks, out=out, lse=lse, **own)
+        else:
+            outs = query.new_empty(1 + len(kv_parts), T_q, H_q, r.dims[1], dtype=torch.float32)
+            lses = query.new_empty(1 + len(kv_parts), T_q, H_q, dtype=torch.float32)
+            self._attend(query, key_cache, value_cache, tables, out=outs[0], lse=lses[0], **own)
+            for n, part in enumerate(kv_parts, 1):
+                pools = (
+                    key_cache if part.key_cache is None else part.key_cache,
+                    value_cache if part.value_cache is None else part.value_cache,
+                )
+                self._attend(query, *pools, _Tables(*part[:5]), out=outs[n], lse=lses[n], causal=False, **scales)
+            merge(outs, lses, sinks=sinks, out=out, lse=lse)
+        return out if lse is None else (out, lse)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        tables: _Tables,
+        *,
+        plan: tuple[Items, Config] | None = None,
+        **given: Any,
+    ) -> None:
+        """One call over one set of tables."""
+        if not query.shape[0]:
+            return
+        invariant = self.request.batch_invariant
+        given |= {**tables._asdict(), **self.storage, **self.logits}
+        heads = key_cache.shape[1 if self.hnd else 2]
+        longest = (tables.max_seqlen_q, tables.max_seqlen_k)
+        if plan is not None or self.few(
+            query.device, tables.seq_lens.shape[0], heads, query.shape[1] // heads, longest
+        ):
+            decode(query, key_cache, value_cache, invariant=invariant, plan=plan, **given)
+        else:
+            config = extend_config(query, key_cache, value_cache, 1 << 20) if invariant else None
+            extend(query, key_cache, value_cache, config=config, **given)
+
+    # --------------------------------------------------------------------------------------------------- sessions
+
+    def session(self, slot: Slot) -> Session:
+        """A serving side that shares the work of a step out once, not in every layer."""
+        return _Session(self, slot)
+
+
+class _Session:
+    """`polyattn.contract.Session`: `plan` cuts the step by what the host knows, `prepare` by its lengths."""
+
+    def __init__(self, call: _Call, slot: Slot) -> None:
+        self._call, self._slot = call, slot
+        self._plan: tuple[Items, Config] | None = None
+
+    def plan(self, step: Any) -> None:
+        call, slot = self._call, self._slot
+        r = call.request
+        longest = (step.max_seqlen_q, step.max_seqlen_k)
+        self._plan = None
+        if not call.few(slot.device, step.sequences, r.kv_heads, r.group, longest):
+            return
+        self._plan = items_for(
+            r.dims,
+            getattr(torch, r.dtype),
+            slot.device,
+            heads=(r.heads, r.kv_heads),
+            sequences=step.sequences,
+            max_seqlen_q=step.max_seqlen_q,
+            max_seqlen_k=step.max_seqlen_k,
+            window=call.window,
+            chunk=r.chunk,
+            kv_dtype=r.kv_dtype,
+            invariant=r.batch_invariant,
+            allocate=slot.workspace,
+        )
+
+    def prepare(self, step: Any) -> None:
+        if self._plan is not None:
+            self._plan[0].share_out(step.seq_lens, step.cu_seqlens_q)
+
+    def forward(self, *tensors: Tensor, **tables: Any) -> Any:
+        return self._call.forward(*tensors, **tables, plan=self._plan)

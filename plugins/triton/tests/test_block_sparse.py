@@ -1,0 +1,178 @@
+"""Block-sparse kernels against dense attention under the mask that a map stands for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyattn import reference
+from polyattn.autograd import differentiable
+from polyattn.block_maps import visible_keys
+from polyattn.errors import InvalidInputError
+from polyattn.merging import merge
+from polyattn.records import AttentionRequest
+from polyattn.testing import Installed, generate, run_case
+from polyattn_triton.block_sparse import BlockSparse
+from polyattn_triton.kernels import block_sparse as kernels
+from polyattn_triton.kernels.block_sparse import Lists, Tiles
+
+NOWHERE = 2**31 - 1
+FP32, BF16 = torch.float32, torch.bfloat16
+BOUNDS = {FP32: 1e-5, BF16: 8e-3}
+
+
+class Problem(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dout: Tensor
+    lists: Lists
+    scale: float
+
+    @property
+    def map(self) -> dict[str, Any]:
+        counts, indices, valid = self.lists[:3]
+        return {"block_counts": counts, "block_indices": indices, "block_valid": valid}
+
+    def right(self) -> tuple[Tensor, ...]:
+        """out, lse, dquery, dkey, dvalue, from the definition in float64."""
+        wide = [t.double().requires_grad_() for t in (self.query, self.key, self.value)]
+        s_q, s_k = self.query.shape[2], self.key.shape[2]
+        mask = visible_keys((self.lists.block_q, self.lists.block_k), s_q, s_k, *self.lists[:3])
+        mask = mask.expand(*self.query.shape[:2], s_q, s_k)
+        out, lse = reference.attention(
+            *wide, attn_mask=mask, scale=self.scale, layout="BHSD", return_lse=True, compute_dtype=torch.float64
+        )
+        grads = torch.autograd.grad(out, wide, self.dout.double())
+        return out.detach(), lse.detach(), *grads
+
+
+def made(
+    s_q: int, s_k: int, blocks: tuple[int, int] = (64, 64), *, heads: tuple[int, int] = (2, 1), D: int = 64,
+    dtype: torch.dtype = FP32, sizes: bool = False, scale: float = 0.125, one_map: bool = False,
+) -> Problem:  # fmt: skip
+    draw = torch.Generator().manual_seed(s_q * s_k)
+    shapes = ((heads[0], s_q), (heads[1], s_k), (heads[1], s_k), (heads[0], s_q))
+    query, key, value, dout = (torch.randn(1, h, s, D, generator=draw).to(dtype) for h, s in shapes)
+    rows, columns = -(-s_q // blocks[0]), -(-s_k // blocks[1])
+    shape = (1, 1 if one_map else heads[0], rows)
+    # The first list is empty, the last one full.
+    counts = (torch.rand(shape, generator=draw) * (columns + 1)).int()
+    counts.view(-1)[0], counts.view(-1)[-1] = 0, columns
+    indices = torch.rand(*shape, columns, generator=draw).argsort(-1).int()
+    indices[torch.arange(columns) >= counts[..., None]] = NOWHERE
+    valid = (torch.rand(columns, generator=draw) * (blocks[1] + 1)).int() if sizes else None
+    if valid is not None:
+        valid[0] = 0
+    return Problem(query, key, value, dout, Lists(counts, indices, valid, *blocks), scale)
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    return float((found.detach().double() - right).norm() / right.norm().clamp(min=1e-9))
+
+
+def check(problem: Problem, *, tma: bool = False, tiles: Tiles | None = None) -> None:
+    p, right = problem, problem.right()
+    out = torch.full_like(p.query, float("nan"))
+    lse = torch.full(p.query.shape[:3], float("nan"))
+    kernels.forward(p.query, p.key, p.value, p.lists, scale=p.scale, out=out, lse=lse, tiles=tiles, tma=tma)
+    grads = kernels.backward(
+        p.dout, p.query, p.key, p.value, out, lse, p.lists, scale=p.scale, tiles=(tiles, tiles), tma=tma
+    )
+    bound = BOUNDS[p.query.dtype]
+    assert torch.equal(lse.isinf(), right[1].isinf())
+    alive = right[1].isfinite()
+    assert bool(alive.any())
+    assert bool((out[~alive] == 0).all())
+    assert bool((grads[0][~alive] == 0).all())
+    assert error(lse[alive], right[1][alive]) < 1e-5
+    assert error(out, right[0]) < bound
+    assert all(error(grad, wanted) < bound for grad, wanted in zip(grads, right[2:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_map_of_each_head_with_empty_rows(dtype: torch.dtype) -> None:
+    check(made(128, 192, dtype=dtype))
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+def test_ends_inside_a_block_and_valid_sizes(tma: bool) -> None:
+    check(made(100, 150, sizes=True, one_map=True), tma=tma)
+    check(made(100, 150, (64, 128)), tma=tma)
+
+
+def test_blocks_in_smaller_tiles() -> None:
+    check(made(200, 150, (128, 128), sizes=True), tiles=Tiles(64, 32, 4, 1))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_scale(scale: float) -> None:
+    check(made(64, 100, scale=scale))
+
+
+def test_one_query_and_wide_heads() -> None:
+    check(made(1, 130, (128, 64), D=256, dtype=BF16))
+
+
+def test_the_transposed_lists_are_those_of_the_mask() -> None:
+    lists = made(300, 200, heads=(3, 1)).lists
+    turned = kernels.transposed(lists, 4)
+    seen = visible_keys((1, 1), 5, 4, lists.counts, lists.indices)
+    assert torch.equal(turned.counts.long(), seen.sum(2))
+    for head, block in ((h, b) for h in range(3) for b in range(4)):
+        count = int(turned.counts[0, head, block])
+        assert turned.indices[0, head, block, :count].tolist() == seen[0, head, :, block].nonzero()[:, 0].tolist()
+
+
+def bound(problem: Problem, **changes: Any) -> Any:
+    lists = problem.lists
+    request = AttentionRequest(
+        family="block_sparse", dtype="float32", head_dim=problem.query.shape[-1], heads=problem.query.shape[1],
+        kv_heads=problem.key.shape[1], layout="BHSD", scale=problem.scale, block_map=True,
+        block_sizes=lists.valid is not None, block_shape=(lists.block_q, lists.block_k), s_relation="fewer", **changes,
+    )  # fmt: skip
+    return BlockSparse().bind(request.normalised())
+
+
+def test_parts_of_a_list_are_merged_and_trained() -> None:
+    """A key block after the other: the LSEs make them one, and gradients go through the merge."""
+    p = made(64, 128, heads=(1, 1))
+    both = p.lists._replace(counts=torch.full((1, 1, 1), 2).int(), indices=torch.tensor([[[[1, 0]]]]).int())
+    right = p._replace(lists=both).right()
+    call = differentiable(bound(p, lse=True, grad=("query", "key", "value", "lse")), True)
+    inputs = [t.clone().requires_grad_() for t in p[:3]]
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    parts = [call(*inputs, block_counts=one, block_indices=one[..., None] * number) for number in (0, 1)]
+    out, lse = merge([part[0] for part in parts], [part[1] for part in parts], layout="BHSD")
+    found = (out, lse, *torch.autograd.grad(out, inputs, p.dout))
+    assert all(error(a, b) < 1e-5 for a, b in zip(found, right, strict=True))
+
+
+def test_strided_inputs_and_outputs() -> None:
+    p = made(64, 100)
+    wide = torch.full((1, 64, 2, 80), float("nan")).transpose(1, 2)[..., :64]
+    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in p[:3]]
+    spread = {name: t if t is None else t.repeat_interleave(2, -1)[..., ::2] for name, t in p.map.items()}
+    forward = bound(p).forward
+    assert forward(*turned, **spread, out=wide) is wide
+    assert torch.equal(wide, forward(*p[:3], **p.map))
+
+
+def test_a_map_that_points_outside_is_refused() -> None:
+    p = made(64, 100)
+    with pytest.raises(InvalidInputError, match=r"block_indices lists block 2147483647; there are 2 of 64 keys"):
+        bound(p).forward(*p[:3], **{**p.map, "block_counts": torch.full_like(p.lists.counts, 2)})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kit_finds_nothing(dtype: str) -> None:
+    """The smallest of its cases: interpreted, they take seconds each."""
+    target = Installed("triton", "cpu")
+    cases = generate(target.rows, target.facts, families=["block_sparse"], dtypes=[dtype], per_row=12)
+    small = sorted(cases, key=lambda case: sum(s_q * s_k for s_q, s_k in case.lengths) * case.request.heads)
+    assert len(small) >= 12
+    for case in small[:4]:
+        assert run_case(target, case).verdict == "passed", str(run_case(target, case))

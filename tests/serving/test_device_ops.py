@@ -1,0 +1,111 @@
+"""Kernels of a package write the rows of a pool; where there are none, or none for its rows, core's operators do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from polyattn.serving import AttentionLayer, KVCacheConfig, KVPool, device_ops
+from polyattn.serving.device_ops import register_device_ops
+
+LAYERS = [AttentionLayer(0, 2, 1, 16), AttentionLayer(1, 2, 1, 32)]
+SLOTS = torch.tensor([5, 6])
+
+
+class Ops:
+    """Writes the caches of head dim 16."""
+
+    name = "acme"
+
+    def __init__(self):
+        self.calls = []
+
+    def writes(self, cache, dtype):
+        return cache.tensors[0].shape[-1] in (8, 16) and dtype == torch.float32
+
+    def write(self, cache, slots, key, value, *, rows):
+        self.calls.append((cache, slots, key, value, rows))
+
+
+@pytest.fixture
+def acme(monkeypatch):
+    """A module whose `Ops` and `Other` can be registered."""
+    module = types.ModuleType("acme_ops")
+    module.Ops, module.Other = Ops, type("Other", (Ops,), {"name": "other"})
+    monkeypatch.setitem(sys.modules, "acme_ops", module)
+    monkeypatch.setattr(device_ops, "_registered", {})
+    device_ops.device_ops.cache_clear()
+    yield module
+    device_ops.device_ops.cache_clear()
+
+
+def pool(dtype=torch.float32, kv_dtype="auto"):
+    return KVPool(LAYERS, KVCacheConfig(kv_dtype, 4), 4, dtype=dtype)
+
+
+def rows(width, dtype=torch.float32):
+    return torch.ones(2, 1, width, dtype=dtype)
+
+
+def test_without_kernels_core_writes(acme):
+    made = pool()
+    assert made.writer(0) == made.writer(1) == "polyattn"
+    made.write(0, SLOTS, rows(16), rows(16))
+    assert made.read(0, SLOTS, torch.float32)[0].eq(1).all()
+
+
+def test_kernels_write_what_they_say_they_do(acme):
+    register_device_ops("cpu", "acme_ops:Ops")
+    made = pool()
+    assert (made.writer(0), made.writer(1)) == ("acme", "polyattn")
+    key, value = rows(16), rows(16)
+    made.write(0, SLOTS, key, value)
+    made.make_scales(0, SLOTS, key, value)
+    ((cache, slots, k, v, whole),) = device_ops.device_ops("cpu").calls
+    assert cache is made.cache(0)
+    assert (slots is SLOTS, k is key, v is value, whole) == (True, True, True, True)
+    assert not made.read(0, SLOTS, torch.float32)[0].any(), "core wrote nothing"
+    made.write(1, SLOTS, rows(32), rows(32))
+    assert made.read(1, SLOTS, torch.float32)[0].eq(1).all(), "nor did the kernels write this layer"
+
+
+def test_scales_alone_are_made_by_them_too(acme):
+    register_device_ops("cpu", "acme_ops:Ops")
+    pool(kv_dtype="fp4_e2m1").make_scales(0, SLOTS, rows(16), rows(16))
+    assert [call[-1] for call in device_ops.device_ops("cpu").calls] == [False]
+
+
+def test_rows_of_another_dtype_are_written_by_core(acme):
+    register_device_ops("cpu", "acme_ops:Ops")
+    made = pool()
+    made.write(0, SLOTS, rows(16), rows(16, torch.float64))
+    assert not device_ops.device_ops("cpu").calls
+    assert pool(torch.bfloat16).writer(0) == "polyattn"
+
+
+def test_the_lowest_rank_that_can_serve_does(acme):
+    register_device_ops("cpu", "acme_ops:Ops", rank=50)
+    register_device_ops("cpu", "acme_ops:Other", rank=10)
+    register_device_ops("cpu", "acme_ops:Other", rank=10)
+    register_device_ops("cpu", "nowhere:Ops", rank=1, requires=("no-such-distribution",))
+    assert device_ops.device_ops("cpu").name == "other"
+    assert device_ops.device_ops("xpu") is None
+
+
+def test_kernels_that_cannot_be_imported_are_warned_about(acme):
+    register_device_ops("cpu", "acme_ops:Missing", rank=1)
+    register_device_ops("cpu", "acme_ops:Ops")
+    with pytest.warns(
+        RuntimeWarning, match=r"acme_ops:Missing: its kernels for serving on cpu cannot be used \(Attribute"
+    ):
+        assert pool().writer(0) == "acme"
+    assert pool().writer(0) == "acme", "said once"
+
+
+def test_registering_imports_no_torch():
+    code = "import sys, polyattn.serving.device_ops; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
