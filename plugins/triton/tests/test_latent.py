@@ -223,3 +223,11 @@ def test_one_sequence_fills_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = latent.launch_for(*kind, 1, 1, 4096)
     assert launch.tiles * launch.parts == 132 * launch.config.programs
     assert not latent.launch_for(*kind, 600, 1, 4096).cut
+
+
+def test_masks_that_are_added_leave_room_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of float32, with blocks of 64 keys, they need 245764 bytes on Hopper, which has 232448."""
+    monkeypatch.setattr(runtime, "processors", lambda device: 132)
+    monkeypatch.setattr(latent, "_class", lambda device: "hopper")
+    kind = (torch.device("cpu"), torch.bfloat16, 128, (512, 64), 1, 1, 4096)
+    assert [latent.launch_for(*kind, additive=added).config.keys for added in (False, True)] == [64, 32]

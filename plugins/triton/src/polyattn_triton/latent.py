@@ -84,6 +84,7 @@ class _Attention:
             max_seqlen_q,
             max_seqlen_k,
             self._request.batch_invariant,
+            additive=self._request.mask == "additive",
         )
 
     def _attend(

@@ -10,7 +10,7 @@ from polyattn_triton.hopper.forward import on_hopper
 __all__ = ["attend", "takes"]
 
 _WIDTHS, _BLOCK = (512, 64), 64
-_REGISTERS = 216
+_REGISTERS = 208
 """Of a consumer's thread; the producer has what is left."""
 
 

@@ -62,37 +62,52 @@ def _segment(n, item, last, before, tile, seq_lens, cu_seqlens_q, HEADS: gl.cons
 
 @gluon.jit
 def _copy_rows(
-    to, base, page_table, first, end, cache_page, ROW: gl.constexpr, PAGE: gl.constexpr, AT: gl.constexpr,
+    to, base, page_table, page, first, end, cache_page, ROW: gl.constexpr, PAGE: gl.constexpr, AT: gl.constexpr,
     WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copy of columns [AT, AT + WIDTH) of keys first .. first + 63, zeros from key `end` on."""
+    """Starts the copy of columns [AT, AT + WIDTH) of keys first .. first + 63, zeros from key `end` on. `page` is that
+    of `first` where pages are not smaller than blocks."""
     ROWS: gl.constexpr = min(PAGE, _N)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     at = (row * ROW)[:, None] + (AT + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))[None, :]
-    for chunk in gl.static_range(_N // ROWS):
-        key = first + chunk * ROWS
-        page = gl.load(page_table + key // PAGE, mask=key < end, other=0).to(gl.int64)
-        source = base + (page * cache_page + key % PAGE * ROW)
-        if ROWS == _N:
-            there = to
+    if ROWS == _N:
+        source = base + (page * cache_page + first % PAGE * ROW)
+        if first + _N <= end:
+            async_copy.async_copy_global_to_shared(to, source + at)
         else:
-            there = to.slice(chunk * ROWS, ROWS, dim=0)
-        async_copy.async_copy_global_to_shared(there, source + at, mask=(row < end - key)[:, None])
+            async_copy.async_copy_global_to_shared(to, source + at, mask=(row < end - first)[:, None])
+    else:
+        for chunk in gl.static_range(_N // ROWS):
+            key = first + chunk * ROWS
+            page = gl.load(page_table + key // PAGE, mask=key < end, other=0).to(gl.int64)
+            async_copy.async_copy_global_to_shared(
+                to.slice(chunk * ROWS, ROWS, dim=0), base + page * cache_page + at, mask=(row < end - key)[:, None]
+            )
+
+
+@gluon.jit
+def _page_of(page_table, key, end, PAGE: gl.constexpr):
+    """The page of a block, where one page has all of it."""
+    if PAGE % _N == 0:
+        return gl.load(page_table + key // PAGE, mask=key < end, other=0).to(gl.int64)
+    else:
+        return (key * 0).to(gl.int64)
 
 
 @gluon.jit
 def _copy_half(
-    given, phase, BLOCK: gl.constexpr, SIDE: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, WIDE: gl.constexpr,
-    NARROW: gl.constexpr,
+    given, page, phase, BLOCK: gl.constexpr, SIDE: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr,
+    WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """Starts the copy of half SIDE of a block of the pair whose first key is `first`, once its buffer is free; the rope
     columns go with the half that their reader frees."""
     ks, rs, full, free, cache, table, first, end, cache_page = given
     key = first + BLOCK * _N
     mbarrier.wait(free.index(2 * BLOCK + SIDE), phase)
-    _copy_rows(ks.index(2 * BLOCK + SIDE), cache, table, key, end, cache_page, ROW, PAGE, SIDE * _HALF, _HALF, WIDE)
+    to = ks.index(2 * BLOCK + SIDE)
+    _copy_rows(to, cache, table, page, key, end, cache_page, ROW, PAGE, SIDE * _HALF, _HALF, WIDE)
     if SIDE == BLOCK:
-        _copy_rows(rs.index(BLOCK), cache, table, key, end, cache_page, ROW, PAGE, 2 * _HALF, _ROPE, NARROW)
+        _copy_rows(rs.index(BLOCK), cache, table, page, key, end, cache_page, ROW, PAGE, 2 * _HALF, _ROPE, NARROW)
     async_copy.mbarrier_arrive(full.index(2 * BLOCK + SIDE), increment_count=False)
 
 
@@ -128,15 +143,22 @@ def _produce(
             async_copy.mbarrier_arrive(q_full, increment_count=False)
             segment += 1
             table = page_table + n * table_row.to(gl.int64)
+            page_0 = _page_of(table, begin, end, PAGE)
+            page_1 = _page_of(table, begin + _N, end, PAGE)
             for pair in range(pairs):
                 first = begin + pair * (2 * _N)
                 phase = (step & 1) ^ 1
+                # A pair ahead: no copy waits for where its rows are.
+                next_0 = _page_of(table, first + 2 * _N, end, PAGE)
+                next_1 = _page_of(table, first + 3 * _N, end, PAGE)
                 block = (ks, rs, full, free, cache, table, first, end, cache_page)
                 # In the order in which they come free.
-                _copy_half(block, phase, 0, 0, ROW, PAGE, WIDE, NARROW)
-                _copy_half(block, phase, 1, 1, ROW, PAGE, WIDE, NARROW)
-                _copy_half(block, phase, 1, 0, ROW, PAGE, WIDE, NARROW)
-                _copy_half(block, phase, 0, 1, ROW, PAGE, WIDE, NARROW)
+                _copy_half(block, page_0, phase, 0, 0, ROW, PAGE, WIDE, NARROW)
+                _copy_half(block, page_1, phase, 1, 1, ROW, PAGE, WIDE, NARROW)
+                _copy_half(block, page_1, phase, 1, 0, ROW, PAGE, WIDE, NARROW)
+                _copy_half(block, page_0, phase, 0, 1, ROW, PAGE, WIDE, NARROW)
+                page_0 = next_0
+                page_1 = next_1
                 step += 1
         item = after
         before += blocks

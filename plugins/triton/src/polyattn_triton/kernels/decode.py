@@ -679,8 +679,8 @@ def decode(
         GROUP=group, TILES=columns // heads, PAGE=page_size, KIND=kind, SCALES=kv_scales,
         NATIVE=native(query.device, kind), D=D, BLOCK_D=block_d, E=E, BLOCK_E=block_e,
         LEFT=left >= 0, RIGHT=right >= 0, CHUNK=chunk > 0, SOFTCAP=softcap != 0, MASK=mask, TREE=tree and mask != "",
-        PAIRS=in_pairs, TWINS=k_strides == v_strides, PREFETCH=nvidia(query.device) and page_size & (page_size - 1) == 0,
-        M=config.M, N=config.N, ROWS=rows,
+        PAIRS=in_pairs, TWINS=k_strides == v_strides,
+        PREFETCH=nvidia(query.device) and page_size & (page_size - 1) == 0, M=config.M, N=config.N, ROWS=rows,
         AT_ONCE=at_once, SPLIT=items.count > sequences,
         STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

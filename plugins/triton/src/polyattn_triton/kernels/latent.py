@@ -443,7 +443,7 @@ class Config:
 
 # By architecture class and rows of a tile; for rows of at most 640 numbers of 16 bits. Fewer heads make small tiles.
 _TABLE: dict[str, tuple[Config, ...]] = {
-    "hopper": (Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(16, 64, 4, 2)),
+    "hopper": (Config(64, 64, 8, 2, least=2), Config(32, 64, 8, 2), Config(16, 64, 4, 2)),
     "blackwell": (Config(64, 32, 8, 2), Config(32, 64, 8, 2), Config(16, 64, 4, 2)),
     "nvidia": (Config(32, 32, 8, 2), Config(16, 32, 4, 2)),
     "": (Config(32, 32, 4, 2), Config(16, 32, 4, 2)),
@@ -504,17 +504,20 @@ class Launch:
 
 def launch_for(
     device: torch.device, dtype: torch.dtype, heads: int, widths: tuple[int, int], sequences: int, max_seqlen_q: int,
-    max_seqlen_k: int, batch_invariant: bool = False, config: Config | None = None,
+    max_seqlen_k: int, batch_invariant: bool = False, config: Config | None = None, additive: bool = False,
 ) -> Launch:  # fmt: skip
     """What `attend` launches, from what the host knows.
 
     Args:
         device, dtype, heads: of the queries. widths: (D_c, D_r). sequences: N.
         batch_invariant: nothing may depend on the rest of the batch.
-        config: instead of the one in the table.
+        config: instead of the one in the table. additive: there is a mask that is added.
     """
     if config is None:
         config = config_for(device, dtype, widths, heads if batch_invariant else heads * max_seqlen_q)
+        if additive:
+            # It may be float32 and goes through shared memory, which larger blocks fill.
+            config = dataclasses.replace(config, keys=min(config.keys, 32))
     tiles = triton.cdiv(heads * max_seqlen_q, config.rows)
     if batch_invariant:
         tokens = min(max_seqlen_q, CUT_TOKENS.value)
