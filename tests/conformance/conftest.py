@@ -43,7 +43,8 @@ ROWS = (
 @hookimpl
 def polyattn_register_backends():
     provider = Provider("acme", ROWS, "acme_kernels.adapter:Acme")
-    yield BackendInfo("acme", "cpu", (provider,), summary="a plugin of these tests", narrowed=tuple(NARROWED), **CLAIMS)
+    claims = globals().get("CLAIMS", {})
+    yield BackendInfo("acme", "cpu", (provider,), summary="for tests", narrowed=tuple(NARROWED), **claims)
 """
 """Text of a plugin; what a test puts before it may define NARROWED and CLAIMS, what it puts behind may be a hook."""
 
@@ -68,7 +69,7 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Acme]:
         folder.mkdir()
         (folder / "__init__.py").touch()
         (folder / "adapter.py").write_text(adapter)
-        texts = ("NARROWED, CLAIMS = (), {}", before, PLUGIN, behind)
+        texts = ("NARROWED = ()", before, PLUGIN, behind)
         (folder / "plugin.py").write_text("\n".join(textwrap.dedent(text) for text in texts))
         get_manager().register("acme_kernels.plugin", "acme")
         return folder

@@ -11,4 +11,4 @@ pytest.importorskip("triton", reason="not run: the Triton package is not install
 
 class TestTriton(AttentionConformance):
     backend = "triton"
-    dtypes, per_row = ("float32", "bfloat16"), 4
+    dtypes, per_row = ("float32",), 2
