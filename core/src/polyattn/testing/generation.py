@@ -134,6 +134,10 @@ class RowCases:
                 yield from self.variants({}, {name: True})
         plain: dict[str, Any] = {"head_dim": 40, "v_head_dim": 24, "group": 4, "causal": "bottom_right"}
         trained: dict[str, Any] = {"grad": ("query", "key", "value")}
+        for mask in self.axes["mask"]:
+            # A kernel reads a mask in tiles: over more keys than one holds.
+            if mask in ("bool", "additive"):
+                yield from self.variants({"mask": mask, **self._most_keys()}, {}, wish=plain)
         if True in inside("zero_size", self.row):
             for (relation, lengths), lse in itertools.product(self.family.empty.items(), (False, True)):
                 for grad in ({"grad": ()}, trained):
@@ -156,6 +160,16 @@ class RowCases:
         """The shape with most queries: statistics need them."""
         shapes = self.family.lengths[str(self.base["s_relation"])]
         return max(range(len(shapes)), key=lambda i: sum(s_q for s_q, _ in shapes[i]))
+
+    def _most_keys(self) -> dict[str, Hashable]:
+        """The relation and the shape with the longest row of keys."""
+        found = [
+            (max(s_k for _, s_k in lengths), str(relation), -shape)
+            for relation in self.axes["s_relation"]
+            for shape, lengths in enumerate(self.family.lengths[str(relation)])
+        ]
+        _, relation, shape = max(found)
+        return {"s_relation": relation, "shape": -shape}
 
     def relations(self) -> Iterator[Case]:
         """Two ways to the same numbers."""

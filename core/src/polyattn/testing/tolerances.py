@@ -40,6 +40,11 @@ class Finding:
     measured: float | None = None
     allowed: float | None = None
 
+    @property
+    def excess(self) -> float:
+        """Times the allowance that was used; infinite where that is no number."""
+        return self.measured / self.allowed if self.measured is not None and self.allowed else float("inf")
+
     def __str__(self) -> str:
         return f"{self.check}: {self.message}"
 

@@ -19,15 +19,12 @@ from ..cases import Case
 from ..checks import run_case
 from ..families import FAMILIES, Call
 from ..problems import build
-from .drawing import Drawn, settled
+from .drawing import Drawn
 from .wrong import CONTENTS, spoil
 
 __all__ = ["Calls", "Failure", "Verdict", "arguments", "judge"]
 
 REFUSALS = (UnsupportedRequestError, BackendUnavailableError)
-
-CLEAR = 16.0
-"""Times its allowance from which an error is wrong however few numbers it was measured on."""
 
 Word = Literal["agreed", "refused", "rejected", "passed over", "failed"]
 
@@ -83,7 +80,7 @@ class Calls:
 def judge(drawn: Drawn, backend: str | None, device: torch.device) -> Verdict:
     """Make a call and compare what comes of it. The same call is judged alike whatever was judged before."""
     with _alone(drawn):
-        return _spoilt(drawn, backend, device) if drawn.wrong else _fine(drawn.case, backend, device)
+        return _spoilt(drawn, backend, device) if drawn.wrong else _compared(drawn.case, backend, device)
 
 
 @contextlib.contextmanager
@@ -98,15 +95,6 @@ def _alone(drawn: Drawn) -> Iterator[None]:
         yield
 
 
-def _fine(case: Case, backend: str | None, device: torch.device) -> Verdict:
-    found = _compared(case, backend, device)
-    if found.failure is not None and found.failure.excess < CLEAR:
-        # The largest of a handful of errors is a matter of luck: with more rows it is not.
-        more = _compared(settled(dataclasses.replace(case, lengths=case.lengths * 8)), backend, device)
-        return found if more.failure is not None else more
-    return found
-
-
 def _compared(case: Case, backend: str | None, device: torch.device) -> Verdict:
     target = Calls(backend, device)
     outcome = run_case(target, case)
@@ -115,10 +103,7 @@ def _compared(case: Case, backend: str | None, device: torch.device) -> Verdict:
     if outcome.verdict == "passed":
         return Verdict("agreed")
     worst = outcome.findings[0]
-    excess = float("inf")
-    if worst.measured is not None and worst.allowed:
-        excess = worst.measured / worst.allowed
-    return _failed(worst.check, worst.message, excess)
+    return _failed(worst.check, worst.message, worst.excess)
 
 
 def _has_reasons(refusal: Exception) -> bool:

@@ -18,8 +18,9 @@ from ... import __version__
 from ...errors import ConfigError
 from ...inspection import list_backends
 from ..calls import Installed
+from ..checks import CLEAR
 from .drawing import Drawn, draw
-from .judging import CLEAR, Failure, judge
+from .judging import Failure, judge
 from .scripts import script
 from .shrinking import shrink
 
