@@ -25,10 +25,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import report
 import torch
 import torch.nn.functional as F
+from host_time import added, interleaved
 
 import polyattn
 from polyattn.nn import LocalAttention
 
+BASE = "direct SDPA"
 BUDGETS = {"bind": 1.5, "layer": 1.5, "functional": 2.5, "miss": 300.0}
 """Microseconds; the layer row is the module's own cost plus torch.nn.Module.__call__, so `bind` is the one judged."""
 
@@ -98,20 +100,6 @@ def check(calls: dict[str, Callable[[], Any]]) -> None:
             raise SystemExit(f"{name} differs from direct SDPA by {error:.1e}; nothing is timed")
 
 
-def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, count: int) -> dict[str, list[float]]:
-    """Microseconds per call, one figure per round and dispatcher; the order rotates."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            call = calls[name]
-            start = time.perf_counter_ns()
-            for _ in range(count):
-                call()
-            found[name].append((time.perf_counter_ns() - start) / count / 1000)
-    return found
-
-
 def varying_lengths(rounds: int, count: int) -> dict[str, list[float]]:
     """The same for a decode loop whose key length grows at each call, as without a static cache."""
     q = torch.randn(1, 8, 1, 64)
@@ -143,17 +131,6 @@ def misses(count: int = 200) -> list[float]:
     return found[10:]
 
 
-def added(times: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
-    """Per dispatcher: median call, median added cost, and its interquartile range, round by round."""
-    base = times["direct SDPA"]
-    rows = {}
-    for name, values in times.items():
-        extra = sorted(a - b for a, b in zip(values, base, strict=True))
-        low, _, high = statistics.quantiles(extra, n=4)
-        rows[name] = {"call": statistics.median(values), "added": statistics.median(extra), "spread": high - low}
-    return rows
-
-
 def markdown(result: dict[str, Any]) -> str:
     """A result file as the table of docs/benchmarks.md."""
     lines = [
@@ -181,8 +158,8 @@ def main() -> None:
         q, k, v = (torch.randn(1, 8, 1, 64) for _ in range(3))
         calls = candidates(q, k, v)
         check(calls)
-        rows = added(interleaved(calls, args.rounds, args.calls))
-        growing = added(varying_lengths(args.rounds, args.calls))
+        rows = added(interleaved(calls, args.rounds, args.calls), BASE)
+        growing = added(varying_lengths(args.rounds, args.calls), BASE)
         rows["bind, growing keys"] = growing["bind, growing keys"]
         first = misses()
     low, _, high = statistics.quantiles(first, n=4)

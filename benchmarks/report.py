@@ -35,15 +35,15 @@ def arguments(made: argparse.ArgumentParser, markdown: Callable[[dict[str, Any]]
     return args
 
 
-def stamp(name: str, **more: str) -> dict[str, Any]:
-    """The head of a result file. more: versions of other packages that take part."""
-    cpu = torch.device("cpu")
+def stamp(name: str, device: torch.device | None = None, **more: str) -> dict[str, Any]:
+    """The head of a result file. device: what ran it, None = the CPU. more: versions of other packages."""
+    device = device or torch.device("cpu")
     return {
         "benchmark": name,
         "command": f"python {shlex.join(['benchmarks/' + Path(sys.argv[0]).name, *sys.argv[1:]])}",
         "date": datetime.date.today().isoformat(),
-        "machine": device_name(cpu),
-        "versions": {**versions(cpu), **more},
+        "machine": device_name(device),
+        "versions": {**versions(device), **more},
     }
 
 

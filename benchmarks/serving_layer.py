@@ -1,12 +1,14 @@
-"""What serving costs beyond its kernels: a layer's call, and a step's plan, on the CPU, one thread.
+"""What serving costs beyond its kernels: a layer's call, and a step's plan; host time, one thread.
 
-    python benchmarks/serving_layer.py [--rounds 41] [--calls 3000] [--json FILE]
+    python benchmarks/serving_layer.py [--device cpu] [--rounds 41] [--calls 3000] [--json FILE]
     python benchmarks/serving_layer.py --render FILE     # a result file as the table of docs/benchmarks.md
 
 The kernel is one that does nothing but return its output, so that the rest is visible. `kernel by hand` is its bound
 forward called with the step's tables; `forward_decode`, `forward` and `paged_attention` reach the same function, and
 return the same tensor (checked before anything is timed). Added microseconds are medians over rounds, interleaved in
 one process; `spread` is their interquartile range. `step` is plan and prepare, once for all layers of a decode step.
+On a device with graphs also `replay`: a whole step whose graph holds the preparing and no kernel, and `eager step`:
+plan, prepare, and what the calls of all layers add.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 
 import polyattn
 from polyattn.contract import Bound
+from polyattn.facts import device_facts
 from polyattn.hookspecs import hookimpl
 from polyattn.records import AttentionRequest, BackendInfo, Provider, Range, row
 from polyattn.serving import (
@@ -32,6 +35,7 @@ from polyattn.serving import (
     AttentionLayer,
     ForwardBatch,
     ForwardMode,
+    GraphRunner,
     KVCacheConfig,
     KVPool,
     Limits,
@@ -43,6 +47,8 @@ HEADS, KV_HEADS, WIDTH, LAYERS, TOKENS = 8, 2, 64, 32, 512
 BATCHES = (1, 8, 64)
 BUDGET = 2.5
 """Microseconds of `forward_decode` beyond the kernel."""
+STEP_BUDGETS = {"eager step": 150.0, "replay": 30.0}
+"""Microseconds of a decode step of 32 layers, on a device with graphs."""
 
 TITLES = {
     "kernel by hand": "kernel by hand us",
@@ -50,9 +56,12 @@ TITLES = {
     "forward": "forward adds us",
     "paged_attention": "paged_attention adds us",
     "step": "plan and prepare us",
+    "eager step": "eager step us",
+    "replay": "replayed step us",
 }
 
-OUT = torch.zeros(max(BATCHES), HEADS, WIDTH)
+OUT: dict[torch.device, torch.Tensor] = {}
+"""What the kernel returns, by device."""
 
 
 class Nothing:
@@ -60,7 +69,7 @@ class Nothing:
 
     def bind(self, request: AttentionRequest) -> Bound:
         def forward(query: torch.Tensor, *caches: torch.Tensor, **tables: Any) -> torch.Tensor:
-            return OUT[: query.shape[0]]
+            return OUT[query.device][: query.shape[0]]
 
         return Bound(forward)
 
@@ -69,19 +78,22 @@ class Nothing:
 def polyattn_register_backends() -> Iterable[BackendInfo]:
     rows = row(
         family="paged", phase=("extend", "decode"), dtype="float32", head_dim=Range(1), group=True, page_size=Range(1),
-        causal=("none", "bottom_right"), s_relation=("fewer", "one"), save_kv_cache=True,
+        causal=("none", "bottom_right"), s_relation=("fewer", "one"), save_kv_cache=True, graph_capture=True,
     )  # fmt: skip
-    yield BackendInfo("nothing", "cpu", (Provider("nothing", (rows,), f"{__name__}:Nothing"),), summary="no kernel")
+    for platform in {"cpu", *(device_facts(device)["platform"] for device in OUT)}:
+        provider = Provider("nothing", (rows,), f"{__name__}:Nothing")
+        yield BackendInfo("nothing", platform, (provider,), summary="no kernel")
 
 
 class Problem:
     """A decode step of `count` requests, planned."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.count, self.device = count, device
         self.layers = [AttentionLayer(i, HEADS, KV_HEADS, WIDTH) for i in range(LAYERS)]
         pages = 1 + count * (TOKENS // 16 + 1)
-        pool = KVPool(self.layers, KVCacheConfig(page_size=16), pages, dtype=torch.float32)
-        table = RequestTable(count, TOKENS + 16, 16, [-1], [PageAllocator(pages)])
+        pool = KVPool(self.layers, KVCacheConfig(page_size=16), pages, dtype=torch.float32, device=device)
+        table = RequestTable(count, TOKENS + 16, 16, [-1], [PageAllocator(pages)], device=device)
         rows = [table.add() for _ in range(count)]
         for number in rows:
             table.extend(number, TOKENS)
@@ -91,8 +103,8 @@ class Problem:
         (self.tables,) = ({**step.tables} for step in self.backend.plan(self.batch))
         self.backend.prepare()
         self.caches = pool.cache(0).tensors
-        self.query = torch.randn(count, HEADS, WIDTH)
-        self.new = torch.randn(2, count, KV_HEADS, WIDTH)
+        self.query = torch.randn(count, HEADS, WIDTH, device=device)
+        self.new = torch.randn(2, count, KV_HEADS, WIDTH, device=device)
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         """Name -> one layer's call."""
@@ -117,6 +129,25 @@ class Problem:
         self.backend.plan(self.batch)
         self.backend.prepare()
 
+    def replay(self) -> Callable[[], Any]:
+        """A replayed step of all layers, on a device with graphs. None of its replays waits for the device."""
+
+        def model(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            query, (key, value) = self.query, self.new
+            for layer in self.layers:
+                out = self.backend.forward(query, key, value, layer)
+            return out
+
+        runner = GraphRunner(self.backend, model, max_sequences=self.count, buckets=[self.count], device=self.device)
+        ids = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        runner.run(self.batch, ids, ids)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            runner.run(self.batch, ids, ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return lambda: runner.run(self.batch, ids, ids)
+
 
 def timed(call: Callable[[], Any], calls: int) -> float:
     start = time.perf_counter_ns()
@@ -126,13 +157,14 @@ def timed(call: Callable[[], Any], calls: int) -> float:
 
 
 @torch.inference_mode()
-def measured(count: int, rounds: int, calls: int) -> dict[str, dict[str, float]]:
-    """Per name: added microseconds over the kernel by hand; of the step its whole time."""
-    problem = Problem(count)
+def measured(count: int, rounds: int, calls: int, device: torch.device) -> dict[str, dict[str, float]]:
+    """Per name: added microseconds over the kernel by hand; of steps their whole time."""
+    OUT[device] = torch.zeros(count, HEADS, WIDTH, device=device)
+    problem = Problem(count, device)
     ways = problem.calls()
     for name, way in ways.items():
         found = way()
-        if found.data_ptr() != OUT.data_ptr() or found.shape != problem.query.shape:
+        if found.data_ptr() != OUT[device].data_ptr() or found.shape != problem.query.shape:
             raise SystemExit(f"{name} does not return what the kernel returned; nothing is timed")
     times: dict[str, list[float]] = {name: [] for name in ways}
     steps = []
@@ -143,7 +175,13 @@ def measured(count: int, rounds: int, calls: int) -> dict[str, dict[str, float]]
         steps.append(timed(problem.step, max(calls // 100, 5)))
     base = times.pop("kernel by hand")
     rows = {name: _row([t - b for t, b in zip(each, base, strict=True)]) for name, each in times.items()}
-    return {"kernel by hand": _row(base), **rows, "step": _row(steps)}
+    found = {"kernel by hand": _row(base), **rows, "step": _row(steps)}
+    if device.type != "cpu":
+        layers = [t - b for t, b in zip(times["forward"], base, strict=True)]
+        found["eager step"] = _row([step + LAYERS * one for step, one in zip(steps, layers, strict=True)])
+        replay = problem.replay()
+        found["replay"] = _row([timed(replay, max(calls // 100, 5)) for _ in range(rounds)])
+    return found
 
 
 def _row(values: list[float]) -> dict[str, float]:
@@ -168,20 +206,26 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = report.parser(__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--requests", type=int, nargs="+", default=BATCHES, metavar="N")
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--calls", type=int, default=3000)
     args = report.arguments(parser, markdown)
     if args is None:
         return
     torch.set_num_threads(1)
+    device = torch.device(args.device)
+    device = torch.device(device.type, 0) if device.type != "cpu" and device.index is None else device
+    OUT[device] = torch.zeros(0)
     polyattn.register_plugin(sys.modules[__name__], name="nothing")
     result = {
-        **report.stamp("serving-layer"),
+        **report.stamp("serving-layer", device),
         "rounds": args.rounds,
         "calls": args.calls,
         "layers": LAYERS,
         "budget": BUDGET,
-        "rows": [{"requests": n, "us": measured(n, args.rounds, args.calls)} for n in BATCHES],
+        "budgets": STEP_BUDGETS,
+        "rows": [{"requests": n, "us": measured(n, args.rounds, args.calls, device)} for n in args.requests],
     }
     report.finish(result, markdown, args.json)
 

@@ -1,37 +1,41 @@
-"""FlashAttention 3, as vLLM's wheel carries it."""
+"""FlashAttention 3, as vLLM's wheel carries it. That build has no backward pass."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from measuring.problems import Backward, Dense, Latent, Paged, Problem
 from torch import Tensor
 from vllm.vllm_flash_attn import flash_attn_interface as library
 
-from . import Call, RefusedError
+from polyattn.measuring import Call, Inputs
+from polyattn.records import AttentionRequest
+
+from .common import PlainStep, only, plain_step, scale_of, window_of
 
 __all__ = ["fixed", "packed"]
 
+_TAKES = ("causal", "v_head_dim", "window", "softcap", "sinks")
 
-def fixed(problem: Problem) -> Call:
+
+def fixed(inputs: Inputs) -> Call:
     """Dense rows as [B, S, H, D]: the operator as `flash_attn_func` of its own package calls it."""
-    if not isinstance(problem, Dense):
-        return packed(problem)
-    if isinstance(problem, Backward):
-        raise RefusedError("this build has no backward pass")
-    row = problem.row
+    if inputs.workload.request.family != "dense":
+        return packed(inputs)
+    request = only(inputs, ("dense",), *_TAKES)
+    left, right = window_of(request)
     operator = torch.ops._vllm_fa3_C.fwd
     # Named by the operator's own schema, in which all of them are positional.
     given: dict[str, Any] = {
-        "softmax_scale": problem.scale,
-        "is_causal": row.causal,
-        "window_size_left": -1,
-        "window_size_right": -1,
-        "softcap": 0.0,
+        "softmax_scale": scale_of(request),
+        "is_causal": request.causal != "none",
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": request.softcap,
         "is_rotary_interleaved": True,
         "num_splits": 1,
         "sm_margin": 0,
+        "s_aux": inputs.tensors[0].get("sinks"),
         "cp_world_size": 1,
         "cp_rank": 0,
     }
@@ -39,94 +43,109 @@ def fixed(problem: Problem) -> Call:
     rest = [given.get(name) for name in names[3:]]
 
     def call(number: int) -> Tensor:
-        out: Tensor = operator(*problem.inputs[number], *rest)[0]
+        some = inputs.tensors[number]
+        out: Tensor = operator(some["query"], some["key"], some["value"], *rest)[0]
         return out
 
     return call
 
 
-def packed(problem: Problem) -> Call:
+def packed(inputs: Inputs) -> Call:
     """vLLM's own call: packed tokens, or pages."""
-    if isinstance(problem, Latent):
-        return _latent(problem)
-    if isinstance(problem, Paged):
-        return _pages(problem)
-    if not isinstance(problem, Dense) or isinstance(problem, Backward):
-        raise RefusedError("this build has no backward pass")
-    row = problem.row
-    starts = torch.arange(row.batch + 1, dtype=torch.int32, device=problem.device) * row.q_len
-    tensors = [tuple(t.flatten(0, 1) for t in some) for some in problem.inputs]
+    family = inputs.workload.request.family
+    if family == "mla":
+        return _latent(inputs)
+    if family == "paged":
+        return _pages(inputs)
+    request = only(inputs, ("dense", "varlen"), *_TAKES)
+    if family == "dense":
+        more = _dense_lengths(inputs)
+        sets = [tuple(some[name].flatten(0, 1) for name in ("query", "key", "value")) for some in inputs.tensors]
+    else:
+        more = inputs.extra
+        sets = [tuple(some[name] for name in ("query", "key", "value")) for some in inputs.tensors]
+    more = {**more, **_keywords(request, inputs)}
+    shape = inputs.tensors[0]["query"].shape[:-2]
 
     def call(number: int) -> Tensor:
-        q, k, v = tensors[number]
-        out: Tensor = library.flash_attn_varlen_func(
-            q=q,
-            k=k,
-            v=v,
-            max_seqlen_q=row.q_len,
-            cu_seqlens_q=starts,
-            max_seqlen_k=row.q_len,
-            cu_seqlens_k=starts,
-            softmax_scale=problem.scale,
-            causal=row.causal,
-            fa_version=3,
-        )
-        return out.unflatten(0, (row.batch, row.q_len))
+        q, k, v = sets[number]
+        out: Tensor = library.flash_attn_varlen_func(q=q, k=k, v=v, **more)
+        return out.unflatten(0, shape)
 
     return call
 
 
-def _scheduled(problem: Paged | Latent, kv_heads: int, width: int, v_width: int) -> dict[str, Any]:
-    """What a call over pages takes beside q, k and v; the schedule is made once per step, as vLLM does."""
-    row, step = problem.row, problem.step
-    schedule = library.get_scheduler_metadata(
-        batch_size=row.batch,
-        max_seqlen_q=row.q_len,
-        max_seqlen_k=row.kv_len,
-        num_heads_q=row.heads,
-        num_heads_kv=kv_heads,
-        headdim=width,
-        headdim_v=v_width,
-        cache_seqlens=step.seq_lens,
-        qkv_dtype=torch.bfloat16,
-        cu_seqlens_q=step.cu_seqlens_q,
-        page_size=row.page_size,
-        causal=True,
-    )
+def _dense_lengths(inputs: Inputs) -> dict[str, Any]:
+    batch, (s_q, s_k) = inputs.workload.batch, inputs.workload.longest
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=inputs.device)
+    return {"cu_seqlens_q": starts * s_q, "cu_seqlens_k": starts * s_k, "max_seqlen_q": s_q, "max_seqlen_k": s_k}
+
+
+def _keywords(request: AttentionRequest, inputs: Inputs) -> dict[str, Any]:
+    """What says the row; sinks are the same for all sets here, as for all layers of a step."""
     return {
-        "max_seqlen_q": row.q_len,
-        "cu_seqlens_q": step.cu_seqlens_q,
-        "max_seqlen_k": row.kv_len,
-        "seqused_k": step.seq_lens,
-        "block_table": step.page_table,
-        "softmax_scale": problem.scale,
-        "causal": True,
-        "scheduler_metadata": schedule,
+        "softmax_scale": scale_of(request),
+        "causal": request.causal != "none",
+        "window_size": window_of(request),
+        "softcap": request.softcap,
+        "s_aux": inputs.tensors[0].get("sinks"),
         "fa_version": 3,
     }
 
 
-def _pages(problem: Paged) -> Call:
-    row = problem.row
-    if row.tree or row.kv_dtype != "auto":
-        raise RefusedError("paged rows in bfloat16, without a tree")
-    more = _scheduled(problem, row.kv_heads, row.head_dim, row.head_dim)
+def _scheduled(
+    inputs: Inputs, request: AttentionRequest, step: PlainStep, kv_heads: int, width: int, v_width: int
+) -> dict[str, Any]:
+    """What a call over pages takes beside q, k and v; the schedule is made once per step, as vLLM does."""
+    schedule = library.get_scheduler_metadata(
+        batch_size=step.batch,
+        max_seqlen_q=step.q_len,
+        max_seqlen_k=step.kv_len,
+        num_heads_q=request.heads,
+        num_heads_kv=kv_heads,
+        headdim=width,
+        headdim_v=v_width,
+        cache_seqlens=step.seq_lens,
+        qkv_dtype=inputs.tensors[0]["query"].dtype,
+        cu_seqlens_q=step.cu_seqlens_q,
+        page_size=request.page_size,
+        causal=request.causal != "none",
+        window_size=window_of(request),
+        has_softcap=request.softcap > 0,
+    )
+    return {
+        **_keywords(request, inputs),
+        "max_seqlen_q": step.q_len,
+        "cu_seqlens_q": step.cu_seqlens_q,
+        "max_seqlen_k": step.kv_len,
+        "seqused_k": step.seq_lens,
+        "block_table": step.page_table,
+        "scheduler_metadata": schedule,
+    }
+
+
+def _pages(inputs: Inputs) -> Call:
+    request = only(inputs, ("paged",), *_TAKES, "kv_parts")
+    more = _scheduled(inputs, request, plain_step(inputs), request.kv_heads, *request.dims)
 
     def call(number: int) -> Tensor:
-        key, value = problem.caches(number)
-        out: Tensor = library.flash_attn_varlen_func(q=problem.queries[number], k=key, v=value, **more)
+        given = inputs.tensors[number]
+        out: Tensor = library.flash_attn_varlen_func(
+            q=given["query"], k=given["key_cache"], v=given["value_cache"], **more
+        )
         return out
 
     return call
 
 
-def _latent(problem: Latent) -> Call:
+def _latent(inputs: Inputs) -> Call:
     """The rope part as query and key, the latent part as `q_v` and value."""
-    latent, width = problem.row.v_head_dim, problem.row.head_dim - problem.row.v_head_dim
-    more = _scheduled(problem, 1, width, latent)
+    request = only(inputs, ("mla",), "causal", "v_head_dim")
+    width, latent = request.head_dim - request.dims[1], request.dims[1]
+    more = _scheduled(inputs, request, plain_step(inputs), 1, width, latent)
 
     def call(number: int) -> Tensor:
-        query, cache = problem.queries[number], problem.cache(number).unsqueeze(2)
+        query, cache = inputs.tensors[number]["query"], inputs.tensors[number]["cache"].unsqueeze(2)
         out: Tensor = library.flash_attn_varlen_func(
             q=query[..., latent:], k=cache[..., latent:], v=cache[..., :latent], q_v=query[..., :latent], **more
         )

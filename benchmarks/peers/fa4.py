@@ -2,51 +2,76 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
-from measuring.problems import Backward, Dense, Paged, Problem
 from torch import Tensor
 
-from . import Call, RefusedError
+from polyattn.measuring import Call, Inputs
+from polyattn.records import AttentionRequest
+
+from .common import called, only, plain_step, scale_of, window_of
 
 __all__ = ["fa4"]
 
-
-def fa4(problem: Problem) -> Call:
-    if isinstance(problem, Backward):
-        return _backward(problem)
-    if isinstance(problem, Dense):
-        return lambda number: flash_attn_func(*problem.inputs[number], causal=problem.row.causal)[0]
-    if isinstance(problem, Paged) and not problem.row.tree and problem.row.kv_dtype == "auto":
-        return _pages(problem)
-    raise RefusedError("dense rows, and paged ones in bfloat16 without a tree")
+_TAKES = ("causal", "v_head_dim", "window", "softcap", "sinks")
 
 
-def _backward(problem: Backward) -> Call:
-    leaves = [tuple(t.detach().requires_grad_() for t in some) for some in problem.inputs]
-    outs = [flash_attn_func(*some, causal=problem.row.causal)[0] for some in leaves]
+def fa4(inputs: Inputs) -> Call:
+    if inputs.workload.request.family == "paged":
+        return _pages(inputs)
+    if inputs.workload.request.family == "varlen":
+        return _packed(inputs)
+    request = only(inputs, ("dense",), *_TAKES, "grad")
+    more = _keywords(request, inputs)
 
-    def call(number: int) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(outs[number], leaves[number], problem.douts[number], retain_graph=True)
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(query, key, value, **more)[0]
+        return out
+
+    sets = [tuple(some[name] for name in ("query", "key", "value")) for some in inputs.tensors]
+    return called(inputs, forward, sets, first=False)
+
+
+def _keywords(request: AttentionRequest, inputs: Inputs) -> dict[str, Any]:
+    """What says the row; sinks are the same for all sets here, as for all layers of a step."""
+    left, right = window_of(request)
+    return {
+        "softmax_scale": scale_of(request),
+        "causal": request.causal != "none",
+        "window_size": (None if left < 0 else left, None if right < 0 else right),
+        "softcap": request.softcap,
+        "learnable_sink": inputs.tensors[0].get("sinks"),
+    }
+
+
+def _packed(inputs: Inputs) -> Call:
+    request, extra = only(inputs, ("varlen",), *_TAKES), inputs.extra
+    more = {**_keywords(request, inputs), **extra}
+
+    def call(number: int) -> Tensor:
+        given = inputs.tensors[number]
+        out: Tensor = flash_attn_varlen_func(q=given["query"], k=given["key"], v=given["value"], **more)[0]
+        return out
 
     return call
 
 
-def _pages(problem: Paged) -> Call:
-    row, step = problem.row, problem.step
+def _pages(inputs: Inputs) -> Call:
+    request = only(inputs, ("paged",), *_TAKES, "kv_parts")
+    step, more = plain_step(inputs), _keywords(request, inputs)
 
     def call(number: int) -> Tensor:
-        key, value = problem.caches(number)
+        given = inputs.tensors[number]
         out: Tensor = flash_attn_varlen_func(
-            q=problem.queries[number].unflatten(0, (row.batch, row.q_len)),
-            k=key,
-            v=value,
-            max_seqlen_q=row.q_len,
-            max_seqlen_k=row.kv_len,
+            q=given["query"].unflatten(0, (step.batch, step.q_len)),
+            k=given["key_cache"],
+            v=given["value_cache"],
+            max_seqlen_q=step.q_len,
+            max_seqlen_k=step.kv_len,
             seqused_k=step.seq_lens,
             page_table=step.page_table,
-            softmax_scale=problem.scale,
-            causal=True,
+            **more,
         )[0]
         return out.flatten(0, 1)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from fla.ops.attn.parallel import parallel_attn
-from measuring.problems import Backward, Dense, Problem
 
-from . import Call, RefusedError
+from polyattn.errors import UnsupportedRequestError
+from polyattn.measuring import Call, Inputs
+
+from .common import only, scale_of
 
 __all__ = ["parallel"]
 
 
-def parallel(problem: Problem) -> Call:
-    if not isinstance(problem, Dense) or isinstance(problem, Backward) or not problem.row.causal:
-        raise RefusedError("causal dense rows only")
-    return lambda number: parallel_attn(*problem.inputs[number], scale=problem.scale)
+def parallel(inputs: Inputs) -> Call:
+    request = only(inputs, ("dense",), "causal")
+    if request.causal == "none" or request.s_relation != "equal":
+        raise UnsupportedRequestError("takes causal rows of equal lengths only")
+    sets = [tuple(some[name] for name in ("query", "key", "value")) for some in inputs.tensors]
+    return lambda number: parallel_attn(*sets[number], scale=scale_of(request))

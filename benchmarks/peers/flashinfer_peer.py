@@ -7,47 +7,56 @@ from typing import Any
 import flashinfer
 import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
-from measuring.problems import Backward, Dense, Latent, Paged, Problem
 from torch import Tensor
 
-from . import Call, RefusedError
+from polyattn.errors import UnsupportedRequestError
+from polyattn.measuring import Call, Inputs
+from polyattn.records import AttentionRequest
 
-__all__ = ["cuda_cores", "fa2", "fa3", "xqa"]
+from .common import only, plain_step, scale_of
+
+__all__ = ["default", "fa2", "fa3", "xqa"]
 
 _WORKSPACE = 384 * 2**20
-_TYPES: dict[str, Any] = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+_TAKES = ("causal", "v_head_dim", "window", "softcap")
 
 
-def cuda_cores(problem: Problem) -> Call:
-    """The decode kernel that the wrapper uses unless told otherwise."""
-    return _decode(_paged(problem), use_tensor_cores=False)
+def default(inputs: Inputs) -> Call:
+    """As its wrappers are made by who says nothing: decode on CUDA cores, prefill by what it picks."""
+    if inputs.workload.request.family == "paged" and inputs.workload.longest[0] == 1:
+        return _decode(inputs, use_tensor_cores=False)
+    return _any(inputs, "auto")
 
 
-def fa2(problem: Problem) -> Call:
-    if isinstance(problem, Paged) and problem.row.q_len == 1:
-        return _decode(_paged(problem), use_tensor_cores=True, backend="fa2")
-    return _any(problem, "fa2")
+def fa2(inputs: Inputs) -> Call:
+    if inputs.workload.request.family == "paged" and inputs.workload.longest[0] == 1:
+        return _decode(inputs, use_tensor_cores=True, backend="fa2")
+    return _any(inputs, "fa2")
 
 
-def fa3(problem: Problem) -> Call:
-    return _any(problem, "fa3")
+def fa3(inputs: Inputs) -> Call:
+    return _any(inputs, "fa3")
 
 
-def xqa(problem: Problem) -> Call:
-    problem = _paged(problem)
-    row, step = problem.row, problem.step
-    workspace = _workspace(problem)  # zeros: it holds semaphores
+def xqa(inputs: Inputs) -> Call:
+    request = only(inputs, ("paged",), "window", "kv_parts")
+    if inputs.workload.longest[0] != 1:
+        raise UnsupportedRequestError("called here with one query")
+    step = plain_step(inputs)
+    workspace = _workspace(inputs)  # zeros: it holds semaphores
 
     def call(number: int) -> Tensor:
+        given = inputs.tensors[number]
         out: Tensor = flashinfer.decode.xqa_batch_decode_with_kv_cache(
-            query=problem.queries[number],
-            kv_cache=problem.caches(number),
+            query=given["query"],
+            kv_cache=(given["key_cache"], given["value_cache"]),
             workspace_buffer=workspace,
             block_tables=step.page_table,
             seq_lens=step.seq_lens,
-            max_seq_len=row.kv_len,
-            bmm1_scale=problem.scale,
+            max_seq_len=step.kv_len,
+            bmm1_scale=scale_of(request),
             bmm2_scale=1.0,
+            window_left=request.window[0],
             kv_layout="NHD",
         )
         return out
@@ -55,100 +64,117 @@ def xqa(problem: Problem) -> Call:
     return call
 
 
-def _workspace(problem: Problem) -> Tensor:
-    return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=problem.device)
+def _workspace(inputs: Inputs) -> Tensor:
+    return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=inputs.device)
 
 
-def _paged(problem: Problem) -> Paged:
-    if not isinstance(problem, Paged) or problem.row.tree or problem.row.kv_dtype != "auto":
-        raise RefusedError("paged rows in bfloat16, without a tree")
-    return problem
+def _types(inputs: Inputs) -> dict[str, Any]:
+    dtype = inputs.tensors[0]["query"].dtype
+    return {"q_data_type": dtype, "kv_data_type": dtype}
 
 
-def _any(problem: Problem, backend: str) -> Call:
-    if isinstance(problem, Latent):
-        return _latent(problem, backend)
-    if isinstance(problem, Dense) and not isinstance(problem, Backward):
-        return _ragged(problem, backend)
-    return _extend(_paged(problem), backend)
+def _masking(request: AttentionRequest) -> dict[str, Any]:
+    """A window has no right bound there, but the causal mask."""
+    if request.window[1] >= 0:
+        raise UnsupportedRequestError("its windows have no bound on the right")
+    return {"window_left": request.window[0], "logits_soft_cap": request.softcap or None}
 
 
-def _ragged(problem: Dense, backend: str) -> Call:
-    row, (d, d_v) = problem.row, problem.row.dims
-    starts = torch.arange(row.batch + 1, dtype=torch.int32, device=problem.device) * row.q_len
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(problem), "NHD", backend=backend)
+def _any(inputs: Inputs, backend: str) -> Call:
+    family = inputs.workload.request.family
+    if family == "mla":
+        return _latent(inputs, backend)
+    return _extend(inputs, backend) if family == "paged" else _ragged(inputs, backend)
+
+
+def _ragged(inputs: Inputs, backend: str) -> Call:
+    request = only(inputs, ("dense", "varlen"), *_TAKES)
+    dense = request.family == "dense"
+    batch, (s_q, s_k) = inputs.workload.batch, inputs.workload.longest
+    one = torch.arange(batch + 1, dtype=torch.int32, device=inputs.device)
+    starts = (one * s_q, one * s_k) if dense else (inputs.extra["cu_seqlens_q"], inputs.extra["cu_seqlens_k"])
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(inputs), "NHD", backend=backend)
     wrapper.plan(
-        starts,
-        starts,
-        num_qo_heads=row.heads,
-        num_kv_heads=row.kv_heads,
-        head_dim_qk=d,
-        head_dim_vo=d_v,
-        causal=row.causal,
-        sm_scale=problem.scale,
-        **_TYPES,
+        *starts,
+        num_qo_heads=request.heads,
+        num_kv_heads=request.kv_heads,
+        head_dim_qk=request.dims[0],
+        head_dim_vo=request.dims[1],
+        causal=request.causal != "none",
+        sm_scale=scale_of(request),
+        **_masking(request),
+        **_types(inputs),
     )
-    tensors = [tuple(t.flatten(0, 1) for t in some) for some in problem.inputs]
-    return lambda number: wrapper.run(*tensors[number]).unflatten(0, (row.batch, row.q_len))
+    shape = inputs.tensors[0]["query"].shape[:-2]
+    names = ("query", "key", "value")
+    sets = [tuple(some[n].flatten(0, 1) if dense else some[n] for n in names) for some in inputs.tensors]
+    return lambda number: wrapper.run(*sets[number]).unflatten(0, shape)
 
 
-def _extend(problem: Paged, backend: str) -> Call:
-    row, step = problem.row, problem.step
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(problem), "NHD", backend=backend)
+def _caches(inputs: Inputs, number: int) -> tuple[Tensor, Tensor]:
+    return inputs.tensors[number]["key_cache"], inputs.tensors[number]["value_cache"]
+
+
+def _extend(inputs: Inputs, backend: str) -> Call:
+    request = only(inputs, ("paged",), *_TAKES, "kv_parts")
+    step = plain_step(inputs)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(inputs), "NHD", backend=backend)
     wrapper.plan(
         step.cu_seqlens_q,
         step.kv_indptr,
         step.kv_indices,
         step.last_page_len,
-        num_qo_heads=row.heads,
-        num_kv_heads=row.kv_heads,
-        head_dim_qk=row.head_dim,
-        page_size=row.page_size,
-        causal=True,
-        sm_scale=problem.scale,
-        **_TYPES,
+        num_qo_heads=request.heads,
+        num_kv_heads=request.kv_heads,
+        head_dim_qk=request.head_dim,
+        page_size=request.page_size,
+        causal=request.causal != "none",
+        sm_scale=scale_of(request),
+        **_masking(request),
+        **_types(inputs),
     )
-    return lambda number: wrapper.run(problem.queries[number], problem.caches(number))
+    return lambda number: wrapper.run(inputs.tensors[number]["query"], _caches(inputs, number))
 
 
-def _decode(problem: Paged, **how: Any) -> Call:
-    row, step = problem.row, problem.step
-    if row.q_len != 1:
-        raise RefusedError("decode rows only")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(problem), "NHD", **how)
+def _decode(inputs: Inputs, **how: Any) -> Call:
+    request = only(inputs, ("paged",), "window", "softcap", "kv_parts")
+    step = plain_step(inputs)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(inputs), "NHD", **how)
     wrapper.plan(
         step.kv_indptr,
         step.kv_indices,
         step.last_page_len,
-        num_qo_heads=row.heads,
-        num_kv_heads=row.kv_heads,
-        head_dim=row.head_dim,
-        page_size=row.page_size,
-        sm_scale=problem.scale,
-        **_TYPES,
+        num_qo_heads=request.heads,
+        num_kv_heads=request.kv_heads,
+        head_dim=request.head_dim,
+        page_size=request.page_size,
+        sm_scale=scale_of(request),
+        **_masking(request),
+        **_types(inputs),
     )
-    return lambda number: wrapper.run(problem.queries[number], problem.caches(number))
+    return lambda number: wrapper.run(inputs.tensors[number]["query"], _caches(inputs, number))
 
 
-def _latent(problem: Latent, backend: str) -> Call:
-    row, step, latent = problem.row, problem.step, problem.row.v_head_dim
-    wrapper = BatchMLAPagedAttentionWrapper(_workspace(problem), backend=backend)
+def _latent(inputs: Inputs, backend: str) -> Call:
+    request = only(inputs, ("mla",), "causal", "v_head_dim")
+    step, latent = plain_step(inputs), request.dims[1]
+    wrapper = BatchMLAPagedAttentionWrapper(_workspace(inputs), backend=backend)
     wrapper.plan(
         qo_indptr=step.cu_seqlens_q,
         kv_indptr=step.kv_indptr,
         kv_indices=step.kv_indices,
         kv_len_arr=step.seq_lens,
-        num_heads=row.heads,
+        num_heads=request.heads,
         head_dim_ckv=latent,
-        head_dim_kpe=row.head_dim - latent,
-        page_size=row.page_size,
-        causal=False,
-        sm_scale=problem.scale,
-        **_TYPES,
+        head_dim_kpe=request.head_dim - latent,
+        page_size=request.page_size,
+        causal=request.causal != "none",
+        sm_scale=scale_of(request),
+        **_types(inputs),
     )
 
     def call(number: int) -> Tensor:
-        query, cache = problem.queries[number], problem.cache(number)
+        query, cache = inputs.tensors[number]["query"], inputs.tensors[number]["cache"]
         out: Tensor = wrapper.run(
             q_nope=query[..., :latent],
             q_pe=query[..., latent:],

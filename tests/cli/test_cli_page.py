@@ -14,7 +14,10 @@ from polyattn.cli.app import EXIT_CODES, app
 from .conftest import Run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
-COMMANDS = ("list", "matrix", "explain", "doctor", "config check", "conform", "new-plugin", "fuzz", "generate", "demo")
+COMMANDS = (
+    *("list", "matrix", "explain", "doctor", "config check", "conform", "new-plugin", "fuzz", "generate", "demo"),
+    *("bench", "tune", "trace"),
+)
 
 
 def section(title: str) -> str:

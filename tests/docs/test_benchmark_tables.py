@@ -13,17 +13,38 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def committed(monkeypatch):
-    """`committed("dispatch")`: the benchmark's module and its result file, once the page is seen to show that file."""
+    """`committed("dispatch")`: the benchmark's module and its result file."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
     def read(name):
         module = importlib.import_module(name.replace("-", "_"))
-        result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-        page = (ROOT / "docs" / "benchmarks.md").read_text()
-        assert page.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0] == module.markdown(result)
-        return module, result
+        return module, json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
     return read
+
+
+def test_the_page_is_what_its_command_writes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    page = importlib.import_module("page")
+    text = page.PAGE.read_text()
+    assert page.written(text) == text, "python benchmarks/page.py writes it"
+    shown = {name for _, name, _ in page.BLOCK.findall(text)}
+    with pytest.raises(SystemExit, match=r"shows no-such-run, but there is no no-such-run\.json among the results"):
+        page.written("<!-- no-such-run -->\n<!-- /no-such-run -->")
+    results = {path.stem for path in page.RESULTS.glob("*.json")}
+    assert {name for name in results if not name.startswith("conformance-")} == shown, "every result is shown"
+
+
+def test_attention_kernels_are_held_to_the_bars_of_their_sheet():
+    from polyattn.bench import results
+    from polyattn.bench.sheets import read
+
+    sheet = read([ROOT / "benchmarks" / "attention_kernels.yaml"])
+    result = results.load(ROOT / "benchmarks" / "results" / "attention-kernels.json")
+    rows = [row for family in sheet.families for row in family.rows]
+    assert result["sheets"] == dict(sheet.digests)
+    assert {(row["family"], row["name"]) for row in result["rows"]} == {(row.family, row.name) for row in rows}
+    assert results.summed(result, sheet, rows)["verdicts"] == result["verdicts"]
 
 
 def test_dispatch_table_is_the_result_file(committed):

@@ -155,9 +155,12 @@ def test_rules_win_over_priority() -> None:
     assert (selection.backend, selection.source) == ("flashinfer", "platform rule")
 
 
-@pytest.mark.parametrize("backend", ["sage_attn", "sage_attn_3", "sliding_tile_attn", "video_sparse_attn", "sla_attn"])
+METHODS = ("sage_attn", "sage_attn_3", "sparge_attn", "sliding_tile_attn", "video_sparse_attn", "sla_attn")
+
+
+@pytest.mark.parametrize("backend", METHODS)
 def test_approximate_methods_wait_to_be_asked_for(backend: str) -> None:
-    everything = ("sageattention==2.2", "sageattn3", "fastvideo-kernel", "polyattn-triton")
+    everything = ("sageattention==2.2", "sageattn3", "spas-sage-attn", "fastvideo-kernel", "polyattn-triton")
     for changes in ({}, {"family": "block_sparse", "method": "sta"}, {"family": "block_sparse", "block_map": True}):
         request = AttentionRequest(**changes)
         try:
@@ -174,6 +177,9 @@ def test_musa_takes_sage_when_asked() -> None:
 
 
 def test_planned_choices_are_marked() -> None:
-    selection = what_if(AttentionRequest(**MHA), platform="cuda:sm90", installed=(FA3,))
+    selection = what_if(AttentionRequest(**MHA), platform="rocm:gfx942", installed=("amd-aiter",))
     assert selection.planned
     assert selection.evidence == "declared"
+    selection = what_if(AttentionRequest(**MHA), platform="cuda:sm90", installed=(FA3,))
+    assert not selection.planned
+    assert selection.evidence == "emulator"

@@ -154,11 +154,9 @@ RULES = [
     ("fa4 prefills an FP4 cache", "cuda:sm100", {**MHA, **DECODE, **FP4}, ("fa4", "trtllm_mha"), "FP4 cache"),
     ("the same, asked at prefill", "cuda:sm100", {**MHA, **EXTEND, **FP4}, ("fa4", "trtllm_mha"), "FP4 cache"),
     ("aiter, topk 4, page 64", "rocm:gfx942", {**MHA, **TREE}, ("aiter", "aiter"), "page_size=64 is not 1"),
-    ("fa4, topk 4, page 64", "cuda:sm100", {**MHA, **TREE}, ("fa4", "fa4"), "page_size=64 is not 1"),
     ("ascend, topk 4", "npu", {**MHA, **TREE, "page_size": 128}, ("ascend", "ascend"), "spec_topk=4"),
     ("intel_xpu, topk 4", "xpu", {**MHA, **TREE}, ("intel_xpu", "intel_xpu"), "spec_topk=4"),
     ("hpc_ops never speculates", "cuda:sm90", {**MHA, **VERIFY}, ("hpc_ops", "hpc_ops"), "spec_topk=1 is not"),
-    ("fa3 MLA, topk 4, page 64", "cuda:sm90", {**MLA, **TREE}, ("fa3", "fa3"), "page_size=64 is not 1"),
     ("flashinfer_mla, topk 4", "cuda:sm90", {**MLA, **TREE}, ("flashinfer_mla", "flashinfer_mla"), "spec_topk=4"),
     ("fa4 MLA, topk 1", "cuda:sm100", {**MLA, **VERIFY}, ("fa4", "fa4"), "spec_topk=1 is not declared"),
 ]
@@ -187,7 +185,9 @@ WORKS = [
     ("triton, topk 4, page 64", "cuda:sm90", {**MHA, **TREE}, ("triton", "triton"), "triton"),
     ("triton MLA, topk 4, page 64", "cuda:sm90", {**MLA, **TREE}, ("triton", "triton"), "triton"),
     ("aiter, topk 4, page 1", "rocm:gfx942", {**MHA, **TREE, "page_size": 1}, ("aiter", "aiter"), "aiter"),
+    ("fa4, topk 4, page 64", "cuda:sm100", {**MHA, **TREE}, ("fa4", "fa4"), "fa4"),
     ("fa4, topk 4, page 1", "cuda:sm100", {**MHA, **TREE, "page_size": 1}, ("fa4", "fa4"), "fa4"),
+    ("fa3 MLA, topk 4, page 64", "cuda:sm90", {**MLA, **TREE}, ("fa3", "fa3"), "fa3"),
     ("fa3 MLA, topk 4, page 1", "cuda:sm90", {**MLA, **TREE, "page_size": 1}, ("fa3", "fa3"), "fa3"),
 ]
 

@@ -85,7 +85,7 @@ EVERYBODY = (
 def test_precedence_from_the_top_down():
     """Each step takes away whoever won the step before."""
     left = list(EVERYBODY)
-    policy: dict[str, Any] = {"choice": asked("by_name", "use_backend"), "tuned": "by_tuning"}
+    policy: dict[str, Any] = {"choice": asked("by_name", "use_backend"), "tuned": (asked("by_tuning", "12 us"),)}
     for winner, source in (
         ("by_name", "use_backend"),
         ("by_tuning", "tuned"),
@@ -100,10 +100,11 @@ def test_precedence_from_the_top_down():
         policy["choice"] = None
 
 
-@given(st.permutations(EVERYBODY), st.sampled_from([None, "by_tuning", "by_priority", "nobody"]))
+@given(st.permutations(EVERYBODY), st.sampled_from([(), ("by_tuning",), ("by_priority", "by_tuning"), ("nobody",)]))
 def test_the_order_of_the_catalogue_decides_nothing(offers, tuned):
-    expected = chosen(*EVERYBODY, tuned=tuned, full=True)
-    found = chosen(*offers, tuned=tuned, full=True)
+    names = tuple(asked(name, "measured") for name in tuned)
+    expected = chosen(*EVERYBODY, tuned=names, full=True)
+    found = chosen(*offers, tuned=names, full=True)
     assert (found.id, found.source, found.why, found.notes) == (
         expected.id,
         expected.source,
@@ -158,7 +159,7 @@ def test_a_tuned_choice_that_cannot_be_taken_is_passed_over(tuned):
         offer("lossy", priority=None, lossy="cosine 0.99"),
         offer("plain", priority=-1),
     )
-    assert chosen(*offers, tuned=tuned).backend == "plain"
+    assert chosen(*offers, tuned=(asked(tuned, "measured"),)).backend == "plain"
 
 
 def test_what_was_only_declared_is_never_picked_by_itself():

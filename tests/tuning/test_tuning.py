@@ -190,7 +190,7 @@ def with_a_row_that_is_none(path):
 
 UNREADABLE = [
     (damaged, r"cannot be read \(file is not a database\)"),
-    (of_a_later_polyattn, r"has tables of version 9, and this polyattn knows 1"),
+    (of_a_later_polyattn, r"has tables of version 9, and this polyattn knows 2"),
     (of_another_program, r"is a database of another program"),
 ]
 
@@ -387,7 +387,7 @@ def test_off_reads_nothing(own_store, monkeypatch):
 
 def test_a_mode_that_is_none(monkeypatch):
     monkeypatch.setenv("POLYATTN_TUNING", "on")
-    with pytest.raises(ConfigError, match=r"POLYATTN_TUNING='on'; allowed: use, off"):
+    with pytest.raises(ConfigError, match=r"POLYATTN_TUNING='on'; allowed: use, off, online"):
         tuning.mode()
 
 

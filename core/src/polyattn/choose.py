@@ -3,111 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
-import torch
-
+from .by_length import unasked
+from .call_shapes import Extent
 from .config import check_options
 from .contract import Bound
-from .errors import InvalidInputError, did_you_mean
-from .inspection import catalogue, detect
+from .facts import device_facts, dtype_name
+from .inspection import catalogue
 from .lowering import Plan, bind
-from .overrides import Scope, current_choice, current_settings
+from .overrides import Scope, current_settings
 from .plugins import get_manager
+from .policies import current_policy
 from .records import AttentionRequest, BackendInfo
-from .selection import Policy, Selection, select
+from .selection import Selection, select
+from .tracing import observed, opaque
+from .tuning import with_lengths
 
 __all__ = ["Chosen", "choose", "device_facts", "dtype_name", "select_here"]
 
 log = logging.getLogger("polyattn.selection")
 
-_NAMES = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float8_e4m3fn: "fp8_e4m3",
-    torch.float8_e5m2: "fp8_e5m2",
-    torch.int8: "int8",
-}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The request's word for a torch dtype.
-
-    Raises:
-        InvalidInputError: no attention is defined on it.
-    """
-    if dtype not in _NAMES:
-        raise InvalidInputError(f"{dtype} is no dtype of attention; allowed: {', '.join(map(str, _NAMES))}")
-    return _NAMES[dtype]
-
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """A choice made: the request it was made for, the selection with its reasons, and the functions."""
+    """A choice made: the request it was made for, the selection with its reasons, and the functions. `at`: who serves a
+    call of these lengths, where that depends on them."""
 
     request: AttentionRequest
     selection: Selection
     info: BackendInfo
     bound: Bound
+    at: Callable[[Extent], str] | None = None
 
 
-@functools.lru_cache(maxsize=64)
-def device_facts(device: torch.device) -> dict[str, Any]:
-    """Request fields of a device: platform, arch, toolkit and features.
-
-    Raises:
-        InvalidInputError: no registered platform has tensors of this device type.
-    """
-    kind = device.type
-    if kind == "meta":
-        kind = "cpu"
-    if kind == "cuda":
-        if torch.version.hip:
-            arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-            return _facts("rocm", arch, torch.version.hip)
-        major, minor = torch.cuda.get_device_capability(device)
-        return _facts("cuda", f"sm{major}{minor}", torch.version.cuda or "")
-    platforms = {p.device_type: p.name for p in get_manager().platforms.values() if p.device_type != "cuda"}
-    if kind not in platforms:
-        raise InvalidInputError(
-            f"tensors are on device type {kind!r}, no platform has it.{did_you_mean(kind, platforms)} Known: "
-            f"{', '.join(sorted(platforms))}, cuda; a plugin registers others with polyattn_register_platforms"
-        )
-    name = platforms[kind]
-    if name == "cpu":
-        return {"platform": "cpu", "features": detect("cpu").features}
-    report = detect(name)
-    arch = report.archs[0] if report.archs else ""
-    return {"platform": name, "arch": arch, "toolkit": report.toolkit, "features": report.features}
-
-
-def _facts(platform: str, arch: str, version: str) -> dict[str, Any]:
-    toolkit = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    return {"platform": platform, "arch": arch, "toolkit": toolkit}
-
-
-def select_here(request: AttentionRequest, argument: str | None, scope: Scope, *, full: bool = False) -> Selection:
-    """Selection on this machine under the override chain."""
-    policy = Policy(current_choice(argument, scope, request), strict=current_settings().strict)
+def select_here(
+    request: AttentionRequest, argument: str | None, scope: Scope, extent: Extent, *, full: bool = False
+) -> Selection:
+    """Selection on this machine under the override chain, for a call of these lengths."""
+    policy = current_policy(argument, scope, with_lengths(request, *extent))
     return select(request, catalogue(), policy, full=full)
 
 
-def choose(request: AttentionRequest, argument: str | None, scope: Scope) -> Chosen:
+def choose(request: AttentionRequest, argument: str | None, scope: Scope, *, eager: bool = True) -> Chosen:
     """Select a backend for a request and load its functions. Says once when something was replaced.
+
+    Args:
+        eager: the functions are called as they are; False: torch.compile looks into them.
 
     Raises:
         BackendUnavailableError, UnsupportedRequestError, PluginError, ConfigError: see `polyattn.selection.select`,
             `PluginManager.load_forward` and the backend's typed options.
     """
-    selection = select_here(request, argument, scope)
+    policy = current_policy(argument, scope, request)
+    selection = select(request, catalogue(), policy)
     _announce(selection)
-    return _load(selection)
+    chosen = _load(selection)
+    if policy.choice is None:
+        chosen = unasked(chosen, policy, _load, eager=eager)
+    bound = observed(chosen.bound, request, chosen.at or selection.id) if eager else opaque(chosen.bound)
+    return dataclasses.replace(chosen, bound=bound)
 
 
 def _load(selection: Selection) -> Chosen:

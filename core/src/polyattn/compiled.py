@@ -163,7 +163,7 @@ def _make_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | 
     fixed = Static(*static).checked()
     fields = _request_fields(common, fixed, h_q, h_k, d, dv)
     request = AttentionRequest(family="dense", s_relation=relation, **fields).normalised()
-    chosen = choose(request, backend, scope)
+    chosen = choose(request, backend, scope, eager=False)
     axis = 2 if fixed.layout == "BSHD" else 1
     return _publish(_inline(chosen, axis, common[7]) if _traceable(chosen) else _opaque_dense(chosen, common[7]))
 
@@ -275,7 +275,7 @@ def _make_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str |
     fixed = Static(*static).checked(("THD",))
     fields = _request_fields(common, fixed, h_q, h_k, d, dv)
     request = AttentionRequest(family="varlen", s_relation=relation, **fields).normalised()
-    chosen = choose(request, backend, scope)
+    chosen = choose(request, backend, scope, eager=False)
     text, lse = op_plan(chosen.request, chosen.selection), chosen.request.lse
     autocast = common[7]
 

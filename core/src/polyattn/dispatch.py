@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import overrides, validate
+from .call_shapes import extent_of
 from .choose import choose, select_here
 from .compiled import trace_dense
 from .epoch import EPOCH
@@ -296,7 +297,8 @@ class DenseSite:
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, sinks: Any = None, out: Any = None
     ) -> Selection:
         request = dense_request(self.static, query, key, value, attn_mask, sinks, out)
-        return select_here(request, self._argument, self._scope, full=True)
+        extent = extent_of(request)(query, key)
+        return select_here(request, self._argument, self._scope, extent, full=True)
 
 
 def _constants(static: Static) -> tuple[Any, ...]:

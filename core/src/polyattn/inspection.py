@@ -15,9 +15,10 @@ from .distributions import availability, normalise_distribution
 from .errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
 from .evidence import read_evidence
 from .hybrid import select_pair
-from .overrides import SCOPE, current_choice, current_settings
+from .overrides import SCOPE
 from .platforms import parse_platform
 from .plugins import PluginManager, get_manager
+from .policies import current_policy
 from .records import FAMILIES, AttentionRequest, DeviceReport
 from .selection import Catalogue, Choice, Offer, Policy, Selection, select
 
@@ -181,8 +182,7 @@ def explain(request_or_call: AttentionRequest | Callable[..., Any], *args: Any, 
         BackendUnavailableError, UnsupportedRequestError, InvalidInputError: what the call itself would raise.
     """
     if isinstance(request_or_call, AttentionRequest):
-        choice = current_choice(kwargs.pop("backend", None), SCOPE.get(), request_or_call)
-        policy = Policy(choice, strict=current_settings().strict)
+        policy = current_policy(kwargs.pop("backend", None), SCOPE.get(), request_or_call)
         return select(request_or_call, catalogue(), policy, full=True)
     asker = getattr(request_or_call, "__polyattn_explain__", None)
     if asker is None:

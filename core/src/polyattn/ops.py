@@ -23,22 +23,22 @@ from .errors import PluginError
 from .lowering import Plan, Planner, bind
 from .plugins import get_manager
 from .records import AttentionRequest
+from .request_text import plain_request, read_request
 from .selection import Selection
+from .tracing import observed
 
 __all__ = ["op_plan"]
 
 
 def op_plan(request: AttentionRequest, selection: Selection) -> str:
     """A choice as text, for the `plan` argument of the ops."""
-    fields = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
-    changed = {f.name: fields[f.name] for f in dataclasses.fields(request) if fields[f.name] != f.default}
     return json.dumps(
         {
             "backend": selection.backend,
             "platform": selection.platform,
             "provider": selection.provider,
             "lowerings": selection.lowerings,
-            "request": changed,
+            "request": plain_request(request),
         },
         sort_keys=True,
     )
@@ -48,8 +48,7 @@ def op_plan(request: AttentionRequest, selection: Selection) -> str:
 def _bound(text: str, epoch: str) -> tuple[AttentionRequest, Bound]:
     """Bind a plan's kernel; `epoch` makes a plugin that was replaced be asked again."""
     data = json.loads(text)
-    fields = {k: _tuples(v) for k, v in data["request"].items()}
-    request = AttentionRequest(**fields)
+    request = read_request(data["request"], "a compiled graph")
     manager = get_manager()
     info = manager.backends[data["backend"], data["platform"]]
     provider = next(p for p in info.providers if p.name == data["provider"])
@@ -67,15 +66,11 @@ def _bound(text: str, epoch: str) -> tuple[AttentionRequest, Bound]:
     def load(inner: AttentionRequest) -> Bound:
         return manager.load_forward(info, provider, dataclasses.replace(inner, options=request.options))
 
-    return request, bind(plan, load, _no_helper)
+    return request, observed(bind(plan, load, _no_helper), request, info.id)
 
 
 def _no_helper(helper: Any) -> Bound:
     raise PluginError(f"{helper} helps calls over a cache only, which are not compiled")
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
 def _call(plan: str, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from .records import (
     judge,
 )
 
-__all__ = ["Catalogue", "Choice", "Offer", "Policy", "Selection", "holds", "select"]
+__all__ = ["Catalogue", "Choice", "Offer", "Policy", "Selection", "holds", "may_be_automatic", "select"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Policy:
 
     Attributes:
         choice: the highest-ranking explicit choice, None = automatic.
-        tuned: the tuned choice for this request on this device, if any.
+        tuned: what was measured for this request on this device: backends, the fastest first, and the figures.
+        avoid: backends that are not to be chosen by themselves. notes: what measuring has to say besides.
         strict: a documented fallback is an error.
         lowering: exact rewrites may be used where a backend does not take a request as it is.
         what_if: judge planned adapters as if built, and do not ask for evidence.
@@ -52,7 +53,9 @@ class Policy:
     """
 
     choice: Choice | None = None
-    tuned: str | None = None
+    tuned: tuple[Choice, ...] = ()
+    avoid: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     strict: bool = False
     lowering: bool = True
     what_if: bool = False
@@ -244,6 +247,11 @@ class _Judge:
         said.missing = not here
         return said
 
+    def take(self, offer: Offer, only: str = "") -> _Judgement:
+        """The judgement of a backend: as the request is, else by an exact rewrite."""
+        said = self.ask(offer, only)
+        return said if said.provider is not None or said.error is not None else self.lower(offer, only) or said
+
     def lower(self, offer: Offer, only: str = "") -> _Judgement | None:
         """The judgement of a backend that refused, when an exact rewrite leads to what it takes."""
         refused = self.ask(offer, only)
@@ -327,11 +335,12 @@ def _decide(asked: _Judge) -> Selection:
 def _automatic(asked: _Judge) -> Selection:
     request, policy = asked.request, asked.policy
     ranked = sorted(
-        (o for o in asked.offers if _may_be_automatic(o, policy)), key=lambda o: (-(o.info.priority or 0), o.info.name)
+        (o for o in asked.offers if may_be_automatic(o, policy)), key=lambda o: (-(o.info.priority or 0), o.info.name)
     )
-    for offer in ranked:
-        if offer.info.name == policy.tuned and (said := asked.ask(offer)).provider is not None:
-            return _selection(asked, said, "tuned", "fastest measured for this request on this device")
+    named = {o.info.name: o for o in ranked}
+    for choice in (c for c in policy.tuned if c.name in named):
+        if (said := asked.take(named[choice.name])).provider is not None:
+            return _selection(asked, said, "tuned", choice.source)
     rules = ((rule.rank, o.info.name, rule.why, o) for o in ranked for rule in o.info.auto if holds(rule.when, request))
     for _, _, why, offer in sorted(rules, key=lambda r: r[:2]):
         if (said := asked.ask(offer)).provider is not None:
@@ -365,8 +374,10 @@ def _cost(said: _Judgement) -> float:
     return said.plan.cost if said.plan is not None else 0.0
 
 
-def _may_be_automatic(offer: Offer, policy: Policy) -> bool:
-    return offer.info.priority is not None and (policy.what_if or offer.evidence != "declared")
+def may_be_automatic(offer: Offer, policy: Policy) -> bool:
+    """Whether a backend may be chosen by itself."""
+    allowed = offer.info.priority is not None and offer.info.name not in policy.avoid
+    return allowed and (policy.what_if or offer.evidence != "declared")
 
 
 def _explicit(asked: _Judge, choice: Choice) -> Selection:
@@ -378,9 +389,7 @@ def _explicit(asked: _Judge, choice: Choice) -> Selection:
         return _fall_back(asked, choice, name, step, [platform.fallback_why])
     if offer is None:
         raise _not_here(asked, choice, name)
-    said = asked.ask(offer, only)
-    if said.provider is None and said.error is None:
-        said = asked.lower(offer, only) or said
+    said = asked.take(offer, only)
     if said.provider is not None:
         return _selection(asked, said, choice.source, f"{choice.name} was asked for by {choice.source}")
     for step in offer.info.fallbacks:
@@ -506,7 +515,7 @@ def _selection(asked: _Judge, said: _Judgement, source: str, why: str, notes: tu
         others=asked.others(info.name),
         planned=provider.planned,
         evidence=said.offer.evidence,
-        notes=notes,
+        notes=(*notes, *asked.policy.notes),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import overrides, serving_checks, validate
+from .call_shapes import extent_of
 from .choose import Chosen, choose, device_facts, dtype_name, select_here
 from .contract import KVPart
 from .epoch import EPOCH
@@ -241,7 +242,7 @@ def _explain_paged(
         query, key_cache, value_cache, out=out, kv_layout=kv_layout, save_kv_cache=save_kv_cache, kv_parts=kv_parts,
         tree=tree, chunked_prefix=chunked_prefix, static=static, **{**optional, **tensors},
     )  # fmt: skip
-    return select_here(request, backend, overrides.SCOPE.get(), full=True)
+    return select_here(request, backend, overrides.SCOPE.get(), extent_of(request)(**tensors), full=True)
 
 
 paged_attention.__polyattn_explain__ = _explain_paged  # type: ignore[attr-defined]
@@ -378,7 +379,7 @@ def _explain_mla(
         query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, kv_parts=kv_parts, tree=tree,
         chunked_prefix=chunked_prefix, static=static, **tables,
     )  # fmt: skip
-    return select_here(request, backend, overrides.SCOPE.get(), full=True)
+    return select_here(request, backend, overrides.SCOPE.get(), extent_of(request)(**tables), full=True)
 
 
 mla_attention.__polyattn_explain__ = _explain_mla  # type: ignore[attr-defined]

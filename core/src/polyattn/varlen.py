@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import overrides, validate
 from . import signature as sig
+from .call_shapes import extent_of
 from .choose import choose, select_here
 from .compiled import trace_varlen
 from .epoch import EPOCH
@@ -83,7 +84,7 @@ class VarlenSite:
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, **lens: Any
     ) -> Selection:
         request = varlen_request(self.static, query, key, value, attn_mask, sinks, lens)
-        return select_here(request, self._argument, self._scope, full=True)
+        return select_here(request, self._argument, self._scope, extent_of(request)(**lens), full=True)
 
 
 def _packed_relation(lens: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,9 +16,14 @@ from polyattn.errors import InvalidInputError
 from polyattn.merging import merge
 from polyattn.records import AttentionRequest
 from polyattn.testing import Installed, generate, run_case
+from polyattn.testing.conforming import FULL
 from polyattn_triton.block_sparse import BlockSparse
+from polyattn_triton.hopper import block_sparse as hopper
 from polyattn_triton.kernels import block_sparse as kernels
 from polyattn_triton.kernels.block_sparse import Lists, Tiles
+
+from .launched_offline import Problem as Call
+from .launched_offline import elsewhere
 
 NOWHERE = 2**31 - 1
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -104,8 +110,13 @@ def test_ends_inside_a_block_and_valid_sizes(tma: bool) -> None:
     check(made(100, 150, (64, 128)), tma=tma)
 
 
-def test_blocks_in_smaller_tiles() -> None:
-    check(made(200, 150, (128, 128), sizes=True), tiles=Tiles(64, 32, 4, 1))
+@pytest.mark.parametrize("sizes", [False, True], ids=["whole blocks", "valid sizes"])
+def test_blocks_in_smaller_tiles(sizes: bool) -> None:
+    """Lengths are whole tiles, not whole blocks: the last tiles of the last blocks are past the end. What is there in
+    memory is not a number."""
+    made_here = made(192, 192, (128, 128), sizes=sizes)
+    wide = [torch.full((1, t.shape[1], 256, 64), torch.nan)[:, :, :192].copy_(t) for t in made_here[:4]]
+    check(Problem(*wide, *made_here[4:]), tiles=Tiles(64, 32, 4, 1))
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
@@ -130,9 +141,10 @@ def test_the_transposed_lists_are_those_of_the_mask() -> None:
 def bound(problem: Problem, **changes: Any) -> Any:
     lists = problem.lists
     request = AttentionRequest(
-        family="block_sparse", dtype="float32", head_dim=problem.query.shape[-1], heads=problem.query.shape[1],
+        family="block_sparse", head_dim=problem.query.shape[-1], heads=problem.query.shape[1],
         kv_heads=problem.key.shape[1], layout="BHSD", scale=problem.scale, block_map=True,
-        block_sizes=lists.valid is not None, block_shape=(lists.block_q, lists.block_k), s_relation="fewer", **changes,
+        block_sizes=lists.valid is not None, block_shape=(lists.block_q, lists.block_k), s_relation="fewer",
+        **{"dtype": "float32", **changes},
     )  # fmt: skip
     return BlockSparse().bind(request.normalised())
 
@@ -161,6 +173,34 @@ def test_strided_inputs_and_outputs() -> None:
     assert torch.equal(wide, forward(*p[:3], **p.map))
 
 
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "batch_invariant"])
+def test_strides_choose_the_kernel_only_where_bits_may_differ(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Hopper: TMA does not reach a batch that is expanded, or that begins off a boundary; it reaches a copy."""
+    taken: list[str] = []
+
+    def kernel(name: str) -> Callable[..., None]:
+        def run(query: Tensor, *rest: Any, out: Tensor, **more: Any) -> None:
+            taken.append(name)
+            out.copy_(query)
+
+        return run
+
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "forward", kernel("hopper"))
+    monkeypatch.setattr(kernels, "forward", kernel("portable"))
+    p = made(64, 128, dtype=BF16)
+    call = bound(p, dtype="bfloat16", platform="cuda", batch_invariant=invariant).forward
+    expanded = p.key.expand(2, *p.key.shape[1:])
+    odd = torch.empty(p.query.numel() + 1, dtype=BF16)[1:].view(p.query.shape).copy_(p.query)
+    out = torch.empty(1, 2, 64, 65, dtype=BF16)[..., :64]
+    assert call(*p[:3], **p.map).equal(p.query)
+    assert call(odd, p.key, p.value, **p.map).equal(p.query)
+    assert call(p.query.expand(2, -1, -1, -1), expanded, expanded, **p.map).shape == (2, 2, 64, 64)
+    assert call(*p[:3], **p.map, out=out) is out
+    assert out.equal(p.query)
+    assert taken == ["hopper"] + 3 * ["hopper" if invariant else "portable"]
+
+
 def test_a_map_that_points_outside_is_refused() -> None:
     p = made(64, 100)
     with pytest.raises(InvalidInputError, match=r"block_indices lists block 2147483647; there are 2 of 64 keys"):
@@ -176,3 +216,20 @@ def test_the_kit_finds_nothing(dtype: str) -> None:
     assert len(small) >= 12
     for case in small[:4]:
         assert run_case(target, case).verdict == "passed", str(run_case(target, case))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Compiling takes seconds each: most under --polyattn-full."""
+    if "launch" in metafunc.fixturenames:
+        launches = [("cuda:90", Call("sparse", (64, 64), queries=100, off=1))]
+        if metafunc.config.getoption(FULL, False):
+            launches += [("cuda:90", Call("sparse", (width, width), queries=300)) for width in (64, 128, 256)]
+            launches += [(target, Call("sparse", (64, 64), queries=300)) for target in ("cuda:80", "hip:gfx942")]
+        metafunc.parametrize("launch", launches, ids=lambda launch: f"{launch[0]}-{launch[1]}")
+
+
+def test_compilers_of_devices_take_the_kernels(launch: tuple[str, Call]) -> None:
+    """Offline, by Triton's own compiler; see `launched_offline`."""
+    (launched,) = elsewhere(*launch)
+    assert {kernel.name for kernel in launched} >= {"_forward", "_backward_query", "_backward_key"}
+    assert not [kernel for kernel in launched if kernel.wrong]

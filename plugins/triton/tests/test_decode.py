@@ -327,6 +327,6 @@ def test_a_sequence_alone_has_the_bits_it_has_in_a_batch(lens: Lengths) -> None:
 
 def test_configurations_fit_any_head_dim() -> None:
     device = torch.device("cpu")
-    assert config_for(device, 4, 128, 2).M == 16
-    assert config_for(device, 1000, 256, 4).M == 64
-    assert config_for(device, 1000, 128, 1).M == 32
+    assert config_for(device, torch.bfloat16, 16, (128, 128), 4).M == 16
+    assert config_for(device, torch.float32, 32, (256, 64), 1000).M == 64
+    assert config_for(device, torch.bfloat16, 8, (128, 128), 1000).M == 32

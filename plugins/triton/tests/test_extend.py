@@ -11,7 +11,7 @@ import torch
 from polyattn.quantised import fp4_scales, real, stored
 from polyattn.reference import paged_attention, verify_mask
 from polyattn.testing.tolerances import RELATIVE_L2
-from polyattn_triton.kernels.extend import Config, _boxes, config_for, extend
+from polyattn_triton.kernels.extend import Config, _boxes, _chosen, config_for, extend
 
 MIXED = ((3, 17), (1, 20), (0, 9), (11, 45), (2, 0))
 """(queries, keys): new tokens after a prefix, a decode, no queries, several tiles, padding."""
@@ -358,8 +358,9 @@ def test_s9_caches_may_be_strided_views():
 
 def test_the_table_has_a_config_for_every_dtype_and_width(monkeypatch):
     monkeypatch.setattr("polyattn_triton.kernels.rules.INTERPRETED", False)
-    for where in ("hopper", "cuda", "other"):
-        monkeypatch.setattr("polyattn_triton.kernels.extend._architecture", lambda device, where=where: where)
+    for where in ("hopper", "blackwell", "cuda", "other"):
+        _chosen.cache_clear()
+        monkeypatch.setattr("polyattn_triton.kernels.extend.architecture", lambda device, where=where: where)
         for dtype, cache_dtype, width in (
             (torch.bfloat16, torch.bfloat16, 64),
             (torch.float16, torch.int8, 96),
@@ -380,14 +381,13 @@ def test_the_table_has_a_config_for_every_dtype_and_width(monkeypatch):
 def test_descriptors_of_pools_are_kept_without_their_memory(monkeypatch):
     monkeypatch.setattr("polyattn_triton.kernels.rules.INTERPRETED", False)
     both = torch.empty(2, 3, 16, 2, 32, dtype=torch.bfloat16)
-    first = _boxes(both[0], both[1], False, 16)
-    assert first is not None
-    assert (first.page_rows, first.row, first.column) == (16, 0, 32)
-    assert (first.key.shape, first.key.strides, first.key.block_shape) == ([48, 64], [64, 1], [16, 32])
-    assert first.value.base.data_ptr() == both[1].data_ptr()
-    assert not isinstance(first.key.base, torch.Tensor)
-    assert _boxes(both[0], both[1], False, 16) is first
-    assert _boxes(both[1], both[0], False, 16) is not first
+    pools, (key, value) = _boxes(both[0], both[1], False, 16)
+    assert (pools.page_rows, pools.row, pools.column) == (16, 0, 32)
+    assert (key.shape, key.strides, key.block_shape) == ([48, 64], [64, 1], [16, 32])
+    assert value.base.data_ptr() == both[1].data_ptr()
+    assert not isinstance(key.base, torch.Tensor)
+    assert _boxes(both[0], both[1], False, 16)[1][0] is key
+    assert _boxes(both[1], both[0], False, 16)[1][0] is not key
     # Rows that are no equal steps apart.
     apart = torch.empty(3, 2, 40, 32, dtype=torch.bfloat16)[:, :, :16].transpose(1, 2)[:, :, :, :24]
     assert _boxes(apart, apart, False, 16) is None

@@ -1,39 +1,41 @@
-"""The Hopper kernels: they compile for sm_90 on any machine, and on a Hopper they are core's definition."""
+"""The dense and the block-sparse Hopper kernels: emulated they are core's definition, and on a Hopper; they compile for
+sm_90 on any machine."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import json
-import os
-import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from polyattn.block_maps import visible_keys
 from polyattn.reference import attention
+from polyattn.testing.conforming import FULL
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.hopper import block_sparse
-from polyattn_triton.hopper.forward import Config, config_for, forward, supports
+from polyattn_triton.hopper.forward import Config, config_for, forward, supports, takes
 from polyattn_triton.kernels.block_sparse import Lists
-from polyattn_triton.kernels.tiles import Spec, parts
+from polyattn_triton.kernels.tiles import Spec
 
-SHARED_MEMORY = 227 * 1024
-DIMS = [(64, 64), (128, 128), (256, 256), (192, 128), (72, 72), (96, 96)]
+from .hopper_offline import elsewhere, overlaps
+
 TOGETHER = Config(warpgroups=1, block_n=128, stages=2, turns=False)
 PLAIN = Config(warpgroups=2, block_n=128, stages=2, overlap=False, turns=False)
-VARIANTS = [
-    *(pytest.param(d, config_for(*d), True, False, id=f"{d[0]}-{d[1]}") for d in DIMS),
-    pytest.param((128, 128), config_for(128, 128), False, True, id="window and sinks"),
-    pytest.param((128, 128), TOGETHER, True, False, id="no producer"),
-    pytest.param((128, 128), PLAIN, False, False, id="no overlap"),
-    pytest.param((128, 128), Config(3, 64, 2, registers=160), True, False, id="three warpgroups"),
-    pytest.param((128, 128), Config(2, 128, 2, apart=False), True, False, id="output through the query's buffers"),
-]
+THREE = Config(3, 64, 2, registers=160)
+INTO_Q = Config(2, 128, 2, apart=False)
+CONFIGS = {"table": None, "no producer": TOGETHER, "no overlap": PLAIN, "three warpgroups": THREE, "into Q": INTO_Q}
+DIMS = [(64, 64), (128, 128), (256, 256), (192, 128), (72, 72), (96, 96)]
+VARIANTS = {
+    # dims, configuration, causal, windowed with sinks
+    **{f"{d}-{d_v}": ((d, d_v), config_for(d, d_v), True, False) for d, d_v in DIMS},
+    "window and sinks": ((128, 128), config_for(128, 128), False, True),
+    "no producer": ((128, 128), TOGETHER, True, False),
+    "no overlap": ((128, 128), PLAIN, False, False),
+    "three warpgroups": ((128, 128), THREE, True, False),
+    "output through the query's buffers": ((128, 128), INTO_Q, True, False),
+}
 LISTED = [
     # D, block_q, block_k, valid sizes
     (64, 64, 64, True),
@@ -44,107 +46,22 @@ LISTED = [
     (128, 128, 64, True),
     (256, 128, 128, False),
 ]
-SHORT = {"96-96", "window and sinks", "no producer", "128-64-64-False"}
-"""Compiling takes seconds each: the others under --polyattn-full."""
 
 
-def descriptor(rows: int, columns: int) -> str:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    layout = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=4)
-    return f"tensordesc<bf16[1, 1, {rows}, {columns}],{layout!r}>"
-
-
-def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int = 4) -> dict[str, object]:
-    """Compiles a kernel for sm_90, in a process that does not interpret. Arguments that are not named are integers."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    names = kernel.arg_names
-    source = GluonASTSource(
-        fn=kernel,
-        signature={name: "constexpr" if name in constants else signature.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={},
-    )
-    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    return {"shared": done.metadata.shared, "warps": done.metadata.num_warps, "ptx": done.asm["ptx"]}
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Compiling takes seconds each: all variants under --polyattn-full only."""
+    full = metafunc.config.getoption(FULL, False)
+    if "variant" in metafunc.fixturenames:
+        metafunc.parametrize("variant", VARIANTS if full else ["96-96", "window and sinks", "no producer"])
+    if "listed" in metafunc.fixturenames:
+        some = LISTED if full else LISTED[2:3]
+        metafunc.parametrize("listed", some, ids=["-".join(map(str, task)) for task in some])
 
 
-def dense(dims: tuple[int, int], config: Config, causal: bool, windowed: bool) -> dict[str, object]:
-    from polyattn_triton.hopper.kernel import attend
-
-    rows = {"q": config.rows, "k": config.block_n, "v": config.block_n, "o": config.rows}
-    widths = {"q": parts(dims[0]), "k": parts(dims[0]), "v": parts(dims[1]), "o": parts(dims[1])}
-    signature = {f"{x}_{i}": descriptor(rows[x], widths[x][i]) for x in "qkvo" for i in (0, 1) if widths[x][i]}
-    signature |= {"lse": "*fp32", "scale": "fp32", "lse_b": "i64"} | ({"sinks": "*fp32"} if windowed else {})
-    constants = {
-        "CAUSAL": causal,
-        "LEFT": windowed,
-        "WARPGROUPS": config.warpgroups,
-        "STAGES": config.stages,
-        "OVERLAP": config.overlap,
-        "TURNS": config.turns,
-        "REGISTERS": config.registers,
-        "APART": config.apart,
-    }
-    constants |= {name: None for name in attend.arg_names if re.fullmatch(r"[qkvo]_1|sinks", name)}
-    constants = {name: value for name, value in constants.items() if name not in signature}
-    return compiled(attend, signature, constants, 8 if config.warpgroups == 1 else 4)
-
-
-def listed(width: int, block_q: int, block_k: int, sizes: bool) -> dict[str, object]:
-    from polyattn_triton.hopper.listed import attend_listed
-
-    config = block_sparse.config_for(width, block_q)
-    unit = min(config.keys, block_k)
-    boxes = {"q": (64, width), "k": (unit, 64), "v": (unit, 64), "o": (64, width)}
-    signature = {name: descriptor(*box) for name, box in boxes.items()}
-    signature |= {"lse": "*fp32", "counts": "*i32", "indices": "*i32", "valid": "*i32", "scale": "fp32"}
-    constants = {
-        "BLOCK_Q": block_q,
-        "BLOCK_K": block_k,
-        "COUNT": config.keys // unit,
-        "SLOTS": config.slots,
-        "PARTLY": sizes,
-        "APART": config.apart,
-    }
-    return compiled(attend_listed, signature, constants | ({} if sizes else {"valid": None}))
-
-
-def elsewhere(*task: Any) -> dict[str, Any]:
-    """Compiled by a process of its own: this one interprets its kernels, and Triton decides once."""
-    for lacking in ("triton.backends.nvidia", "triton.experimental.gluon.language.nvidia.hopper"):
-        if importlib.util.find_spec(lacking) is None:
-            pytest.skip(f"not run: the Hopper kernels (this Triton has no {lacking})")
-    done = subprocess.run(
-        [sys.executable, __file__, json.dumps(task)],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["shared"] <= SHARED_MEMORY
-    assert "wgmma.mma_async" in found["ptx"]
+def test_compiles_for_hopper(variant: str) -> None:
+    dims, config, causal, windowed = VARIANTS[variant]
+    found = elsewhere("dense", *dims, dataclasses.asdict(config), causal, windowed)
     assert "cp.async.bulk.tensor.4d" in found["ptx"]
-    return found
-
-
-def overlaps(ptx: str) -> bool:
-    """Whether some wait leaves products in flight."""
-    return any(int(n) > 0 for n in re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", ptx))
-
-
-@pytest.mark.parametrize(("dims", "config", "causal", "windowed"), VARIANTS)
-def test_compiles_for_hopper(
-    dims: tuple[int, int], config: Config, causal: bool, windowed: bool, request: pytest.FixtureRequest
-) -> None:
-    if request.node.callspec.id not in SHORT and not request.config.getoption("--polyattn-full"):
-        pytest.skip("not run: all variants of the Hopper kernel (give --polyattn-full)")
-    found = elsewhere("dense", dims, dataclasses.asdict(config), causal, windowed)
     if config.warpgroups > 1:
         # A producer beside the consumers takes a warpgroup's place, and gives them its registers.
         assert found["warps"] == 4 * (config.warpgroups + 1)
@@ -152,11 +69,9 @@ def test_compiles_for_hopper(
     assert overlaps(found["ptx"]) or not config.overlap
 
 
-@pytest.mark.parametrize("task", LISTED, ids=lambda task: "-".join(map(str, task)))
-def test_lists_compile_for_hopper(task: tuple[int, int, int, bool], request: pytest.FixtureRequest) -> None:
-    if request.node.callspec.id not in SHORT and not request.config.getoption("--polyattn-full"):
-        pytest.skip("not run: all variants of the Hopper kernels (give --polyattn-full)")
-    found = elsewhere("listed", *task)
+def test_lists_compile_for_hopper(listed: tuple[int, int, int, bool]) -> None:
+    found = elsewhere("listed", *listed)
+    assert "cp.async.bulk.tensor.4d" in found["ptx"]
     # With query blocks of 64 there are two producers; both are in the place of one warpgroup.
     assert found["warps"] == 12
     assert overlaps(found["ptx"])
@@ -164,110 +79,191 @@ def test_lists_compile_for_hopper(task: tuple[int, int, int, bool], request: pyt
 
 def test_supports_only_hopper() -> None:
     x = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
+    assert takes(x.dtype, 64, 64, spec=Spec(1.0), layout="BSHD")
     assert not supports(x, x, x, x, spec=Spec(1.0), layout="BSHD")
 
 
-CASES = [
-    # B, S_q, S_k, H_q, H_kv, D, D_v, causal, window, sinks, layout, dtype
-    (2, 333, 451, 6, 2, 128, 128, "none", (-1, -1), False, "BSHD", torch.bfloat16),
-    (2, 333, 451, 6, 2, 128, 128, "bottom_right", (-1, -1), True, "BHSD", torch.bfloat16),
-    (1, 451, 333, 4, 4, 64, 64, "bottom_right", (-1, -1), False, "BSHD", torch.float16),
-    (1, 333, 451, 4, 1, 256, 256, "top_left", (-1, -1), False, "BSHD", torch.bfloat16),
-    (2, 700, 700, 6, 3, 96, 96, "bottom_right", (100, 0), True, "BHSD", torch.float16),
-    (1, 700, 900, 2, 1, 80, 80, "none", (257, -1), False, "BSHD", torch.bfloat16),
-    (1, 300, 300, 2, 1, 72, 72, "none", (50, 70), False, "BSHD", torch.bfloat16),
-    (1, 500, 500, 4, 4, 192, 128, "bottom_right", (-1, -1), False, "BSHD", torch.bfloat16),
-    (2, 2048, 2048, 16, 4, 128, 128, "bottom_right", (-1, -1), False, "BSHD", torch.bfloat16),
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launchers launch emulated kernels."""
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="not run: this Triton has no Gluon")
+    from polyattn_triton.hopper import kernel, listed
+
+    from .gluon_emulator import Machine
+
+    monkeypatch.setattr(kernel, "attend", Machine(kernel.attend))
+    monkeypatch.setattr(listed, "attend_listed", Machine(listed.attend_listed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A dense call."""
+
+    S_q: int
+    S_k: int
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    causal: str = "none"
+    window: tuple[int, int] = (-1, -1)
+    sinks: bool = False
+    layout: str = "BSHD"
+    dtype: torch.dtype = torch.bfloat16
+    batch: int = 1
+
+    def __str__(self) -> str:
+        words = (f"{self.S_q}x{self.S_k}", *self.heads, *self.dims, self.causal, *self.window, self.layout)
+        return "-".join(map(str, words))
+
+    def check(self, device: str, config: Config | None) -> None:
+        torch.manual_seed(3)
+
+        def made(tokens: int, heads: int, width: int) -> Tensor:
+            axes = (tokens, heads) if self.layout == "BSHD" else (heads, tokens)
+            return torch.randn(self.batch, *axes, width).to(device, self.dtype)
+
+        query, key = made(self.S_q, self.heads[0], self.dims[0]), made(self.S_k, self.heads[1], self.dims[0])
+        value, out = made(self.S_k, self.heads[1], self.dims[1]), made(self.S_q, self.heads[0], self.dims[1])
+        sinks = torch.randn(self.heads[0]).to(device) if self.sinks else None
+        right = 0 if self.causal != "none" else self.window[1]
+        top_left = self.causal == "top_left"
+        spec = Spec(self.dims[0] ** -0.5, left=self.window[0], right=right, top_left=top_left)
+        assert takes(self.dtype, *self.dims, spec=spec, layout=self.layout)
+
+        def call() -> tuple[Tensor, Tensor]:
+            lse = torch.full(out.shape[:-1], float("nan"), device=device)
+            into = torch.full_like(out, float("nan"))
+            forward(query, key, value, into, lse, spec=spec, layout=self.layout, sinks=sinks, config=config)
+            return into, lse
+
+        found, lse = call()
+        wanted, wanted_lse = attention(
+            *(x.double() for x in (query, key, value)), causal=self.causal, window=self.window, sinks=sinks,
+            layout=self.layout, return_lse=True,
+        )  # fmt: skip
+        assert float((found - wanted).norm() / wanted.norm()) < RELATIVE_L2[self.dtype]
+        torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-3)
+        assert torch.equal(found, call()[0])
+
+
+HALF = torch.float16
+SMALL = [
+    Case(70, 200, (2, 1), (64, 64)),
+    Case(133, 270, (4, 2), (128, 128), "bottom_right", sinks=True, layout="BHSD"),
+    Case(200, 133, (2, 2), (64, 64), "bottom_right", dtype=HALF),
+    Case(90, 150, (2, 1), (256, 256), "top_left"),
+    Case(150, 290, (3, 3), (128, 128), window=(130, 5)),
+    Case(300, 300, (2, 1), (72, 72), "bottom_right", (100, 0), sinks=True, layout="BHSD", batch=2),
+    Case(130, 130, (2, 2), (192, 128), "bottom_right"),
+]
+LARGE = [
+    Case(333, 451, (6, 2), (128, 128), batch=2),
+    Case(333, 451, (6, 2), (128, 128), "bottom_right", sinks=True, layout="BHSD", batch=2),
+    Case(451, 333, (4, 4), (64, 64), "bottom_right", dtype=HALF),
+    Case(333, 451, (4, 1), (256, 256), "top_left"),
+    Case(700, 700, (6, 3), (96, 96), "bottom_right", (100, 0), sinks=True, layout="BHSD", dtype=HALF, batch=2),
+    Case(700, 900, (2, 1), (80, 80), window=(257, -1)),
+    Case(300, 300, (2, 1), (72, 72), window=(50, 70)),
+    Case(500, 500, (4, 4), (192, 128), "bottom_right"),
+    Case(2048, 2048, (16, 4), (128, 128), "bottom_right", batch=2),
 ]
 
 
-@pytest.mark.parametrize("config", [None, TOGETHER, PLAIN], ids=["table", "no producer", "no overlap"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_on_hopper(case, config, device) -> None:
-    device("cuda", what="the Hopper prefill kernel")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not run: the Hopper prefill kernel (this GPU is no Hopper)")
-    batch, s_q, s_k, heads, heads_k, width, v_width, causal, window, with_sinks, layout, dtype = case
-    if config is not None and width + v_width > 256:
-        pytest.skip("not a configuration for this head dim: it needs more shared memory than there is")
-
-    def made(*sizes: int) -> torch.Tensor:
-        b, s, h, d = sizes
-        shape = (b, s, h, d) if layout == "BSHD" else (b, h, s, d)
-        return torch.randn(shape, device="cuda").to(dtype)
-
-    torch.manual_seed(3)
-    query, key = made(batch, s_q, heads, width), made(batch, s_k, heads_k, width)
-    value, out = made(batch, s_k, heads_k, v_width), made(batch, s_q, heads, v_width).fill_(float("nan"))
-    lse = torch.full(out.shape[:-1], float("nan"), device="cuda")
-    sinks = torch.randn(heads, device="cuda") if with_sinks else None
-    right = 0 if causal != "none" else window[1]
-    spec = Spec(width**-0.5, left=window[0], right=right, top_left=causal == "top_left")
-    assert supports(query, key, value, out, spec=spec, layout=layout)
-    forward(query, key, value, out, lse, spec=spec, layout=layout, sinks=sinks, config=config)
-    wanted, wanted_lse = attention(
-        *(x.double() for x in (query, key, value)),
-        causal=causal,
-        window=window,
-        sinks=sinks,
-        layout=layout,
-        return_lse=True,
-    )
-    assert float((out - wanted).norm() / wanted.norm()) < RELATIVE_L2[dtype]
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-3)
-    again = torch.full_like(out, float("nan"))
-    forward(query, key, value, again, lse, spec=spec, layout=layout, sinks=sinks, config=config)
-    assert torch.equal(out, again)
+def configured(cases: list[Case]) -> list[Any]:
+    """Cases with the configurations there are for their head dims: wider ones need more shared memory than there is."""
+    return [
+        pytest.param(case, name, id=f"{case}-{name}")
+        for case in cases
+        for name, config in CONFIGS.items()
+        if config is None or sum(case.dims) <= 256
+    ]
 
 
-SPARSE = [
-    # B, H_q, H_kv, S_q, S_k, D, block_q, block_k, valid sizes, one map for all, dtype
-    (2, 4, 2, 700, 1100, 128, 64, 64, False, False, torch.bfloat16),
-    (2, 4, 2, 700, 1100, 128, 64, 64, True, False, torch.float16),
-    (1, 2, 1, 1, 130, 64, 64, 64, True, True, torch.bfloat16),
-    (1, 4, 4, 1100, 700, 64, 128, 64, False, True, torch.bfloat16),
-    (1, 4, 1, 1100, 700, 128, 64, 128, True, False, torch.bfloat16),
-    (1, 16, 8, 2048, 2048, 128, 128, 128, False, False, torch.bfloat16),
-    (1, 4, 4, 1100, 700, 128, 128, 64, True, False, torch.bfloat16),
-    (1, 4, 4, 1100, 700, 256, 128, 128, True, False, torch.bfloat16),
-]
+@pytest.mark.parametrize(("case", "config"), configured(SMALL[:1]) + [(case, "table") for case in SMALL[1:]], ids=str)
+def test_emulated(case: Case, config: str, emulated: None) -> None:
+    case.check("cpu", CONFIGS[config])
 
 
-@pytest.mark.parametrize("case", SPARSE, ids=str)
-def test_lists_on_hopper(case: tuple[Any, ...], device: Any) -> None:
-    device("cuda", what="the Hopper block-sparse kernel")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not run: the Hopper block-sparse kernel (this GPU is no Hopper)")
-    batch, heads, heads_k, s_q, s_k, width, block_q, block_k, sizes, one_map, dtype = case
-    torch.manual_seed(5)
-    shapes = ((heads, s_q), (heads_k, s_k), (heads_k, s_k))
-    query, key, value = (torch.randn(batch, h, s, width, device="cuda").to(dtype) for h, s in shapes)
-    rows, columns = -(-s_q // block_q), -(-s_k // block_k)
-    shape = (1, 1, rows) if one_map else (batch, heads, rows)
-    counts = (torch.rand(shape, device="cuda") * (columns + 1)).int()
-    counts.view(-1)[-1], counts.view(-1)[0] = 0, columns
-    indices = torch.rand(*shape, columns, device="cuda").argsort(-1).int()
-    indices[torch.arange(columns, device="cuda") >= counts[..., None]] = 2**31 - 1
-    valid = (torch.rand(columns, device="cuda") * (block_k + 1)).int() if sizes else None
-    lists, scale = Lists(counts, indices, valid, block_q, block_k), width**-0.5
-    out, lse = torch.full_like(query, float("nan")), torch.full(query.shape[:3], float("nan"), device="cuda")
-    assert block_sparse.takes(dtype, width, (block_q, block_k), scale)
-    assert block_sparse.fits(query, key, value, out)
-    block_sparse.forward(query, key, value, lists, scale=scale, out=out, lse=lse)
-    mask = visible_keys((block_q, block_k), s_q, s_k, counts, indices, valid).expand(batch, heads, s_q, s_k)
-    tensors = (x.double() for x in (query, key, value))
-    wanted, wanted_lse = attention(*tensors, attn_mask=mask, layout="BHSD", return_lse=True)
-    assert float((out - wanted).norm() / wanted.norm().clamp(min=1e-9)) < RELATIVE_L2[dtype]
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-3)
-    again = torch.full_like(out, float("nan"))
-    block_sparse.forward(query, key, value, lists, scale=scale, out=again, lse=lse)
-    assert torch.equal(out, again)
+@pytest.mark.parametrize(("case", "config"), configured(LARGE))
+def test_on_hopper(case: Case, config: str, on_hopper: None) -> None:
+    case.check("cuda", CONFIGS[config])
 
 
-if __name__ == "__main__":
-    kind, *task = json.loads(sys.argv[1])
-    if kind == "dense":
-        dims, config, *rest = task
-        print(json.dumps(dense(tuple(dims), Config(**config), *rest)))
-    else:
-        print(json.dumps(listed(*task)))
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """A block-sparse call."""
+
+    heads: tuple[int, int]
+    S_q: int
+    S_k: int
+    width: int
+    blocks: tuple[int, int]
+    sizes: bool = False
+    one_map: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    batch: int = 1
+
+    def __str__(self) -> str:
+        words = (*self.heads, f"{self.S_q}x{self.S_k}", self.width, *self.blocks, self.sizes, self.one_map)
+        return "-".join(map(str, words))
+
+    def check(self, device: str) -> None:
+        torch.manual_seed(5)
+        shapes = ((self.heads[0], self.S_q), (self.heads[1], self.S_k), (self.heads[1], self.S_k))
+        query, key, value = (torch.randn(self.batch, *s, self.width).to(device, self.dtype) for s in shapes)
+        rows, columns = (-(-length // block) for length, block in zip((self.S_q, self.S_k), self.blocks, strict=True))
+        shape = (1, 1, rows) if self.one_map else (self.batch, self.heads[0], rows)
+        counts = (torch.rand(shape) * (columns + 1)).int()
+        counts.view(-1)[-1], counts.view(-1)[0] = 0, columns
+        indices = torch.rand(*shape, columns).argsort(-1).int()
+        indices[torch.arange(columns) >= counts[..., None]] = 2**31 - 1
+        valid = (torch.rand(columns) * (self.blocks[1] + 1)).int() if self.sizes else None
+        maps = [None if x is None else x.to(device) for x in (counts, indices, valid)]
+        scale = self.width**-0.5
+        assert block_sparse.takes(self.dtype, self.width, self.blocks, scale)
+
+        def call() -> tuple[Tensor, Tensor]:
+            out = torch.full_like(query, float("nan"))
+            lse = torch.full(query.shape[:3], float("nan"), device=device)
+            block_sparse.forward(query, key, value, Lists(*maps, *self.blocks), scale=scale, out=out, lse=lse)
+            return out, lse
+
+        out, lse = call()
+        mask = visible_keys(self.blocks, self.S_q, self.S_k, *maps).expand(*query.shape[:2], self.S_q, self.S_k)
+        tensors = (x.double() for x in (query, key, value))
+        wanted, wanted_lse = attention(*tensors, attn_mask=mask, layout="BHSD", return_lse=True)
+        assert float((out - wanted).norm() / wanted.norm().clamp(min=1e-9)) < RELATIVE_L2[self.dtype]
+        torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-3)
+        assert torch.equal(out, call()[0])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Sparse((2, 1), 100, 300, 64, (64, 64), sizes=True, batch=2),
+        Sparse((2, 2), 200, 192, 64, (64, 128), one_map=True, dtype=HALF),
+        Sparse((2, 1), 192, 200, 128, (128, 64), sizes=True),
+        Sparse((2, 1), 130, 192, 128, (128, 128)),
+        Sparse((1, 1), 1, 130, 256, (128, 128)),
+    ],
+    ids=str,
+)
+def test_lists_emulated(case: Sparse, emulated: None) -> None:
+    case.check("cpu")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Sparse((4, 2), 700, 1100, 128, (64, 64), batch=2),
+        Sparse((4, 2), 700, 1100, 128, (64, 64), sizes=True, dtype=HALF, batch=2),
+        Sparse((2, 1), 1, 130, 64, (64, 64), sizes=True, one_map=True),
+        Sparse((4, 4), 1100, 700, 64, (128, 64), one_map=True),
+        Sparse((4, 1), 1100, 700, 128, (64, 128), sizes=True),
+        Sparse((16, 8), 2048, 2048, 128, (128, 128)),
+        Sparse((4, 4), 1100, 700, 128, (128, 64), sizes=True),
+        Sparse((4, 4), 1100, 700, 256, (128, 128), sizes=True),
+    ],
+    ids=str,
+)
+def test_lists_on_hopper(case: Sparse, on_hopper: None) -> None:
+    case.check("cuda")

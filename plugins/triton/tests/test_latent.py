@@ -133,7 +133,7 @@ def test_shares_of_any_number(lengths: tuple[tuple[int, int], ...], parts: int) 
     """What is dealt out to programs meets no boundary of a sequence, or every one."""
     call = Call(lengths)
     launch = dataclasses.replace(call.launch(), parts=parts, tiles=-(-call.heads * call.most[0] // 16))
-    launch = dataclasses.replace(launch, config=dataclasses.replace(launch.config, rows=16))
+    launch = dataclasses.replace(launch, config=launch.config._replace(rows=16))
     call.check(call.run(launch))
 
 

@@ -20,7 +20,7 @@ from ..records import AttentionRequest
 from .gathering import deliver, nothing, store
 from .torch_sdpa import signed
 
-__all__ = ["PagedVarlenAttn"]
+__all__ = ["PagedVarlenAttn", "with_new"]
 
 
 class PagedVarlenAttn:
@@ -50,7 +50,7 @@ def _forward(
     if not (query.shape[0] and max_seqlen_k):
         return nothing(request, query, out)
     if key is not None:
-        caches, page_table = _with_new(
+        caches, page_table = with_new(
             request, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
         )
     keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)
@@ -85,7 +85,7 @@ def _starts(seq_lens: Tensor) -> Tensor | None:
     return torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def _with_new(
+def with_new(
     request: AttentionRequest,
     query: Tensor,
     caches: tuple[Tensor, ...],

@@ -24,6 +24,7 @@ from ..errors import (
     PolyattnError,
     UnsupportedRequestError,
 )
+from .bench import bench
 from .config_check import config
 from .conform import conform
 from .demo import demo
@@ -36,6 +37,8 @@ from .matrix import matrix
 from .new_plugin import new_plugin
 from .reasons import reasons_table
 from .rendering import screen, show_json
+from .trace import trace
+from .tune import tune
 
 __all__ = ["EXIT_CODES", "app", "run"]
 
@@ -72,6 +75,9 @@ app.command("conform")(conform)
 app.command("new-plugin")(new_plugin)
 app.command("fuzz")(fuzz)
 app.command("generate")(generate)
+app.command("bench")(bench)
+app.command("tune")(tune)
+app.command("trace")(trace)
 app.add_typer(config, name="config")
 
 

@@ -25,6 +25,8 @@ GRADIENTS = ("query", "key", "value", "mask", "sinks", "lse")
 MLA_SCALE = 192**-0.5
 """Of the uncompressed heads of DeepSeek's models, 128 + 64 wide: absorbed rows have no scale of their own (S2)."""
 PAGE_SIZE = 64
+ONE_KIND_OF_SCALES = {("mla", "fp8_e4m3"): "block128", ("paged", "fp4_e2m1"): "block16"}
+"""Of caches that are stored with no other: what is meant where --kv-scales is not given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,7 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
     serving = family in SERVING
     head_dim, v_head_dim = _dims(question, family)
     heads, kv_heads = _heads(question, family)
+    kv_dtype = _one_of("--kv-dtype", question.kv_dtype or "auto", KV_CACHE_DTYPES)
     topk = question.spec_topk if question.spec_topk is not None else (1 if phase == "verify" and serving else 0)
     fields: dict[str, Any] = {
         "family": family,
@@ -83,7 +86,7 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         "phase": "prefill" if family in ("dense", "varlen", "block_sparse") else phase,
         "s_relation": RELATIONS[phase],
         "dtype": _one_of("--dtype", question.dtype, QUERY_DTYPES),
-        "kv_dtype": _one_of("--kv-dtype", question.kv_dtype or "auto", KV_CACHE_DTYPES),
+        "kv_dtype": kv_dtype,
         "head_dim": head_dim,
         "v_head_dim": v_head_dim,
         "heads": heads,
@@ -106,7 +109,7 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         "multimodal": question.multimodal,
         "chunked_prefix": question.chunked_prefix,
         "save_kv_cache": question.save_kv_cache,
-        "kv_scales": question.kv_scales or "",
+        "kv_scales": question.kv_scales or ONE_KIND_OF_SCALES.get((family, kv_dtype), ""),
         "method": question.method or ("gdn" if family == "linear" else ""),
         **(where or {}),
     }

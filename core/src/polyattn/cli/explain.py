@@ -11,8 +11,9 @@ from rich.text import Text
 from ..errors import ConfigError
 from ..hybrid import select_pair
 from ..inspection import catalogue, detect, what_if
-from ..overrides import SCOPE, current_choice, current_settings
+from ..overrides import SCOPE, current_settings
 from ..plugins import get_manager
+from ..policies import current_policy
 from ..records import AttentionRequest
 from ..selection import Choice, Policy, Selection, select
 from .asking import SERVING, Question, ask
@@ -47,7 +48,7 @@ def _on_this_machine(
     request: AttentionRequest, backend: str | None, pair: dict[str, str | None], mode: str, strict: bool
 ) -> Selection:
     """As a call here would choose, with the backends of the two phases where they are given."""
-    policy = Policy(current_choice(backend, SCOPE.get(), request), strict=strict)
+    policy = dataclasses.replace(current_policy(backend, SCOPE.get(), request), strict=strict)
     if any(pair.values()):
         policy = _hybrid(request, policy, pair, mode)
     return select(request, catalogue(), policy, full=True)

@@ -13,6 +13,7 @@ from .capability import Constraint, Row, _condition, _known
 from .request import AttentionRequest
 
 __all__ = [
+    "Accuracy",
     "Alias",
     "AutoRule",
     "BackendInfo",
@@ -58,6 +59,20 @@ class Requirement:
 
 
 @dataclasses.dataclass(frozen=True)
+class Accuracy:
+    """The class of a provider that quantises Q, K or P: what conformance holds it to, in place of the exact gates.
+
+    Attributes:
+        cosine: the least cosine similarity of a result to the reference.
+        error: its largest relative L2 error; of an LSE, whose absolute error is the relative error of a partial's
+            weight, the largest root mean square of that.
+    """
+
+    cosine: float
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Provider:
     """One way to get a backend: a distribution, an adapter, and the limits they have together.
 
@@ -66,12 +81,14 @@ class Provider:
         rows: capability rows (OR).
         target: "package.module:Class" of the adapter; empty = planned (never selected, named as planned).
         requires: all of these distributions.
+        accuracy: of a provider that quantises Q, K or P; None = exact.
     """
 
     name: str
     rows: tuple[Row, ...]
     target: str = ""
     requires: tuple[Requirement, ...] = ()
+    accuracy: Accuracy | None = None
 
     @property
     def planned(self) -> bool:

@@ -18,6 +18,7 @@ from ..errors import BackendUnavailableError, InvalidInputError, UnsupportedRequ
 from ..hybrid import select_pair
 from ..inspection import catalogue
 from ..overrides import SCOPE, Scope, current_choice, current_settings
+from ..policies import measured_policy
 from ..records import AttentionRequest
 from ..selection import Choice, Policy, select
 from .layer import AttentionLayer
@@ -171,7 +172,8 @@ def _choice(requests: Mapping[ServingPhase, AttentionRequest], asked: Asked, pha
 
 
 def _policy(requests: Mapping[ServingPhase, AttentionRequest], asked: Asked, phase: ServingPhase) -> Policy:
-    return Policy(_choice(requests, asked, phase), strict=current_settings().strict)
+    policy = Policy(_choice(requests, asked, phase), strict=current_settings().strict)
+    return policy if policy.choice is not None else measured_policy(policy, requests[phase])
 
 
 def _said(requests: Mapping[ServingPhase, AttentionRequest], asked: Asked, phase: ServingPhase) -> str:

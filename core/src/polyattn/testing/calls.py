@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from .. import inspection
 from ..autograd import differentiable
+from ..call_shapes import head_axis
 from ..choose import choose, device_facts
 from ..errors import BackendUnavailableError, ConfigError, PolyattnError, did_you_mean
 from ..inspection import catalogue, list_backends
 from ..overrides import SCOPE
 from ..plugins import _import_target, get_manager
-from ..records import AttentionRequest, BackendInfo, Provider, Rejected, Row
+from ..records import Accuracy, AttentionRequest, BackendInfo, Provider, Rejected, Row
 from ..selection import Choice, Policy, select
 from ..signature import runner
 from .cases import Case
@@ -24,6 +25,12 @@ from .families import FAMILIES, Call
 from .values import declared
 
 __all__ = ["Installed", "OffChip", "Target", "natively", "out_of", "sayable"]
+
+
+def _class_of(providers: Iterable[Provider]) -> Accuracy | None:
+    """The class that all of these providers keep; None where all are exact."""
+    found = [p.accuracy for p in providers if p.accuracy is not None]
+    return max(found, key=lambda accuracy: accuracy.error, default=None)
 
 
 def sayable(case: Case) -> bool:
@@ -37,7 +44,7 @@ def natively(policy: Policy) -> Policy:
 
 
 class Target(Protocol):
-    """A backend that cases can be run against."""
+    """A backend that cases can be run against. One that quantises has an `accuracy` too (`records.Accuracy`)."""
 
     name: str
     device: torch.device
@@ -81,7 +88,7 @@ class Installed:
         if sayable(case):
             return _public(case, tensors, extra, out, self.name)
         chosen = choose(self.request(case), self.name, SCOPE.get())
-        forward = runner(chosen, case.request.lse, False, _head_axis(case.request))
+        forward = runner(chosen, case.request.lse, False, head_axis(case.request))
         return _bound(forward, case, tensors, extra, out)
 
     def request(self, case: Case) -> AttentionRequest:
@@ -101,6 +108,11 @@ class Installed:
         except PolyattnError as exc:
             return exc
         return None
+
+    @property
+    def accuracy(self) -> Accuracy | None:
+        """The class of the providers that are here."""
+        return _class_of(self.providers)
 
     @property
     def narrows(self) -> bool:
@@ -141,6 +153,11 @@ class OffChip:
         self.info = get_manager().backends[name, platform]
         self.rows = tuple(row for p in self.info.providers if not p.planned for row in p.rows)
 
+    @property
+    def accuracy(self) -> Accuracy | None:
+        """The class of its providers."""
+        return _class_of(p for p in self.info.providers if not p.planned)
+
     def call(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], out: Tensor | None) -> Any:
         request = dataclasses.replace(case.request, platform=self.platform, options=self.options).normalised()
         provider = next(p for p in self.info.providers if not p.planned and declared(p.rows, request))
@@ -148,12 +165,8 @@ class OffChip:
         bound = adapter.bind(request)
         forward = bound.forward
         if bound.backward is not None and request.grad:
-            forward = differentiable(bound, request.lse, _head_axis(request))
+            forward = differentiable(bound, request.lse, head_axis(request))
         return _bound(forward, case, tensors, extra, out)
-
-
-def _head_axis(request: AttentionRequest) -> int:
-    return 2 if request.layout == "BSHD" else 1
 
 
 def _bound(

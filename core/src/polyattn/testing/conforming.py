@@ -82,7 +82,9 @@ class AttentionConformance:
 
         if isinstance(dtype, _NotRun):
             dtype.say()
-        wrong = [control.name for control in controls(DTYPES[dtype], _target(*self._where).device) if not control.held]
+        target = _target(*self._where)
+        found = controls(DTYPES[dtype], target.device, target.accuracy)
+        wrong = [control.name for control in found if not control.held]
         assert not wrong
 
     _where: ClassVar[tuple[str, str]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
-from pathlib import Path
 
 import torch
 
 from .. import __version__
+from ..tuning import cpu_name
 
 __all__ = ["device_name", "versions"]
 
@@ -20,12 +20,7 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = models[0].partition(":")[2].strip() if models else name
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+    return f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def versions(device: torch.device) -> dict[str, str]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..merging import merge
-from ..records import AttentionRequest
+from ..records import Accuracy, AttentionRequest
 from .plain import plain_attention, reference_attention
-from .tolerances import Measure, measure
+from .tolerances import Measure, compare_class, measure
 
 __all__ = ["Control", "controls"]
 
@@ -29,6 +29,7 @@ class Control:
     name: str
     measure: Measure
     fault: bool = True
+    by_class: bool = False
 
     @property
     def rejected_by(self) -> tuple[str, ...]:
@@ -40,13 +41,39 @@ class Control:
     @property
     def held(self) -> bool:
         """Every gate did its work: both rejected a fault (float64 has one gate), none the right result."""
-        gates = 1 if self.measure.worst_allowed == float("inf") else 2
+        gates = 1 if self.by_class or self.measure.worst_allowed == float("inf") else 2
         return len(self.rejected_by) == (gates if self.fault else 0)
 
 
-def controls(dtype: torch.dtype, device: torch.device) -> list[Control]:
-    """Run every control in one dtype on one device."""
+def controls(dtype: torch.dtype, device: torch.device, accuracy: Accuracy | None = None) -> list[Control]:
+    """Run every control in one dtype on one device; for a class, those that its bounds must reject."""
+    if accuracy is not None:
+        return list(_by_class(dtype, device, accuracy))
     return [*_forward(dtype, device), *_block_map(dtype, device), *_lse(dtype, device), *_merged(dtype, device)]
+
+
+def _by_class(dtype: torch.dtype, device: torch.device, accuracy: Accuracy) -> Iterator[Control]:
+    """1024 keys: short enough that even the widest class notices a lost block, which is 6 % of them."""
+    q, k, v = _draw(dtype, device, BLOCK, 1024, 64)
+    right, lse = reference_attention(q, k, v, None, None, AttentionRequest(head_dim=64))
+    lost = reference_attention(q, k[:, :, BLOCK:], v[:, :, BLOCK:], None, None, AttentionRequest(head_dim=64))[0]
+    shifted = reference_attention(q, k, v.roll(BLOCK, 2), None, None, AttentionRequest(head_dim=64))[0]
+    wrong = {
+        "zeros": torch.zeros_like(right),
+        "one 64-key block dropped": lost,
+        "values shifted by one block": shifted,
+        "heads swapped": right.flip(1),
+        "half of it": right / 2,
+    }
+
+    def control(name: str, result: Tensor, of: Tensor, fault: bool) -> Control:
+        kept = compare_class("lse" if of is lse else "out", result, of, dtype, accuracy, "lse" if of is lse else "out")
+        measured = Measure(0.0, float("inf"), kept[1] if kept[0] is None else max(kept[1], 1.0 + 1e-9), 1.0)
+        return Control(f"its class: {name}", measured, fault, by_class=True)
+
+    yield control("the right result", right.to(dtype), right, fault=False)
+    yield from (control(name, result.to(dtype), right, fault=True) for name, result in wrong.items())
+    yield control("LSE in log2", (lse / 0.6931471805599453).float(), lse, fault=True)
 
 
 def _draw(dtype: torch.dtype, device: torch.device, s_q: int, s_k: int, d: int) -> tuple[Tensor, Tensor, Tensor]:

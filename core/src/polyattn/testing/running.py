@@ -119,7 +119,7 @@ def run(
         report.command += f" {flag} {','.join(words)}" if words else ""
     begin = time.perf_counter()
     if start == 0:
-        _control(report, target.device)
+        _control(report, target)
     for number, case in enumerate(cases):
         if progress is not None:
             progress(number, len(cases), case.id)
@@ -177,10 +177,10 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
     )
 
 
-def _control(report: Report, device: torch.device) -> None:
+def _control(report: Report, target: Installed) -> None:
     with one_thread():
         for dtype in report.dtypes:
-            for control in controls(DTYPES[dtype], device):
+            for control in controls(DTYPES[dtype], target.device, target.accuracy):
                 report.gates[f"{dtype}: {control.name}"] = control.held
 
 

@@ -20,7 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["RELATIVE_L2", "Finding", "Kind", "Measure", "check", "compare", "measure"]
+from ..records import Accuracy
+
+__all__ = ["RELATIVE_L2", "Finding", "Kind", "Measure", "check", "compare", "compare_class", "measure"]
 
 RELATIVE_L2 = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 """Bound on the relative L2 error of a result of each dtype."""
@@ -173,3 +175,29 @@ def compare(
         message = f"{what} {found.relative:.3g}, {found.relative_allowed:.3g} is allowed in {short}"
         return Finding(name, message, found.relative, found.relative_allowed), found.margin
     return None, found.margin
+
+
+def compare_class(
+    name: str, actual: Tensor, reference: Tensor, dtype: torch.dtype, accuracy: Accuracy, kind: Kind = "out"
+) -> tuple[Finding | None, float]:
+    """As `compare`, for a kernel that quantises Q, K or P: it is held to its class."""
+    if actual.shape != reference.shape:
+        return Finding(name, f"shape {tuple(actual.shape)}, {tuple(reference.shape)} is expected"), float("inf")
+    infinite = reference.isinf()
+    found, right = actual.detach().double(), reference
+    if not torch.equal(found[infinite], right[infinite]) or not bool(found[~infinite].isfinite().all()):
+        return Finding(name, "not finite, or not -inf in the rows that see no key"), float("inf")
+    found, right = found[~infinite], right[~infinite]
+    difference = ((found - right).abs() - _SMALLEST[dtype]).clamp(min=0.0)
+    if kind == "lse":
+        error = float(difference.square().mean().sqrt()) if difference.numel() else 0.0
+    else:
+        error = _ratio(float(difference.norm()), float(right.norm()))
+    cosine = float(found @ right / (found.norm() * right.norm())) if error and kind != "lse" else 1.0
+    if error <= accuracy.error and cosine >= accuracy.cosine:
+        return None, error / accuracy.error
+    message = (
+        f"relative L2 error {error:.3g} and cosine {cosine:.6f}; its class is at most {accuracy.error} and at least "
+        f"{accuracy.cosine}"
+    )
+    return Finding(name, message, error, accuracy.error), error / accuracy.error

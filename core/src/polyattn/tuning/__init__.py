@@ -7,34 +7,49 @@ Importing this imports no torch.
 
 from __future__ import annotations
 
-from .current import MODES, default_path, kernel_config, mode, record, reload, store
+from .choices import Advice, Measured, advise, backend_row, measured, request_key, with_lengths
+from .current import MODES, default_path, kernel_config, mode, quarantine, record, release, reload, store
 from .kernels import Choices, Kernel, Key, bucket, register_kernel, registered_kernels
-from .offline import MOST_CANDIDATES, Trial, Tuned, note_serving, tune
-from .places import place_of
-from .rows import Place, Row
+from .offline import MOST_CANDIDATES, Trial, Tuned, note_serving, serving, tune
+from .places import cpu_name, driver, place_of
+from .rows import BACKEND, Place, Quarantined, Row
 from .store import TuningStore
 
 __all__ = [
+    "BACKEND",
     "MODES",
     "MOST_CANDIDATES",
+    "Advice",
     "Choices",
     "Kernel",
     "Key",
+    "Measured",
     "Place",
+    "Quarantined",
     "Row",
     "Trial",
     "Tuned",
     "TuningStore",
+    "advise",
+    "backend_row",
     "bucket",
+    "cpu_name",
     "default_path",
+    "driver",
     "kernel_config",
+    "measured",
     "mode",
     "note_serving",
     "place_of",
+    "quarantine",
     "record",
     "register_kernel",
     "registered_kernels",
+    "release",
     "reload",
+    "request_key",
+    "serving",
     "store",
     "tune",
+    "with_lengths",
 ]

@@ -8,23 +8,36 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..envvars import text
 from ..epoch import bump
 from ..errors import ConfigError
 from .kernels import Choices, Kernel, Key
 from .places import place_of
-from .rows import Row, canonical
+from .rows import Quarantined, Row, canonical
 from .store import TuningStore
 
 if TYPE_CHECKING:
     from torch import device
 
-__all__ = ["MODES", "default_path", "kernel_config", "mode", "record", "reload", "store"]
+__all__ = [
+    "MODES",
+    "cached",
+    "default_path",
+    "kernel_config",
+    "mode",
+    "quarantine",
+    "record",
+    "release",
+    "reload",
+    "store",
+]
 
-MODES = ("use", "off")
+MODES = ("use", "off", "online")
+_T = TypeVar("_T")
 _MOST = 65536
 _Asked = tuple[str, Key, "device"]
 
@@ -34,16 +47,18 @@ class _State:
     off = False
     known: dict[_Asked, Choices | None]
     tables: dict[tuple[str, device], dict[str, Row]]
+    read: dict[Hashable, Any]
 
     def __init__(self) -> None:
-        self.known, self.tables = {}, {}
+        self.known, self.tables, self.read = {}, {}, {}
 
 
 _state = _State()
 
 
 def mode() -> str:
-    """`use`: what was measured is used. `off`: nothing is read. From POLYATTN_TUNING.
+    """From POLYATTN_TUNING. `use`: what was measured is used. `off`: nothing is read. `online`: what was not measured
+    is, at the first large call of its kind, see `polyattn.measuring.online`.
 
     Raises:
         ConfigError: the variable has another value.
@@ -85,8 +100,29 @@ def record(*rows: Row) -> None:
     _forget()
 
 
+def quarantine(*held: Quarantined) -> None:
+    """Keep backends out of automatic choice, from here on."""
+    store().quarantine(*held)
+    _forget()
+
+
+def release(backend: str | None = None) -> int:
+    """Let a backend, or all, be chosen again. Returns how many entries there were."""
+    count = store().release(backend)
+    _forget()
+    return count
+
+
+def cached(name: Hashable, make: Callable[[], _T]) -> _T:
+    """What was read once, until something is recorded or `reload` is called."""
+    if name not in _state.read:
+        _state.read[name] = make()
+    found: _T = _state.read[name]
+    return found
+
+
 def _forget() -> None:
-    _state.known, _state.tables = {}, {}
+    _state.known, _state.tables, _state.read = {}, {}, {}
     bump()
 
 

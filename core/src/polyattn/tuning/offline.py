@@ -17,7 +17,7 @@ from .rows import Row
 if TYPE_CHECKING:
     from torch import device
 
-__all__ = ["MOST_CANDIDATES", "Trial", "Tuned", "note_serving", "tune"]
+__all__ = ["MOST_CANDIDATES", "Trial", "Tuned", "note_serving", "serving", "tune"]
 
 MOST_CANDIDATES = 256
 
@@ -28,6 +28,11 @@ def note_serving(what: str) -> None:
     """This process serves requests from here on: nothing is measured in it unless that is asked for."""
     if what not in _serving:
         _serving.append(what)
+
+
+def serving() -> str:
+    """What serves in this process; "" = nothing does."""
+    return ", ".join(_serving)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +92,7 @@ def tune(
     """
     if _serving and not while_serving:
         raise UnsupportedRequestError(
-            f"nothing is tuned in a process that serves ({', '.join(_serving)}): its requests would wait. Tune in a "
+            f"nothing is tuned in a process that serves ({serving()}): its requests would wait. Tune in a "
             f"process of its own; the store is shared. while_serving=True does it here all the same"
         )
     if not 0 < len(candidates) <= MOST_CANDIDATES:

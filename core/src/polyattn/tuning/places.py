@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..distributions import distribution_version
@@ -12,7 +14,10 @@ from .rows import Place
 if TYPE_CHECKING:
     from torch import device
 
-__all__ = ["place_of"]
+__all__ = ["cpu_name", "driver", "place_of"]
+
+_DRIVERS = {"cuda": Path("/proc/driver/nvidia/version"), "rocm": Path("/sys/module/amdgpu/version")}
+_RELEASE = re.compile(r"\b\d+\.\d+(\.\d+)*\b")
 
 
 @functools.cache
@@ -31,13 +36,32 @@ def place_of(where: device, versions: tuple[str, ...] = (), revision: int = 1) -
 
 
 def _described(where: device) -> tuple[str, str]:
+    if where.type == "cpu":
+        return cpu_name(), platform.machine()
     import torch
 
     if where.type == "cuda":
         about = torch.cuda.get_device_properties(where)
         return about.name, about.gcnArchName.split(":")[0] if torch.version.hip else f"sm{about.major}{about.minor}"
-    if where.type == "cpu":
-        return platform.processor() or platform.machine(), platform.machine()
     module = torch.get_device_module(where)
     name = getattr(module, "get_device_name", None)
     return str(name(where)) if name is not None else where.type, ""
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The processor, as its vendor calls it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+@functools.cache
+def driver(platform: str) -> str:
+    """Version of the kernel driver of platforms cuda and rocm; "" where the system does not tell."""
+    file = _DRIVERS.get(platform)
+    if file is None or not file.is_file():
+        return ""
+    found = _RELEASE.search(file.read_text())
+    return found[0] if found else ""

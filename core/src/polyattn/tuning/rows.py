@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ConfigError, did_you_mean
 from .kernels import registered_kernels
 
-__all__ = ["BACKEND", "KERNEL", "Place", "Row", "canonical", "check_row", "row_of"]
+__all__ = ["BACKEND", "KERNEL", "Place", "Quarantined", "Row", "canonical", "check_row", "row_of"]
 
 BACKEND, KERNEL = "backend", "kernel:"
 """Subjects: which backend serves a request; which choices of a kernel, its name following."""
@@ -33,6 +33,14 @@ class Place:
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions)
         return f"{self.device}{f' ({self.arch})' if self.arch else ''}{f', {versions}' if versions else ''}"
+
+    def differs(self, other: Place) -> str:
+        """In which way `other` is another place: its device, or the versions that are not these. "" = in none."""
+        if (other.device, other.arch) != (self.device, self.arch):
+            return f"{other.device}{f' ({other.arch})' if other.arch else ''}"
+        mine, theirs = dict(self.versions), dict(other.versions)
+        names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+        return ", ".join(f"{name} {theirs.get(name) or 'absent'}" for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +74,21 @@ class Row:
             "date": self.date,
             "source": self.source,
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Quarantined:
+    """A backend that must not be chosen automatically for some requests in a place.
+
+    Attributes:
+        key: `request_key` of the requests, of all lengths. reason: what it did, for people. date: ISO 8601, UTC.
+    """
+
+    place: Place
+    backend: str
+    key: Mapping[str, Any]
+    reason: str
+    date: str
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -130,15 +153,26 @@ def check_row(row: Row, where: str, backends: Collection[str] | None) -> None:
         except ConfigError as exc:
             raise ConfigError(f"{where}: {exc}") from exc
     elif row.subject == BACKEND:
-        backend = row.value.get("backend")
-        if not isinstance(backend, str) or (backends is not None and backend not in backends):
-            names = sorted(backends or ())
-            raise ConfigError(
-                f"{where}: no backend {backend!r} is registered here.{did_you_mean(str(backend), names)} Known: "
-                f"{', '.join(names) or 'any name'}"
-            )
+        _check_backends(row.value, where, backends)
     else:
         raise ConfigError(f"{where}: subject={row.subject!r}; allowed: {BACKEND}, {KERNEL}NAME")
+
+
+def _check_backends(value: Mapping[str, Any], where: str, backends: Collection[str] | None) -> None:
+    """The backends that a row names: the fastest, and those it was measured beside."""
+    times = value.get("times", {})
+    if not isinstance(times, dict):
+        raise ConfigError(f"{where}: times is {_shown(times)}; microseconds by backend it is")
+    for name in (value.get("backend"), *times):
+        if not isinstance(name, str) or (backends is not None and name not in backends):
+            known = sorted(backends or ())
+            raise ConfigError(
+                f"{where}: no backend {name!r} is registered here.{did_you_mean(str(name), known)} Known: "
+                f"{', '.join(known) or 'any name'}"
+            )
+    for name, time in times.items():
+        if not isinstance(time, (int, float)) or isinstance(time, bool) or not 0 < time < math.inf:
+            raise ConfigError(f"{where}: the time of {name} is {_shown(time)}; a time is finite and above 0")
 
 
 def _shown(data: Any) -> str:

@@ -10,29 +10,39 @@ import contextlib
 import json
 import sqlite3
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .rows import Place, Row, canonical, check_row, row_of
+from .rows import Place, Quarantined, Row, canonical, check_row, row_of
 
 __all__ = ["FORMAT", "SCHEMA", "TuningStore"]
 
-SCHEMA = 1
-"""Version of the tables. A file with a higher one was made by a later polyattn."""
+SCHEMA = 2
+"""Version of the tables: 1 had measurements alone. A file with a higher one was made by a later polyattn."""
 FORMAT = "polyattn tuning 1"
 """What an exported file says it is."""
 _APPLICATION = 0x706F6C79
 _WAIT_S = 30.0
 
-_TABLE = """
+_MEASUREMENT = """
 CREATE TABLE IF NOT EXISTS measurement (
     device TEXT NOT NULL, arch TEXT NOT NULL, versions TEXT NOT NULL, subject TEXT NOT NULL, key TEXT NOT NULL,
     value TEXT NOT NULL, microseconds REAL NOT NULL, date TEXT NOT NULL, source TEXT NOT NULL,
     PRIMARY KEY (device, arch, versions, subject, key)
 ) WITHOUT ROWID
 """
+_QUARANTINE = """
+CREATE TABLE IF NOT EXISTS quarantine (
+    device TEXT NOT NULL, arch TEXT NOT NULL, versions TEXT NOT NULL, backend TEXT NOT NULL, key TEXT NOT NULL,
+    reason TEXT NOT NULL, date TEXT NOT NULL,
+    PRIMARY KEY (device, arch, versions, backend, key)
+) WITHOUT ROWID
+"""
+_TABLES = (_MEASUREMENT, _QUARANTINE)
+_LACKS = {0: _TABLES, 1: (_QUARANTINE,)}
+"""Version of a file -> the tables that it has not yet."""
 _COLUMNS = "device, arch, versions, subject, key, value, microseconds, date, source"
 _PUT = f"""
 INSERT INTO measurement ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
@@ -58,6 +68,7 @@ class TuningStore:
     def __init__(self, path: str | Path | None = None, *, rebuild: bool = False) -> None:
         self.path = None if path is None else Path(path).expanduser()
         self._own: dict[_Identity, Row] = {}
+        self._held: dict[_Identity, Quarantined] = {}
         self._only_memory = False
         if self.path is None or not self.path.exists():
             return
@@ -84,11 +95,7 @@ class TuningStore:
         found: dict[_Identity, Row] = {}
         if self.path is not None and self.path.exists():
             with self._reading(self.path) as connection:
-                wanted = {"subject": subject}
-                if place is not None:
-                    wanted |= {"device": place.device, "arch": place.arch, "versions": canonical(dict(place.versions))}
-                given = {name: value for name, value in wanted.items() if value is not None}
-                where = " AND ".join(f"{name} = :{name}" for name in given) or "1"
+                where, given = _where(place, subject=subject)
                 for line in connection.execute(f"SELECT {_COLUMNS} FROM measurement WHERE {where}", given):
                     row = self._row(line)
                     found[_identity(row)] = row
@@ -102,6 +109,21 @@ class TuningStore:
         `polyattn.tuning.kernel_config`, which has them in memory."""
         text = canonical(key)
         return next((row for row in self.rows(place, subject) if canonical(row.key) == text), None)
+
+    def quarantined(self, place: Place | None = None) -> list[Quarantined]:
+        """Backends that must not be chosen automatically, of one place or all, in order.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        found = {key: held for key, held in self._held.items() if place in (None, held.place)}
+        if self.path is not None and self.path.exists():
+            with self._reading(self.path) as connection:
+                where, given = _where(place)
+                for line in connection.execute(f"SELECT * FROM quarantine WHERE {where}", given):
+                    held = self._quarantined(line)
+                    found.setdefault(_held(held), held)
+        return [found[key] for key in sorted(found)]
 
     def export(self) -> dict[str, Any]:
         """All measurements, for `json.dump`."""
@@ -117,12 +139,51 @@ class TuningStore:
         """
         for row in rows:
             check_row(row, "record", None)
-        if self.path is not None and not self._only_memory and self._write(self.path, rows):
+        if self._written(lambda connection: connection.executemany(_PUT, [_line(row) for row in rows])):
             return
         for row in rows:
             known = self._own.get(_identity(row))
             if known is None or row.date >= known.date:
                 self._own[_identity(row)] = row
+
+    def quarantine(self, *held: Quarantined) -> None:
+        """Keep backends out of automatic choice, all or none.
+
+        Raises:
+            ConfigError: as `record`.
+        """
+        lines = [(*_held(one), one.reason, one.date) for one in held]
+        put = "INSERT OR REPLACE INTO quarantine VALUES (?, ?, ?, ?, ?, ?, ?)"
+        if not self._written(lambda connection: connection.executemany(put, lines)):
+            self._held |= {_held(one): one for one in held}
+
+    def release(self, backend: str | None = None) -> int:
+        """Let a backend, or all, be chosen again, in every place. Returns how many entries there were.
+
+        Raises:
+            ConfigError: as `record`.
+        """
+        gone = [held for held in self.quarantined() if backend in (None, held.backend)]
+        for held in gone:
+            self._held.pop(_held(held), None)
+        where, given = _where(None, backend=backend)
+        if gone:
+            self._written(lambda connection: connection.execute(f"DELETE FROM quarantine WHERE {where}", given))
+        return len(gone)
+
+    def forget(self, subject: str, place: Place | None = None) -> int:
+        """Take measurements of a subject out, of one place or all. Returns how many there were.
+
+        Raises:
+            ConfigError: as `record`.
+        """
+        gone = self.rows(place, subject)
+        for row in gone:
+            self._own.pop(_identity(row), None)
+        where, given = _where(place, subject=subject)
+        if gone:
+            self._written(lambda connection: connection.execute(f"DELETE FROM measurement WHERE {where}", given))
+        return len(gone)
 
     def import_rows(self, data: Any, backends: Collection[str] | None = None, where: str = "import") -> int:
         """Keep what `export` made elsewhere, all or nothing; of two measurements of one thing the later stays.
@@ -147,8 +208,11 @@ class TuningStore:
 
     # ------------------------------------------------------------------------------------------------------ the file
 
-    def _write(self, path: Path, rows: Iterable[Row]) -> bool:
-        """Whether they are in the file now."""
+    def _written(self, change: Callable[[sqlite3.Connection], Any]) -> bool:
+        """Whether a change was made to the file, as one transaction; False where there is none to write to."""
+        path = self.path
+        if path is None or self._only_memory:
+            return False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)
@@ -159,7 +223,7 @@ class TuningStore:
                 self._begin(connection)
                 with connection:
                     connection.execute("BEGIN IMMEDIATE")
-                    connection.executemany(_PUT, [_line(row) for row in rows])
+                    change(connection)
             except sqlite3.OperationalError as exc:
                 if "locked" in str(exc) or "busy" in str(exc):
                     raise ConfigError(
@@ -176,7 +240,8 @@ class TuningStore:
             connection.execute("PRAGMA journal_mode = WAL")
         with connection:
             connection.execute("BEGIN IMMEDIATE")
-            connection.execute(_TABLE)
+            for table in _TABLES:
+                connection.execute(table)
             connection.execute(f"PRAGMA application_id = {_APPLICATION}")
             connection.execute(f"PRAGMA user_version = {SCHEMA}")
 
@@ -206,7 +271,9 @@ class TuningStore:
                         raise
             if not version:  # somebody is making it
                 connection = stack.enter_context(contextlib.closing(sqlite3.connect(":memory:")))
-                connection.execute(_TABLE)
+            # The file is only read: what it lacks is an empty table beside it.
+            for table in _LACKS.get(version, ()):
+                connection.execute(table.replace("CREATE TABLE", "CREATE TEMP TABLE"))
             yield connection
 
     @contextlib.contextmanager
@@ -235,11 +302,37 @@ class TuningStore:
 
     def _row(self, line: tuple[Any, ...]) -> Row:
         device, arch, versions, subject, key, value, *rest = line
+        with self._whole():
+            return Row(_place(device, arch, versions), subject, json.loads(key), json.loads(value), *rest)
+
+    def _quarantined(self, line: tuple[Any, ...]) -> Quarantined:
+        device, arch, versions, backend, key, reason, date = line
+        with self._whole():
+            return Quarantined(_place(device, arch, versions), backend, json.loads(key), reason, date)
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
         try:
-            place = Place(device, arch, tuple(sorted(json.loads(versions).items())))
-            return Row(place, subject, json.loads(key), json.loads(value), *rest)
+            yield
         except (ValueError, TypeError, AttributeError) as exc:
             raise self._unreadable(f"has a row that is none ({exc})") from exc
+
+
+def _place(device: str, arch: str, versions: str) -> Place:
+    return Place(device, arch, tuple(sorted(json.loads(versions).items())))
+
+
+def _where(place: Place | None, **columns: str | None) -> tuple[str, dict[str, str]]:
+    """The condition of a query, and its values; None: any."""
+    wanted = columns
+    if place is not None:
+        wanted |= {"device": place.device, "arch": place.arch, "versions": canonical(dict(place.versions))}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    return " AND ".join(f"{name} = :{name}" for name in given) or "1", given
+
+
+def _held(one: Quarantined) -> _Identity:
+    return one.place.device, one.place.arch, canonical(dict(one.place.versions)), one.backend, canonical(one.key)
 
 
 def _identity(row: Row) -> _Identity:

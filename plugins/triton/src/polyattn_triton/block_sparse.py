@@ -47,26 +47,26 @@ class BlockSparse:
             out: Tensor | None = None,
         ) -> Any:
             lse = query.new_empty(query.shape[:3], dtype=torch.float32) if with_lse else None
-            result = torch.empty_like(query) if out is None else out
             found = lists(query, key, block_counts, block_indices, block_valid)
+            if hopper_takes and request.batch_invariant:
+                # Where a batch lies must not choose the kernel: its bits are not those of the other one.
+                query, key, value = (hopper.reachable(tensor) for tensor in (query, key, value))
+                result = torch.empty_like(query)
+            else:
+                result = torch.empty_like(query) if out is None else out
             on_hopper = hopper_takes and hopper.fits(query, key, value, result)
             attend = hopper.forward if on_hopper else kernels.forward
             attend(query, key, value, found, scale=scale, out=result, lse=lse)
+            if out is not None and result is not out:
+                result = out.copy_(result)
             return result if lse is None else (result, lse)
 
         def backward(
-            dout: Tensor,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            out: Tensor,
-            lse: Tensor,
-            *,
-            block_counts: Tensor,
-            block_indices: Tensor,
-            block_valid: Tensor | None = None,
-        ) -> tuple[Tensor, Tensor, Tensor]:
+            dout: Tensor, query: Tensor, key: Tensor, *rest: Tensor,  # value, out, lse
+            block_counts: Tensor, block_indices: Tensor, block_valid: Tensor | None = None,
+        ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
             found = lists(query, key, block_counts, block_indices, block_valid)
+            value, out, lse = rest
             return kernels.backward(_dense(dout), query, key, value, out, lse, found, scale=scale)
 
         return Bound(forward, backward if request.grad else None)

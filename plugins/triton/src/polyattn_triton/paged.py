@@ -2,8 +2,8 @@
 
 Few queries over many keys go to `kernels.decode`, which splits the keys among the chip; many queries to
 `kernels.extend`. Both read pages where they lie, of any size, NHD and HND, and take every option that the request can
-have. Further parts (`kv_parts`) are calls of their own, merged by their LSEs: a prefix that several sequences share is
-read once for all of their queries.
+have. On a Hopper, `hopper.extend` serves what it takes of the latter. Further parts (`kv_parts`) are calls of their
+own, merged by their LSEs: a prefix that several sequences share is read once for all of their queries.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from polyattn.contract import Bound, KVPart, Session, Slot
 from polyattn.records import AttentionRequest
 
 from . import runtime
-from .kernels.decode import Config, bounds, decode, items_for
+from .hopper import extend as hopper
+from .kernels.decode import Config, decode, items_for
 from .kernels.extend import config_for as extend_config
 from .kernels.extend import extend
 from .kernels.merge import merge
+from .kernels.rules import bounds
 from .kernels.splits import Items
 from .kernels.write import write_kv
 
@@ -75,6 +77,8 @@ class _Call:
         self.logits: dict[str, Any] = {"scale": self.scale, "softcap": r.softcap}
         self.seen: dict[str, Any] = {"causal": self.causal, "window": r.window, "chunk": r.chunk, "tree": r.tree}
         self.window = bounds(self.causal, r.window, r.chunk)
+        self.on_hopper = r.platform == "cuda" and hopper.takes(r)
+        self.mask = "" if r.mask == "none" else "tree" if r.tree and r.mask == "bool" else r.mask
 
     # ------------------------------------------------------------------------------------------------ which kernel
 
@@ -114,7 +118,7 @@ class _Call:
         """`polyattn.contract.PagedForward`; `plan`: of a session's step, for the call's own keys."""
         r = self.request
         tables = _Tables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
         T_q, H_q, _ = query.shape
         if out is None:
             out = query.new_empty(T_q, H_q, r.dims[1])
@@ -154,17 +158,39 @@ class _Call:
         """One call over one set of tables."""
         if not query.shape[0]:
             return
-        invariant = self.request.batch_invariant
-        given |= {**tables._asdict(), **self.storage, **self.logits}
+        r = self.request
         heads = key_cache.shape[1 if self.hnd else 2]
         longest = (tables.max_seqlen_q, tables.max_seqlen_k)
         if plan is not None or self.few(
             query.device, tables.seq_lens.shape[0], heads, query.shape[1] // heads, longest
         ):
-            decode(query, key_cache, value_cache, invariant=invariant, plan=plan, **given)
+            given |= {**tables._asdict(), **self.storage, **self.logits}
+            decode(query, key_cache, value_cache, invariant=r.batch_invariant, plan=plan, **given)
+        elif self._fits_hopper(key_cache, value_cache, tables, given):
+            hopper.extend(
+                query, key_cache, value_cache, page_table=tables.page_table, seq_lens=tables.seq_lens,
+                cu_seqlens_q=tables.cu_seqlens_q, max_seqlen_q=tables.max_seqlen_q, page_size=r.page_size, hnd=self.hnd,
+                causal=self.causal, left=r.window[0], scale=self.scale, attn_mask=given["attn_mask"],
+                sinks=given["sinks"], out=given["out"], lse=given["lse"],
+            )  # fmt: skip
         else:
-            config = extend_config(query, key_cache, value_cache, 1 << 20) if invariant else None
+            given |= {**tables._asdict(), **self.storage, **self.logits}
+            config = None
+            if r.batch_invariant:
+                mask = self.mask if given.get("attn_mask") is not None else ""
+                config = extend_config(query, key_cache, value_cache, 1 << 20, page_size=r.page_size, mask=mask)
             extend(query, key_cache, value_cache, config=config, **given)
+
+    def _fits_hopper(self, key_cache: Tensor, value_cache: Tensor, tables: _Tables, given: dict[str, Any]) -> bool:
+        """Whether `hopper.extend` computes this call. By the request and its caches alone, or where nothing depends on
+        it: a batch without pages has no keys."""
+        return (
+            self.on_hopper
+            # New rows that stay out of the cache are read beside it.
+            and given.get("key") is None
+            and tables.page_table.shape[1] > 0
+            and hopper.fits(key_cache, value_cache, given["out"], hnd=self.hnd)
+        )
 
     # --------------------------------------------------------------------------------------------------- sessions
 

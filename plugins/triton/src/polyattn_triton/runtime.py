@@ -6,6 +6,7 @@ this one before Triton.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from polyattn.errors import BackendUnavailableError
 
-__all__ = ["INTERPRETED", "check_device", "processors"]
+__all__ = ["INTERPRETED", "check_device", "device_of", "processors"]
 
 _SWITCH = "TRITON_INTERPRET"
 
@@ -51,6 +52,17 @@ def check_device(device: torch.device) -> None:
             f"this process compiles its Triton kernels, which CPU tensors cannot be given to: set {_SWITCH}=1 before "
             "the program starts to interpret them, or choose another backend for the CPU (`polyattn list`)"
         )
+
+
+_HERE = contextlib.nullcontext()
+
+
+def device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """To launch in: Triton launches on the current device, which need not be that of the tensors."""
+    device = tensor.device
+    if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
+        return _HERE
+    return torch.accelerator.device_index(device.index)
 
 
 @functools.cache

@@ -58,7 +58,7 @@ def run_case(target: Target, case: Case) -> Outcome:
 
 def _measured(target: Target, case: Case) -> Outcome:
     problem = build(case, target.device)
-    notes = Notes(case, problem.dtype)
+    notes = Notes(case, problem.dtype, getattr(target, "accuracy", None))
     try:
         with one_thread():
             _CHECKS[case.check](target, problem, notes)

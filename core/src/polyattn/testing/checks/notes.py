@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...records import Accuracy
 from ..cases import Case
-from ..tolerances import Finding, Kind, compare
+from ..tolerances import Finding, Kind, compare, compare_class
 
 __all__ = ["Notes", "Outcome", "Verdict"]
 
@@ -36,10 +37,10 @@ class Outcome:
 
 
 class Notes:
-    """Collects findings and margins of one case."""
+    """Collects findings and margins of one case. accuracy: the class of what is judged, None = exact."""
 
-    def __init__(self, case: Case, dtype: torch.dtype) -> None:
-        self.case, self.dtype = case, dtype
+    def __init__(self, case: Case, dtype: torch.dtype, accuracy: Accuracy | None = None) -> None:
+        self.case, self.dtype, self.accuracy = case, dtype, accuracy
         self.findings: list[Finding] = []
         self.margins: dict[str, float] = {}
 
@@ -55,8 +56,12 @@ class Notes:
         kind: Kind = "out",
         floor: Callable[[], Tensor] | None = None,
     ) -> None:
-        """Hold a result called `name` against both gates. `floor`: the error that is forgiven element by element, asked
-        for only where it matters."""
+        """Hold a result called `name` against both gates, or its class. `floor`: the error that is forgiven element by
+        element, asked for only where it matters."""
+        if self.accuracy is not None:
+            finding, margin = compare_class(name, actual, right, self.dtype, self.accuracy, kind)
+            self._note(name, finding, margin)
+            return
         softcap = self.case.request.softcap > 0
         # Sinks may be float32 beside float64 queries: their gradient is no finer than they are.
         coarse = actual.dtype == torch.float32 and kind == "grad" and self.dtype == torch.float64
@@ -64,6 +69,9 @@ class Notes:
         finding, margin = compare(name, actual, right, plain, dtype, softcap, kind)
         if finding is not None and floor is not None and actual.shape == right.shape:
             finding, margin = compare(name, actual, right, plain, dtype, softcap, kind, floor())
+        self._note(name, finding, margin)
+
+    def _note(self, name: str, finding: Finding | None, margin: float) -> None:
         self.margins[name] = max(margin, self.margins.get(name, 0.0))
         if finding is not None:
             self.findings.append(finding)

@@ -8,6 +8,7 @@ from polyattn.records import AtLeast, Range, Requirement
 
 HALF = ("bfloat16", "float16")
 TRAINABLE = ("query", "key", "value")
+TRAINABLE_LSE = (*TRAINABLE, "lse")
 CAUSAL = ("none", "bottom_right")
 LENGTHS = ("equal", "one", "fewer", "more")
 PHASES = ("prefill", "extend", "decode", "verify")
@@ -37,7 +38,8 @@ WIDE: dict[str, Any] = {"head_dim": Range(8, 256, multiple_of=8)}
 FA_WIDTHS: tuple[dict[str, Any], ...] = (WIDE, {"dims": ((192, 128),)})
 FA4_BLACKWELL_WIDTHS: tuple[dict[str, Any], ...] = (
     {"head_dim": Range(8, 128, multiple_of=8)},
-    {"dims": ((192, 128), (256, 256))},
+    {"dims": ((192, 128),)},
+    {"dims": ((256, 256),)},
 )
 
 # MLA rows: absorbed (latent 512 + rope 64, V is the latent) and unabsorbed prefill (nope 128 + rope 64, V 128).
@@ -46,6 +48,7 @@ UNABSORBED = (192, 128)
 
 # Exact rewrites. A cache dtype that a kernel cannot read is dequantised by pages; KV_DTYPES is what that knows.
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8")
+LATENT_DTYPES = ("auto", "fp8_e4m3")
 DEQUANTISE = {"kv_dtype": "dequantise_kv", "kv_scales": "dequantise_kv"}
 BY_TOKENS = {"page_size": "page_table_to_tokens"}
 SINKS = {"sinks": "sinks_from_lse"}
@@ -54,7 +57,7 @@ TREE = {"tree": "tree_by_lse"}
 FLASH_ATTENTION = "https://github.com/Dao-AILab/flash-attention"
 FLASH_ATTN_2 = Requirement(
     "flash-attn",
-    ">=2.6,<3",
+    ">=2.7,<3",
     module="flash_attn.flash_attn_interface",
     hint="pip install flash-attn --no-build-isolation",
 )

@@ -1,4 +1,4 @@
-"""Diffusion: quantised attention (Sage) and sparse video methods. All approximate, so none is ever automatic.
+"""Diffusion: quantised attention (Sage, Sparge) and sparse video methods, approximate and so never automatic; cuDNN.
 
 To change what a kernel takes, edit its row: an option that is not named there is refused, with a reason.
 """
@@ -7,17 +7,46 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import BackendInfo, Fallback, Provider, Range, Requirement, Row, row
+from polyattn.records import Accuracy, BackendInfo, ConfigField, Fallback, Provider, Range, Requirement, Row, row
 from polyattn.video.schemas import SAGE_SLA, SLA, STA, SVG2, VMOBA, VSA, dense_for_cross_attention
 
-from .common import CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, PORTABLE, TRAINABLE
+from .common import AMPERE_AND_LATER, CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, PORTABLE, TRAINABLE
+from .cudnn import CUDNN
 
-SAGE_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120")
+SAGE_1 = Requirement("sageattention", ">=1,<2", module="sageattention.core", hint="pip install 'sageattention<2'")
+SAGE_2 = Requirement(
+    "sageattention",
+    ">=2.2,<3",
+    module="sageattention.core",
+    hint="build https://github.com/thu-ml/SageAttention from source: PyPI has 1.x only",
+)
+SAGE_3 = Requirement(
+    "sageattn3",
+    module="sageattn3",
+    hint="build sageattention3_blackwell of https://github.com/thu-ml/SageAttention; it is not on PyPI",
+)
+SPARGE = Requirement(
+    "spas-sage-attn",
+    module="spas_sage_attn.core",
+    hint="run pip install . in a checkout of https://github.com/thu-ml/SpargeAttn; it is not on PyPI",
+)
+# What such products keep of normally distributed tensors, and what no lost block or swapped head does.
+INT8_FP16, INT8_FP8, FP4 = Accuracy(0.9995, 0.03), Accuracy(0.998, 0.06), Accuracy(0.98, 0.2)
+SAGE_2_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
 
 
-def _sage(width: Any, **limits: Any) -> tuple[Row, ...]:
+def _sage(archs: tuple[str, ...], width: Any, **limits: Any) -> tuple[Row, ...]:
     """Causal is right only when S_q = S_k: Sage's mask starts in the upper left corner."""
-    base = {"when": {"arch": SAGE_ARCHS}, "dtype": HALF, "head_dim": width, "group": True, "scale": True, **limits}
+    base = {
+        "when": {"arch": archs},
+        "family": "dense",
+        "dtype": HALF,
+        "head_dim": width,
+        "group": True,
+        "scale": True,
+        "misaligned": True,
+        **limits,
+    }
     return (row(**base, s_relation=LENGTHS, cross=True), row(**base, s_relation="equal", causal=CAUSAL))
 
 
@@ -26,30 +55,18 @@ SAGE_ATTN = BackendInfo(
     "cuda",
     (
         Provider(
-            "sage2",
-            _sage(Range(1, 128), family="dense", lse=True),
-            requires=(
-                Requirement(
-                    "sageattention",
-                    ">=2",
-                    module="sageattention.core",
-                    hint="build https://github.com/thu-ml/SageAttention from source: PyPI has 1.x only",
-                ),
-            ),
+            "sage2", _sage(SAGE_2_ARCHS, Range(1, 128), lse=True), "polyattn_cuda.sage:Sage2", (SAGE_2,), INT8_FP8
         ),
-        Provider(
-            "sage1",
-            _sage((64, 96, 128), family=("dense", "varlen")),
-            requires=(
-                Requirement("sageattention", "<2", module="sageattention.core", hint="pip install 'sageattention<2'"),
-            ),
-        ),
+        Provider("sage1", _sage(AMPERE_AND_LATER, (64, 96, 128)), "polyattn_cuda.sage:Sage1", (SAGE_1,), INT8_FP16),
     ),
     summary="SageAttention: INT8 scores",
     priority=None,
+    evidence="emulator",
     fallbacks=(Fallback("fa", "SageAttention is not installed or the call is outside its limits"),),
     lossy="INT8 QK, FP16 or FP8 PV: cosine at least 0.9995 (1.x) or 0.998 (2.x)",
     upstream="https://github.com/thu-ml/SageAttention",
+    note="1.x without a causal mask is called twice where S_k is no multiple of 64: it lets the keys that fill up its "
+    "last block take part",
 )
 
 SAGE_ATTN_3 = BackendInfo(
@@ -67,22 +84,56 @@ SAGE_ATTN_3 = BackendInfo(
                     head_dim=(64, 128),
                     s_relation="equal",
                     causal=CAUSAL,
+                    misaligned=True,
                 ),
             ),
-            requires=(
-                Requirement(
-                    "sageattn3",
-                    module="sageattn3",
-                    hint="build sageattention3_blackwell of https://github.com/thu-ml/SageAttention; it is not on PyPI",
-                ),
-            ),
+            "polyattn_cuda.sage3:Sage3",
+            (SAGE_3,),
+            FP4,
         ),
     ),
     summary="SageAttention 3: FP4 on SM120",
     priority=None,
+    evidence="emulator",
     lossy="FP4 QK and PV: cosine at least 0.98",
     upstream="https://github.com/thu-ml/SageAttention",
-    note="the kernel centres K in place and fixes the scale: K is copied, another scale is refused",
+    note="the kernel centres K in place and fixes the scale: K is copied, another scale goes into the queries",
+)
+
+SPARGE_ATTN = BackendInfo(
+    "sparge_attn",
+    "cuda",
+    (
+        Provider(
+            "spas-sage-attn",
+            (
+                row(
+                    when={"arch": ("sm80", "sm86", "sm87", "sm89", "sm90", "sm120")},
+                    lowered={"group": "expand_gqa_heads"},
+                    family="dense",
+                    dtype=HALF,
+                    head_dim=(64, 128),
+                    s_relation=LENGTHS,
+                    cross=True,
+                    scale=True,
+                    misaligned=True,
+                    note="its kernels are given no causal flag: blocks on the diagonal would see later keys",
+                ),
+            ),
+            "polyattn_cuda.sparge:Sparge",
+            (SPARGE,),
+            INT8_FP8,
+        ),
+    ),
+    summary="SpargeAttn: INT8 scores of the key blocks that it predicts to matter",
+    priority=None,
+    evidence="emulator",
+    config=(
+        ConfigField("topk", "float", 0.5, "share of the key blocks that a block of queries attends to", low=0, high=1),
+        ConfigField("pvthreshd", "int", 50, "a block is skipped whose scores are this far below the largest", low=0),
+    ),
+    lossy="sparse, and INT8 QK over the key blocks it keeps: cosine at least 0.998 at topk = 1",
+    upstream="https://github.com/thu-ml/SpargeAttn",
 )
 
 # Every sparse video method is self-attention over one grid: S_q = S_k, no causal mask, keys of the same sequence.
@@ -204,13 +255,7 @@ SAGE_SLA_ATTN = BackendInfo(
                     block_map=True,
                 ),
             ),
-            requires=(
-                Requirement(
-                    "spas-sage-attn",
-                    module="spas_sage_attn.core",
-                    hint="run pip install . in a checkout of https://github.com/thu-ml/SpargeAttn; it is not on PyPI",
-                ),
-            ),
+            requires=(SPARGE,),
         ),
     ),
     summary="SLA with INT8 scores (SageSLA), inference only",
@@ -250,8 +295,10 @@ SVG2_ATTN = BackendInfo(
 )
 
 BACKENDS = (
+    CUDNN,
     SAGE_ATTN,
     SAGE_ATTN_3,
+    SPARGE_ATTN,
     SLIDING_TILE,
     VIDEO_SPARSE,
     VMOBA_ATTN,

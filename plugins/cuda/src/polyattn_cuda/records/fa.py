@@ -35,82 +35,91 @@ from .common import (
     SGL_KERNEL,
     SINKS,
     TRAINABLE,
+    TRAINABLE_LSE,
     VLLM,
     WIDE,
 )
 
+FA2 = "polyattn_cuda.flash_attention.fa2:FlashAttention2"
+FA3 = "polyattn_cuda.flash_attention.fa3:FlashAttention3"
+FA4 = "polyattn_cuda.flash_attention.fa4:FlashAttention4"
+
 
 def _dense(when: Mapping[str, Any], **limits: Any) -> Row:
     """A dense and varlen row; every generation takes these options."""
-    return row(
-        when=when,
-        lowered={} if "sinks" in limits else SINKS,
-        family=("dense", "varlen"),
-        dtype=HALF,
-        s_relation=LENGTHS,
-        causal=CAUSAL,
-        group=True,
-        scale=True,
-        window=Window(),
-        softcap=True,
-        cross=True,
-        multimodal=True,
-        deterministic=True,
-        graph_capture=True,
-        **limits,
-    )
+    options = {
+        "family": ("dense", "varlen"),
+        "dtype": HALF,
+        "s_relation": LENGTHS,
+        "causal": CAUSAL,
+        "group": True,
+        "scale": True,
+        "window": Window(),
+        "softcap": True,
+        "cross": True,
+        "multimodal": True,
+        "deterministic": True,
+        "graph_capture": True,
+    }
+    return row(when=when, lowered={} if "sinks" in limits else SINKS, **{**options, **limits})
 
 
 def _fa3_dense(*, trains: bool, sinks: bool) -> tuple[Row, ...]:
     when = {"arch": HOPPER, "toolkit": CUDA_12_3}
-    grad = TRAINABLE if trains else ()
     rows = []
     for width in FA_WIDTHS:
         if sinks:
             rows.append(_dense(when, **width, sinks=True))
-        rows.append(_dense(when, **width, lse=True, grad=grad))
+        rows.append(_dense(when, **width, lse=True))
+        if trains:
+            rows.append(_dense(when, **width, lse=True, grad=TRAINABLE_LSE, deterministic=False))
+    if trains:
+        # The backward adds up in one order for widths that round up to less than 256.
+        widths = ({"head_dim": Range(8, 192, multiple_of=8)}, {"dims": ((192, 128),)})
+        rows += [_dense(when, **width, lse=True, grad=TRAINABLE_LSE) for width in widths]
     return tuple(rows)
 
 
-def _fa4_dense(archs: tuple[str, ...], width: Mapping[str, Any], *, trains: bool) -> tuple[Row, ...]:
+def _fa4_dense(archs: tuple[str, ...], width: Mapping[str, Any]) -> tuple[Row, ...]:
     when = {"arch": archs}
-    grad = TRAINABLE if trains else ()
-    return (
-        _dense(when, **width, sinks=True),
-        _dense(when, **width, lse=True, grad=grad),
-    )
+    return (_dense(when, **width, sinks=True), _dense(when, **width, lse=True))
+
+
+def _fa4_training(archs: tuple[str, ...], width: Mapping[str, Any]) -> Row:
+    # Its Blackwell backward at 256 has no softcap.
+    softcap = archs == HOPPER or width.get("dims") != ((256, 256),)
+    return _dense({"arch": archs}, **width, lse=True, grad=TRAINABLE_LSE, softcap=softcap)
+
+
+FA4_ROWS = (
+    *(r for w in FA_WIDTHS for r in (*_fa4_dense(HOPPER, w), _fa4_training(HOPPER, w))),
+    *(r for w in FA4_BLACKWELL_WIDTHS for r in (*_fa4_dense(BLACKWELL, w), _fa4_training(BLACKWELL, w))),
+    *_fa4_dense(("sm80", "sm120"), {"head_dim": Range(8, 128, multiple_of=8)}),
+)
+
+FA2_ROWS = (
+    _dense({"arch": AMPERE_AND_LATER}, **WIDE, lse=True, grad=TRAINABLE_LSE),
+    # Dropout excludes softcap; its random state is the library's, so that neither LSE nor sinks go with it.
+    _dense(
+        {"arch": AMPERE_AND_LATER},
+        head_dim=Range(8, 192, multiple_of=8),
+        dropout=True,
+        grad=TRAINABLE,
+        softcap=False,
+        deterministic=False,
+    ),
+)
 
 
 FA = BackendInfo(
     "fa",
     "cuda",
     (
-        Provider("fa3/flash-attn-3", _fa3_dense(trains=True, sinks=False), requires=(FLASH_ATTN_3,)),
-        Provider("fa3/sgl-kernel", _fa3_dense(trains=False, sinks=True), requires=(SGL_KERNEL,)),
-        Provider("fa3/vllm", _fa3_dense(trains=False, sinks=True), requires=(VLLM,)),
-        Provider(
-            "fa4/flash-attn-4",
-            (
-                *(r for w in FA_WIDTHS for r in _fa4_dense(HOPPER, w, trains=True)),
-                *(r for w in FA4_BLACKWELL_WIDTHS for r in _fa4_dense(BLACKWELL, w, trains=True)),
-                *_fa4_dense(("sm80", "sm120"), {"head_dim": Range(8, 128, multiple_of=8)}, trains=False),
-            ),
-            requires=(FLASH_ATTN_4,),
-        ),
-        Provider(
-            "fa2/flash-attn",
-            (
-                _dense(
-                    {"arch": AMPERE_AND_LATER},
-                    **WIDE,
-                    alibi=True,
-                    dropout=True,
-                    lse=True,
-                    grad=TRAINABLE,
-                ),
-            ),
-            requires=(FLASH_ATTN_2,),
-        ),
+        Provider("fa3/flash-attn-3", _fa3_dense(trains=True, sinks=False), FA3, (FLASH_ATTN_3,)),
+        Provider("fa3/sgl-kernel", _fa3_dense(trains=False, sinks=True), f"{FA3}SglKernel", (SGL_KERNEL,)),
+        Provider("fa3/vllm", _fa3_dense(trains=False, sinks=True), f"{FA3}VLLM", (VLLM,)),
+        Provider("fa4/flash-attn-4", FA4_ROWS, FA4, (FLASH_ATTN_4,)),
+        Provider("fa2/flash-attn", FA2_ROWS, FA2, (FLASH_ATTN_2,)),
     ),
     summary="FlashAttention, the newest generation installed that serves the call",
     priority=60,
@@ -121,6 +130,7 @@ FA = BackendInfo(
     ),
     fallbacks=(Fallback("torch_sdpa", "FlashAttention is not installed or the call is outside its limits"),),
     auto=(AutoRule(300, "CUDA: FlashAttention when it serves the call", conditions(family=("dense", "varlen"))),),
+    evidence="emulator",
     upstream=FLASH_ATTENTION,
 )
 

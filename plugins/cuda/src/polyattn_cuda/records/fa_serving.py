@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyattn.records import (
+    Accuracy,
     AutoRule,
     BackendInfo,
     PairRule,
@@ -37,6 +38,7 @@ from .common import (
     FLASH_ATTN_4,
     HOPPER,
     KV_DTYPES,
+    LATENT_DTYPES,
     NO_TREE,
     SERVING,
     SGL_KERNEL,
@@ -47,34 +49,42 @@ from .common import (
     WIDE,
 )
 
-# FA3: fp16/bf16, head dims to 256, any page size, e4m3 caches (with q in e4m3), no dropout, ALiBi or masks.
+FA3_TARGET = "polyattn_cuda.flash_attention.fa3:FlashAttention3"
+
+STRIDED = ("", "NHD", "HND")
+"""Layouts of a cache that are views of each other: FA2 and FA3 take any strides."""
+
+# FA3: fp16/bf16, head dims to 256, any page size, no dropout, ALiBi or masks. It reads e4m3 caches with queries in e4m3
+# only, which is not what a caller with bf16 queries asked for: such caches are dequantised by pages.
 FA3_SERVING: dict[str, Any] = {
     **SERVING,
+    "kv_dtype": "auto",
     "softcap": True,
     "cross": True,
     "deterministic": True,
     "batch_invariant": True,
     "graph_capture": True,
+    "zero_size": True,
+    "misaligned": True,
 }
 
 
 def _fa3_paged(
-    archs: tuple[str, ...], *, fp8: bool = True, page: Range = ANY_PAGE, chunk: bool = False, sinks: bool = False
+    archs: tuple[str, ...], *, page: Range = ANY_PAGE, chunk: bool = False, sinks: bool = False
 ) -> tuple[Row, ...]:
     """Paged rows of one FA3 build.
 
     Args:
-        archs: what it was compiled for. fp8: it reads e4m3 caches. page: the sizes it takes.
-        chunk: it has attention_chunk. sinks: it takes them; its LSE then includes them, so a call that wants the
-            LSE as well gets its sinks by the lowering.
+        archs: what it was compiled for. page: the sizes it takes. chunk: it has attention_chunk.
+        sinks: it takes them; its LSE then includes them, so a call that wants the LSE as well gets its sinks by the
+            lowering.
     """
     when = {"arch": archs, "toolkit": CUDA_12_3, "kv_dtype": KV_DTYPES}
     base = {
         **FA3_SERVING,
         "family": "paged",
         "page_size": page,
-        "kv_dtype": ("auto", "fp8_e4m3") if fp8 else "auto",
-        "kv_scales": ("", "tensor", "head") if fp8 else "",
+        "kv_layout": STRIDED,
         "multimodal": True,
     }
     rows = []
@@ -92,12 +102,11 @@ def _fa3_paged(
 
 def _fa3_mla(page: Range = ANY_PAGE) -> tuple[Row, ...]:
     """MLA rows: the latent goes in as `qv`. Draft trees only at page size 1."""
-    when = {"arch": HOPPER, "toolkit": CUDA_12_3, "kv_dtype": KV_DTYPES}
+    when = {"arch": HOPPER, "toolkit": CUDA_12_3, "kv_dtype": LATENT_DTYPES}
     base = {
         **FA3_SERVING,
         "family": "mla",
         "dims": (ABSORBED, UNABSORBED),
-        "kv_dtype": "auto",
         "lse": True,
         "chunked_prefix": True,
     }
@@ -112,25 +121,31 @@ FA3 = BackendInfo(
     "fa3",
     "cuda",
     (
-        Provider("flash-attn-3", (*_fa3_paged(HOPPER, chunk=True), *_fa3_mla()), requires=(FLASH_ATTN_3,)),
+        Provider("flash-attn-3", (*_fa3_paged(HOPPER, chunk=True), *_fa3_mla()), FA3_TARGET, (FLASH_ATTN_3,)),
         Provider(
             "sgl-kernel",
             (
                 *_fa3_paged(HOPPER, chunk=True, sinks=True),
-                *_fa3_paged(("sm80", "sm86", "sm89"), fp8=False, chunk=True, sinks=True),
+                *_fa3_paged(("sm80", "sm86", "sm89"), chunk=True, sinks=True),
                 *_fa3_mla(),
             ),
-            requires=(SGL_KERNEL,),
+            f"{FA3_TARGET}SglKernel",
+            (SGL_KERNEL,),
         ),
-        Provider("vllm", (*_fa3_paged(HOPPER, page=VLLM_PAGE, sinks=True), *_fa3_mla(VLLM_PAGE)), requires=(VLLM,)),
+        Provider(
+            "vllm",
+            (*_fa3_paged(HOPPER, page=VLLM_PAGE, sinks=True), *_fa3_mla(VLLM_PAGE)),
+            f"{FA3_TARGET}VLLM",
+            (VLLM,),
+        ),
     ),
     summary="FlashAttention 3, serving",
     priority=90,
     auto=(
         AutoRule(
             100,
-            "Hopper with CUDA 12.3 or newer, no draft tree: fa3",
-            conditions(family="paged", arch=HOPPER, toolkit=CUDA_12_3, spec_topk=NO_TREE),
+            "Hopper with CUDA 12.3 or newer, no draft tree, a cache in the query's dtype: fa3",
+            conditions(family="paged", arch=HOPPER, toolkit=CUDA_12_3, spec_topk=NO_TREE, kv_dtype="auto"),
         ),
         AutoRule(
             200,
@@ -139,7 +154,46 @@ FA3 = BackendInfo(
         ),
     ),
     upstream=f"{FLASH_ATTENTION}/tree/main/hopper",
-    note="on a paged e4m3 cache FA3 reads q in e4m3 too; cache dtypes it cannot read are dequantised by pages",
+    evidence="emulator",
+    note="cache dtypes other than the query's are dequantised by pages",
+)
+
+
+def _fa3_fp8(page: Range = ANY_PAGE) -> tuple[Row, ...]:
+    return (
+        row(
+            when={"arch": HOPPER, "toolkit": CUDA_12_3},
+            lowered=SINKS,
+            **{**FA3_SERVING, "kv_dtype": "fp8_e4m3", "batch_invariant": False},
+            family="paged",
+            head_dim=Range(64, 256, multiple_of=16),
+            page_size=page,
+            kv_layout=STRIDED,
+            kv_scales=("", "tensor", "head"),
+            window=Window(),
+            lse=True,
+            multimodal=True,
+            spec_topk=NO_TREE,
+        ),
+    )
+
+
+FA3_FP8_TARGET = "polyattn_cuda.flash_attention.fa3_fp8:FlashAttention3FP8"
+FA3_FP8_CLASS = Accuracy(0.998, 0.06)
+
+FA3_FP8 = BackendInfo(
+    "fa3_fp8",
+    "cuda",
+    (
+        Provider("flash-attn-3", _fa3_fp8(), FA3_FP8_TARGET, (FLASH_ATTN_3,), FA3_FP8_CLASS),
+        Provider("sgl-kernel", _fa3_fp8(), f"{FA3_FP8_TARGET}SglKernel", (SGL_KERNEL,), FA3_FP8_CLASS),
+        Provider("vllm", _fa3_fp8(VLLM_PAGE), f"{FA3_FP8_TARGET}VLLM", (VLLM,), FA3_FP8_CLASS),
+    ),
+    summary="FlashAttention 3 over e4m3 caches, queries and weights rounded to e4m3 too",
+    priority=None,
+    evidence="emulator",
+    lossy="queries and attention weights in e4m3: relative error about 0.03",
+    upstream=f"{FLASH_ATTENTION}/tree/main/hopper",
 )
 
 # FA4: JIT-compiled; no FP8 cache; its LSE includes the sinks, so a call that wants both gets them by the lowering.
@@ -149,6 +203,8 @@ FA4_SERVING: dict[str, Any] = {
     "deterministic": True,
     "batch_invariant": True,
     "graph_capture": True,
+    "zero_size": True,
+    "misaligned": True,
 }
 
 
@@ -172,6 +228,19 @@ def _fa4_paged(
     )
 
 
+def _fa4_mla(archs: tuple[str, ...], *dims: tuple[int, int]) -> Row:
+    return row(
+        when={"arch": archs, "kv_dtype": LATENT_DTYPES},
+        lowered={**DEQUANTISE, **BY_TOKENS},
+        **FA4_SERVING,
+        family="mla",
+        dims=dims,
+        page_size=1,
+        lse=True,
+        chunked_prefix=True,
+    )
+
+
 FA4 = BackendInfo(
     "fa4",
     "cuda",
@@ -183,21 +252,11 @@ FA4 = BackendInfo(
                 *(r for w in FA_WIDTHS for r in _fa4_paged(HOPPER, w, 128, NO_TREE)),
                 *(r for w in FA4_BLACKWELL_WIDTHS for r in _fa4_paged(BLACKWELL, w, ANY_PAGE, NO_TREE)),
                 *(r for w in FA4_BLACKWELL_WIDTHS for r in _fa4_paged(BLACKWELL, w, 1, ANY_TREE)),
-                *(
-                    row(
-                        when={"arch": archs, "kv_dtype": KV_DTYPES},
-                        lowered={**DEQUANTISE, **BY_TOKENS},
-                        **FA4_SERVING,
-                        family="mla",
-                        dims=dims,
-                        page_size=1,
-                        lse=True,
-                        chunked_prefix=True,
-                    )
-                    for archs, dims in ((BLACKWELL, (ABSORBED, UNABSORBED)), (HOPPER, (UNABSORBED,)))
-                ),
+                _fa4_mla(BLACKWELL, ABSORBED, UNABSORBED),
+                _fa4_mla(HOPPER, UNABSORBED),
             ),
-            requires=(FLASH_ATTN_4,),
+            "polyattn_cuda.flash_attention.fa4:FlashAttention4",
+            (FLASH_ATTN_4,),
         ),
     ),
     summary="FlashAttention 4 (CuTe DSL), serving",
@@ -218,8 +277,10 @@ FA4 = BackendInfo(
             conditions(kv_dtype="fp4_e2m1"),
         ),
     ),
+    evidence="emulator",
     upstream=f"{FLASH_ATTENTION}/tree/main/flash_attn/cute",
     note="the first call compiles; decode on Hopper has no split-KV and slows down with length",
+    compiles=True,
 )
 
 FA2 = BackendInfo(
@@ -237,22 +298,27 @@ FA2 = BackendInfo(
                     family="paged",
                     page_size=Range(256, multiple_of=256),
                     kv_dtype="auto",
+                    kv_layout=STRIDED,
                     window=Window(),
                     softcap=True,
-                    alibi=True,
                     lse=True,
                     cross=True,
                     multimodal=True,
                     spec_topk=NO_TREE,
+                    deterministic=True,
                     graph_capture=True,
+                    zero_size=True,
+                    misaligned=True,
                 ),
             ),
-            requires=(FLASH_ATTN_2,),
+            "polyattn_cuda.flash_attention.fa2:FlashAttention2",
+            (FLASH_ATTN_2,),
         ),
     ),
     summary="FlashAttention 2, serving",
     priority=55,
+    evidence="emulator",
     upstream=FLASH_ATTENTION,
 )
 
-BACKENDS = (FA3, FA4, FA2)
+BACKENDS = (FA3, FA3_FP8, FA4, FA2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import Alias, AutoRule, BackendInfo, Provider, Row, Window, conditions, row
+from polyattn.records import Alias, AutoRule, BackendInfo, Provider, Requirement, Row, Window, conditions, row
 
 from .common import (
     ABSORBED,
@@ -15,12 +15,11 @@ from .common import (
     ANY_PAGE,
     ANY_TREE,
     BLACKWELL,
-    BY_TOKENS,
     DEQUANTISE,
-    FLASHINFER,
     HALF,
     HOPPER,
     KV_DTYPES,
+    LATENT_DTYPES,
     LENGTHS,
     NO_TREE,
     PHASES,
@@ -30,34 +29,78 @@ from .common import (
 )
 
 UPSTREAM = "https://github.com/flashinfer-ai/flashinfer"
-DECODING: dict[str, Any] = {"phase": ("decode", "verify"), "s_relation": ("one", "fewer")}
-PREFILLING: dict[str, Any] = {"phase": ("prefill", "extend"), "s_relation": ("equal", "fewer", "more")}
+FLASHINFER = Requirement(
+    "flashinfer-python", ">=0.6.18", module="flashinfer", hint="pip install -U flashinfer-python", also=("flashinfer",)
+)
+FLASHINFER_MLA_LIBRARY = Requirement(
+    "flashinfer-python", ">=0.7", module="flashinfer.mla", hint="pip install -U flashinfer-python", also=("flashinfer",)
+)
+"""With MLAPlanMetadata, and the base of an LSE as an argument."""
+
+SHAPES: dict[str, Any] = {"misaligned": True, "zero_size": True}
+LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Those whose rows fill a tile: with others the kernel's causal rule and its planner's differ by a key."""
+WIDTHS: tuple[dict[str, Any], ...] = ({"head_dim": (64, 128, 256)}, {"dims": (UNABSORBED,)})
 
 
 def _wrappers(width: dict[str, Any]) -> tuple[Row, ...]:
-    """The plan-and-run wrappers (fa2 and fa3 templates). They fold sinks into their LSE."""
-    when = {"arch": AMPERE_AND_LATER, "kv_dtype": KV_DTYPES}
+    """The plan-and-run wrappers (fa2 and fa3 templates). Their sinks are dropped without a word by these templates, so
+    the adapter makes them from the LSE."""
     base: dict[str, Any] = {
         **SERVING,
+        **SHAPES,
         **width,
+        "when": {"arch": AMPERE_AND_LATER, "kv_dtype": KV_DTYPES},
+        "lowered": DEQUANTISE,
         "family": "paged",
         "page_size": ANY_PAGE,
         "kv_layout": ("", "NHD", "HND"),
-        "kv_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"),
-        "kv_scales": ("", "tensor"),
         "window": Window(right=False),
         "softcap": True,
-        "mask": ("none", "bool"),
-        "tree": True,
-        "spec_topk": ANY_TREE,
+        "sinks": True,
+        "lse": True,
         "cross": True,
+        "kv_parts": ANY_TREE,
+        "chunked_prefix": True,
         "deterministic": True,
-        "batch_invariant": True,
-        "graph_capture": True,
     }
+    stored: dict[str, Any] = {"kv_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"), "kv_scales": ("", "tensor")}
+    if "dims" in width:
+        # One width of K and V for its FP8 and decode kernels.
+        stored = {"kv_dtype": "auto"}
+    one: dict[str, Any] = {"phase": "decode", "s_relation": "one"}
     return (
-        row(when=when, lowered=DEQUANTISE, **base, sinks=True),
-        row(when=when, lowered={**DEQUANTISE, **SINKS}, **base, lse=True),
+        row(**base, **stored, spec_topk=NO_TREE, graph_capture=True),
+        row(**{**base, **stored, **one}, spec_topk=NO_TREE, batch_invariant=True, graph_capture=True),
+        row(**base, **stored, mask=("none", "bool"), tree=(True,), spec_topk=ANY_TREE, graph_capture=True),
+        # The mask of a step is known to a plan where it is a tree's, and else to the layers only.
+        row(
+            **base, **stored, mask=("none", "bool"), spec_topk=ANY_TREE, note="masks other than trees are not recorded"
+        ),
+    )
+
+
+def _ragged(width: dict[str, Any]) -> tuple[Row, ...]:
+    """Its prefill kernels over keys that are not in pages. They have no backward."""
+    return tuple(
+        row(
+            when={"arch": AMPERE_AND_LATER},
+            **SHAPES,
+            **width,
+            family=family,
+            dtype=HALF,
+            s_relation=LENGTHS,
+            causal=("none", "bottom_right"),
+            window=Window(right=False),
+            softcap=True,
+            sinks=True,
+            lse=True,
+            group=True,
+            scale=True,
+            deterministic=True,
+            cross=True,
+        )
+        for family in ("dense", "varlen")
     )
 
 
@@ -87,14 +130,17 @@ FLASHINFER_MHA = BackendInfo(
     (
         Provider(
             "flashinfer-python",
-            (
-                *_wrappers({"head_dim": (64, 128, 256)}),
-                *_wrappers({"dims": (UNABSORBED,)}),
-                _gdn(HOPPER, "float32"),
-                _gdn(BLACKWELL, "bfloat16"),
-            ),
+            tuple(made for width in WIDTHS for made in _wrappers(width)),
+            target="polyattn_cuda.flashinfer.paged:Paged",
             requires=(FLASHINFER,),
         ),
+        Provider(
+            "ragged",
+            tuple(made for width in WIDTHS for made in _ragged(width)),
+            target="polyattn_cuda.flashinfer.ragged:Ragged",
+            requires=(FLASHINFER,),
+        ),
+        Provider("gdn", (_gdn(HOPPER, "float32"), _gdn(BLACKWELL, "bfloat16")), requires=(FLASHINFER,)),
     ),
     summary="FlashInfer on paged caches, and gated delta nets",
     priority=80,
@@ -105,8 +151,11 @@ FLASHINFER_MHA = BackendInfo(
             conditions(family="paged", sinks=(False,)),
         ),
     ),
+    evidence="emulator",
+    compiles=True,
     upstream=UPSTREAM,
-    note="plan() is host work and stays outside graphs",
+    note="plan() is host work: sessions do it once for a step, outside graphs; a call by itself waits for its lengths, "
+    "and cannot be recorded",
 )
 
 FLASHINFER_MLA = BackendInfo(
@@ -117,44 +166,60 @@ FLASHINFER_MLA = BackendInfo(
             "flashinfer-python",
             (
                 row(
-                    when={"arch": AMPERE_AND_LATER, "kv_dtype": KV_DTYPES},
-                    lowered={**DEQUANTISE, **BY_TOKENS},
+                    when={"arch": AMPERE_AND_LATER, "kv_dtype": LATENT_DTYPES, "heads": LATENT_HEADS},
+                    lowered=DEQUANTISE,
                     **SERVING,
+                    **SHAPES,
                     family="mla",
                     dims=(ABSORBED, UNABSORBED),
-                    page_size=1,
+                    page_size=ANY_PAGE,
                     kv_dtype="auto",
                     lse=True,
                     chunked_prefix=True,
+                    deterministic=True,
                     spec_topk=NO_TREE,
                     graph_capture=True,
                 ),
             ),
-            requires=(FLASHINFER,),
+            target="polyattn_cuda.flashinfer.latent:Latent",
+            requires=(FLASHINFER_MLA_LIBRARY,),
         ),
     ),
     summary="FlashInfer on latent caches",
     priority=78,
+    evidence="emulator",
+    compiles=True,
     upstream=UPSTREAM,
 )
 
 TRTLLM: dict[str, Any] = {
     **SERVING,
+    **SHAPES,
     "family": "paged",
     "head_dim": (64, 128, 256),
     "page_size": (16, 32, 64),
     "kv_layout": ("", "NHD", "HND"),
-    "window": Window(right=False),
     "spec_topk": NO_TREE,
+    "deterministic": True,
     "graph_capture": True,
 }
-TRTLLM_KV: dict[str, Any] = {"kv_dtype": ("auto", "fp8_e4m3", "fp4_e2m1"), "kv_scales": ("", "tensor")}
-XQA_KV: dict[str, Any] = {"kv_dtype": ("auto", "fp8_e4m3"), "kv_scales": ("", "tensor")}
+FP8_KV: dict[str, Any] = {"kv_dtype": ("auto", "fp8_e4m3"), "kv_scales": ("", "tensor")}
+LEFT: dict[str, Any] = {"window": Window(right=False)}
+DECODE: dict[str, Any] = {"phase": "decode", "s_relation": "one", "causal": "none", **LEFT}
+VERIFY: dict[str, Any] = {"phase": "verify", "s_relation": ("equal", "fewer"), "causal": "bottom_right", **LEFT}
+PREFILL: dict[str, Any] = {"phase": ("prefill", "extend"), "causal": "bottom_right", "kv_dtype": "auto", **LEFT}
+ENCODED: dict[str, Any] = {"phase": ("prefill", "extend"), "causal": "none", "kv_dtype": "auto", "cross": True}
 
 
-def _trtllm(archs: tuple[str, ...], **limits: Any) -> Row:
-    return row(when={"arch": archs, "kv_dtype": KV_DTYPES}, lowered=DEQUANTISE, **{**TRTLLM, **limits}, sinks=True)
+def _trtllm(archs: tuple[str, ...], step: dict[str, Any], lse: bool, **more: Any) -> tuple[Row, ...]:
+    """Sinks are in its LSE: a call that wants the LSE is made without them."""
+    base = {**TRTLLM, **step, **more, "when": {"arch": archs, "kv_dtype": KV_DTYPES}}
+    plain = row(lowered=DEQUANTISE, **base, sinks=True)
+    return (plain, row(lowered={**DEQUANTISE, **SINKS}, **base, lse=True)) if lse else (plain,)
 
+
+BF16: dict[str, Any] = {"dtype": "bfloat16", **FP8_KV}
+SAME: dict[str, Any] = {"kv_dtype": "auto"}
 
 TRTLLM_MHA = BackendInfo(
     "trtllm_mha",
@@ -163,19 +228,16 @@ TRTLLM_MHA = BackendInfo(
         Provider(
             "flashinfer-python",
             (
-                # trtllm-gen on data-centre Blackwell: every phase.
-                _trtllm(BLACKWELL, **TRTLLM_KV),
-                row(
-                    when={"arch": BLACKWELL, "kv_dtype": KV_DTYPES},
-                    lowered={**DEQUANTISE, **SINKS},
-                    **TRTLLM,
-                    **TRTLLM_KV,
-                    lse=True,
-                ),
-                # XQA elsewhere: decode and verification, no LSE. SM120 also prefills, but not over an FP8 cache.
-                _trtllm(("sm90", "sm120"), **XQA_KV, **DECODING),
-                _trtllm(("sm120",), kv_dtype="auto", **PREFILLING),
+                # trtllm-gen on data-centre Blackwell: every phase. FP8 keys are turned into bfloat16 in its decode
+                # kernels only; elsewhere it would want FP8 queries.
+                *(made for step in (DECODE, VERIFY) for made in _trtllm(BLACKWELL, step, True, **SAME)),
+                *(made for step in (DECODE, VERIFY) for made in _trtllm(BLACKWELL, step, True, **BF16)),
+                *(made for step in (PREFILL, ENCODED) for made in _trtllm(BLACKWELL, step, True)),
+                # XQA elsewhere: decode and verification, no LSE. Over an FP8 cache its Hopper kernel quantises Q too.
+                *(made for step in (DECODE, VERIFY) for made in _trtllm(HOPPER, step, False, **SAME)),
+                *(made for step in (DECODE, VERIFY) for made in _trtllm(("sm120",), step, False, **FP8_KV)),
             ),
+            target="polyattn_cuda.flashinfer.trtllm:TRTLLM",
             requires=(FLASHINFER,),
         ),
     ),
@@ -188,9 +250,39 @@ TRTLLM_MHA = BackendInfo(
             conditions(family="paged", arch=BLACKWELL, same_dims=(True,), spec_topk=NO_TREE),
         ),
     ),
+    evidence="emulator",
+    compiles=True,
     upstream=UPSTREAM,
-    note="pages of 16, 32 or 64; SGLang also lets some models use 128, polyattn keeps to the documented sizes",
+    note="pages of 16, 32 or 64; SGLang also lets some models use 128, polyattn keeps to the documented sizes. FP4 "
+    "caches are dequantised by pages",
 )
+
+
+def _latent(lowered: dict[str, str] = DEQUANTISE, **more: Any) -> Row:
+    """One entry for all phases; its queries are causal among themselves, and its output is bfloat16."""
+    base: dict[str, Any] = {
+        **SERVING,
+        **SHAPES,
+        "dtype": "bfloat16",
+        "family": "mla",
+        "dims": (ABSORBED,),
+        "page_size": (32, 64),
+        "kv_dtype": "auto",
+        "chunked_prefix": True,
+        "deterministic": True,
+        "spec_topk": NO_TREE,
+        "graph_capture": True,
+    }
+    return row(when={"arch": BLACKWELL, "kv_dtype": LATENT_DTYPES}, lowered=lowered, **{**base, **more})
+
+
+ONE: dict[str, Any] = {"phase": "decode", "s_relation": "one", "causal": "none"}
+SEVERAL: dict[str, Any] = {
+    "phase": ("prefill", "extend", "verify"),
+    "s_relation": ("equal", "fewer"),
+    "causal": "bottom_right",
+}
+FEW: dict[str, Any] = {**SEVERAL, "phase": "verify"}
 
 TRTLLM_MLA = BackendInfo(
     "trtllm_mla",
@@ -199,44 +291,22 @@ TRTLLM_MLA = BackendInfo(
         Provider(
             "flashinfer-python",
             (
-                row(
-                    when={"arch": BLACKWELL, "kv_dtype": KV_DTYPES},
-                    lowered=DEQUANTISE,
-                    **SERVING,
-                    family="mla",
-                    dims=(ABSORBED, UNABSORBED),
-                    page_size=(32, 64),
-                    kv_dtype=("auto", "fp8_e4m3"),
-                    kv_scales=("", "tensor"),
-                    lse=True,
-                    chunked_prefix=True,
-                    spec_topk=NO_TREE,
-                    graph_capture=True,
-                ),
+                _latent(**ONE, lse=True),
+                # With numbers of queries that differ between sequences it has no LSE.
+                _latent(**SEVERAL),
             ),
-            requires=(FLASHINFER,),
+            target="polyattn_cuda.flashinfer.trtllm_latent:Generated",
+            requires=(FLASHINFER_MLA_LIBRARY,),
         ),
     ),
     summary="TensorRT-LLM kernels on latent caches",
     priority=84,
     auto=(AutoRule(210, "MLA on Blackwell: trtllm_mla", conditions(family="mla", arch=BLACKWELL)),),
+    evidence="emulator",
+    compiles=True,
     upstream=UPSTREAM,
-    note="FP4 caches are dequantised by pages; SGLang's page lists FP4, its code refuses it",
+    note="FP8 caches are dequantised by pages: over FP8 its kernels want FP8 queries",
 )
-
-
-def _cutedsl(**kv: Any) -> Row:
-    return row(
-        when={"arch": BLACKWELL, "kv_dtype": KV_DTYPES},
-        family="mla",
-        dims=(ABSORBED,),
-        page_size=(32, 64),
-        chunked_prefix=True,
-        spec_topk=NO_TREE,
-        graph_capture=True,
-        **{**SERVING, **DECODING, **kv},
-    )
-
 
 CUTEDSL_MLA = BackendInfo(
     "cutedsl_mla",
@@ -244,18 +314,25 @@ CUTEDSL_MLA = BackendInfo(
     (
         Provider(
             "cutedsl/flashinfer-python",
-            (_cutedsl(kv_dtype=("auto", "fp8_e4m3"), kv_scales=("", "tensor"), lowered=DEQUANTISE),),
-            requires=(FLASHINFER,),
+            (_latent(**ONE, lse=True), _latent(**FEW, lse=True)),
+            target="polyattn_cuda.flashinfer.trtllm_latent:CuteDSL",
+            requires=(FLASHINFER_MLA_LIBRARY,),
         ),
+        # Its kernels quantise the queries, and take them so.
         Provider(
             "tokenspeed/flashinfer-python",
-            (_cutedsl(kv_dtype="fp8_e4m3", kv_scales=("", "tensor")),),
-            requires=(FLASHINFER,),
+            (
+                _latent({}, **ONE, kv_dtype="fp8_e4m3", kv_scales=("", "tensor")),
+                _latent({}, **FEW, kv_dtype="fp8_e4m3", kv_scales=("", "tensor")),
+            ),
+            requires=(FLASHINFER_MLA_LIBRARY,),
         ),
     ),
     summary="CuTe DSL kernels on latent caches, decode only",
     priority=70,
     aliases=(Alias("tokenspeed_mla", ("mla",), provider="tokenspeed"),),
+    evidence="emulator",
+    compiles=True,
     upstream=UPSTREAM,
     note="decode and verification only: pair it with a prefill backend such as trtllm_mla. The name tokenspeed_mla "
     "needs an FP8 cache",

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import Alias, BackendInfo, Provider, Range, Requirement, Row, row
+from polyattn.records import Alias, BackendInfo, ConfigField, OneOf, Provider, Range, Requirement, row
 
 from .common import (
     ABSORBED,
     ANY_PAGE,
     BLACKWELL,
     DEQUANTISE,
-    FLASHINFER,
     HALF,
     HOPPER,
     KV_DTYPES,
+    LATENT_DTYPES,
     NO_TREE,
     PHASES,
     PORTABLE,
@@ -25,6 +25,7 @@ from .common import (
     SGL_KERNEL,
     UNABSORBED,
 )
+from .flashinfer import FLASHINFER_MLA_LIBRARY, LATENT_HEADS, SHAPES
 
 FLASH_MLA = Requirement(
     "flash-mla",
@@ -32,65 +33,87 @@ FLASH_MLA = Requirement(
     hint="run pip install . in a checkout of https://github.com/deepseek-ai/FlashMLA, or pip install sgl-flash-mla",
 )
 SGL_FLASH_MLA = Requirement("sgl-flash-mla", module="flash_mla.flash_mla_interface", hint="pip install sgl-flash-mla")
+VLLM_FLASH_MLA = Requirement("vllm", module="vllm.third_party.flashmla.flash_mla_interface", hint="pip install vllm")
 HPC_OPS_PACKAGE = Requirement(
     "hpc-ops", module="hpc", hint="build it from https://github.com/Tencent/hpc-ops; it is not on PyPI"
 )
 
 
-def _flashmla(**kv: Any) -> Row:
-    return row(
+PAGE = 64
+"""Tokens of a page of FlashMLA."""
+
+FLASHMLA_COMMON: dict[str, Any] = {
+    **SERVING,
+    "family": "mla",
+    "dims": (ABSORBED,),
+    "page_size": PAGE,
+    "lse": True,
+    "chunked_prefix": True,
+    "spec_topk": NO_TREE,
+    "graph_capture": True,
+    "misaligned": True,
+    "zero_size": True,
+}
+FLASHMLA_ROWS = (
+    row(
         when={"arch": HOPPER, "kv_dtype": KV_DTYPES},
         lowered=DEQUANTISE,
-        **SERVING,
-        family="mla",
-        dims=(ABSORBED,),
-        page_size=64,
-        lse=True,
-        chunked_prefix=True,
-        spec_topk=NO_TREE,
-        graph_capture=True,
-        **kv,
-    )
-
+        **FLASHMLA_COMMON,
+        kv_dtype="auto",
+        note="dense_attn_decode_interface: SM90 only, pages of 64, one dtype for queries and rows",
+    ),
+    row(
+        when={"arch": (*HOPPER, *BLACKWELL)},
+        **{
+            **FLASHMLA_COMMON,
+            "dtype": "bfloat16",
+            "phase": ("decode", "verify"),
+            "group": (64, 128),
+            "kv_dtype": "fp8_e4m3",
+            "kv_scales": "block128",
+        },
+        note="sparse_attn_decode_interface: bfloat16 queries of 64 or 128 heads over rows of 656 bytes",
+    ),
+)
 
 FLASHMLA = BackendInfo(
     "flashmla",
     "cuda",
     (
-        Provider(
-            "sgl-flash-mla",
-            (_flashmla(kv_dtype=("auto", "fp8_e4m3"), kv_scales=("", "tensor", "block128")),),
-            requires=(SGL_FLASH_MLA,),
-        ),
-        Provider("flash-mla", (_flashmla(kv_dtype="auto"),), requires=(FLASH_MLA,)),
+        Provider("sgl-flash-mla", FLASHMLA_ROWS, "polyattn_cuda.flashmla:SglFlashMLA", (SGL_FLASH_MLA,)),
+        Provider("flash-mla", FLASHMLA_ROWS, "polyattn_cuda.flashmla:FlashMLA", (FLASH_MLA,)),
+        Provider("vllm", FLASHMLA_ROWS, "polyattn_cuda.flashmla:VllmFlashMLA", (VLLM_FLASH_MLA,)),
     ),
     summary="FlashMLA on latent caches",
     priority=76,
+    evidence="emulator",
     upstream="https://github.com/deepseek-ai/FlashMLA",
-    note="pages of 64; the build from FlashMLA's own source reads FP8 only in its sparse kernels",
+    note="pages of 64; FP8 rows of 656 bytes are read by its sparse kernel, for decode and verify. SGLang's dense FP8 "
+    "kernel is not used: it quantises the queries too",
 )
 
 
-def _cutlass(**phase: Any) -> Row:
-    return row(
-        when={"arch": BLACKWELL, "kv_dtype": KV_DTYPES},
-        lowered=DEQUANTISE,
-        family="mla",
-        page_size=128,
-        kv_scales=("", "tensor"),
-        graph_capture=True,
-        **{**SERVING, **phase},
-    )
-
-
-CUTLASS_DECODE = _cutlass(
-    phase="decode", s_relation="one", dims=(ABSORBED,), kv_dtype=("auto", "fp8_e4m3"), spec_topk=NO_TREE
+CUTLASS: dict[str, Any] = {
+    **SERVING,
+    **SHAPES,
+    "family": "mla",
+    "page_size": 128,
+    "kv_dtype": "auto",
+    "deterministic": True,
+    "spec_topk": NO_TREE,
+    "graph_capture": True,
+}
+CUTLASS_DECODE = row(
+    when={"arch": BLACKWELL, "kv_dtype": LATENT_DTYPES},
+    lowered=DEQUANTISE,
+    **{**CUTLASS, "phase": "decode", "s_relation": "one"},
+    dims=(ABSORBED,),
 )
-CUTLASS_REST = _cutlass(
-    phase=("prefill", "extend", "verify"),
+CUTLASS_REST = row(
+    when={"arch": BLACKWELL, "kv_dtype": LATENT_DTYPES, "heads": LATENT_HEADS},
+    lowered=DEQUANTISE,
+    **CUTLASS,
     dims=(ABSORBED, UNABSORBED),
-    kv_dtype="auto",
-    spec_topk=NO_TREE,
     chunked_prefix=True,
     lse=True,
 )
@@ -99,15 +122,43 @@ CUTLASS_MLA = BackendInfo(
     "cutlass_mla",
     "cuda",
     (
-        Provider("sgl-kernel", (CUTLASS_DECODE,), requires=(SGL_KERNEL,)),
-        Provider("sgl-kernel+flashinfer", (CUTLASS_DECODE, CUTLASS_REST), requires=(SGL_KERNEL, FLASHINFER)),
+        Provider(
+            "sgl-kernel",
+            (CUTLASS_DECODE,),
+            target="polyattn_cuda.flashinfer.cutlass_latent:CutlassMLA",
+            requires=(SGL_KERNEL,),
+        ),
+        Provider(
+            "sgl-kernel+flashinfer",
+            (CUTLASS_DECODE, CUTLASS_REST),
+            target="polyattn_cuda.flashinfer.cutlass_latent:CutlassMLA",
+            requires=(SGL_KERNEL, FLASHINFER_MLA_LIBRARY),
+        ),
     ),
     summary="CUTLASS on latent caches",
     priority=68,
+    evidence="emulator",
+    compiles=True,
     upstream="https://github.com/sgl-project/sglang/tree/main/sgl-kernel",
-    note="the kernel decodes one query per sequence; every other phase is FlashInfer's, as it was in SGLang, which "
-    "has since dropped the name",
+    note="the kernel decodes one query per sequence without an LSE; everything else is FlashInfer's, as it was in "
+    "SGLang, which has since dropped the name",
 )
+
+HPC: dict[str, Any] = {
+    "when": {"arch": HOPPER, "kv_dtype": KV_DTYPES},
+    "lowered": DEQUANTISE,
+    "family": "paged",
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "group": (4, 8),
+    "page_size": PAGE,
+    "kv_dtype": "auto",
+    "kv_layout": ("", "NHD", "HND"),
+    "save_kv_cache": True,
+    "graph_capture": True,
+    "misaligned": True,
+    "zero_size": True,
+}
 
 HPC_OPS = BackendInfo(
     "hpc_ops",
@@ -116,30 +167,35 @@ HPC_OPS = BackendInfo(
         Provider(
             "hpc-ops",
             (
+                row(**HPC, phase="decode", s_relation="one", note="attention_decode_bf16"),
                 row(
-                    when={"arch": HOPPER, "kv_dtype": KV_DTYPES},
-                    lowered=DEQUANTISE,
-                    family="paged",
-                    dtype="bfloat16",
-                    head_dim=128,
-                    group=(4, 8),
-                    page_size=64,
-                    kv_dtype=("auto", "fp8_e4m3"),
-                    kv_scales=("", "tensor"),
-                    phase=("prefill", "extend", "decode"),
-                    s_relation=("equal", "one", "fewer"),
-                    causal=("none", "bottom_right"),
-                    save_kv_cache=True,
-                    graph_capture=True,
+                    **HPC,
+                    phase=("prefill", "extend"),
+                    s_relation=("equal", "fewer"),
+                    causal=OneOf(("bottom_right",)),
+                    note="attention_with_kvcache_prefill_bf16, which is always causal",
                 ),
             ),
-            requires=(HPC_OPS_PACKAGE,),
+            "polyattn_cuda.hpc_ops:HpcOps",
+            (HPC_OPS_PACKAGE,),
         ),
     ),
     summary="HPC-Ops on paged caches",
-    priority=64,
+    priority=None,
+    evidence="emulator",
+    config=(
+        ConfigField(
+            "free_slots",
+            "str",
+            "any",
+            "what a cache holds where no token is: any = pages are copied without it; finite = a promise that it is a "
+            "number, so that pages are read where they are",
+            choices=("any", "finite"),
+        ),
+    ),
     upstream="https://github.com/Tencent/hpc-ops",
-    note="the scale is fixed at D_qk ** -0.5",
+    note="by name only: it multiplies free slots of a page by 0, so pages are copied unless the option free_slots "
+    "says finite; its FP8 kernels quantise the queries too and are not used",
 )
 
 # FlashMLA's sparse kernels read 656-byte FP8 rows (512 e4m3, 4 float32 scales, 64 bfloat16) or plain bfloat16 ones.

@@ -13,7 +13,7 @@ from polyattn_triton.hopper.forward import Axes, View, axes_of, describable, des
 from polyattn_triton.kernels.block_sparse import Lists
 from polyattn_triton.kernels.rules import LOG2E
 
-__all__ = ["Config", "config_for", "fits", "forward", "takes"]
+__all__ = ["Config", "config_for", "fits", "forward", "reachable", "takes"]
 
 
 class Config(NamedTuple):
@@ -63,6 +63,13 @@ def fits(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> bool:
         and not (query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()) & 15
         and all(describable(*found) for found in axes_of(query, key, value, out))
     )
+
+
+def reachable(tensor: Tensor) -> Tensor:
+    """`tensor` where TMA reaches it, else a copy."""
+    if tensor.data_ptr() & 15 or not describable(tensor.shape, tensor.stride()):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyattn_triton import runtime
+from polyattn_triton.kernels.pools import Memory
 from polyattn_triton.kernels.rules import LOG2E
 from polyattn_triton.kernels.tiles import Spec, parts
 
@@ -204,26 +205,16 @@ class View:
     columns: int
 
 
-class _Memory(NamedTuple):
-    """What a descriptor needs of a tensor, without keeping its memory."""
-
-    pointer: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
 @functools.lru_cache(maxsize=4096)
 def described(views: tuple[View | None, ...], pointer: int, dtype: torch.dtype) -> list[Any]:
     """Descriptors of views of a tensor.
 
     Some ten microseconds of checks each, and allocators hand out the same places again and again: hence the cache.
     """
-    return [None if view is None else _descriptor(_Memory(pointer, dtype), view) for view in views]
+    return [None if view is None else _descriptor(Memory(pointer, dtype), view) for view in views]
 
 
-def _descriptor(memory: _Memory, view: View) -> Any:
+def _descriptor(memory: Memory, view: View) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -7,13 +7,14 @@ maximum; then each adds the products of both blocks with one half of the values'
 shared memory once, for both products, in two halves by columns that go back to the producer one by one: half i of a
 block is last read by consumer i, which has that half of the output.
 
-The producer copies with cp.async rather than TMA: pages may be small, and rows past the last key become zeros, since
-what is not a number would go through a weight of 0.
+The producer copies with cp.async, since pages may be small, and since rows past the last key become zeros: what is not
+a number would go through a weight of 0. Where pages hold whole blocks it can copy those by TMA (`boxes`), and only the
+last block of a sequence as before.
 """
 
 from __future__ import annotations
 
-from polyattn_triton import runtime  # noqa: F401  first: it decides how Triton is imported
+from polyattn_triton.hopper.common import LN2, load, load_rows, made_barriers, viewed
 
 from triton.experimental import gluon  # isort: skip
 from triton.experimental.gluon import language as gl  # isort: skip
@@ -22,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 __all__ = ["attend"]
 
-_LN2 = gl.constexpr(0.6931471805599453)
 _M = gl.constexpr(64)
 """Rows of a tile."""
 _N = gl.constexpr(64)
@@ -30,6 +30,8 @@ _N = gl.constexpr(64)
 _HALF = gl.constexpr(256)
 """Columns of half a value."""
 _ROPE = gl.constexpr(64)
+_PRODUCERS = gl.constexpr(128)
+"""Threads that copy."""
 
 
 @gluon.jit
@@ -73,14 +75,14 @@ def _copy_rows(
     if ROWS == _N:
         source = base + (page * cache_page + first % PAGE * ROW)
         if first + _N <= end:
-            async_copy.async_copy_global_to_shared(to, source + at)
+            load_rows(to, source + at)
         else:
-            async_copy.async_copy_global_to_shared(to, source + at, mask=(row < end - first)[:, None])
+            load_rows(to, source + at, mask=(row < end - first)[:, None])
     else:
         for chunk in gl.static_range(_N // ROWS):
             key = first + chunk * ROWS
             page = gl.load(page_table + key // PAGE, mask=key < end, other=0).to(gl.int64)
-            async_copy.async_copy_global_to_shared(
+            load_rows(
                 to.slice(chunk * ROWS, ROWS, dim=0), base + page * cache_page + at, mask=(row < end - key)[:, None]
             )
 
@@ -95,20 +97,40 @@ def _page_of(page_table, key, end, PAGE: gl.constexpr):
 
 
 @gluon.jit
+def _copy_boxes(boxes, k_box, rs, full, at, half, BLOCK: gl.constexpr, SIDE: gl.constexpr):
+    """Starts the copy of half SIDE of a whole block, whose first row in the cache is `at`, by TMA."""
+    COUNT: gl.constexpr = _HALF // _ROPE
+    # One thread copies, and arrives in the place of all.
+    mbarrier.expect(full, (_HALF + (_ROPE if SIDE == BLOCK else 0)) * _N * 2)
+    for c in gl.static_range(COUNT):
+        load(boxes, [at, SIDE * _HALF + c * _ROPE], full, k_box.index(half * COUNT + c))
+    if SIDE == BLOCK:
+        load(boxes, [at, 2 * _HALF], full, rs.index(BLOCK))
+    mbarrier.arrive(full, count=_PRODUCERS - 1)
+
+
+@gluon.jit
 def _copy_half(
     given, page, phase, BLOCK: gl.constexpr, SIDE: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr,
     WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """Starts the copy of half SIDE of a block of the pair whose first key is `first`, once its buffer is free; the rope
     columns go with the half that their reader frees."""
-    ks, rs, full, free, cache, table, first, end, cache_page = given
+    ks, rs, k_box, boxes, full, free, cache, table, first, end, cache_page = given
+    HALF: gl.constexpr = 2 * BLOCK + SIDE
     key = first + BLOCK * _N
-    mbarrier.wait(free.index(2 * BLOCK + SIDE), phase)
-    to = ks.index(2 * BLOCK + SIDE)
-    _copy_rows(to, cache, table, page, key, end, cache_page, ROW, PAGE, SIDE * _HALF, _HALF, WIDE)
-    if SIDE == BLOCK:
-        _copy_rows(rs.index(BLOCK), cache, table, page, key, end, cache_page, ROW, PAGE, 2 * _HALF, _ROPE, NARROW)
-    async_copy.mbarrier_arrive(full.index(2 * BLOCK + SIDE), increment_count=False)
+    mbarrier.wait(free.index(HALF), phase)
+    by_rows = True
+    if boxes is not None:
+        by_rows = key + _N > end
+        if not by_rows:
+            at = (page * (cache_page // ROW)).to(gl.int32) + key % PAGE
+            _copy_boxes(boxes, k_box, rs, full.index(HALF), at, HALF, BLOCK, SIDE)
+    if by_rows:
+        _copy_rows(ks.index(HALF), cache, table, page, key, end, cache_page, ROW, PAGE, SIDE * _HALF, _HALF, WIDE)
+        if SIDE == BLOCK:
+            _copy_rows(rs.index(BLOCK), cache, table, page, key, end, cache_page, ROW, PAGE, 2 * _HALF, _ROPE, NARROW)
+        async_copy.mbarrier_arrive(full.index(HALF), increment_count=False)
 
 
 @gluon.jit
@@ -117,8 +139,8 @@ def _produce(
 ):  # fmt: skip
     """The producer: the query of each segment, then its blocks, each half as soon as its buffer is free."""
     (
-        query, cache, page_table, seq_lens, cu_seqlens_q, shares, qs, ks, rs, barriers, tiles, query_token, query_head,
-        cache_page, table_row,
+        query, cache, boxes, page_table, seq_lens, cu_seqlens_q, shares, qs, ks, rs, k_box, barriers, tiles,
+        query_token, query_head, cache_page, table_row,
     ) = given  # fmt: skip
     full, free, q_full, q_free = barriers
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -137,7 +159,7 @@ def _produce(
             row = (start + token).to(gl.int64) * query_token + (r - token * HEADS) * query_head
             c = gl.arange(0, _HALF, gl.SliceLayout(0, WIDE))
             for half in gl.static_range(2):
-                async_copy.async_copy_global_to_shared(
+                load_rows(
                     qs.index(half), query + row[:, None] + (c + half * _HALF)[None, :], mask=(token < tokens)[:, None]
                 )
             async_copy.mbarrier_arrive(q_full, increment_count=False)
@@ -151,7 +173,7 @@ def _produce(
                 # A pair ahead: no copy waits for where its rows are.
                 next_0 = _page_of(table, first + 2 * _N, end, PAGE)
                 next_1 = _page_of(table, first + 3 * _N, end, PAGE)
-                block = (ks, rs, full, free, cache, table, first, end, cache_page)
+                block = (ks, rs, k_box, boxes, full, free, cache, table, first, end, cache_page)
                 # In the order in which they come free.
                 _copy_half(block, page_0, phase, 0, 0, ROW, PAGE, WIDE, NARROW)
                 _copy_half(block, page_1, phase, 1, 1, ROW, PAGE, WIDE, NARROW)
@@ -292,7 +314,7 @@ def _consume(
             some = total > 0
             total = gl.where(some, total, 1.0)
             acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
-            found = gl.where(some, (top * scale + gl.log2(total)) * _LN2, float("-inf"))
+            found = gl.where(some, (top * scale + gl.log2(total)) * LN2, float("-inf"))
             # The piece that begins a sequence is the second of its program, any other the first.
             slot = 2 * part + (item == before).to(gl.int32)
             _leave(
@@ -304,39 +326,40 @@ def _consume(
         n += 1
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=["tiles", "table_row"])
 def attend(
-    query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, piece_out, piece_lse,
+    query, cache, boxes, page_table, seq_lens, cu_seqlens_q, shares, out, lse, piece_out, piece_lse,
     tiles, query_token, query_head, cache_page, table_row, out_token, out_head, scale,
     HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As `_attend` of kernels/latent.py where STREAMED, for rows of 512 + 64 numbers of 16 bits. `scale` is above 0."""
+    """As `_attend` of kernels/latent.py where STREAMED, for rows of 512 + 64 numbers of 16 bits. `scale` is above 0.
+
+    boxes: of 64 rows and columns of the cache as a matrix of rows, whole blocks of which lie in a page; or None.
+    """
     dtype: gl.constexpr = query.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     qs = gl.allocate_shared_memory(dtype, [2, _M, _HALF], TILE)
-    ks = gl.allocate_shared_memory(dtype, [4, _N, _HALF], TILE)
+    if boxes is None:
+        ks = gl.allocate_shared_memory(dtype, [4, _N, _HALF], TILE)
+        k_box = ks
+    else:
+        # Boxes side by side are halves of blocks.
+        k_box = gl.allocate_shared_memory(dtype, [4 * (_HALF // _ROPE), _N, _ROPE], TILE)
+        ks = viewed(k_box, dtype, [4, _N, _HALF], TILE)
     rs = gl.allocate_shared_memory(dtype, [2, _N, _ROPE], TILE)
     ps = gl.allocate_shared_memory(dtype, [2, _M, _N], TILE)
     maxima = gl.allocate_shared_memory(gl.float32, [2, _M], FLAT)
     sums = gl.allocate_shared_memory(gl.float32, [2, _M], FLAT)
-    full = _barriers(4, 128)
-    free = _barriers(4, 1)
-    q_full = _barriers(1, 128)
-    q_free = _barriers(1, 2)
-    told = _barriers(2, 1)
-    weighed = _barriers(2, 1)
-    summed = _barriers(2, 1)
+    full = made_barriers(4, _PRODUCERS)
+    free = made_barriers(4, 1)
+    q_full = made_barriers(1, _PRODUCERS)
+    q_free = made_barriers(1, 2)
+    told = made_barriers(2, 1)
+    weighed = made_barriers(2, 1)
+    summed = made_barriers(2, 1)
     produced = (
-        query, cache, page_table, seq_lens, cu_seqlens_q, shares, qs, ks, rs,
+        query, cache, boxes, page_table, seq_lens, cu_seqlens_q, shares, qs, ks, rs, k_box,
         (full, free, q_full.index(0), q_free.index(0)), tiles, query_token, query_head, cache_page, table_row,
     )  # fmt: skip
     consumed = (

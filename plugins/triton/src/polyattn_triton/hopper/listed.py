@@ -10,21 +10,23 @@ in memory: two blocks of 64 keys, from two places, are one tile of 128 to the co
 
 from __future__ import annotations
 
-from polyattn_triton.hopper.kernel import (
-    LN2,
+from polyattn_triton.hopper.common import (
     added,
     buffers,
     flat,
-    leave,
     load,
     made_barriers,
+    natural_lse,
+    normalised,
     operand,
     scaled,
     settled,
     softmax,
     split,
     sums,
+    viewed,
 )
+from polyattn_triton.hopper.kernel import leave
 
 from triton.experimental import gluon  # isort: skip
 from triton.experimental.gluon import language as gl  # isort: skip
@@ -32,9 +34,6 @@ from triton.experimental.gluon.language.nvidia import hopper  # isort: skip
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma  # isort: skip
 
 __all__ = ["attend_listed"]
-
-# Triton made it public after 3.6.
-_viewed = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.jit
@@ -197,7 +196,7 @@ def _consume(
     D: gl.constexpr = q_ring.shape[4]
     DTYPE: gl.constexpr = q_ring.dtype
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    ring = _viewed(pool, DTYPE, [RINGS * SLOTS, N, D], SWIZZLED)
+    ring = viewed(pool, DTYPE, [RINGS * SLOTS, N, D], SWIZZLED)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     LINE: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     PLACE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -261,11 +260,9 @@ def _consume(
         total = gl.convert_layout(gl.sum(total, 1), LINE, assert_trivial=True)
         if lse is not None:
             i = row + gl.arange(0, 64, LINE)
-            found = gl.where(total > 0, (top * scale + gl.log2(total)) * LN2, float("-inf"))
             line = lse + (batch.to(gl.int64) * heads_q + head) * s_q + i
-            gl.store(line, found, i < s_q)
-        # The sum of a row without keys is 0, and so is its output.
-        o = scaled(o, 1.0 / gl.where(total > 0, total, 1.0))
+            gl.store(line, natural_lse(top * scale, total), i < s_q)
+        o = normalised(o, top, total, None)
         leave(o, (o_ring,) if APART else (q_ring,), (o_descriptor,), batch, head, row, INDEX, APART)
         if not APART:
             tma.store_wait(0)

@@ -1,8 +1,9 @@
-"""Backward of dense and packed attention, the same bits on every run.
+"""Backward of dense and packed attention.
 
 One kernel gives dQ, with a program for each tile of queries, and one dK and dV, with a program for each tile of keys.
-Both compute the weights again from the LSE, so that no program adds to another's result: 7 matrix products instead of
-the 5 of a kernel with atomic additions.
+Both compute the weights again from the LSE, so that no program adds to another's result: 7 matrix products, and the
+same bits on every run. Or the second kernel gives dQ too, by atomic additions (`Config.once`): 5 products, and sums in
+an order that differs from run to run.
 
 With P = exp(S - lse), dP = dO V^T and delta = rowsum(dO * O):  dV = P^T dO,  dS = P * (dP - delta),
 dQ = scale * dS K,  dK = scale * dS^T Q  (FlashAttention-2, algorithm 2). `lse` and O may be those of a merged result.
@@ -16,15 +17,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn_triton.kernels import rules  # first: it decides how Triton is imported
+from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
+from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
-from polyattn_triton.kernels.forward import describable, descriptor, mask_arguments, strides_of
+from polyattn_triton.kernels.arguments import (
+    configured,
+    constants_of,
+    describable,
+    descriptor,
+    mask_arguments,
+    near,
+    numbers_of,
+    sizes_of,
+    strides_of,
+    units_of,
+)
+from polyattn_triton.kernels.choices import EPOCH, chosen
 from polyattn_triton.kernels.rounding import cast
-from polyattn_triton.kernels.rules import LOG2E, dot, end_key, first_key, logits
-from polyattn_triton.kernels.tiles import Spec, architecture, block, hidden, parts, place, put, rows_of, span
+from polyattn_triton.kernels.rules import LOG2E, dot, logits
+from polyattn_triton.kernels.tiles import Spec, block, head_at, hidden, put, reach, rows_of, span, steps, tile_at
+from polyattn_triton.records.tuned import BACKWARD
 
 __all__ = ["Config", "backward"]
 
@@ -52,7 +67,45 @@ def _place(cu_seqlens, z, first, length):
         return (first // ROWS + z).to(tl.int64) * ROWS
 
 
-@triton.jit(do_not_specialize=["tiles", "pairs", "together", "heads", "s_q", "s_k", "left", "right", "chunk"])
+@triton.jit
+def _add(
+    total, row, found, M: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr
+):
+    """Add rows to a float32 matrix of D columns, at columns [START, START + WIDTH)."""
+    if TMA:
+        total.atomic_add([row.to(tl.int32), START], found)
+    else:
+        c = START + tl.arange(0, WIDTH)
+        at = total + (row + tl.arange(0, M))[:, None] * D + c[None, :]
+        tl.atomic_add(at, found, mask=(c < D)[None, :], sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["sgz", "sgm", "sgh", "padded", "heads", "s_q"])
+def _finish(
+    total, dquery, cu_q, sgz, sgm, sgh, padded, heads, s_q, factor, D: tl.constexpr, WIDTH: tl.constexpr,
+    UNIT: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """dQ of M rows of a head, from what `_keys` has added up."""
+    sgz, sgm, sgh = steps(sgz, sgm, sgh, UNIT)
+    head = tl.program_id(1)
+    z = tl.program_id(2)
+    first, s_q = span(cu_q, z, s_q)
+    i = tl.program_id(0) * M + tl.arange(0, M)
+    at = total + (tl.cast(head, tl.int64) * padded + _place(cu_q, z, first, s_q)) * D
+    found = rows_of(at, tl.program_id(0) * M, D, s_q, M, 0, WIDTH, D) * factor
+    rows = head_at(dquery, z, first, head, sgz, sgm, sgh)
+    put(rows, i.to(tl.int64) * sgm, i < s_q, cast(found, dquery.dtype.element_ty), 0, WIDTH, D)
+
+
+_COUNTS = ["padded", "tiles", "pairs", "together", "heads", "s_q", "s_k", "left", "right", "chunk"]
+
+
+def _strides(tensors: str) -> list[str]:
+    """As in forward.py: given in units."""
+    return [f"s{tensor}{axis}" for tensor in tensors for axis in "zmh"]
+
+
+@triton.jit(do_not_specialize=_strides("qkvdog") + _COUNTS)
 def _queries(
     query, key, value, dout, out, lse, statistics, dquery, attn_mask, cu_q, cu_k,
     sqz, sqm, sqh, skz, skm, skh, svz, svm, svh, sdz, sdm, sdh, soz, som, soh, slz, slm, slh, sgz, sgm, sgh,
@@ -60,15 +113,16 @@ def _queries(
     padded, tiles, pairs, together, heads, s_q, s_k, left, right, chunk, scale, softcap, factor,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
     GROUP: tl.constexpr, TOP_LEFT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, UNIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile of queries; delta on the way, for the other kernel."""
-    number, pair = place(tl.program_id(0), tiles, pairs, together, RIGHT)
-    z = pair // heads
-    head = pair - z * heads
-    first_q, s_q = span(cu_q, z, s_q)
-    first_k, s_k = span(cu_k, z, s_k)
+    """dQ of a tile of queries; delta on the way, for the other kernel. Without `dquery`, delta only."""
+    sqz, sqm, sqh = steps(sqz, sqm, sqh, UNIT)
+    skz, skm, skh = steps(skz, skm, skh, UNIT)
+    svz, svm, svh = steps(svz, svm, svh, UNIT)
+    sdz, sdm, sdh = steps(sdz, sdm, sdh, UNIT)
+    soz, som, soh = steps(soz, som, soh, UNIT)
+    number, z, head, first_q, s_q, first_k, s_k = tile_at(tiles, pairs, together, heads, cu_q, cu_k, s_q, s_k, RIGHT)
     m = number * M
     if m < s_q:
         r = m + tl.arange(0, M)
@@ -78,20 +132,15 @@ def _queries(
         p = (r + shift)[:, None]
         lowest = m + shift
         highest = tl.minimum(m + M, s_q) - 1 + shift
-        key_from = first_key(lowest, left, chunk, LEFT, CHUNK) // N * N
-        key_to = end_key(highest, s_k, right, RIGHT)
-        whole_from = first_key(highest, left, chunk, LEFT, CHUNK)
-        whole_to = end_key(lowest, s_k, right, RIGHT)
-
+        key_from, key_to, whole_from, whole_to = reach(lowest, highest, s_k, left, right, chunk, N, LEFT, RIGHT, CHUNK)
         z64 = z.to(tl.int64)
         h64 = head.to(tl.int64)
-        k64 = (head // GROUP).to(tl.int64)
-        q_at = query + z64 * sqz + first_q.to(tl.int64) * sqm + h64 * sqh
+        q_at = head_at(query, z, first_q, head, sqz, sqm, sqh)
         if not TMA:
-            key += z64 * skz + first_k.to(tl.int64) * skm + k64 * skh
-            value += z64 * svz + first_k.to(tl.int64) * svm + k64 * svh
-        d_at = dout + z64 * sdz + first_q.to(tl.int64) * sdm + h64 * sdh
-        o_at = out + z64 * soz + first_q.to(tl.int64) * som + h64 * soh
+            key = head_at(key, z, first_k, head // GROUP, skz, skm, skh)
+            value = head_at(value, z, first_k, head // GROUP, svz, svm, svh)
+        d_at = head_at(dout, z, first_q, head, sdz, sdm, sdh)
+        o_at = head_at(out, z, first_q, head, soz, som, soh)
         row = first_q.to(tl.int64) + r
         mask = attn_mask
         if MASK:
@@ -115,54 +164,60 @@ def _queries(
         top = top[:, None]
         sums = sums[:, None]
 
-        for n in tl.range(key_from, key_to, N, num_stages=STAGES):
-            k = block(key, z, head // GROUP, n, skm, s_k, N, 0, D1, D, TMA)
-            found = dot(q1, k.T)
+        if dquery is not None:
+            for n in tl.range(key_from, key_to, N, num_stages=STAGES):
+                k = block(key, z, head // GROUP, n, skm, s_k, N, 0, D1, D, TMA)
+                found = dot(q1, k.T)
+                if D2:
+                    kk = block(key, z, head // GROUP, n, skm, s_k, N, D1, D2, D, TMA)
+                    found = dot(q2, kk.T, found)
+                if not FOLD:
+                    found = logits(found, scale, softcap, SOFTCAP, q1.dtype)
+                capped = found
+                j = (n + tl.arange(0, N))[None, :]
+                partly = (n < whole_from) | (n + N > whole_to)
+                found = hidden(found, p, j, mask, smn, s_k, left, right, chunk, partly, LEFT, RIGHT, CHUNK, MASK)
+                v = block(value, z, head // GROUP, n, svm, s_k, N, 0, E1, E, TMA)
+                dp = dot(d1, v.T)
+                if E2:
+                    v = block(value, z, head // GROUP, n, svm, s_k, N, E1, E2, E, TMA)
+                    dp = dot(d2, v.T, dp)
+                _, change = _gradient(found, capped, dp, top, sums, scale if FOLD else 1.0, softcap, SOFTCAP)
+                change = cast(change, k.dtype)
+                dq1 = dot(change, k, dq1)
+                if D2:
+                    dq2 = dot(change, kk, dq2)
+
+            gz, gm, gh = steps(sgz, sgm, sgh, UNIT)
+            at = z64 * gz + row * gm + h64 * gh
+            dtype = dquery.dtype.element_ty
+            put(dquery, at, valid, cast(dq1 * factor, dtype), 0, D1, D)
             if D2:
-                kk = block(key, z, head // GROUP, n, skm, s_k, N, D1, D2, D, TMA)
-                found = dot(q2, kk.T, found)
-            if not FOLD:
-                found = logits(found, scale, softcap, SOFTCAP)
-            capped = found
-            j = (n + tl.arange(0, N))[None, :]
-            partly = (n < whole_from) | (n + N > whole_to)
-            found = hidden(found, p, j, mask, smn, s_k, left, right, chunk, partly, LEFT, RIGHT, CHUNK, MASK)
-            v = block(value, z, head // GROUP, n, svm, s_k, N, 0, E1, E, TMA)
-            dp = dot(d1, v.T)
-            if E2:
-                v = block(value, z, head // GROUP, n, svm, s_k, N, E1, E2, E, TMA)
-                dp = dot(d2, v.T, dp)
-            _, change = _gradient(found, capped, dp, top, sums, scale if FOLD else 1.0, softcap, SOFTCAP)
-            change = cast(change, k.dtype)
-            dq1 = dot(change, k, dq1)
-            if D2:
-                dq2 = dot(change, kk, dq2)
-
-        at = z64 * sgz + row * sgm + h64 * sgh
-        dtype = dquery.dtype.element_ty
-        put(dquery, at, valid, cast(dq1 * factor, dtype), 0, D1, D)
-        if D2:
-            put(dquery, at, valid, cast(dq2 * factor, dtype), D1, D2, D)
+                put(dquery, at, valid, cast(dq2 * factor, dtype), D1, D2, D)
 
 
-@triton.jit(do_not_specialize=["tiles", "pairs", "together", "heads", "s_q", "s_k", "left", "right", "chunk"])
+@triton.jit(do_not_specialize=_strides("qkvdgw") + _COUNTS)
 def _keys(
-    query, key, value, dout, statistics, dkey, dvalue, attn_mask, cu_q, cu_k,
+    query, key, value, dout, statistics, dkey, dvalue, total, attn_mask, cu_q, cu_k,
     sqz, sqm, sqh, skz, skm, skh, svz, svm, svh, sdz, sdm, sdh, sgz, sgm, sgh, swz, swm, swh,
     smz, smh, smm, smn,
     padded, tiles, pairs, together, heads, s_q, s_k, left, right, chunk, scale, softcap, factor,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
     GROUP: tl.constexpr, TOP_LEFT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, UNIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys, summed over the query heads that share it. Scores are [keys, queries] here."""
+    """dK and dV of a tile of keys, summed over the query heads that share it. Scores are [keys, queries] here.
+
+    `total`: dQ / scale [H_q, rows, D] to add to, float32, rows as those of the statistics; a tensor descriptor of it
+    [H_q * rows, D] with TMA; or None.
+    """
+    sqz, sqm, sqh = steps(sqz, sqm, sqh, UNIT)
+    skz, skm, skh = steps(skz, skm, skh, UNIT)
+    svz, svm, svh = steps(svz, svm, svh, UNIT)
+    sdz, sdm, sdh = steps(sdz, sdm, sdh, UNIT)
     # Under a causal mask the first keys are seen most: they come first as they are.
-    number, pair = place(tl.program_id(0), tiles, pairs, together, False)
-    z = pair // heads
-    head = pair - z * heads
-    first_q, s_q = span(cu_q, z, s_q)
-    first_k, s_k = span(cu_k, z, s_k)
+    number, z, head, first_q, s_q, first_k, s_k = tile_at(tiles, pairs, together, heads, cu_q, cu_k, s_q, s_k, False)
     n = number * N
     if n < s_k:
         j = n + tl.arange(0, N)
@@ -188,8 +243,8 @@ def _keys(
 
         z64 = z.to(tl.int64)
         k64 = head.to(tl.int64)
-        k_at = key + z64 * skz + first_k.to(tl.int64) * skm + k64 * skh
-        v_at = value + z64 * svz + first_k.to(tl.int64) * svm + k64 * svh
+        k_at = head_at(key, z, first_k, head, skz, skm, skh)
+        v_at = head_at(value, z, first_k, head, svz, svm, svh)
         k1 = rows_of(k_at, n, skm, s_k, N, 0, D1, D)
         v1 = rows_of(v_at, n, svm, s_k, N, 0, E1, E)
         dk1 = tl.zeros((N, D1), tl.float32)
@@ -205,8 +260,8 @@ def _keys(
             q_at = query
             d_at = dout
             if not TMA:
-                q_at = query + z64 * sqz + first_q.to(tl.int64) * sqm + h64 * sqh
-                d_at = dout + z64 * sdz + first_q.to(tl.int64) * sdm + h64 * sdh
+                q_at = head_at(query, z, first_q, h64, sqz, sqm, sqh)
+                d_at = head_at(dout, z, first_q, h64, sdz, sdm, sdh)
             at = statistics + h64 * padded + _place(cu_q, z, first_q, s_q)
             for m in tl.range(row_from, row_to, M, num_stages=STAGES):
                 i = m + tl.arange(0, M)
@@ -216,7 +271,7 @@ def _keys(
                     qq = block(q_at, z, head * GROUP + g, m, sqm, s_q, M, D1, D2, D, TMA)
                     found = dot(k2, qq.T, found)
                 if not FOLD:
-                    found = logits(found, scale, softcap, SOFTCAP)
+                    found = logits(found, scale, softcap, SOFTCAP, q.dtype)
                 capped = found
                 top = tl.load(at + i)[None, :]
                 mask = attn_mask
@@ -243,20 +298,31 @@ def _keys(
                     dv2 = dot(weights, dd, dv2)
                 if D2:
                     dk2 = dot(change, qq, dk2)
+                if total is not None:
+                    where = h64 * padded + _place(cu_q, z, first_q, s_q) + m
+                    _add(total, where, dot(change.T, k1), M, 0, D1, D, TMA)
+                    if D2:
+                        _add(total, where, dot(change.T, k2), M, D1, D2, D, TMA)
 
         row = first_k.to(tl.int64) + j
-        at = z64 * sgz + row * sgm + k64 * sgh
+        gz, gm, gh = steps(sgz, sgm, sgh, UNIT)
+        at = z64 * gz + row * gm + k64 * gh
         put(dkey, at, valid, cast(dk1 * factor, dkey.dtype.element_ty), 0, D1, D)
         if D2:
             put(dkey, at, valid, cast(dk2 * factor, dkey.dtype.element_ty), D1, D2, D)
-        at = z64 * swz + row * swm + k64 * swh
+        wz, wm, wh = steps(swz, swm, swh, UNIT)
+        at = z64 * wz + row * wm + k64 * wh
         put(dvalue, at, valid, cast(dv1, dvalue.dtype.element_ty), 0, E1, E)
         if E2:
             put(dvalue, at, valid, cast(dv2, dvalue.dtype.element_ty), E1, E2, E)
 
 
 class Config(NamedTuple):
-    """How the two launches are cut: rows of queries and of keys, warps and stages, first for dQ, then for dK and dV."""
+    """How the two launches are cut: rows of queries and of keys, warps and stages, first for dQ, then for dK and dV.
+
+    Attributes:
+        tma: rows by tensor descriptors. once: the second launch gives dQ too, by atomic additions.
+    """
 
     m: int
     n: int
@@ -267,9 +333,10 @@ class Config(NamedTuple):
     keys_warps: int
     keys_stages: int
     tma: bool = False
+    once: bool = False
 
 
-# (architecture, bytes of a number, widest of D and D_v up to), as in forward.py.
+# As in forward.py.
 _CONFIGS = {
     ("hopper", 2, 64): Config(128, 64, 8, 2, 64, 128, 8, 2, tma=True),
     ("hopper", 2, 128): Config(128, 64, 8, 3, 64, 64, 4, 2, tma=True),
@@ -281,20 +348,14 @@ _CONFIGS = {
     ("", 4, 256): Config(16, 16, 4, 1, 16, 16, 4, 1),
     ("interpreter", 4, 256): Config(64, 64, 4, 1, 64, 64, 4, 1),
 }
-_TOGETHER = 24 << 20
-"""As in forward.py."""
 
 
 @functools.cache
-def _config(device: torch.device, itemsize: int, width: int) -> Config:
-    where = architecture(device)
-    size = 4 if where == "interpreter" else itemsize
-    return next(
-        found
-        for name in (where, "")
-        for (arch, bytes_, widest), found in _CONFIGS.items()
-        if arch == name and bytes_ == size and width <= widest
-    )
+def _config(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], deterministic: bool, _: int) -> Config:
+    """As in forward.py."""
+    found = configured(_CONFIGS, device, dtype.itemsize, max(dims))
+    found = chosen(BACKWARD, (str(dtype).removeprefix("torch."), *dims, deterministic), found, device)
+    return found._replace(once=found.once and not deterministic)
 
 
 def backward(
@@ -312,20 +373,19 @@ def backward(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
+    deterministic: bool = True,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dquery, dkey, dvalue), shaped as their inputs. Tensors as `kernels.forward.forward`; out and lse may belong to
-    a merged result that this call is a part of."""
-    if layout == "THD":
-        assert cu_seqlens_q is not None
-        batch, s_q, s_k = cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k
-        heads, heads_k = query.shape[1], key.shape[1]
-    elif layout == "BSHD":
-        batch, s_q, heads, _ = query.shape
-        _, s_k, heads_k, _ = key.shape
-    else:
-        batch, heads, s_q, _ = query.shape
-        _, heads_k, s_k, _ = key.shape
+    """(dquery, dkey, dvalue), shaped as their inputs.
+
+    Args:
+        out, lse: may belong to a merged result that this call is a part of.
+        deterministic: the same bits on every run, whatever was tuned.
+        config: instead of that of the table.
+        The others as `kernels.forward.forward`.
+    """
+    sizes = sizes_of(query, key, value, layout, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    batch, heads, heads_k, s_q, s_k, width, v_width = sizes
     dquery, dkey, dvalue = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if not (batch and heads):
         return dquery, dkey, dvalue
@@ -336,48 +396,45 @@ def backward(
     most = ROWS.value
     padded = (query.shape[0] // most + 1 + batch if layout == "THD" else -(-s_q // most) * batch) * most
     statistics = torch.empty((2, heads, padded), dtype=torch.float32, device=query.device)
-    group = heads // heads_k
-    width_k, width_v = query.shape[-1], value.shape[-1]
-    config = config or _config(query.device, query.itemsize, max(width_k, width_v))
+    unit, loose, strides = units_of(query, key, value, dout, out, dquery, dkey, dvalue, layout=layout)
+    q_s, k_s, v_s, d_s, o_s, dq_s, dk_s, dv_s = (strides[i : i + 3] for i in range(0, 24, 3))
+    lse_s = strides_of(lse.unsqueeze(-1), layout)
+    config = config or _config(query.device, query.dtype, (width, v_width), deterministic, EPOCH.value)
     kind, mask, mask_strides = mask_arguments(attn_mask)
-    d1, d2 = parts(width_k)
-    e1, e2 = parts(width_v)
-    scale, softcap = rules.scales(spec.scale, spec.softcap)
-    key_strides, value_strides = strides_of(key, layout), strides_of(value, layout)
-    query_strides, dout_strides = strides_of(query, layout), strides_of(dout, layout)
-    lse_strides = strides_of(lse.unsqueeze(-1), layout)
-    numbers = (s_q, s_k, spec.left, spec.right, spec.chunk, scale, softcap, spec.scale)
-    fold = not spec.softcap and spec.scale > 0 and kind != 2
-    constants = {
-        "D": width_k, "D1": d1, "D2": d2, "E": width_v, "E1": e1, "E2": e2, "GROUP": group,
-        "TOP_LEFT": spec.top_left, "LEFT": spec.left >= 0, "RIGHT": spec.right >= 0, "CHUNK": spec.chunk > 0,
-        "SOFTCAP": spec.softcap > 0, "MASK": kind, "FOLD": fold,
-    }  # fmt: skip
-    near = max(1, _TOGETHER // max(1, s_k * (width_k + width_v) * key.itemsize))
-    tma = config.tma and layout != "THD" and not (d2 or e2) and min(s_q, s_k) >= ROWS.value
-    pairs = ((query, query_strides), (dout, dout_strides), (key, key_strides), (value, value_strides))
-    tma = tma and all(describable(tensor, strides) for tensor, strides in pairs)
+    constants = constants_of(spec, sizes, kind, unit, loose)
+    numbers = (*numbers_of(spec, sizes), spec.scale)
+    tma = config.tma and layout != "THD" and not (constants["D2"] or constants["E2"]) and min(s_q, s_k) >= most
+    tma = tma and all(describable(tensor, layout) for tensor in (query, dout, key, value))
     q, k, v, d = query, key, value, dout
     if tma:
-        q = descriptor(query, query_strides, (batch, s_q, heads), config.keys_m, d1)
-        d = descriptor(dout, dout_strides, (batch, s_q, heads), config.keys_m, e1)
-        k = descriptor(key, key_strides, (batch, s_k, heads_k), config.n, d1)
-        v = descriptor(value, value_strides, (batch, s_k, heads_k), config.n, e1)
+        q = descriptor(query, layout, (batch, s_q, heads), config.keys_m, constants["D1"])
+        d = descriptor(dout, layout, (batch, s_q, heads), config.keys_m, constants["E1"])
+        k = descriptor(key, layout, (batch, s_k, heads_k), config.n, constants["D1"])
+        v = descriptor(value, layout, (batch, s_k, heads_k), config.n, constants["E1"])
+    total = added = None
+    if config.once:
+        total = added = torch.zeros((heads, padded, width), dtype=torch.float32, device=query.device)
+        if tma:
+            added = TensorDescriptor.from_tensor(total.view(-1, width), [config.keys_m, constants["D1"]])
     if tiles := -(-s_q // config.m):
+        together = near(s_k, sizes, key.itemsize) * sizes.group
         _queries[(tiles * batch * heads,)](
-            query, k, v, dout, out, lse, statistics, dquery, mask, cu_seqlens_q, cu_seqlens_k,
-            *query_strides, *key_strides, *value_strides, *dout_strides, *strides_of(out, layout), *lse_strides,
-            *strides_of(dquery, layout), *mask_strides, padded, tiles, batch * heads, near * group, heads, *numbers,
-            M=config.m, N=config.n, TMA=tma, STAGES=config.stages, num_warps=config.warps,
-            num_stages=config.stages, **constants,
+            query, k, v, dout, out, lse, statistics, None if config.once else dquery, mask, cu_seqlens_q, cu_seqlens_k,
+            *q_s, *k_s, *v_s, *d_s, *o_s, *lse_s, *dq_s, *mask_strides,
+            padded, tiles, batch * heads, together, heads, *numbers, **constants, M=config.m, N=config.n, TMA=tma,
+            STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
-    near = max(1, _TOGETHER // max(1, group * s_q * (width_k + width_v) * key.itemsize))
     if tiles := -(-s_k // config.keys_n):
+        together = near(sizes.group * s_q, sizes, key.itemsize)
         _keys[(tiles * batch * heads_k,)](
-            q, key, value, d, statistics, dkey, dvalue, mask, cu_seqlens_q, cu_seqlens_k,
-            *query_strides, *key_strides, *value_strides, *dout_strides,
-            *strides_of(dkey, layout), *strides_of(dvalue, layout), *mask_strides,
-            padded, tiles, batch * heads_k, near, heads_k, *numbers, M=config.keys_m, N=config.keys_n,
-            TMA=tma, STAGES=config.keys_stages, num_warps=config.keys_warps, num_stages=config.keys_stages, **constants,
+            q, key, value, d, statistics, dkey, dvalue, added, mask, cu_seqlens_q, cu_seqlens_k,
+            *q_s, *k_s, *v_s, *d_s, *dk_s, *dv_s, *mask_strides,
+            padded, tiles, batch * heads_k, together, heads_k, *numbers, **constants, M=config.keys_m, N=config.keys_n,
+            TMA=tma, STAGES=config.keys_stages, num_warps=config.keys_warps, num_stages=config.keys_stages,
+        )  # fmt: skip
+    if total is not None and s_q:
+        _finish[(-(-s_q // 64), heads, batch)](
+            total, dquery, cu_seqlens_q, *dq_s, padded, heads, s_q, spec.scale, D=width,
+            WIDTH=triton.next_power_of_2(width), UNIT=unit, M=64,
         )  # fmt: skip
     return dquery, dkey, dvalue

@@ -10,6 +10,7 @@ makes them on the device, ascending, so that every sum has one order and results
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +23,11 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
+from polyattn_triton.kernels.choices import EPOCH, chosen
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import LOG2E, accumulate, dot, natural_lse, share
 from polyattn_triton.kernels.tiles import architecture
+from polyattn_triton.records.tuned import BLOCK_SPARSE
 
 __all__ = ["Lists", "Tiles", "backward", "forward", "tiles_for", "transposed"]
 
@@ -72,7 +75,7 @@ def _forward(
     N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, EDGE: tl.constexpr,
     NEGATIVE: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of M queries. `scale`: |scale| * log2(e). EDGE: a step may hold fewer than N keys."""
+    """One tile of M queries. `scale`: |scale| * log2(e). EDGE: a step may hold fewer than N keys, or none."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     block, kv_head = tile // (BLOCK_Q // M), head // GROUP
     m, d, n = tile * M + tl.arange(0, M), tl.arange(0, D), tl.arange(0, N)
@@ -159,7 +162,7 @@ def _backward_key(
 ):  # fmt: skip
     """dkey and dvalue of one tile of N keys: over the query heads of its group, over the query blocks that list it.
 
-    `padded`: rows of `delta` and `level`. EDGE: a step may hold fewer than M queries.
+    `padded`: rows of `delta` and `level`. EDGE: a step may hold fewer than M queries, or none.
     """
     tile, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     block = tile // (BLOCK_K // N)
@@ -261,58 +264,53 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# By class of device, kernel and head dim: for blocks of 128, for blocks of 64 (of queries; `key`: of keys).
-_TABLE: dict[str, dict[str, dict[int, tuple[Tiles, Tiles]]]] = {
-    "hopper": {
-        "forward": {
-            64: (Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3)),
-            128: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
-            256: (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
-        },
-        "query": {
-            64: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3)),
-            128: (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
-            256: (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
-        },
-        "key": {
-            64: (Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2)),
-            128: (Tiles(32, 128, 8, 2), Tiles(32, 64, 4, 3)),
-            256: (Tiles(16, 64, 8, 2), Tiles(16, 64, 8, 2)),
-        },
-    },
-    "": {
-        "forward": {
-            64: (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)),
-            128: (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-            256: (Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
-        },
-        "query": {
-            64: (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-            128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
-            256: (Tiles(64, 32, 8, 1), Tiles(64, 32, 8, 1)),
-        },
-        "key": {
-            64: (Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 2)),
-            128: (Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 2)),
-            256: (Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
-        },
-    },
+_TABLE = {
+    # (architecture, kernel, head dim): for blocks of 128, for blocks of 64 (of queries; `key`: of keys).
+    ("hopper", "forward", 64): (Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3)),
+    ("hopper", "forward", 128): (Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
+    ("hopper", "forward", 256): (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
+    ("hopper", "query", 64): (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3)),
+    ("hopper", "query", 128): (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
+    ("hopper", "query", 256): (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+    ("hopper", "key", 64): (Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2)),
+    ("hopper", "key", 128): (Tiles(32, 128, 8, 2), Tiles(32, 64, 4, 3)),
+    ("hopper", "key", 256): (Tiles(16, 64, 8, 2), Tiles(16, 64, 8, 2)),
+    ("", "forward", 64): (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)),
+    ("", "forward", 128): (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    ("", "forward", 256): (Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
+    ("", "query", 64): (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    ("", "query", 128): (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
+    ("", "query", 256): (Tiles(64, 32, 8, 1), Tiles(64, 32, 8, 1)),
+    ("", "key", 64): (Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 2)),
+    ("", "key", 128): (Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 2)),
+    ("", "key", 256): (Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
 }
+
+
+@functools.cache
+def _tiles(
+    kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, blocks: tuple[int, int], _: int
+) -> Tiles:
+    """Asked again when what is tuned may have changed."""
+    where = architecture(device)
+    block_q, block_k = blocks
+    if where == "interpreter":
+        # Every step of the interpreter costs the same, whatever its size.
+        found = Tiles(block_q, block_k, 4, 1)
+    elif dtype == torch.float32:
+        # Products that no tensor core takes: all their numbers are in registers.
+        found = Tiles(16, 16, 4, 1)
+    else:
+        large, small = _TABLE[where, kernel, head_dim]
+        found = large if (block_k if kernel == "key" else block_q) % 128 == 0 else small
+    key = (kernel, str(dtype).removeprefix("torch."), head_dim, *blocks)
+    found = chosen(BLOCK_SPARSE, key, found, device)
+    return found._replace(m=min(found.m, block_q), n=min(found.n, block_k))
 
 
 def tiles_for(kernel: str, query: Tensor, block_q: int, block_k: int) -> Tiles:
     """The configuration of a kernel (`forward`, `query` or `key`: the gradients of queries, or of keys and values)."""
-    head_dim = query.shape[-1]
-    where = architecture(query.device)
-    if where == "interpreter":
-        # Every step of the interpreter costs the same, whatever its size.
-        return Tiles(block_q, block_k, 4, 1)
-    if query.dtype == torch.float32:
-        # Products that no tensor core takes: all their numbers are in registers.
-        return Tiles(16, 16, 4, 1)
-    large, small = _TABLE[where][kernel][head_dim]
-    tiles = large if (block_k if kernel == "key" else block_q) % 128 == 0 else small
-    return tiles._replace(m=min(tiles.m, block_q), n=min(tiles.n, block_k))
+    return _tiles(kernel, query.device, query.dtype, query.shape[-1], (block_q, block_k), EPOCH.value)
 
 
 def _described(*tensors: Tensor) -> bool:
@@ -357,7 +355,7 @@ def forward(
         max(abs(scale), 1e-30) * LOG2E.value,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *lists.strides(), S_q, S_k,
         GROUP=H // key.shape[1], D=D, BLOCK_Q=block_q, BLOCK_K=block_k, M=t.m, N=t.n, STAGES=t.stages, TMA=tma,
-        VALID=valid is not None, EDGE=valid is not None or S_k % t.n != 0, NEGATIVE=scale < 0, LSE=lse is not None,
+        VALID=valid is not None, EDGE=valid is not None or S_k % block_k != 0, NEGATIVE=scale < 0, LSE=lse is not None,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
 
@@ -411,7 +409,7 @@ def backward(
         dquery, delta, level, lists.counts, lists.indices, valid, scale,
         *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
         *lse.stride(), *lists.strides(), S_q, S_k, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
-        VALID=valid is not None, EDGE=valid is not None or S_k % t.n != 0, num_warps=t.warps, num_stages=t.stages,
+        VALID=valid is not None, EDGE=valid is not None or S_k % block_k != 0, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
 
     t = tiles[1] or tiles_for("key", query, block_q, block_k)
@@ -422,6 +420,6 @@ def backward(
         dkey, dvalue, delta, level, turned.counts, turned.indices, valid, scale,
         *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *turned.strides(), S_q, S_k,
         padded, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma, VALID=valid is not None,
-        EDGE=S_q % t.m != 0, num_warps=t.warps, num_stages=t.stages,
+        EDGE=S_q % block_q != 0, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return dquery, dkey, dvalue

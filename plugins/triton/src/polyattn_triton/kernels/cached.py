@@ -16,7 +16,17 @@ import triton.language as tl  # isort: skip
 
 from polyattn_triton.kernels.rounding import cast, e2m1_codes, e4m3_value, fp8_codes, int8_codes, native_fp8
 
-__all__ = ["INTERPRETED", "as_stored", "block_scales", "fp4_numbers", "numbers", "restored", "spread"]
+__all__ = [
+    "INTERPRETED",
+    "as_stored",
+    "block_scales",
+    "fp4_numbers",
+    "least",
+    "numbers",
+    "restored",
+    "scales_at",
+    "spread",
+]
 
 INTERPRETED = runtime.INTERPRETED
 
@@ -26,6 +36,16 @@ def as_stored(cache: torch.Tensor, kv_dtype: str) -> torch.Tensor:
     if kv_dtype == "fp8_e5m2" or (kv_dtype == "fp8_e4m3" and not native_fp8(cache.device)):
         return cache.view(torch.uint8)
     return cache
+
+
+def least(bits: int) -> int:
+    """The smallest width, and the fewest keys, of a tile of numbers of so many bits that tensor cores multiply.
+
+    The compiler lays out operands so that a thread holds 32 bits of what was loaded: 4 numbers of 8 bits, 8 of 4 bits,
+    side by side. Eight times that many are what an instruction of `mma.sync` sums up; of fewer, Triton 3.6 multiplies
+    some twice and others not at all.
+    """
+    return max(8 * 32 // bits, 16)
 
 
 @triton.jit
@@ -61,6 +81,20 @@ def block_scales(raw):
         return e4m3_value(raw)
     else:
         return raw.to(tl.float32)
+
+
+@triton.jit
+def scales_at(k_scale, v_scale, head, ks_head, vs_head, SCALES: tl.constexpr):
+    """(scales of keys, of values, number for all logits, number for the output), of one head. Scales by token or block
+    stay pointers; those by tensor or head become numbers."""
+    if SCALES == "token" or SCALES == "block16":
+        return k_scale + head.to(tl.int64) * ks_head, v_scale + head.to(tl.int64) * vs_head, 1.0, 1.0
+    elif SCALES != "":
+        k_number = tl.load(k_scale + head * ks_head).to(tl.float32)
+        v_number = tl.load(v_scale + head * vs_head).to(tl.float32)
+        return k_number, v_number, k_number, v_number
+    else:
+        return 1.0, 1.0, 1.0, 1.0
 
 
 @triton.jit

@@ -24,13 +24,16 @@ from torch import Tensor
 
 from polyattn_triton import runtime
 from polyattn_triton.kernels import rules  # before Triton: it decides how that is imported
-from polyattn_triton.kernels.cached import block_scales, fp4_numbers, restored, spread
+from polyattn_triton.kernels.arguments import MASKS, mask_arguments
+from polyattn_triton.kernels.cached import block_scales, fp4_numbers, least, restored, scales_at, spread
+from polyattn_triton.kernels.choices import EPOCH, architecture, chosen
 from polyattn_triton.kernels.layout import scales_of, strides
 from polyattn_triton.kernels.pairs import IN_PAIRS, as_pairs, native, nvidia, pairs
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import (
     LOG2E,
     accumulate,
+    bounds,
     dot,
     end_key,
     first_key,
@@ -41,6 +44,8 @@ from polyattn_triton.kernels.rules import (
     share_with_sink,
 )
 from polyattn_triton.kernels.splits import FIELDS, Allocate, Items, Shape, power_of_2
+from polyattn_triton.records.tuned import DECODE
+from polyattn_triton.runtime import device_of
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -121,7 +126,7 @@ def _tile(
         products *= unit[:, None]
     if SCALES == "token":
         products *= tl.load(k_scale + ks_at).to(tl.float32)[None, :]
-    found = logits(products, scale, softcap, SOFTCAP)
+    found = logits(products, scale, softcap, SOFTCAP, dtype)
     if MASK != "":
         at = mask[:, None] + j.to(tl.int64)[None, :] * mask_key
         if TREE:
@@ -339,19 +344,8 @@ def _decode(
         fresh_v += start.to(tl.int64) * fresh_v_token + head * fresh_v_head
     if MASK != "":
         mask = mask + sequence.to(tl.int64) * mask_sequence + i.to(tl.int64) * mask_row + h * mask_head
-    # Scales of tokens stay tensors, those of tensors and heads become numbers.
-    v_factor = 1.0
-    if SCALES == "token" or SCALES == "block16":
-        k_scale += head.to(tl.int64) * ks_head
-        v_scale += head.to(tl.int64) * vs_head
-    elif SCALES != "":
-        k_scale = tl.load(k_scale + head * ks_head).to(tl.float32)
-        v_scale = tl.load(v_scale + head * vs_head).to(tl.float32)
-        v_factor = v_scale
-        scale *= k_scale
-    else:
-        k_scale = 1.0
-        v_scale = 1.0
+    k_scale, v_scale, factor, v_factor = scales_at(k_scale, v_scale, head, ks_head, vs_head, SCALES)
+    scale *= factor
 
     top = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
@@ -429,6 +423,9 @@ class Config(NamedTuple):
     least: int
 
 
+_LEAST = 64
+"""Columns of a tile, at least: of FP4 that many (`cached.least`), of 16 bits a whole swizzle in shared memory, so that
+keys and values have the same, without which ptxas 12.8 miscompiles `wgmma` (`extend._widths` has the story)."""
 FIXED_KEYS = 2048
 """Keys of a part of batch-invariant splits: a sequence of 32k keys is 16 parts."""
 
@@ -448,36 +445,41 @@ _CONFIGS: dict[tuple[str, int], tuple[int, int, int, int]] = {
 }
 
 
-@functools.cache
-def _architecture(device: torch.device) -> str:
-    if device.type != "cuda" or torch.version.hip:
-        return "other"
-    return "hopper" if torch.cuda.get_device_capability(device)[0] == 9 else "cuda"
-
-
-@functools.lru_cache(maxsize=1024)
-def config_for(device: torch.device, rows: int, width: int, itemsize: int) -> Config:
-    """The table's entry.
-
-    Args:
-        rows: queries of a sequence times heads of a group. width: the larger of D and D_v.
-        itemsize: bytes of a number, of the cache, or of the query where that is float32.
-    """
-    # An 8-bit cache takes two tiles and two accumulators: 64 rows of them do not fit the registers.
-    M = min(max(power_of_2(rows), 16), 32 if itemsize == 1 else 64)
+def _default(device: torch.device, rows: int, width: int, bits: int) -> Config:
+    """The table's entry. `bits`: of a stored number, or of the query's where that is float32."""
+    # A cache of 8 bits takes two tiles and two accumulators: 64 rows of them do not fit the registers.
+    M = min(max(power_of_2(rows), 16), 32 if bits <= 8 else 64)
     if rules.INTERPRETED:
         return Config(M, 32, 4, 1, 1, 1)
-    where = _architecture(device)
-    warps, stages, resident, least = _CONFIGS[where, M]
-    if itemsize == 1 and M == 16 and where == "hopper":
+    where = architecture(device)
+    where = "cuda" if where == "blackwell" else where
+    warps, stages, resident, shortest = _CONFIGS[where, M]
+    if bits <= 8 and M == 16 and where == "hopper":
         resident = 3  # turning bytes into numbers takes longer than reading them: more programs to hide it
-    row = power_of_2(width) * itemsize
-    N = min(max(_TILE_BYTES[where] // row, 16), 128)
+    itemsize = max(bits // 8, 1)
+    N = min(max(_TILE_BYTES[where] // (power_of_2(width) * itemsize), 16), 128)
     if itemsize == 4:
         N = max(N // 2, 16)  # multiplied without tensor cores, out of registers
     elif M == 64 and width > 128:
         warps = 8
-    return Config(M, N, warps, stages, resident, least)
+    return Config(M, N, warps, stages, resident, shortest)
+
+
+@functools.lru_cache(maxsize=1024)
+def config_for(
+    device: torch.device, dtype: torch.dtype, bits: int, dims: tuple[int, int], rows: int, _epoch: int = 0
+) -> Config:
+    """As it was measured, else the table's.
+
+    Args:
+        dtype: of the query. bits: of a stored number. dims: (D, D_v). rows: queries of a sequence times heads of a
+            group.
+    """
+    name, wide = str(dtype).removeprefix("torch."), dtype == torch.float32
+    found = _default(device, rows, max(dims), 32 if wide else bits)
+    found = chosen(DECODE, (name, bits, *dims, found.M), found, device)
+    # A bool mask, numbers of 8 bits, goes into the weights.
+    return found if wide else found._replace(N=max(found.N, least(min(bits, 8))))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -511,13 +513,13 @@ def parts_for(programs: int, blocks: int, processors: int, resident: int) -> int
 def _cut(
     dims: tuple[int, int], dtype: torch.dtype, device: torch.device, heads: tuple[int, int], sequences: int,
     max_seqlen_q: int, max_seqlen_k: int, window: tuple[int, int], chunk: int, kv_dtype: str, invariant: bool,
-    config: Config | None,
+    config: Config | None, epoch: int,
 ) -> tuple[Shape, Config]:  # fmt: skip
     """`items_for` without the memory."""
     rows = max_seqlen_q * (heads[0] // heads[1])
     if config is None:
-        size = dtype.itemsize if kv_dtype == "auto" or dtype == torch.float32 else 1
-        config = config_for(device, 16 if invariant else rows, max(dims), size)
+        bits = {"auto": 8 * dtype.itemsize, "fp4_e2m1": 4}.get(kv_dtype, 8)
+        config = config_for(device, dtype, bits, dims, 16 if invariant else rows, epoch)
     keys = 64 if rules.INTERPRETED else FIXED_KEYS
     columns = heads[1] * -(-rows // config.M)
     processors = runtime.processors(device)
@@ -570,19 +572,14 @@ def items_for(
         allocate: where memory comes from; None = torch. config: None = the table's.
     """
     shape, config = _cut(
-        dims, dtype, device, heads, sequences, max_seqlen_q, max_seqlen_k, window, chunk, kv_dtype, invariant, config
+        dims, dtype, device, heads, sequences, max_seqlen_q, max_seqlen_k, window, chunk, kv_dtype, invariant, config,
+        EPOCH.value,
     )  # fmt: skip
 
     def empty(name: str, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     return Items(shape, allocate or empty), config
-
-
-def bounds(causal: bool, window: tuple[int, int], chunk: int) -> tuple[int, int]:
-    """The window with what causal and chunk say: a right bound of 0."""
-    right = [bound for bound in (0 if causal or chunk else -1, window[1]) if bound >= 0]
-    return window[0], min(right, default=-1)
 
 
 def decode(
@@ -619,18 +616,7 @@ def decode(
     """Attention of a few packed queries for each sequence over a paged cache (S9). Waits for nothing.
 
     Args:
-        query: [T_q, H_q, D], D a multiple of 8 up to 256, the last tokens of their sequences.
-        key_cache, value_cache: [pages, page_size, H_kv, D | D_v], or with `hnd` [pages, H_kv, page_size, D | D_v];
-            uint8 and D / 2 | D_v / 2 wide for fp4_e2m1.
-        page_table: int32 [N, max_pages]. seq_lens: int32 [N], 0 = a sequence without keys. cu_seqlens_q: int32 [N+1].
-        max_seqlen_q, max_seqlen_k: at least the longest sequence.
-        causal: bottom-right. window, chunk, scale, softcap, sinks: as `polyattn.reference.attention`.
-        key, value: [T_q, H_kv, D | D_v], the last keys of each sequence: read here, rounded as the cache would round
-            them, and not in the pages. None: everything is in the pages.
-        attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], bool or additive. tree: it is True before the last
-            queries' own columns, which alone are read.
-        kv_dtype, kv_scales, k_scale, v_scale: as `AttentionRequest`, and `polyattn.quantised`.
-        out: [T_q, H_q, D_v], written. lse: float32 [T_q, H_q], written: natural logarithm, without sinks.
+        query to lse: as `kernels.extend.extend`.
         invariant: as `items_for`. plan: what `items_for` gave, shared out for these lengths; None = made here, which
             costs another launch.
     """
@@ -638,49 +624,57 @@ def decode(
     sequences = seq_lens.shape[0]
     if not T_q or not sequences:
         return
-    left, right = bounds(causal, window, chunk)
     heads, E = key_cache.shape[1 if hnd else 2], out.shape[2]
     if plan is None:
         plan = items_for(
             (D, E), query.dtype, query.device, heads=(H_q, heads), sequences=sequences, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, window=(left, right), chunk=chunk, kv_dtype=kv_dtype, invariant=invariant,
+            max_seqlen_k=max_seqlen_k, window=bounds(causal, window, chunk), chunk=chunk, kv_dtype=kv_dtype,
+            invariant=invariant,
         )  # fmt: skip
         plan[0].share_out(seq_lens, cu_seqlens_q)
     items, config = plan
-    group = H_q // heads
     columns = items.shape.columns
-
     kind = kv_dtype if key_cache.dtype.itemsize == 1 else "auto"
-    in_pairs = kind in IN_PAIRS
     k_scale, k_scale_strides = scales_of(k_scale, key_cache, kv_scales, hnd)
     v_scale, v_scale_strides = scales_of(v_scale, value_cache, kv_scales, hnd)
     k, v = as_pairs(key_cache, kind), as_pairs(value_cache, kind)
-    mask = "" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "additive"
-    mask_strides: Any = (0, 0, 0, 0)
-    if attn_mask is not None:
-        n, h, i, j = attn_mask.stride()
-        mask_strides = (n if attn_mask.shape[0] > 1 else 0, h if attn_mask.shape[1] > 1 else 0, i, j)
-    least = 32 if in_pairs else 16
-    block_d, block_e = max(power_of_2(D), least), max(power_of_2(E), least)
+    k_strides, v_strides = strides(k, hnd), strides(v, hnd)
+    masked, attn_mask, mask_strides = mask_arguments(attn_mask)
+    numbers, constants = _fixed(
+        query.device, (D, E), (H_q, heads), max_seqlen_q, page_size, kind, kv_scales, causal, window, chunk, scale,
+        softcap, masked, tree, columns, invariant, config,
+    )  # fmt: skip
+    with device_of(query):
+        _decode[(columns, items.count)](
+            query, k, v, out, lse, page_table, items.table, items.counters, items.outs, items.lses, key, value,
+            attn_mask, sinks, k_scale, v_scale,
+            *query.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+            *k_strides, *v_strides,
+            *((0, 0) if key is None else key.stride()[:2]), *((0, 0) if value is None else value.stride()[:2]),
+            *mask_strides, *k_scale_strides, *v_scale_strides, page_table.stride(0), *numbers,
+            TWINS=k_strides == v_strides, SPLIT=items.count > sequences, **constants,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _fixed(
+    device: torch.device, dims: tuple[int, int], heads: tuple[int, int], max_seqlen_q: int, page_size: int, kind: str,
+    kv_scales: str, causal: bool, window: tuple[int, int], chunk: int, scale: float, softcap: float, masked: int,
+    tree: bool, columns: int, invariant: bool, config: Config,
+) -> tuple[tuple[float, ...], dict[str, Any]]:  # fmt: skip
+    """What does not differ from layer to layer: numbers for the kernel, and what it is compiled for."""
+    left, right = bounds(causal, window, chunk)
+    (D, E), group = dims, heads[0] // heads[1]
+    block_d, block_e = max(power_of_2(D), _LEAST), max(power_of_2(E), _LEAST)
     rows = config.M if invariant else min(config.M, power_of_2(max_seqlen_q * group))
-    factor, cap = rules.scales(scale, softcap)
     # In registers, of which two small programs on a processor leave enough for twice as many.
     merged = (4096 if config.resident <= 2 and rows <= 8 else 2048) * config.warps
-    at_once = min(max(merged // (rows * block_e), 1), 32)
-    k_strides, v_strides = strides(k, hnd), strides(v, hnd)
-    _decode[(columns, items.count)](
-        query, k, v, out, lse, page_table, items.table, items.counters, items.outs, items.lses, key, value,
-        attn_mask, sinks, k_scale, v_scale,
-        *query.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
-        *k_strides, *v_strides,
-        *((0, 0) if key is None else key.stride()[:2]), *((0, 0) if value is None else value.stride()[:2]),
-        *mask_strides, *k_scale_strides, *v_scale_strides, page_table.stride(0),
-        max(left, 0), max(right, 0), chunk, factor, cap,
-        GROUP=group, TILES=columns // heads, PAGE=page_size, KIND=kind, SCALES=kv_scales,
-        NATIVE=native(query.device, kind), D=D, BLOCK_D=block_d, E=E, BLOCK_E=block_e,
-        LEFT=left >= 0, RIGHT=right >= 0, CHUNK=chunk > 0, SOFTCAP=softcap != 0, MASK=mask, TREE=tree and mask != "",
-        PAIRS=in_pairs, TWINS=k_strides == v_strides,
-        PREFETCH=nvidia(query.device) and page_size & (page_size - 1) == 0, M=config.M, N=config.N, ROWS=rows,
-        AT_ONCE=at_once, SPLIT=items.count > sequences,
-        STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    return (max(left, 0), max(right, 0), chunk, *rules.scales(scale, softcap)), {
+        "GROUP": group, "TILES": columns // heads[1], "PAGE": page_size, "KIND": kind, "SCALES": kv_scales,
+        "NATIVE": native(device, kind), "D": D, "BLOCK_D": block_d, "E": E, "BLOCK_E": block_e, "LEFT": left >= 0,
+        "RIGHT": right >= 0, "CHUNK": chunk > 0, "SOFTCAP": softcap != 0, "MASK": MASKS[masked],
+        "TREE": tree and masked > 0, "PAIRS": kind in IN_PAIRS,
+        "PREFETCH": nvidia(device) and page_size & (page_size - 1) == 0, "M": config.M, "N": config.N, "ROWS": rows,
+        "AT_ONCE": min(max(merged // (rows * block_e), 1), 32), "STAGES": config.stages, "num_warps": config.warps,
+        "num_stages": config.stages,
+    }  # fmt: skip

@@ -12,7 +12,7 @@ more tiles than lie between that number and the next one's, and T_q and N alone 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from polyattn_triton.kernels import rules  # first: it decides how Triton is imported
 
@@ -21,12 +21,25 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
-from polyattn_triton.kernels.cached import as_stored, block_scales, fp4_numbers, numbers, restored, spread
+from polyattn_triton.kernels.arguments import MASKS, mask_arguments
+from polyattn_triton.kernels.cached import (
+    as_stored,
+    block_scales,
+    fp4_numbers,
+    least,
+    numbers,
+    restored,
+    scales_at,
+    spread,
+)
+from polyattn_triton.kernels.choices import EPOCH, architecture, chosen
 from polyattn_triton.kernels.layout import scales_of, strides
+from polyattn_triton.kernels.pools import Matrix, Memory, Pools, pools_of
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import (
     LOG2E,
     accumulate,
+    bounds,
     dot,
     end_key,
     first_key,
@@ -36,7 +49,10 @@ from polyattn_triton.kernels.rules import (
     share,
     share_with_sink,
 )
+from polyattn_triton.kernels.splits import power_of_2
 from polyattn_triton.kernels.tiles import parts
+from polyattn_triton.records.tuned import EXTEND
+from polyattn_triton.runtime import device_of
 
 __all__ = ["Config", "config_for", "extend"]
 
@@ -78,7 +94,8 @@ def _columns(base, offset, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.const
     c = START + tl.arange(0, WIDTH)
     at = base + offset[:, None] + c[None, :]
     if START + WIDTH > D:
-        return tl.load(at, mask=(c < D)[None, :], other=0)
+        # A float: no integer becomes FP8.
+        return tl.load(at, mask=(c < D)[None, :], other=0.0)
     else:
         return tl.load(at)
 
@@ -220,7 +237,7 @@ def _blocks(
             products *= tl.load(k_scale + ks_at).to(tl.float32)[None, :]
 
         if not FOLD:
-            products = logits(products, scale, softcap, SOFTCAP)
+            products = logits(products, scale, softcap, SOFTCAP, dtype)
         if MASK == "additive":
             products += bias.to(tl.float32) * LOG2E
         elif MASK == "bool" and not TREE:
@@ -332,24 +349,15 @@ def _extend(
         fresh_v += start.to(tl.int64) * fresh_v_token + head * fresh_v_head
     if MASK != "":
         mask = mask + n.to(tl.int64) * mask_sequence + i.to(tl.int64) * mask_row + h.to(tl.int64) * mask_head
-    # Scales of tokens stay tensors, those of tensors and heads become numbers.
-    value_scale = 1.0
-    if SCALES == "token" or SCALES == "block16":
-        k_scale += head.to(tl.int64) * ks_head
-        v_scale += head.to(tl.int64) * vs_head
-    elif SCALES != "":
-        k_scale = tl.load(k_scale + head * ks_head).to(tl.float32)
-        v_scale = tl.load(v_scale + head * vs_head).to(tl.float32)
-        value_scale = v_scale
-        scale *= k_scale
-    else:
-        k_scale = 1.0
-        v_scale = 1.0
+    k_scale, v_scale, factor, value_scale = scales_at(k_scale, v_scale, head, ks_head, vs_head, SCALES)
+    scale *= factor
 
     top = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     acc1 = tl.zeros((M, E1), tl.float32)
     acc2 = tl.zeros((M, E2 if E2 else 16), tl.float32)
+    from_block = begin
+    to_block = begin
     if SPLIT:
         # Blocks that all rows see are a loop of their own, between those at the ends.
         from_block = tl.cdiv(whole_from, N) * N
@@ -357,43 +365,29 @@ def _extend(
         if from_block >= to_block:
             from_block = begin
             to_block = begin
-        for part in tl.static_range(3):
-            if part != 0 or (LEFT or CHUNK):
-                acc1, acc2, top, total = _blocks(
-                    q1, q2, acc1, acc2, top, total, p,
-                    begin if part == 0 else from_block if part == 1 else to_block,
-                    from_block if part == 0 else to_block if part == 1 else paged_end,
-                    lowest, fresh_from, whole_from, whole_to, tree_from,
-                    k, v, k_page, k_token, v_page, v_token, k_scale, v_scale, ks_page, ks_token, vs_page, vs_token,
-                    k_box, v_box, head * box_row, head * box_column, page_rows, table,
-                    fresh_k, fresh_v, fresh_k_token, fresh_v_token, fresh_from,
-                    mask, mask_key, s_k, left, right, chunk, scale, softcap,
-                    D, D1, D2, E, E1, E2, N, PAGE, KIND, SCALES, k.dtype.element_ty,
-                    LEFT, RIGHT, CHUNK, SOFTCAP, MASK, TREE, FOLD, "none" if part == 1 else "all", False,
-                    BOX and part == 1, STAGES,
-                )  # fmt: skip
-    else:
-        acc1, acc2, top, total = _blocks(
-            q1, q2, acc1, acc2, top, total, p, begin, paged_end,
-            lowest, fresh_from, whole_from, whole_to, tree_from,
-            k, v, k_page, k_token, v_page, v_token, k_scale, v_scale, ks_page, ks_token, vs_page, vs_token,
-            k_box, v_box, head * box_row, head * box_column, page_rows, table,
-            fresh_k, fresh_v, fresh_k_token, fresh_v_token, fresh_from,
-            mask, mask_key, s_k, left, right, chunk, scale, softcap,
-            D, D1, D2, E, E1, E2, N, PAGE, KIND, SCALES, k.dtype.element_ty,
-            LEFT, RIGHT, CHUNK, SOFTCAP, MASK, TREE, FOLD, "ends", False, False, STAGES,
-        )  # fmt: skip
-    if fresh_k is not None:
-        acc1, acc2, top, total = _blocks(
-            q1, q2, acc1, acc2, top, total, p, tl.maximum(begin, fresh_from), end,
-            fresh_from, s_k, whole_from, whole_to, tree_from,
-            k, v, k_page, k_token, v_page, v_token, k_scale, v_scale, ks_page, ks_token, vs_page, vs_token,
-            k_box, v_box, head * box_row, head * box_column, page_rows, table,
-            fresh_k, fresh_v, fresh_k_token, fresh_v_token, fresh_from,
-            mask, mask_key, s_k, left, right, chunk, scale, softcap,
-            D, D1, D2, E, E1, E2, N, PAGE, KIND, SCALES, k.dtype.element_ty,
-            LEFT, RIGHT, CHUNK, SOFTCAP, MASK, TREE, FOLD, "all", True, False, 1,
-        )  # fmt: skip
+    # Pages up to where all rows see, those they all see, the others; then the new rows.
+    for part in tl.static_range(4):
+        if (
+            part == 2
+            or (part == 0 and SPLIT and (LEFT or CHUNK))
+            or (part == 1 and SPLIT)
+            or (part == 3 and fresh_k is not None)
+        ):
+            acc1, acc2, top, total = _blocks(
+                q1, q2, acc1, acc2, top, total, p,
+                begin if part == 0 else from_block if part == 1 else to_block if part == 2
+                else tl.maximum(begin, fresh_from),
+                from_block if part == 0 else to_block if part == 1 else paged_end if part == 2 else end,
+                fresh_from if part == 3 else lowest, s_k if part == 3 else fresh_from, whole_from, whole_to, tree_from,
+                k, v, k_page, k_token, v_page, v_token, k_scale, v_scale, ks_page, ks_token, vs_page, vs_token,
+                k_box, v_box, head * box_row, head * box_column, page_rows, table,
+                fresh_k, fresh_v, fresh_k_token, fresh_v_token, fresh_from,
+                mask, mask_key, s_k, left, right, chunk, scale, softcap,
+                D, D1, D2, E, E1, E2, N, PAGE, KIND, SCALES, k.dtype.element_ty,
+                LEFT, RIGHT, CHUNK, SOFTCAP, MASK, TREE, FOLD,
+                "none" if part == 1 else "all" if SPLIT or part == 3 else "ends", part == 3, BOX and part == 1,
+                1 if part == 3 else STAGES,
+            )  # fmt: skip
 
     if lse is not None:
         tl.store(lse + token * lse_token + h.to(tl.int64) * lse_head, natural_lse(top, total), mask=valid)
@@ -460,15 +454,8 @@ _MASKED: dict[tuple[str, bool], Config] = {
 _INTERPRETED = Config(32, 32, 4, 1)
 
 
-@functools.cache
-def _architecture(device: torch.device) -> str:
-    if device.type != "cuda" or torch.version.hip:
-        return "other"
-    return "hopper" if torch.cuda.get_device_capability(device)[0] == 9 else "cuda"
-
-
-@functools.cache
-def _chosen(where: str, width: int, itemsize: int, page_size: int, boxes: bool, mask: str, few: bool) -> Config:
+def _default(where: str, width: int, itemsize: int, page_size: int, boxes: bool, mask: str, few: bool) -> Config:
+    """The table's entry; `boxes`: whether tensor descriptors can read the pages."""
     boxed, plain = next(
         configs for (arch, widest, size), configs in _CONFIGS.items()
         if arch == where and width <= widest and size == itemsize
@@ -486,6 +473,23 @@ def _chosen(where: str, width: int, itemsize: int, page_size: int, boxes: bool, 
     return found._replace(split=found.split and page_size >= 16)
 
 
+@functools.lru_cache(maxsize=1024)
+def _chosen(
+    device: torch.device, dtype: torch.dtype, bits: int, widths: tuple[int, int], page_size: int, boxes: bool,
+    mask: str, few: bool, _epoch: int,
+) -> Config:  # fmt: skip
+    """As it was measured, else the table's."""
+    if rules.INTERPRETED:
+        found = _INTERPRETED
+    else:
+        where = architecture(device)
+        itemsize = 4 if dtype == torch.float32 else max(bits // 8, 1)
+        found = _default("cuda" if where == "blackwell" else where, max(widths), itemsize, page_size, boxes, mask, few)
+    name = str(dtype).removeprefix("torch.")
+    found = chosen(EXTEND, (name, bits, *widths, page_size, boxes, mask, few), found, device)
+    return found._replace(N=max(found.N, least(bits)))
+
+
 def config_for(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, rows: int, *, page_size: int = 0,
     mask: str = "", average: float | None = None,
@@ -496,84 +500,47 @@ def config_for(
         page_size: 0 = of no use to tensor descriptors. mask: "" | "tree" | "bool" | "additive".
         average: rows of a sequence, on average; None = `rows`.
     """
-    if rules.INTERPRETED:
-        return _INTERPRETED
-    itemsize = 4 if query.dtype == torch.float32 else 1 if key_cache.dtype.itemsize == 1 else 2
     widths = (query.shape[2], value_cache.shape[3])
-    # FP4 has two numbers in a byte.
-    boxes = all(not width & (width - 1) for width in widths) and key_cache.shape[3] == widths[0]
-    where = _architecture(query.device)
-    found = _chosen(where, max(widths), itemsize, page_size, boxes, mask, average is not None and average < 64)
+    bits = 8 * key_cache.dtype.itemsize
+    if key_cache.shape[3] != widths[0]:
+        bits, widths = 4, (widths[0], 2 * widths[1])  # two numbers in a byte
+    boxes = bits != 4 and all(not width & (width - 1) for width in widths)
+    few = average is not None and average < 64
+    found = _chosen(query.device, query.dtype, bits, widths, page_size, boxes, mask, few, EPOCH.value)
     if rows > found.M // 2:
         return found
     # Short sequences: as few rows as an MMA has, more keys in flight.
-    return found._replace(M=max(16, triton.next_power_of_2(rows)), warps=4)
+    return found._replace(M=max(16, power_of_2(rows)), warps=4)
 
 
-class _Boxes(NamedTuple):
-    """Tensor descriptors of both pools as matrices of rows; of head h, page p starts at row
-    p * page_rows + h * row and column h * column."""
-
-    key: TensorDescriptor
-    value: TensorDescriptor
-    page_rows: int
-    row: int
-    column: int
+@functools.lru_cache(maxsize=1024)
+def _box(memory: Memory, matrix: Matrix, rows: int, columns: int) -> TensorDescriptor:
+    # Making one takes longer than a launch, and pools stay where they are: hence the cache.
+    return TensorDescriptor(memory, matrix.shape, matrix.strides, [rows, columns])
 
 
-class _Memory(NamedTuple):
-    """What a descriptor needs of a tensor, without keeping its memory."""
-
-    pointer: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
-class _Pool(NamedTuple):
-    """All that the descriptor of a pool depends on."""
-
-    memory: Any
-    shape: torch.Size
-    strides: tuple[int, ...]
-
-
-def _boxes(key_cache: torch.Tensor, value_cache: torch.Tensor, hnd: bool, N: int) -> _Boxes | None:
-    """None where pools cannot be read that way: rows of a width that is no power of two, tokens that are no equal steps
-    apart, keys and values in different order, addresses that are no multiple of 16 bytes."""
-    pools = (key_cache, value_cache)
+def _boxes(k: torch.Tensor, v: torch.Tensor, hnd: bool, rows: int) -> tuple[Pools, list[TensorDescriptor]] | None:
+    """Descriptors of both pools, of blocks of so many rows of one head. None: they cannot read them."""
+    pools = pools_of(k, v, hnd)
+    if pools is None:
+        return None
+    sides = ((k, pools.key), (v, pools.value))
     if rules.INTERPRETED:
         # The interpreter reads tensors, not addresses.
-        return _described(*(_Pool(x, x.shape, x.stride()) for x in pools), hnd, N)
-    # Making descriptors takes longer than a launch, and pools stay where they are: hence the cache.
-    return _kept(*(_Pool(_Memory(x.data_ptr(), x.dtype), x.shape, x.stride()) for x in pools), hnd, N)
+        return pools, [TensorDescriptor(x, m.shape, m.strides, [rows, x.shape[3]]) for x, m in sides]
+    return pools, [_box(Memory(x.data_ptr(), x.dtype), m, rows, x.shape[3]) for x, m in sides]
 
 
-def _described(key: _Pool, value: _Pool, hnd: bool, N: int) -> _Boxes | None:
-    made, places = [], set()
-    for memory, size, steps in (key, value):
-        pages, heads, tokens, width = size if hnd else (size[0], size[2], *size[1::2])
-        page, token, head = (steps[0], *(steps[2:0:-1] if hnd else steps[1:3]))
-        step = token * memory.dtype.itemsize
-        if width & (width - 1) or width < 16 or step % 16 or memory.data_ptr() % 16 or not pages or page % token:
-            return None
-        if hnd and head % token == 0:
-            place = (page // token, head // token, 0)
-            shape = [(pages - 1) * place[0] + (heads - 1) * place[1] + tokens, width]
-        elif not hnd and head == width and heads * width <= token:
-            place = (page // token, 0, width)
-            shape = [(pages - 1) * place[0] + tokens, heads * width]
-        else:
-            return None
-        places.add(place)
-        if shape[0] >= 2**31 or len(places) > 1:
-            return None
-        made.append(TensorDescriptor(memory, shape, [token, 1], [N, width]))
-    return _Boxes(made[0], made[1], *places.pop())
+def _widths(width: int, straight: bool) -> tuple[int, int]:
+    """How a head dim is cut. Rows that do not go `straight` from the cache to shared memory, but by way of registers,
+    fill whole swizzles of 128 bytes there. Otherwise ptxas 12.8 (in Triton 3.6) takes the place of V for another: it
+    mistakes a register where descriptors of `wgmma` that differ in their swizzle begin at one address."""
+    return parts(width if straight else -(-width // 64) * 64)
 
 
-_kept = functools.lru_cache(maxsize=1024)(_described)
+def _straight(*rows: torch.Tensor) -> bool:
+    """Whether the compiler knows that rows begin at 16 bytes."""
+    return not any(x.data_ptr() & 15 or any(step & 15 for step in x.stride()[:-1]) for x in rows)
 
 
 def extend(
@@ -628,7 +595,8 @@ def extend(
     if not T_q or not N:
         return
     group, E = H_q // heads, out.shape[2]
-    mask = "" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "additive"
+    masked, attn_mask, mask_strides = mask_arguments(attn_mask)
+    mask = MASKS[masked]
     config = config or config_for(
         query, key_cache, value_cache, max_seqlen_q * group, page_size=page_size,
         mask="tree" if tree and mask == "bool" else mask, average=T_q * group / N,
@@ -637,35 +605,35 @@ def extend(
     tiles = -(-max_seqlen_q * group // config.M)
     grid = ((N * tiles if uniform else T_q * group // config.M + N) * heads,)
 
-    bounds = [bound for bound in (0 if causal or chunk else -1, window[1]) if bound >= 0]
+    left, right = bounds(causal, window, chunk)
     if kv_dtype == "fp4_e2m1":
         kv_scales = "block16"
     k_scale, k_scale_strides = scales_of(k_scale, key_cache, kv_scales, hnd)
     v_scale, v_scale_strides = scales_of(v_scale, value_cache, kv_scales, hnd)
     kind = kv_dtype if key_cache.dtype.itemsize == 1 else "auto"
     k, v = as_stored(key_cache, kind), as_stored(value_cache, kind)
-    (D1, D2), (E1, E2) = parts(D), parts(E)
+    whole = not (D | E) & 63 or query.dtype == torch.float32
+    straight = kind == "auto" and (whole or (key is None and _straight(k, v)))
+    (D1, D2), (E1, E2) = _widths(D, straight), _widths(E, straight)
     boxes = None
-    if config.box and config.split and kind != "fp4_e2m1" and page_size % config.N == 0:
+    if config.box and config.split and (D1, E1) == (D, E) and kind != "fp4_e2m1" and page_size % config.N == 0:
         boxes = _boxes(k, v, hnd, config.N)
-    mask_strides: Any = (0, 0, 0, 0)
-    if attn_mask is not None:
-        n, h, i, j = attn_mask.stride()
-        mask_strides = (n if attn_mask.shape[0] > 1 else 0, h if attn_mask.shape[1] > 1 else 0, i, j)
+    pools, (k_box, v_box) = boxes or (None, (None, None))
     factor, cap = rules.scales(scale, softcap)
-    _extend[grid](
-        query, k, v, out, lse, page_table, seq_lens, cu_seqlens_q, key, value, attn_mask, sinks, k_scale, v_scale,
-        None if boxes is None else boxes.key, None if boxes is None else boxes.value,
-        *query.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
-        *strides(key_cache, hnd), *strides(value_cache, hnd),
-        *((0, 0) if key is None else key.stride()[:2]), *((0, 0) if value is None else value.stride()[:2]),
-        *mask_strides, *k_scale_strides, *v_scale_strides, page_table.stride(0),
-        *((0, 0, 0) if boxes is None else (boxes.row, boxes.column, boxes.page_rows)),
-        N, tiles, window[0], min(bounds, default=-1), chunk, factor, cap, heads,
-        GROUP=group, PAGE=page_size, KIND=kind, SCALES=kv_scales, UNIFORM=uniform,
-        D=D, D1=D1, D2=D2, E=E, E1=E1, E2=E2, LEFT=window[0] >= 0, RIGHT=bool(bounds), CHUNK=chunk > 0,
-        SOFTCAP=softcap != 0, MASK=mask, TREE=tree and mask != "",
-        FOLD=softcap == 0 and mask != "additive" and scale > 0,
-        M=config.M, N=config.N, SPLIT=config.split, BOX=boxes is not None, STAGES=config.stages,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    with device_of(query):
+        _extend[grid](
+            query, k, v, out, lse, page_table, seq_lens, cu_seqlens_q, key, value, attn_mask, sinks, k_scale, v_scale,
+            k_box, v_box,
+            *query.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+            *strides(key_cache, hnd), *strides(value_cache, hnd),
+            *((0, 0) if key is None else key.stride()[:2]), *((0, 0) if value is None else value.stride()[:2]),
+            *mask_strides, *k_scale_strides, *v_scale_strides, page_table.stride(0),
+            *((0, 0, 0) if pools is None else (pools.row, pools.column, pools.page_rows)),
+            N, tiles, left, right, chunk, factor, cap, heads,
+            GROUP=group, PAGE=page_size, KIND=kind, SCALES=kv_scales, UNIFORM=uniform,
+            D=D, D1=D1, D2=D2, E=E, E1=E1, E2=E2, LEFT=left >= 0, RIGHT=right >= 0, CHUNK=chunk > 0,
+            SOFTCAP=softcap != 0, MASK=mask, TREE=tree and mask != "",
+            FOLD=softcap == 0 and mask != "additive" and scale > 0,
+            M=config.M, N=config.N, SPLIT=config.split, BOX=pools is not None, STAGES=config.stages,
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip

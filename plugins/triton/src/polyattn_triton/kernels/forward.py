@@ -7,50 +7,56 @@ work of a tile grows with its position, the longest come first.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from polyattn_triton import runtime
-from polyattn_triton.kernels import rules  # first: it decides how Triton is imported
-
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
-from polyattn_triton.kernels.rounding import cast
-from polyattn_triton.kernels.rules import (
-    accumulate,
-    dot,
-    end_key,
-    first_key,
-    logits,
-    natural_lse,
-    share,
-    share_with_sink,
+from polyattn_triton.kernels.arguments import (
+    configured,
+    constants_of,
+    describable,
+    descriptor,
+    mask_arguments,
+    near,
+    numbers_of,
+    sizes_of,
+    strides_of,
+    units_of,
 )
-from polyattn_triton.kernels.tiles import Spec, architecture, block, hidden, parts, place, put, span
+from polyattn_triton.kernels.choices import EPOCH, chosen
+from polyattn_triton.kernels.rounding import cast
+from polyattn_triton.kernels.rules import accumulate, dot, logits, natural_lse, share, share_with_sink
+from polyattn_triton.kernels.tiles import Spec, block, head_at, hidden, put, reach, steps, tile_at
+from polyattn_triton.records.tuned import FORWARD
 
-__all__ = ["Config", "describable", "descriptor", "forward", "mask_arguments", "strides_of"]
+__all__ = ["Config", "forward"]
 
 
-@triton.jit
-def _tile(
+_COUNTS = ["tiles", "pairs", "together", "heads", "s_q", "s_k", "left", "right", "chunk"]
+# Strides come in units (`arguments.units_of`): a version for each would gain nothing.
+_STRIDES = [f"s{tensor}{axis}" for tensor in "qkvo" for axis in "zmh"]
+
+
+@triton.jit(do_not_specialize=_STRIDES + _COUNTS)
+def _forward(
     query, k1, k2, v1, v2, out, lse, attn_mask, sinks, cu_q, cu_k,
     sqz, sqm, sqh, skz, skm, skh, svz, svm, svh, soz, som, soh, slz, slm, slh, smz, smh, smm, smn,
-    number, pair, heads, s_q, s_k, left, right, chunk, scale, softcap,
+    tiles, pairs, together, heads, s_q, s_k, left, right, chunk, scale, softcap,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
     GROUP: tl.constexpr, PACK: tl.constexpr, TOP_LEFT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, UNIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # A pair is a sequence with a query head, or, where PACK > 1, with all the query heads of a key head.
-    z = pair // heads
-    head = pair - z * heads
+    sqz, sqm, sqh = steps(sqz, sqm, sqh, UNIT)
+    skz, skm, skh = steps(skz, skm, skh, UNIT)
+    svz, svm, svh = steps(svz, svm, svh, UNIT)
+    # A head is one of queries, or, where PACK > 1, one of keys, with all the query heads that share it.
+    number, z, head, first_q, s_q, first_k, s_k = tile_at(tiles, pairs, together, heads, cu_q, cu_k, s_q, s_k, RIGHT)
     head_k = head if PACK > 1 else head // GROUP
-    first_q, s_q = span(cu_q, z, s_q)
-    first_k, s_k = span(cu_k, z, s_k)
     m = number * M
     if m < s_q * PACK:
         # Row r of the tile is query i of head h. Rows past the end repeat the last one.
@@ -62,12 +68,7 @@ def _tile(
         p = i + shift
         lowest = m // PACK + shift
         highest = tl.minimum(m + M - 1, s_q * PACK - 1) // PACK + shift
-        # Some row sees keys in [key_from, key_to); every row sees those in [whole_from, whole_to).
-        key_from = first_key(lowest, left, chunk, LEFT, CHUNK) // N * N
-        key_to = end_key(highest, s_k, right, RIGHT)
-        whole_from = first_key(highest, left, chunk, LEFT, CHUNK)
-        whole_to = end_key(lowest, s_k, right, RIGHT)
-
+        key_from, key_to, whole_from, whole_to = reach(lowest, highest, s_k, left, right, chunk, N, LEFT, RIGHT, CHUNK)
         z64 = z.to(tl.int64)
         row = first_q.to(tl.int64) + i
         at = query + (z64 * sqz + row * sqm + h * sqh)[:, None]
@@ -80,8 +81,8 @@ def _tile(
         if MASK:
             mask = attn_mask + (z64 * smz + i.to(tl.int64) * smm + h * smh)[:, None]
         if not TMA:
-            k1 += z64 * skz + first_k.to(tl.int64) * skm + head_k.to(tl.int64) * skh
-            v1 += z64 * svz + first_k.to(tl.int64) * svm + head_k.to(tl.int64) * svh
+            k1 = head_at(k1, z, first_k, head_k, skz, skm, skh)
+            v1 = head_at(v1, z, first_k, head_k, svz, svm, svh)
             k2 = k1
             v2 = v1
 
@@ -97,7 +98,7 @@ def _tile(
                 k = block(k2, z, head_k, n, skm, s_k, N, D1, D2, D, TMA)
                 found = dot(q2, k.T, found)
             if not FOLD:
-                found = logits(found, scale, softcap, SOFTCAP)
+                found = logits(found, scale, softcap, SOFTCAP, q1.dtype)
             j = (n + tl.arange(0, N))[None, :]
             partly = (n < whole_from) | (n + N > whole_to)
             found = hidden(found, p[:, None], j, mask, smn, s_k, left, right, chunk, partly, LEFT, RIGHT, CHUNK, MASK)
@@ -115,43 +116,12 @@ def _tile(
             kept = share(total)
         else:
             kept = share_with_sink(top, total, tl.load(sinks + h).to(tl.float32))
-        at = z64 * soz + row * som + h * soh
+        oz, om, oh = steps(soz, som, soh, UNIT)
+        at = z64 * oz + row * om + h * oh
         dtype = out.dtype.element_ty
         put(out, at, valid, cast(acc1 * kept[:, None], dtype), 0, E1, E)
         if E2:
             put(out, at, valid, cast(acc2 * kept[:, None], dtype), E1, E2, E)
-
-
-@triton.jit(do_not_specialize=["tiles", "pairs", "together", "heads", "s_q", "s_k", "left", "right", "chunk"])
-def _forward(
-    query, k1, k2, v1, v2, out, lse, attn_mask, sinks, cu_q, cu_k,
-    sqz, sqm, sqh, skz, skm, skh, svz, svm, svh, soz, som, soh, slz, slm, slh, smz, smh, smm, smn,
-    tiles, pairs, together, heads, s_q, s_k, left, right, chunk, scale, softcap,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
-    GROUP: tl.constexpr, PACK: tl.constexpr, TOP_LEFT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr,
-):  # fmt: skip
-    if PERSISTENT:
-        for pid in range(tl.program_id(0), tiles * pairs, tl.num_programs(0)):
-            number, pair = place(pid, tiles, pairs, together, RIGHT)
-            _tile(
-                query, k1, k2, v1, v2, out, lse, attn_mask, sinks, cu_q, cu_k,
-                sqz, sqm, sqh, skz, skm, skh, svz, svm, svh, soz, som, soh, slz, slm, slh, smz, smh, smm, smn,
-                number, pair, heads, s_q, s_k, left, right, chunk, scale, softcap,
-                D, D1, D2, E, E1, E2, GROUP, PACK, TOP_LEFT, LEFT, RIGHT, CHUNK, SOFTCAP, MASK, FOLD,
-                M, N, TMA, STAGES,
-            )  # fmt: skip
-    else:
-        # Not a loop of one turn: that takes 30 registers more.
-        number, pair = place(tl.program_id(0), tiles, pairs, together, RIGHT)
-        _tile(
-            query, k1, k2, v1, v2, out, lse, attn_mask, sinks, cu_q, cu_k,
-            sqz, sqm, sqh, skz, skm, skh, svz, svm, svh, soz, som, soh, slz, slm, slh, smz, smh, smm, smn,
-            number, pair, heads, s_q, s_k, left, right, chunk, scale, softcap,
-            D, D1, D2, E, E1, E2, GROUP, PACK, TOP_LEFT, LEFT, RIGHT, CHUNK, SOFTCAP, MASK, FOLD,
-            M, N, TMA, STAGES,
-        )  # fmt: skip
 
 
 class Config(NamedTuple):
@@ -159,7 +129,6 @@ class Config(NamedTuple):
 
     Attributes:
         m, n: rows. warps, stages: of a program. tma: keys and values by tensor descriptors.
-        persistent: as many programs as the device runs at a time, each with several tiles.
     """
 
     m: int
@@ -167,7 +136,6 @@ class Config(NamedTuple):
     warps: int
     stages: int
     tma: bool = False
-    persistent: bool = False
 
 
 # (architecture, bytes of a number, widest of D and D_v up to): by measurement on an H200, elsewhere by what fits.
@@ -183,65 +151,27 @@ _CONFIGS = {
     ("", 4, 256): Config(32, 32, 8, 1),
     ("interpreter", 4, 256): Config(64, 64, 4, 1),
 }
-_TOGETHER = 24 << 20
-"""Bytes of keys and values that programs running at one time may share in the L2 cache."""
 
 
 @functools.cache
-def _config(device: torch.device, itemsize: int, width: int, rows: int) -> Config:
-    """The configuration for tiles of a device; `rows`: a power of two that few enough queries fit into, or 0."""
-    where = architecture(device)
-    size = 4 if where == "interpreter" else itemsize
-    found = next(
-        config
-        for name in (where, "")
-        for (arch, bytes_, widest), config in _CONFIGS.items()
-        if arch == name and bytes_ == size and width <= widest
-    )
-    if rows and rows < found.m:
-        return found._replace(m=rows, n=min(found.n, 64), warps=4, persistent=False)
-    return found
+def _config(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], few: int, loose: bool, _: int) -> Config:
+    """The configuration for tiles of a device; asked again when what is tuned may have changed.
+
+    Args:
+        few: a power of two that few enough queries fit into, or 0. loose: see `arguments.units_of`.
+    """
+    found = configured(_CONFIGS, device, dtype.itemsize, max(dims))
+    if few and few < found.m:
+        found = found._replace(m=few, n=min(found.n, 64), warps=4)
+    elif loose:
+        # Loads of one number each take registers.
+        found = found._replace(n=min(found.n, 64))
+    return chosen(FORWARD, (str(dtype).removeprefix("torch."), *dims, few, loose), found, device)
 
 
 def _few(rows: int) -> int:
     """A power of two for a tile of few rows; 0 = not few."""
     return 0 if rows > 64 else max(16, 1 << (rows - 1).bit_length())
-
-
-def descriptor(
-    tensor: Tensor, strides: tuple[int, int, int], sizes: tuple[int, int, int], rows: int, width: int
-) -> Any:
-    """A tensor descriptor [B, S, H, D] whose blocks are `rows` tokens of one head; strides and sizes of (B, S, H)."""
-    return TensorDescriptor(tensor, [*sizes, tensor.shape[-1]], [*strides, 1], [1, rows, 1, width])
-
-
-def describable(tensor: Tensor, strides: tuple[int, int, int]) -> bool:
-    """Whether a tensor can be described: the start and every stride on a boundary of 16 bytes."""
-    z, m, h = strides
-    return not (tensor.data_ptr() & 15 or (z | m | h) * tensor.itemsize & 15) and z > 0 and m > 0 and h > 0
-
-
-def strides_of(tensor: Tensor, layout: str) -> tuple[int, int, int]:
-    """Strides of (sequence, token, head) for layout BSHD, BHSD or THD."""
-    if layout == "BSHD":
-        z, m, h, _ = tensor.stride()
-        return z, m, h
-    if layout == "BHSD":
-        z, h, m, _ = tensor.stride()
-        return z, m, h
-    m, h, _ = tensor.stride()
-    return 0, m, h
-
-
-def mask_arguments(attn_mask: Tensor | None) -> tuple[int, Tensor | None, tuple[int, int, int, int]]:
-    """(kind, tensor, strides) of a mask [B|1, H|1, S_q, S_k]; an axis that is shared has a stride of 0."""
-    if attn_mask is None:
-        return 0, None, (0, 0, 0, 0)
-    z, h, m, n = attn_mask.stride()
-    strides = (z if attn_mask.shape[0] > 1 else 0, h if attn_mask.shape[1] > 1 else 0, m, n)
-    if attn_mask.dtype == torch.bool:
-        return 1, attn_mask.view(torch.uint8), strides
-    return 2, attn_mask, strides
 
 
 def forward(
@@ -271,53 +201,34 @@ def forward(
         cu_seqlens_q, cu_seqlens_k: int32 [N+1], and max_seqlen_q, max_seqlen_k: layout THD only.
         config: instead of that of the table.
     """
-    if layout == "THD":
-        assert cu_seqlens_q is not None
-        batch, s_q, s_k = cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k
-        heads, heads_k = query.shape[1], key.shape[1]
-    elif layout == "BSHD":
-        batch, s_q, heads, _ = query.shape
-        _, s_k, heads_k, _ = key.shape
-    else:
-        batch, heads, s_q, _ = query.shape
-        _, heads_k, s_k, _ = key.shape
+    sizes = sizes_of(query, key, value, layout, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    batch, heads, heads_k, s_q, s_k, width, v_width = sizes
     if not (batch and heads and s_q):
         return
-    group = heads // heads_k
-    width_k, width_v = query.shape[-1], value.shape[-1]
-    few = _few(s_q * group)
-    config = config or _config(query.device, query.itemsize, max(width_k, width_v), few)
+    unit, loose, strides = units_of(query, key, value, out, layout=layout)
+    if config is None:
+        few = _few(s_q * sizes.group)
+        config = _config(query.device, query.dtype, (width, v_width), few, loose, EPOCH.value)
     # One tile for the query heads of a key head, where a tile of one head would be half empty.
-    pack = group if 2 * s_q <= config.m else 1
-    kind, mask, mask_strides = mask_arguments(attn_mask)
+    pack = sizes.group if 2 * s_q <= config.m else 1
     pairs, heads = (batch * heads_k, heads_k) if pack > 1 else (batch * heads, heads)
     tiles = -(-s_q * pack // config.m)
-    together = max(1, _TOGETHER // max(1, s_k * (width_k + width_v) * key.itemsize)) * (1 if pack > 1 else group)
-    key_strides, value_strides = strides_of(key, layout), strides_of(value, layout)
-    d1, d2 = parts(width_k)
-    e1, e2 = parts(width_v)
+    together = near(s_k, sizes, key.itemsize) * (1 if pack > 1 else sizes.group)
+    kind, mask, mask_strides = mask_arguments(attn_mask)
+    constants = constants_of(spec, sizes, kind, unit, loose)
     tma = config.tma and layout != "THD" and s_k >= config.n
-    tma = tma and describable(key, key_strides) and describable(value, value_strides)
+    tma = tma and describable(key, layout) and describable(value, layout)
     k1, k2, v1, v2 = key, key, value, value
     if tma:
-        sizes = (batch, s_k, heads_k)
-        k1 = k2 = descriptor(key, key_strides, sizes, config.n, d1)
-        v1 = v2 = descriptor(value, value_strides, sizes, config.n, e1)
-        k2 = descriptor(key, key_strides, sizes, config.n, d2) if d2 else k1
-        v2 = descriptor(value, value_strides, sizes, config.n, e2) if e2 else v1
-    # A scale above 0 is left to the softmax; below, the largest product is not the largest logit.
-    fold = not spec.softcap and spec.scale > 0 and kind != 2
-    scale, softcap = rules.scales(spec.scale, spec.softcap)
-    grid = tiles * pairs
-    if config.persistent:
-        grid = min(grid, runtime.processors(query.device))
-    _forward[(grid,)](
-        query, k1, k2, v1, v2, out, lse, mask, sinks, cu_seqlens_q, cu_seqlens_k,
-        *strides_of(query, layout), *key_strides, *value_strides, *strides_of(out, layout),
+        boxes = ((key, "D1"), (key, "D2"), (value, "E1"), (value, "E2"))
+        k1, k2, v1, v2 = (
+            # A second part that does not exist is not read.
+            descriptor(tensor, layout, (batch, s_k, heads_k), config.n, constants[part] or constants[part[0] + "1"])
+            for tensor, part in boxes
+        )
+    _forward[(tiles * pairs,)](
+        query, k1, k2, v1, v2, out, lse, mask, sinks, cu_seqlens_q, cu_seqlens_k, *strides,
         *((0, 0, 0) if lse is None else strides_of(lse.unsqueeze(-1), layout)), *mask_strides,
-        tiles, pairs, together, heads, s_q, s_k, spec.left, spec.right, spec.chunk, scale, softcap,
-        D=width_k, D1=d1, D2=d2, E=width_v, E1=e1, E2=e2, GROUP=group, PACK=pack,
-        TOP_LEFT=spec.top_left, LEFT=spec.left >= 0, RIGHT=spec.right >= 0, CHUNK=spec.chunk > 0,
-        SOFTCAP=spec.softcap > 0, MASK=kind, FOLD=fold, M=config.m, N=config.n, TMA=tma, STAGES=config.stages,
-        PERSISTENT=config.persistent, num_warps=config.warps, num_stages=config.stages,
+        tiles, pairs, together, heads, *numbers_of(spec, sizes), **constants, PACK=pack, M=config.m, N=config.n,
+        TMA=tma, STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

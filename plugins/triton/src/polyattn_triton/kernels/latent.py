@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 from polyattn_triton import runtime  # first: it decides how Triton is imported
 
@@ -27,11 +28,16 @@ import triton.language as tl  # isort: skip
 from torch import Tensor  # isort: skip
 
 from polyattn_triton.hopper import latent as hopper  # isort: skip
+from polyattn_triton.kernels.arguments import mask_arguments  # isort: skip
 from polyattn_triton.kernels.cached import as_stored, numbers  # isort: skip
+from polyattn_triton.kernels.choices import EPOCH, architecture, chosen  # isort: skip
 from polyattn_triton.kernels.rounding import cast  # isort: skip
+from polyattn_triton.kernels.splits import power_of_2  # isort: skip
+from polyattn_triton.records.tuned import LATENT  # isort: skip
 from polyattn_triton.kernels.rules import (  # isort: skip
     LOG2E,
     accumulate,
+    bounds,
     dot,
     end_key,
     first_key,
@@ -422,8 +428,7 @@ def _merge(
             tl.store(lse + row * HEADS + head, natural_lse(top, total), inside)
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """How a tile is computed.
 
     Attributes:
@@ -447,31 +452,49 @@ _TABLE: dict[str, tuple[Config, ...]] = {
     "blackwell": (Config(64, 32, 8, 2), Config(32, 64, 8, 2), Config(16, 64, 4, 2)),
     "nvidia": (Config(32, 32, 8, 2), Config(16, 32, 4, 2)),
     "": (Config(32, 32, 4, 2), Config(16, 32, 4, 2)),
-    "small": (Config(16, 16, 8, 1),),
+    "small": (Config(16, 32, 8, 1),),
     "interpreter": (Config(64, 32, 1, 1, apart=1), Config(16, 32, 1, 1, apart=1)),
 }
 """Largest tile first. `small`: wide or float32 rows, anywhere."""
 
 
-@functools.cache
 def _class(device: torch.device) -> str:
-    if runtime.INTERPRETED:
-        return "interpreter"
-    if device.type == "cuda" and not torch.version.hip:
-        return {9: "hopper", 10: "blackwell"}.get(torch.cuda.get_device_capability(device)[0], "nvidia")
-    return ""
+    """The table's name for a device."""
+    found = "interpreter" if runtime.INTERPRETED else architecture(device)
+    return {"cuda": "nvidia", "other": ""}.get(found, found)
 
 
-def config_for(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], rows: int) -> Config:
-    """The configuration for tiles of at most `rows` rows, of latent rows with `widths` (D_c, D_r)."""
+def config_for(
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], rows: int, additive: bool = False
+) -> Config:
+    """The configuration for tiles of at most `rows` rows, of latent rows with `widths` (D_c, D_r): as it was measured,
+    else the table's. `additive`: there is a mask that is added."""
+    return _chosen(_class(device), device, dtype, widths, rows, additive, EPOCH.value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _chosen(
+    where: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[int, int],
+    rows: int,
+    additive: bool,
+    _epoch: int,
+) -> Config:
     small = dtype.itemsize > 2 or sum(map(_power, widths)) > 640
-    configs = _TABLE["small" if small and not runtime.INTERPRETED else _class(device)]
-    return next((config for config in configs[:-1] if rows > config.rows // 2), configs[-1])
+    configs = _TABLE["small" if small and not runtime.INTERPRETED else where]
+    found = next((config for config in configs[:-1] if rows > config.rows // 2), configs[-1])
+    if additive:
+        # It may be float32 and goes through shared memory, which larger blocks fill.
+        found = found._replace(keys=min(found.keys, 32))
+    name = str(dtype).removeprefix("torch.")
+    return chosen(LATENT, (name, *widths, found.rows, additive), found, device)
 
 
 def _power(width: int) -> int:
-    """The width of a tile for rows of `width` numbers."""
-    return max(triton.next_power_of_2(width), 16) if width else 0
+    """The width of a tile for rows of `width` numbers: at least a swizzle in shared memory (`extend._widths`)."""
+    return max(power_of_2(width), 64) if width else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -514,10 +537,8 @@ def launch_for(
         config: instead of the one in the table. additive: there is a mask that is added.
     """
     if config is None:
-        config = config_for(device, dtype, widths, heads if batch_invariant else heads * max_seqlen_q)
-        if additive:
-            # It may be float32 and goes through shared memory, which larger blocks fill.
-            config = dataclasses.replace(config, keys=min(config.keys, 32))
+        rows = heads if batch_invariant else heads * max_seqlen_q
+        config = config_for(device, dtype, widths, rows, additive)
     tiles = triton.cdiv(heads * max_seqlen_q, config.rows)
     if batch_invariant:
         tokens = min(max_seqlen_q, CUT_TOKENS.value)
@@ -547,7 +568,7 @@ def most(device: torch.device, heads: int, sequences: int, tokens: int, batch_in
 
 def _bounds(causal: bool, window: tuple[int, int], chunk: int) -> tuple[tuple[int, int, int], dict[str, bool]]:
     """(left, right, chunk), and which of them there are."""
-    left, right = window[0], 0 if causal or chunk else window[1]
+    left, right = bounds(causal, window, chunk)
     return (left, right, chunk), {"LEFT": left >= 0, "RIGHT": right >= 0, "CHUNK": chunk > 0}
 
 
@@ -561,11 +582,12 @@ def plan(
         seq_lens, cu_seqlens_q, causal, window, chunk: as `attend`. out: int32 [launch.numbers(N)], written.
     """
     sequences = seq_lens.shape[0]
-    bounds, which = _bounds(causal, window, chunk)
-    _plan[(max(launch.parts + 1, sequences),)](
-        out, out[3 * (launch.parts + 1) :], seq_lens, cu_seqlens_q, sequences, launch.parts, *bounds,
-        N=launch.config.keys, LEAST=launch.config.least, **which, num_warps=4,
-    )  # fmt: skip
+    limits, which = _bounds(causal, window, chunk)
+    with runtime.device_of(seq_lens):
+        _plan[(max(launch.parts + 1, sequences),)](
+            out, out[3 * (launch.parts + 1) :], seq_lens, cu_seqlens_q, sequences, launch.parts, *limits,
+            N=launch.config.keys, LEAST=launch.config.least, **which, num_warps=4,
+        )  # fmt: skip
 
 
 def attend(
@@ -587,8 +609,8 @@ def attend(
         pieces: float32 [launch.pieces(N), D_c] and [launch.pieces(N)], if there are any.
     """
     sequences, (T, heads, _), d_c, config = seq_lens.shape[0], query.shape, out.shape[2], launch.config
-    bounds, which = _bounds(causal, window, chunk)
-    plain = attn_mask is None and scale > 0 and bounds in ((-1, -1, 0), (-1, 0, 0))
+    limits, which = _bounds(causal, window, chunk)
+    plain = attn_mask is None and scale > 0 and limits in ((-1, -1, 0), (-1, 0, 0))
     if plain and launch.parts and hopper.takes(query, cache, out, config.rows, config.keys):
         hopper.attend(
             query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, pieces, launch.tiles, launch.parts,
@@ -596,19 +618,20 @@ def attend(
         )  # fmt: skip
     else:
         tables = (page_table, seq_lens, cu_seqlens_q, shares)
-        _launch(query, cache, tables, bounds, which, scale, attn_mask, tree, out, lse, launch, pieces)
+        _launch(query, cache, tables, limits, which, scale, attn_mask, tree, out, lse, launch, pieces)
     if launch.cut:
         most = launch.tiles * config.rows if launch.parts else min(T, CUT_TOKENS.value) * heads
         wide = sequences * most <= 2048
         some, width = (64, 512) if runtime.INTERPRETED else (1, 128) if wide else (4, 256)
         width = min(width, _power(d_c))
         cuts = None if shares is None else shares[3 * (launch.parts + 1) :]
-        _merge[triton.cdiv(most, some), sequences, triton.cdiv(d_c, width)](
-            seq_lens, cu_seqlens_q, out, lse, *pieces, cuts, out.stride(0), out.stride(1),
-            sequences, launch.tiles, *bounds,
-            HEADS=heads, D_C=d_c, M=config.rows, N=config.keys, ROWS=some, TOGETHER=32 if wide else 4, WIDTH=width,
-            **which, **_cutting(launch), num_warps=4,
-        )  # fmt: skip
+        with runtime.device_of(query):
+            _merge[triton.cdiv(most, some), sequences, triton.cdiv(d_c, width)](
+                seq_lens, cu_seqlens_q, out, lse, *pieces, cuts, out.stride(0), out.stride(1),
+                sequences, launch.tiles, *limits,
+                HEADS=heads, D_C=d_c, M=config.rows, N=config.keys, ROWS=some, TOGETHER=32 if wide else 4, WIDTH=width,
+                **which, **_cutting(launch), num_warps=4,
+            )  # fmt: skip
 
 
 def _cutting(launch: Launch) -> dict[str, int]:
@@ -618,7 +641,7 @@ def _cutting(launch: Launch) -> dict[str, int]:
 
 
 def _launch(
-    query: Tensor, cache: Tensor, tables: tuple[Tensor, Tensor, Tensor, Tensor | None], bounds: tuple[int, int, int],
+    query: Tensor, cache: Tensor, tables: tuple[Tensor, Tensor, Tensor, Tensor | None], limits: tuple[int, int, int],
     which: dict[str, bool], scale: float, attn_mask: Tensor | None, tree: bool, out: Tensor, lse: Tensor | None,
     launch: Launch, pieces: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
@@ -631,22 +654,18 @@ def _launch(
         rows = as_stored(rows.view(torch.float8_e4m3fn), "fp8_e4m3")
         factors = rope[..., :bytes_of_scales].view(torch.float32)
         rope = rope[..., bytes_of_scales:].view(torch.bfloat16)
-    mask_strides = (0, 0, 0, 0)
-    kind = 0 if attn_mask is None else 1 if attn_mask.dtype == torch.bool else 2
-    if attn_mask is not None:
-        sides = zip(attn_mask.shape, attn_mask.stride(), strict=True)
-        mask_strides = tuple(stride if size > 1 else 0 for size, stride in sides)
-        attn_mask = attn_mask.view(torch.uint8) if kind == 1 else attn_mask
+    kind, attn_mask, mask_strides = mask_arguments(attn_mask)
     piece_out, piece_lse = (None, None) if pieces is None else pieces
     most = T * heads // config.rows + seq_lens.shape[0]
     grid = (launch.parts * launch.tiles, 1) if launch.parts else (most, launch.cuts)
-    _attend[grid](
-        query, rows, factors, rope, page_table, seq_lens, cu_seqlens_q, attn_mask, out, lse, piece_out, piece_lse,
-        shares, query.stride(0), query.stride(1), rows.stride(0), factors.stride(0), rope.stride(0),
-        page_table.stride(0), *mask_strides, out.stride(0), out.stride(1), seq_lens.shape[0], launch.tiles, *bounds,
-        scales(scale, 0.0)[0],
-        HEADS=heads, PAGE=cache.shape[1], D_C=d_c, D_R=width - d_c, ROW=rows.stride(1), SCALE_ROW=factors.stride(1),
-        ROPE_ROW=rope.stride(1), M=config.rows, N=config.keys, C=_power(d_c), R=_power(width - d_c), MASK=kind,
-        TREE=tree, FOLD=scale > 0 and kind != 2, FP8=cache.dtype == torch.uint8, STAGES=config.stages, **which,
-        **_cutting(launch), num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    with runtime.device_of(query):
+        _attend[grid](
+            query, rows, factors, rope, page_table, seq_lens, cu_seqlens_q, attn_mask, out, lse, piece_out, piece_lse,
+            shares, query.stride(0), query.stride(1), rows.stride(0), factors.stride(0), rope.stride(0),
+            page_table.stride(0), *mask_strides, out.stride(0), out.stride(1), seq_lens.shape[0], launch.tiles, *limits,
+            scales(scale, 0.0)[0],
+            HEADS=heads, PAGE=cache.shape[1], D_C=d_c, D_R=width - d_c, ROW=rows.stride(1), SCALE_ROW=factors.stride(1),
+            ROPE_ROW=rope.stride(1), M=config.rows, N=config.keys, C=_power(d_c), R=_power(width - d_c), MASK=kind,
+            TREE=tree, FOLD=scale > 0 and kind != 2, FP8=cache.dtype == torch.uint8, STAGES=config.stages, **which,
+            **_cutting(launch), num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import LOG2E, natural_lse, share, share_with_sink
+from polyattn_triton.runtime import device_of
 
 __all__ = ["merge"]
 
@@ -68,7 +69,8 @@ def merge(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None, out: Tenso
         return
     block = max(triton.next_power_of_2(E), 16)
     rows = max((65536 if rules.INTERPRETED else 2048) // block, 1)
-    _merge[(triton.cdiv(T * H, rows),)](
-        outs, lses, sinks, out, lse, T * H, P, H, *outs.stride()[:3], *lses.stride(), *out.stride()[:2],
-        *((0, 0) if lse is None else lse.stride()), E=E, BLOCK_E=block, ROWS=rows, num_warps=4,
-    )  # fmt: skip
+    with device_of(out):
+        _merge[(triton.cdiv(T * H, rows),)](
+            outs, lses, sinks, out, lse, T * H, P, H, *outs.stride()[:3], *lses.stride(), *out.stride()[:2],
+            *((0, 0) if lse is None else lse.stride()), E=E, BLOCK_E=block, ROWS=rows, num_warps=4,
+        )  # fmt: skip

@@ -172,32 +172,26 @@ def _metadata(
 ):  # fmt: skip
     """Grid [programs of the largest part, 4]: three views, a size of 0 is none, and the tokens."""
     i, part = tl.program_id(0), tl.program_id(1)
-    if part == 0:
-        if SIZE_A > 0:
-            _view(
-                i, table, rows, live, seq_lens, cu_seqlens, sequences, table_columns, table_stride, lens_a, table_a,
-                cu_a, indptr_a, indices_a, counts_a, last_a, columns_a, window_a, PAGE, SIZE_A, COLUMNS, ROWS,
-            )  # fmt: skip
-    elif part == 1:
-        if SIZE_B > 0:
-            _view(
-                i, table, rows, live, seq_lens, cu_seqlens, sequences, table_columns, table_stride, lens_b, table_b,
-                cu_b, indptr_b, indices_b, counts_b, last_b, columns_b, window_b, PAGE, SIZE_B, COLUMNS, ROWS,
-            )  # fmt: skip
-    elif part == 2:
-        if SIZE_C > 0:
-            _view(
-                i, table, rows, live, seq_lens, cu_seqlens, sequences, table_columns, table_stride, lens_c, table_c,
-                cu_c, indptr_c, indices_c, counts_c, last_c, columns_c, window_c, PAGE, SIZE_C, COLUMNS, ROWS,
-            )  # fmt: skip
-    else:
-        # Two questions: this one is answered when the kernel is compiled.
-        if (positions is not None) or (slots is not None):  # noqa: SIM102
-            if i * TOKENS < tokens:
-                _tokens(
-                    i, table, rows, live, seq_lens, cu_seqlens, lag, positions, slots, tokens, sequences, highest,
-                    table_columns, table_stride, PAGE, TOKENS,
+    views = (
+        (lens_a, table_a, cu_a, indptr_a, indices_a, counts_a, last_a, columns_a, window_a),
+        (lens_b, table_b, cu_b, indptr_b, indices_b, counts_b, last_b, columns_b, window_b),
+        (lens_c, table_c, cu_c, indptr_c, indices_c, counts_c, last_c, columns_c, window_c),
+    )
+    sizes: tl.constexpr = (SIZE_A, SIZE_B, SIZE_C)
+    # Two questions each: the first is answered when the kernel is compiled.
+    for n in tl.static_range(3):
+        if sizes[n] > 0:  # noqa: SIM102
+            if part == n:
+                _view(
+                    i, table, rows, live, seq_lens, cu_seqlens, sequences, table_columns, table_stride, *views[n],
+                    PAGE, sizes[n], COLUMNS, ROWS,
                 )  # fmt: skip
+    if (positions is not None) or (slots is not None):  # noqa: SIM102
+        if (part == 3) & (i * TOKENS < tokens):
+            _tokens(
+                i, table, rows, live, seq_lens, cu_seqlens, lag, positions, slots, tokens, sequences, highest,
+                table_columns, table_stride, PAGE, TOKENS,
+            )  # fmt: skip
 
 
 _NONE = View(0)
@@ -255,9 +249,10 @@ def step_metadata(
         if now:
             programs = max(programs, triton.cdiv(tokens, _TOKENS))
         (a, b, c), (width_a, width_b, width_c) = some, widths
-        _metadata[(programs, 4)](
-            table, rows, live, seq_lens, cu_seqlens_q, lag, positions if now else None, slots if now else None,
-            tokens, N, 1 << N.bit_length() >> 1, columns or table.shape[1], table.stride(0),
-            *a.tensors, width_a, a.window, *b.tensors, width_b, b.window, *c.tensors, width_c, c.window,
-            page_size, a.page_size, b.page_size, c.page_size, _COLUMNS, _TOKENS, _ROWS, num_warps=4,
-        )  # fmt: skip
+        with runtime.device_of(table):
+            _metadata[(programs, 4)](
+                table, rows, live, seq_lens, cu_seqlens_q, lag, positions if now else None, slots if now else None,
+                tokens, N, 1 << N.bit_length() >> 1, columns or table.shape[1], table.stride(0),
+                *a.tensors, width_a, a.window, *b.tensors, width_b, b.window, *c.tensors, width_c, c.window,
+                page_size, a.page_size, b.page_size, c.page_size, _COLUMNS, _TOKENS, _ROWS, num_warps=4,
+            )  # fmt: skip

@@ -19,6 +19,7 @@ __all__ = [
     "LN2",
     "LOG2E",
     "accumulate",
+    "bounds",
     "dot",
     "end_key",
     "first_key",
@@ -77,14 +78,29 @@ def seen(p, j, s_k, left, right, chunk, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 
 
 @triton.jit
-def logits(products, scale, softcap, SOFTCAP: tl.constexpr):
-    """Base-2 logits of query-key products. `scale` is scale * log2(e), with a softcap scale / softcap; see `scales`."""
+def _tanh(x, dtype: tl.constexpr):
+    """tanh by exp2, which saturates to +-1 instead of overflowing. That loses the digits of a small x, down to an error
+    of 2^-24: nothing to numbers of a dtype of 16 bits, but not to float32."""
+    grown = tl.exp2(tl.minimum(x * (2 * LOG2E), 126.0))
+    far = 1 - 2 / (grown + 1)
+    if dtype == tl.float32:
+        # The polynomial of Cephes' tanhf (S. L. Moshier, netlib.org/cephes).
+        y = x * x
+        near = (((-5.70498872745e-3 * y + 2.06390887954e-2) * y - 5.37397155531e-2) * y + 1.33314422036e-1) * y
+        near = (near - 3.33332819422e-1) * y * x + x
+        return tl.where(y < 0.625 * 0.625, near, far)
+    else:
+        return far
+
+
+@triton.jit
+def logits(products, scale, softcap, SOFTCAP: tl.constexpr, dtype: tl.constexpr = tl.float32):
+    """Base-2 logits of query-key products. `scale` is scale * log2(e), with a softcap scale / softcap; see `scales`.
+    dtype: of what was multiplied; 16 bits allow a cheaper softcap."""
     if SOFTCAP:
-        # tanh by exp2: it saturates to +-1 instead of overflowing.
-        x = products * scale
-        grown = tl.exp2(tl.minimum(x * (2 * LOG2E), 126.0))
-        return (1 - 2 / (grown + 1)) * (softcap * LOG2E)
-    return products * scale
+        return _tanh(products * scale, dtype) * (softcap * LOG2E)
+    else:
+        return products * scale
 
 
 @triton.jit
@@ -131,3 +147,9 @@ def share_with_sink(top, total, sink):
 def scales(scale: float, softcap: float) -> tuple[float, float]:
     """What `logits` takes for a scale and a softcap (0 = off)."""
     return (scale / softcap, softcap) if softcap else (scale * LOG2E.value, 0.0)
+
+
+def bounds(causal: bool, window: tuple[int, int], chunk: int) -> tuple[int, int]:
+    """The window with what causal and chunk say: a right bound of 0."""
+    right = [bound for bound in (0 if causal or chunk else -1, window[1]) if bound >= 0]
+    return window[0], min(right, default=-1)

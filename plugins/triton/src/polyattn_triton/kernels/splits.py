@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polyattn_triton.kernels.rules import end_key, first_key  # before Triton: it decides how that is imported
+from polyattn_triton.runtime import device_of
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -164,24 +165,25 @@ class Items:
         """One launch; it may be recorded."""
         shape = self.shape
         left, right = shape.window
-        _share_out[(self.count,)](
-            self.table,
-            self.counters,
-            seq_lens,
-            cu_seqlens_q,
-            shape.sequences,
-            shape.target,
-            max(left, 0),
-            max(right, 0),
-            shape.chunk,
-            BLOCK=power_of_2(shape.sequences),
-            BLOCK_N=shape.block,
-            LEAST=shape.least,
-            FIXED=shape.fixed,
-            LEFT=left >= 0,
-            RIGHT=right >= 0,
-            CHUNK=shape.chunk > 0,
-            HEADS=shape.columns,
-            HEADS_BLOCK=power_of_2(shape.columns),
-            num_warps=4 if shape.sequences > 256 else 1,
-        )
+        with device_of(seq_lens):
+            _share_out[(self.count,)](
+                self.table,
+                self.counters,
+                seq_lens,
+                cu_seqlens_q,
+                shape.sequences,
+                shape.target,
+                max(left, 0),
+                max(right, 0),
+                shape.chunk,
+                BLOCK=power_of_2(shape.sequences),
+                BLOCK_N=shape.block,
+                LEAST=shape.least,
+                FIXED=shape.fixed,
+                LEFT=left >= 0,
+                RIGHT=right >= 0,
+                CHUNK=shape.chunk > 0,
+                HEADS=shape.columns,
+                HEADS_BLOCK=power_of_2(shape.columns),
+                num_warps=4 if shape.sequences > 256 else 1,
+            )

@@ -6,7 +6,6 @@ the parts of Q and K, `E1` and `E2` those of V; a second part of 0 does not exis
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -16,9 +15,23 @@ from polyattn_triton.kernels import rules  # first: it decides how Triton is imp
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from polyattn_triton.kernels.rules import LOG2E, seen
+from polyattn_triton.kernels import choices
+from polyattn_triton.kernels.rules import LOG2E, end_key, first_key, seen
 
-__all__ = ["Spec", "architecture", "block", "hidden", "parts", "place", "put", "rows_of", "span"]
+__all__ = [
+    "Spec",
+    "architecture",
+    "block",
+    "head_at",
+    "hidden",
+    "parts",
+    "put",
+    "reach",
+    "rows_of",
+    "span",
+    "steps",
+    "tile_at",
+]
 
 
 class Spec(NamedTuple):
@@ -48,14 +61,11 @@ def parts(width: int) -> tuple[int, int]:
     return (2 * first, 0) if rest == first else (first, rest)
 
 
-@functools.cache
 def architecture(device: torch.device) -> str:
     """The class of devices that a configuration is for: interpreter, hopper, or "" for all others."""
     if rules.INTERPRETED:
         return "interpreter"
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
-        return "hopper"
-    return ""
+    return "hopper" if choices.architecture(device) == "hopper" else ""
 
 
 @triton.jit
@@ -79,6 +89,40 @@ def span(cu_seqlens, z, length):
     else:
         first = tl.load(cu_seqlens + z)
         return first, tl.load(cu_seqlens + z + 1) - first
+
+
+@triton.jit
+def tile_at(tiles, pairs, together, heads, cu_q, cu_k, s_q, s_k, DESCENDING: tl.constexpr):
+    """(tile, sequence, head, first query, S_q, first key, S_k) of this program; a pair is a sequence with a head."""
+    number, pair = place(tl.program_id(0), tiles, pairs, together, DESCENDING)
+    z = pair // heads
+    first_q, s_q = span(cu_q, z, s_q)
+    first_k, s_k = span(cu_k, z, s_k)
+    return number, z, pair - z * heads, first_q, s_q, first_k, s_k
+
+
+@triton.jit
+def steps(z, m, h, UNIT: tl.constexpr):
+    """Strides that were given in units of 16 bytes, in elements: now the compiler knows what divides them."""
+    return tl.cast(z, tl.int64) * UNIT, tl.cast(m, tl.int64) * UNIT, tl.cast(h, tl.int64) * UNIT
+
+
+@triton.jit
+def head_at(base, z, first, head, sz, sm, sh):
+    """Where a head of sequence z begins, whose first token is `first`."""
+    return base + tl.cast(z, tl.int64) * sz + tl.cast(first, tl.int64) * sm + tl.cast(head, tl.int64) * sh
+
+
+@triton.jit
+def reach(
+    lowest, highest, s_k, left, right, chunk, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """(key_from, key_to, whole_from, whole_to) of queries at lowest ... highest: some of them sees keys in the first
+    range, which starts at a block of N, all of them see those in the second."""
+    key_from = first_key(lowest, left, chunk, LEFT, CHUNK) // N * N
+    key_to = end_key(highest, s_k, right, RIGHT)
+    return key_from, key_to, first_key(highest, left, chunk, LEFT, CHUNK), end_key(lowest, s_k, right, RIGHT)
 
 
 @triton.jit

@@ -409,17 +409,18 @@ def _launch(
     N = 0 if seq_lens is None else seq_lens.shape[0]
     sides = 1 if value is None else 2
     more = 0 if query is None else query.shape[1] // H
-    _write[(triton.cdiv(T * H, m), sides + more)](
-        key, value, query, key_cache, value_cache, query_out, k_scale, v_scale, cos, sin,
-        page_table, seq_lens, cu_seqlens_q, slots, positions, T, N, 1 << N.bit_length() >> 1,
-        0 if page_table is None else page_table.shape[1], 0 if page_table is None else page_table.stride(0),
-        0 if cos is None else cos.stride(0),
-        *key.stride()[:2], *((0, 0) if value is None else value.stride()[:2]),
-        *((0, 0) if query is None else query.stride()[:2]),
-        *((0, 0) if query_out is None else query_out.stride()[:2]),
-        *strides(key_cache), *strides(value_cache), *strides(k_scale), *strides(v_scale),
-        H, D, D_v, block, block_v, m, page_size, not (max_seqlen_q == 1 and T == N), sides, kind, scales, make, rows,
-        key.device.type == "cpu", native, start, 0 if cos is None else 2 * cos.shape[1], interleaved,
-        # A product is rounded before it is added to, as torch does it.
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    with runtime.device_of(key):
+        _write[(triton.cdiv(T * H, m), sides + more)](
+            key, value, query, key_cache, value_cache, query_out, k_scale, v_scale, cos, sin,
+            page_table, seq_lens, cu_seqlens_q, slots, positions, T, N, 1 << N.bit_length() >> 1,
+            0 if page_table is None else page_table.shape[1], 0 if page_table is None else page_table.stride(0),
+            0 if cos is None else cos.stride(0),
+            *key.stride()[:2], *((0, 0) if value is None else value.stride()[:2]),
+            *((0, 0) if query is None else query.stride()[:2]),
+            *((0, 0) if query_out is None else query_out.stride()[:2]),
+            *strides(key_cache), *strides(value_cache), *strides(k_scale), *strides(v_scale),
+            H, D, D_v, block, block_v, m, page_size, not (max_seqlen_q == 1 and T == N), sides, kind, scales, make,
+            rows, key.device.type == "cpu", native, start, 0 if cos is None else 2 * cos.shape[1], interleaved,
+            # A product is rounded before it is added to, as torch does it.
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,237 @@
+"""polyattn's engine beside transformers' own continuous batching: tokens per second of one model, in one run.
+
+    python benchmarks/engine.py [--device cuda] [--json FILE]     # a Llama of 1.2 billion random weights, context 4096
+    python benchmarks/engine.py --quick                           # a tiny one, on a CPU: the figures mean nothing
+    python benchmarks/engine.py --render FILE                     # a result file as the table of docs/benchmarks.md
+
+Both serve the same prompts of random tokens, all of one length, greedily and to the same number of new tokens. The rate
+is that of decoding: tokens after the first of each request, over the time that a run to the last of them takes longer
+than a run to the first. Runs of all alternate in rounds, and the middle counts. transformers runs with each attention
+implementation that is named and works here, and the best of them counts. On a device with graphs polyattn's decode
+steps are replayed, and one run has every wait of the host inside a replayed step raise. Host time per step is measured
+apart, with a kernel that does nothing: serving_layer.py --device cuda.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import report
+import torch
+import transformers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from polyattn.integrations.transformers.serving import CausalLMRunner
+from polyattn.serving.engine import Engine, EngineConfig, SamplingParams
+
+BAR = 1.2
+"""Times the best of transformers that is asked for, at the batches of `BAR_FROM` and more."""
+BAR_FROM = 32
+IMPLEMENTATIONS = ("sdpa", "flash_attention_3", "flash_attention_2")
+FULL = {"hidden": 2048, "heads": 32, "kv_heads": 8, "intermediate": 4096, "vocab": 32000, "layers": 32}
+TINY = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 128, "vocab": 256, "layers": 2}
+OURS = "polyattn"
+
+Generate = Callable[[int], Sequence[Sequence[int]]]
+"""From a number of new tokens to those of each request."""
+
+
+def model_of(sizes: dict[str, int], context: int, device: torch.device) -> LlamaForCausalLM:
+    """Random weights: what is measured is time."""
+    config = LlamaConfig(
+        vocab_size=sizes["vocab"],
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["intermediate"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def prompts_of(count: int, length: int, vocab: int) -> list[list[int]]:
+    """Random, so that no two share a prefix."""
+    random = torch.Generator().manual_seed(1)
+    found: list[list[int]] = torch.randint(3, vocab, (count, length), generator=random).tolist()
+    return found
+
+
+def ours(
+    model: LlamaForCausalLM, prompts: list[list[int]], context: int, backend: str | None
+) -> tuple[Generate, Engine]:
+    config = EngineConfig(
+        max_requests=len(prompts), max_tokens=context, max_batch_tokens=8192, prefix_caching=False, backend=backend
+    )
+    engine = Engine(CausalLMRunner(model), config)
+
+    def generate(new: int) -> list[list[int]]:
+        return [out.token_ids for out in engine.generate(prompts, SamplingParams(max_new_tokens=new))]
+
+    return generate, engine
+
+
+def theirs(model: LlamaForCausalLM, prompts: list[list[int]], implementation: str, more: dict[str, Any]) -> Generate:
+    """more: keywords of `generate_batch`."""
+
+    def generate(new: int) -> list[list[int]]:
+        model.set_attn_implementation(implementation)  # all runs share the model
+        config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        found = model.generate_batch(prompts, generation_config=config, progress_bar=False, **more)
+        return [list(out.generated_tokens) for out in found.values()]
+
+    return generate
+
+
+def small() -> dict[str, Any]:
+    """For a CPU, where transformers would take a share of the memory for its cache, and minutes for that."""
+    return {"continuous_batching_config": transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=128)}
+
+
+def without_waiting(generate: Generate, engine: Engine) -> bool:
+    """Whether decode steps are replayed; a wait of the host inside one of them is an error here."""
+    graphs = engine.memory.graphs
+    if graphs is None or engine.memory.device.type != "cuda":
+        return False
+    inner, count = graphs.run, 0
+
+    def run(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return inner(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    graphs.run = run  # type: ignore[method-assign]
+    try:
+        generate(4)
+    finally:
+        graphs.run = inner  # type: ignore[method-assign]
+    return count > 0
+
+
+def seconds_of(generate: Generate, new: int, count: int) -> float:
+    began = time.perf_counter()
+    found = generate(new)
+    took = time.perf_counter() - began
+    if [len(tokens) for tokens in found] != [new] * count:
+        raise RuntimeError(
+            f"{new} tokens of each of {count} requests are wanted; got {[len(t) for t in found][:8]} ..."
+        )
+    return took
+
+
+def measured(model: LlamaForCausalLM, count: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One batch size: tokens per second of everybody, or why there are none."""
+    new, more = args.new, small() if args.quick else {}
+    prompts = prompts_of(count, args.context - new, model.config.vocab_size)
+    generate, engine = ours(model, prompts, args.context, args.backend)
+    runs: dict[str, Generate] = {OURS: generate}
+    row: dict[str, Any] = {"requests": count, "backends": dict(engine.backends), "failed": {}}
+    for name in args.implementations:
+        runs[f"transformers {name}"] = theirs(model, prompts, name, more)
+    rates: dict[str, list[float]] = {}
+    for name, run in list(runs.items()):
+        try:
+            seconds_of(run, 2, count)  # graphs are recorded, kernels compiled
+        except Exception as exc:  # an implementation may not be here, or fail in any way
+            if name == OURS:
+                raise
+            row["failed"][name] = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
+            del runs[name]
+    row["replayed"] = without_waiting(generate, engine)
+    for _ in range(args.rounds):
+        for name, run in runs.items():
+            longer = seconds_of(run, new, count) - seconds_of(run, 1, count)
+            rates.setdefault(name, []).extend([count * (new - 1) / longer] if longer > 0 else [])
+    row["tokens_per_second"] = {name: round(statistics.median(found), 1) for name, found in rates.items() if found}
+    for name in (name for name, found in rates.items() if not found):
+        row["failed"][name] = "its runs to the last token took no longer than those to the first"
+    return row
+
+
+def ratio(row: dict[str, Any]) -> tuple[float, str] | None:
+    """(how many times as fast polyattn's engine is as the best of transformers, which that is)."""
+    rates = dict(row["tokens_per_second"])
+    own = rates.pop(OURS, None)
+    best = max(rates, key=lambda name: rates[name], default=None)
+    return None if best is None or own is None else (own / rates[best], best)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A result file as the table of docs/benchmarks.md."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["tokens_per_second"]))
+    lines = [
+        f"{report.caption(result)}; {result['parameters'] / 1e9:.2g} billion weights, context {result['context']}.",
+        "",
+        f"| requests | {' | '.join(names)} | over the best | asked | replayed without a wait |",
+        f"|---:|{'---:|' * len(names)}---|---:|---|",
+    ]
+    for row in result["rows"]:
+        found = ratio(row)
+        cells = [f"{row['tokens_per_second'][name]:.0f}" if name in row["tokens_per_second"] else "-" for name in names]
+        best = f"{found[0]:.2f} x {found[1]}" if found else ""
+        asked = f"{BAR:g}" if row["requests"] >= BAR_FROM else ""
+        lines.append(
+            f"| {row['requests']} | {' | '.join(cells)} | {best} | {asked} | {'yes' if row['replayed'] else 'no'} |"
+        )
+    reasons = dict.fromkeys(f"- {name}: {why}" for row in result["rows"] for name, why in row["failed"].items())
+    return "\n".join([*lines, *([""] if reasons else []), *reasons])
+
+
+def rows_of(args: argparse.Namespace, model: LlamaForCausalLM) -> Iterator[dict[str, Any]]:
+    for count in args.requests:
+        yield measured(model, count, args)
+        gc.collect()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--requests", type=int, nargs="+", default=(1, 32, 128), metavar="N")
+    parser.add_argument("--context", type=int, default=4096, help="prompt and new tokens")
+    parser.add_argument("--new", type=int, default=128, help="new tokens of each request")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--backend", help="polyattn's; without it the one it chooses")
+    parser.add_argument("--implementations", nargs="*", default=IMPLEMENTATIONS, metavar="NAME", help="of transformers")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and a batch of 2: does everything run?")
+    args = report.arguments(parser, markdown)
+    if args is None:
+        return
+    if args.quick:
+        args.requests, args.context, args.new, args.rounds, args.implementations = (2,), 64, 24, 1, ("sdpa",)
+    device = torch.device(args.device)
+    model = model_of(TINY if args.quick else FULL, args.context, device)
+    result = {
+        **report.stamp("engine", device, transformers=transformers.__version__),
+        "context": args.context,
+        "new_tokens": args.new,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "quick": args.quick,
+        "rows": [],
+    }
+    for row in rows_of(args, model):
+        result["rows"].append(row)
+        report.finish(result, markdown, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What a command line asks for, in plain words: for the run, for the command that a result names, and for processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from . import peers
+from .running import Plan
+from .sheets import Sheet, read, selected
+
+__all__ = ["Asked"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The words of `polyattn bench` that say what is measured, and how; the flags of the command explain them."""
+
+    sheets: tuple[str, ...]
+    rows: tuple[str, ...] = ("*",)
+    candidates: tuple[str, ...] = ("*",)
+    peers: tuple[str, ...] = ()
+    peer: tuple[str, ...] = ("*",)
+    device: str = "auto"
+    quick: bool = False
+    tune: bool = False
+    seconds: float = 0.1
+    limit: float = 3600.0
+
+    def words(self) -> list[str]:
+        """The command line that asks for the same, without `polyattn`; defaults are left out."""
+        words = ["bench", *self.sheets]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "sheets" or value == field.default:
+                continue
+            flag, values = f"--{field.name}", value if isinstance(value, tuple) else (value,)
+            words += [flag] if value is True else [word for one in values for word in (flag, str(one))]
+        return words
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Asked:
+        """What `plain` made, read back from JSON."""
+        words: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in plain.items()}
+        return cls(**words)
+
+    def plan(self) -> tuple[Plan, Sheet]:
+        """
+        Raises:
+            ConfigError: sheets, rows, peers or a device that are not there; a CPU without `quick`.
+        """
+        sheet = read([Path(path) for path in self.sheets])
+        rows = [row for family in selected(sheet, self.rows) for row in family.rows]
+        known = peers.load(self.peers)
+        wanted = peers.named(known, self.peer, "--peer") if known else []
+        device = _device(self.device)
+        if device.type == "cpu" and not self.quick:
+            raise ConfigError(
+                "the rows of a sheet take hours on a CPU: --quick makes them tiny, --device names another"
+            )
+        named = {name: known[name] for name in wanted}
+        return Plan(rows, named, self.candidates, device, self.seconds, self.limit, self.quick, self.tune), sheet
+
+
+def _device(word: str) -> torch.device:
+    if word == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        word = found.type if found is not None else "cpu"
+    try:
+        device = torch.device(word)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as exc:
+        raise ConfigError(f"--device {word}: torch has no such device here: {str(exc).partition(chr(10))[0]}") from exc
+    return torch.device(device.type, 0) if device.type != "cpu" and device.index is None else device

@@ -1,0 +1,92 @@
+"""What takes part in a row: polyattn's candidates and peers, under the names that a result file has."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..errors import BackendUnavailableError, UnsupportedRequestError
+from ..measuring import Call, Candidate, Inputs, Workload, candidates, peak_memory
+from ..plugins import get_manager
+from ..selection import Selection
+from .peers import Peer
+
+__all__ = ["OWN", "Entry", "Seen", "entries_of"]
+
+OWN = "polyattn/"
+"""What the names of polyattn's candidates begin with; peers have no slash in theirs."""
+
+
+@dataclasses.dataclass
+class Seen:
+    """What is noticed on the way: who ran last (it took the device with it, if that is lost), and peaks of memory."""
+
+    last: str = ""
+    peaks: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A candidate or a peer; an entrant of `polyattn.measuring.measure`.
+
+    Attributes:
+        selection: of a candidate. compiles: its kernels are made at their first call.
+    """
+
+    name: str
+    what: Candidate | Peer
+    seen: Seen
+    selection: Selection | None = None
+    compiles: bool = False
+
+    def prepare(self, inputs: Inputs) -> Call:
+        self.seen.last = self.name
+        try:
+            inner: Call = self.what.prepare(inputs)
+        except ModuleNotFoundError as exc:
+            raise UnsupportedRequestError(f"not here: {exc}") from exc
+
+        def call(number: int) -> object:
+            self.seen.last = self.name
+            return inner(number)
+
+        if inputs.device.type == "cuda":
+            inner(0)  # whatever only the first call takes is no part of the peak
+            self.seen.peaks[self.name] = peak_memory(inputs.device, lambda: inner(0))
+        return call
+
+
+def entries_of(
+    asked: Workload, device: torch.device, peers: Mapping[str, Peer], patterns: Sequence[str], seen: Seen
+) -> list[Entry]:
+    """The candidates that patterns name, then the peers.
+
+    Args:
+        patterns: of backends. One that is a backend's own name asks for it even where it is not chosen by itself.
+    """
+    compiled = {info.name for info in get_manager().backends.values() if info.compiles}
+    found = [
+        Entry(OWN + one.name, one, seen, one.selection, one.name in compiled)
+        for one in _candidates(asked, device, patterns)
+    ]
+    return found + [Entry(name, peer, seen, compiles=peer.compiles) for name, peer in peers.items()]
+
+
+def _candidates(asked: Workload, device: torch.device, patterns: Sequence[str]) -> list[Candidate]:
+    """None where no backend that patterns name takes a row: peers are measured all the same. Last resorts, such as the
+    reference, take part where they are named: elsewhere they would take most of the time."""
+    try:
+        named = candidates(asked, device, by_name=True)
+    except (UnsupportedRequestError, BackendUnavailableError):
+        return []
+    try:
+        automatic = {one.name for one in candidates(asked, device)}
+    except (UnsupportedRequestError, BackendUnavailableError):
+        automatic = set()
+    backends = get_manager().backends
+    automatic -= {name for name, platform in backends if (backends[name, platform].priority or 0) < 0}
+    matching = {name for name in automatic if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    return [one for one in named if one.name in patterns or one.name in matching]

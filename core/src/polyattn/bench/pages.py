@@ -1,0 +1,133 @@
+"""A result file as Markdown: the bars, then a table for each family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .bars import best
+
+__all__ = [
+    "BENCHMARK",
+    "QUICK",
+    "caption",
+    "cell",
+    "device_line",
+    "figure",
+    "markdown",
+    "said_of",
+    "title_of",
+    "verdict_of",
+]
+
+BENCHMARK = "polyattn bench"
+"""What result files of this command call themselves."""
+
+QUICK = "Rows as small as they get: the times mean nothing."
+
+Result = Mapping[str, Any]
+_SHORT = {"tuned": "tuned", "untuned": "by rules"}
+
+
+def markdown(result: Result) -> str:
+    """The run in a line, its bars, a table of rates for each family; what failed, with its reason."""
+    lines = [f"{caption(result)}.", ""]
+    if result["quick"]:
+        lines += [QUICK, ""]
+    for line in (result.get("note"), device_line(result)):
+        lines += [line, ""] if line else []
+    if result["verdicts"]:
+        lines += _bars(result["verdicts"])
+    for name in dict.fromkeys(row["family"] for row in result["rows"]):
+        lines += ["", *_family(name, [row for row in result["rows"] if row["family"] == name])]
+    return "\n".join(lines)
+
+
+def caption(result: Result) -> str:
+    """The run in one line, without a full stop."""
+    named = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"{result['date']}, {result['device']}; {named}"
+
+
+def device_line(result: Result) -> str:
+    """What the device itself did, over all rows."""
+    units = {"matmul": "TFLOP/s", "copy": "GB/s", "read": "GB/s"}
+    said = []
+    for name, unit in units.items():
+        rates = [row["anchors"][name] for row in result["rows"] if name in row["anchors"]]
+        if rates and not result["quick"]:
+            said.append(f"{name} {min(rates):.0f} to {max(rates):.0f} {unit}")
+    return f"The device, over all rows: {', '.join(said)}." if said else ""
+
+
+def title_of(row: Mapping[str, Any]) -> str:
+    """A row for people: its own name, and what is wrong with it."""
+    return str(row["name"]) + ("" if row["accepted"] else f" (rejected: the device changed by {row['moved']:.0%})")
+
+
+def said_of(row: Mapping[str, Any]) -> str:
+    """polyattn's choices in a row, and how they compare with the fastest candidate."""
+    fastest = best(row, peers=False)
+    parts = []
+    for how, short in _SHORT.items():
+        name = row["choice"].get(how)
+        if name is None:
+            continue
+        us = row["entries"].get(name, {}).get("us")
+        share = f" {row['entries'][fastest]['us'] / us:.2f}" if us and fastest else ""
+        parts.append(f"{short} {name.rpartition('/')[2]}{share}")
+    return ", ".join(parts)
+
+
+def cell(entry: Mapping[str, Any] | None) -> str:
+    """Rate and share of the ceiling of an entry."""
+    if entry is None:
+        return ""
+    return f"{figure(entry['rate'])} ({entry['percent']:.0f}%)" if "us" in entry else "-"
+
+
+def figure(rate: float) -> str:
+    """A rate with three digits, or as many as it has before the point."""
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _bars(verdicts: Iterable[Mapping[str, Any]]) -> list[str]:
+    lines = ["| bar | asked | verdict | geometric mean | least | of row |", "|---|---|---|---:|---:|---|"]
+    for said in verdicts:
+        figures = [f"{said[name]:.2f}" if name in said else "" for name in ("geomean", "least")]
+        cells = [said["bar"], said["asked"], verdict_of(said), *figures, said.get("least_row", "")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def verdict_of(said: Mapping[str, Any]) -> str:
+    """met, missed or incomplete, with what that is to be read with."""
+    words = [str(said["verdict"])]
+    if "spread" in said:
+        words[0] += f" ({said['spread']:.1%})"
+    if said["missing"]:
+        words.append(f"{len(said['missing'])} of {len(said['missing']) + said['rows']} rows missing")
+    return ", ".join(words)
+
+
+def _family(family: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = list(dict.fromkeys(name for row in rows for name in row["entries"]))
+    shown = [name for name in names if any("us" in row["entries"].get(name, {}) for row in rows)]
+    model = f", {rows[0]['model']}" if rows[0].get("model") else ""
+    lines = [f"`{family}`{model}: {rows[0]['unit']} (share of the ceiling)", ""]
+    choices = any(row["choice"] for row in rows)
+    if shown:
+        head, rule = (["choice"], "---|") if choices else ([], "")
+        lines += [f"| {' | '.join(['row', *shown, *head])} |", f"|---|{'---:|' * len(shown)}{rule}"]
+        for row in rows:
+            cells = [title_of(row), *(cell(row["entries"].get(name)) for name in shown)]
+            lines.append(f"| {' | '.join([*cells, *([said_of(row)] if choices else [])])} |")
+    failures: dict[str, list[str]] = {}
+    for row in rows:
+        for name, entry in row["entries"].items():
+            if "failed" in entry:
+                failures.setdefault(f"{name}: {entry['failed']}", []).append(row["name"])
+        if "note" in row:
+            failures.setdefault(str(row["note"]), []).append(row["name"])
+    where = {why: "every row" if len(some) == len(rows) else "; ".join(some) for why, some in failures.items()}
+    return [*lines, *([""] if where and shown else []), *(f"- {why} ({some})" for why, some in where.items())]

@@ -1,0 +1,252 @@
+"""A run: row after row, each between two looks at what the device itself can do.
+
+A row is checked before it is timed, and its entries are timed in turns (`polyattn.measuring.measure`). Where the
+device's rates before and after it differ by more than `ANCHORS_WITHIN`, it is measured once more, then kept as not
+accepted: no verdict reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import BackendUnavailableError, UnsupportedRequestError
+from ..inspection import catalogue, explain
+from ..measuring import Clock, Measured, Workload, anchors, measure
+from ..measuring.probe import Prober
+from ..measuring.tuner import tune_one
+from ..overrides import current_settings
+from ..selection import Policy, Selection, select
+from .bars import ANCHORS_WITHIN, difference
+from .entries import OWN, Entry, Seen, entries_of
+from .peers import Peer
+from .results import kept
+from .rows import Row, Work
+from .workloads import inputs_of, workload
+
+__all__ = ["ATTEMPTS", "DeviceLost", "Plan", "ceiling", "measured", "run", "settled"]
+
+ATTEMPTS = 2
+_STEADY, _LOOKS = 0.01, 8
+"""The device is warm where two looks at it in a row differ by at most so much; after so many it is taken as it is."""
+
+
+class DeviceLost(RuntimeError):  # noqa: N818 - a message to the process that starts this one, no error to catch
+    """An entry left the device unusable for this process. place: "row id/entry"."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"the device was lost at {place}: {reason}")
+        self.place, self.reason = place, reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured, and how.
+
+    Attributes:
+        rows. peers: by name. candidates: patterns of backends. device.
+        seconds: of measuring, for each entry of a row in a round. limit: seconds after which no further row is begun.
+        tune: each row's request is tuned before it is measured, unless the store knows it.
+        quick: rows as small as they get, timed once, without what is compiled first; the times mean nothing, and no
+            row is rejected.
+    """
+
+    rows: Sequence[Row]
+    peers: Mapping[str, Peer]
+    candidates: Sequence[str]
+    device: torch.device
+    seconds: float
+    limit: float
+    quick: bool
+    tune: bool = False
+
+    def sized(self, row: Row) -> Row:
+        """The row as this run measures it."""
+        return row.tiny() if self.quick else row
+
+
+def run(plan: Plan, result: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Iterator[dict[str, Any]]:
+    """Measure the rows that the result has not, and put them into it.
+
+    Args:
+        result: as `results.begin` or `results.resumed` makes it. tell: is given each row's result.
+
+    Yields:
+        The result after each row, to be written down.
+
+    Raises:
+        DeviceLost: at an entry that the result's `lost` names from then on; this process can measure no more.
+    """
+    clock = Clock(plan.device, plan.seconds)
+    began = time.monotonic()
+    with Prober(str(plan.device)) if plan.tune else contextlib.nullcontext() as prober:
+        for row in plan.rows:
+            if kept(result, row) is not None:
+                continue
+            if time.monotonic() - began > plan.limit:
+                return
+            if prober is not None:
+                tune_one(workload(plan.sized(row), plan.device), plan.device, prober, source="polyattn bench --tune")
+            found = _best_of_attempts(row, plan, clock, result["lost"])
+            others = [one for one in result["rows"] if (one["family"], one["name"]) != (row.family, row.name)]
+            result["rows"] = [*others, found]
+            tell(found)
+            yield result
+
+
+def _best_of_attempts(row: Row, plan: Plan, clock: Clock, lost: dict[str, str]) -> dict[str, Any]:
+    """The first accepted one, else the last."""
+    found: dict[str, Any] = {}
+    for attempt in range(1, ATTEMPTS + 1):
+        found = {**measured(row, plan, clock, lost), "attempt": attempt}
+        if found["accepted"]:
+            break
+    return found
+
+
+def settled(clock: Clock) -> dict[str, float]:
+    """The device's own rates, once they have stopped to change: a device that was idle, or hot, is not what it is in
+    the middle of a run."""
+    before = anchors(clock)
+    for _ in range(_LOOKS if clock.on_gpu else 0):
+        after = anchors(clock)
+        if difference(before, after) <= _STEADY:
+            return after
+        before = after
+    return before
+
+
+def measured(row: Row, plan: Plan, clock: Clock, lost: dict[str, str]) -> dict[str, Any]:
+    """One row, once. lost: "row id/entry" -> why it is left out, of entries that took the device with them."""
+    began = time.monotonic()
+    small = plan.sized(row)
+    entries: dict[str, dict[str, Any]] = {}
+    choice: dict[str, str] = {}
+    note = ""
+    start = settled(clock)
+    seen = Seen()
+    try:
+        gone = {place.removeprefix(f"{row.id}/"): why for place, why in lost.items() if place.startswith(f"{row.id}/")}
+        entries, choice = _measured(small, plan, clock, gone, seen)
+    except torch.OutOfMemoryError as exc:
+        note = f"no room for its inputs: {_line(exc)}"
+    except (UnsupportedRequestError, BackendUnavailableError) as exc:
+        note = _line(exc)
+    except RuntimeError as exc:
+        _check_device(clock, f"{row.id}/{seen.last}", exc, lost)
+        raise
+    _free(plan.device)
+    end = settled(clock)
+    off, rates = difference(start, end), {name: (start[name] + end[name]) / 2 for name in start}
+    work = small.work()
+    for entry in entries.values():
+        if "us" in entry:
+            entry["rate"] = float(f"{work.rate(entry['us'] / 1e6):.5g}")
+            entry["percent"] = round(100 * ceiling(work, rates)[1] * 1e6 / entry["us"], 1)
+    return {
+        "sheet": row.sheet,
+        "family": row.family,
+        "kind": row.kind,
+        "name": row.name,
+        "model": row.model,
+        "fields": row.fields(),
+        "unit": work.unit,
+        "operations": work.operations,
+        "bytes": work.bytes,
+        "bound": ceiling(work, rates)[0],
+        "accepted": plan.quick or off <= ANCHORS_WITHIN,
+        "anchors": {name: float(f"{rate:.5g}") for name, rate in rates.items()},
+        "moved": round(off, 4),
+        "seconds": round(time.monotonic() - began, 1),
+        "entries": entries,
+        "choice": choice,
+        **({"note": note} if note else {}),
+    }
+
+
+def ceiling(work: Work, rates: Mapping[str, float]) -> tuple[str, float]:
+    """(what bounds a call, seconds that it would take at the device's own rate): the products at that of a large
+    matrix product, or the bytes of keys and values at that of a streaming read, whichever takes longer."""
+    bounds = {"matmul": work.operations / (rates["matmul"] * 1e12), "read": work.bytes / (rates["read"] * 1e9)}
+    name = max(bounds, key=lambda one: bounds[one])
+    return name, bounds[name]
+
+
+def _measured(
+    row: Row, plan: Plan, clock: Clock, lost: Mapping[str, str], seen: Seen
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """What became of every entry, and which candidate polyattn chooses, tuned and untuned. lost: entry -> why."""
+    asked = workload(row, plan.device)
+    entries = entries_of(asked, plan.device, plan.peers, plan.candidates, seen)
+    gone = {one.name: ("lost", lost[one.name]) for one in entries if one.name in lost}
+    if plan.quick:
+        slow = [one.name for one in entries if one.compiles and one.name.removeprefix(OWN) not in plan.candidates]
+        gone |= dict.fromkeys(slow, ("refused", "not compiled in a quick run"))
+    inputs = inputs_of(row, asked, plan.device)
+    going = [one for one in entries if one.name not in gone]
+    found = measure(inputs, going, clock=clock, rounds=1 if plan.quick else 3, recorded=row.recorded)
+    # What is lost may be noticed by whoever comes next.
+    clock.synchronise()
+    said = {name: _entry(one, seen.peaks.get(name, 0)) for name, one in found.items()}
+    said |= {name: {"kind": kind, "failed": why} for name, (kind, why) in gone.items()}
+    for one in entries:
+        about = _served_by(one.selection) if one.selection is not None else None
+        said[one.name] |= {"served_by": about} if about else {"peer": True}
+    return {one.name: said[one.name] for one in entries}, _choices(asked, entries)
+
+
+def _entry(found: Measured, peak: int) -> dict[str, Any]:
+    if found.time is None:
+        return {"kind": found.kind, "failed": found.reason}
+    return {
+        "us": round(found.time.seconds * 1e6, 3),
+        "spread": round(found.time.spread, 4),
+        "count": found.time.count,
+        "margin": round(found.margin, 3),
+        "peak_bytes": peak,
+    }
+
+
+def _served_by(selection: Selection) -> str:
+    return ", ".join([f"{selection.id} ({selection.provider})", *selection.steps()])
+
+
+def _choices(asked: Workload, entries: Sequence[Entry]) -> dict[str, str]:
+    """Which candidate a call would get, with what was measured before and without; nothing where none would serve."""
+    names = {_key(one.selection): one.name for one in entries if one.selection is not None}
+    try:
+        rules = select(asked.request, catalogue(), Policy(strict=current_settings().strict))
+        found = {"tuned": explain(asked.request), "untuned": rules}
+    except (UnsupportedRequestError, BackendUnavailableError):
+        return {}
+    return {how: names.get(_key(selection), OWN + selection.backend) for how, selection in found.items()}
+
+
+def _key(selection: Selection) -> tuple[Any, ...]:
+    return selection.id, selection.provider, selection.lowerings
+
+
+def _check_device(clock: Clock, place: str, exc: RuntimeError, lost: dict[str, str]) -> None:
+    """Raise DeviceLost where the device is lost, and not only a call."""
+    try:
+        clock.synchronise()
+        _free(clock.device)
+    except RuntimeError as gone:
+        lost[place] = _line(exc)
+        raise DeviceLost(place, _line(exc)) from gone
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _line(exc: BaseException) -> str:
+    return " ".join(f"{type(exc).__name__}: {exc}".split())[:400]

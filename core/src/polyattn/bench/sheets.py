@@ -1,0 +1,255 @@
+"""Sheets: rows in families, and bars that they must reach, read from YAML and checked. What is not known is refused.
+
+A sheet is a mapping of `title`, `families` and `bars`. A family is rows of one kind; `of` is what they have in common:
+
+    families:
+      decode:
+        kind: paged
+        of: {model: Llama 3.1 8B, source: its config.json, heads: 32, kv_heads: 8, head_dim: 128, q_len: 1}
+        rows:
+          - {batch: 1, kv_len: 8192, page_size: 16}
+
+`rows.Row` and `bars.Bar` say what the words mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config.reading import read_config_file
+from ..errors import ConfigError, did_you_mean
+from .bars import SUBJECTS, Bar
+from .rows import KINDS, Row
+
+__all__ = ["Family", "Sheet", "read", "selected"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Rows of one kind that are shown together."""
+
+    name: str
+    rows: tuple[Row, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sheet:
+    """Several files as one. digests: name of a file -> of its text. titles: name of a file -> its title."""
+
+    families: tuple[Family, ...]
+    bars: tuple[Bar, ...]
+    digests: Mapping[str, str]
+    titles: Mapping[str, str]
+
+
+def read(paths: Sequence[Path]) -> Sheet:
+    """The sheets of files, and of the `.yaml` files of folders.
+
+    Raises:
+        ConfigError: a file that cannot be read; an unknown key, a missing or ill-typed value; two rows or two families
+            that are one; a bar on what is not there.
+    """
+    families: dict[str, Family] = {}
+    bars: list[Bar] = []
+    digests, titles = {}, {}
+    for path in _files(paths):
+        where = f"sheet {path}"
+        text = read_config_file(path, where="sheet")
+        top = _mapping(where, {"families": {}, "bars": [], **text}, {"title", "families", "bars"})
+        own = _mapping(f"{where}: families", top["families"])
+        for name, given in own.items():
+            if name in families:
+                raise ConfigError(
+                    f"{where}: family {name} is in sheet {families[name].rows[0].sheet} too: rename one of them"
+                )
+            families[name] = _family(f"{where}: family {name}", path.stem, name, given)
+        found = [_bar(where, given) for given in _list(f"{where}: bars", top["bars"])]
+        for bar in found:
+            _check_bar(f"{where}: bar {bar.name}", bar, list(own) or None)
+        # A bar is on families of its own sheet; one that has none is about those of all sheets.
+        bars += [dataclasses.replace(bar, of=_families_of(bar, list(own))) for bar in found] if own else found
+        digests[path.stem] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        titles[path.stem] = str(top["title"])
+    return Sheet(tuple(families.values()), tuple(bars), digests, titles)
+
+
+def selected(sheet: Sheet, patterns: Iterable[str]) -> tuple[Family, ...]:
+    """The rows whose "family/name" or family one of the patterns names (`*` stands for anything).
+
+    Raises:
+        ConfigError: a pattern that names none.
+    """
+    chosen: set[str] = set()
+    for pattern in patterns:
+        rows = (row for family in sheet.families for row in family.rows)
+        found = {row.id for row in rows if any(fnmatch.fnmatchcase(name, pattern) for name in (row.family, row.id))}
+        if not found:
+            names = [family.name for family in sheet.families]
+            raise ConfigError(
+                f"--rows {pattern!r} names no row.{did_you_mean(pattern, names)} Families: {', '.join(names)}; a row "
+                f"is FAMILY/NAME, and * is anything"
+            )
+        chosen |= found
+    kept = (
+        dataclasses.replace(family, rows=tuple(row for row in family.rows if row.id in chosen))
+        for family in sheet.families
+    )
+    return tuple(family for family in kept if family.rows)
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in paths:
+        inside = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
+        if not inside:
+            raise ConfigError(f"sheet {path} is a folder without .yaml files; name files, or a folder with some")
+        found += inside
+    names = [path.stem for path in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two sheets are called {', '.join(twice)}: rename one of them, or give one at a time")
+    return found
+
+
+def _mapping(where: str, given: Any, keys: set[str] | None = None) -> dict[str, Any]:
+    """`given`, a mapping; with exactly these keys."""
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where} is {given!r}; it must be a mapping")
+    if keys is None:
+        return given
+    if unknown := given.keys() - keys:
+        raise ConfigError(f"{where}: unknown {_words(unknown)}; known: {_words(keys)}")
+    if missing := keys - given.keys():
+        raise ConfigError(f"{where}: {_words(missing)} is missing")
+    return given
+
+
+def _list(where: str, given: Any) -> list[Any]:
+    if not isinstance(given, list):
+        raise ConfigError(f"{where} is {given!r}; it must be a list")
+    return given
+
+
+def _words(words: Iterable[str]) -> str:
+    return ", ".join(sorted(words))
+
+
+def _family(where: str, sheet: str, name: str, given: Any) -> Family:
+    given = _mapping(where, {"of": {}, **_mapping(where, given)}, {"kind", "of", "rows"})
+    kind = given["kind"]
+    if kind not in KINDS:
+        raise ConfigError(
+            f"{where}: kind {kind!r} is not known.{did_you_mean(str(kind), KINDS)} Known: {_words(KINDS)}"
+        )
+    common = _mapping(f"{where}: of", given["of"])
+    rows = tuple(
+        _row(where, sheet, name, kind, {**common, **_mapping(f"{where}: a row", row)})
+        for row in _list(f"{where}: rows", given["rows"])
+    )
+    if not rows:
+        raise ConfigError(f"{where} has no rows")
+    names = [row.name for row in rows]
+    if twice := next((one for one in names if names.count(one) > 1), None):
+        raise ConfigError(f"{where}: two rows are the same: {twice}")
+    return Family(name, rows)
+
+
+def _row(where: str, sheet: str, family: str, kind: str, given: dict[str, Any]) -> Row:
+    needed, allowed = KINDS[kind]
+    if unknown := given.keys() - allowed:
+        raise ConfigError(f"{where}: a {kind} row has no {_words(unknown)}; it takes {_words(allowed)}")
+    if missing := needed - given.keys():
+        raise ConfigError(f"{where}: a row lacks {_words(missing)}: {given}")
+    hints = typing.get_type_hints(Row)
+    values = {key: _typed(f"{where}: {key}", value, hints[key]) for key, value in given.items()}
+    row = Row(family=family, sheet=sheet, kind=kind, **values)
+    if wrong := _wrong(row):
+        raise ConfigError(f"{where}: {wrong}: {given}")
+    return row
+
+
+def _typed(where: str, value: Any, kind: Any) -> Any:
+    """`value` as a field of that type takes it; lists of whole numbers become tuples."""
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list) or not all(type(one) is int for one in value):
+            raise ConfigError(f"{where} is {value!r}; it is a list of whole numbers")
+        value, length = tuple(value), typing.get_args(kind)
+        if Ellipsis not in length and len(value) != len(length):
+            raise ConfigError(f"{where} is {list(value)}; it is {len(length)} whole numbers")
+        return value
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{where} is {value!r}; it is of type {kind.__name__}")
+    return value
+
+
+def _wrong(row: Row) -> str:
+    """What of a row's sizes no attention has, if anything."""
+    sizes = {
+        "heads": row.heads,
+        "kv_heads": row.kv_heads,
+        "head_dim": row.head_dim,
+        "batch": row.batch,
+        **({"page_size": row.page_size, "kv_len": row.kv_len} if row.serving else {}),
+        **({"lengths": min(row.lengths, default=0)} if row.kind == "packed" else {"q_len": row.q_len}),
+    }
+    if small := [f"{name} {size}" for name, size in sizes.items() if size < 1]:
+        return f"{', '.join(small)} is below 1"
+    if row.heads % row.kv_heads:
+        return f"{row.heads} query heads are no multiple of {row.kv_heads} key heads"
+    if row.serving and row.q_len > row.kv_len:
+        return f"kv_len {row.kv_len} counts the {row.q_len} new tokens too"
+    if row.shared and (row.shared % row.page_size or row.shared >= row.kv_len):
+        return f"shared {row.shared} must be whole pages of {row.page_size}, and less than kv_len {row.kv_len}"
+    if min(row.window) < -1:
+        return f"window {list(row.window)}: left and right keys besides the row's own, -1 is no bound"
+    if row.kind == "block_sparse" and (row.q_len % max(row.block, 1) or row.block < 1 or not 0 < row.density <= 1):
+        return "q_len must be whole blocks, and density above 0, at most 1"
+    return ""
+
+
+def _bar(where: str, given: Any) -> Bar:
+    fields = {field.name: field for field in dataclasses.fields(Bar)}
+    given = _mapping(f"{where}: a bar", given)
+    if unknown := given.keys() - fields:
+        raise ConfigError(f"{where}: a bar has no {_words(unknown)}; it takes {_words(fields)}")
+    if missing := {"name", "of", "than"} - given.keys():
+        raise ConfigError(f"{where}: a bar lacks {_words(missing)}: {given}")
+    hints = typing.get_type_hints(Bar)
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in ("of", "match"):
+            values[key] = tuple(map(str, _list(f"{where}: {key} of bar {given['name']}", value)))
+        elif key in ("each", "geomean", "stretch", "spread"):
+            values[key] = _typed(f"{where}: {key} of bar {given['name']}", value, float)
+        else:
+            values[key] = _typed(f"{where}: {key} of bar {given['name']}", value, hints[key])
+    return Bar(**values)
+
+
+def _families_of(bar: Bar, own: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in own if any(fnmatch.fnmatchcase(name, pattern) for pattern in bar.of))
+
+
+def _check_bar(where: str, bar: Bar, families: Sequence[str] | None) -> None:
+    """families: of the bar's own sheet; None where it has none, and the bar is on those of other sheets."""
+    for pattern in bar.of if families is not None else ():
+        if not fnmatch.filter(families or (), pattern):
+            raise ConfigError(
+                f"{where}: no family of this sheet is called {pattern}; there are {_words(families or ())}"
+            )
+    if bar.who not in SUBJECTS and not bar.who.startswith("polyattn/"):
+        raise ConfigError(f"{where}: who {bar.who!r} is neither {', '.join(SUBJECTS)} nor polyattn/BACKEND")
+    if all(limit is None for limit in (bar.each, bar.geomean, bar.spread)):
+        raise ConfigError(f"{where} asks for nothing: give each, geomean or spread")
+    if (bar.than in (families or ())) != bool(bar.match) or (bar.than == "one_another") != (bar.spread is not None):
+        raise ConfigError(f"{where}: match goes with a family, spread with one_another")
+    names = {field.name for field in dataclasses.fields(Row)}
+    if unknown := {*bar.match, *filter(None, [bar.work])} - names:
+        raise ConfigError(f"{where}: a row has no {_words(unknown)}")

@@ -1,0 +1,129 @@
+"""Choices that depend on the lengths of each call: what was measured for a request may differ from length to length.
+
+A call's signature has no lengths in it, so that random ones do not miss. Where measurements disagree between lengths,
+the functions bound for a signature are these: they look at the lengths, which costs one lookup more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .agreement import agree, distributed
+from .autograd import differentiable
+from .call_shapes import Extent, extent_of, head_axis
+from .contract import Bound
+from .epoch import EPOCH
+from .inspection import catalogue
+from .policies import measured_policy, tuning_place
+from .records import AttentionRequest
+from .selection import Policy, Selection, select
+from .tuning import measured, mode, with_lengths
+
+if TYPE_CHECKING:
+    from .choose import Chosen
+
+__all__ = ["unasked"]
+
+ONLINE = "polyattn.measuring.online"
+"""Who measures calls as they come: a layer above this one, imported when it is asked for."""
+
+_KEPT = 4096
+
+
+def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen], *, eager: bool) -> Chosen:
+    """A choice that nobody made by name: the same on all ranks, and of each call by its lengths.
+
+    Args:
+        chosen: for lengths that are not known. policy: it was made by. load: binds a selection.
+        eager: calls may be looked at one by one.
+
+    Raises:
+        ConfigError: another rank chooses otherwise.
+    """
+    selection = chosen.selection
+    if mode() == "off":
+        return chosen
+    others = _choices(selection.request, policy, EPOCH.value)
+    if distributed():
+        why = f"{selection.id} ({selection.source}: {selection.why})"
+        agree(selection.request, repr((_served(selection), others)), why)
+    if not eager:
+        return chosen
+    if set(others.values()) - {_served(selection)}:
+        switch = _Switch(chosen, policy, load)
+        bound = Bound(switch, simple=switch.simple(), session=chosen.bound.session)
+        chosen = dataclasses.replace(chosen, bound=bound, at=switch.at)
+    if mode() == "online":
+        chosen = importlib.import_module(ONLINE).watched(chosen)
+    return chosen
+
+
+@functools.lru_cache(maxsize=1024)
+def _choices(request: AttentionRequest, policy: Policy, epoch: int) -> dict[Extent | None, tuple[Any, ...]]:
+    """Who serves the lengths that were measured, and all others (None); empty where nothing was measured."""
+    found = measured(request, functools.partial(tuning_place, request.platform))
+    if not found:
+        return {}
+    by_rule = select(request, catalogue(), dataclasses.replace(policy, tuned=()))
+    return {None: _served(by_rule), **{one.lengths: _served(_at(request, policy, one.lengths)) for one in found}}
+
+
+def _served(selection: Selection) -> tuple[Any, ...]:
+    return selection.backend, selection.provider, selection.lowerings
+
+
+def _at(request: AttentionRequest, policy: Policy, extent: Extent) -> Selection:
+    return select(request, catalogue(), measured_policy(policy, with_lengths(request, *extent)))
+
+
+class _Switch:
+    """`Bound.forward` of several choices. Gradients flow through it whoever serves the call."""
+
+    def __init__(self, chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen]) -> None:
+        self._chosen, self._policy, self._load = chosen, policy, load
+        self._extent = extent_of(chosen.request)
+        self._runs: dict[Extent, Callable[..., Any]] = {}
+        self._bound: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def __call__(self, *tensors: Any, **keywords: Any) -> Any:
+        extent = self._extent(*tensors, **keywords)
+        run = self._runs.get(extent)
+        return (run or self._find(extent))(*tensors, **keywords)
+
+    def simple(self) -> Callable[..., Any] | None:
+        """The short way of dense calls: the shapes as they are lead to the kernel."""
+        if self._chosen.request.family != "dense":
+            return None
+        runs: dict[Any, Callable[..., Any]] = {}
+
+        def call(query: Any, key: Any, value: Any) -> Any:
+            shapes = (query.shape, key.shape)
+            run = runs.get(shapes)
+            if run is None:
+                if len(runs) >= _KEPT:
+                    runs.clear()
+                run = runs[shapes] = self._find(self._extent(query, key))
+            return run(query, key, value)
+
+        return call
+
+    def at(self, extent: Extent) -> str:
+        """Who serves calls of these lengths."""
+        return _at(self._chosen.selection.request, self._policy, extent).id
+
+    def _find(self, extent: Extent) -> Callable[..., Any]:
+        selection = _at(self._chosen.selection.request, self._policy, extent)
+        name = _served(selection)
+        if name not in self._bound:
+            request, bound = self._chosen.request, self._load(selection).bound
+            trains = bound.backward is not None and bool(request.grad)
+            run = differentiable(bound, request.lse, head_axis(request)) if trains else bound.forward
+            self._bound[name] = run
+        if len(self._runs) >= _KEPT:
+            self._runs.clear()
+        self._runs[extent] = self._bound[name]
+        return self._bound[name]

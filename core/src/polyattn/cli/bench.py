@@ -1,0 +1,226 @@
+"""`polyattn bench`: how fast every backend is on sheets of problems, beside libraries that are called directly."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import BackendUnavailableError, ConfigError
+from .rendering import grid, progress, screen, show_json, title
+
+if TYPE_CHECKING:
+    from ..bench.running import Plan
+    from ..bench.sheets import Sheet
+
+__all__ = ["bench"]
+
+BAR = 28
+"""Columns of a full bar: the ceiling, or the fastest entry where one is above it."""
+
+
+def bench(
+    sheets: Annotated[list[Path] | None, typer.Argument(metavar="SHEET...", help="YAML files, or folders.")] = None,
+    rows: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Families or FAMILY/NAME of rows; may be repeated.")
+    ] = None,
+    candidates: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Only these backends; may be repeated.")
+    ] = None,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PLACE", help="A folder or module with libraries to call directly; may be repeated."),
+    ] = None,
+    peer: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only these peers; may be repeated.")] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="A torch device; auto: a GPU, else the CPU.")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="Rows as small as they get: does everything run?")] = False,
+    seconds: Annotated[float, typer.Option(min=0.001, metavar="N", help="Measuring time of an entry.")] = 0.1,
+    limit: Annotated[float, typer.Option(min=0, metavar="N", help="Seconds after which no row is begun.")] = 3600.0,
+    tune: Annotated[bool, typer.Option("--tune", help="Tune each row's request first, unless that was done.")] = False,
+    compile_ahead: Annotated[
+        int, typer.Option("--compile", min=0, metavar="N", help="Compile kernels ahead, in N processes.")
+    ] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the result goes, after every row.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the file of --out.")] = False,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw a PNG and an SVG for each sheet.")] = None,
+    show: Annotated[Path | None, typer.Option(metavar="FILE", help="Show a result file; measure nothing.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Measure every candidate for every row, and libraries that are called directly, each checked before it is timed.
+
+    Rates are beside what the device itself did in the same run. What polyattn chooses, with tuning and without, is
+    held to the sheets' bars. A run that was stopped goes on with --resume.
+    """
+    from ..bench import ahead, results
+    from ..bench import plots as drawing
+    from ..bench.asking import Asked
+    from ..bench.running import DeviceLost
+
+    if show is not None:
+        _finish(results.load(show), plots, as_json)
+        return
+    _agree(sheets, out, resume)
+    if plots is not None:
+        drawing.library()  # before hours of measuring, not after them
+    asked = Asked(
+        tuple(map(str, sheets or [])),
+        rows=tuple(rows or "*"),
+        candidates=tuple(candidates or "*"),
+        peers=tuple(peers or ()),
+        peer=tuple(peer or "*"),
+        device=device,
+        quick=quick,
+        tune=tune,
+        seconds=seconds,
+        limit=limit,
+    )
+    plan, sheet = asked.plan()
+    if compile_ahead:
+        ahead.compile_all(asked, compile_ahead, lambda said: print(said, file=sys.stderr, flush=True))
+    result = results.begin(sheet, plan.device, plan.peers, asked.words(), quick=quick)
+    if resume and out is not None and out.exists():
+        result = results.resumed(result, out)
+    try:
+        result = _measured(plan, sheet, result, out, quiet=as_json)
+    except DeviceLost as exc:
+        if out is None:
+            raise BackendUnavailableError(f"{exc}. With --out the run goes on without it, in a new process") from exc
+        print(f"{exc}; going on without it in a new process", file=sys.stderr, flush=True)
+        results.save(result, out)
+        more = [*(["--plots", str(plots)] if plots else []), *(["--json"] if as_json else [])]
+        _again([*asked.words(), "--out", str(out), "--resume", *more])
+    _finish(result, plots, as_json)
+
+
+def _again(words: list[str]) -> None:
+    """This process is the command line `words` from here on; its own device is of no use any more."""
+    os.execv(sys.executable, [sys.executable, "-m", "polyattn", *words])
+
+
+def _agree(sheets: list[Path] | None, out: Path | None, resume: bool) -> None:
+    """Check that the words of a command line fit together."""
+    if not sheets:
+        raise ConfigError(
+            "which rows? polyattn bench SHEET..., YAML files or folders of them; --show FILE shows a result"
+        )
+    if resume and out is None:
+        raise ConfigError("--resume goes on with a result file: name it with --out")
+    if out is not None and out.exists() and not resume:
+        raise ConfigError(f"--out {out} is there already: --resume goes on with it; or name another file, or remove it")
+
+
+def _measured(plan: Plan, sheet: Sheet, result: dict[str, Any], out: Path | None, *, quiet: bool) -> dict[str, Any]:
+    from ..bench import results
+    from ..bench.running import run
+
+    console = screen()
+    every = [row for family in sheet.families for row in family.rows]
+    with progress(console, quiet=quiet) as bar:
+        task = bar.add_task(
+            "rows", total=len(plan.rows), completed=sum(bool(results.kept(result, r)) for r in plan.rows)
+        )
+
+        def tell(row: Mapping[str, Any]) -> None:
+            bar.advance(task)
+            if not quiet:
+                console.print(_row(row))
+
+        for so_far in run(plan, result, tell):
+            if out is not None:
+                results.save(results.summed(so_far, sheet, every), out)
+    result = results.summed(result, sheet, every)
+    if out is not None:
+        results.save(result, out)
+    return result
+
+
+def _row(row: Mapping[str, Any]) -> Group:
+    """A row as it is told when it is done: a line with a bar for each entry, the fastest first."""
+    from ..bench.pages import figure
+
+    entries: dict[str, Any] = row["entries"]
+    head = title(f"{row['family']}/{row['name']}", row["unit"])
+    if not row["accepted"]:
+        head.append(f"  rejected: the device changed by {row['moved']:.0%}", "bad")
+    table = Table.grid(padding=(0, 1))
+    for justify in ("left", "left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    timed = sorted((entry["us"], name) for name, entry in entries.items() if "us" in entry)
+    most = max([100.0, *(entries[name]["percent"] for _, name in timed)])
+    for _, name in timed:
+        entry = entries[name]
+        marks = [how for how, chosen in row["choice"].items() if chosen == name]
+        table.add_row(
+            Text(name, style="quiet" if entry.get("peer") else "name"),
+            Text("█" * max(round(BAR * entry["percent"] / most), 1), style="good" if marks else "quiet"),
+            Text(figure(entry["rate"]), style="figure"),
+            f"{entry['percent']:.0f}%",
+            Text(", ".join(marks), style="good"),
+        )
+    wrong = [(name, entry) for name, entry in entries.items() if entry.get("kind") not in (None, "refused")]
+    lines = [Text(f"{name} {entry['kind']}: {entry['failed']}", style="bad") for name, entry in wrong]
+    if "note" in row:
+        lines.append(Text(row["note"], style="bad"))
+    return Group("", head, *([table] if timed else []), *lines)
+
+
+def _finish(result: dict[str, Any], plots: Path | None, as_json: bool) -> None:
+    from ..bench import pages
+
+    drawn: list[Path] = []
+    if plots is not None:
+        from ..bench.plots import draw
+
+        drawn = draw(result, plots)
+    if as_json:
+        show_json({**result, "plots": [str(path) for path in drawn]})
+        return
+    console = screen()
+    console.print()
+    console.print(title("Benchmark", pages.caption(result)))
+    if result["quick"]:
+        console.print(Text(pages.QUICK, style="warn"))
+    if device := pages.device_line(result):
+        console.print(Text(device))
+    console.print()
+    table = grid("row", "!polyattn", "!rate", "!share", "fastest")
+    for row in result["rows"]:
+        table.add_row(*_summary(row))
+    console.print(table)
+    # A bar on rows of which none was measured has nothing to say here; the result file has it.
+    verdicts = [said for said in result["verdicts"] if said["rows"]]
+    if verdicts:
+        console.print()
+        table = grid("bar", "asked", "verdict", "!mean", "!least", "of row")
+        for said in verdicts:
+            style = {"met": "good", "missed": "bad"}.get(said["verdict"], "warn")
+            figures = [f"{said[name]:.2f}" if name in said else "" for name in ("geomean", "least")]
+            verdict = Text(pages.verdict_of(said), style=style)
+            table.add_row(Text(said["bar"], style="name"), said["asked"], verdict, *figures, said.get("least_row", ""))
+        console.print(table)
+    for path in drawn:
+        console.print(Text(str(path)))
+
+
+def _summary(row: Mapping[str, Any]) -> list[Text]:
+    """A row at the end: polyattn's choice, and the fastest of all."""
+    from ..bench.pages import figure, title_of
+
+    name = row["choice"].get("tuned", "")
+    entry = row["entries"].get(name, {})
+    timed = sorted((e["us"], other) for other, e in row["entries"].items() if "us" in e)
+    fastest = Text("nothing was timed", style="warn")
+    if timed:
+        ratio = f" {entry['us'] / timed[0][0]:.2f} x" if "us" in entry and timed[0][1] != name else ""
+        fastest = Text(timed[0][1] + ratio, style="good" if timed[0][1] == name else "")
+    rate = f"{figure(entry['rate'])} {row['unit']}" if "us" in entry else "-"
+    share = f"{entry['percent']:.0f}%" if "us" in entry else ""
+    label = Text(f"{row['family']}/{title_of(row)}", style="" if row["accepted"] else "warn")
+    return [label, Text(name.rpartition("/")[2], style="name"), Text(rate, style="figure"), Text(share), fastest]

@@ -1,0 +1,73 @@
+"""`--request "family=paged phase=decode heads=32 k=4096"`: a request with its lengths, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError, did_you_mean
+from ..measuring import Workload
+from ..records import relation
+from .asking import SERVING, Question, ask
+
+__all__ = ["workload_of"]
+
+_LENGTHS = ("batch", "q", "k")
+_SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_KINDS = {field.name: str(field.type).split(" ")[0] for field in dataclasses.fields(Question)}
+
+
+def workload_of(text: str, where: Mapping[str, Any]) -> Workload:
+    """The workload that words describe: those of `polyattn explain`'s flags, with batch, q (S_q) and k (S_k).
+
+    Args:
+        text: `name=value` words, in any order; a flag alone means yes. where: platform fields of the request.
+
+    Raises:
+        ConfigError: a word that is not known, or a value that is none.
+    """
+    given: dict[str, Any] = {}
+    lengths: dict[str, int] = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        name = name.replace("-", "_")
+        if name in _LENGTHS:
+            lengths[name] = _whole(name, value)
+        elif name in _KINDS:
+            given[name] = _value(name, value)
+        else:
+            raise ConfigError(
+                f"--request: no word {name!r}.{did_you_mean(name, (*_KINDS, *_LENGTHS))} Known: "
+                f"{', '.join((*_LENGTHS, *_KINDS))}"
+            )
+    request = ask(Question(**given), where)
+    s_k = lengths.get("k")
+    if s_k is None:
+        raise ConfigError(f"--request {text!r}: k is missing, the keys of a sequence; for example k=4096")
+    s_q = lengths.get("q", 1 if request.s_relation == "one" else s_k)
+    if request.family not in SERVING:
+        request = dataclasses.replace(request, s_relation=relation(s_q, s_k))
+    return Workload(request, ((s_q, s_k),) * lengths.get("batch", 1))
+
+
+def _value(name: str, value: str) -> Any:
+    kind = _KINDS[name]
+    if kind == "bool":
+        if value.lower() not in ("", *_SWITCH):
+            raise ConfigError(f"--request: {name}={value!r} is not a switch; allowed: {', '.join(_SWITCH)}")
+        return _SWITCH.get(value.lower(), True)
+    if kind == "int":
+        return _whole(name, value)
+    if kind == "float":
+        try:
+            return float(value)
+        except ValueError as exc:
+            raise ConfigError(f"--request: {name}={value!r} is not a number") from exc
+    return value
+
+
+def _whole(name: str, value: str) -> int:
+    if not value.isdigit() or not int(value):
+        raise ConfigError(f"--request: {name}={value!r} is not a whole number above 0")
+    return int(value)

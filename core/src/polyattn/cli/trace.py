@@ -1,0 +1,134 @@
+"""`polyattn trace`: run a program and record the requests it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ..errors import ConfigError
+from ..tuning.rows import canonical
+from .rendering import facts, grid, screen, show_json, title
+
+if TYPE_CHECKING:
+    from ..measuring.traces import Traced
+
+__all__ = ["trace"]
+
+TRACE = Path("trace.jsonl")
+STDERR = 2
+
+
+def trace(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[--] PROGRAM [ARGUMENTS]", help="What is run, as a shell would.")
+    ] = None,
+    module: Annotated[
+        str | None, typer.Option("--module", "-m", metavar="MODULE", help="Run a module, as python -m does.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the trace goes.")] = Path(
+        "trace.jsonl"
+    ),
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run it twice, without measurements and with them, and say what changed.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON; what the program prints goes to standard error.")
+    ] = False,
+) -> None:
+    """Run a program and record which requests it makes of polyattn, at which lengths and how often.
+
+    `polyattn tune --from` measures them. The exit code is that of the program. All of its processes are recorded.
+    """
+    words = _words(command or [], module)
+    runs = [_run(words, out, "off", as_json)] if compare else []
+    if not runs or not runs[0].code:
+        runs.append(_run(words, out, None, as_json))
+    if compare and len(runs) == 2:
+        _compare(runs[0], runs[1], as_json)
+    else:
+        _report(out, runs[-1], as_json)
+    if code := runs[-1].code:
+        raise typer.Exit(code if code > 0 else 128 - code)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A run of the program: its exit code, how long it took from start to end, and what it asked for."""
+
+    code: int
+    seconds: float
+    found: Sequence[Traced]
+
+
+def _words(command: list[str], module: str | None) -> list[str]:
+    if module is not None:
+        return [sys.executable, "-m", module, *command]
+    if not command:
+        raise ConfigError("nothing to run: polyattn trace -- python program.py, or polyattn trace -m package.module")
+    return [sys.executable, *command] if command[0].endswith(".py") else command
+
+
+def _run(words: list[str], out: Path, tuning: str | None, as_json: bool) -> _Run:
+    from ..measuring.traces import read_trace
+
+    out.unlink(missing_ok=True)
+    environ = {**os.environ, "POLYATTN_TRACE": str(out.absolute())}
+    if tuning is not None:
+        environ["POLYATTN_TUNING"] = tuning
+    began = time.perf_counter()
+    try:
+        code = subprocess.run(words, env=environ, check=False, stdout=STDERR if as_json else None).returncode
+    except OSError as exc:
+        raise ConfigError(f"{words[0]} cannot be run: {exc}") from exc
+    seconds = time.perf_counter() - began
+    return _Run(code, seconds, read_trace([out]) if out.is_file() else [])
+
+
+def _plain(one: Traced) -> dict[str, Any]:
+    return {**one.workload.plain(), "count": one.count, "backend": one.backend}
+
+
+def _report(out: Path, run: _Run, as_json: bool) -> None:
+    if as_json:
+        rows = [_plain(one) for one in run.found]
+        show_json({"trace": str(out), "exit_code": run.code, "seconds": round(run.seconds, 3), "requests": rows})
+        return
+    console = screen()
+    if not run.found:
+        console.print(Text("The program asked polyattn for nothing: nothing was recorded.", style="warn"))
+        return
+    console.print(title("Requests", f"{out}; `polyattn tune --from {out}` measures them"))
+    table = grid("request", "!calls", "served by")
+    for one in run.found:
+        table.add_row(one.workload.id, str(one.count), Text(one.backend, style="name"))
+    console.print(table)
+
+
+def _compare(before: _Run, now: _Run, as_json: bool) -> None:
+    """Two runs of one program: who served it, and how long it took."""
+    was = {canonical(one.workload.key()): one.backend for one in before.found}
+    both = [(one, old) for one in now.found if (old := was.get(canonical(one.workload.key())))]
+    ratio = before.seconds / now.seconds
+    if as_json:
+        rows = [{**_plain(one), "before": old} for one, old in both]
+        seconds = {"without": round(before.seconds, 3), "with": round(now.seconds, 3), "ratio": round(ratio, 3)}
+        show_json({"exit_code": now.code, "seconds": seconds, "requests": rows})
+        return
+    console = screen()
+    console.print(title("Without measurements, and with them"))
+    table = grid("request", "!calls", "without", "with")
+    for one, old in both:
+        style = "quiet" if one.backend == old else "good"
+        table.add_row(one.workload.id, str(one.count), old, Text(one.backend, style=style))
+    console.print(table)
+    took = f"{before.seconds:.2f} s without, {now.seconds:.2f} s with: {ratio:.2f} x (the whole program, its start too)"
+    console.print(facts([("changed", str(sum(one.backend != old for one, old in both))), ("took", took)]))

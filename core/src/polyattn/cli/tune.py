@@ -1,0 +1,267 @@
+"""`polyattn tune`: measure which backend is fastest here, keep it, and what to do with what is kept."""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+from rich.text import Text
+
+from .. import tuning
+from ..errors import ConfigError, did_you_mean
+from ..plugins import get_manager
+from ..tuning import TuningStore
+from .rendering import facts, grid, panel, progress, screen, show_json, title
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from ..measuring.tuner import Tried
+
+__all__ = ["tune"]
+
+WHAT, HOW, KEPT = "What is measured", "How", "What is kept"
+
+
+def tune(
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from", metavar="FILE", help="A trace of `polyattn trace`; may be repeated.", rich_help_panel=WHAT
+        ),
+    ] = None,
+    request: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WORDS",
+            help="Words like the flags of explain, with batch, q and k: 'dtype=bf16 heads=32 causal batch=4 k=4096'. "
+            "May be repeated.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="A torch device; auto = the accelerator, else the CPU.")
+    ] = "auto",
+    seconds: Annotated[
+        float, typer.Option(metavar="N", help="After so much nothing else is begun.", rich_help_panel=HOW)
+    ] = 600.0,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How often everybody is timed.", rich_help_panel=HOW)
+    ] = 3,
+    again: Annotated[bool, typer.Option("--again", help="Measure what is known too.", rich_help_panel=HOW)] = False,
+    isolate: Annotated[
+        str,
+        typer.Option(
+            metavar="WHO",
+            help="Who is tried in a process of its own first: auto (other packages' backends), always, never.",
+            rich_help_panel=HOW,
+        ),
+    ] = "auto",
+    probe_seconds: Annotated[
+        float, typer.Option(metavar="N", help="After so much such a process is ended.", rich_help_panel=HOW)
+    ] = 180.0,
+    show: Annotated[bool, typer.Option("--show", help="Show what is kept.", rich_help_panel=KEPT)] = False,
+    release: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Let a quarantined backend (or: all) be chosen.", rich_help_panel=KEPT),
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what is kept as JSON.", rich_help_panel=KEPT)
+    ] = None,
+    import_: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--import", metavar="FILE", help="Keep what --export wrote. May be repeated.", rich_help_panel=KEPT
+        ),
+    ] = None,
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="STORE", help="Keep what is in another store; may be repeated.", rich_help_panel=KEPT),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Measure which backend serves requests fastest on this machine; calls use it from then on.
+
+    Every backend that takes a request is checked against the reference before it is timed. What is known already is not
+    measured again, so a run that was stopped goes on where it was.
+    """
+    if any(option is not None for option in (export, import_, merge, release)):
+        _keep(export, import_ or [], merge or [], release, as_json)
+    elif show:
+        _show(as_json)
+    elif trace or request:
+        _tune(trace or [], request or [], device, seconds, rounds, again, isolate, probe_seconds, as_json)
+    else:
+        raise ConfigError("nothing to tune: give --from TRACE (see `polyattn trace`), --request WORDS, or --show")
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def _tune(
+    traces: list[Path],
+    requests: list[str],
+    device: str,
+    seconds: float,
+    rounds: int,
+    again: bool,
+    isolate: str,
+    probe_seconds: float,
+    as_json: bool,
+) -> None:
+    from ..facts import device_facts
+    from ..measuring.traces import read_trace
+    from ..measuring.tuner import Isolation, tune_all
+    from .request_words import workload_of
+
+    if isolate not in get_args(Isolation):
+        known = get_args(Isolation)
+        raise ConfigError(f"--isolate {isolate!r}.{did_you_mean(isolate, known)} Allowed: {', '.join(known)}")
+    where = _device(device)
+    workloads = [one.workload for one in read_trace(traces)]
+    workloads += [workload_of(text, device_facts(where)) for text in requests]
+    console, tried = screen(), []
+    with progress(console, quiet=as_json) as bar:
+        task = bar.add_task("requests", total=len(workloads))
+        for one in tune_all(
+            workloads, where, seconds=seconds, rounds=rounds, again=again, isolation=isolate,  # type: ignore[arg-type]
+            probe_seconds=probe_seconds,
+        ):  # fmt: skip
+            tried.append(one)
+            bar.advance(task)
+            if not as_json:
+                _say(console, one)
+    if as_json:
+        show_json(
+            {"device": str(where), "store": str(tuning.store().path), "workloads": [_plain(one) for one in tried]}
+        )
+    else:
+        _summary(console, tried)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name != "auto":
+        try:
+            return torch.device(name)
+        except RuntimeError as exc:
+            raise ConfigError(f"--device {name!r} is no device of torch: {exc}") from exc
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def _plain(one: Tried) -> dict[str, Any]:
+    return {
+        **one.workload.plain(),
+        "outcome": one.outcome,
+        "best": one.best,
+        "rule": one.rule,
+        "gain": round(one.gain, 3),
+        "times": dict(one.times),
+        "trouble": dict(one.trouble),
+        "quarantined": list(one.quarantined),
+        "reason": one.reason,
+    }
+
+
+def _say(console: Console, one: Tried) -> None:
+    console.print(Text(one.workload.id, style="name"))
+    if one.times:
+        gain = f", {one.gain:.2f} x {one.rule}, the choice without measuring" if one.best != one.rule else ", as before"
+        beside = "; ".join(f"{name} {time:.4g} us" for name, time in one.times.items())
+        console.print(Text.assemble(f"  {one.outcome}: ", (one.best, "good"), f"{gain} ({beside})"))
+    else:
+        console.print(Text(f"  {one.outcome}: {one.reason}", style="quiet"))
+    for name, reason in one.trouble.items():
+        held = " [quarantined]" if name in one.quarantined else ""
+        console.print(Text(f"  not {name}: {reason}{held}", style="warn"))
+
+
+def _summary(console: Console, tried: list[Tried]) -> None:
+    counts = collections.Counter(one.outcome for one in tried)
+    changed = sum(bool(one.times) and one.best != one.rule for one in tried)
+    console.print()
+    console.print(
+        facts(
+            [
+                ("requests", ", ".join(f"{count} {outcome}" for outcome, count in counts.items())),
+                ("choices changed", str(changed)),
+                ("kept in", str(tuning.store().path)),
+            ]
+        )
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- what is kept
+
+
+def _keep(export: Path | None, imports: list[Path], merges: list[Path], release: str | None, as_json: bool) -> None:
+    store, said = tuning.store(), {}
+    known = {name for name, _ in get_manager().backends}
+    for path in imports:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"{path} cannot be read as JSON: {exc}") from exc
+        said[f"imported from {path}"] = store.import_rows(data, known, str(path))
+    for path in merges:
+        if not path.is_file():
+            raise ConfigError(f"there is no store {path}")
+        said[f"merged from {path}"] = store.import_rows(TuningStore(path).export(), known, str(path))
+    if release is not None:
+        said[f"released {release}"] = tuning.release(None if release == "all" else release)
+    if export is not None:
+        data = store.export()
+        export.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        said[f"exported to {export}"] = len(data["measurements"])
+    tuning.reload()
+    if as_json:
+        show_json(said)
+    else:
+        screen().print(facts([(what, str(count)) for what, count in said.items()]))
+
+
+def _show(as_json: bool) -> None:
+    store = tuning.store()
+    rows, held = store.rows(), store.quarantined()
+    if as_json:
+        quarantined = [
+            {"backend": one.backend, "place": str(one.place), "request": dict(one.key), "reason": one.reason,
+             "date": one.date}
+            for one in held
+        ]  # fmt: skip
+        show_json({"store": str(store.path), **store.export(), "quarantined": quarantined})
+        return
+    console = screen()
+    console.print(title("Measurements", str(store.path)))
+    table = grid("request", "!fastest", "others", "!date", "place")
+    for row in (row for row in rows if row.subject == tuning.BACKEND):
+        times = row.value.get("times", {})
+        others = ", ".join(f"{name} {time:.4g}" for name, time in times.items() if name != row.value["backend"])
+        table.add_row(
+            _shown(row.key),
+            Text(f"{row.value['backend']} {row.microseconds:.4g} us", style="good"),
+            others,
+            row.date[:10],
+            str(row.place),
+        )
+    if table.row_count:
+        console.print(table)
+    kernels = len(rows) - table.row_count
+    console.print(facts([("of backends", str(table.row_count)), ("of kernels", str(kernels))]))
+    for one in held:
+        where = Text(f"{_shown({'request': one.key})}; {one.place}", style="quiet")
+        console.print(panel(f"{one.backend} is quarantined", Text(one.reason, style="warn"), where, style="yellow"))
+
+
+def _shown(key: Any) -> str:
+    request = {"family": "dense", "dtype": "bfloat16", **key.get("request", {})}
+    words = [request.pop("family"), request.pop("dtype")]
+    words += [name if value is True else f"{name}={value}" for name, value in request.items()]
+    words += [f"{name} {key[name]}" for name in ("batch", "q", "k") if name in key]
+    return ", ".join(words)

@@ -1,0 +1,262 @@
+"""Whether a result is right, at any size: some queries of it against float64, held to the gates of conformance.
+
+A result is looked at where its kernels differ: in the first and last sequence, in the first and last head, at the
+start, in the middle and at the end of the queries. Everything else must be finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..block_maps import visible_keys
+from ..records import AttentionRequest
+from ..testing.checks.one_call import GRAD_ROUNDINGS, OUT_ROUNDINGS
+from ..testing.families import DTYPES
+from ..testing.plain import Method, plain_attention, reference_attention
+from ..testing.tolerances import Finding, Kind, compare
+from .cached import slots_of
+from .inputs import Inputs
+from .workload import CACHED
+
+__all__ = ["Verdict", "check"]
+
+_SLICE = 64
+"""Queries that are looked at in each place."""
+_BLOCK = 512
+"""Queries whose scores are held at once where all of them are needed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """reason: what is wrong, "" = nothing. margin: how much of the allowance was used, 1 is all of it."""
+
+    reason: str = ""
+    margin: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.reason
+
+
+class _Part(NamedTuple):
+    """One key head of one sequence, and the query heads that share it.
+
+    query: [1, G, S_q, D]; key: [1, 1, S_k, D]; value: [1, 1, S_k, D_v], twice: real in float64, and in the dtype of
+    the query. mask: [1, 1, S_q, S_k] of what the call was given. heads: of the query.
+    """
+
+    query: Tensor
+    exact: tuple[Tensor, Tensor]
+    plain: tuple[Tensor, Tensor]
+    mask: Tensor | None
+    sinks: Tensor | None
+    heads: slice
+
+
+def check(inputs: Inputs, result: Any) -> Verdict:
+    """
+    Args:
+        result: of set 0: out or (out, lse) as the contract has it; for training the gradients in the order of
+            `request.grad`, without "lse".
+    """
+    found = _gradients(inputs, result) if inputs.workload.training else _forward(inputs, result)
+    margin = 0.0
+    for finding, used in found:
+        margin = max(margin, used)
+        if finding is not None:
+            return Verdict(str(finding), margin)
+    return Verdict("", margin)
+
+
+def _forward(inputs: Inputs, result: Any) -> Iterator[tuple[Finding | None, float]]:
+    request = inputs.workload.request
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    yield _form(inputs, "out", out)
+    if request.lse and lse is None:
+        yield Finding("lse", "it is not there"), float("inf")
+        return
+    floor = OUT_ROUNDINGS * _eps(request)
+    for n in sorted({0, inputs.workload.batch - 1}):
+        mine = _heads_first(inputs, n, out)
+        logs = None if lse is None else _heads_first(inputs, n, lse.unsqueeze(-1))[..., 0]
+        for kv in sorted({0, request.kv_heads - 1}):
+            part = _part(inputs, n, kv)
+            for rows in _places(part.query.shape[2]):
+                right = _solve(request, part, rows, reference_attention, exact=True)
+                plain = _solve(request, part, rows, plain_attention, exact=False)
+                size = floor * float(part.exact[1].abs().max())
+                yield _compare(request, "out", mine[part.heads, rows], right[0][0], plain[0][0], "out", size)
+                if logs is not None:
+                    yield _compare(request, "lse", logs[part.heads, rows], right[1][0], plain[1][0], "lse")
+
+
+def _gradients(inputs: Inputs, result: Sequence[Tensor]) -> Iterator[tuple[Finding | None, float]]:
+    """Those of the last key head of the last sequence; of masks and sinks, sums over everything, only that they are
+    finite."""
+    request, n = inputs.workload.request, inputs.workload.batch - 1
+    grads = dict(zip((name for name in request.grad if name != "lse"), result, strict=True))
+    for name, grad in grads.items():
+        if not bool(grad.isfinite().all()):
+            yield Finding(f"grad {name}", "it has values that are not finite"), float("inf")
+    part = _part(inputs, n, request.kv_heads - 1)
+    names = [name for name in ("query", "key", "value") if name in grads]
+    dout = _heads_first(inputs, n, inputs.dout[0])[part.heads]
+    dlse = _heads_first(inputs, n, inputs.dlse[0].unsqueeze(-1))[part.heads, :, 0] if inputs.dlse else None
+    right = _trained(request, part, dout, dlse, names, reference_attention, exact=True)
+    plain = _trained(request, part, dout, dlse, names, plain_attention, exact=False)
+    for name in names:
+        heads = part.heads if name == "query" else slice(request.kv_heads - 1, request.kv_heads)
+        mine = _heads_first(inputs, n, grads[name], keys=name != "query")[heads]
+        floor = GRAD_ROUNDINGS * _eps(request) * float(right[name].abs().max())
+        yield _compare(request, f"grad {name}", mine, right[name], plain[name], "grad", floor)
+
+
+def _trained(
+    request: AttentionRequest,
+    part: _Part,
+    dout: Tensor,
+    dlse: Tensor | None,
+    names: Sequence[str],
+    method: Method,
+    *,
+    exact: bool,
+) -> dict[str, Tensor]:
+    """The gradients of a part, [heads, S, D], added up over blocks of queries: rows do not know each other."""
+    key, value = ((part.exact if exact else part.plain)[i].detach().requires_grad_() for i in range(2))
+    query = part.query.detach().to(key.dtype).requires_grad_()
+    leaves = {"query": query, "key": key, "value": value}
+    found = {name: torch.zeros_like(leaves[name]) for name in names}
+    part = part._replace(query=query, exact=(key, value), plain=(key, value))
+    for start in range(0, query.shape[2], _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        out, lse = _solve(request, part, rows, method, exact=exact)
+        outputs, upstream = [out], [dout[None, :, rows].to(out.dtype)]
+        if dlse is not None:
+            outputs.append(lse)
+            upstream.append(dlse[None, :, rows].to(lse.dtype))
+        grads = torch.autograd.grad(outputs, [leaves[n] for n in names], upstream, materialize_grads=True)
+        for name, grad in zip(names, grads, strict=True):
+            found[name] += grad
+    return {name: grad[0] for name, grad in found.items()}
+
+
+def _solve(
+    request: AttentionRequest, part: _Part, rows: slice, method: Method, *, exact: bool
+) -> tuple[Tensor, Tensor]:
+    """(out [1, G, R, D_v], lse [1, G, R]) of some queries. Who sees whom is in a mask, so that rows can stand alone."""
+    query = part.query[:, :, rows]
+    key, value = part.exact if exact else part.plain
+    mask = _seen(request, part, rows, query.shape[2], key.shape[2])
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(key.dtype)
+    sinks = None if part.sinks is None else part.sinks.to(key.dtype)
+    alone = dataclasses.replace(request, causal="none", window=(-1, -1), chunk=0)
+    return method(query.to(key.dtype), key, value, mask, sinks, alone)
+
+
+def _seen(request: AttentionRequest, part: _Part, rows: slice, count: int, keys: int) -> Tensor | None:
+    start = 0 if request.causal == "top_left" else keys - part.query.shape[2]
+    seen = reference.visible(
+        count,
+        keys,
+        causal=request.causal,
+        window=request.window,
+        chunk=request.chunk,
+        device=part.query.device,
+        q_offset=start + rows.start,
+    )
+    if part.mask is None:
+        return seen if seen is None else seen[None, None]
+    mask = part.mask[:, :, rows]
+    if seen is None:
+        return mask
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+
+
+# --------------------------------------------------------------------------------------------------- parts of a problem
+
+
+def _part(inputs: Inputs, n: int, kv: int) -> _Part:
+    """Key head `kv` of sequence n of set 0."""
+    request, given = inputs.workload.request, inputs.tensors[0]
+    heads = slice(kv * request.group, (kv + 1) * request.group)
+    query = _heads_first(inputs, n, given["query"])[None, heads]
+    sinks = given["sinks"][heads] if "sinks" in given else None
+    if request.family in CACHED:
+        exact, plain = (_cached_rows(inputs, n, kv, dtype) for dtype in (torch.float64, query.dtype))
+    else:
+        key, value = (_heads_first(inputs, n, given[name], keys=True)[None, kv : kv + 1] for name in ("key", "value"))
+        exact, plain = (key.double(), value.double()), (key, value)
+    return _Part(query, exact, plain, _mask(inputs, n, heads.start), sinks, heads)
+
+
+def _mask(inputs: Inputs, n: int, head: int) -> Tensor | None:
+    """[1, 1, S_q, S_k] of a sequence."""
+    request, (s_q, s_k) = inputs.workload.request, inputs.workload.lengths[n]
+    if request.family == "block_sparse":
+        lists = {name: t[n : n + 1, head : head + 1] for name, t in inputs.extra.items() if name != "block_valid"}
+        return visible_keys(request.block_shape, s_q, s_k, block_valid=inputs.extra.get("block_valid"), **lists)
+    if request.tree:
+        assert inputs.step is not None
+        assert inputs.step.tree_mask is not None
+        tree = inputs.step.tree_mask[n]
+        return torch.cat([tree.new_ones(s_q, s_k - s_q), tree], 1)[None, None]
+    given = inputs.tensors[0].get("attn_mask")
+    return None if given is None else given[n : n + 1, :1, :s_q, :s_k]
+
+
+def _cached_rows(inputs: Inputs, n: int, kv: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Real keys and values [1, 1, S_k, D | D_v] of a sequence, a shared prefix before them."""
+    request, size = inputs.workload.request, inputs.workload.request.page_size
+    assert inputs.pool is not None
+    assert inputs.step is not None
+    places = [slots_of(inputs.step.page_table[n], inputs.workload.lengths[n][1], size)]
+    for part in inputs.extra.get("kv_parts", ()):
+        places.insert(0, slots_of(part.page_table[0], inputs.workload.shared, size))
+    rows = inputs.pool.read(0, torch.cat(places), dtype)
+    if request.family == "mla":
+        return rows[None, None], rows[None, None, :, : request.dims[1]]
+    key, value = rows
+    return key[None, None, :, kv], value[None, None, :, kv]
+
+
+def _heads_first(inputs: Inputs, n: int, tensor: Tensor, *, keys: bool = False) -> Tensor:
+    """[H, S, D] of a sequence, of queries or what is shaped like them, or of `keys`."""
+    request, workload = inputs.workload.request, inputs.workload
+    if request.layout in ("BSHD", "BHSD") and tensor.dim() == 4:
+        return tensor[n].transpose(0, 1) if request.layout == "BSHD" else tensor[n]
+    lengths = [pair[1 if keys else 0] for pair in workload.lengths]
+    start = sum(lengths[:n])
+    return tensor[start : start + lengths[n]].transpose(0, 1)
+
+
+def _places(rows: int) -> Iterator[slice]:
+    starts = {0, max(rows // 2 - _SLICE // 2, 0), max(rows - _SLICE, 0)}
+    return (slice(start, min(start + _SLICE, rows)) for start in sorted(starts))
+
+
+def _form(inputs: Inputs, name: str, out: Tensor) -> tuple[Finding | None, float]:
+    request, query = inputs.workload.request, inputs.tensors[0]["query"]
+    shape = (*query.shape[:-1], request.dims[1])
+    if out.dtype != query.dtype or tuple(out.shape) != shape:
+        message = f"{out.dtype} {tuple(out.shape)}, {query.dtype} {shape} is expected"
+        return Finding(name, message), float("inf")
+    if not bool(out.isfinite().all()):
+        return Finding(name, "it has values that are not finite"), float("inf")
+    return None, 0.0
+
+
+def _eps(request: AttentionRequest) -> float:
+    return torch.finfo(torch.promote_types(DTYPES[request.dtype], torch.float32)).eps
+
+
+def _compare(
+    request: AttentionRequest, name: str, mine: Tensor, right: Tensor, plain: Tensor, kind: Kind, floor: float = 0.0
+) -> tuple[Finding | None, float]:
+    return compare(name, mine, right.double(), plain, DTYPES[request.dtype], request.softcap > 0, kind, floor)

@@ -1,0 +1,166 @@
+"""Time on a device: of calls one by one, and of a recorded graph of them. By the device's own events, or on the CPU by
+its clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["Clock", "Time", "Timing", "interleaved"]
+
+_WARM = 0.025
+"""Seconds of work before the first time that counts."""
+_FEWEST, _MOST = 5, 200
+_FAR = 4
+"""Times slower than the fastest, and nobody asks how much exactly."""
+_ISSUE_CYCLES = 400_000
+"""Device cycles, about 0.2 ms, in which the host issues one call: calls are issued ahead of the device, so that what
+the host costs is not in the times."""
+_ISSUE_MOST = 40_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """Seconds of one call, the median; spread: interquartile range over the median; count: times taken."""
+
+    seconds: float
+    spread: float
+    count: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Time:
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        return cls(middle, (high - low) / middle, len(seconds))
+
+    @classmethod
+    def middle(cls, rounds: Sequence[Time]) -> Time:
+        """The middle of several rounds."""
+        found = sorted(rounds, key=lambda one: one.seconds)[(len(rounds) - 1) // 2]
+        return cls(found.seconds, found.spread, sum(one.count for one in rounds))
+
+
+Timing = Callable[[], Time]
+
+
+class Clock:
+    """
+    Args:
+        device: of the calls. seconds: of measuring for one entry in one round, after the warm-up.
+    """
+
+    def __init__(self, device: torch.device, seconds: float = 0.08) -> None:
+        self.device, self.seconds, self.on_gpu = device, seconds, device.type == "cuda"
+
+    def synchronise(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        elif self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def calls(self, calls: Sequence[Callable[[], Any]]) -> Time:
+        """Of calls one by one, in turn."""
+        if not self.on_gpu:
+            return self._on_host(calls)
+        count, once = self._counts(lambda: [call() for call in calls], len(calls))
+        for _ in range(max(round(_WARM / (once * len(calls))), 1)):
+            for call in calls:
+                call()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(min(count * _ISSUE_CYCLES, _ISSUE_MOST))  # type: ignore[no-untyped-call]
+        for number, (start, end) in enumerate(events):
+            start.record()
+            calls[number % len(calls)]()
+            end.record()
+        self.synchronise()
+        return Time.of([start.elapsed_time(end) / 1e3 for start, end in events])
+
+    def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Timing, list[Any]]:
+        """Record the calls, one after another, and replay them once. Without device graphs they are timed one by one.
+
+        Returns:
+            What times a call as a share of a replay, and the results of the calls, which every replay writes anew.
+        """
+        if not self.on_gpu:
+            return lambda: self._on_host(calls), [call() for call in calls]
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for call in (*calls, *calls[:2]):
+                call()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [call() for call in calls]
+        graph.replay()
+        self.synchronise()
+        return lambda: self._replays(graph, len(calls)), results
+
+    def _replays(self, graph: torch.cuda.CUDAGraph, calls: int) -> Time:
+        count, once = self._counts(graph.replay, 1)
+        for _ in range(max(round(_WARM / once), 1)):
+            graph.replay()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(min(count * _ISSUE_CYCLES // 8, _ISSUE_MOST))  # type: ignore[no-untyped-call]
+        for start, end in events:
+            start.record()
+            graph.replay()
+            end.record()
+        self.synchronise()
+        return Time.of([start.elapsed_time(end) / 1e3 / calls for start, end in events])
+
+    def _counts(self, run: Callable[[], Any], calls: int) -> tuple[int, float]:
+        """(times that the budget has room for, about what one takes)."""
+        run()
+        self.synchronise()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        run()
+        end.record()
+        self.synchronise()
+        once = start.elapsed_time(end) / 1e3 / calls
+        return min(max(round(self.seconds / once), _FEWEST), _MOST), once
+
+    def _on_host(self, calls: Sequence[Callable[[], Any]]) -> Time:
+        """By the host's clock, waiting for the device at both ends of each call."""
+        start = time.perf_counter()
+        calls[0]()
+        self.synchronise()
+        # What takes longer than all the time there is tells in two calls how slow it is.
+        fewest = _FEWEST if time.perf_counter() - start < self.seconds else 2
+        seconds: list[float] = []
+        end = time.perf_counter() + self.seconds
+        while len(seconds) < fewest or (len(seconds) < _MOST and time.perf_counter() < end):
+            start = time.perf_counter()
+            calls[len(seconds) % len(calls)]()
+            self.synchronise()
+            seconds.append(time.perf_counter() - start)
+        return Time.of(seconds)
+
+
+_N = TypeVar("_N")
+
+
+def interleaved(timings: Mapping[_N, Timing], rounds: int, late: Callable[[], bool] = lambda: False) -> dict[_N, Time]:
+    """Time several entries in rounds, each of which times all of them: a drift of the clock meets everybody alike.
+
+    Whoever is far slower than the fastest in the first round is not in the others.
+
+    Args:
+        late: whether the time is up; then the round is finished and no other begun.
+    """
+    found: dict[_N, list[Time]] = {name: [timing()] for name, timing in timings.items()}
+    fastest = min((times[0].seconds for times in found.values()), default=0.0)
+    close = [name for name, times in found.items() if times[0].seconds <= _FAR * fastest]
+    for number in range(1, rounds):
+        if late():
+            break
+        # There and back, so that nobody always follows the same neighbour.
+        for name in close if number % 2 == 0 else reversed(close):
+            found[name].append(timings[name]())
+    return {name: Time.middle(times) for name, times in found.items()}

@@ -1,0 +1,139 @@
+"""Measuring several entrants beside one another: each is checked before it is timed, and all are timed in rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from ..errors import UnsupportedRequestError
+from .checking import Verdict, check
+from .clock import Clock, Time, Timing, interleaved
+from .entrants import Call, Entrant
+from .inputs import Inputs
+
+__all__ = ["Measured", "examine", "measure", "peak_memory"]
+
+Trouble = Literal["", "refused", "memory", "wrong", "failed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What came of an entrant.
+
+    Attributes:
+        time: of one call, None where it was not timed. margin: of the check, 1 is all that is allowed.
+        kind: why it was not: it `refused`, there was not `memory` enough, its result was `wrong`, or it `failed` in
+            another way. reason: the same for people.
+    """
+
+    time: Time | None = None
+    kind: Trouble = ""
+    reason: str = ""
+    margin: float = 0.0
+
+
+def measure(
+    inputs: Inputs,
+    entrants: Iterable[Entrant],
+    *,
+    clock: Clock,
+    rounds: int = 3,
+    recorded: bool = False,
+    deadline: float | None = None,
+) -> dict[str, Measured]:
+    """Check entrants and time those that are right.
+
+    Args:
+        rounds: how often everybody is timed; the middle counts.
+        recorded: into a device graph of one call for each input set, as an engine replays a decode step.
+        deadline: `time.monotonic()` after which no other round begins.
+    """
+    found: dict[str, Measured] = {}
+    timings: dict[str, Timing] = {}
+    for entrant in entrants:
+        said, timing = _examined(inputs, entrant, clock, recorded=recorded)
+        found[entrant.name] = said
+        if timing is not None:
+            timings[entrant.name] = timing
+    late = functools.partial(_late, deadline)
+    for name, took in interleaved(timings, rounds, late).items():
+        found[name] = dataclasses.replace(found[name], time=took)
+    return found
+
+
+def examine(inputs: Inputs, entrant: Entrant) -> Measured:
+    """Whether an entrant's result is right, without timing it."""
+    return _examined(inputs, entrant, Clock(inputs.device), recorded=False)[0]
+
+
+def _late(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() > deadline
+
+
+def _examined(inputs: Inputs, entrant: Entrant, clock: Clock, *, recorded: bool) -> tuple[Measured, Timing | None]:
+    before = inputs.digest()
+    try:
+        call = entrant.prepare(inputs)
+        timing, result = _timing(inputs, call, clock, recorded=recorded)
+        clock.synchronise()
+        if changed := [name for name, digest in inputs.digest().items() if digest != before[name]]:
+            inputs.renew()
+            return Measured(kind="wrong", reason=f"it writes to {', '.join(changed)}, which are not its to write"), None
+        verdict = check(inputs, result)
+    except UnsupportedRequestError as exc:
+        return Measured(kind="refused", reason=str(exc).partition("\n")[0]), None
+    except Exception as exc:  # noqa: BLE001 - a library may raise anything; it is reported in its place
+        reason = " ".join(f"{type(exc).__name__}: {exc}".split())[:400]
+        return Measured(kind="memory" if _out_of_memory(exc) else "failed", reason=reason), None
+    finally:
+        _free(inputs.device)
+    return _judged(verdict, timing)
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Whether that is what it comes from."""
+    while error is not None:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _judged(verdict: Verdict, timing: Timing) -> tuple[Measured, Timing | None]:
+    if verdict.ok:
+        return Measured(margin=verdict.margin), timing
+    return Measured(kind="wrong", reason=verdict.reason, margin=verdict.margin), None
+
+
+def _timing(inputs: Inputs, call: Call, clock: Clock, *, recorded: bool) -> tuple[Timing, Any]:
+    """(what times it, its result of set 0)."""
+    calls: Sequence[Callable[[], Any]] = [functools.partial(call, number) for number in range(inputs.count)]
+    if recorded:
+        timing, results = clock.graph(calls)
+        return timing, results[0]
+    return functools.partial(clock.calls, calls), call(0)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def peak_memory(device: torch.device, call: Callable[[], Any]) -> int:
+    """Bytes that one call takes beside what is there before it, its result included; 0 where torch does not count."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = call()
+    torch.cuda.synchronize(device)
+    del result
+    return torch.cuda.max_memory_allocated(device) - before

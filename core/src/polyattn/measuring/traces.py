@@ -1,0 +1,55 @@
+"""What `polyattn.tracing` recorded, read as workloads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..tuning.rows import canonical
+from .workload import Workload
+
+__all__ = ["Traced", "read_trace"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A workload of a program: how often it was asked for, and who served it."""
+
+    workload: Workload
+    count: int
+    backend: str
+
+
+def read_trace(paths: Sequence[str | Path]) -> list[Traced]:
+    """The workloads of one or several traces, the most frequent first; equal ones are added up.
+
+    Raises:
+        ConfigError: a file cannot be read, or a line is none; the message has its number.
+    """
+    found: dict[str, Traced] = {}
+    for path in map(Path, paths):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"the trace {path} cannot be read: {exc}") from exc
+        for number, line in enumerate(lines, 1):
+            one = _line(line, f"{path}, line {number}")
+            key = canonical(one.workload.key())
+            known = found.get(key)
+            found[key] = one if known is None else dataclasses.replace(known, count=known.count + one.count)
+    return sorted(found.values(), key=lambda one: -one.count)
+
+
+def _line(line: str, where: str) -> Traced:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as exc:
+        raise ConfigError(f"{where}: not JSON ({exc}); `polyattn trace` writes one object per line") from exc
+    workload = Workload.of(data, where)
+    count, backend = data.get("count"), data.get("backend")
+    if type(count) is not int or count < 1 or not isinstance(backend, str):
+        raise ConfigError(f"{where}: count={count!r}, backend={backend!r}; a number above 0 and a name are needed")
+    return Traced(workload, count, backend)

@@ -1,0 +1,195 @@
+"""The tuner: for each workload every backend that takes it is tried, those that are right are timed, and all of it is
+kept in the store. What is there already is not measured again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from ..errors import ConfigError, InvalidInputError, PolyattnError
+from ..facts import device_facts
+from ..plugins import get_manager
+from ..policies import tuning_place
+from ..tuning import Place, Quarantined, advise, backend_row, measured, mode, quarantine, record, request_key
+from .clock import Clock
+from .entrants import Candidate, candidates
+from .inputs import make_inputs
+from .probe import Prober
+from .running import measure
+from .workload import Workload
+
+__all__ = ["Isolation", "Tried", "tune_all", "tune_one"]
+
+Isolation = Literal["auto", "always", "never"]
+"""Which backends are tried in a process of their own first: those of other packages than polyattn's, all, or none."""
+
+Outcome = Literal["measured", "known", "alone", "refused", "not begun"]
+_SOURCE = "polyattn tune"
+_HARMLESS = ("refused", "memory")
+"""What keeps nobody out of automatic choice."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """What became of a workload.
+
+    Attributes:
+        outcome: it was `measured` now, is `known` from before, has one backend `alone`, was `refused` (see reason), or
+            was `not begun` within the time.
+        times: microseconds by backend, the fastest first. rule: who serves it without measurements.
+        trouble: why other candidates have no time. quarantined: those that were not so before.
+    """
+
+    workload: Workload
+    outcome: Outcome
+    times: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    rule: str = ""
+    trouble: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    quarantined: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def best(self) -> str:
+        """The fastest; without times, who serves it anyway."""
+        return next(iter(self.times), self.rule)
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as without measurements."""
+        return self.times[self.rule] / self.times[self.best] if self.rule in self.times else 1.0
+
+
+def tune_all(
+    workloads: Sequence[Workload],
+    device: torch.device,
+    *,
+    seconds: float = 600.0,
+    rounds: int = 3,
+    again: bool = False,
+    isolation: Isolation = "auto",
+    probe_seconds: float = 180.0,
+) -> Iterator[Tried]:
+    """Tune workloads one after another; each is in the store as soon as it is yielded.
+
+    Args:
+        seconds: after so much no other workload is begun. rounds: of timing. again: measure what is known too.
+        isolation: who is tried in a process of its own. probe_seconds: for one such trial.
+
+    Raises:
+        InvalidInputError: seconds or rounds that are none. ConfigError: tuning is off.
+    """
+    if mode() == "off":
+        raise ConfigError("POLYATTN_TUNING=off reads no measurements, so none are made; unset it to tune")
+    if not seconds > 0 or rounds < 1:
+        raise InvalidInputError(f"tune: seconds={seconds}, rounds={rounds}; both are above 0")
+    end = time.monotonic() + seconds
+    with Prober(str(device), probe_seconds) as prober:
+        for workload in dict.fromkeys(_here(workload, device) for workload in workloads):
+            if time.monotonic() > end:
+                yield Tried(workload, "not begun", reason=f"the time of {seconds:g} s was up")
+                continue
+            yield tune_one(workload, device, prober, rounds=rounds, again=again, isolation=isolation, deadline=end)
+
+
+def tune_one(
+    workload: Workload,
+    device: torch.device,
+    prober: Prober,
+    *,
+    rounds: int = 3,
+    again: bool = False,
+    isolation: Isolation = "auto",
+    deadline: float | None = None,
+    source: str = _SOURCE,
+) -> Tried:
+    """Tune one workload. Arguments as `tune_all`; deadline: `time.monotonic()` after which no other round begins."""
+    workload = _here(workload, device)
+    place = tuning_place(workload.request.platform, device)
+    known = [] if again else [m for m in measured(workload.request, lambda: place) if m.lengths == workload.buckets]
+    try:
+        workload.check_makeable()
+        able = candidates(workload, device)
+    except PolyattnError as exc:
+        return Tried(workload, "refused", reason=str(exc).partition("\n")[0])
+    rule = next((c.name for c in able if c.chosen), "")
+    if known and not known[0].shipped:
+        return Tried(workload, "known", known[0].times, rule)
+    avoided = set(advise(workload.request, lambda: place).avoid)
+    able = tuple(c for c in able if c.name not in avoided)
+    if len(able) < 2:
+        return Tried(workload, "alone", rule=rule, reason="no other backend takes it")
+    return _tune(workload, place, able, rule, device, prober, rounds, isolation, deadline, source)
+
+
+def _tune(
+    workload: Workload,
+    place: Place,
+    able: Sequence[Candidate],
+    rule: str,
+    device: torch.device,
+    prober: Prober,
+    rounds: int,
+    isolation: Isolation,
+    deadline: float | None,
+    source: str,
+) -> Tried:
+    trouble = _probed(workload, able, prober, isolation)
+    fit = [c for c in able if c.name not in trouble]
+    with _measuring():
+        inputs = make_inputs(workload, device)
+        found = measure(inputs, fit, clock=Clock(device), rounds=rounds, deadline=deadline)
+    trouble |= {name: (said.kind, said.reason) for name, said in found.items() if said.time is None}
+    bad = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items() if kind not in _HARMLESS}
+    if bad:
+        key, now = request_key(workload.request), datetime.datetime.now(datetime.timezone.utc).isoformat()
+        batch, (s_q, s_k) = workload.batch, workload.longest
+        where = f"at batch {batch}, S_q {s_q}, S_k {s_k}"
+        quarantine(*(Quarantined(place, name, key, f"{reason} ({where})", now) for name, reason in bad.items()))
+    times = {name: said.time.seconds * 1e6 for name, said in found.items() if said.time is not None}
+    ranked = {name: round(times[name], 3) for name in sorted(times, key=lambda name: (times[name], name))}
+    if ranked:
+        record(backend_row(place, workload.request, workload.buckets, ranked, source))
+    said = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items()}
+    return Tried(workload, "measured" if ranked else "refused", ranked, rule, said, tuple(bad), _why(ranked))
+
+
+def _why(ranked: Mapping[str, float]) -> str:
+    return "" if ranked else "not one backend could be measured"
+
+
+def _probed(
+    workload: Workload, able: Sequence[Candidate], prober: Prober, isolation: Isolation
+) -> dict[str, tuple[str, str]]:
+    """(kind, reason) of the candidates that failed in a process of their own."""
+    found = {}
+    for candidate in able:
+        if isolation == "always" or (isolation == "auto" and not _own(candidate)):
+            kind, reason = prober.examine(workload, candidate.name)
+            if kind:
+                found[candidate.name] = (kind, reason)
+    return found
+
+
+def _own(candidate: Candidate) -> bool:
+    """Whether it is made of torch's own operators, by polyattn itself."""
+    manager = get_manager()
+    return manager.owner(manager.backends[candidate.name, candidate.selection.platform]).name == "core"
+
+
+@contextlib.contextmanager
+def _measuring() -> Iterator[None]:
+    """Gradients as the workload wants them, whatever the caller's mode is."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _here(workload: Workload, device: torch.device) -> Workload:
+    """The workload on this machine, whatever machine it was recorded on."""
+    facts = {"platform": "cpu", "arch": "", "toolkit": (), "features": (), **device_facts(device)}
+    return dataclasses.replace(workload, request=dataclasses.replace(workload.request, **facts, options=()))

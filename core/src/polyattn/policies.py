@@ -1,0 +1,88 @@
+"""How a request is decided here: who was asked for, else what was measured on this device, and how strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+from .distributions import distribution_version
+from .epoch import EPOCH
+from .overrides import Scope, current_choice, current_settings
+from .plugins import PluginManager, get_manager
+from .records import AttentionRequest
+from .selection import Choice, Policy
+from .tuning import Place, advise, driver, place_of
+
+if TYPE_CHECKING:
+    from torch import device
+
+__all__ = ["current_policy", "measured_policy", "tuning_place"]
+
+
+def current_policy(argument: str | None, scope: Scope, request: AttentionRequest) -> Policy:
+    """What decides about a request in this process.
+
+    Args:
+        argument: the backend that the call or layer names. scope: of the `with` forms.
+    """
+    policy = Policy(current_choice(argument, scope, request), strict=current_settings().strict)
+    return policy if policy.choice is not None else measured_policy(policy, request)
+
+
+def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:
+    """A policy with what measurements say of a request that nobody chose a backend for."""
+    said = advise(request, functools.partial(tuning_place, request.platform))
+    tuned = tuple(Choice(name, why) for name, why in said.order)
+    return dataclasses.replace(policy, tuned=tuned, avoid=said.avoid, notes=said.notes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Host:
+    """The CPU as `torch.device` would say it, without torch."""
+
+    type: str = "cpu"
+    index: int | None = None
+
+
+def tuning_place(platform: str, where: device | None = None) -> Place:
+    """The place that measurements about backends belong to: a device, its driver, and every library that takes part.
+
+    Args:
+        platform: of the backends. where: the device, None = the current one of the platform.
+    """
+    manager = get_manager()
+    versions = _libraries(manager, platform, EPOCH.value)
+    if where is None:
+        found = _device(manager.platforms[platform].device_type)
+        if found is None:
+            return Place(f"a machine without {platform}", "")
+        where = found
+    place = place_of(where, versions)
+    if release := driver(platform):
+        place = dataclasses.replace(place, versions=tuple(sorted((*place.versions, ("driver", release)))))
+    return place
+
+
+def _device(kind: str) -> Any:
+    if kind == "cpu":
+        return _Host()
+    import torch
+
+    module = getattr(torch, kind, None)
+    if module is None or not module.is_available():
+        return None
+    return torch.device(kind, module.current_device())
+
+
+@functools.lru_cache(maxsize=32)
+def _libraries(manager: PluginManager, platform: str, epoch: int) -> tuple[str, ...]:
+    """Distributions that are here and have to do with the platform's backends."""
+    names = {"polyattn"}
+    for info in manager.backends.values():
+        if info.platform != platform or info.planned:
+            continue
+        names.add(manager.owner(info).distribution)
+        for need in (need for p in info.providers if not p.planned for need in p.requires):
+            names.update(name for name in (need.distribution, *need.also) if distribution_version(name))
+    return tuple(sorted(names - {"", "torch"}))

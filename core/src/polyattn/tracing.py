@@ -1,0 +1,179 @@
+"""Which requests a program makes, at which lengths, and how often: `polyattn trace` writes it, `polyattn tune` reads.
+
+Calls are wrapped when they are bound, and only while somebody records: off, this costs nothing.
+A line of the file is one request in one bucket of lengths, as JSON: `request`, `lengths` of the first call of its kind,
+`count`, and `backend`, who served it. Processes add their lines when they end; equal ones are added up by the reader.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .call_shapes import Extent, extent_of
+from .contract import Bound, Session, Slot
+from .envvars import text
+from .epoch import bump
+from .records import AttentionRequest
+from .request_text import plain_request
+from .tuning import bucket
+
+__all__ = ["CallLengths", "lengths_of", "observed", "opaque", "record_to", "recording", "stop"]
+
+CallLengths = tuple[Sequence[tuple[int, int]], int]
+"""(S_q, S_k) of each sequence, and the tokens of a prefix that all share."""
+
+_Who = str | Callable[[Extent], str]
+
+
+@dataclasses.dataclass
+class _Entry:
+    lengths: CallLengths
+    backend: str
+    count: int = 0
+
+
+class _Recorder:
+    """What this process asked for so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._entries: dict[tuple[AttentionRequest, Extent], _Entry] = {}
+        self._lock = threading.Lock()
+
+    def note(self, request: AttentionRequest, backend: _Who, extent: Extent, read: Callable[[], CallLengths]) -> None:
+        """One call. read: the lengths of its sequences, asked for once for each bucket."""
+        name = (request, (bucket(extent[0]), bucket(extent[1]), bucket(extent[2])))
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None:
+                who = backend if isinstance(backend, str) else backend(extent)
+                entry = self._entries[name] = _Entry(read(), who)
+            entry.count += 1
+
+    def forget(self) -> None:
+        """Begin with nothing."""
+        self._entries, self._lock = {}, threading.Lock()
+
+    def write(self) -> None:
+        """Add the lines to the file, in one piece."""
+        lines = []
+        for (request, _), entry in self._entries.items():
+            lengths, shared = entry.lengths
+            line = {
+                "request": plain_request(request),
+                "lengths": [list(pair) for pair in lengths],
+                **({"shared": shared} if shared else {}),
+                "count": entry.count,
+                "backend": entry.backend,
+            }
+            lines.append(json.dumps(line) + "\n")
+        self.forget()
+        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(handle, "".join(lines).encode())
+        finally:
+            os.close(handle)
+
+
+_recorder: _Recorder | None = None
+
+
+def recording() -> bool:
+    """Whether calls are recorded."""
+    return _recorder is not None
+
+
+def record_to(path: str | Path) -> None:
+    """Record the calls of this process from here on; `stop`, or the end of the process, adds them to the file."""
+    global _recorder
+    stop()
+    _recorder = _Recorder(Path(path))
+    bump()
+
+
+def stop() -> None:
+    """Write what was recorded, and record no more."""
+    global _recorder
+    if _recorder is not None:
+        recorder, _recorder = _recorder, None
+        recorder.write()
+        bump()
+
+
+def observed(bound: Bound, request: AttentionRequest, backend: _Who) -> Bound:
+    """The functions of a choice, recorded where somebody does.
+
+    Args:
+        request: that they were chosen for. backend: who serves it, or calls of these lengths.
+    """
+    recorder = _recorder
+    if recorder is None or request.zero_size:
+        return bound
+    asked = dataclasses.replace(request, options=(), graph_capture=False)
+    extent = extent_of(asked)
+
+    def forward(*tensors: Any, **keywords: Any) -> Any:
+        found = extent(*tensors, **keywords)
+        recorder.note(asked, backend, found, lambda: lengths_of(found, keywords))
+        return bound.forward(*tensors, **keywords)
+
+    def session(slot: Slot) -> Session:
+        assert bound.session is not None
+        return _Observed(bound.session(slot), asked, backend, recorder)
+
+    planned = None if bound.session is None else session
+    return dataclasses.replace(bound, forward=forward, simple=None, session=planned)
+
+
+def opaque(bound: Bound) -> Bound:
+    """For compiled code, which cannot be recorded from inside: while somebody records, calls go through a custom op."""
+    return bound if _recorder is None else dataclasses.replace(bound, traceable=False)
+
+
+class _Observed:
+    """A session whose steps are recorded, each once for all layers that share it."""
+
+    def __init__(self, inner: Session, request: AttentionRequest, backend: _Who, recorder: _Recorder) -> None:
+        self._inner, self._request, self._backend, self._recorder = inner, request, backend, recorder
+        self.prepare, self.forward = inner.prepare, inner.forward
+
+    def plan(self, step: Any) -> None:
+        extent = (step.sequences, step.max_seqlen_q, step.max_seqlen_k)
+        tables = {"cu_seqlens_q": step.host("cu_seqlens_q"), "seq_lens": step.host("seq_lens")}
+        self._recorder.note(self._request, self._backend, extent, lambda: lengths_of(extent, tables))
+        self._inner.plan(step)
+
+
+def lengths_of(extent: Extent, keywords: Mapping[str, Any]) -> CallLengths:
+    """Of the sequences that have any, read from the tensors where that is possible."""
+    batch, s_q, s_k = extent
+    shared = sum(part.max_seqlen_k for part in keywords.get("kv_parts", ()))
+    starts = keywords.get("cu_seqlens_q")
+    if starts is None or (starts.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return [(s_q, s_k)] * batch, shared
+    queries = starts.diff().tolist()
+    lens = keywords.get("seq_lens")
+    keys = keywords["cu_seqlens_k"].diff().tolist() if lens is None else lens.tolist()
+    return [pair for pair in zip(queries, keys, strict=True) if min(pair) > 0] or [(s_q, s_k)], shared
+
+
+def _forked() -> None:
+    """What the parent recorded is the parent's."""
+    if _recorder is not None:
+        _recorder.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+if _path := text("POLYATTN_TRACE"):
+    record_to(_path)
+atexit.register(stop)

@@ -1,0 +1,167 @@
+"""Families `dense` and `varlen` by cuDNN: through its front end's torch ops, and through PyTorch's own (dense).
+
+Both take [B, H, S, D] of any strides with a dense last axis, GQA included, and give the natural-log LSE [B, H, S_q, 1]
+before sinks, which are left to the LSE. Their backwards read (out, lse) as they are given them. The front end's causal
+mask and windows start at either corner; PyTorch's causal mask at the upper left one.
+
+A window of the front end counts as polyattn's does to the right; to the left it counts the query too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn.backends.torch_sdpa import signed
+from polyattn.contract import Bound
+from polyattn.placement import placing
+from polyattn.records import AttentionRequest
+
+from .records.cudnn import CUDNN_FRONTEND
+from .vendor import load
+
+__all__ = ["Frontend", "Torch"]
+
+
+class _Kernel(NamedTuple):
+    """forward: (q, k, v, **lens) -> (out, LSE or None). backward: (dout, q, k, v, out, LSE, **lens) -> dq, dk, dv."""
+
+    forward: Callable[..., tuple[Tensor, Tensor | None]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class Frontend:
+    """Binds requests to the front end."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        return placing(signed(request, lambda positive: _bound(positive, _frontend(positive))))
+
+
+class Torch:
+    """Binds dense requests to the op behind torch's `SDPBackend.CUDNN_ATTENTION`, which also gives the LSE."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        return placing(signed(request, lambda positive: _bound(positive, _torch(positive))))
+
+
+def _bound(request: AttentionRequest, kernel: _Kernel) -> Bound:
+    """`kernel` for tensors as the request lays them out."""
+    turned = request.layout == "BSHD"
+    with_lse = request.lse or bool(request.grad)
+
+    def heads_first(*tensors: Tensor) -> list[Tensor]:
+        return [tensor.transpose(1, 2) if turned else tensor for tensor in tensors]
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: None = None,
+        sinks: None = None,
+        out: Tensor | None = None,
+        **lens: Any,
+    ) -> Any:
+        found, lse = kernel.forward(*heads_first(query, key, value), **lens)
+        (result,) = heads_first(found)
+        result = result if out is None else out.copy_(result)
+        return (result, *heads_first(lse)) if with_lse and lse is not None else result
+
+    def backward(*tensors: Tensor, attn_mask: None = None, **lens: Any) -> tuple[Tensor, ...]:
+        """tensors: dout, query, key, value, out, lse."""
+        return tuple(heads_first(*kernel.backward(*heads_first(*tensors), **lens)))
+
+    return Bound(forward, backward if request.grad else None)
+
+
+def _torch(request: AttentionRequest) -> _Kernel:
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    gradient = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    causal, with_lse = request.causal != "none", request.lse or bool(request.grad)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        found = op(query, key, value, None, with_lse, 0.0, causal, False, scale=request.scale)
+        return found[0], found[1].squeeze(-1) if with_lse else None
+
+    def backward(
+        dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Random state of a dropout that this adapter never asks for.
+        seed = torch.zeros((), dtype=torch.long, device=query.device)
+        grads: tuple[Tensor, Tensor, Tensor] = gradient(
+            dout,
+            query,
+            key,
+            value,
+            out,
+            lse.contiguous().unsqueeze(-1),
+            *(seed, seed, None, None, None),
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            causal,
+            scale=request.scale,
+        )
+        return grads
+
+    return _Kernel(forward, backward)
+
+
+def _band(request: AttentionRequest) -> dict[str, Any]:
+    """The position rule of a request in the front end's words."""
+    left, right = request.window
+    band: dict[str, Any] = {"is_causal": request.causal != "none" or right == 0}
+    band |= {"window_left": left + 1 if left >= 0 else -1, "window_right": -1 if band["is_causal"] else right}
+    # With as many queries as keys the corners are the same, and more of its engines know the upper left one.
+    anchored = request.s_relation != "equal" or request.family == "varlen"
+    return {**band, "causal_bottom_right": anchored and any((band["is_causal"], left >= 0, right >= 0))}
+
+
+def _frontend(request: AttentionRequest) -> _Kernel:
+    scale = request.head_dim**-0.5 if request.scale is None else request.scale
+    band, with_lse = _band(request), request.lse or bool(request.grad)
+    packed = request.family == "varlen"
+    lens_of = _packed_lens if packed else dict
+    given = {"scale": scale, **band, "return_lse": with_lse}
+    lengths = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv") if packed else ()
+    needs = dict.fromkeys((*given, *lengths), "polyattn")
+    sdpa = load(CUDNN_FRONTEND, "cudnn.sdpa.fwd.torch_op:sdpa", needs)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, **lens: Any) -> tuple[Tensor, Tensor | None]:
+        found = sdpa(query, key, value, **given, **lens_of(**lens))
+        return (found[0], found[1].squeeze(-1)) if with_lse else (found, None)
+
+    def backward(
+        dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **lens: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        stats = _padded(lse, **lens) if packed else lse.contiguous()
+        # Registered by the module that `sdpa` is from.
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.cudnn.sdpa_bwd(
+            dout, query, key, value, out, stats, scale, **band, **lens_of(**lens)
+        )
+        return grads
+
+    return _Kernel(forward, backward)
+
+
+def _packed_lens(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
+) -> dict[str, Tensor | int]:
+    return {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_k,
+        "max_seqlen_q": max(max_seqlen_q, 1),
+        "max_seqlen_kv": max(max_seqlen_k, 1),
+    }
+
+
+def _padded(lse: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, **_: Any) -> Tensor:
+    """[T_q, H_q] as [N, H_q, max_seqlen_q], which is what its packed backward reads."""
+    token = torch.arange(lse.shape[0], device=lse.device, dtype=cu_seqlens_q.dtype)
+    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), token, right=True)
+    padded = lse.new_zeros(cu_seqlens_q.shape[0] - 1, max(max_seqlen_q, 1), lse.shape[1])
+    padded[sequence, (token - cu_seqlens_q[sequence]).long()] = lse
+    return padded.transpose(1, 2).contiguous()

@@ -1,0 +1,236 @@
+"""FlashAttention 3 on Hopper, from three builds: its own package, sgl-kernel and vLLM.
+
+From their sources (hopper/flash_api.cpp): any page size; K and V of one width, or 192 with 128; the latent of absorbed
+MLA goes in as `qv`, whose queries' rotary part is 64 wide; a row without keys has LSE = -inf. Sinks are taken in
+bfloat16; others are applied from the LSE.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.contract import Bound
+from polyattn.records import AttentionRequest
+
+from .. import vendor
+from ..records.common import FLASH_ATTN_3, SGL_KERNEL, VLLM
+from .binding import Packed, Result, Tables, bind, starts
+
+__all__ = [
+    "FlashAttention3",
+    "FlashAttention3SglKernel",
+    "FlashAttention3VLLM",
+    "OwnBuild",
+    "SglKernelBuild",
+    "VLLMBuild",
+]
+
+
+class FlashAttention3:
+    """Of its own package, `flash_attn_interface`: the build that trains."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        """Raises:
+        BackendUnavailableError: the installed build lacks what the request needs.
+        """
+        return bind(request, OwnBuild)
+
+
+class FlashAttention3SglKernel:
+    """Of sgl-kernel, `sgl_kernel.flash_attn`: inference, with sinks."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        """Raises:
+        BackendUnavailableError: the installed build lacks what the request needs.
+        """
+        return bind(request, SglKernelBuild)
+
+
+class FlashAttention3VLLM:
+    """Of vLLM, `vllm.vllm_flash_attn.flash_attn_interface`: inference, one packed call for everything, with sinks."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        """Raises:
+        BackendUnavailableError: the installed build lacks what the request needs.
+        """
+        return bind(request, VLLMBuild)
+
+
+class _Kernels(abc.ABC):
+    """What the builds share."""
+
+    empty = -torch.inf
+    writes_out = False
+    fused_sinks = False
+
+    def __init__(self, request: AttentionRequest) -> None:
+        self.request = request
+        self.simple: Callable[..., Tensor] | None = None
+        self.options: dict[str, Any] = {
+            "softmax_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+            # Inside its chunk a query sees what is before it (S4).
+            "causal": request.causal != "none" or request.chunk > 0,
+            "softcap": request.softcap,
+        }
+        self.window = request.window
+
+    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+        return self.fused_sinks and sinks.dtype == query.dtype == torch.bfloat16
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> Result:
+        """By the packed call: a batch of sequences of one length."""
+        (B, S_q), S_k = query.shape[:2], key.shape[1]
+        starts_q, starts_k = (starts(self.request, B, S, query.device) for S in (S_q, S_k))
+        query, key, value = (t.flatten(0, 1) for t in (query, key, value))
+        result, found = self.packed(query, key, value, Packed(starts_q, starts_k, S_q, S_k), lse=lse, **extra)
+        result = result.view(B, S_q, *result.shape[1:])
+        return result, None if found is None else found.view(-1, B, S_q).transpose(0, 1)
+
+    @abc.abstractmethod
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
+        """As `binding.Kernels.packed`."""
+
+    @abc.abstractmethod
+    def paged(self, query: Tensor, key: Tensor, value: Tensor, where: Tables, *, lse: bool, **extra: Any) -> Result:
+        """As `binding.Kernels.paged`; `qv`: of latent caches."""
+
+    def latent(self, query: Tensor, cache: Tensor, where: Tables, *, lse: bool, **extra: Any) -> Result:
+        latent = self.request.dims[1]
+        values = cache[..., :latent]
+        if latent < 256:
+            return self.paged(query, cache, values, where, lse=lse, **extra)
+        rotary = query[..., latent:]
+        return self.paged(rotary, cache[..., latent:], values, where, lse=lse, qv=query[..., :latent], **extra)
+
+
+class _Cached(_Kernels):
+    """A build with `flash_attn_with_kvcache`, which takes packed queries too."""
+
+    @abc.abstractmethod
+    def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
+        """A function of the build, see `vendor.load`."""
+
+    def __init__(self, request: AttentionRequest) -> None:
+        super().__init__(request)
+        self.options["window_size"] = request.window
+        if request.family in ("paged", "mla"):
+            more: dict[str, Any] = {"num_splits": 1} if request.batch_invariant else {}
+            if request.chunk:
+                more["attention_chunk"] = request.chunk
+            self._cached = functools.partial(self.load("flash_attn_with_kvcache"), **self.options, **more)
+
+    def paged(self, query: Tensor, key: Tensor, value: Tensor, where: Tables, *, lse: bool, **extra: Any) -> Result:
+        table, seq_lens, cu_seqlens_q, max_seqlen_q, _ = where
+        result = self._cached(
+            query, key, value, page_table=table, cache_seqlens=seq_lens, cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q, return_softmax_lse=lse, **extra,
+        )  # fmt: skip
+        return (result[0], result[1]) if lse else (result, None)
+
+
+class OwnBuild(_Cached):
+    """Of flash-attn-3."""
+
+    def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
+        return vendor.load(FLASH_ATTN_3, f"flash_attn_interface:{name}", needs)
+
+    def __init__(self, request: AttentionRequest) -> None:
+        super().__init__(request)
+        wanted = request.lse or bool(request.grad)
+        needs = {"return_attn_probs": "the LSE"} if wanted else {}
+        self._asked: dict[str, Any] = {"return_attn_probs": True} if wanted else {}
+        if request.family == "dense":
+            self._dense = self.simple = functools.partial(self.load("flash_attn_func", needs), **self.options)
+        elif request.family == "varlen":
+            self._packed = functools.partial(self.load("flash_attn_varlen_func", needs), **self.options)
+        if request.grad:
+            self._backward = self.load("_flash_attn_backward", {"window_size_left": "the backward"})
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> Result:
+        return self._both(self._dense(query, key, value, **self._asked))
+
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
+        return self._both(self._packed(query, key, value, **where._asdict(), **self._asked))
+
+    def _both(self, result: Any) -> Result:
+        return (result[0], result[1]) if self._asked else (result, None)
+
+    def gradient(self, *tensors: Tensor, where: Packed | None) -> tuple[Tensor, Tensor, Tensor]:
+        dout, query, key, value, out, lse = tensors
+        left, right = self.window
+        dq, dk, dv = (t.new_empty(t.shape) for t in (query, key, value))
+        self._backward(
+            dout=dout, q=query, k=key, v=value, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv,
+            **({} if where is None else where._asdict()),
+            softmax_scale=self.options["softmax_scale"], is_causal=self.options["causal"],
+            softcap=self.options["softcap"], window_size_left=left, window_size_right=right,
+            deterministic=self.request.deterministic,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class SglKernelBuild(_Cached):
+    """Of sgl-kernel."""
+
+    fused_sinks = True
+
+    def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
+        return vendor.load(SGL_KERNEL, f"sgl_kernel.flash_attn:{name}", needs)
+
+    def __init__(self, request: AttentionRequest) -> None:
+        super().__init__(request)
+        if request.family in ("dense", "varlen"):
+            needs = {"sinks": "the sinks"} if request.sinks else {}
+            self._packed = functools.partial(self.load("flash_attn_varlen_func", needs), **self.options)
+
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
+        result = self._packed(query, key, value, **where._asdict(), return_softmax_lse=lse, **extra)
+        return (result[0], result[1]) if lse else (result, None)
+
+
+class VLLMBuild(_Kernels):
+    """Of vllm."""
+
+    fused_sinks = True
+    writes_out = True
+
+    def __init__(self, request: AttentionRequest) -> None:
+        super().__init__(request)
+        needs = {"s_aux": "the sinks", "q_v": "a latent cache", "out": "out="}
+        function = vendor.load(VLLM, "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func", needs)
+        splits = 1 if request.batch_invariant else 0
+        self._call = functools.partial(
+            function, **self.options, window_size=list(request.window), num_splits=splits, fa_version=3
+        )
+
+    def _attend(self, *tensors: Tensor, lse: bool, sinks: Tensor | None = None, **given: Any) -> Result:
+        if sinks is not None:
+            given["s_aux"] = sinks
+        result = self._call(*tensors, return_softmax_lse=lse, **given)
+        return (result[0], result[1]) if lse else (result, None)
+
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
+        return self._attend(query, key, value, **where._asdict(), lse=lse, **extra)
+
+    def paged(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        where: Tables,
+        *,
+        lse: bool,
+        qv: Tensor | None = None,
+        **extra: Tensor,
+    ) -> Result:
+        table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = where
+        return self._attend(
+            query, key, value, block_table=table, seqused_k=seq_lens, cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, q_v=qv, lse=lse, **extra,
+        )  # fmt: skip

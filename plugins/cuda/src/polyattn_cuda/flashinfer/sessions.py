@@ -1,0 +1,95 @@
+"""The serving side of FlashInfer's wrappers: one plan for all layers of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from polyattn.backends.gathering import nothing
+from polyattn.contract import Slot
+from polyattn.records import AttentionRequest
+
+from .lengths import Lengths
+from .saving import Places
+from .workbench import Workbench
+
+__all__ = ["PlannedSession", "Planner"]
+
+
+class Planner(Protocol):
+    """What a family's adapter does for a session."""
+
+    request: AttentionRequest
+
+    def plan_step(
+        self, bench: Workbench, lens: Lengths, pages: Tensor, nbytes: int, step: Any, fixed: dict[str, Tensor] | None
+    ) -> tuple[Any, Tensor | None]:
+        """A planned wrapper, and the queries that see a key or None = all."""
+        ...
+
+    @property
+    def run_step(self) -> Callable[..., Any]:
+        """(wrapper, alive, query, *caches, **tensors and tables): a layer of a planned step."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The family's forward, for calls that plan for themselves."""
+
+
+class PlannedSession:
+    """`polyattn.contract.Session`. It plans from the host's lengths, so that nothing waits for the device; the list of
+    pages, which only the kernels read, is filled by `prepare`.
+
+    Args:
+        nbytes: of the workspace. mask_bytes: of the packed masks of a recorded step, 0 = none.
+    """
+
+    def __init__(self, planner: Planner, slot: Slot, nbytes: int, mask_bytes: int = 0) -> None:
+        self._planner, self._nbytes, self._recorded = planner, nbytes, slot.recorded
+        self._bench = bench = Workbench.of(slot)
+        bench.workspace(nbytes)
+        N = slot.max_sequences
+        self._pages = bench.indices("pages", N * slot.max_pages)
+        self._fixed: dict[str, Tensor] | None = None
+        if slot.recorded:
+            counts = {"cu_seqlens_q": N + 1, "kv_indptr": N + 1, "seq_lens": N, "last_page_len": N}
+            self._fixed = {name: bench.indices(name, count) for name, count in counts.items()}
+            self._fixed["pages"] = self._pages
+            if mask_bytes:
+                self._fixed["mask"] = slot.workspace("flashinfer mask", mask_bytes)
+                self._fixed["mask_indptr"] = bench.indices("mask_indptr", N + 1)
+        self._places = Places.of(planner.request, slot)
+        self._wrapper: Any = None
+        self._alive: Tensor | None = None
+
+    def plan(self, step: Any) -> None:
+        lens = Lengths.of(step)
+        self._wrapper = self._alive = None
+        if not lens.tokens or not (lens.pages or self._recorded):
+            return
+        pages = self._pages[: lens.pages]
+        planned = self._planner.plan_step(self._bench, lens, pages, self._nbytes, step, self._fixed)
+        # Of recorded steps only padding sees nothing, and its rows have no meaning.
+        self._wrapper, self._alive = planned[0], None if self._recorded else planned[1]
+        step.kv_indices  # noqa: B018 - what a step is asked for before, its own `prepare` writes
+
+    def prepare(self, step: Any) -> None:
+        if self._wrapper is not None:
+            pages = step.kv_indices[: self._pages.shape[0]]
+            self._pages[: pages.shape[0]].copy_(pages)
+        if self._places is not None:
+            self._places.take(step)
+
+    def forward(
+        self, query: Tensor, *caches: Tensor, key: Tensor | None = None, value: Tensor | None = None, **given: Any
+    ) -> Any:
+        if key is not None and self._places is None:
+            # Rows that the cache is not to hold: this call reads other pages than those that were planned.
+            return self._planner.forward(query, *caches, key=key, value=value, **given)
+        if self._places is not None:
+            self._places.write(caches, (key, value), (given.get("k_scale"), given.get("v_scale")))
+        if self._wrapper is None:
+            return nothing(self._planner.request, query, given.get("out"))
+        return self._planner.run_step(self._wrapper, self._alive, query, *caches, **given)

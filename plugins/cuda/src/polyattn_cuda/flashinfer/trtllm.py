@@ -1,0 +1,265 @@
+"""Family `paged` by TensorRT-LLM's kernels, which FlashInfer carries: trtllm-gen on data-centre Blackwell, and XQA,
+which decodes and verifies, on Hopper and SM120.
+
+No plan: they read page tables and lengths on the device. Their scale is one number with the cache's in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.backends.gathering import nothing
+from polyattn.backends.paged_varlen_attn import with_new
+from polyattn.contract import Bound, Session, Slot
+from polyattn.placement import placed
+from polyattn.records import AttentionRequest
+
+from .. import vendor
+from ..records.flashinfer import FLASHINFER
+from .memory import WORKSPACE, counters, workspace_of
+from .results import delivered, natural, writable
+from .saving import Places
+from .scales import scale_of, unscaled
+from .workbench import processors
+
+__all__ = ["TRTLLM", "drafts_mask"]
+
+
+class TRTLLM:
+    """Binds paged requests."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        call = _Generated(request) if request.arch in ("sm100", "sm103") else _XQA(request)
+        return Bound(call.forward, session=call.session)
+
+
+class _Call:
+    """Everything of a request that is no tensor."""
+
+    def __init__(self, request: AttentionRequest) -> None:
+        r = self.request = request
+        self.scale, self.factor = scale_of(r)
+        self.causal = r.causal != "none"
+        self.layout = r.kv_layout or "NHD"
+
+    def forward(
+        self,
+        query: Tensor,
+        *caches: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        attn_mask: None = None,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        out: Tensor | None = None,
+        memory: _Memory | None = None,
+    ) -> Any:
+        """`polyattn.contract.PagedForward`; `memory`: of a session."""
+        r = self.request
+        if not (query.shape[0] and page_table.shape[1] and max_seqlen_k):
+            return nothing(r, query, out)
+        if key is not None:
+            caches, page_table = with_new(
+                r,
+                query,
+                caches,
+                page_table,
+                seq_lens,
+                cu_seqlens_q,
+                max_seqlen_k,
+                unscaled(key, k_scale),
+                unscaled(value, v_scale),
+            )
+        query = placed(query if self.factor is None else query * self.factor)
+        tables = _Tables(page_table.contiguous(), seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        given: dict[str, Any] = {
+            "query": query,
+            "kv_cache": tuple(caches),
+            "workspace_buffer": workspace_of(query.device) if memory is None else memory.workspace,
+            "block_tables": tables.page_table,
+            "seq_lens": seq_lens,
+            "bmm1_scale": self.scale if k_scale is None else (k_scale.float() * self.scale).reshape(1),
+            "bmm2_scale": 1.0 if v_scale is None else v_scale.float().reshape(1),
+            "window_left": r.window[0],
+            "out": writable(out),
+            "sinks": None if sinks is None else sinks.float(),
+            "kv_layout": self.layout,
+        }
+        found, lse = self.run(given, tables, memory)
+        return delivered(r, found, natural(lse), _seeing(tables, query, memory), None, out)
+
+    def run(self, given: dict[str, Any], tables: _Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
+        """(out, LSE of base 2 or None)."""
+        raise NotImplementedError
+
+    def ready(self, drafts: int, device: torch.device) -> None:
+        """Make what a step with so many queries of a sequence needs, before one is recorded."""
+
+    def session(self, slot: Slot) -> Session:
+        """A serving side: it has nothing to plan, and memory of its own."""
+        return _Session(self, slot)
+
+
+class _Tables:
+    """The lengths of a call."""
+
+    def __init__(self, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, longest_q: int, longest_k: int):
+        self.page_table, self.seq_lens, self.cu_seqlens_q = page_table, seq_lens, cu_seqlens_q
+        self.max_seqlen_q, self.max_seqlen_k = longest_q, longest_k
+
+    def uniform(self, tokens: int) -> bool:
+        """Whether every sequence has `max_seqlen_q` queries."""
+        return tokens == self.seq_lens.shape[0] * self.max_seqlen_q
+
+
+def _seeing(tables: _Tables, query: Tensor, memory: _Memory | None) -> Tensor | None:
+    """bool [T_q], the queries of sequences that have keys; None = all, or nobody asks (padding of recorded steps)."""
+    if memory is not None and not memory.blind:
+        return None
+    if tables.uniform(query.shape[0]):
+        return (tables.seq_lens > 0).repeat_interleave(tables.max_seqlen_q, output_size=query.shape[0])
+    token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
+    return tables.seq_lens[torch.searchsorted(tables.cu_seqlens_q[1:].contiguous(), token, right=True)] > 0
+
+
+class _Generated(_Call):
+    """trtllm-gen."""
+
+    def __init__(self, request: AttentionRequest) -> None:
+        super().__init__(request)
+        self.decode = vendor.load(
+            FLASHINFER,
+            "flashinfer.decode:trtllm_batch_decode_with_kv_cache",
+            {"return_lse": "an LSE", "cum_seq_lens_q": "drafts", "multi_ctas_kv_counter_buffer": "a recorded step"},
+        )
+        self.context = vendor.load(
+            FLASHINFER,
+            "flashinfer.prefill:trtllm_batch_context_with_kv_cache",
+            {"return_lse": "an LSE", "causal": "attention without a diagonal"},
+        )
+
+    def run(self, given: dict[str, Any], tables: _Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
+        r, T = self.request, given["query"].shape[0]
+        if memory is not None:
+            given["multi_ctas_kv_counter_buffer"] = memory.counters
+        if r.phase in ("decode", "verify"):
+            drafts: dict[str, Any] = {"q_len_per_req": tables.max_seqlen_q}
+            if not tables.uniform(T):
+                drafts = {
+                    "q_len_per_req": None,
+                    "max_q_len": tables.max_seqlen_q,
+                    "cum_seq_lens_q": tables.cu_seqlens_q,
+                }
+            found = self.decode(
+                max_seq_len=tables.max_seqlen_k, backend="trtllm-gen", return_lse=r.lse, **drafts, **given
+            )
+        else:
+            found = self.context(
+                max_q_len=tables.max_seqlen_q,
+                max_kv_len=tables.max_seqlen_k,
+                batch_size=tables.seq_lens.shape[0],
+                cum_seq_lens_q=tables.cu_seqlens_q,
+                cum_seq_lens_kv=torch.nn.functional.pad(tables.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+                causal=self.causal,
+                return_lse=r.lse,
+                **given,
+            )
+        return found if r.lse else (found, None)
+
+
+class _XQA(_Call):
+    """XQA. Drafts of a sequence see the prefix and, among themselves, what a packed mask says."""
+
+    def __init__(self, request: AttentionRequest) -> None:
+        super().__init__(request)
+        needs = {"q_cu_seq_lens": "sequences with numbers of queries of their own"}
+        self.decode = vendor.load(FLASHINFER, "flashinfer.decode:xqa_batch_decode_with_kv_cache", needs)
+        self._masks: dict[tuple[int, torch.device], Tensor] = {}
+
+    def ready(self, drafts: int, device: torch.device) -> None:
+        if drafts > 1:
+            self._mask(drafts, device)
+
+    def run(self, given: dict[str, Any], tables: _Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
+        query, longest = given["query"], tables.max_seqlen_q
+        drafts: dict[str, Any] = {}
+        if not tables.uniform(query.shape[0]):
+            # Packed queries are drafts to it, also where no sequence has two.
+            longest = max(longest, 2)
+            token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
+            starts = tables.cu_seqlens_q
+            row = token - starts[torch.searchsorted(starts[1:].contiguous(), token, right=True)]
+            mask = self._mask(longest, query.device)[row]
+            drafts = {"q_len_per_req": longest, "mask": mask, "q_cu_seq_lens": starts}
+        elif longest > 1:
+            mask = self._mask(longest, query.device).expand(tables.seq_lens.shape[0], -1, -1).contiguous()
+            drafts = {"q_len_per_req": longest, "mask": mask}
+            # It makes an axis of the drafts, and wants it in `out` too.
+            given |= {"query": query.contiguous(), "out": None}
+        found = self.decode(max_seq_len=tables.max_seqlen_k, **drafts, **given)
+        return found.flatten(0, -3), None
+
+    def _mask(self, drafts: int, device: torch.device) -> Tensor:
+        """`drafts_mask`, kept; one that is made while a graph is recorded belongs to that graph."""
+        key = (drafts, device)
+        if key in self._masks:
+            return self._masks[key]
+        made = drafts_mask(drafts, self.causal, device)
+        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._masks[key] = made
+        return made
+
+
+def drafts_mask(drafts: int, causal: bool, device: torch.device) -> Tensor:
+    """uint16 [drafts, 2 * ceil(drafts / 32)]: of each draft a bit for each draft that it sees, the first in the lowest
+    bit. Made on the device, so that it may be recorded."""
+    words = -(-drafts // 32) * 2
+    column = torch.arange(16 * words, dtype=torch.int32, device=device)
+    row = torch.arange(drafts, dtype=torch.int32, device=device)[:, None]
+    seen = (column < drafts) & (row >= (column if causal else 0))
+    bits = seen.expand(drafts, -1).int().view(drafts, words, 16) << column[:16]
+    return bits.sum(-1, dtype=torch.int32).to(torch.uint16)
+
+
+class _Memory:
+    """What a session keeps: memory that no other session sees, and whether some query of the step sees nothing."""
+
+    def __init__(self, call: _Call, slot: Slot) -> None:
+        self.workspace = slot.workspace("trtllm", WORKSPACE).zero_()
+        self.counters = counters(slot.workspace, slot.max_sequences, call.request.heads, processors(slot.device))
+        self.blind = False
+
+
+class _Session:
+    """`polyattn.contract.Session`."""
+
+    def __init__(self, call: _Call, slot: Slot) -> None:
+        self._call, self._recorded, self._memory = call, slot.recorded, _Memory(call, slot)
+        self._places, self._device = Places.of(call.request, slot), slot.device
+
+    def plan(self, step: Any) -> None:
+        # Of recorded steps only padding sees nothing, and its rows have no meaning.
+        self._memory.blind = not self._recorded and bool((step.host("seq_lens") == 0).any())
+        self._call.ready(step.max_seqlen_q, self._device)
+
+    def prepare(self, step: Any) -> None:
+        # The kernels read the step's own tensors.
+        if self._places is not None:
+            self._places.take(step)
+
+    def forward(
+        self, query: Tensor, *caches: Tensor, key: Tensor | None = None, value: Tensor | None = None, **given: Any
+    ) -> Any:
+        if self._places is not None:
+            self._places.write(caches, (key, value), (given.get("k_scale"), given.get("v_scale")))
+            key = value = None
+        return self._call.forward(query, *caches, key=key, value=value, memory=self._memory, **given)

@@ -1,0 +1,232 @@
+"""cuDNN's attention: the torch ops of nvidia-cudnn-frontend 1.32 (cudnn/sdpa/fwd/torch_op.py) and PyTorch's own."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from . import Library
+
+__all__ = ["frontend", "torch_itself"]
+
+MODULE = "cudnn.sdpa.fwd.torch_op"
+ATEN = "_scaled_dot_product_cudnn_attention"
+
+
+def frontend(monkeypatch: pytest.MonkeyPatch) -> Library:
+    """The front end, installed."""
+    lib = Library("nvidia-cudnn-frontend", "1.32.0", MODULE)
+
+    @lib.function(MODULE, "cudnn.sdpa")
+    def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None, return_lse: bool, **given: Any) -> Any:
+        assert given.pop("sinks") is None
+        assert given.pop("seq_len_q") is None
+        assert given.pop("seq_len_kv") is None
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        starts, band = _taken(query, given)
+        outs, lses = [], []
+        for q, k, v in _parts(starts, query, key, value):
+            out, lse = _attend(q, k, v, scale, **band)
+            outs.append(out)
+            lses.append(lse)
+        out, lse = _joined(starts, outs), _joined(starts, [x.unsqueeze(-1) for x in lses])
+        return (out, lse) if return_lse else out
+
+    @lib.function(MODULE, "torch.ops.cudnn.sdpa_bwd")
+    def sdpa_bwd(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        attn_scale: float,
+        is_deterministic: bool,
+        **given: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert given.pop("sinks") is None
+        assert lse.dtype == torch.float32
+        starts, band = _taken(q, given)
+        if starts is None:
+            return _gradient(grad_out, q, k, v, o, lse.reshape(o.shape[:3]), attn_scale, **band)
+        count, longest = len(starts[0]) - 1, given["max_seqlen_q"]
+        assert lse.shape[:3] == (count, q.shape[1], longest), "lse arrives padded"
+        parts = zip(_parts(starts, q, k, v), _parts((starts[0],) * 2, o, grad_out, grad_out), strict=True)
+        found = []
+        for n, ((query, key, value), (out, dout, _)) in enumerate(parts):
+            rows = lse[n : n + 1, :, : query.shape[2]]
+            found.append(_gradient(dout, query, key, value, out, rows, attn_scale, **band))
+        dq, dk, dv = (_joined(starts, list(grads)) for grads in zip(*found, strict=True))
+        return dq, dk, dv
+
+    monkeypatch.setattr(torch.ops, "cudnn", SimpleNamespace(sdpa_bwd=sdpa_bwd), raising=False)
+    return lib.install(monkeypatch)
+
+
+def torch_itself(monkeypatch: pytest.MonkeyPatch) -> Library:
+    """PyTorch's ops, held to their live schemas."""
+    lib = Library("torch", torch.__version__)
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: None,
+        compute_log_sumexp: bool,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        scale: float | None,
+    ) -> tuple[Any, ...]:
+        assert attn_bias is None
+        assert not dropout_p
+        assert not return_debug_mask
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        _check(query)
+        out, lse = _attend(query, key, value, scale, is_causal=is_causal)
+        stats = lse.unsqueeze(-1) if compute_log_sumexp else torch.empty(0)
+        return (out, stats, None, None, query.shape[2], key.shape[2], torch.zeros(()), torch.zeros(()), None)
+
+    def backward(
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert all(unused[name] is None for name in ("attn_bias", "cum_seq_q", "cum_seq_k"))
+        assert (max_q, max_k, dropout_p) == (query.shape[2], key.shape[2], 0.0)
+        assert logsumexp.shape == (*out.shape[:3], 1)
+        assert logsumexp.is_contiguous()
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return _gradient(grad_out, query, key, value, out, logsumexp.squeeze(-1), scale, is_causal=is_causal)
+
+    for name, body in ((ATEN, forward), (f"{ATEN}_backward", backward)):
+        monkeypatch.setattr(torch.ops.aten, name, _held(lib, name, body))
+    return lib.install(monkeypatch)
+
+
+def _held(lib: Library, name: str, body: Any) -> Any:
+    bound = _signature(getattr(torch.ops.aten, name).default._schema)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return body(**lib._bind(name, bound, args, kwargs))
+
+    return call
+
+
+def _signature(schema: Any) -> inspect.Signature:
+    kinds = {True: inspect.Parameter.KEYWORD_ONLY, False: inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return inspect.Signature(
+        inspect.Parameter(
+            a.name,
+            kinds[a.kwarg_only],
+            default=a.default_value if a.has_default_value() else inspect.Parameter.empty,
+        )
+        for a in schema.arguments
+    )
+
+
+Starts = tuple[list[int], list[int]] | None
+
+
+def _check(query: Tensor) -> None:
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"unsupported dtype {query.dtype}")
+    if query.shape[-1] % 8 or query.shape[-1] > 256:
+        raise RuntimeError(f"no engine for head dim {query.shape[-1]}")
+    rows = [stride for size, stride in zip(query.shape[:-1], query.stride()[:-1], strict=True) if size > 1]
+    if query.data_ptr() % 16 or any(stride * query.itemsize % 16 for stride in rows):
+        raise RuntimeError("misaligned address")
+
+
+def _taken(query: Tensor, given: dict[str, Any]) -> tuple[Starts, dict[str, Any]]:
+    """(lengths of a packed call, the band), after the checks of the real op."""
+    _check(query)
+    band = {name: given[name] for name in ("is_causal", "causal_bottom_right", "window_left", "window_right")}
+    active = band["is_causal"] or band["window_left"] >= 0 or band["window_right"] >= 0
+    if band["causal_bottom_right"] and not active:
+        raise ValueError("causal_bottom_right only re-anchors an active diagonal band")
+    if band["is_causal"] and band["window_right"] > 0:
+        raise ValueError("is_causal masks every future column but window_right admits some; pass one or the other")
+    if band["window_left"] == 0:
+        raise RuntimeError("sliding-window length must be >= 1; got 0")
+    if given["cu_seqlens_q"] is None:
+        return None, band
+    if given["max_seqlen_q"] <= 0 or given["max_seqlen_kv"] <= 0:
+        raise ValueError("varlen path needs cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv")
+    return (given["cu_seqlens_q"].tolist(), given["cu_seqlens_kv"].tolist()), band
+
+
+def _parts(starts: Starts, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    if starts is None:
+        return [(q, k, v)]
+    found = []
+    for n in range(len(starts[0]) - 1):
+        rows, keys = (slice(s[n], s[n + 1]) for s in starts)
+        of = ((q, rows), (k, keys), (v, keys))
+        found.append(tuple(t[part].transpose(0, 1).unsqueeze(0) for t, part in of))
+    return found  # type: ignore[return-value]
+
+
+def _joined(starts: Starts, parts: list[Tensor]) -> Tensor:
+    return parts[0] if starts is None else torch.cat([part[0].transpose(0, 1) for part in parts])
+
+
+def _seen(
+    rows: int,
+    keys: int,
+    is_causal: bool = False,
+    causal_bottom_right: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+) -> Tensor:
+    """The left bound counts the query itself, the right one does not."""
+    distance = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows if causal_bottom_right else 0)
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    if is_causal or window_right >= 0:
+        seen &= distance <= max(window_right, 0)
+    return seen & (distance > -window_left) if window_left > 0 else seen
+
+
+def _weights(q: Tensor, k: Tensor, scale: float, lse: Tensor | None, band: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    logits = q.float() @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * scale
+    seen = _seen(q.shape[2], k.shape[2], **band)
+    if not bool(seen.any(-1).all()):
+        raise RuntimeError("a row without keys: not written down what becomes of it")
+    logits = logits.masked_fill(~seen, -torch.inf)
+    lse = logits.logsumexp(-1) if lse is None else lse
+    return torch.exp(logits - lse[..., None]), lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, **band: Any) -> tuple[Tensor, Tensor]:
+    weights, lse = _weights(q, k, scale, None, band)
+    values = v.float().repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return (weights.to(q.dtype).float() @ values).to(q.dtype), lse
+
+
+def _gradient(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, **band: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    weights, _ = _weights(q, k, scale, lse, band)
+    dv = weights.to(q.dtype).float().transpose(2, 3) @ dout.float()
+    dp = dout.float() @ v.float().repeat_interleave(group, 1).transpose(2, 3)
+    delta = (dout.float() * out.float()).sum(-1, keepdim=True)
+    ds = (weights * (dp - delta)).to(q.dtype).float()
+    dq = ds @ k.float().repeat_interleave(group, 1) * scale
+    dk = ds.transpose(2, 3) @ q.float() * scale
+    dk, dv = (t.unflatten(1, (k.shape[1], group)).sum(2) for t in (dk, dv))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)

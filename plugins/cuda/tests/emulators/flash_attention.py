@@ -1,0 +1,476 @@
+"""FlashAttention 2, 3 and 4 as their sources describe them: checks, alignment, LSE, and gradients from (out, lse).
+
+What differs: FA2 writes LSE = +inf for a row without keys, the others -inf; FA4 counts its sinks in the LSE; pages of
+FA2 are multiples of 256 tokens; FA4's windows are off by None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import Library
+
+__all__ = ["fa2", "fa3", "fa4", "sgl_kernel", "vllm"]
+
+
+class Rule(NamedTuple):
+    """What is not a tensor. Window bounds of -1 are off."""
+
+    scale: float
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    chunk: int = 0
+    dropout: float = 0.0
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """[H_q, S_q, S_k] in float32 from [S_q, H_q, D] and [S_k, H_kv, D]; -inf where a key is not seen."""
+        s = torch.einsum("qhd,khd->hqk", q.float(), _per_head(k, q.shape[1])) * self.scale
+        if self.softcap:
+            s = self.softcap * torch.tanh(s / self.softcap)
+        return s.masked_fill(~self.seen(q.shape[0], k.shape[0]), -torch.inf)
+
+    def seen(self, s_q: int, s_k: int) -> Tensor:
+        """Bottom-right: query i is at position i + S_k - S_q."""
+        left, right = self.window
+        if self.causal:
+            right = 0
+        gap = torch.arange(s_k) - (torch.arange(s_q)[:, None] + s_k - s_q)
+        seen = torch.ones(s_q, s_k, dtype=torch.bool)
+        if right >= 0:
+            seen &= gap <= right
+        if left >= 0:
+            seen &= gap >= -left
+        if self.chunk:
+            position = torch.arange(s_q)[:, None] + s_k - s_q
+            first = torch.div(position, self.chunk, rounding_mode="floor") * self.chunk
+            key = torch.arange(s_k)
+            seen &= (key >= first) & (key < first + self.chunk)
+        return seen
+
+
+def _per_head(t: Tensor, heads: int) -> Tensor:
+    return t.float().repeat_interleave(heads // t.shape[1], dim=1)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, qv: Tensor | None = None, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out [S_q, H_q, D_v] and LSE [H_q, S_q] of one sequence; the LSE counts the sink, and is -inf without keys."""
+    if qv is not None:
+        q, k = torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    s = rule.scores(q, k)
+    if sink is not None:
+        s = torch.cat([s, sink.float()[:, None, None].expand(-1, s.shape[1], 1)], -1)
+    lse = s.logsumexp(-1) if s.shape[-1] else s.new_full(s.shape[:2], -torch.inf)
+    weights = (s - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()[..., : k.shape[0]]
+    if rule.dropout:
+        weights = torch.nn.functional.dropout(weights, rule.dropout)
+    out = torch.einsum("hqk,khd->qhd", weights, _per_head(v, q.shape[1]))
+    return out.to(v.dtype), lse
+
+
+class Descales(NamedTuple):
+    """What e4m3 numbers are multiplied with, float32 [N, H_kv] each, None = 1."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+    def real(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of sequence i as numbers."""
+
+        def times(t: Tensor, scale: Tensor | None) -> Tensor:
+            if scale is None:
+                return t.float()
+            return t.float() * scale[i].repeat_interleave(t.shape[1] // scale.shape[1])[:, None]
+
+        return times(q, self.q), times(k, self.k), times(v, self.v)
+
+
+def forward_fp8(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """`forward` of real numbers with the weights in e4m3, 256 times as large as under the row's largest score."""
+    s = rule.scores(q, k)
+    top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:2], 1), -torch.inf)
+    weights = (s - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    total = weights.sum(-1)
+    rounded = (weights * 256).to(torch.float8_e4m3fn).float() / 256
+    out = torch.einsum("hqk,khd->qhd", rounded, _per_head(v, q.shape[1])) / total.clamp(min=1e-30).T[..., None]
+    return out.bfloat16(), total.log() + top[..., 0]
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of one sequence as the kernels have them: weights from the LSE, their sum from dout and out."""
+    s = rule.scores(q, k)
+    hidden = s == -torch.inf
+    p = (s - lse[..., None]).masked_fill(hidden, -torch.inf).exp()
+    dp = torch.einsum("qhd,khd->hqk", dout.float(), _per_head(v, q.shape[1]))
+    delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)
+    ds = p * (dp - delta[..., None])
+    if rule.softcap:
+        ds = ds * (1 - (s.masked_fill(hidden, 0.0) / rule.softcap).square())
+    ds = ds * rule.scale
+    dq = torch.einsum("hqk,khd->qhd", ds, _per_head(k, q.shape[1]))
+    groups = (k.shape[1], -1)
+    dk = torch.einsum("hqk,qhd->khd", ds, q.float()).unflatten(1, groups).sum(2)
+    dv = torch.einsum("hqk,qhd->khd", p, dout.float()).unflatten(1, groups).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- batches
+
+
+def check(condition: bool, message: str) -> None:
+    """TORCH_CHECK."""
+    if not condition:
+        raise RuntimeError(message)
+
+
+def check_tensors(*tensors: Tensor | None, widest: int = 256, fp8: bool = False) -> None:
+    """What every generation checks of Q, K and V, and what its loads of 16 bytes take for granted."""
+    given = [t for t in tensors if t is not None]
+    multiple, dtypes = (16, (torch.float8_e4m3fn,)) if fp8 else (8, (torch.float16, torch.bfloat16))
+    for t in given:
+        check(t.dtype in dtypes, "FlashAttention only support fp16 and bf16 data type")
+        check(t.dtype == given[0].dtype, "query and key must have the same dtype")
+        check(t.stride(-1) == 1, "Input tensor must have contiguous last dimension")
+        check(t.shape[-1] % multiple == 0, f"head_size must be a multiple of {multiple}")
+        check(t.shape[-1] <= widest, "FlashAttention forward only supports head dimension at most 256")
+        rows = (stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size > 1)
+        odd = t.data_ptr() % 16 or any(stride * t.itemsize % 16 for stride in rows)
+        check(not odd, "CUDA error: misaligned address")
+    check(given[0].shape[0] > 0, "batch size must be positive")
+    check(given[0].shape[-2] % given[1].shape[-2] == 0, "Number of heads in key/value must divide those of the query")
+
+
+def check_lengths(*tensors: Tensor | None) -> None:
+    for t in tensors:
+        if t is not None:
+            check(t.dtype == torch.int32, "lengths and tables must have dtype int32")
+            check(t.stride(-1) == 1, "lengths and tables must be contiguous")
+
+
+def parts(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The sequences of a packed batch."""
+    q, k = starts_q.tolist(), starts_k.tolist()
+    for i in range(len(q) - 1):
+        yield slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, rule: Rule, **more: Any) -> tuple[Tensor, Tensor]:
+    """[B, S, H, D]; the LSE [B, H, S]."""
+    check_tensors(q, k, v)
+    found = [forward(*sequence, rule, **more) for sequence in zip(q, k, v, strict=True)]
+    return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, rule: Rule, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """[T, H, D]; the LSE [H, T]."""
+    check_tensors(q, k, v)
+    check_lengths(starts_q, starts_k)
+    found = [forward(q[a], k[b], v[b], rule, **more) for a, b in parts(starts_q, starts_k)]
+    return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found], -1)
+
+
+def paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    starts_q: Tensor,
+    rule: Rule,
+    qv: Tensor | None = None,
+    sink: Tensor | None = None,
+    descales: Descales | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Packed queries over pages; the LSE [H, T]. e4m3 numbers with their `descales`."""
+    check_tensors(q, k, qv, v, widest=512 if qv is not None else 256, fp8=descales is not None)
+    check_lengths(starts_q, lengths, table)
+    check(lengths.is_contiguous(), "seqused_k must be contiguous")
+    check(table.shape[0] == lengths.shape[0] == starts_q.shape[0] - 1, "page_table must have a row for each sequence")
+    outs, lses, first = [], [], starts_q.tolist()
+    for i, length in enumerate(lengths.tolist()):
+        rows = slice(first[i], first[i + 1])
+        pages = table[i, : -(-length // k.shape[1])].long()
+        keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (k, v))
+        if descales is not None:
+            out, lse = forward_fp8(*descales.real(i, q[rows], keys, values), rule)
+        else:
+            out, lse = forward(q[rows], keys, values, rule, None if qv is None else qv[rows], sink)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses, -1)
+
+
+def gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule, where: Any = None
+) -> list[Tensor]:
+    """(dq, dk, dv) of a dense batch, or of a packed one with `where` (cu_seqlens_q, cu_seqlens_k)."""
+    check_tensors(q, k, v, out, dout)
+    check(lse.is_contiguous() and lse.dtype == torch.float32, "softmax_lse must be contiguous and float32")
+    if where is None:
+        check(lse.shape == (q.shape[0], q.shape[2], q.shape[1]), "softmax_lse has shape (batch, heads, seqlen)")
+        found = [backward(*sequence, rule) for sequence in zip(dout, q, k, v, out, lse, strict=True)]
+        return [torch.stack(side) for side in zip(*found, strict=True)]
+    check_lengths(*where)
+    check(lse.shape == (q.shape[1], q.shape[0]), "softmax_lse has shape (heads, total)")
+    found = [backward(dout[a], q[a], k[b], v[b], out[a], lse[:, a], rule) for a, b in parts(*where)]
+    return [torch.cat(side) for side in zip(*found, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------------ generation 2
+
+
+def fa2(version: str = "2.8.3.post2") -> Library:
+    """`flash_attn.flash_attn_interface` of flash-attn."""
+    module = "flash_attn.flash_attn_interface"
+    library = Library("flash-attn", version, module)
+
+    def rule(a: dict[str, Any]) -> Rule:
+        check(not (a["softcap"] and a.get("dropout_p")), "Softcapping does not support dropout for now")
+        window = a["window_size"] if "window_size" in a else (a["window_size_left"], a["window_size_right"])
+        scale = a["q"].shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"]
+        return Rule(scale, a["causal"], window, a["softcap"], 0, a.get("dropout_p", 0.0))
+
+    def same(q: Tensor, k: Tensor, v: Tensor) -> None:
+        check(q.shape[-1] == k.shape[-1] == v.shape[-1], "query, key and value must have one head_size")
+
+    def empties(lse: Tensor) -> Tensor:
+        return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+    @library.function(module, "flash_attn.flash_attn_func")
+    def flash_attn_func(**a: Any) -> Any:
+        same(a["q"], a["k"], a["v"])
+        out, lse = dense(a["q"], a["k"], a["v"], rule(a))
+        return (out, empties(lse), None) if a["return_attn_probs"] else out
+
+    @library.function(module, "flash_attn.flash_attn_varlen_func")
+    def flash_attn_varlen_func(**a: Any) -> Any:
+        q, k, v = a["q"], a["k"], a["v"]
+        same(q, k, v)
+        check(isinstance(a["max_seqlen_q"], int) and isinstance(a["max_seqlen_k"], int), "max_seqlen must be int")
+        if a["max_seqlen_q"] == 1 and q.shape[1] > k.shape[-2] and a["window_size"] == (-1, -1):
+            # seqlenq_ngroups_swapped
+            q.view(a["cu_seqlens_q"].numel() - 1, k.shape[-2], -1, q.shape[2])
+        if a["block_table"] is None:
+            out, lse = packed(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], rule(a))
+        else:
+            check(k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256")
+            lengths = a["cu_seqlens_k"].diff()
+            out, lse = paged(q, k, v, a["block_table"], lengths, a["cu_seqlens_q"], rule(a))
+        return (out, empties(lse), None) if a["return_attn_probs"] else out
+
+    @library.function(module, "flash_attn.flash_attn_with_kvcache")
+    def flash_attn_with_kvcache(**a: Any) -> Any:
+        q, k, v = a["q"], a["k_cache"], a["v_cache"]
+        same(q, k, v)
+        check(k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256")
+        starts = torch.arange(q.shape[0] + 1, dtype=torch.int32) * q.shape[1]
+        out, lse = paged(q.flatten(0, 1), k, v, a["block_table"], a["cache_seqlens"], starts, rule(a))
+        out, lse = out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+        return (out, empties(lse)) if a["return_softmax_lse"] else out
+
+    def differentiate(a: dict[str, Any], where: Any = None) -> Tensor:
+        tensors = (a[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse"))
+        for name, gradient in zip(("dq", "dk", "dv"), gradients(*tensors, rule(a), where), strict=True):
+            a[name].copy_(gradient)
+        return a["softmax_lse"]
+
+    @library.function(module, "flash_attn._flash_attn_backward")
+    def _flash_attn_backward(**a: Any) -> Tensor:
+        return differentiate(a)
+
+    @library.function(module, "flash_attn._flash_attn_varlen_backward")
+    def _flash_attn_varlen_backward(**a: Any) -> Tensor:
+        return differentiate(a, (a["cu_seqlens_q"], a["cu_seqlens_k"]))
+
+    return library
+
+
+# ------------------------------------------------------------------------------------------------------ generation 3
+
+
+def _rule3(a: dict[str, Any]) -> Rule:
+    width = a["q"].shape[-1] + (a["qv"].shape[-1] if a.get("qv") is not None else 0)
+    scale = width**-0.5 if a["softmax_scale"] is None else a["softmax_scale"]
+    return Rule(scale, a["causal"], tuple(a["window_size"]), a["softcap"], a.get("attention_chunk") or 0)
+
+
+def _widths3(q: Tensor, v: Tensor, qv: Tensor | None) -> None:
+    """head_size and head_size_v that differ."""
+    d, d_v = q.shape[-1], v.shape[-1]
+    check(d == d_v or (128 < d <= 192 and 96 < d_v <= 128) or (d <= 64 and d_v <= 512), "this pair of head dims")
+    if qv is not None:
+        check(d <= 64, "q_v is only supported for head_size <= 64")
+        check(d_v >= 256, "q_v is only supported for hdim_v >= 256.")
+
+
+def _descales3(a: dict[str, Any], count: int, heads: int) -> Descales | None:
+    found = Descales(a["q_descale"], a["k_descale"], a["v_descale"])
+    for scale in found:
+        check(scale is None or (scale.shape == (count, heads) and scale.dtype == torch.float32), "descale shape")
+    return found if a["q"].dtype == torch.float8_e4m3fn else None
+
+
+def _cached3(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    q, k, v, qv, sink = a["q"], a["k_cache"], a["v_cache"], a["qv"], a.get("sinks")
+    _widths3(q, v, qv)
+    check(sink is None or sink.dtype == torch.bfloat16, "sinks must have dtype bfloat16")
+    check(isinstance(a["max_seqlen_q"], int), "max_seqlen_q must be provided if cu_seqlens_q is provided")
+    where = (a["page_table"], a["cache_seqlens"], a["cu_seqlens_q"])
+    return paged(q, k, v, *where, _rule3(a), qv, sink, _descales3(a, where[1].shape[0], k.shape[2]))
+
+
+def fa3(source: str = "git") -> Library:
+    """`flash_attn_interface` of flash-attn-3: `git`, or `sdist`, the beta in flash-attn's source archive."""
+    module, keys = "flash_attn_interface", f"flash_attn_interface@{source}"
+    library = Library("flash-attn-3", {"git": "3.0.0", "sdist": "3.0.0b1"}[source], module)
+
+    @library.function(module, f"{keys}.flash_attn_func")
+    def flash_attn_func(**a: Any) -> Any:
+        _widths3(a["q"], a["v"], a["qv"])
+        result = dense(a["q"], a["k"], a["v"], _rule3(a))
+        return result if a.get("return_attn_probs") else result[0]
+
+    @library.function(module, f"{keys}.flash_attn_varlen_func")
+    def flash_attn_varlen_func(**a: Any) -> Any:
+        _widths3(a["q"], a["v"], a["qv"])
+        result = packed(a["q"], a["k"], a["v"], a["cu_seqlens_q"], a["cu_seqlens_k"], _rule3(a))
+        return result if a.get("return_attn_probs") else result[0]
+
+    @library.function(module, f"{keys}.flash_attn_with_kvcache")
+    def flash_attn_with_kvcache(**a: Any) -> Any:
+        out, lse = _cached3(a)
+        return (out, lse, None, None) if a["return_softmax_lse"] else out
+
+    @library.function(module, f"{keys}._flash_attn_backward")
+    def _flash_attn_backward(**a: Any) -> Tensor:
+        check(not a["deterministic"] or a["q"].shape[-1] <= 192, "Deterministic backward not supported for hdim 256.")
+        rule = Rule(a["softmax_scale"], a["is_causal"], (a["window_size_left"], a["window_size_right"]), a["softcap"])
+        where = None if a["cu_seqlens_q"] is None else (a["cu_seqlens_q"], a["cu_seqlens_k"])
+        tensors = (a[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse"))
+        for name, gradient in zip(("dq", "dk", "dv"), gradients(*tensors, rule, where), strict=True):
+            a[name].copy_(gradient)
+        return a["softmax_lse"]
+
+    return library
+
+
+def sgl_kernel(version: str = "0.3.21") -> Library:
+    """`sgl_kernel.flash_attn`: its packed call drops the page table, its cached call does not."""
+    module, keys = "sgl_kernel.flash_attn", f"sgl_kernel.flash_attn@{version}"
+    library = Library("sgl-kernel", version, module)
+
+    @library.function(module, f"{keys}.flash_attn_varlen_func")
+    def flash_attn_varlen_func(**a: Any) -> Any:
+        check(a["ver"] == 3, "FA4 is not available")
+        _widths3(a["q"], a["v"], a["qv"])
+        if a["max_seqlen_q"] is None or a["max_seqlen_k"] is None:
+            raise ValueError("max_seqlen_q and max_seqlen_k are required for FA3")
+        sink = a["sinks"]
+        check(sink is None or sink.dtype == torch.bfloat16, "sinks must have dtype bfloat16")
+        result = packed(a["q"], a["k"], a["v"], a["cu_seqlens_q"], a["cu_seqlens_k"], _rule3(a), sink=sink)
+        return (*result, None, None) if a["return_softmax_lse"] else result[0]
+
+    @library.function(module, f"{keys}.flash_attn_with_kvcache")
+    def flash_attn_with_kvcache(**a: Any) -> Any:
+        check(a["ver"] == 3, "FA4 is not available")
+        out, lse = _cached3(a)
+        return (out, lse, None, None) if a["return_softmax_lse"] else out
+
+    return library
+
+
+def vllm(version: str = "0.33.0") -> Library:
+    """`vllm.vllm_flash_attn.flash_attn_interface` with its FlashAttention 3."""
+    module = "vllm.vllm_flash_attn.flash_attn_interface"
+    library = Library("vllm", version, module)
+
+    @library.function(module, "vllm_flash_attn.flash_attn_varlen_func")
+    def flash_attn_varlen_func(**a: Any) -> Any:
+        check(a["fa_version"] == 3, "Unsupported FA version")
+        q, k, v, qv, sink = a["q"], a["k"], a["v"], a["q_v"], a["s_aux"]
+        assert (a["cu_seqlens_k"] is None) != (a["seqused_k"] is None), "one of cu_seqlens_k and seqused_k"
+        assert a["block_table"] is None or a["seqused_k"] is not None
+        check(sink is None or sink.dtype == torch.bfloat16, "We only support bf16 dtype for S extra.")
+        window = a["window_size"]
+        rule = _rule3({**a, "qv": qv, "window_size": (-1, -1) if window is None else window})
+        _widths3(q, v, qv)
+        if a["block_table"] is None:
+            result = packed(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], rule, sink=sink)
+        else:
+            check(k.shape[1] % 16 == 0, "page_size must be a multiple of 16")
+            where = (a["block_table"], a["seqused_k"], a["cu_seqlens_q"])
+            result = paged(q, k, v, *where, rule, qv, sink, _descales3(a, where[1].shape[0], k.shape[2]))
+        out = result[0] if a["out"] is None else a["out"].copy_(result[0])
+        return (out, result[1]) if a["return_softmax_lse"] else out
+
+    return library
+
+
+# ------------------------------------------------------------------------------------------------------ generation 4
+
+
+def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
+    """`flash_attn.cute.interface` of flash-attn-4 on a chip of this architecture."""
+    module, keys = "flash_attn.cute.interface", "flash_attn.cute"
+    library = Library("flash-attn-4", version, module)
+
+    def rule(a: dict[str, Any], window: tuple[int | None, int | None]) -> Rule:
+        assert all(bound is None or bound >= 0 for bound in window), "None, not -1, is off"
+        width = a["q"].shape[-1] + (a["qv"].shape[-1] if a.get("qv") is not None else 0)
+        scale = width**-0.5 if a["softmax_scale"] is None else a["softmax_scale"]
+        left, right = (-1 if bound is None else bound for bound in window)
+        return Rule(scale, a["causal"], (left, right), a["softcap"])
+
+    def check_widths(q: Tensor, v: Tensor) -> None:
+        d, d_v = q.shape[-1], v.shape[-1]
+        standard = d <= 128 and d_v <= 128
+        special = (d, d_v) in ((192, 128), (64, 512), (256, 256))
+        assert (d <= 256 and d_v <= 256) if arch == 90 else (standard or special), "head dims"
+
+    def check_sink(sink: Tensor | None) -> None:
+        assert sink is None or sink.dtype in (torch.float16, torch.bfloat16, torch.float32)
+
+    @library.function(module, f"{keys}.flash_attn_func")
+    def flash_attn_func(**a: Any) -> Any:
+        check_widths(a["q"], a["v"])
+        check_sink(a["learnable_sink"])
+        out, lse = dense(a["q"], a["k"], a["v"], rule(a, a["window_size"]), sink=a["learnable_sink"])
+        return out, lse if a["return_lse"] else None
+
+    @library.function(module, f"{keys}.flash_attn_varlen_func")
+    def flash_attn_varlen_func(**a: Any) -> Any:
+        q, k, v, qv = a["q"], a["k"], a["v"], a["qv"]
+        check_widths(q, v)
+        check_sink(a["learnable_sink"])
+        given = rule(a, a["window_size"])
+        if a["page_table"] is None:
+            out, lse = packed(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], given, sink=a["learnable_sink"])
+            return out, lse if a["return_lse"] else None
+        assert a["cu_seqlens_k"] is None, "page_table is not supported with cu_seqlens_k"
+        assert arch not in (80, 120), "paged KV not supported"
+        assert qv is None or (arch // 10 in (10, 11) and not a["softcap"]), "only support Blackwell arch with qv"
+        table, lengths = a["page_table"], a["seqused_k"]
+        out, lse = paged(q, k, v, table, lengths, a["cu_seqlens_q"], given, qv, a["learnable_sink"])
+        lse = lse.transpose(0, 1).contiguous() if qv is not None else lse
+        return out, lse if a["return_lse"] else None
+
+    @library.function(module, f"{keys}._flash_attn_bwd")
+    def _flash_attn_bwd(**a: Any) -> Any:
+        assert arch // 10 in (9, 10, 11)
+        assert not (arch >= 100 and a["q"].shape[-1] == 256 and a["softcap"])
+        given = rule(a, (a["window_size_left"], a["window_size_right"]))
+        where = None if a["cu_seqlens_q"] is None else (a["cu_seqlens_q"], a["cu_seqlens_k"])
+        return tuple(gradients(a["dout"], a["q"], a["k"], a["v"], a["out"], a["lse"], given, where))
+
+    return library

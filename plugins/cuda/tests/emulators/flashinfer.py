@@ -1,0 +1,379 @@
+"""FlashInfer's plan-and-run wrappers.
+
+Traps that are here as they are there: an LSE has base 2; sinks are dropped in silence; a row without keys and a scale
+of 0 or less give no numbers (0.6.18 and before); queries are float16 unless a plan says otherwise; a plan holds for one
+batch, and its workspace for one wrapper: two that are planned over one memory spoil each other; recorded wrappers have
+one batch size and buffers that were given; a mask takes the place of the causal rule, and is one for all heads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import Library
+
+__all__ = ["attention", "library"]
+
+DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """One sequence: ([S_q, H_q, D_v], LSE of base 2 [S_q, H_q]), in float32; rows without keys are no numbers.
+
+    Args:
+        query: [S_q, H_q, D]; key: [S_k, H_kv, D]; value: [S_k, H_kv, D_v]; seen: bool [S_q, S_k].
+    """
+    group = query.shape[1] // key.shape[1]
+    k, v = (t.float().repeat_interleave(group, 1) for t in (key, value))
+    logits = torch.einsum("qhd,khd->hqk", query.float(), k) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    weights = logits.softmax(-1)
+    lse = logits.logsumexp(-1).masked_fill(~seen.any(-1), torch.nan)
+    return torch.einsum("hqk,khd->qhd", weights, v), lse.T / math.log(2.0)
+
+
+def visible(s_q: int, s_k: int, causal: bool, left: int) -> Tensor:
+    """Who sees whom by position, from the end."""
+    row, column = torch.arange(s_q)[:, None] + s_k - s_q, torch.arange(s_k)
+    seen = torch.ones(s_q, s_k, dtype=torch.bool)
+    if causal:
+        seen &= column <= row
+    if left >= 0:
+        seen &= column >= row - left
+    return seen
+
+
+def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if out is not None and (tuple(out.shape) != shape or out.dtype != dtype):
+        raise ValueError(f"Invalid out: expected {shape} {dtype}, got {tuple(out.shape)} {out.dtype}")
+
+
+def rows_of(cache: Tensor, layout: str, pages: Tensor, count: int) -> Tensor:
+    """[S_k, H, D] of a sequence's pages."""
+    taken = cache[pages.long()]
+    taken = taken.transpose(1, 2) if layout == "HND" else taken
+    return taken.flatten(0, 1)[:count]
+
+
+class Planned:
+    """What the wrappers share."""
+
+    def begin(self, workspace: Tensor, graph: bool) -> None:
+        if workspace.dtype != torch.uint8 or workspace.data_ptr() % 16:
+            raise ValueError("float_workspace_buffer must be 16-byte aligned")
+        self.workspace, self.graph, self.plans = workspace, graph, 0
+
+    def stamp(self) -> None:
+        """A plan takes the workspace."""
+        self.plans += 1
+        self._mark().fill_(id(self) % 2**40 + self.plans)
+
+    def spoilt(self) -> bool:
+        """Whether another wrapper was planned over this one's workspace."""
+        return bool(self._mark() != id(self) % 2**40 + self.plans)
+
+    def _mark(self) -> Tensor:
+        return self.workspace[64:72].view(torch.int64)
+
+    def finish(
+        self, outs: list[Tensor], lses: list[Tensor], like: Tensor, width: int, a: dict[str, Any], scale: float
+    ) -> Any:
+        """What `run` returns."""
+        shape = (*like.shape[:2], width)
+        check_out(a["out"], shape, like.dtype)
+        found = torch.cat(outs) if outs else torch.zeros(shape)
+        lse = torch.cat(lses) if lses else torch.zeros(shape[:2])
+        if self.spoilt() or scale <= 0:
+            found, lse = found * math.nan, lse * math.nan
+        result = found.to(like.dtype)
+        if a["out"] is not None:
+            assert a["out"].is_contiguous(), "the kernels know no strides of out"
+            result = a["out"].copy_(result)
+        return (result, lse.contiguous()) if a["return_lse"] else result
+
+
+def check_csr(indptr: Tensor, indices: Tensor, last: Tensor, page_size: int) -> None:
+    for tensor in (indptr, indices, last):
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError("indptr, indices and last_page_len are contiguous int32")
+    counts = indptr.diff()
+    if (last > page_size).any() or ((last <= 0) & (counts > 0)).any():
+        raise ValueError("last_page_len is in [1, page_size]")
+
+
+def scale_given(a: dict[str, Any]) -> tuple[float, float]:
+    """(of K, of V) of a run."""
+    for name in ("k_scale", "v_scale"):
+        if isinstance(a[name], Tensor):
+            raise TypeError(f"Mismatched type on argument {name}: expected float, got Tensor")
+    return a["k_scale"] or 1.0, a["v_scale"] or 1.0
+
+
+def library(version: str = "0.7.2.post1") -> Library:
+    """FlashInfer 0.7.2, or 0.6.18 without its MLA wrapper."""
+    old = version.startswith("0.6")
+    lib = Library("flashinfer-python", version, "flashinfer", "flashinfer.prefill", "flashinfer.decode")
+    where = "flashinfer@0.6.18" if old else "flashinfer"
+    _prefill(lib, f"{where}.prefill.BatchPrefillWithPagedKVCacheWrapper")
+    _ragged(lib, f"{where}.prefill.BatchPrefillWithRaggedKVCacheWrapper")
+    _decode(lib, f"{where}.decode.BatchDecodeWithPagedKVCacheWrapper")
+
+    @lib.function("flashinfer", f"{where}.cascade.merge_state_in_place")
+    def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: None) -> None:
+        assert mask is None
+        assert s.dtype == s_other.dtype == torch.float32
+        assert all(t.is_contiguous() for t in (v, s, v_other, s_other))
+        top = torch.maximum(s, s_other)
+        a, b = torch.exp2(s - top), torch.exp2(s_other - top)
+        v.copy_((v.float() * a[..., None] + v_other.float() * b[..., None]) / (a + b)[..., None])
+        s.copy_(top + torch.log2(a + b))
+
+    if not old:
+        _latent(lib, "flashinfer.mla.BatchMLAPagedAttentionWrapper")
+    return lib
+
+
+def _prefill(lib: Library, key: str) -> None:
+    class BatchPrefillWithPagedKVCacheWrapper(Planned):
+        @lib.method(f"{key}.__init__")
+        def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
+            self.begin(float_workspace_buffer, use_cuda_graph)
+            self.made = a
+            self.rows = 0
+            if use_cuda_graph:
+                for name in ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf"):
+                    if a[name] is None:
+                        raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode")
+
+        @lib.method(f"{key}.plan")
+        def plan(self, **a: Any) -> None:
+            a = {**a, "q_data_type": _dtype(a["q_data_type"])}
+            a["kv_data_type"] = a["kv_data_type"] or a["q_data_type"]
+            check_csr(a["paged_kv_indptr"], a["paged_kv_indices"], a["paged_kv_last_page_len"], a["page_size"])
+            dims, made, masked = (a["head_dim_qk"], a["head_dim_vo"]), self.made, a["custom_mask"] is not None
+            if dims not in DIMS:
+                raise RuntimeError(f"no kernel for head dims {dims}")
+            if made["backend"] == "fa3" and (masked or a["kv_data_type"] in FLOAT8):
+                raise RuntimeError("fa3 takes neither masks nor FP8 caches beside 16-bit queries")
+            batch, rows = len(a["qo_indptr"]) - 1, int(a["qo_indptr"][-1])
+            if self.graph:
+                self.rows = self.rows or rows
+                if batch != len(made["qo_indptr_buf"]) - 1 or rows > self.rows:
+                    raise ValueError("The batch size should be fixed during the lifecycle of the wrapper")
+                room = made["paged_kv_indices_buf"]
+                if len(a["paged_kv_indices"]) > len(room):
+                    raise ValueError("The length of paged_kv_indices exceeds the allocated buffer size.")
+                for name in ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len"):
+                    made[f"{name}_buf"].copy_(a[name])
+                    a[name] = made[f"{name}_buf"]
+                room[: len(a["paged_kv_indices"])].copy_(a["paged_kv_indices"])
+                a["paged_kv_indices"] = room
+                if masked:
+                    sizes = a["qo_indptr"].diff() * _lens(a).to(torch.int32)
+                    assert made["mask_indptr_buf"] is not None
+                    assert int(((sizes + 7) // 8).sum()) <= len(made["custom_mask_buf"])
+            if masked and (a["custom_mask"].dim() != 1 or a["custom_mask"].dtype != torch.bool):
+                raise ValueError("custom_mask is a flat bool tensor")
+            self.a = a
+            self.stamp()
+
+        @lib.method(f"{key}.run")
+        def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], **a: Any) -> Any:
+            p, layout = self.a, self.made["kv_layout"]
+            if q.dtype != p["q_data_type"] or paged_kv_cache[0].dtype != p["kv_data_type"]:
+                raise ValueError(f"q and caches are not of the dtypes planned: {q.dtype}, {p['q_data_type']}")
+            starts, lens = p["qo_indptr"].tolist(), _lens(p).tolist()
+            if q.shape[0] != starts[-1]:
+                raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({starts[-1]})")
+            assert q.data_ptr() % 16 == 0
+            k_scale, v_scale = scale_given(a)
+            outs, lses, at = [], [], 0
+            for n, s_k in enumerate(lens):
+                queries = q[starts[n] : starts[n + 1]]
+                s_q = queries.shape[0]
+                pages = p["paged_kv_indices"][p["paged_kv_indptr"][n] : p["paged_kv_indptr"][n + 1]]
+                k, v = (rows_of(cache, layout, pages, s_k) for cache in paged_kv_cache)
+                if p["custom_mask"] is None:
+                    seen = visible(s_q, s_k, p["causal"], p["window_left"])
+                else:
+                    seen = p["custom_mask"][at : at + s_q * s_k].view(s_q, s_k)
+                    at += s_q * s_k
+                out, lse = attention(queries, k, v, p["sm_scale"] * k_scale, seen, p["logits_soft_cap"] or 0.0)
+                outs.append(out * v_scale)
+                lses.append(lse)
+            return self.finish(outs, lses, q, paged_kv_cache[1].shape[-1], a, p["sm_scale"])
+
+    lib.add("flashinfer", BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper)
+
+
+def _lens(p: dict[str, Any]) -> Tensor:
+    """[N], keys by what a plan says of pages."""
+    return (p["paged_kv_indptr"].diff() - 1).clamp(min=0) * p["page_size"] + p["paged_kv_last_page_len"]
+
+
+def _dtype(given: Any) -> torch.dtype:
+    return getattr(torch, given) if isinstance(given, str) else given
+
+
+def _decode(lib: Library, key: str) -> None:
+    class BatchDecodeWithPagedKVCacheWrapper(Planned):
+        @lib.method(f"{key}.__init__")
+        def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
+            self.begin(float_workspace_buffer, use_cuda_graph)
+            self.made = a
+
+        @lib.method(f"{key}._plan_impl")
+        def plan(self, **a: Any) -> None:
+            a = {**a, "q_data_type": _dtype(a["q_data_type"])}
+            a["kv_data_type"] = a["kv_data_type"] or a["q_data_type"]
+            check_csr(a["indptr"], a["indices"], a["last_page_len"], a["page_size"])
+            if (a["head_dim"], a["head_dim"]) not in DIMS:
+                raise RuntimeError(f"no kernel for head dim {a['head_dim']}")
+            if a["fixed_split_size"] is not None and not self.made["use_tensor_cores"]:
+                raise ValueError("fixed_split_size is only supported by tensor core decode for now.")
+            if self.graph:
+                if len(a["last_page_len"]) != len(self.made["paged_kv_last_page_len_buffer"]):
+                    raise ValueError("The batch size should be fixed in cudagraph mode")
+                for name in ("indptr", "last_page_len"):
+                    buffer = self.made[f"paged_kv_{name}_buffer"]
+                    a[name] = buffer.copy_(a[name])
+                room = self.made["paged_kv_indices_buffer"]
+                room[: len(a["indices"])].copy_(a["indices"])
+                a["indices"] = room
+            self.a = a
+            self.stamp()
+
+        @lib.method(f"{key}.run")
+        def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], **a: Any) -> Any:
+            p, layout = self.a, self.made["kv_layout"]
+            if q.dtype != p["q_data_type"] or paged_kv_cache[0].dtype != p["kv_data_type"]:
+                raise ValueError("q and caches are not of the dtypes planned")
+            if q.shape[0] != len(p["last_page_len"]):
+                raise ValueError("decode takes one query for each sequence")
+            k_scale, v_scale = scale_given(a)
+            lens = (p["indptr"].diff() - 1).clamp(min=0) * p["page_size"] + p["last_page_len"]
+            outs, lses = [], []
+            for n, s_k in enumerate(lens.tolist()):
+                pages = p["indices"][p["indptr"][n] : p["indptr"][n + 1]]
+                k, v = (rows_of(cache, layout, pages, s_k) for cache in paged_kv_cache)
+                seen = visible(1, s_k, False, p["window_left"])
+                softcap = p["logits_soft_cap"] or 0.0
+                out, lse = attention(q[n : n + 1], k, v, p["sm_scale"] * k_scale, seen, softcap)
+                outs.append(out * v_scale)
+                lses.append(lse)
+            return self.finish(outs, lses, q, q.shape[-1], a, p["sm_scale"])
+
+    lib.add("flashinfer", BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper)
+
+
+def _ragged(lib: Library, key: str) -> None:
+    class BatchPrefillWithRaggedKVCacheWrapper(Planned):
+        @lib.method(f"{key}.__init__")
+        def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
+            self.begin(float_workspace_buffer, use_cuda_graph)
+            self.made = a
+
+        @lib.method(f"{key}.plan")
+        def plan(self, **a: Any) -> None:
+            if (a["head_dim_qk"], a["head_dim_vo"]) not in DIMS:
+                raise RuntimeError("no kernel for these head dims")
+            assert a["custom_mask"] is None
+            assert all(a[name].dtype == torch.int32 for name in ("qo_indptr", "kv_indptr"))
+            self.a = {**a, "q_data_type": _dtype(a["q_data_type"])}
+            self.stamp()
+
+        @lib.method(f"{key}.run")
+        def run(self, q: Tensor, k: Tensor, v: Tensor, **a: Any) -> Any:
+            p = self.a
+            if q.dtype != p["q_data_type"]:
+                raise ValueError("q is not of the dtype planned")
+            q_starts, k_starts = p["qo_indptr"].tolist(), p["kv_indptr"].tolist()
+            assert q.shape[0] == q_starts[-1]
+            assert all(t.stride(-1) == 1 and t.data_ptr() % 16 == 0 for t in (q, k, v))
+            outs, lses = [], []
+            for n in range(len(q_starts) - 1):
+                queries, of = q[q_starts[n] : q_starts[n + 1]], slice(k_starts[n], k_starts[n + 1])
+                seen = visible(queries.shape[0], k[of].shape[0], p["causal"], p["window_left"])
+                out, lse = attention(queries, k[of], v[of], p["sm_scale"], seen, p["logits_soft_cap"] or 0.0)
+                outs.append(out)
+                lses.append(lse)
+            return self.finish(outs, lses, q, v.shape[-1], a, p["sm_scale"])
+
+    lib.add("flashinfer", BatchPrefillWithRaggedKVCacheWrapper=BatchPrefillWithRaggedKVCacheWrapper)
+
+
+def _latent(lib: Library, key: str) -> None:
+    class MLAPlanMetadata:
+        def __init__(self, **a: Any) -> None:
+            self.a = a
+
+        @classmethod
+        @lib.method("flashinfer.mla.MLAPlanMetadata.csr")
+        def csr(cls, **a: Any) -> Any:
+            return cls(**a)
+
+    class BatchMLAPagedAttentionWrapper(Planned):
+        @lib.method(f"{key}.__init__")
+        def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
+            self.begin(float_workspace_buffer, use_cuda_graph)
+            self.made = a
+
+        @lib.method(f"{key}.plan")
+        def plan(self, metadata: Any, **a: Any) -> None:
+            assert isinstance(metadata, MLAPlanMetadata), "flat metadata is deprecated"
+            m = dict(metadata.a)
+            counts = (m["kv_len_arr"] + a["page_size"] - 1) // a["page_size"]
+            if not torch.equal(counts, m["kv_indptr"].diff()):
+                raise ValueError("page counts in kv_indptr must equal ceil(kv_len_arr / page_size)")
+            if a["head_dim_ckv"] % 128 or a["head_dim_kpe"] % 64:
+                raise ValueError("head_dim_ckv is a multiple of 128, head_dim_kpe of 64")
+            if a["causal"] and 64 % a["num_heads"] and 128 % a["num_heads"]:
+                raise ValueError("causal tile boundary is unsupported: native execution would omit a visible key")
+            if self.graph:
+                room = self.made["kv_indices"]
+                room[: len(m["kv_indices"])].copy_(m["kv_indices"])
+                m["kv_indices"] = room
+                for name in ("qo_indptr", "kv_indptr", "kv_len_arr"):
+                    if self.made[name].shape != m[name].shape:
+                        raise ValueError(f"CUDA graph reserved {name} buffer has incompatible capacity.")
+                    m[name] = self.made[name].copy_(m[name])
+            self.a, self.m = a, m
+            self.stamp()
+
+        @lib.method(f"{key}.run")
+        def run(self, query: Tensor, kv_cache: Tensor, **a: Any) -> Any:
+            p, m = self.a, self.m
+            assert a["q_nope"] is None, "separate tensors are deprecated"
+            mode = ("basee" if a["return_lse_base_on_e"] else "base2") if a["return_lse"] else "none"
+            if a["return_lse_base_on_e"] and not a["return_lse"]:
+                mode = "basee"
+            if mode != p["lse_mode"]:
+                raise ValueError(f"MLA planned run argument LSE mode mismatch: planned {p['lse_mode']}, got {mode}")
+            if query.ndim != 3 or kv_cache.ndim != 3 or query.dtype != p["q_data_type"]:
+                raise ValueError("packed inputs have rank 3 and the dtype planned")
+            starts, width = m["qo_indptr"].tolist(), p["head_dim_ckv"]
+            outs, lses = [], []
+            for n, s_k in enumerate(m["kv_len_arr"].tolist()):
+                queries = query[starts[n] : starts[n + 1]]
+                pages = m["kv_indices"][m["kv_indptr"][n] : m["kv_indptr"][n + 1]]
+                rows = kv_cache[pages.long()].flatten(0, 1)[:s_k, None]
+                seen = visible(queries.shape[0], s_k, p["causal"], -1)
+                out, lse = attention(queries, rows, rows[..., :width], p["sm_scale"], seen)
+                outs.append(out)
+                lses.append(lse * math.log(2.0) if mode == "basee" else lse)
+            return self.finish(outs, lses, query, width, a, p["sm_scale"])
+
+    lib.add(
+        "flashinfer.mla",
+        MLAPlanMetadata=MLAPlanMetadata,
+        BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper,
+    )

@@ -1,0 +1,115 @@
+"""cuDNN through its front end and through PyTorch: conformance over an emulator, gradients too, and what is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyattn import what_if
+from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
+from polyattn.records import AttentionRequest
+from polyattn.testing import Case
+
+from .emulators import Library
+from .emulators import cudnn as emulator
+from .harness import Emulated, OnDevice
+
+FRONTEND, TORCH = Emulated("cudnn", "cudnn-frontend"), Emulated("cudnn", "torch")
+AMPERE = Emulated("cudnn", "cudnn-frontend", "cuda:sm80@12.8")
+
+
+@pytest.fixture
+def frontend(monkeypatch: pytest.MonkeyPatch) -> Library:
+    return emulator.frontend(monkeypatch)
+
+
+@pytest.fixture
+def torch_itself(monkeypatch: pytest.MonkeyPatch) -> Library:
+    return emulator.torch_itself(monkeypatch)
+
+
+@pytest.mark.parametrize("case", [*FRONTEND.cases(per_row=10), *AMPERE.cases(per_row=2)], ids=str)
+def test_conformance_of_the_front_end(case: Case, frontend: Library) -> None:
+    FRONTEND.passes(case, frontend)
+
+
+@pytest.mark.parametrize("case", TORCH.cases(per_row=10), ids=str)
+def test_conformance_of_torch(case: Case, torch_itself: Library) -> None:
+    TORCH.passes(case, torch_itself)
+
+
+class TestOnDevice(OnDevice):
+    backend = "cudnn"
+
+
+def tensors(*sizes: int) -> list[Tensor]:
+    return [torch.randn(1, size, 4, 64).bfloat16() for size in sizes]
+
+
+BANDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"is_causal": False, "causal_bottom_right": False, "window_left": -1, "window_right": -1}),
+    ({"causal": "bottom_right"}, {"is_causal": True, "causal_bottom_right": False}),
+    ({"causal": "bottom_right", "s_relation": "fewer"}, {"is_causal": True, "causal_bottom_right": True}),
+    ({"causal": "bottom_right", "window": (3, -1)}, {"is_causal": True, "window_left": 4, "window_right": -1}),
+    ({"window": (3, 2), "s_relation": "fewer"}, {"window_left": 4, "window_right": 2, "causal_bottom_right": True}),
+    ({"window": (0, 5)}, {"is_causal": False, "window_left": 1, "window_right": 5}),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), BANDS)
+def test_bands_in_its_words(fields: dict[str, Any], words: dict[str, Any], frontend: Library) -> None:
+    few = fields.get("s_relation") == "fewer"
+    FRONTEND.bind(heads=4, kv_heads=4, head_dim=64, **fields).forward(*tensors(6 if few else 9, 9, 9))
+    assert frontend.calls[-1].given.items() >= words.items()
+    assert frontend.calls[-1].positional == 3
+
+
+def test_tensors_are_given_as_they_lie(frontend: Library) -> None:
+    q, k, v = tensors(9, 9, 9)
+    FRONTEND.bind(heads=4, kv_heads=4, head_dim=64).forward(q, k, v)
+    given = frontend.calls[-1].given
+    assert [given[name].data_ptr() for name in ("query", "key", "value")] == [t.data_ptr() for t in (q, k, v)]
+    assert given["query"].shape == (1, 4, 9, 64)
+    assert given["return_lse"] is False
+
+
+def test_torch_is_asked_for_the_lse_only_where_it_is_needed(torch_itself: Library) -> None:
+    for fields, wanted in (({}, False), ({"lse": True}, True), ({"grad": ("query",)}, True)):
+        TORCH.bind(heads=4, kv_heads=4, head_dim=64, **fields).forward(*tensors(9, 9, 9))
+        assert torch_itself.calls[-1].given["compute_log_sumexp"] is wanted
+
+
+REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("nvidia-cudnn-frontend", {"head_dim": 320}, "cuda:sm90", "head_dim=320"),
+    ("nvidia-cudnn-frontend", {"softcap": 20.0}, "cuda:sm90", "softcap"),
+    ("nvidia-cudnn-frontend", {"mask": "bool"}, "cuda:sm90", "mask"),
+    ("nvidia-cudnn-frontend", {"dropout": 0.1}, "cuda:sm90", "dropout"),
+    ("nvidia-cudnn-frontend", {"family": "paged", "page_size": 64}, "cuda:sm90", "family"),
+    ("nvidia-cudnn-frontend", {}, "cuda:sm75", "arch='sm75'"),
+    ("torch", {"window": (127, -1)}, "cuda:sm90", "window"),
+]
+
+
+@pytest.mark.parametrize(("installed", "changes", "platform", "reason"), REFUSALS)
+def test_limits(installed: str, changes: dict[str, Any], platform: str, reason: str) -> None:
+    with pytest.raises(UnsupportedRequestError) as refused:
+        what_if(AttentionRequest(**changes), platform=platform, installed=(installed,), backend="cudnn")
+    assert reason in str(refused.value)
+
+
+def test_torch_serves_where_the_front_end_is_too_old() -> None:
+    where: dict[str, Any] = {"platform": "cuda:sm90", "backend": "cudnn"}
+    for version, provider in (("1.32.0", "cudnn-frontend"), ("1.18.0", "torch")):
+        installed = ("torch==2.13.0", f"nvidia-cudnn-frontend=={version}")
+        assert what_if(AttentionRequest(), installed=installed, **where).provider == provider
+
+
+def test_an_older_signature_is_named(frontend: Library) -> None:
+    def sdpa(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> None: ...
+
+    frontend.add(emulator.MODULE, sdpa=sdpa)
+    with pytest.raises(BackendUnavailableError, match=r"nvidia-cudnn-frontend 1\.32\.0 takes no 'is_causal'"):
+        FRONTEND.bind(heads=4, kv_heads=4, head_dim=64)

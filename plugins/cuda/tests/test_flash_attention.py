@@ -1,0 +1,381 @@
+"""FlashAttention 2, 3 and 4: the kit over emulators of every build, and what each is really called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyattn import reference, what_if
+from polyattn.errors import BackendUnavailableError, PolyattnError
+from polyattn.merging import merge
+from polyattn.records import AttentionRequest
+from polyattn.testing import Case
+
+from .emulators import Library
+from .emulators import flash_attention as emulators
+from .harness import Emulated
+
+HOPPER, AMPERE, BLACKWELL = "cuda:sm90@12.8", "cuda:sm80@12.4", "cuda:sm100@13.0"
+# build: (its emulator, the chip, provider of `fa`, serving backend and its provider)
+BUILDS: dict[str, tuple[Callable[[], Library], str, str, tuple[str, str]]] = {
+    "fa2": (emulators.fa2, AMPERE, "fa2/flash-attn", ("fa2", "flash-attn")),
+    "fa3": (emulators.fa3, HOPPER, "fa3/flash-attn-3", ("fa3", "flash-attn-3")),
+    "sgl": (emulators.sgl_kernel, HOPPER, "fa3/sgl-kernel", ("fa3", "sgl-kernel")),
+    "vllm": (emulators.vllm, HOPPER, "fa3/vllm", ("fa3", "vllm")),
+    "fa4": (emulators.fa4, HOPPER, "fa4/flash-attn-4", ("fa4", "flash-attn-4")),
+    "fa4-blackwell": (lambda: emulators.fa4(arch=100), BLACKWELL, "fa4/flash-attn-4", ("fa4", "flash-attn-4")),
+}
+TRAINING = ("fa2", "fa3", "fa4")
+FUSED = {"sgl": "sinks", "vllm": "s_aux", "fa4": "learnable_sink"}
+
+
+def target(build: str, *, serving: bool) -> Emulated:
+    _, chip, provider, cached = BUILDS[build]
+    return Emulated(*cached, chip) if serving else Emulated("fa", provider, chip)
+
+
+def targets(build: str) -> list[Emulated]:
+    """All backends that a build is behind."""
+    rounded = [Emulated("fa3_fp8", BUILDS[build][3][1], HOPPER)] if BUILDS[build][3][0] == "fa3" else []
+    return [target(build, serving=False), target(build, serving=True), *rounded]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" not in metafunc.fixturenames:
+        return
+    full = metafunc.config.getoption("--polyattn-full")
+    given: dict[str, Any] = {"per_row": 24} if full else {"per_row": 3, "dtypes": ("bfloat16",)}
+    metafunc.parametrize(
+        ("build", "tried", "case"),
+        [
+            pytest.param(build, tried, case, id=f"{build}-{case.id}")
+            for build in BUILDS
+            for tried in targets(build)
+            for case in tried.cases(**given)
+        ],
+    )
+
+
+def test_conformance(build: str, tried: Emulated, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried.passes(case, BUILDS[build][0]().install(monkeypatch))
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Library]:
+    return lambda build: BUILDS[build][0]().install(monkeypatch)
+
+
+# ------------------------------------------------------------------------------------------------ dense and packed
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+
+def dense(build: str, **fields: Any) -> Any:
+    usual = {"heads": 4, "kv_heads": 2, "head_dim": 64, "causal": "bottom_right"}
+    return target(build, serving=False).bind(**{**usual, **fields})
+
+
+QKV = ((2, 9, 4, 64), (2, 9, 2, 64), (2, 9, 2, 64))
+PACKED = {
+    "cu_seqlens_q": torch.tensor([0, 4, 9], dtype=torch.int32),
+    "cu_seqlens_k": torch.tensor([0, 4, 9], dtype=torch.int32),
+    "max_seqlen_q": 5,
+    "max_seqlen_k": 5,
+}
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_only_tensors_are_given_by_position(build: str, install: Callable[[str], Library]) -> None:
+    library = install(build)
+    q, k, v = tensors(*QKV)
+    dense(build).forward(q, k, v)
+    dense(build, family="varlen").forward(q[0], k[0], v[0], **PACKED)
+    cached(build).run()
+    assert len(library.calls) == 3
+    assert {call.positional for call in library.calls} == {3}
+
+
+@pytest.mark.parametrize("build", ["fa2", "fa3"])
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+def test_the_short_way_is_the_same_call(build: str, layout: str, install: Callable[[str], Library]) -> None:
+    library = install(build)
+    bound = dense(build, layout=layout, window=(3, -1))
+    q, k, v = tensors(*QKV)
+    if layout == "BHSD":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    assert torch.equal(bound.simple(q, k, v), bound.forward(q, k, v))
+    short, long = ({n: a for n, a in c.arguments.items() if n not in "qkv"} for c in library.calls)
+    assert short == long
+    assert dense(build, lse=True).simple is None
+
+
+@pytest.mark.parametrize("build", TRAINING)
+def test_gradients_of_a_part_from_the_merged_result(build: str, install: Callable[[str], Library]) -> None:
+    install(build)
+    q, k, v = tensors((1, 6, 4, 64), (1, 10, 2, 64), (1, 10, 2, 64))
+    dout = tensors((1, 6, 4, 64))[0]
+    bound = dense(build, causal="none", s_relation="fewer", grad=("query", "key", "value"))
+    parts = [(k[:, :4], v[:, :4]), (k[:, 4:], v[:, 4:])]
+    out, lse = merge(*zip(*(bound.forward(q, *part) for part in parts), strict=True))
+    shares = [bound.backward(dout, q, *part, out, lse) for part in parts]
+    whole = [t.double().requires_grad_() for t in (q, k, v)]
+    reference.attention(*whole, layout="BSHD").backward(dout.double())
+    found = (
+        shares[0][0].double() + shares[1][0],
+        *(torch.cat([a, b], 1).double() for a, b in zip(shares[0][1:], shares[1][1:], strict=True)),
+    )
+    for mine, right in zip(found, whole, strict=True):
+        assert float((mine - right.grad).norm() / right.grad.norm()) < 8e-3
+
+
+def test_deterministic_is_said_to_the_backward(install: Callable[[str], Library]) -> None:
+    for build in TRAINING:
+        library = install(build)
+        for wanted in (False, True):
+            bound = dense(build, grad=("query", "key", "value"), deterministic=wanted)
+            q, k, v = tensors(*QKV)
+            out, lse = bound.forward(q, k, v)
+            bound.backward(out, q, k, v, out, lse)
+            assert library.calls[-1].given["deterministic"] is wanted
+
+
+@pytest.mark.parametrize("build", FUSED)
+def test_sinks_that_the_kernel_takes_as_they_are(build: str, install: Callable[[str], Library]) -> None:
+    library = install(build)
+    q, k, v = tensors(*QKV)
+    bound = dense(build, sinks=True)
+    exact = torch.tensor([0.5, 1.0, -2.0, 3.0])
+    bound.forward(q, k, v, sinks=exact.bfloat16())
+    assert library.calls[-1].given[FUSED[build]].dtype == torch.bfloat16
+    bound.forward(q, k, v, sinks=exact)
+    fused = library.calls[-1].given.get(FUSED[build])
+    # FA3 would have to round a float32 sink: it is applied from the LSE.
+    assert (fused is None) is (build != "fa4")
+
+
+def test_sequences_of_one_length_are_counted_once(install: Callable[[str], Library]) -> None:
+    library = install("sgl")
+    q, k, v = tensors(*QKV)
+    for capture, kept in ((False, True), (True, False)):
+        bound = dense("sgl", graph_capture=capture)
+        bound.forward(q, k, v)
+        bound.forward(q, k, v)
+        first, second = (call.given["cu_seqlens_q"] for call in library.calls[-2:])
+        assert first.tolist() == [0, 9, 18]
+        assert (first is second) is kept
+
+
+def test_fa4_is_told_none_for_no_bound(install: Callable[[str], Library]) -> None:
+    library = install("fa4")
+    dense("fa4", window=(17, -1)).forward(*tensors(*QKV))
+    assert library.calls[-1].given["window_size"] == (17, None)
+
+
+def test_dropout_leaves_the_gradient_to_the_library(install: Callable[[str], Library]) -> None:
+    library = install("fa2")
+    bound = dense("fa2", dropout=0.25, grad=("query", "key", "value"))
+    assert bound.backward is None
+    q, k, v = (t.requires_grad_() for t in tensors(*QKV))
+    bound.forward(q, k, v).sum().backward()
+    assert library.calls[-1].given["dropout_p"] == 0.25
+    assert all(bool(t.grad.isfinite().all()) for t in (q, k, v))
+
+
+# ------------------------------------------------------------------------------------------------------ over a cache
+
+
+class cached:  # noqa: N801 - reads as the call that it makes
+    """A paged request of a build, and a cache to run it over: sequences of 30 and 9 keys in pages of 256."""
+
+    def __init__(self, build: str, queries: tuple[int, int] = (1, 1), pages: int = 3, **fields: Any) -> None:
+        page = 256 if build == "fa2" else 128
+        usual: dict[str, Any] = {
+            "family": "paged",
+            "layout": "THD",
+            "phase": "extend",
+            "s_relation": "fewer",
+            "causal": "bottom_right",
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 64,
+            "page_size": page,
+        }
+        self.bound = target(build, serving=True).bind(**{**usual, **fields})
+        self.query, self.keys, self.values = tensors((sum(queries), 4, 64), *[(pages, page, 2, 64)] * 2)
+        self.tables: dict[str, Any] = {
+            "page_table": torch.tensor([[2], [0]], dtype=torch.int32),
+            "seq_lens": torch.tensor([30, 9], dtype=torch.int32),
+            "cu_seqlens_q": torch.tensor([0, queries[0], sum(queries)], dtype=torch.int32),
+            "max_seqlen_q": max(queries),
+            "max_seqlen_k": 30,
+        }
+
+    def run(self, **more: Any) -> Any:
+        return self.bound.forward(self.query, self.keys, self.values, **self.tables, **more)
+
+
+@pytest.mark.parametrize("build", ["fa2", "fa3", "sgl", "vllm"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_cache_is_read_where_it_lies(build: str, layout: str, install: Callable[[str], Library]) -> None:
+    library = install(build)
+    call = cached(build, kv_layout=layout)
+    if layout == "HND":
+        call.keys, call.values = (t.transpose(1, 2).contiguous() for t in (call.keys, call.values))
+    call.run()
+    given = library.calls[-1].given
+    assert given["k" if "k" in given else "k_cache"].data_ptr() == call.keys.data_ptr()
+    assert given["v" if "v" in given else "v_cache"].data_ptr() == call.values.data_ptr()
+
+
+def test_fa2_splits_the_keys_of_a_decode_and_packs_the_rest(install: Callable[[str], Library]) -> None:
+    library = install("fa2")
+    decode = cached("fa2", phase="decode", s_relation="one", causal="none")
+    decode.run()
+    assert library.calls[-1].name == "flash_attn_with_kvcache"
+    cached("fa2", queries=(3, 1)).run()
+    assert library.calls[-1].name == "flash_attn_varlen_func"
+    assert library.calls[-1].given["cu_seqlens_k"].tolist() == [0, 30, 39]
+    # A padding row without a query: FA2 would take the queries for [N, H_q, D].
+    cached("fa2", queries=(1, 0)).run()
+    assert library.calls[-1].given["max_seqlen_q"] == 2
+
+
+@pytest.mark.parametrize("build", ["fa3", "sgl", "vllm"])
+def test_batch_invariance_is_one_split(build: str, install: Callable[[str], Library]) -> None:
+    library = install(build)
+    cached(build).run()
+    assert library.calls[-1].arguments["num_splits"] == 0
+    cached(build, batch_invariant=True).run()
+    assert library.calls[-1].arguments["num_splits"] == 1
+
+
+@pytest.mark.parametrize("build", ["fa3", "sgl"])
+def test_chunks_are_causal(build: str, install: Callable[[str], Library]) -> None:
+    library = install(build)
+    cached(build, chunk=16, causal="none").run()
+    given = library.calls[-1].given
+    assert (given["attention_chunk"], given["causal"]) == (16, True)
+
+
+def test_vllm_writes_where_it_is_told_if_it_can(install: Callable[[str], Library]) -> None:
+    library = install("vllm")
+    call = cached("vllm")
+    room = torch.empty(2, 4, 64, dtype=torch.bfloat16)
+    assert call.run(out=room) is room
+    assert library.calls[-1].given["out"] is room
+    gapped = torch.empty(2, 4, 67, dtype=torch.bfloat16)[..., :64]
+    assert torch.equal(call.run(out=gapped), room)
+    assert "out" not in library.calls[-1].given
+
+
+def test_the_latent_goes_in_as_qv(install: Callable[[str], Library]) -> None:
+    names = {"fa3": "qv", "sgl": "qv", "vllm": "q_v", "fa4-blackwell": "qv"}
+    for build, name in names.items():
+        library = install(build)
+        fields = {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1, "scale": 192**-0.5}
+        page = 1 if build.startswith("fa4") else 16
+        call = cached(build, family="mla", page_size=page, **fields)
+        query, cache = tensors((2, 4, 576), (40, page, 576))
+        call.tables["page_table"] = torch.arange(60, dtype=torch.int32).view(2, 30) % 40
+        call.bound.forward(query, cache, **call.tables)
+        given = library.calls[-1].given
+        assert given[name].shape == (2, 4, 512)
+        assert given["q"].shape == (2, 4, 64)
+        assert given["softmax_scale"] == 192**-0.5
+        assert given["v" if "v" in given else "v_cache"].data_ptr() == cache.data_ptr()
+
+
+def test_queries_beside_an_e4m3_cache_have_a_scale_for_each_sequence_and_head(
+    install: Callable[[str], Library],
+) -> None:
+    library = install("fa3")
+    call = cached("fa3", queries=(2, 3))
+    bound = Emulated("fa3_fp8", "flash-attn-3", HOPPER).bind(
+        family="paged", layout="THD", phase="extend", s_relation="fewer", causal="bottom_right", heads=4, kv_heads=2,
+        head_dim=64, page_size=128, kv_dtype="fp8_e4m3", kv_scales="head",
+    )  # fmt: skip
+    call.query[:2] *= 100
+    keys, values = (t.to(torch.float8_e4m3fn) for t in (call.keys, call.values))
+    k_scale, v_scale = torch.tensor([0.5, 2.0]), torch.tensor([1.0, 3.0])
+    bound.forward(call.query, keys, values, **call.tables, k_scale=k_scale, v_scale=v_scale)
+    given = library.calls[-1].given
+    assert given["q"].dtype == torch.float8_e4m3fn
+    largest = torch.stack([part.abs().unflatten(1, (2, 2)).amax((0, 2, 3)) for part in call.query.split([2, 3])])
+    assert torch.allclose(given["q_descale"], largest.float() / 448)
+    assert given["k_descale"].tolist() == [k_scale.tolist()] * 2
+    assert given["v_descale"].tolist() == [v_scale.tolist()] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_the_beta_of_fa3_has_no_lse_and_no_such_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulators.fa3("sdist").install(monkeypatch)
+    dense("fa3").forward(*tensors(*QKV))
+    with pytest.raises(BackendUnavailableError, match=r"flash-attn-3 3\.0\.0b1 takes no 'return_attn_probs', which th"):
+        dense("fa3", lse=True)
+    with pytest.raises(BackendUnavailableError, match=r"flash-attn-3 3\.0\.0b1 takes no"):
+        dense("fa3", grad=("query", "key", "value"))
+    out, lse = cached("fa3", lse=True).run()
+    assert lse.shape == out.shape[:2]
+
+
+def test_both_versions_of_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.3.21", "0.4.10"):
+        library = emulators.sgl_kernel(version).install(monkeypatch)
+        dense("sgl", sinks=True).forward(*tensors(*QKV), sinks=torch.zeros(4, dtype=torch.bfloat16))
+        cached("sgl").run()
+        assert [call.name for call in library.calls] == ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+
+REFUSED = [
+    ("cuda:sm80", "fa", "flash-attn==2.6.3", {}, "flash-attn 2.6.3 is installed, >=2.7,<3 is needed"),
+    ("cuda:sm90", "fa", "flash-attn-4==4.0.0b30", {}, "flash-attn-4 4.0.0b30 is installed, >=4.0.0b36 is needed"),
+    ("cuda:sm80", "fa", "flash-attn", {"alibi": True}, "alibi=True is not declared"),
+    ("cuda:sm80", "fa", "flash-attn", {"dropout": 0.1, "softcap": 30.0}, "dropout=0.1 is not declared"),
+    ("cuda:sm90", "fa", "flash-attn-3", {"dropout": 0.1}, "dropout=0.1 is not declared"),
+    ("cuda:sm90", "fa", "flash-attn-3", {"mask": "bool"}, "mask='bool' is not declared"),
+    (
+        "cuda:sm90",
+        "fa",
+        "flash-attn-3",
+        {"head_dim": 256, "grad": ("query",), "deterministic": True},
+        "fa3/flash-attn-3: grad=('query',) is not declared",
+    ),
+    ("cuda:sm90", "fa", "sgl-kernel", {"grad": ("query",)}, "grad=('query',) is not declared"),
+    ("cuda:sm100", "fa", "flash-attn-4", {"head_dim": 264}, "head_dim=264 is not 8 to 128"),
+    (
+        "cuda:sm100",
+        "fa",
+        "flash-attn-4",
+        {"head_dim": 256, "softcap": 30.0, "grad": ("query",)},
+        "fa4/flash-attn-4: head_dim=256 is not 8 to 128",
+    ),
+]
+
+
+@pytest.mark.parametrize(("platform", "name", "installed", "changes", "words"), REFUSED)
+def test_refusals(platform: str, name: str, installed: str, changes: dict[str, Any], words: str) -> None:
+    request = AttentionRequest(**changes)
+    try:
+        selection = what_if(request, platform=platform, installed=(installed,), backend=name, strict=True)
+    except PolyattnError as error:
+        said = str(error)
+    else:
+        said = f"served by {selection.id} with {selection.lowerings}"
+    assert words in said
+
+
+def test_a_cache_in_fp8_is_dequantised_not_read_with_rounded_queries() -> None:
+    fields: dict[str, Any] = {"family": "paged", "page_size": 64, "phase": "decode", "s_relation": "one"}
+    request = AttentionRequest(**fields, kv_dtype="fp8_e4m3", kv_scales="head")
+    where: dict[str, Any] = {"platform": "cuda:sm90", "installed": ("flash-attn-3",)}
+    assert what_if(request, **where, backend="fa3").lowerings == ("dequantise_kv",)
+    assert what_if(request, **where).backend == "triton"

@@ -1,0 +1,314 @@
+"""FlashInfer behind the serving contract: a plan for each step, fixed buffers where steps are recorded, new rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyattn import reference
+from polyattn.serving import DraftTree, ForwardBatch, ForwardMode, PageAllocator, RequestTable, StepBuffers
+from polyattn.serving.workspace import Limits, Workspaces
+from polyattn.testing import Case
+
+from .emulators import Library
+from .emulators import flashinfer as wrappers
+from .emulators import trtllm as emulator
+from .harness import Emulated
+from .sessions import InSession
+
+EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
+PAGED = Emulated("flashinfer", "flashinfer-python", "cuda:sm90@12.8")
+LATENT = Emulated("flashinfer_mla", "flashinfer-python", "cuda:sm90@12.8")
+GENERATED = Emulated("trtllm_mha", "flashinfer-python", "cuda:sm100@13.0")
+XQA = Emulated("trtllm_mha", "flashinfer-python", "cuda:sm90@12.8")
+SIZE, PAGES, ROWS, MOST = 16, 64, 6, 256
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    return emulator.library().install(monkeypatch)
+
+
+class Server:
+    """Pages, a table and one session of a backend; steps as a serving context runs them."""
+
+    def __init__(self, target: Emulated, *, recorded: bool = False, rows: int = ROWS, tokens: int = 96, **fields: Any):
+        torch.manual_seed(3)
+        fields = {"family": "paged", "heads": 8, "kv_heads": 2, "head_dim": 64, "page_size": SIZE, **fields}
+        self.request = target.request(layout="THD", **fields)
+        r = self.request
+        self.latent = r.family == "mla"
+        self.table = RequestTable(rows, MOST, SIZE, [-1], [PageAllocator(PAGES)], CPU)
+        columns = self.table.tables[0].shape[1]
+        self.buffers = StepBuffers(rows, tokens, columns, device=CPU, static=recorded)
+        limits = Limits(rows, tokens, MOST)
+        slot = Workspaces(CPU).slot("steps", r, limits, columns, recorded=recorded)
+        self.bound = target.bind(layout="THD", **fields)
+        assert self.bound.session is not None
+        self.session = self.bound.session(slot)
+        dtype = getattr(torch, r.dtype)
+        shape = (PAGES, SIZE, r.head_dim) if self.latent else (PAGES, SIZE, r.kv_heads, r.head_dim)
+        self.caches = [torch.randn(shape).to(dtype) for _ in range(1 if self.latent else 2)]
+
+    def give(self, new: Mapping[int, int]) -> None:
+        for row, count in new.items():
+            self.table.extend(row, count)
+
+    def step(
+        self, mode: ForwardMode, new: Mapping[int, int], *, padding: int = 0, tree: DraftTree | None = None
+    ) -> Any:
+        """Plan and prepare a step with so many new tokens of each row."""
+        self.give(new)
+        lengths = [self.table.length(row) for row in new]
+        batch = ForwardBatch(mode, list(new), lengths, list(new.values()), tree, padding=padding)
+        (self.now,) = self.buffers.stage(batch, self.table)
+        self.session.plan(self.now)
+        self.buffers.prepare()
+        self.session.prepare(self.now)
+        return self.now
+
+    def query(self) -> Tensor:
+        r = self.request
+        return torch.randn(self.now.tokens, r.heads, r.head_dim).to(getattr(torch, r.dtype))
+
+    def layer(self, query: Tensor | None = None, **given: Any) -> Any:
+        """What the session returns for a layer, after it was compared with the definition."""
+        query, now, r = self.query() if query is None else query, self.now, self.request
+        found = self.session.forward(query, *self.caches, **now.tables, **given)
+        keys = [self.caches[0].unsqueeze(2), self.caches[0].unsqueeze(2)[..., : r.dims[1]]]
+        keys = keys if self.latent else self.caches
+        wanted = reference.paged_attention(
+            query.double(), *(t.double() for t in keys),
+            page_table=now.page_table, seq_lens=now.seq_lens, cu_seqlens_q=now.cu_seqlens_q,
+            causal="bottom_right", window=r.window, scale=r.scale, attn_mask=now.attn_mask, sinks=given.get("sinks"),
+        )  # fmt: skip
+        real = int(now.cu_seqlens_q[now.sequences - now.padding])
+        out = found[0] if isinstance(found, tuple) else found
+        torch.testing.assert_close(out[:real].double(), wanted[:real], rtol=2e-2, atol=2e-2)
+        return found
+
+
+STEPS = {
+    "flashinfer": InSession("flashinfer", "flashinfer-python", "cuda:sm90@12.8"),
+    "flashinfer_mla": InSession("flashinfer_mla", "flashinfer-python", "cuda:sm90@12.8"),
+    "trtllm_mha": InSession("trtllm_mha", "flashinfer-python", "cuda:sm100@13.0"),
+    "trtllm_mla": InSession("trtllm_mla", "flashinfer-python", "cuda:sm100@13.0"),
+}
+CASES = [(name, case) for name, target in STEPS.items() for case in target.cases(per_row=3, dtypes=("bfloat16",))]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
+def test_the_kit_in_steps(name: str, case: Case, library: Library) -> None:
+    STEPS[name].passes(case, library)
+
+
+EXTENDING = {"phase": "extend", "s_relation": "fewer", "causal": "bottom_right"}
+DECODING = {"phase": "decode", "s_relation": "one"}
+VERIFYING = {"phase": "verify", "s_relation": "fewer", "causal": "bottom_right"}
+LATENTS = {"family": "mla", "heads": 16, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "scale": 192**-0.5}
+
+
+def plans(library: Library) -> list[str]:
+    return [call.name for call in library.calls if ".plan" in call.name or "_plan" in call.name]
+
+
+@pytest.mark.parametrize("fields", [{}, {"window": (20, -1)}, {"sinks": True}, {"lse": True}], ids=str)
+def test_layers_share_the_plan_of_a_step(library: Library, fields: dict[str, Any]) -> None:
+    server = Server(PAGED, **EXTENDING, **fields)
+    a, b = server.table.add(), server.table.add()
+    given = {"sinks": torch.randn(8)} if fields.get("sinks") else {}
+    server.step(EXTEND, {a: 40, b: 7})
+    for _ in range(3):
+        server.layer(**given)
+    server.step(EXTEND, {b: 30, a: 1})
+    server.layer(**given)
+    assert len(plans(library)) == 2
+    assert not [call for call in library.calls if call.positional], "everything is given by name"
+
+
+def test_decode_plans_from_the_host_and_reads_the_pages_of_the_step(library: Library) -> None:
+    server = Server(PAGED, **DECODING)
+    rows = [server.table.add() for _ in range(3)]
+    server.give({row: 20 + 15 * n for n, row in enumerate(rows)})
+    for _ in range(18):
+        server.step(DECODE, dict.fromkeys(rows, 1))
+        server.layer()
+    assert {name.split(".")[0] for name in plans(library)} == {"BatchDecodeWithPagedKVCacheWrapper"}
+    given = [call.given for call in library.calls if "_plan" in call.name]
+    assert all(g["indptr"].device.type == "cpu" and g["q_data_type"] is torch.bfloat16 for g in given)
+    made = [call.given for call in library.calls if call.name.endswith("__init__")]
+    assert [g["use_tensor_cores"] for g in made] == [True]
+
+
+def test_a_group_of_two_decodes_on_the_cuda_cores(library: Library) -> None:
+    server = Server(PAGED, **DECODING, kv_heads=4)
+    server.step(DECODE, {server.table.add(): 1})
+    server.layer()
+    assert [call.given["use_tensor_cores"] for call in library.calls if call.name.endswith("__init__")] == [False]
+
+
+def test_a_recorded_step_reads_the_same_memory_at_every_replay(library: Library) -> None:
+    server = Server(PAGED, recorded=True, rows=4, tokens=4, graph_capture=True, **DECODING)
+    a, b = server.table.add(), server.table.add()
+    server.give({a: 30, b: 4})
+    server.step(DECODE, {a: 1, b: 1}, padding=2)
+    server.layer()
+    wrapper = server.session._wrapper
+    fixed = {name: tensor.data_ptr() for name, tensor in server.session._fixed.items()}
+    for new in ({a: 1, b: 1}, {b: 1}, {b: 1, a: 1}):
+        server.step(DECODE, new, padding=4 - len(new))
+        server.layer()
+    assert server.session._wrapper is wrapper
+    (made,) = [call.given for call in library.calls if call.name.endswith("__init__")]
+    assert made["use_cuda_graph"] is True
+    buffers = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
+    assert {made[name].data_ptr() for name in buffers} <= set(fixed.values())
+    assert {name: tensor.data_ptr() for name, tensor in server.session._fixed.items()} == fixed
+
+
+TREES = ([[-1, 0, 0, 1], [-1, 0, 1, 2]], [[-1, 0, 0, 0], [-1, -1, 0, 2]])
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_trees_are_masks_of_the_plan(library: Library, recorded: bool) -> None:
+    fields = {**VERIFYING, "mask": "bool", "tree": True, "spec_topk": 4, "graph_capture": recorded}
+    server = Server(PAGED, recorded=recorded, rows=3, tokens=12, **fields)
+    a, b = server.table.add(), server.table.add()
+    server.give({a: 37, b: 3})
+    for parents in TREES:
+        server.step(VERIFY, {a: 4, b: 4}, tree=DraftTree.from_parents(parents), padding=1 if recorded else 0)
+        server.layer()
+        server.layer()
+    planned = [call.given for call in library.calls if call.name.endswith(".plan")]
+    assert len(planned) == 2
+    assert all(g["custom_mask"].sum() and not g["causal"] for g in planned)
+    assert all(g.get("uniform_q_len") == (4 if recorded else None) for g in planned)
+
+
+def test_a_chain_needs_no_mask(library: Library) -> None:
+    server = Server(PAGED, **VERIFYING, spec_topk=1)
+    a, b = server.table.add(), server.table.add()
+    server.give({a: 37, b: 3})
+    server.step(VERIFY, {a: 4, b: 4})
+    server.layer()
+    assert next(call.given for call in library.calls if call.name.endswith(".plan"))["custom_mask"] is None
+
+
+@pytest.mark.parametrize("step", [EXTENDING, DECODING], ids=["extend", "decode"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_latent_steps(library: Library, step: dict[str, Any], recorded: bool) -> None:
+    server = Server(LATENT, recorded=recorded, rows=2, tokens=12, **LATENTS, **step, lse=True, graph_capture=recorded)
+    a, b = server.table.add(), server.table.add()
+    server.give({a: 37, b: 3})
+    mode, count = (DECODE, 1) if step is DECODING else (EXTEND, 6)
+    for _ in range(3):
+        server.step(mode, {a: count, b: count})
+        server.layer()
+        server.layer()
+    assert len(plans(library)) == 3
+    made = [call.given["use_cuda_graph"] for call in library.calls if "MLAPaged" in call.name and "init" in call.name]
+    assert made == [recorded]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("target", [PAGED, GENERATED, XQA], ids=["flashinfer", "trtllm-gen", "xqa"])
+def test_new_rows_go_to_their_slots(library: Library, target: Emulated, layout: str, monkeypatch: Any) -> None:
+    if target is XQA:
+        emulator.library(arch=90).install(monkeypatch)
+    server = Server(target, **DECODING, kv_layout=layout, save_kv_cache=True)
+    rows = [server.table.add() for _ in range(3)]
+    server.give({row: 15 + n for n, row in enumerate(rows)})
+    server.step(DECODE, dict.fromkeys(rows, 1))
+    query, new = server.query(), torch.randn(2, 3, 2, 64).bfloat16()
+    slots = server.now.slots
+    pairs = zip(server.caches, new, strict=True)
+    wanted = [cache.flatten(0, 1).index_copy(0, slots, kept) for cache, kept in pairs]
+    caches = [cache.transpose(1, 2).contiguous() if layout == "HND" else cache for cache in server.caches]
+    found = server.session.forward(query, *caches, key=new[0], value=new[1], **server.now.tables)
+    caches = [cache.transpose(1, 2) if layout == "HND" else cache for cache in caches]
+    for cache, rows_wanted in zip(caches, wanted, strict=True):
+        torch.testing.assert_close(cache.flatten(0, 1), rows_wanted, rtol=0, atol=0)
+    server.caches = [cache.contiguous() for cache in caches]
+    torch.testing.assert_close(server.layer(query) if layout == "NHD" else found, found, rtol=0, atol=0)
+
+
+def test_rows_that_are_not_kept_are_attended_from_copies(library: Library) -> None:
+    server = Server(PAGED, **DECODING)
+    row = server.table.add()
+    server.give({row: 20})
+    server.step(DECODE, {row: 1})
+    before, new = [cache.clone() for cache in server.caches], torch.randn(2, 1, 2, 64).bfloat16()
+    query = server.query()
+    found = server.session.forward(query, *server.caches, key=new[0], value=new[1], **server.now.tables)
+    for cache, was in zip(server.caches, before, strict=True):
+        torch.testing.assert_close(cache, was, rtol=0, atol=0)
+    for cache, rows in zip(server.caches, new, strict=True):
+        cache.flatten(0, 1)[server.now.slots] = rows
+    torch.testing.assert_close(server.layer(query), found, rtol=0, atol=0)
+
+
+def test_fp8_rows_and_their_scales(library: Library) -> None:
+    fields = {**DECODING, "kv_dtype": "fp8_e4m3", "kv_scales": "tensor", "save_kv_cache": True}
+    server = Server(PAGED, **fields)
+    row = server.table.add()
+    server.give({row: 20})
+    scales = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor(0.25)}
+    kept = [(cache / s).to(torch.float8_e4m3fn) for cache, s in zip(server.caches, scales.values(), strict=True)]
+    server.step(DECODE, {row: 1})
+    new, query = torch.randn(2, 1, 2, 64).bfloat16(), server.query()
+    found = server.session.forward(query, *kept, key=new[0], value=new[1], **server.now.tables, **scales)
+    server.caches = [cache.float() * s for cache, s in zip(kept, scales.values(), strict=True)]
+    slot = server.now.slots
+    for cache, rows in zip(server.caches, new, strict=True):
+        torch.testing.assert_close(cache.flatten(0, 1)[slot], rows.float(), rtol=0.07, atol=1e-2)
+    call = library.calls[-1]
+    assert (call.given["k_scale"], call.given["v_scale"]) == (0.5, 0.25)
+    wanted = reference.paged_attention(
+        query.double(), *(c.double() for c in server.caches), page_table=server.now.page_table,
+        seq_lens=server.now.seq_lens, cu_seqlens_q=server.now.cu_seqlens_q,
+    )  # fmt: skip
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_sessions_that_are_planned_at_once_do_not_share_memory(library: Library) -> None:
+    """The emulator spoils a plan over whose workspace another was made."""
+    servers = [Server(PAGED, **EXTENDING), Server(PAGED, **EXTENDING, window=(9, -1)), Server(PAGED, **EXTENDING)]
+    for server in servers:
+        server.step(EXTEND, {server.table.add(): 21})
+    for server in servers:
+        server.layer()
+    memory = {call.given["float_workspace_buffer"].data_ptr() for call in library.calls if "__init__" in call.name}
+    assert len(memory) == 3
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("target", [GENERATED, XQA], ids=["trtllm-gen", "xqa"])
+def test_kernels_without_plans(target: Emulated, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch = 100 if target is GENERATED else 90
+    library = emulator.library(arch=arch).install(monkeypatch)
+    server = Server(target, recorded=recorded, rows=3, tokens=6, **VERIFYING, spec_topk=1, graph_capture=recorded)
+    a, b = server.table.add(), server.table.add()
+    server.give({a: 30, b: 4})
+    for _ in range(2):
+        server.step(VERIFY, {a: 2, b: 2}, padding=1 if recorded else 0)
+        server.layer()
+    given = [call.given for call in library.calls]
+    assert len({g["workspace_buffer"].data_ptr() for g in given}) == 1
+    if target is GENERATED:
+        assert all(not g["multi_ctas_kv_counter_buffer"].any() for g in given)
+
+
+def test_an_older_library_serves_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = wrappers.library("0.6.18.post1").install(monkeypatch)
+    fields = {**VERIFYING, "mask": "bool", "tree": True, "spec_topk": 4, "graph_capture": True}
+    server = Server(PAGED, recorded=True, rows=2, tokens=8, **fields)
+    a, b = server.table.add(), server.table.add()
+    server.give({a: 37, b: 3})
+    server.step(VERIFY, {a: 4, b: 4}, tree=DraftTree.from_parents(TREES[0]))
+    server.layer()
+    assert "uniform_q_len" not in next(call.given for call in library.calls if call.name.endswith(".plan"))

@@ -1,0 +1,174 @@
+"""SageAttention 1, 2 and 3 and SpargeAttn: held to accuracy classes over emulators, and what they are really given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyattn import reference, what_if
+from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
+from polyattn.records import Accuracy, AttentionRequest
+from polyattn.testing import Case, controls
+from polyattn.testing.tolerances import compare_class
+from polyattn_cuda.records.diffusion import FP4, INT8_FP8, INT8_FP16, SAGE_2_ARCHS
+from polyattn_cuda.sage import KERNELS
+
+from .emulators import sage as emulator
+from .harness import Emulated, OnDevice
+
+SAGE1 = Emulated("sage_attn", "sage1", "cuda:sm80@12.8")
+SAGE3 = Emulated("sage_attn_3", "sageattn3", "cuda:sm120@12.8")
+SPARGE = Emulated("sparge_attn", "spas-sage-attn", "cuda:sm90@12.8", options=(("topk", 1.0), ("pvthreshd", 50)))
+
+
+def sage2(arch: str) -> Emulated:
+    return Emulated("sage_attn", "sage2", f"cuda:{arch}@12.8")
+
+
+SAGE2 = sage2("sm90")
+
+
+@pytest.mark.parametrize("case", SAGE1.cases(per_row=16), ids=str)
+def test_conformance_of_sage_1(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    SAGE1.passes(case, emulator.sage1().install(monkeypatch))
+
+
+@pytest.mark.parametrize("case", SAGE2.cases(per_row=16), ids=str)
+def test_conformance_of_sage_2(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    SAGE2.passes(case, emulator.sage2().install(monkeypatch))
+
+
+@pytest.mark.parametrize("arch", [arch for arch in SAGE_2_ARCHS if arch != "sm90"])
+def test_conformance_of_sage_2_elsewhere(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, library = sage2(arch), emulator.sage2().install(monkeypatch)
+    for case in target.cases(per_row=2):
+        target.passes(case, library)
+
+
+@pytest.mark.parametrize("case", SAGE3.cases(per_row=8), ids=str)
+def test_conformance_of_sage_3(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    SAGE3.passes(case, emulator.sage3().install(monkeypatch))
+
+
+@pytest.mark.parametrize("case", SPARGE.cases(per_row=8), ids=str)
+def test_conformance_of_sparge_with_every_block(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    SPARGE.passes(case, emulator.sparge().install(monkeypatch))
+
+
+class TestSageOnDevice(OnDevice):
+    backend = "sage_attn"
+
+
+class TestSage3OnDevice(OnDevice):
+    backend = "sage_attn_3"
+
+
+@pytest.mark.parametrize("accuracy", [INT8_FP16, INT8_FP8, FP4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_classes_tell_right_from_wrong(accuracy: Accuracy, dtype: torch.dtype) -> None:
+    found = controls(dtype, torch.device("cpu"), accuracy)
+    assert len(found) == 7
+    assert not [control.name for control in found if not control.held]
+
+
+def tensors(s_q: int, s_k: int, heads: int = 2, width: int = 64) -> list[Tensor]:
+    return [torch.randn(1, size, heads, width).bfloat16() for size in (s_q, s_k, s_k)]
+
+
+def test_keys_are_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these libraries centres the keys that it is given, two of them in place."""
+    for target, library in (
+        (SAGE1, emulator.sage1()),
+        (SAGE2, emulator.sage2()),
+        (SAGE3, emulator.sage3()),
+        (SPARGE, emulator.sparge()),
+    ):
+        library.install(monkeypatch)
+        q, k, v = tensors(128, 128)
+        before = k.clone()
+        target.bind(heads=2, kv_heads=2, head_dim=64).forward(q, k, v)
+        assert torch.equal(k, before)
+        assert library.calls[-1].positional in (0, 3), "nothing without a keyword but q, k and v"
+
+
+@pytest.mark.parametrize("arch", SAGE_2_ARCHS)
+def test_each_architecture_has_its_kernel(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = emulator.sage2().install(monkeypatch)
+    sage2(arch).bind(heads=2, kv_heads=2, head_dim=64, scale=0.3).forward(*tensors(5, 9))
+    name, given = KERNELS[arch]
+    assert library.calls[-1].name == name
+    assert library.calls[-1].given.items() >= {**given, "sm_scale": 0.3, "smooth_k": True}.items()
+    assert set(KERNELS) == set(SAGE_2_ARCHS)
+
+
+def test_the_lse_is_of_keys_that_were_not_centred(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.sage2().install(monkeypatch)
+    q, k, v = tensors(5, 200)
+    k += 2.0
+    out, lse = SAGE2.bind(heads=2, kv_heads=2, head_dim=64, lse=True, s_relation="fewer").forward(q, k, v)
+    right = reference.attention(q.double(), k.double(), v.double(), return_lse=True, compute_dtype=torch.float64)
+    assert out.shape == (1, 5, 2, 64)
+    assert lse.shape == (1, 5, 2)
+    assert float((lse - right[1]).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize(("s_k", "calls"), [(64, 1), (128, 1), (65, 2), (1, 2)])
+def test_sage_1_is_right_for_any_number_of_keys(s_k: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = emulator.sage1().install(monkeypatch)
+    q, k, v = tensors(9, s_k)
+    out = SAGE1.bind(heads=2, kv_heads=2, head_dim=64, s_relation="fewer").forward(q, k, v)
+    right = reference.attention(q.double(), k.double(), v.double(), compute_dtype=torch.float64)
+    assert compare_class("out", out, right, torch.bfloat16, INT8_FP16)[0] is None
+    assert len(library.calls) == calls
+    assert all(not call.given["smooth_k"] for call in library.calls)
+
+
+def test_the_share_of_sparge_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = emulator.sparge().install(monkeypatch)
+    Emulated("sparge_attn", "spas-sage-attn", options=()).bind(heads=2, kv_heads=2).forward(*tensors(5, 9, width=128))
+    assert library.calls[-1].given["topk"] == 0.5
+    assert library.calls[-1].given["q"].shape[2] == 128
+    assert library.calls[-1].given["output_dtype"] == torch.bfloat16
+
+
+REFUSALS: list[tuple[str, str, dict[str, Any], str, str]] = [
+    ("sage_attn", "sageattention==2.2.0", {"head_dim": 192}, "cuda:sm90", "head_dim=192"),
+    ("sage_attn", "sageattention==2.2.0", {"dtype": "float32"}, "cuda:sm90", "dtype='float32'"),
+    ("sage_attn", "sageattention==2.2.0", {"softcap": 20.0}, "cuda:sm90", "softcap"),
+    ("sage_attn", "sageattention==2.2.0", {"family": "varlen"}, "cuda:sm90", "family"),
+    ("sage_attn", "sageattention==2.2.0", {}, "cuda:sm103", "arch='sm103'"),
+    ("sage_attn", "sageattention==1.0.6", {"lse": True}, "cuda:sm80", "lse"),
+    ("sage_attn_3", "sageattn3", {"lse": True}, "cuda:sm120", "lse"),
+    ("sage_attn_3", "sageattn3", {}, "cuda:sm100", "arch='sm100'"),
+    ("sparge_attn", "spas-sage-attn", {"causal": "bottom_right"}, "cuda:sm90", "causal"),
+    ("sparge_attn", "spas-sage-attn", {"head_dim": 256}, "cuda:sm90", "head_dim=256"),
+]
+
+
+@pytest.mark.parametrize(("name", "installed", "changes", "platform", "reason"), REFUSALS)
+def test_limits(name: str, installed: str, changes: dict[str, Any], platform: str, reason: str) -> None:
+    request = AttentionRequest(**changes)
+    with pytest.raises(UnsupportedRequestError) as refused:
+        what_if(request, platform=platform, installed=(installed,), backend=name, strict=True)
+    assert reason in str(refused.value)
+
+
+def test_a_version_between_them_is_neither() -> None:
+    selection = what_if(
+        AttentionRequest(), platform="cuda:sm90", installed=("sageattention==2.0.1",), backend="sage_attn"
+    )
+    assert selection.backend != "sage_attn"
+    assert "sageattention 2.0.1 is installed" in "; ".join(selection.rejected["sage_attn"])
+
+
+def test_an_older_signature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = emulator.sage2().install(monkeypatch)
+
+    def older(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND") -> None: ...
+
+    library.add("sageattention.core", **{KERNELS["sm90"][0]: older})
+    with pytest.raises(BackendUnavailableError, match=r"sageattention 2\.2\.0 takes no 'qk_quant_gran'"):
+        SAGE2.bind(heads=2, kv_heads=2, head_dim=64)

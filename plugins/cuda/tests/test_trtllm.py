@@ -1,0 +1,177 @@
+"""TensorRT-LLM's, CuTe DSL's and CUTLASS' kernels over their emulators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyattn.errors import BackendUnavailableError
+from polyattn.testing import Case
+from polyattn_cuda.flashinfer import memory
+from polyattn_cuda.flashinfer.trtllm import drafts_mask
+
+from .emulators import trtllm as emulator
+from .harness import Emulated
+
+BLACKWELL, HOPPER, CONSUMER = "cuda:sm100@13.0", "cuda:sm90@12.8", "cuda:sm120@13.0"
+HALF = ("bfloat16", "float16")
+CHIPS = {100: BLACKWELL, 90: HOPPER, 120: CONSUMER}
+MHA = {arch: Emulated("trtllm_mha", "flashinfer-python", chip) for arch, chip in CHIPS.items()}
+MLA = {
+    name: Emulated(name, provider, BLACKWELL)
+    for name, provider in (
+        ("trtllm_mla", "flashinfer-python"),
+        ("cutedsl_mla", "cutedsl/flashinfer-python"),
+        ("cutlass_mla", "sgl-kernel+flashinfer"),
+    )
+}
+HEADS = [(arch, case) for arch, target in MHA.items() for case in target.cases(per_row=2, dtypes=HALF[:1])]
+LATENT = [(name, case) for name, target in MLA.items() for case in target.cases(per_row=3, dtypes=HALF)]
+
+
+@pytest.mark.parametrize(("arch", "case"), HEADS, ids=str)
+def test_heads(arch: int, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    MHA[arch].passes(case, emulator.library(arch=arch).install(monkeypatch))
+
+
+@pytest.mark.parametrize(("name", "case"), LATENT, ids=str)
+def test_latent(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = emulator.library().install(monkeypatch)
+    kernels = emulator.cutlass().install(monkeypatch)
+    kernels.calls = library.calls
+    MLA[name].passes(case, library)
+
+
+# ---------------------------------------------------------------------------------------------------------------- calls
+
+STEP: dict[str, Any] = {"family": "paged", "layout": "THD", "heads": 8, "kv_heads": 2, "head_dim": 64, "page_size": 16}
+ONE = {"phase": "decode", "s_relation": "one"}
+CHAIN = {"phase": "verify", "s_relation": "fewer", "causal": "bottom_right", "spec_topk": 1}
+LATENTS: dict[str, Any] = {"family": "mla", "layout": "THD", "heads": 16, "head_dim": 576, "v_head_dim": 512}
+LATENTS |= {"scale": 192**-0.5, "page_size": 64}
+
+
+def run(target: Emulated, counts: tuple[int, ...], **fields: Any) -> Any:
+    """A call with so many queries of each sequence, of 20 keys each; `k_scale` and `v_scale` are taken out."""
+    given = {name: fields.pop(name) for name in ("k_scale", "v_scale", "out") if name in fields}
+    latent, N = fields.get("family") == "mla", len(counts)
+    request = {**(LATENTS if latent else STEP), **fields}
+    width, size = request["head_dim"], request["page_size"]
+    caches = [torch.randn((2 * N, size, width) if latent else (2 * N, size, 2, width)).bfloat16()]
+    if request.get("kv_dtype") == "fp8_e4m3":
+        caches = [cache.to(torch.float8_e4m3fn) for cache in caches]
+    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    table = torch.arange(2 * N, dtype=torch.int32).view(N, 2)
+    query = torch.randn(int(starts[-1]), request["heads"], width).bfloat16()
+    return target.bind(**request).forward(
+        query, *(caches if latent else caches * 2), page_table=table, seq_lens=torch.full((N,), 20, dtype=torch.int32),
+        cu_seqlens_q=starts, max_seqlen_q=max(counts), max_seqlen_k=20, **given,
+    )  # fmt: skip
+
+
+def test_the_scale_is_given_with_those_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = emulator.library().install(monkeypatch)
+    run(MHA[100], (1, 1), **ONE)
+    assert (library.calls[-1].given["bmm1_scale"], library.calls[-1].given["bmm2_scale"]) == (64**-0.5, 1.0)
+    scales = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor(0.25)}
+    run(MHA[100], (1, 1), **ONE, kv_dtype="fp8_e4m3", kv_scales="tensor", **scales)
+    given = library.calls[-1].given
+    assert [given[name].dtype for name in ("bmm1_scale", "bmm2_scale")] == [torch.float32] * 2
+    assert (float(given["bmm1_scale"]), float(given["bmm2_scale"])) == (0.0625, 0.25)
+    assert given["kv_layout"] == "NHD", "its own default is HND"
+    assert not [call for call in library.calls if call.positional]
+
+
+@pytest.mark.parametrize(
+    ("counts", "wanted"), [((3, 3), {"q_len_per_req"}), ((3, 1), {"q_len_per_req", "max_q_len", "cum_seq_lens_q"})]
+)
+def test_drafts_of_one_number_or_of_several(
+    counts: tuple[int, ...], wanted: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = emulator.library().install(monkeypatch)
+    run(MHA[100], counts, **CHAIN)
+    assert wanted == {"q_len_per_req", "max_q_len", "cum_seq_lens_q"} & set(library.calls[-1].given)
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (3, 1), (40, 40)], ids=str)
+def test_drafts_of_xqa_are_a_packed_mask(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    library = emulator.library(arch=90).install(monkeypatch)
+    run(MHA[90], counts, **CHAIN)
+    given = library.calls[-1].given
+    assert given["q_len_per_req"] == max(counts)
+    assert ("q_cu_seq_lens" in given) is (len(set(counts)) > 1)
+    assert given["mask"].is_contiguous()
+
+
+def bits(mask: Tensor) -> Tensor:
+    """What a packed mask says, [drafts, drafts]."""
+    rows = (mask.to(torch.int32)[..., None] >> torch.arange(16)) & 1
+    return rows.flatten(1)[:, : len(mask)].bool()
+
+
+@pytest.mark.parametrize("drafts", [2, 16, 17, 33])
+def test_packed_masks(drafts: int) -> None:
+    cpu = torch.device("cpu")
+    assert torch.equal(bits(drafts_mask(drafts, True, cpu)), torch.ones(drafts, drafts, dtype=torch.bool).tril())
+    assert bits(drafts_mask(drafts, False, cpu)).all()
+    assert drafts_mask(drafts, True, cpu).shape == (drafts, 2 * -(-drafts // 32))
+
+
+def test_a_latent_lse_is_asked_for_in_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = emulator.library().install(monkeypatch)
+    for name, base in (("trtllm_mla", "trtllm-gen"), ("cutedsl_mla", "cute-dsl")):
+        run(MLA[name], (1, 1), family="mla", **ONE, lse=True)
+        given = library.calls[-1].given
+        assert (given["backend"], given["return_lse_base"]) == (base, "basee")
+
+
+def test_an_older_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = emulator.library().install(monkeypatch)
+    library.version = "0.7.0"
+    older = library.modules["flashinfer.mla"].trtllm_batch_decode_with_kv_cache_mla
+    found = older.__signature__.parameters
+    less = [parameter for name, parameter in found.items() if name != "return_lse_base"]
+    older.__signature__ = older.__signature__.replace(parameters=less)
+    wanted = r"of flashinfer-python .* takes no 'return_lse_base', which a natural LSE needs"
+    with pytest.raises(BackendUnavailableError, match=wanted):
+        MLA["trtllm_mla"].bind(**LATENTS, **ONE)
+
+
+def test_cutlass_pads_nothing_and_skips_sequences_without_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = emulator.cutlass().install(monkeypatch)
+    emulator.library().install(monkeypatch)
+    run(MLA["cutlass_mla"], (1, 0, 1), family="mla", **ONE, page_size=128)
+    given = kernels.calls[-1].given
+    assert given["page_table"].tolist() == [[0, 1], [4, 5]]
+    assert given["num_kv_splits"] == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_stream_has_a_workspace_and_a_recorded_call_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class Stream:
+        cuda_stream = 1
+
+    def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made.append(str(device))
+        return torch.empty(1, dtype=dtype)
+
+    recording = [False]
+    monkeypatch.setattr(memory, "_kept", {})
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording[0])
+    gpu = torch.device("cuda", 0)
+    first = memory.workspace_of(gpu)
+    assert memory.workspace_of(gpu) is first
+    monkeypatch.setattr(Stream, "cuda_stream", 2)
+    assert memory.workspace_of(gpu) is not first
+    recording[0] = True
+    assert memory.workspace_of(gpu) is not memory.workspace_of(gpu)
+    assert len(made) == 4

@@ -1,0 +1,189 @@
+"""Paged extend on Hopper: the launcher of `extend_kernel.attend`, and what it takes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn.records import AttentionRequest
+from polyattn_triton import runtime
+from polyattn_triton.hopper.forward import on_hopper
+from polyattn_triton.kernels.choices import EPOCH, chosen
+from polyattn_triton.kernels.pools import Matrix, Memory, pools_of
+from polyattn_triton.kernels.rules import LOG2E
+from polyattn_triton.records.tuned import HOPPER_EXTEND
+
+__all__ = ["Config", "config_for", "extend", "fits", "takes"]
+
+_TILE = 128
+"""Rows of a tile, queries times heads of a group: two warpgroups of 64."""
+_COLUMNS = 64
+"""Of a box of keys: what 128 bytes hold."""
+
+
+class Config(NamedTuple):
+    """One way to run the kernel.
+
+    Attributes:
+        keys: of a step. stages: of the ring of K, and of that of V.
+        turns: warpgroups take turns at issuing products. registers: of a consumer's thread.
+    """
+
+    keys: int
+    stages: int
+    turns: bool = True
+    registers: int = 240
+
+
+# By head dim. Shared memory is what limits: 227 KiB hold Q and both rings.
+_CONFIGS = {64: Config(128, 3), 128: Config(128, 2), 256: Config(64, 2)}
+
+
+def config_for(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, group: int) -> Config:
+    """How heads of this dim run: as was measured there, else as on an H200."""
+    return _chosen(device, dtype, head_dim, page_size, group, EPOCH.value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, group: int, _epoch: int) -> Config:
+    key = (str(dtype).removeprefix("torch."), head_dim, page_size, group)
+    return chosen(HOPPER_EXTEND, key, _CONFIGS[head_dim], device)
+
+
+def takes(request: AttentionRequest) -> bool:
+    """Whether `extend` is for calls like this on a Hopper: what is known before there are tensors.
+
+    It takes bf16 and fp16 with a cache of the same, D = D_v of 64, 128 and 256, pages of a multiple of 16 tokens,
+    groups of 1 to 64 heads that are a power of two, causal or full, a left window, sinks, the masks of trees.
+    """
+    r, group = request, request.group
+    return (
+        r.dtype in ("bfloat16", "float16")
+        and r.kv_storage == r.dtype
+        and not r.kv_scales
+        and r.head_dim in _CONFIGS
+        and r.same_dims
+        # Boxes of fewer rows are not worth their copies.
+        and r.page_size % 16 == 0
+        and 1 <= group <= 64
+        and group & (group - 1) == 0
+        and (r.scale is None or r.scale > 0)
+        and not r.softcap
+        and not r.chunk
+        and r.window[1] < 0
+        and (r.mask == "none" or (r.mask == "bool" and r.tree))
+        # Parts are float32 until they are merged.
+        and not r.kv_parts
+    )
+
+
+def fits(key_cache: Tensor, value_cache: Tensor, out: Tensor, *, hnd: bool) -> bool:
+    """Whether `extend`, which `takes` such a call, can be given these caches: on a Hopper, where TMA reaches them.
+
+    Nothing here is of a batch. A query that TMA cannot read is copied.
+    """
+    return (
+        on_hopper(key_cache.device)
+        and out.dtype is key_cache.dtype
+        and pools_of(key_cache, value_cache, hnd) is not None
+    )
+
+
+def _placed(query: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The query where TMA can read it, a copy if need be, and its strides."""
+    # Nothing steps over an axis of size 1: its stride may be any number, but not for TMA.
+    token, head = (8 if size == 1 else step for size, step in zip(query.shape[:2], query.stride()[:2], strict=True))
+    if query.data_ptr() & 15 or token & 7 or head & 7 or token <= 0 or head <= 0 or query.stride(2) != 1:
+        query = query.clone(memory_format=torch.contiguous_format)
+        return query, query.stride()
+    return query, (token, head, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _query_boxes(memory: Memory, sizes: tuple[int, ...], strides: tuple[int, ...], group: int) -> Any:
+    """Descriptors take longer to make than a launch, and allocators hand out the same places again: hence caches."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return TensorDescriptor(memory, list(sizes), list(strides), [64 // group, group, sizes[2]], swizzled)
+
+
+@functools.lru_cache(maxsize=1024)
+def _page_boxes(memory: Memory, matrix: Matrix, rows: int) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(memory, matrix.shape, matrix.strides, [rows, _COLUMNS], swizzled)
+
+
+def piece_of(page_size: int, keys: int) -> int:
+    """Rows of a box: the largest power of two that divides pages and blocks of keys."""
+    return min(keys, page_size & -page_size)
+
+
+def tiles_of(tokens: int, sequences: int, max_seqlen_q: int, group: int) -> tuple[int, int, bool]:
+    """(tiles of the longest sequence, numbers of tiles, whether all sequences are that long)."""
+    tiles = -(-max_seqlen_q * group // _TILE)
+    uniform = tokens == sequences * max_seqlen_q
+    return tiles, sequences * tiles if uniform else tokens * group // _TILE + sequences, uniform
+
+
+def extend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    page_size: int,
+    hnd: bool,
+    causal: bool,
+    left: int = -1,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor,
+    lse: Tensor | None = None,
+    config: Config | None = None,
+) -> None:
+    """As `kernels.extend.extend`, for a call that it `takes` and whose caches it `fits`. Waits for nothing.
+
+    Args:
+        left: keys seen before a query's own position, -1 = no bound.
+        attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], bool, of a tree: read for the last queries' own columns.
+        config: instead of that of the table.
+    """
+    from polyattn_triton.hopper.extend_kernel import attend
+
+    T_q, H_q, D = query.shape
+    N, heads = seq_lens.shape[0], key_cache.shape[1 if hnd else 2]
+    group = H_q // heads
+    config = config or config_for(query.device, query.dtype, D, page_size, group)
+    query, strides = _placed(query)
+    pools = pools_of(key_cache, value_cache, hnd)
+    assert pools is not None
+    rows = piece_of(page_size, config.keys)
+    tiles, numbers, uniform = tiles_of(T_q, N, max_seqlen_q, group)
+    mask_strides = (0, 0, 0)
+    if attn_mask is not None:
+        attn_mask = attn_mask if attn_mask.stride(3) == 1 else attn_mask.contiguous()
+        steps = zip(attn_mask.shape, attn_mask.stride(), strict=True)
+        n, h, i, _ = (step if size > 1 else 0 for size, step in steps)
+        mask_strides = (n, i, h)
+    attend[(min(runtime.processors(query.device), numbers * heads),)](
+        _query_boxes(Memory(query.data_ptr(), query.dtype), query.shape, strides, group),
+        _page_boxes(Memory(key_cache.data_ptr(), key_cache.dtype), pools.key, rows),
+        _page_boxes(Memory(value_cache.data_ptr(), value_cache.dtype), pools.value, rows),
+        out, lse, sinks, attn_mask, *mask_strides, page_table, seq_lens, cu_seqlens_q, page_table.stride(0),
+        pools.row, pools.column, pools.page_rows, N, tiles, numbers, heads, max(left, 0), scale * LOG2E.value,
+        *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+        CAUSAL=causal, LEFT=left >= 0, TREE=attn_mask is not None, GROUP=group, PAGE=page_size, UNIFORM=uniform, D=D,
+        BLOCK_N=config.keys, STAGES=config.stages, TURNS=config.turns, REGISTERS=config.registers, num_warps=4,
+    )  # fmt: skip

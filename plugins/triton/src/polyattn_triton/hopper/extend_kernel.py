@@ -1,0 +1,303 @@
+"""The Hopper extend kernel: packed queries over a paged cache, in the manner of `kernel`, whose consumers it shares.
+
+A row of a tile is a query with one of the GROUP query heads that share a key head. Q is a view [T_q, H_q, D], read in
+boxes of 64 / GROUP tokens; the pools are matrices of rows, of which a page is PIECE or more that lie together: boxes of
+PIECE rows and 64 columns, side by side, are the tile that products take, so that a block may be of many pages.
+
+Tiles are found on the device: number floor(start * GROUP / BLOCK_M) + n is the first of sequence n, as in
+`kernels.extend`. A program computes many, one after the other.
+"""
+
+from __future__ import annotations
+
+from polyattn_triton.hopper.common import (
+    barrier,
+    flat,
+    load,
+    made_barriers,
+    natural_lse,
+    normalised,
+    tile_of,
+    tiles_here,
+    viewed,
+)
+from polyattn_triton.hopper.loop import drained, first_turn, key_blocks, walked
+
+from triton.experimental import gluon  # isort: skip
+from triton.experimental.gluon import language as gl  # isort: skip
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier  # isort: skip
+
+__all__ = ["attend"]
+
+_ROWS = gl.constexpr(64)
+"""Of a consumer."""
+_WARPGROUPS = gl.constexpr(2)
+_M = gl.constexpr(128)
+"""Rows of a tile."""
+
+
+@gluon.jit
+def _tile(turn, schedule, GROUP: gl.constexpr, UNIFORM: gl.constexpr):
+    """(sequence, its first token, its queries, its keys, tile in it, key head) of round `turn`; a sequence's last tile,
+    which sees most keys, is its first one. Tiles past the end are negative."""
+    lens, starts, sequences, tiles, heads = schedule
+    pid = tile_of(turn)
+    number = pid // heads
+    head = pid - number * heads
+    if UNIFORM:
+        n = number // tiles
+        tile = number - n * tiles
+    else:
+        low = number * 0
+        high = low + sequences
+        while low < high:
+            middle = (low + high) // 2
+            if gl.load(starts + middle) * GROUP // _M + middle <= number:
+                low = middle + 1
+            else:
+                high = middle
+        n = low - 1
+        tile = number - (gl.load(starts + n) * GROUP // _M + n)
+    start = gl.load(starts + n)
+    s_q = gl.load(starts + n + 1) - start
+    s_k = gl.load(lens + n)
+    count = (s_q * GROUP + _M - 1) // _M
+    return n, start, s_q, s_k, count - 1 - tile, head
+
+
+@gluon.jit
+def _span(
+    tile, s_q, s_k, left, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """`key_blocks` of a tile, and the first key that some row of it may see."""
+    offset = s_k - s_q
+    first = tile * _M // GROUP + offset
+    last = (gl.minimum(tile * _M + _M, s_q * GROUP) - 1) // GROUP + offset
+    plain = s_k
+    if TREE:
+        plain = offset
+    lowest = first * 0
+    if LEFT:
+        lowest = gl.maximum(first - left, 0)
+    return key_blocks(first, last, s_k, plain, left, CAUSAL, LEFT, BLOCK_N), lowest
+
+
+@gluon.jit
+def _places(table, key, s_k, pool, PAGE: gl.constexpr, PIECE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Rows of the matrix at which the pieces of a block of keys begin; past the end the last piece again."""
+    head_row, page_rows = pool
+    found = ()
+    for p in gl.static_range(BLOCK_N // PIECE):
+        j = key + p * PIECE
+        j = gl.minimum(j, gl.maximum(s_k - 1, 0) // PIECE * PIECE)
+        page = gl.load(table + j // PAGE)
+        found = found + (page * page_rows + j % PAGE + head_row,)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _fetch(descriptor, boxes, places, column, full, number, stage, CHUNKS: gl.constexpr):
+    """Starts the copy of a block, piece by piece; barrier `number` of `full` says when it is there."""
+    PIECE: gl.constexpr = boxes.shape[1]
+    WIDTH: gl.constexpr = boxes.shape[2]
+    PIECES: gl.constexpr = len(places)
+    mbarrier.expect(full.index(number), CHUNKS * PIECES * PIECE * WIDTH * 2)
+    for p in gl.static_range(PIECES):
+        for c in gl.static_range(CHUNKS):
+            load(
+                descriptor, [places[p], column + c * WIDTH], full.index(number),
+                boxes.index((stage * CHUNKS + c) * PIECES + p),
+            )  # fmt: skip
+
+
+@gluon.jit
+def _clear(boxes, stage, first, last, CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Rows [first, last) of a stage become zeros."""
+    WIDTH: gl.constexpr = boxes.shape[2]
+    rows = viewed(boxes, boxes.dtype, [STAGES * CHUNKS * BLOCK_N, 1, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    zeros = gl.full([1, WIDTH], 0.0, boxes.dtype, gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0]))
+    for c in gl.static_range(CHUNKS):
+        for row in range(first, last):
+            rows.index((stage * CHUNKS + c) * BLOCK_N + row).store(zeros)
+
+
+@gluon.jit
+def _produce(
+    given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
+    UNIFORM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The producer warp."""
+    q, k, v, boxes, barriers, patch, schedule, numbers, left, table, table_row, box_row, box_column, page_rows = given
+    q_box, k_box, v_box = boxes
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
+    heads = schedule[4]
+    PIECE: gl.constexpr = k_box.shape[1]
+    CHUNKS: gl.constexpr = q_box.shape[3] // k_box.shape[2]
+    step = 0
+    done = 0
+    patched = 0
+    for turn in range(tiles_here(numbers * heads)):
+        n, start, s_q, s_k, tile, head = _tile(turn, schedule, GROUP, UNIFORM)
+        if tile >= 0:
+            span, lowest = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, BLOCK_N)
+            low, high = span[0], span[1]
+            lines = table + n.to(gl.int64) * table_row
+            pool = (head * box_row, page_rows)
+            for index in gl.static_range(_WARPGROUPS):
+                mbarrier.wait(q_free.index(index), done & 1 ^ 1)
+                mbarrier.expect(q_full.index(index), _ROWS * q_box.shape[3] * 2)
+                token = start + (tile * _M + index * _ROWS) // GROUP
+                load(q, [token, head * GROUP, 0], q_full.index(index), q_box.index(index))
+            for i in range(high - low):
+                stage = step % STAGES
+                phase = step // STAGES & 1 ^ 1
+                key = (high - 1 - i) * BLOCK_N
+                places = _places(lines, key, s_k, pool, PAGE, PIECE, BLOCK_N)
+                mbarrier.wait(k_free.index(stage), phase)
+                _fetch(k, k_box, places, head * box_column, k_full, stage, stage, CHUNKS)
+                mbarrier.wait(v_free.index(stage), phase)
+                gone = lowest - key
+                kept = s_k - key
+                partly = kept < BLOCK_N
+                if LEFT:
+                    partly = partly | (gone > 0)
+                if partly:
+                    # What lies past the end, or before a window, may be no number, and 0 times that is none either.
+                    _fetch(v, v_box, places, head * box_column, patch, 0, stage, CHUNKS)
+                    mbarrier.wait(patch.index(0), patched & 1)
+                    patched += 1
+                    if LEFT:
+                        _clear(v_box, stage, 0, gone, CHUNKS, BLOCK_N, STAGES)
+                    _clear(v_box, stage, gl.maximum(kept, 0), BLOCK_N, CHUNKS, BLOCK_N, STAGES)
+                    fence_async_shared()
+                    barrier()
+                    mbarrier.arrive(v_full.index(stage), count=1)
+                else:
+                    _fetch(v, v_box, places, head * box_column, v_full, stage, stage, CHUNKS)
+                step += 1
+            done += 1
+
+
+@gluon.jit
+def _leave(o, buffer, out, start, first, rows, steps, GROUP: gl.constexpr):
+    """The output of rows from `first` on to where it belongs, in whole rows, by way of the query's buffer."""
+    out_token, out_head = steps
+    D: gl.constexpr = buffer.shape[1]
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    barrier()
+    buffer.store(o.to(buffer.dtype))
+    barrier()
+    whole = buffer.load(WHOLE)
+    # The next Q is written by TMA.
+    fence_async_shared()
+    barrier()
+    r = first + gl.arange(0, _ROWS, gl.SliceLayout(1, WHOLE))
+    line = out + (start + r // GROUP).to(gl.int64) * out_token + r % GROUP * out_head
+    c = gl.arange(0, D, gl.SliceLayout(0, WHOLE))
+    return line[:, None] + c[None, :], whole, (r < rows)[:, None]
+
+
+@gluon.jit
+def _consume(
+    given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, UNIFORM: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
+    """Consumer INDEX: its share of the rows of every query tile."""
+    (
+        rings, barriers, schedule, numbers, left, scale, mask, mask_sequence, mask_row, mask_head, sinks,
+        out, lse, out_token, out_head, lse_token, lse_head,
+    ) = given  # fmt: skip
+    q_ring, k_ring, _v_ring = rings
+    q_full, q_free = barriers[0], barriers[1]
+    heads = schedule[4]
+    BLOCK_N: gl.constexpr = k_ring[0].shape[3]
+    step = 0
+    done = 0
+    if TURNS:
+        first_turn(INDEX, _WARPGROUPS)
+    for turn in range(tiles_here(numbers * heads)):
+        n, start, s_q, s_k, tile, head = _tile(turn, schedule, GROUP, UNIFORM)
+        if tile >= 0:
+            span = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, BLOCK_N)[0]
+            row = tile * _M + INDEX * _ROWS
+            if TREE:
+                given_at = mask + n.to(gl.int64) * mask_sequence + (head * GROUP).to(gl.int64) * mask_head
+                tree = (given_at, mask_row, mask_head, s_q * GROUP)
+            else:
+                tree = ()
+            mbarrier.wait(q_full.index(INDEX), done & 1)
+            state = walked(
+                span, step, row, rings, barriers, (), (s_k, s_k - s_q, left, tree), scale, CAUSAL, LEFT, GROUP,
+                INDEX, _WARPGROUPS, STAGES, True, TURNS,
+            )  # fmt: skip
+            step = state[0]
+            o, top, total = drained(state, rings, barriers, (), scale, STAGES, True)
+            r = row + gl.arange(0, _ROWS, top.type.layout)
+            h = head * GROUP + r % GROUP
+            if lse is not None:
+                line = lse + (start + r // GROUP).to(gl.int64) * lse_token + h * lse_head
+                gl.store(line, natural_lse(top, total), r < s_q * GROUP)
+            o = normalised(o, top, total, None if sinks is None else gl.load(sinks + h))
+            at, whole, wanted = _leave(
+                o[0], flat(q_ring[0].index(INDEX)), out + head * GROUP * out_head, start, row, s_q * GROUP,
+                (out_token, out_head), GROUP,
+            )  # fmt: skip
+            mbarrier.arrive(q_free.index(INDEX), count=1)
+            gl.store(at, whole, wanted)
+            done += 1
+
+
+@gluon.jit(
+    do_not_specialize=["mask_sequence", "mask_row", "mask_head", "table_row", "sequences", "tiles", "numbers", "left"],
+)
+def attend(
+    q, k, v, out, lse, sinks, mask, mask_sequence, mask_row, mask_head, table, lens, starts, table_row,
+    box_row, box_column, page_rows, sequences, tiles, numbers, heads, left, scale,
+    out_token, out_head, lse_token, lse_head,
+    CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
+    UNIFORM: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """At most one program per multiprocessor. q: in boxes [64 / GROUP, GROUP, D]; k, v: in boxes [PIECE, 64].
+
+    A page p of head h begins at row p * page_rows + h * box_row and column h * box_column. `numbers`: of tiles, times
+    heads the tiles that there may be. UNIFORM: all sequences have `tiles` of them.
+    """
+    PIECE: gl.constexpr = k.block_shape[0]
+    WIDTH: gl.constexpr = k.block_shape[1]
+    BOXES: gl.constexpr = STAGES * (D // WIDTH) * (BLOCK_N // PIECE)
+    FLAT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    q_box = gl.allocate_shared_memory(q.dtype, [_WARPGROUPS, _ROWS // GROUP, GROUP, D], q.layout)
+    k_box = gl.allocate_shared_memory(k.dtype, [BOXES, PIECE, WIDTH], k.layout)
+    v_box = gl.allocate_shared_memory(v.dtype, [BOXES, PIECE, WIDTH], v.layout)
+    # Boxes side by side are a tile of the layout that products take.
+    rings = (
+        (viewed(q_box, q.dtype, [_WARPGROUPS, 1, 1, _ROWS, D], FLAT),),
+        (viewed(k_box, k.dtype, [STAGES, 1, 1, BLOCK_N, D], FLAT),),
+        (viewed(v_box, v.dtype, [STAGES, 1, 1, BLOCK_N, D], FLAT),),
+    )
+    barriers = (
+        made_barriers(_WARPGROUPS, 1), made_barriers(_WARPGROUPS, 1),
+        made_barriers(STAGES, 1), made_barriers(STAGES, _WARPGROUPS),
+        made_barriers(STAGES, 1), made_barriers(STAGES, _WARPGROUPS),
+    )  # fmt: skip
+    schedule = (lens, starts, sequences, tiles, heads)
+    produced = (
+        q, k, v, (q_box, k_box, v_box), barriers, made_barriers(1, 1), schedule, numbers, left, table, table_row,
+        box_row, box_column, page_rows,
+    )  # fmt: skip
+    consumed = (
+        rings, barriers, schedule, numbers, left, scale, mask, mask_sequence, mask_row, mask_head, sinks,
+        out, lse, out_token, out_head, lse_token, lse_head,
+    )  # fmt: skip
+    # Constants lose their nature in a tuple that is a variable: they are written out.
+    gl.warp_specialize(
+        [
+            (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, STAGES, TURNS, 0)),
+            (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, STAGES, TURNS, 1)),
+            (_produce, (produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, BLOCK_N, STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )

@@ -1,0 +1,335 @@
+"""Compiles what calls launch on a device that is not here, and says what is wrong with it.
+
+Triton's own launcher makes every decision, from the alignment of the tensors on: it is told of a driver for the device,
+and compiles without launching. Run as a script with a target and problems, as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+SHARED_MEMORY = {"cuda:90": 227 * 1024, "cuda:80": 163 * 1024, "hip:gfx942": 64 * 1024}
+"""Bytes that a block may have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call. `call`: forward, backward, one_pass (backward), sparse (forward and backward), extend, decode or
+    latent, whose dims are (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3.
+
+    Attributes:
+        heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
+        kv_dtype, kv_scales: as `AttentionRequest`. fresh: new rows are read beside the cache.
+        off: elements by which tensors miss a boundary of 16 bytes.
+    """
+
+    call: str
+    dims: tuple[int, int]
+    heads: tuple[int, int] = (8, 2)
+    queries: int = 1
+    dtype: str = "bfloat16"
+    kv_dtype: str = "auto"
+    kv_scales: str = ""
+    page_size: int = 16
+    mask: str = ""
+    fresh: bool = False
+    off: int = 0
+    softcap: float = 0.0
+    batch_invariant: bool = False
+
+    def __str__(self) -> str:
+        fields = dataclasses.fields(self)[1:]
+        said = [f"{f.name}={getattr(self, f.name)}" for f in fields if getattr(self, f.name) != f.default]
+        return "-".join([self.call, *said]).replace(" ", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A kernel: its name, bytes of shared memory, whether it multiplies by `wgmma`, how rows come to shared memory
+    (by descriptors: `tma`, `async`, or through registers: ``), and what is wrong."""
+
+    name: str
+    shared: int
+    wgmma: bool
+    copies: str
+    wrong: tuple[str, ...]
+
+
+def elsewhere(target: str, *problems: Problem) -> list[list[Compiled]]:
+    """What the problems launch, compiled by a process of its own: Triton decides once whether it interprets."""
+    done = subprocess.run(
+        [sys.executable, __file__, target, json.dumps([dataclasses.asdict(p) for p in problems])],
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [
+        [Compiled(**{**kernel, "wrong": tuple(kernel["wrong"])}) for kernel in launched]
+        for launched in json.loads(done.stdout.splitlines()[-1])
+    ]
+
+
+# --------------------------------------------------------------------------------------------------- in that process
+
+
+class _Driver:
+    """What Triton asks of the device of a process."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _pretend(target: str) -> list[Any]:
+    """Let this process believe that CPU tensors are on such a device; the list receives what is launched."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from polyattn_triton import latent, paged  # noqa: F401 all modules whose facts are replaced below
+    from polyattn_triton.kernels import pairs
+
+    kind, arch = target.split(":")
+    capability = int(arch) if kind == "cuda" else 0
+    driver.set_active(_Driver(GPUTarget("cuda", capability, 32) if capability else GPUTarget("hip", arch, 64)))
+    name = {90: "hopper"}.get(capability, "cuda" if capability else "other")
+    facts = {
+        "processors": lambda device: 132,
+        "native_fp8": lambda device: capability >= 89,
+        "nvidia": lambda device: capability > 0,
+        "native": lambda device, kind: (
+            capability >= 89 if kind == "fp8_e4m3" else kind in pairs.IN_PAIRS and capability > 0
+        ),
+        "_class": lambda device: {"cuda": "nvidia", "other": ""}.get(name, name),
+    }
+    for module in [module for key, module in sys.modules.items() if key.startswith("polyattn_triton.kernels.")]:
+        for fact, replacement in facts.items():
+            if hasattr(module, fact):
+                setattr(module, fact, replacement)
+        if getattr(getattr(module, "architecture", None), "__module__", "").endswith(".choices"):
+            module.architecture = lambda device: name
+    paged.runtime.processors = facts["processors"]
+    launched: list[Any] = []
+
+    def compiles(kernel: Any, grid: Any) -> Any:
+        return lambda *args, **kwargs: launched.append((kernel, kernel.run(*args, grid=grid, warmup=True, **kwargs)))
+
+    JITFunction.__getitem__ = compiles
+    return launched
+
+
+def _tensor(problem: Problem, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Memory that nothing reads, off its boundary as the problem says."""
+    dtype = getattr(torch, problem.dtype) if dtype is None else dtype
+    size = 1
+    for n in shape:
+        size *= n
+    return torch.zeros(size + problem.off, dtype=torch.uint8).repeat_interleave(dtype.itemsize).view(dtype)[
+        problem.off :
+    ].view(shape)  # fmt: skip
+
+
+def _mask(problem: Problem) -> torch.Tensor | None:
+    if not problem.mask:
+        return None
+    return torch.zeros(2, 1, problem.queries, 300).to(torch.float32 if problem.mask == "additive" else torch.bool)
+
+
+def _tables(problem: Problem) -> dict[str, Any]:
+    return {
+        "page_table": torch.zeros(2, -(-300 // problem.page_size), dtype=torch.int32),
+        "seq_lens": torch.full((2,), 300, dtype=torch.int32),
+        "cu_seqlens_q": torch.arange(3, dtype=torch.int32) * problem.queries,
+        "attn_mask": _mask(problem),
+        "tree": problem.mask == "tree",
+    }
+
+
+_STORED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8, "fp4_e2m1": torch.uint8}
+
+
+def _paged(problem: Problem) -> None:
+    from polyattn_triton.kernels.decode import decode
+    from polyattn_triton.kernels.extend import extend
+
+    (H_q, H_kv), T = problem.heads, 2 * problem.queries
+    pages = 2 * -(-300 // problem.page_size)
+    stored = _STORED.get(problem.kv_dtype, getattr(torch, problem.dtype))
+    caches, scales = [], []
+    for width in problem.dims:
+        packed = width // 2 if problem.kv_dtype == "fp4_e2m1" else width
+        caches.append(_tensor(problem, pages, problem.page_size, H_kv, packed, dtype=stored))
+        sizes = {
+            "tensor": (1,),
+            "head": (H_kv,),
+            "token": (pages, problem.page_size, H_kv),
+            "block16": (pages, problem.page_size, H_kv, width // 16),
+        }
+        kind = torch.float8_e4m3fn if problem.kv_scales == "block16" else torch.float32
+        scales.append(torch.ones(sizes[problem.kv_scales]).to(kind) if problem.kv_scales else None)
+    new = [_tensor(problem, T, H_kv, width) if problem.fresh else None for width in problem.dims]
+    more = {"invariant": problem.batch_invariant} if problem.call == "decode" else {}
+    (decode if problem.call == "decode" else extend)(
+        _tensor(problem, T, H_q, problem.dims[0]), *caches, **_tables(problem), max_seqlen_q=problem.queries,
+        max_seqlen_k=300, page_size=problem.page_size, hnd=False, causal=problem.mask == "", scale=0.1,
+        softcap=problem.softcap, key=new[0], value=new[1], kv_dtype=problem.kv_dtype, kv_scales=problem.kv_scales,
+        k_scale=scales[0], v_scale=scales[1], lse=torch.empty(T, H_q),
+        out=torch.empty(T, H_q, problem.dims[1], dtype=getattr(torch, problem.dtype)), **more,
+    )  # fmt: skip
+
+
+def _latent(problem: Problem) -> None:
+    from polyattn_triton.kernels import latent
+
+    heads, T, (d_c, d_r) = problem.heads[0], 2 * problem.queries, problem.dims
+    pages, dtype = 2 * -(-300 // problem.page_size), getattr(torch, problem.dtype)
+    if problem.kv_dtype == "fp8_e4m3":
+        cache = torch.zeros(pages, problem.page_size, 656, dtype=torch.uint8)
+    else:
+        cache = _tensor(problem, pages, problem.page_size, d_c + d_r)
+    launch = latent.launch_for(
+        torch.device("cpu"), dtype, heads, problem.dims, 2, problem.queries, 300, problem.batch_invariant,
+        additive=problem.mask == "additive",
+    )  # fmt: skip
+    shares = torch.zeros(max(launch.numbers(2), 1), dtype=torch.int32)
+    tables = _tables(problem)
+    if launch.parts:
+        latent.plan(launch, tables["seq_lens"], tables["cu_seqlens_q"], causal=True, out=shares)
+    rows = launch.pieces(2)
+    latent.attend(
+        _tensor(problem, T, heads, d_c + d_r), cache, **tables, causal=True, scale=0.1,
+        out=torch.empty(T, heads, d_c, dtype=dtype), lse=torch.empty(T, heads), launch=launch, shares=shares,
+        pieces=(torch.empty(rows, d_c), torch.empty(rows)),
+    )  # fmt: skip
+
+
+def _dense(problem: Problem) -> None:
+    from polyattn_triton.kernels import backward, forward
+    from polyattn_triton.kernels.tiles import Spec
+
+    (H_q, H_kv), (D, D_v), S_q = problem.heads, problem.dims, problem.queries
+    query, dout = _tensor(problem, 2, S_q, H_q, D), _tensor(problem, 2, S_q, H_q, D_v)
+    key, value = _tensor(problem, 2, 300, H_kv, D), _tensor(problem, 2, 300, H_kv, D_v)
+    out, lse, mask = torch.empty_like(dout), torch.empty(2, S_q, H_q), _mask(problem)
+    given: dict[str, Any] = {"spec": Spec(0.1, problem.softcap, right=-1 if problem.mask else 0), "layout": "BSHD"}
+    if problem.call == "forward":
+        forward.forward(query, key, value, out, lse, attn_mask=mask, **given)
+        return
+    once = backward.Config(128, 64, 8, 2, 64, 128, 8, 2, tma=True, once=True)
+    config = once if problem.call == "one_pass" else None
+    backward.backward(dout, query, key, value, out, lse, attn_mask=mask, config=config, **given)
+
+
+def _sparse(problem: Problem) -> None:
+    from polyattn_triton.kernels import block_sparse
+
+    (H_q, H_kv), D, S_q = problem.heads, problem.dims[0], problem.queries
+    query, dout, out = (_tensor(problem, 2, H_q, S_q, D) for _ in range(3))
+    key, value = (_tensor(problem, 2, H_kv, 300, D) for _ in range(2))
+    for block in (64, 128) if S_q > 128 else (128,):
+        rows, columns = -(-S_q // block), -(-300 // block)
+        counts = torch.zeros(1, 1, rows, dtype=torch.int32)
+        lists = block_sparse.Lists(counts, counts[..., None].expand(1, 1, rows, columns), None, block, block)
+        block_sparse.forward(query, key, value, lists, scale=0.1, out=out, lse=torch.empty(2, H_q, S_q))
+        block_sparse.backward(dout, query, key, value, out, torch.empty(2, H_q, S_q), lists, scale=0.1)
+
+
+@functools.cache
+def _disassembler() -> str:
+    import triton
+
+    return os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "nvdisasm")
+
+
+def _sass(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([_disassembler(), "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def wrong_descriptors(sass: str) -> Iterator[str]:
+    """Descriptors of `wgmma` whose upper word is a constant plus something: their address is 14 bits of the lower word,
+    so nothing but 0 is ever above it. ptxas 12.8 adds a register that has another meaning, to both words.
+    """
+    before: dict[str, str] = {}
+    for line in re.sub(r"/\*.*?\*/", "", sass).splitlines():
+        found = re.match(r"\s*(?:@!?U?P\w+ +)?(\S+) +(?:UP\w+, )?(UR\d+), (.*?) *;", line)
+        if not found:
+            continue
+        operation, target, sources = found.groups()
+        added = re.match(r"(UR\w+), (-?0x[0-9a-f]+),", sources)
+        if operation == "UIADD3.X" and added:
+            constant = int(added[2], 16) & 0xFFFFFFFF
+            # Bits 30 and 31: the swizzle. Below: the stride between groups of rows, in units of 16 bytes.
+            descriptor = constant >> 30 and not constant & 0x3FFFC000 and 0 < constant & 0x3FFF <= 1024
+            if descriptor and added[1] != "URZ" and before.get(added[1]) != "UMOV URZ":
+                yield line.strip()
+        before[target] = f"{operation} {sources}"
+
+
+def mistaken_products(ttgir: str) -> Iterator[str]:
+    """Products by `mma.sync` of too few numbers: `cached.least`."""
+    left = r"tt\.dot .*?tensor<\d+x(\d+)x\w+, #ttg\.dot_op<\{opIdx = 0, parent = #mma\d*, kWidth = (\d+)"
+    for found in re.finditer(left, ttgir):
+        if int(found[1]) < 8 * int(found[2]):
+            yield f"a sum of {found[1]} numbers where threads hold {found[2]} side by side"
+
+
+def _copies(ptx: str) -> str:
+    return "tma" if "cp.async.bulk.tensor" in ptx else "async" if "cp.async.c" in ptx else ""
+
+
+def _judged(kernel: Any, done: Any, limit: int) -> dict[str, Any]:
+    shared, wrong = done.metadata.shared, []
+    if shared > limit:
+        wrong.append(f"{shared} bytes of shared memory, there are {limit}")
+    if "cubin" in done.asm:
+        wrong += mistaken_products(done.asm["ttgir"])
+        if os.path.exists(_disassembler()) and "wgmma" in done.asm["ptx"]:
+            wrong += wrong_descriptors(_sass(done.asm["cubin"]))
+    return {
+        "name": kernel.__name__, "shared": shared, "wgmma": "wgmma.mma" in done.asm.get("ptx", ""),
+        "copies": _copies(done.asm.get("ptx", "")), "wrong": wrong,
+    }  # fmt: skip
+
+
+_CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sparse": _sparse}
+
+
+def main(target: str, problems: list[dict[str, Any]]) -> None:
+    launched = _pretend(target)
+    found = []
+    for fields in problems:
+        problem = Problem(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+        del launched[:]
+        with contextlib.redirect_stdout(sys.stderr):
+            _CALLS.get(problem.call, _dense)(problem)
+        found.append([_judged(kernel, done, SHARED_MEMORY[target]) for kernel, done in launched])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,124 @@
+"""Latent decode on Hopper: its kernel emulated, and compiled for sm_90."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from polyattn.reference import attention
+from polyattn.testing.tolerances import RELATIVE_L2
+from polyattn_triton.hopper import latent as hopper
+from polyattn_triton.kernels import latent
+
+from .hopper_offline import elsewhere
+
+SCALE = 192**-0.5
+
+
+@pytest.fixture(params=[hopper.Config(), hopper.Config(boxes=True)], ids=["", "boxes"])
+def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Any]:
+    """The launcher launches the emulated kernel, and is asked as if on a Hopper. What it launched."""
+    from polyattn_triton.hopper import latent_kernel
+
+    from .gluon_emulator import Machine
+
+    monkeypatch.setattr(latent_kernel, "attend", Machine(latent_kernel.attend))
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
+    launched: list[Any] = []
+    attend = hopper.attend
+
+    def noted(*args: Any) -> None:
+        launched.append(args)
+        attend(*args, config=request.param)
+
+    monkeypatch.setattr(hopper, "attend", noted)
+    return launched
+
+
+CASES = {
+    # lengths, queries of a sequence, heads, page size, causal
+    "ragged": ([300, 1, 77], 1, 64, 64, False),
+    "whole pairs": ([256, 128], 1, 64, 128, False),
+    "an empty one, few heads": ([65, 0, 200], 1, 16, 64, False),
+    "pages of 16": ([150, 64], 1, 64, 16, False),
+    "drafts": ([2, 130, 300], 2, 48, 64, True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_emulated(emulated: list[Any], name: str) -> None:
+    lens, queries, heads, page_size, causal = CASES[name]
+    torch.manual_seed(len(name))
+    columns = -(-max(lens) // page_size)
+    order = torch.randperm(len(lens) * columns)
+    table = order.view(len(lens), columns)
+    cache = torch.full((len(order), page_size, 576), float("nan"), dtype=torch.bfloat16)
+    rows = []
+    for n, k in enumerate(lens):
+        i = torch.arange(k)
+        cache[table[n, i // page_size], i % page_size] = torch.randn(k, 576).bfloat16()
+        rows.append(cache[table[n, i // page_size], i % page_size])
+    query = torch.randn(len(lens) * queries, heads, 576).bfloat16()
+    out = torch.full((len(query), heads, 512), float("nan"), dtype=torch.bfloat16)
+    lse = torch.full((len(query), heads), float("nan"))
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    starts = torch.arange(0, len(query) + 1, queries, dtype=torch.int32)
+    config = latent.Config(64, 64, 8, 2, least=2)
+    launch = latent.launch_for(
+        query.device, query.dtype, heads, (512, 64), len(lens), queries, max(lens), config=config
+    )
+    shares = torch.empty(max(launch.numbers(len(lens)), 1), dtype=torch.int32)
+    latent.plan(launch, seq_lens, starts, causal=causal, out=shares)
+    pieces = torch.empty(launch.pieces(len(lens)), 512), torch.empty(launch.pieces(len(lens)))
+    latent.attend(
+        query, cache, page_table=table.int(), seq_lens=seq_lens, cu_seqlens_q=starts, causal=causal, scale=SCALE,
+        out=out, lse=lse, launch=launch, shares=shares, pieces=pieces,
+    )  # fmt: skip
+    assert len(emulated) == 1
+    for n, key in enumerate(rows):
+        here = slice(n * queries, (n + 1) * queries)
+        wanted, wanted_lse = attention(
+            query[here].double()[None],
+            key.double()[None, :, None],
+            key[:, :512].double()[None, :, None],
+            scale=SCALE,
+            causal="bottom_right" if causal else "none",
+            return_lse=True,
+        )
+        assert float((out[here] - wanted[0]).norm()) <= RELATIVE_L2[out.dtype] * float(wanted.norm())
+        torch.testing.assert_close(lse[here].double(), wanted_lse[0], rtol=0, atol=1e-3)
+
+
+def test_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, cache = torch.zeros(3, 16, 576, dtype=torch.bfloat16), torch.zeros(5, 64, 576, dtype=torch.bfloat16)
+    out = torch.zeros(3, 16, 512, dtype=torch.bfloat16)
+    assert not hopper.takes(query, cache, out, 64, 64), "this is no Hopper"
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
+    assert hopper.takes(query, cache, out, 64, 64)
+    assert hopper.takes(query, torch.zeros(5, 16, 576, dtype=torch.bfloat16), out, 64, 64)
+    wide = torch.zeros(5, 64, 584, dtype=torch.bfloat16)[..., :576]
+    assert hopper.takes(query, wide, out, 64, 64)
+    for refused in (
+        (query, torch.zeros(5, 48, 576, dtype=torch.bfloat16), out, 64, 64),
+        (query, torch.zeros(5, 8, 576, dtype=torch.bfloat16), out, 64, 64),
+        (query, cache.half(), out, 64, 64),
+        (query.float(), cache.float(), out, 64, 64),
+        (query, cache, out, 32, 64),
+        # What is no multiple of 16 is compiled for numbers of any kind, and cp.async for none of two bytes.
+        (torch.zeros(3, 16, 584, dtype=torch.bfloat16)[..., :576], cache, out, 64, 64),
+        (torch.zeros(3, 16, 577, dtype=torch.bfloat16)[..., 1:], cache, out, 64, 64),
+    ):
+        assert not hopper.takes(*refused)
+
+
+@pytest.mark.parametrize("boxes", [False, True], ids=["", "boxes"])
+def test_compiles_for_hopper(boxes: bool) -> None:
+    found = elsewhere("latent", 64, boxes, True)
+    # Two consumers and a warpgroup that copies, which alone spills: for each sequence, not for each block.
+    assert found["warps"] == 12
+    assert found["stack"] is None or found["stack"] <= 320
+    assert found["registers"] is None or found["registers"] * found["warps"] * 32 <= 65536
+    assert ("cp.async.bulk.tensor.2d" in found["ptx"]) is boxes
+    assert "cp.async.cg.shared.global" in found["ptx"]

@@ -1,0 +1,171 @@
+"""What calls over caches launch, compiled for devices that are not here: it fits, and compilers did not spoil it.
+
+Results are not computed: the two faults that are looked for here gave wrong ones on an H200 under Triton 3.6, and are
+seen in what was compiled. A Triton whose ptxas is 12.9 or later does not make the second of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polyattn_triton.kernels.cached import least
+from polyattn_triton.kernels.decode import _LEAST, _fixed, config_for
+from polyattn_triton.kernels.extend import _straight, _widths
+
+from .launched_offline import Problem, elsewhere, mistaken_products, wrong_descriptors
+
+EVERYWHERE = (
+    Problem("extend", (64, 24), queries=64, kv_dtype="fp8_e4m3"),
+    Problem("decode", (16, 64), kv_dtype="fp4_e2m1", kv_scales="block16", fresh=True),
+    Problem("latent", (512, 64), heads=(16, 1)),
+)
+"""The first: FP8 without scales, where columns are masked."""
+HOPPER = (
+    Problem("extend", (128, 16), queries=64, kv_dtype="fp8_e5m2", kv_scales="token", mask="additive"),
+    Problem("decode", (24, 16), heads=(2, 2), queries=33, mask="bool", off=1, page_size=1),
+    Problem("latent", (512, 64), heads=(128, 1), page_size=64, mask="additive"),
+)
+_QUANTISED = (("auto", ""), ("fp8_e4m3", "token"), ("int8", "head"), ("fp4_e2m1", "block16"))
+_ODD = ((24, 24), (40, 16), (72, 72), (96, 96), (192, 128), (80, 64))
+FULL = (
+    *(
+        Problem("extend", (width, width), queries=64, kv_dtype=kind, kv_scales=scales, mask=mask, page_size=page)
+        for width in (64, 128, 256)
+        for kind, scales in _QUANTISED
+        for mask in ("", "tree", "bool", "additive")
+        for page in (16, 64)
+    ),
+    *(
+        Problem("extend", dims, queries=64, off=off, fresh=fresh)
+        for dims in _ODD
+        for off in (0, 1)
+        for fresh in (False, True)
+    ),
+    *(Problem("extend", dims, queries=5, kv_dtype="int8", kv_scales="tensor") for dims in _ODD),
+    *(
+        Problem("decode", (width, width), queries=queries, kv_dtype=kind, kv_scales=scales, mask=mask)
+        for width in (16, 64, 128, 256)
+        for kind, scales in _QUANTISED
+        for queries in (1, 8, 16)
+        for mask in ("", "bool")
+    ),
+    *(
+        Problem(call, (256, 256), queries=queries, dtype="float32", mask="additive", page_size=64)
+        for call, queries in (("decode", 16), ("extend", 64))
+    ),
+    *(
+        Problem("latent", dims, heads=(heads, 1), queries=4, mask=mask, kv_dtype=kind, dtype=dtype)
+        for mask in ("", "bool", "additive")
+        for dims, heads, kind, dtype in (
+            ((512, 64), 1, "auto", "bfloat16"),
+            ((512, 64), 8, "fp8_e4m3", "bfloat16"),
+            ((512, 64), 128, "fp8_e4m3", "bfloat16"),
+            ((512, 128), 16, "auto", "float16"),
+            ((128, 32), 16, "auto", "bfloat16"),
+            ((512, 64), 16, "auto", "float32"),
+        )
+    ),
+)
+
+
+def _check(target: str, *problems: Problem) -> None:
+    for problem, launched in zip(problems, elsewhere(target, *problems), strict=True):
+        wrong = [f"{kernel.name}: {what}" for kernel in launched for what in kernel.wrong]
+        assert not wrong, f"{problem} on {target}: {'; '.join(wrong)}"
+        if target == "cuda:90" and problem.call == "extend" and problem.queries == 64 and problem.dtype != "float32":
+            assert any(kernel.wgmma for kernel in launched), f"{problem}: no wgmma"
+
+
+@pytest.mark.parametrize("target", ["cuda:90", "cuda:80", "hip:gfx942"])
+def test_compilers_take_what_is_launched(target: str) -> None:
+    _check(target, *EVERYWHERE, *(HOPPER if target == "cuda:90" else ()))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "many" in metafunc.fixturenames and metafunc.config.getoption("--polyattn-full"):
+        metafunc.parametrize("many", [FULL[n : n + 8] for n in range(0, len(FULL), 8)])
+    elif "many" in metafunc.fixturenames:
+        metafunc.parametrize("many", [FULL[-5:-4]])
+
+
+def test_every_entry_of_the_tables_fits_hopper(many: tuple[Problem, ...]) -> None:
+    _check("cuda:90", *many)
+
+
+# ------------------------------------------------------------------------------------------------- what they look for
+
+RIGHT = """
+    /*01*/  UMOV UR6, URZ ;
+    /*02*/  UIADD3 UR10, UP1, UR48, 0x2, URZ ;
+    /*03*/  UIADD3.X UR6, UR6, 0x40000040, URZ, UP1, !UPT ;
+    /*04*/  UIADD3.X UR9, URZ, -0x3ffffff0, URZ, UP0, !UPT ;
+    /*05*/  UIADD3.X UR17, UR17, -0x1, URZ, UP0, !UPT ;
+"""
+WRONG = """
+    /*01*/  ULEA UR4, UR6, UR4, 0x18 ;
+    /*02*/  UIADD3 UR13, UP0, UR4, 0x20, URZ ;
+    /*03*/  UIADD3.X UR17, UR4, -0x3ffffff0, URZ, UP0, !UPT ;
+"""
+
+
+def test_a_descriptor_with_something_in_its_upper_word_is_seen() -> None:
+    assert list(wrong_descriptors(RIGHT)) == []
+    assert list(wrong_descriptors(WRONG)) == ["UIADD3.X UR17, UR4, -0x3ffffff0, URZ, UP0, !UPT ;"]
+
+
+@pytest.mark.parametrize(("keys", "side", "seen"), [(16, 2, 0), (16, 4, 1), (32, 4, 0), (32, 8, 1), (64, 8, 0)])
+def test_a_product_of_too_few_numbers_is_seen(keys: int, side: int, seen: int) -> None:
+    left = f"tensor<16x{keys}xbf16, #ttg.dot_op<{{opIdx = 0, parent = #mma, kWidth = {side}}}>>"
+    right = f"tensor<{keys}x64xbf16, #ttg.dot_op<{{opIdx = 1, parent = #mma, kWidth = {side}}}>>"
+    assert len(list(mistaken_products(f"%d = tt.dot %a, %b, %c : {left} * {right} -> tensor<16x64xf32, #mma>"))) == seen
+
+
+def test_tiles_have_room_for_what_a_thread_holds() -> None:
+    assert [least(bits) for bits in (4, 8, 16, 32)] == [64, 32, 16, 16]
+    device = torch.device("cpu")
+    for bits in (4, 8, 16):
+        for width in (16, 40, 256):
+            config = config_for(device, torch.bfloat16, bits, (width, width), 1)
+            assert least(min(bits, 8)) <= config.N
+    assert least(4) <= _LEAST
+
+
+@pytest.mark.parametrize("dims", [(128, 16), (96, 24), (40, 256), (72, 80), (64, 64)])
+def test_rows_by_way_of_registers_have_one_swizzle(dims: tuple[int, int]) -> None:
+    """Of 128 bytes: 64 numbers. What goes straight to shared memory is cut as closely as it can be."""
+    for width in dims:
+        cut = _widths(width, straight=False)
+        assert sum(cut) >= width
+        assert not any(part % 64 for part in cut)
+        assert sum(_widths(width, straight=True)) <= sum(cut)
+    config = config_for(torch.device("cpu"), torch.bfloat16, 16, dims, 64)
+    fixed = (
+        torch.device("cpu"),
+        dims,
+        (8, 2),
+        8,
+        16,
+        "auto",
+        "",
+        True,
+        (-1, -1),
+        0,
+        0.1,
+        0.0,
+        0,
+        False,
+        2,
+        False,
+        config,
+    )
+    _, constants = _fixed(*fixed)
+    assert not any(constants[side] % 64 for side in ("BLOCK_D", "BLOCK_E"))
+
+
+def test_rows_are_straight_where_the_compiler_knows_that_they_begin_at_16_bytes() -> None:
+    rows = torch.zeros(4, 16, 2, 48, dtype=torch.bfloat16)
+    assert _straight(rows[..., :32])
+    assert not _straight(rows[:, :, :1, :24].reshape(4, 16, 1, 24)), "24 is no multiple of 16"
+    assert not _straight(rows[..., 1:33])
+    assert not _straight(torch.zeros(4, 16, 2, 43, dtype=torch.bfloat16)[..., :32])

@@ -1,0 +1,76 @@
+"""What was measured on a machine is what dense, packed and block-sparse kernels are launched with (docs/tuning.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyattn
+from polyattn import reference, tuning
+from polyattn.epoch import EPOCH
+from polyattn.tuning import Kernel
+from polyattn_triton.kernels import backward, block_sparse, choices, forward
+from polyattn_triton.records.tuned import BACKWARD, BLOCK_SPARSE, FORWARD
+
+CPU = torch.device("cpu")
+FLOAT = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patched:
+        patched.setenv("POLYATTN_TUNING_STORE", str(tmp_path / "tuning.sqlite3"))
+        patched.delenv("POLYATTN_TUNING", raising=False)
+        tuning.reload()
+        yield
+    tuning.reload()
+
+
+def measured(kernel: Kernel, key: tuple[Any, ...], value: dict[str, Any]) -> None:
+    tuning.tune(kernel, key, [value], lambda candidate: 1.0, where=CPU, seconds=10, rounds=1)
+
+
+def made() -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(1, 40, 2, 16, generator=draw) for _ in range(3))  # type: ignore[return-value]
+
+
+def test_forward() -> None:
+    value = {"m": 32, "n": 32, "warps": 8, "stages": 3, "tma": False}
+    measured(FORWARD, ("float32", 16, 16, 64, False), value)
+    assert forward._config(CPU, FLOAT, (16, 16), 64, False, EPOCH.value)._asdict() == value
+    assert forward._config(CPU, FLOAT, (16, 24), 64, False, EPOCH.value).m == 64
+    found = polyattn.attention(*made(), causal=True, backend="triton")
+    torch.testing.assert_close(found, reference.attention(*made(), causal="bottom_right"))
+
+
+def test_backward_is_deterministic_whatever_was_measured() -> None:
+    value = {name: allowed[0] for name, allowed in BACKWARD.choices.items()} | {"once": True}
+    for deterministic in (False, True):
+        measured(BACKWARD, ("float32", 16, 16, deterministic), value)
+        config = backward._config(CPU, FLOAT, (16, 16), deterministic, EPOCH.value)
+        assert config == backward.Config(**{**value, "once": not deterministic})
+
+
+def test_block_sparse_tiles_are_no_larger_than_blocks() -> None:
+    value = {"m": 128, "n": 128, "warps": 8, "stages": 1}
+    measured(BLOCK_SPARSE, ("forward", "float32", 64, 128, 64), value)
+    query = torch.empty(1, 1, 1, 64)
+    assert block_sparse.tiles_for("forward", query, 128, 64) == block_sparse.Tiles(128, 64, 8, 1)
+
+
+def test_the_store_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    ask = choices.kernel_config
+    monkeypatch.setattr(
+        choices, "kernel_config", lambda kernel, *rest: (asked.append(kernel.name), ask(kernel, *rest))[1]
+    )
+    for _ in range(2):
+        tensors = [t.requires_grad_() for t in made()]
+        polyattn.attention(*tensors, backend="triton").sum().backward()
+    assert asked == ["triton.forward", "triton.backward"]

@@ -1,0 +1,89 @@
+"""The scripts that measure what adapters and engines cost, in the smallest form, on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """A benchmark's module, by name; what it set for its own process is undone."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    return importlib.import_module
+
+
+def test_an_adapter_is_measured_beside_its_library(script):
+    module = script("adapter_overhead")
+    rows = {(row["kind"], row["library"]): row for row in module.measured(torch.device("cpu"), 3, 5)}
+    assert len(rows) == sum(map(len, module.PAIRS.values()))
+    sdpa = rows["dense", "torch SDPA, the kernel that torch picks"]
+    assert list(sdpa["us"]) == ["by hand", "functional", "bound"]
+    assert sdpa["us"]["by hand"]["added"] == 0 < sdpa["us"]["functional"]["call"]
+    assert rows["dense", "FlashAttention 3"]["not_here"] == "No module named 'vllm'"
+    assert rows["paged", "FlashInfer, XQA"]["not_here"].endswith("has no backend on cpu (it is known on cuda)")
+    text = module.markdown({**module.report.stamp("adapter-overhead"), "rows": list(rows.values())})
+    assert "| torch SDPA, the kernel that torch picks | torch_sdpa |" in text
+    assert "- FlashAttention 3, dense: No module named 'vllm'" in text
+
+
+def test_an_adapter_that_computes_something_else_is_not_timed(script):
+    module = script("adapter_overhead")
+    with pytest.raises(SystemExit, match=r"bound differs from the library by hand by 1\.0e.00; nothing is timed"):
+        module.check({"by hand": lambda: torch.ones(3), "bound": lambda: torch.zeros(3)})
+
+
+def test_a_layer_of_serving_costs_little_more_than_its_kernel(script, monkeypatch):
+    module = script("serving_layer")
+    import polyattn
+    from polyattn.plugins import reset_manager
+
+    device = torch.device("cpu")
+    module.OUT[device] = torch.zeros(0)
+    try:
+        polyattn.register_plugin(module, name="nothing")
+        found = module.measured(2, rounds=3, calls=20, device=device)
+    finally:
+        reset_manager()
+    assert list(found) == ["kernel by hand", "forward_decode", "forward", "paged_attention", "step"]
+    assert all(figures["us"] > 0 for name, figures in found.items() if name in ("kernel by hand", "step"))
+
+
+def test_both_engines_run_in_the_quick_form(script, monkeypatch, tmp_path, capsys):
+    module = script("engine")
+    path = tmp_path / "engine.json"
+    monkeypatch.setattr(sys, "argv", ["engine.py", "--quick", "--device", "cpu", "--json", str(path)])
+    module.main()
+    result = json.loads(path.read_text())
+    (row,) = result["rows"]
+    assert (row["requests"], row["replayed"]) == (2, False)
+    assert set(row["tokens_per_second"]) | set(row["failed"]) == {"polyattn", "transformers sdpa"}
+    assert set(row["backends"]) == {"prefill", "decode"}
+    assert module.markdown(result) in capsys.readouterr().out
+
+
+def test_the_best_of_transformers_counts(script):
+    module = script("engine")
+    rates = {"polyattn": 300.0, "transformers sdpa": 100.0, "transformers flash_attention_3": 200.0}
+    row = {"requests": 32, "tokens_per_second": rates, "failed": {"transformers x": "not here"}, "replayed": True}
+    assert module.ratio(row) == (1.5, "transformers flash_attention_3")
+    head = {**module.report.stamp("engine"), "parameters": 1.2e9, "context": 4096}
+    text = module.markdown({**head, "rows": [row]})
+    assert "| 32 | 300 | 100 | 200 | 1.50 x transformers flash_attention_3 | 1.2 | yes |" in text
+    assert text.endswith("- transformers x: not here")
+    assert module.ratio({**row, "tokens_per_second": {"polyattn": 300.0}}) is None
+
+
+def test_a_run_that_stops_early_is_an_error(script):
+    module = script("engine")
+    with pytest.raises(RuntimeError, match=r"4 tokens of each of 2 requests are wanted; got \[4, 3\]"):
+        module.seconds_of(lambda new: [[0] * new, [0] * (new - 1)], 4, 2)

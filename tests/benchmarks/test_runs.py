@@ -1,0 +1,415 @@
+"""Runs on the CPU, tiny: what is measured, what is kept, what is refused, and how it is shown."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from polyattn import inspection, tuning
+from polyattn.bench import Peer, pages, plots, results, running
+from polyattn.bench.asking import Asked
+from polyattn.bench.entries import Seen, entries_of
+from polyattn.bench.rows import Row, Work
+from polyattn.bench.running import DeviceLost, Plan, ceiling, run, settled
+from polyattn.bench.sheets import read
+from polyattn.bench.workloads import workload
+from polyattn.errors import BackendUnavailableError, ConfigError
+from polyattn.measuring import Clock
+
+SHEET = """
+title: Made for tests
+families:
+  prefill:
+    kind: dense
+    of: {model: Tiny, source: here, heads: 4, kv_heads: 2, head_dim: 32, causal: true, batch: 1}
+    rows:
+      - {q_len: 48}
+      - {q_len: 64}
+  step:
+    kind: paged
+    of: {model: Tiny, source: here, heads: 4, kv_heads: 2, head_dim: 32, q_len: 1, page_size: 16, batch: 2}
+    rows:
+      - {kv_len: 40}
+bars:
+  - {name: over the peer, of: [prefill], than: right, geomean: 0.000001}
+"""
+
+PEERS = """
+import torch
+from polyattn.bench import Peer
+from polyattn.errors import UnsupportedRequestError
+
+
+def right(inputs):
+    def call(number):
+        given = inputs.tensors[number]
+        q, k, v = (given[n].transpose(1, 2).float() for n in ("query", "key", "value"))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).to(given["query"].dtype)
+
+    if inputs.workload.request.family != "dense":
+        raise UnsupportedRequestError("dense rows only")
+    return call
+
+
+def wrong(inputs):
+    return lambda number: torch.zeros_like(inputs.tensors[number]["query"])
+
+
+def broken(inputs):
+    raise KeyError("of the library")
+
+
+def absent(inputs):
+    import no_such_library
+
+
+PEERS = {name: Peer(f"{__name__}:{name}", name) for name in ("right", "wrong", "broken", "absent")}
+PEERS["slow"] = Peer(f"{__name__}:right", "compiled first", compiles=True)
+"""
+
+
+def written(folder):
+    """(the sheet, the folder of peers)."""
+    (folder / "sheet.yaml").write_text(SHEET)
+    (folder / "libraries").mkdir()
+    (folder / "libraries" / "__init__.py").write_text(PEERS)
+    return folder / "sheet.yaml", folder / "libraries"
+
+
+def asking(sheet, libraries):
+    return Asked(
+        (str(sheet),), candidates=("torch_*",), peers=(str(libraries),), device="cpu", quick=True, seconds=0.001
+    )
+
+
+@pytest.fixture
+def places(tmp_path):
+    return written(tmp_path)
+
+
+@pytest.fixture
+def asked(places):
+    return asking(*places)
+
+
+def begun(asked):
+    """(plan, sheet, empty result)."""
+    plan, sheet = asked.plan()
+    return plan, sheet, results.begin(sheet, plan.device, plan.peers, asked.words(), quick=plan.quick)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_store(tmp_path_factory):
+    """What was tuned on this machine before is none of these tests' business."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POLYATTN_TUNING_STORE", str(tmp_path_factory.mktemp("store") / "tuning.sqlite3"))
+        patch.delenv("POLYATTN_TUNING", raising=False)
+        tuning.reload()
+        yield
+    tuning.reload()
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """A run of the whole sheet."""
+    plan, sheet, result = begun(asking(*written(tmp_path_factory.mktemp("once"))))
+    list(run(plan, result, lambda row: None))
+    return results.summed(result, sheet, plan.rows)
+
+
+@pytest.fixture
+def done(once):
+    return copy.deepcopy(once)
+
+
+@pytest.fixture(autouse=True)
+def no_peers_are_left_behind():
+    yield
+    sys.modules.pop("polyattn_bench_libraries", None)
+
+
+def test_every_candidate_and_peer_is_checked_before_it_is_timed(done):
+    rows = {row["family"]: row for row in done["rows"]}
+    entries = rows["prefill"]["entries"]
+    for name in ("polyattn/torch_sdpa", "polyattn/torch_native", "right"):
+        assert entries[name]["us"] > 0, name
+        assert 0 < entries[name]["margin"] <= 1
+        assert entries[name]["rate"] == pytest.approx(
+            rows["prefill"]["operations"] / entries[name]["us"] / 1e6, rel=1e-3
+        )
+    assert entries["polyattn/torch_sdpa"]["served_by"].startswith("torch_sdpa@cpu")
+    assert "us" not in entries["wrong"]
+    assert entries["wrong"]["kind"] == "wrong"
+    assert (entries["broken"]["kind"], entries["broken"]["failed"]) == ("failed", "KeyError: 'of the library'")
+    assert entries["absent"]["failed"] == "not here: No module named 'no_such_library'"
+    assert entries["slow"] == {"kind": "refused", "failed": "not compiled in a quick run", "peer": True}
+    assert rows["step"]["entries"]["right"]["failed"] == "dense rows only"
+    assert rows["step"]["unit"] == "GB/s"
+    assert {name for name, entry in entries.items() if entry.get("peer")} == set(done["libraries"])
+
+
+def test_a_result_says_where_it_is_from(done, places):
+    assert done["command"].startswith("polyattn bench ")
+    assert "--candidates 'torch_*'" in done["command"]
+    assert done["sheets"] == dict(read([places[0]]).digests)
+    assert done["versions"]["torch"] == torch.__version__
+    assert done["rows"][0]["choice"] == {"tuned": "polyattn/torch_sdpa", "untuned": "polyattn/torch_sdpa"}
+    (said,) = done["verdicts"]
+    assert (said["verdict"], said["rows"]) == ("met", 2)
+    assert json.loads(json.dumps(done)) == done
+
+
+def test_a_killed_run_goes_on(asked, tmp_path):
+    plan, sheet, result = begun(asked)
+    out = tmp_path / "result.json"
+    results.save(results.summed(next(run(plan, result, lambda row: None)), sheet, plan.rows), out)
+    (first,) = results.load(out)["rows"]
+    assert results.load(out)["verdicts"][0]["verdict"] == "incomplete"
+    plan, sheet, again = begun(dataclasses.replace(asked, seconds=0.002))
+    again = results.resumed(again, out)
+    told = []
+    list(run(plan, again, lambda row: told.append(row["name"])))
+    assert len(told) == 2
+    assert again["rows"][0] == first, "what was measured is kept as it is"
+    assert again["command"].count("polyattn bench") == 2
+
+
+def test_rows_that_changed_in_the_sheet_are_measured_again(asked, places, done):
+    sheet = places[0]
+    plan, _, result = begun(asked)
+    result["rows"] = done["rows"]
+    assert not list(run(plan, result, lambda row: None)), "nothing is left to do"
+    sheet.write_text(SHEET.replace("q_len: 64", "q_len: 65"))
+    plan, _, _ = begun(asked)
+    told = []
+    list(run(plan, result, lambda row: told.append(row["name"])))
+    assert told == ["d32 H4 kv2 B1 S65"]
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("versions", {"polyattn": "0.0.1"}, "versions of .* differs from what is here .polyattn: 0.0.1 there, "),
+        ("device", "another", "device of .* differs from what is here .another there, "),
+        ("quick", False, "quick of .* differs"),
+    ],
+)
+def test_rows_measured_elsewhere_are_not_put_into_one_file(asked, done, tmp_path, name, value, said):
+    out = tmp_path / "result.json"
+    results.save({**done, name: value}, out)
+    _, _, now = begun(asked)
+    with pytest.raises(ConfigError, match=said):
+        results.resumed(now, out)
+
+
+def test_a_file_that_is_no_result_is_refused(tmp_path):
+    path = tmp_path / "result.json"
+    for text, said in (("{", "is not JSON"), ("[]", "is no result"), ('{"benchmark": "dispatch"}', "is no result")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            results.load(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        results.load(tmp_path / "none.json")
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text("before")
+    with pytest.raises(TypeError):
+        results.save({"rows": object()}, path)
+    assert path.read_text() == "before"
+    assert [each.name for each in tmp_path.iterdir()] == ["result.json"]
+
+
+# ---------------------------------------------------------------------------------------------------- the device
+
+RATES = {"matmul": 700.0, "copy": 4200.0, "read": 4600.0}
+
+
+def looks(monkeypatch, *factors):
+    """What looks at the device find, one after another."""
+    found = iter(factors)
+    monkeypatch.setattr(
+        running,
+        "settled",
+        lambda clock: {name: rate * next_ for next_ in [next(found)] for name, rate in RATES.items()},
+    )
+
+
+def test_a_row_over_which_the_device_changed_is_measured_once_more(asked, monkeypatch):
+    plan, sheet, result = begun(asked)
+    plan = dataclasses.replace(plan, rows=plan.rows[:2], quick=False, peers={})
+    looks(monkeypatch, 1.0, 0.96, 1.0, 1.0, 1.0, 0.96, 0.96, 1.0)
+    list(run(plan, result, lambda row: None))
+    first, second = result["rows"]
+    assert (first["accepted"], first["attempt"], first["moved"]) == (True, 2, 0.0)
+    assert (second["accepted"], second["attempt"], second["moved"]) == (False, 2, 0.04)
+    assert second["anchors"]["matmul"] == pytest.approx(686)
+    assert results.summed(result, sheet, plan.rows)["verdicts"][0]["verdict"] == "incomplete"
+    assert results.kept(result, plan.rows[1]) is None, "a rejected row is measured again by --resume"
+    assert "(rejected: the device changed by 4%)" in pages.markdown(results.summed(result, sheet, plan.rows))
+
+
+def test_the_device_is_looked_at_until_it_is_steady(monkeypatch):
+    clock = Clock(torch.device("cpu"), 0.001)
+    clock.on_gpu = True
+    rates = iter([{"matmul": rate} for rate in (500.0, 600.0, 690.0, 695.0, 800.0)])
+    monkeypatch.setattr(running, "anchors", lambda clock: next(rates))
+    assert settled(clock) == {"matmul": 695.0}
+    powers = iter(range(1, 99))
+    monkeypatch.setattr(running, "anchors", lambda clock: {"matmul": 2.0 ** next(powers)})
+    assert settled(clock) == {"matmul": 2.0**9}, "one that never is, is taken as it is"
+
+
+def test_the_ceiling_is_what_takes_longer():
+    assert ceiling(Work(7e14, 4.6e9, "TFLOP/s"), RATES) == ("matmul", pytest.approx(1.0))
+    assert ceiling(Work(7e11, 4.6e12, "GB/s"), RATES) == ("read", pytest.approx(1.0))
+
+
+def test_no_row_is_begun_after_the_limit(asked):
+    plan, _, result = begun(dataclasses.replace(asked, limit=0.0))
+    assert not list(run(plan, result, lambda row: None))
+
+
+def test_an_entry_that_takes_the_device_with_it_is_left_out_from_then_on(asked, monkeypatch):
+    plan, _, result = begun(asked)
+    plan = dataclasses.replace(plan, rows=plan.rows[:1])
+
+    def lost(*args, **kwargs):
+        raise RuntimeError("device-side assert")
+
+    with monkeypatch.context() as patch:
+        real = running.measure
+
+        def measure(inputs, entries, **how):
+            real(inputs, entries[:2], **how)
+            patch.setattr(Clock, "synchronise", lost)
+            lost()
+
+        patch.setattr(running, "measure", measure)
+        with pytest.raises(DeviceLost, match=r"the device was lost at prefill/.*/polyattn/torch_native: Runtime"):
+            list(run(plan, result, lambda row: None))
+    (place,) = result["lost"]
+    list(run(plan, result, lambda row: None))
+    entry = result["rows"][0]["entries"][place.partition(f"{plan.rows[0].id}/")[2]]
+    assert (entry["kind"], entry["failed"]) == ("lost", "RuntimeError: device-side assert")
+
+
+def test_a_run_time_error_that_leaves_the_device_whole_is_raised(asked, monkeypatch):
+    plan, _, result = begun(asked)
+    monkeypatch.setattr(running, "measure", lambda *args, **how: (_ for _ in ()).throw(RuntimeError("a defect")))
+    with pytest.raises(RuntimeError, match="a defect"):
+        list(run(plan, result, lambda row: None))
+    assert result["lost"] == {}
+
+
+def test_a_row_that_nobody_serves_has_its_reason():
+    row = Row(
+        family="f", kind="block_sparse", heads=2, kv_heads=2, head_dim=32, batch=1, q_len=128, block=64, density=0.5
+    )
+    plan = Plan([row], {}, ["torch_sdpa"], torch.device("cpu"), 0.001, 60, True)
+    found = running.measured(row, plan, Clock(plan.device, 0.001), {})
+    assert found["entries"] == {}
+
+
+# ---------------------------------------------------------------------------------------------------- asking
+
+
+def test_the_command_asks_for_the_same_again(asked):
+    words = asked.words()
+    assert words[:1] == ["bench"]
+    assert words.count("--candidates") == 1
+    assert "--limit" not in words
+    assert Asked.of(json.loads(json.dumps(asked.plain()))) == asked
+
+
+def test_a_cpu_needs_quick_and_devices_are_known(asked):
+    with pytest.raises(ConfigError, match="take hours on a CPU: --quick makes them tiny"):
+        dataclasses.replace(asked, quick=False).plan()
+    with pytest.raises(ConfigError, match="--device warp: torch has no such device here"):
+        dataclasses.replace(asked, device="warp").plan()
+
+
+def test_compiling_ahead_calls_what_compiles(asked, tmp_path):
+    from polyattn.bench.ahead import shares
+
+    plan, _ = asked.plan()
+    found = [(row.name, one.name) for number in range(3) for row, one in shares(plan, number, 3)]
+    assert sorted(found) == sorted((row.tiny().name, "slow") for row in plan.rows), "each once, whatever the share"
+    words = [sys.executable, "-m", "polyattn.bench.ahead", json.dumps(asked.plain()), "0", "1"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert said.count("ahead, step/") == 1, "what fails is said, and met again when it is measured"
+    assert "dense rows only" in said
+
+
+# ---------------------------------------------------------------------------------------------------- showing
+
+
+def test_a_result_is_shown_with_its_bars_and_failures(done):
+    text = pages.markdown(done)
+    assert "Rows as small as they get: the times mean nothing." in text
+    assert "| over the peer | tuned: geomean 1e-06 x right | met |" in text
+    assert "`prefill`, Tiny: TFLOP/s (share of the ceiling)" in text
+    assert "- broken: KeyError: 'of the library' (every row)" in text
+    assert "tuned torch_sdpa" in text
+    assert "The device, over all rows" not in text, "of a quick run that says nothing"
+
+
+def test_plots_are_the_same_for_the_same_result(done, tmp_path):
+    first = plots.draw(done, tmp_path / "a")
+    second = plots.draw(copy.deepcopy(done), tmp_path / "b")
+    assert [path.name for path in first] == ["sheet.png", "sheet.svg"]
+    assert first[0].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert first[1].read_bytes() == second[1].read_bytes()
+    assert "Made for tests" in first[1].read_text() or "<svg" in first[1].read_text()
+    for row in done["rows"]:
+        row["entries"] = {}
+    assert plots.draw(done, tmp_path / "c") == [], "a sheet without times has no picture"
+
+
+def test_plots_without_matplotlib_say_what_to_install(done, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(BackendUnavailableError, match=r"plots need matplotlib: pip install 'polyattn\[plots\]'"):
+        plots.draw(done, tmp_path)
+
+
+def test_peers_are_what_a_result_names(asked):
+    plan, _, result = begun(asked)
+    assert result["libraries"]["slow"] == "compiled first"
+    assert all(isinstance(peer, Peer) for peer in plan.peers.values())
+
+
+def test_a_row_is_tuned_before_it_is_measured_where_that_is_asked_for(asked, monkeypatch):
+    plan, _, result = begun(dataclasses.replace(asked, tune=True, rows=("step",), peers=(), candidates=("*",)))
+    list(run(plan, result, lambda row: None))
+    (row,) = result["rows"]
+    own = {name: entry["us"] for name, entry in row["entries"].items() if "us" in entry}
+    assert row["choice"]["tuned"] in own
+    assert inspection.explain(workload(plan.sized(plan.rows[0]), plan.device).request).source == "tuned"
+    monkeypatch.setattr(running, "tune_one", lambda *args, **how: pytest.fail("a kept row is not tuned again"))
+    list(run(plan, result, lambda row: None))
+
+
+@pytest.mark.parametrize(
+    "patterns, wanted",
+    [
+        (["*"], {"polyattn/torch_sdpa", "polyattn/torch_native"}),
+        (["torch_s*", "reference"], {"polyattn/torch_sdpa", "polyattn/reference"}),
+        (["flex*"], set()),
+        (["flex_attention"], {"polyattn/flex_attention"}),
+        (["no_such_backend"], set()),
+    ],
+)
+def test_last_resorts_and_what_only_people_choose_take_part_by_name(patterns, wanted):
+    row = Row(family="f", kind="dense", heads=4, kv_heads=2, head_dim=32, batch=1, q_len=48)
+    device = torch.device("cpu")
+    found = {one.name: one for one in entries_of(workload(row, device), device, {}, patterns, Seen())}
+    assert set(found) - {"polyattn/triton"} == wanted
+    assert all(one.compiles == (name == "polyattn/flex_attention") for name, one in found.items() if "torch" in name)

@@ -1,0 +1,81 @@
+"""`polyattn bench` from a shell."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run
+
+SHEETS = Path(__file__).parents[2] / "benchmarks" / "sheets"
+TINY = (
+    "--quick",
+    "--device",
+    "cpu",
+    "--seconds",
+    "0.001",
+    "--candidates",
+    "torch_sdpa",
+    "--candidates",
+    "torch_native",
+)
+
+
+def test_a_quick_run_of_the_sheets(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    words = ("bench", str(SHEETS), *TINY, "--rows", "ltx_video", "--rows", "decode_8b/*B1 KV2048*", "--out", str(out))
+    found = run(*words)
+    assert found.code == 0, found.err
+    assert "decode_8b/d128 H32 kv8 B1 KV2048 page 16  GB/s" in found.out
+    assert "polyattn/torch_native █" in found.out
+    assert "tuned choice" in found.out
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["family"] for row in rows] == ["ltx_video", "decode_8b"]
+    assert all(entry["us"] > 0 for row in rows for entry in row["entries"].values())
+
+    again = run(*words)
+    assert again.code == 2
+    assert "result.json is there already: --resume goes on with it" in " ".join(again.err.split())
+    resumed = run(*words, "--resume", "--plots", str(tmp_path / "plots"), "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.data["rows"] == rows, "nothing was left to measure"
+    assert sorted(Path(path).name for path in resumed.data["plots"]) == [
+        "dit_video.png",
+        "dit_video.svg",
+        "paged_decode.png",
+        "paged_decode.svg",
+    ]
+    shown = run("bench", "--show", str(out))
+    assert shown.code == 0
+    assert "ltx_video/d64 H32 kv32 B2 S6144" in shown.out
+    assert [verdict["bar"] for verdict in run("bench", "--show", str(out), "--json").data["verdicts"]][:1] == [
+        "tuned choice"
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ((), "which rows? polyattn bench SHEET..."),
+        ((str(SHEETS), "--quick", "--resume"), "--resume goes on with a result file: name it with --out"),
+        ((str(SHEETS), "--device", "cpu"), "take hours on a CPU: --quick"),
+        ((str(SHEETS), "--quick", "--rows", "fluxx"), "--rows 'fluxx' names no row. Did you mean 'flux'?"),
+        ((str(SHEETS), "--quick", "--peers", "no_such_place"), "--peers no_such_place: neither a folder nor a module"),
+        (("none.yaml", "--quick"), "none.yaml does not exist"),
+        (("--show", "none.json"), "result file none.json cannot be read"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(run: Run, words: tuple[str, ...], said: str) -> None:
+    found = run("bench", *words)
+    assert found.code == 2
+    assert said in " ".join(found.err.split())
+
+
+def test_plots_need_matplotlib_before_anything_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    found = run("bench", str(SHEETS), *TINY, "--plots", "plots")
+    assert found.code == 4
+    assert "plots need matplotlib: pip install 'polyattn[plots]'" in found.err

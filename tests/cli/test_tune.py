@@ -1,0 +1,120 @@
+"""`polyattn tune`: what is measured, what is kept, and what can be done with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import polyattn
+from polyattn import tuning
+from polyattn.measuring import Clock, tuner
+from polyattn.plugins import reset_manager
+from polyattn.policies import tuning_place
+from polyattn.records import AttentionRequest
+
+from .conftest import Run
+
+DENSE = "dtype=fp32 heads=2 head_dim=32 causal q=64 k=64 batch=2"
+PAGED = "family=paged phase=decode dtype=bf16 heads=4 kv_heads=2 head_dim=64 page_size=16 batch=3 k=100"
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("POLYATTN_TUNING_STORE", str(tmp_path / "tuning.sqlite3"))
+    monkeypatch.delenv("POLYATTN_TUNING", raising=False)
+    monkeypatch.setenv("POLYATTN_PLUGINS", "")
+    monkeypatch.setattr(tuner, "Clock", lambda device: Clock(device, 0.001))
+    reset_manager()
+    tuning.reload()
+    yield
+    monkeypatch.undo()
+    reset_manager()
+    tuning.reload()
+
+
+def test_requests_in_words_are_measured_and_shown(run: Run) -> None:
+    data = run("tune", "--request", DENSE, "--request", PAGED, "--rounds", "1", "--json").data
+    dense, paged = data["workloads"]
+    assert data["store"].endswith("tuning.sqlite3")
+    assert dense["lengths"] == [[64, 64]] * 2
+    assert paged["lengths"] == [[1, 100]] * 3
+    assert (dense["outcome"], dense["rule"]) == ("measured", "torch_sdpa")
+    assert set(dense["times"]) == {"torch_sdpa", "torch_native", "reference"}
+    assert dense["best"] == min(dense["times"], key=dense["times"].get)
+
+    said = run("tune", "--request", DENSE)
+    assert said.code == 0
+    text = " ".join(said.out.split())
+    assert f"known: {dense['best']}" in text
+    assert "requests 1 known" in text
+    shown = " ".join(run("tune", "--show").out.split())
+    assert "of backends 2" in shown
+    assert "paged, bfloat16" in shown
+    kept = run("tune", "--show", "--json").data
+    assert {row["value"]["backend"] for row in kept["measurements"]} == {dense["best"], paged["best"]}
+    assert kept["quarantined"] == []
+
+
+def test_explain_says_what_was_measured(run: Run) -> None:
+    data = run("tune", "--request", DENSE, "--rounds", "1", "--json").data["workloads"][0]
+    said = run("explain", "--dtype", "fp32", "--heads", "2", "--head-dim", "32", "--causal", "--json").data
+    assert (said["backend"], said["source"]) == (data["best"], "tuned")
+    assert "measured today" in said["why"]
+
+
+def test_who_is_quarantined_is_shown_and_released(run: Run) -> None:
+    request = AttentionRequest(dtype="float32")
+    held = tuning.Quarantined(
+        tuning_place("cpu"), "torch_sdpa", tuning.request_key(request), "crashed: SIGSEGV", "2026-01-02"
+    )
+    tuning.quarantine(held)
+    shown = " ".join(run("tune", "--show").out.split())
+    assert "torch_sdpa is quarantined" in shown
+    assert "crashed: SIGSEGV" in shown
+    assert run("tune", "--show", "--json").data["quarantined"][0]["backend"] == "torch_sdpa"
+    assert "torch_sdpa is quarantined" in " ".join(run("explain", "--dtype", "fp32", "--heads", "1").out.split())
+    assert run("tune", "--release", "torch_sdpa", "--json").data == {"released torch_sdpa": 1}
+    assert run("tune", "--release", "all", "--json").data == {"released all": 0}
+    assert polyattn.explain(request).backend == "torch_sdpa"
+
+
+def test_what_is_kept_goes_from_store_to_store(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("tune", "--request", DENSE, "--rounds", "1")
+    here = Path("tuning.sqlite3").absolute()
+    assert run("tune", "--export", "kept.json", "--json").data == {"exported to kept.json": 1}
+    for words in (("--import", "kept.json"), ("--merge", str(here))):
+        monkeypatch.setenv("POLYATTN_TUNING_STORE", f"other{words[0]}.sqlite3")
+        tuning.reload()
+        assert list(run("tune", *words, "--json").data.values()) == [1]
+        assert run("tune", "--request", DENSE, "--json").data["workloads"][0]["outcome"] == "known"
+    data = json.loads(Path("kept.json").read_text())
+    data["measurements"][0]["value"]["times"]["rm -rf"] = 1.0
+    Path("kept.json").write_text(json.dumps(data))
+    refused = run("tune", "--import", "kept.json")
+    assert refused.code == 2
+    assert "no backend 'rm -rf' is registered here" in " ".join(refused.err.split())
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ((), "nothing to tune: give --from TRACE"),
+        (("--request", "heds=3 k=4"), "no word 'heds'. Did you mean 'heads'"),
+        (("--request", "heads=3"), "k is missing, the keys of a sequence"),
+        (("--request", "heads=x k=4"), "heads='x' is not a whole number above 0"),
+        (("--request", "softcap=x k=4"), "softcap='x' is not a number"),
+        (("--request", "sinks=x k=4"), "sinks='x' is not a switch; allowed: true"),
+        (("--request", DENSE, "--isolate", "alway"), "--isolate 'alway'. Did you mean 'always'? Allowed: auto"),
+        (("--request", DENSE, "--device", "gpu9"), "--device 'gpu9' is no device of torch"),
+        (("--request", DENSE, "--seconds", "0"), "both are above 0"),
+        (("--import", "missing.json"), "missing.json cannot be read as JSON"),
+        (("--merge", "missing.sqlite3"), "there is no store missing.sqlite3"),
+    ],
+)
+def test_what_is_wrong_says_so(run: Run, words: tuple[str, ...], message: str) -> None:
+    result = run("tune", *words)
+    assert result.code == 2
+    assert message in " ".join(result.err.split())

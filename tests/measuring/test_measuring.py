@@ -1,0 +1,256 @@
+"""Inputs, the check before the clock, and the clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from polyattn.errors import ConfigError, InvalidInputError, UnsupportedRequestError
+from polyattn.measuring import Clock, Workload, anchors, candidates, check, examine, make_inputs, measure
+from polyattn.measuring.clock import Time, interleaved
+from polyattn.measuring.device_rates import UNITS
+from polyattn.measuring.inputs import _sets
+from polyattn.records import AttentionRequest
+from polyattn.selection import Selection
+
+CPU = torch.device("cpu")
+SERVING = {"family": "paged", "layout": "THD", "dtype": "bfloat16", "page_size": 16, "kv_layout": "NHD"}
+SERVING |= {"save_kv_cache": False}
+DECODE = {**SERVING, "phase": "decode", "s_relation": "one"}
+EXTEND = {**SERVING, "phase": "extend", "s_relation": "fewer", "causal": "bottom_right"}
+LATENT = {"family": "mla", "head_dim": 576, "v_head_dim": 512, "heads": 4, "kv_heads": 1, "scale": 192**-0.5}
+QKV = ("query", "key", "value")
+RAGGED = ((9, 70), (5, 5), (3, 33))
+
+WORKLOADS = {
+    "dense": ({"causal": "bottom_right"}, ((70, 70),) * 2),
+    "dense BHSD, window, lse": (
+        {"causal": "bottom_right", "window": (17, -1), "layout": "BHSD", "lse": True, "s_relation": "fewer"},
+        ((40, 90),) * 2,
+    ),
+    "top left": ({"causal": "top_left", "s_relation": "fewer"}, ((40, 90),)),
+    "bool mask": ({"mask": "bool", "s_relation": "fewer"}, ((40, 90),) * 2),
+    "additive mask": ({"mask": "additive", "causal": "bottom_right"}, ((70, 70),) * 2),
+    "sinks and softcap": ({"sinks": True, "softcap": 30.0, "dtype": "bfloat16"}, ((70, 70),)),
+    "misaligned": ({"misaligned": True}, ((33, 33),)),
+    "training": ({"causal": "bottom_right", "grad": QKV}, ((70, 70),) * 2),
+    "training through the lse": ({"grad": (*QKV, "lse"), "lse": True}, ((70, 70),)),
+    "training, long": ({"causal": "bottom_right", "grad": QKV, "heads": 2, "kv_heads": 1}, ((600, 600),)),
+    "varlen": ({"family": "varlen", "layout": "THD", "causal": "bottom_right"}, ((70, 70), (7, 7), (33, 33))),
+    "varlen, other keys": ({"family": "varlen", "layout": "THD", "s_relation": "more"}, RAGGED),
+    "decode": (DECODE, ((1, 100), (1, 7), (1, 33))),
+    "decode, shared prefix": ({**DECODE, "s_relation": "more", "kv_parts": 1}, ((1, 100), (1, 7))),
+    "extend, fp8": ({**EXTEND, "kv_dtype": "fp8_e4m3", "kv_scales": "tensor"}, RAGGED),
+    "extend, fp8 by token": ({**EXTEND, "kv_dtype": "fp8_e4m3", "kv_scales": "token", "kv_layout": "HND"}, RAGGED),
+    "extend, fp4": ({**EXTEND, "kv_dtype": "fp4_e2m1", "kv_scales": "block16"}, RAGGED),
+    "extend and write": ({**EXTEND, "save_kv_cache": True}, RAGGED),
+    "verify a tree": (
+        {**EXTEND, "phase": "verify", "causal": "none", "tree": True, "mask": "bool"},
+        ((8, 70), (8, 33)),
+    ),
+    "latent": ({**DECODE, **LATENT, "kv_layout": "", "save_kv_cache": None, "page_size": 64}, ((1, 100), (1, 7))),
+}
+
+
+def workload(name: str) -> Workload:
+    fields, lengths = WORKLOADS[name]
+    given = {"dtype": "float32", "head_dim": 64, "heads": 4, "kv_heads": 2, "platform": "cpu", **fields}
+    return Workload(AttentionRequest(**given), lengths, shared=48 if fields.get("kv_parts") else 0)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_candidate_is_right(name):
+    asked = workload(name)
+    inputs = make_inputs(asked, CPU)
+    assert inputs.count == 2
+    able = candidates(asked, CPU)
+    assert [c.chosen for c in able] == [True] + [False] * (len(able) - 1)
+    for candidate in able:
+        found = examine(inputs, candidate)
+        assert (found.kind, found.reason) == ("", ""), candidate.name
+        assert found.margin <= 1
+
+
+def test_candidates_are_what_selection_says():
+    asked = workload("varlen")
+    able = {c.name: c.selection for c in candidates(asked, CPU)}
+    assert set(able) == {"torch_native", "torch_sdpa", "reference"}
+    assert able["torch_sdpa"].lowerings == ("pack_sequences",) or "pad_sequences" in able["torch_sdpa"].lowerings
+    assert "flex_attention" in {c.name for c in candidates(asked, CPU, by_name=True)}
+    assert all(isinstance(selection, Selection) for selection in able.values())
+
+
+@pytest.mark.parametrize("name", ["dense BHSD, window, lse", "sinks and softcap", "varlen", "extend, fp8", "latent"])
+@pytest.mark.parametrize("wrong", ["zeros", "scale", "shift", "nan in the middle", "dtype"])
+def test_a_wrong_result_is_found(name, wrong):
+    asked = workload(name)
+    inputs = make_inputs(asked, CPU, sets=1)
+    result = candidates(asked, CPU)[0].prepare(inputs)(0)
+    out = result[0] if isinstance(result, tuple) else result
+    assert check(inputs, result).ok
+    with torch.no_grad():
+        made = {
+            "zeros": torch.zeros_like(out),
+            "scale": out * 1.02,
+            "shift": out.roll(1, -1),
+            "nan in the middle": out.clone(memory_format=torch.contiguous_format),
+            "dtype": out.double(),
+        }[wrong]
+        if wrong.startswith("nan"):
+            made.view(-1)[made.numel() // 3] = math.nan
+    found = check(inputs, (made, result[1]) if isinstance(result, tuple) else made)
+    assert not found.ok
+    assert found.margin > 1
+    assert found.reason.startswith("out: ")
+
+
+def test_a_wrong_lse_and_a_missing_one_are_found():
+    asked = workload("dense BHSD, window, lse")
+    inputs = make_inputs(asked, CPU, sets=1)
+    out, lse = candidates(asked, CPU)[0].prepare(inputs)(0)
+    assert check(inputs, (out, lse * 1.4426950408889634)).reason.startswith("lse: ")
+    assert check(inputs, out).reason == "lse: it is not there"
+
+
+@pytest.mark.parametrize("place, name", list(enumerate(QKV)))
+def test_a_wrong_gradient_is_found(place, name):
+    asked = workload("training")
+    inputs = make_inputs(asked, CPU, sets=1)
+    grads = list(candidates(asked, CPU)[0].prepare(inputs)(0))
+    assert check(inputs, grads).ok
+    grads[place] = grads[place] * 1.02
+    assert check(inputs, grads).reason.startswith(f"grad {name}: ")
+    grads[place] = torch.full_like(grads[place], math.inf)
+    assert check(inputs, grads).reason == f"grad {name}: it has values that are not finite"
+
+
+def test_a_dropped_block_of_keys_is_found():
+    """64 keys of 4096, in one head of one sequence: what no look at the whole tensor would notice."""
+    asked = Workload(AttentionRequest(dtype="bfloat16", head_dim=64, heads=2, kv_heads=2), ((64, 64),))
+    asked = dataclasses.replace(
+        asked, request=dataclasses.replace(asked.request, s_relation="fewer"), lengths=((64, 4096),)
+    )
+    inputs = make_inputs(asked, CPU, sets=1)
+    q, k, v = (inputs.tensors[0][name].transpose(1, 2) for name in QKV)
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    assert check(inputs, whole).ok
+    part = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :-64], v[:, :, :-64]).transpose(1, 2)
+    assert not check(inputs, part).ok
+
+
+def test_who_writes_to_an_input_is_found_and_harms_nobody_else(odd):
+    odd("scribbles", "quick")
+    asked = Workload(AttentionRequest(dtype="float32", head_dim=24, heads=2, kv_heads=2), ((50, 50),))
+    found = measure(make_inputs(asked, CPU), candidates(asked, CPU), clock=Clock(CPU, 0.002), rounds=1)
+    assert (found["scribbles"].kind, found["scribbles"].time) == ("wrong", None)
+    assert found["scribbles"].reason == "it writes to key, which are not its to write"
+    assert {name for name, said in found.items() if said.time} == {"torch_sdpa", "torch_native", "reference", "quick"}
+
+
+@pytest.mark.parametrize(
+    "fields, lengths, message",
+    [
+        ({"dropout": 0.1}, ((5, 5),), "dropout is random"),
+        ({"family": "linear", "method": "gdn"}, ((5, 5),), "family=linear is not measured"),
+        ({**DECODE, "cross": True, "s_relation": "more"}, ((5, 3),), "cross=True is not measured"),
+        ({**EXTEND, "mask": "bool"}, ((5, 9),), "a mask over a cache is not measured"),
+        ({**DECODE, "s_relation": "more", "kv_parts": 3}, ((1, 9),), "only one prefix that all share is measured"),
+    ],
+)
+def test_what_cannot_be_measured_says_so(fields, lengths, message):
+    asked = Workload(AttentionRequest(**{"dtype": "float32", **fields}), lengths)
+    with pytest.raises(UnsupportedRequestError, match=message):
+        make_inputs(asked, CPU)
+
+
+@pytest.mark.parametrize(
+    "fields, lengths, shared, message",
+    [
+        ({}, (), 0, r"lengths=\[\]: one sequence or more"),
+        ({}, ((0, 5),), 0, "with S_q and S_k above 0"),
+        ({}, ((5, 5), (6, 6)), 0, "the sequences of family dense have one length"),
+        ({}, ((5, 9),), 0, r"S_q, S_k = \(5, 9\) are fewer, the request says equal"),
+        (DECODE, ((5, 3),), 0, "S_k is S_q or more"),
+        (DECODE, ((1, 3),), 7, "shared=7 with kv_parts=0"),
+    ],
+)
+def test_lengths_that_a_request_cannot_have(fields, lengths, shared, message):
+    with pytest.raises(InvalidInputError, match=message):
+        Workload(AttentionRequest(**fields), lengths, shared)
+
+
+def test_a_workload_is_the_same_after_json():
+    for name in WORKLOADS:
+        asked = workload(name)
+        again = Workload.of(json.loads(json.dumps(asked.plain())), "here")
+        assert again == asked
+        assert again.key() == asked.key()
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        ([], "a workload has a request and lengths"),
+        ({"request": {}, "lengths": [[1]]}, r"lengths is a list of \[S_q, S_k\]"),
+        ({"request": {}, "lengths": [[1, True]]}, r"lengths is a list of \[S_q, S_k\]"),
+        ({"request": {"head_dims": 4}, "lengths": [[1, 1]]}, r"no field 'head_dims'. Did you mean 'head_dim'"),
+        ({"request": {"head_dim": "64"}, "lengths": [[1, 1]]}, "head_dim='64'; allowed: like 128"),
+        ({"request": {"sinks": 1}, "lengths": [[1, 1]]}, "sinks=1; allowed: like False"),
+        ({"request": {"family": "denser"}, "lengths": [[1, 1]]}, "family='denser'; allowed: dense, varlen"),
+        ({"request": 5, "lengths": [[1, 1]]}, "a request is an object of fields; got 5"),
+        ({"request": {}, "lengths": [[1, 5]]}, "are one, the request says equal"),
+    ],
+)
+def test_what_is_no_workload(data, message):
+    with pytest.raises(ConfigError, match=rf"here: .*{message}"):
+        Workload.of(data, "here")
+
+
+def test_inputs_leave_the_cache_of_a_gpu(monkeypatch):
+    asked = workload("dense")
+    nbytes = 4 * 2 * 70 * 64 * (4 + 2 + 2)
+    monkeypatch.setattr("polyattn.measuring.inputs.cache_bytes", lambda device: 5 * nbytes)
+    assert _sets(asked, CPU) == 15
+    monkeypatch.setattr("polyattn.measuring.inputs.cache_bytes", lambda device: 500 * nbytes)
+    assert _sets(asked, CPU) == 32
+    first, second = make_inputs(asked, CPU, sets=2).tensors
+    assert not torch.equal(first["query"], second["query"])
+    assert torch.equal(first["query"], make_inputs(asked, CPU, sets=1).tensors[0]["query"]), "always the same ones"
+
+
+def test_rounds_meet_everybody_alike():
+    order = []
+
+    def timing(name, seconds):
+        def take():
+            order.append(name)
+            return Time(seconds.pop(0), 0.0, 1)
+
+        return take
+
+    drifting = {"a": timing("a", [1.0, 3.0, 2.0]), "b": timing("b", [1.1, 2.9, 9.0]), "slow": timing("slow", [5.0])}
+    found = interleaved(drifting, 3)
+    assert order == ["a", "b", "slow", "b", "a", "a", "b"]
+    assert {name: time.seconds for name, time in found.items()} == {"a": 2.0, "b": 2.9, "slow": 5.0}
+    assert found["a"].count == 3
+    order.clear()
+    interleaved({"a": timing("a", [1.0])}, 3, late=lambda: True)
+    assert order == ["a"]
+
+
+def test_a_slow_call_is_not_repeated_for_long():
+    calls = []
+    Clock(CPU, 0.0).calls([lambda: calls.append(1)])
+    assert len(calls) == 3
+    calls.clear()
+    assert Clock(CPU, 0.05).calls([lambda: calls.append(1)]).count == 200
+
+
+def test_the_device_has_rates():
+    found = anchors(Clock(CPU, 0.002))
+    assert set(found) == set(UNITS)
+    assert min(found.values()) > 0

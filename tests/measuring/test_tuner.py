@@ -1,0 +1,502 @@
+"""The tuner: what it tries, what it keeps, whom it keeps out, and what it does when it is disturbed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import polyattn
+from polyattn import tuning
+from polyattn.errors import ConfigError, InvalidInputError
+from polyattn.measuring import Workload, online, tuner
+from polyattn.measuring.tuner import tune_all
+from polyattn.policies import tuning_place
+from polyattn.records import AttentionRequest
+from polyattn.tuning import BACKEND, TuningStore
+
+CPU = torch.device("cpu")
+ODD = {"dtype": "float32", "head_dim": 24, "heads": 2, "kv_heads": 2}
+
+
+def workload(length: int = 64, **fields) -> Workload:
+    given = {"dtype": "float32", "head_dim": 32, "heads": 2, "kv_heads": 2, "causal": "bottom_right", **fields}
+    return Workload(AttentionRequest(**given), ((length, length),))
+
+
+@pytest.fixture(autouse=True)
+def little_time(monkeypatch):
+    """Times mean nothing here: the shortest that there are."""
+    monkeypatch.setattr(tuner, "Clock", lambda device: tuner_clock(device))
+
+
+def tuner_clock(device):
+    from polyattn.measuring import Clock
+
+    return Clock(device, 0.001)
+
+
+def tune(*workloads, **options):
+    return list(tune_all(workloads, CPU, rounds=1, **options))
+
+
+def test_the_fastest_is_kept_and_used(store):
+    (tried,) = tune(workload())
+    assert tried.outcome == "measured"
+    assert set(tried.times) == {"torch_sdpa", "torch_native", "reference"}
+    assert list(tried.times.values()) == sorted(tried.times.values())
+    assert (tried.rule, tried.trouble, tried.quarantined) == ("torch_sdpa", {}, ())
+    assert tried.gain >= 1
+    (row,) = TuningStore(store).rows(subject=BACKEND)
+    assert row.value == {"backend": tried.best, "times": dict(tried.times)}
+    assert (row.key["batch"], row.key["q"], row.key["k"]) == (1, 64, 64)
+    assert {"torch", "polyattn"} <= set(dict(row.place.versions))
+    selection = polyattn.explain(workload().request)
+    assert (selection.backend, selection.source) == (tried.best, "tuned")
+    assert f"{tried.times[tried.best]:.3g} us" in selection.why
+    assert "measured today" in selection.why
+
+
+def test_the_second_start_does_no_work(monkeypatch):
+    first = tune(workload(), workload(128))
+    monkeypatch.setattr(tuner, "measure", None)
+    monkeypatch.setattr(tuner, "make_inputs", None)
+    second = tune(workload(), workload(128))
+    assert [one.outcome for one in second] == ["known", "known"]
+    assert [one.times for one in second] == [one.times for one in first]
+    with pytest.raises(TypeError):
+        tune(workload(), again=True)
+
+
+def test_equal_workloads_are_measured_once():
+    assert [one.outcome for one in tune(workload(), workload(60), workload())] == ["measured", "known"]
+
+
+def test_the_time_ends(monkeypatch):
+    clock = iter([0.0, 1.0, *[99.0] * 9])
+    monkeypatch.setattr(tuner.time, "monotonic", lambda: next(clock))
+    found = tune(workload(), workload(128), seconds=50)
+    assert [one.outcome for one in found] == ["measured", "not begun"]
+    assert found[1].reason == "the time of 50 s was up"
+
+
+@pytest.mark.parametrize("options", [{"seconds": 0}, {"rounds": 0}])
+def test_no_time_and_no_rounds_are_refused(options):
+    with pytest.raises(InvalidInputError, match="both are above 0"):
+        list(tune_all([workload()], CPU, **options))
+
+
+def test_nothing_is_tuned_while_tuning_is_off(monkeypatch):
+    monkeypatch.setenv("POLYATTN_TUNING", "off")
+    with pytest.raises(ConfigError, match="POLYATTN_TUNING=off reads no measurements"):
+        tune(workload())
+
+
+def test_what_nobody_else_takes_is_left_alone():
+    (tried,) = tune(workload(softcap=30.0))
+    assert (tried.outcome, tried.rule, tried.reason) == ("alone", "reference", "no other backend takes it")
+
+
+def test_what_cannot_be_measured_is_refused(store):
+    (tried,) = tune(workload(dropout=0.5))
+    assert tried.outcome == "refused"
+    assert "dropout is random" in tried.reason
+    assert not store.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------- quarantine
+
+
+def test_who_misbehaves_is_quarantined_and_the_rest_is_measured(odd, store):
+    odd("aborts", "exits", "hangs", "lies", "raises", "scribbles", "quick")
+    asked = Workload(AttentionRequest(**ODD), ((40, 40),))
+    (tried,) = tune(asked, probe_seconds=3)
+    assert set(tried.times) == {"torch_sdpa", "torch_native", "reference", "quick"}
+    assert set(tried.quarantined) == {"aborts", "exits", "hangs", "lies", "raises", "scribbles"}
+    for name, message in (
+        ("aborts", "crashed: its process was ended by SIGABRT"),
+        ("exits", "crashed: its process ended with exit code 3: so be it"),
+        ("hangs", "hung: it did not finish within 3 s"),
+        ("lies", "wrong: out: largest error"),
+        ("raises", "failed: RuntimeError: an illegal memory access was encountered"),
+        ("scribbles", "wrong: it writes to key"),
+    ):
+        assert tried.trouble[name].startswith(message)
+    held = {one.backend: one for one in TuningStore(store).quarantined()}
+    assert set(held) == set(tried.quarantined)
+    assert held["lies"].reason.endswith("(at batch 1, S_q 40, S_k 40)")
+
+    # Automatic choice leaves them out, whatever the lengths; explain says so; by name they can still be had.
+    selection = polyattn.explain(asked.request)
+    assert any(note.startswith("aborts is quarantined for such requests: crashed") for note in selection.notes)
+    assert any("`polyattn tune --release hangs` lets it be chosen again" in note for note in selection.notes)
+    assert polyattn.explain(asked.request, backend="lies").backend == "lies"
+
+    # The second start tries nobody again, also where there is something new to measure.
+    started = time.monotonic()
+    (again,) = tune(Workload(AttentionRequest(**ODD), ((90, 90),)), probe_seconds=3)
+    assert set(again.times) == {"torch_sdpa", "torch_native", "reference", "quick"}
+    assert again.trouble == {}
+    assert time.monotonic() - started < 30
+
+    assert tuning.release("hangs") == 1
+    assert tuning.release() == 5
+    assert polyattn.explain(asked.request).notes == ()
+
+
+def test_automatic_choice_avoids_the_quarantined(store):
+    request = workload().request
+    assert polyattn.explain(request).backend == "torch_sdpa"
+    place = tuning_place("cpu")
+    held = tuning.Quarantined(place, "torch_sdpa", tuning.request_key(request), "it lies", "2026-01-01")
+    tuning.quarantine(held)
+    selection = polyattn.explain(request)
+    assert selection.backend == "torch_native"
+    assert selection.notes[-1].startswith("torch_sdpa is quarantined for such requests: it lies")
+    other = dataclasses.replace(request, softcap=0.0, window=(5, -1))
+    assert polyattn.explain(other).backend == "torch_sdpa", "of other requests nothing is known"
+    elsewhere = dataclasses.replace(place, device="another chip")
+    tuning.release()
+    tuning.quarantine(dataclasses.replace(held, place=elsewhere))
+    assert polyattn.explain(request).backend == "torch_sdpa", "nor on this device"
+
+
+def test_little_memory_is_no_misbehaviour(monkeypatch, store):
+    def poor(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("polyattn.backends.torch_native.TorchNative.bind", poor)
+    (tried,) = tune(workload())
+    assert set(tried.times) == {"torch_sdpa", "reference"}
+    assert "OutOfMemoryError" in tried.trouble["torch_native"]
+    assert tried.quarantined == ()
+    assert TuningStore(store).quarantined() == []
+
+
+# ----------------------------------------------------------------------------------------------------------- disturbed
+
+ONE = """
+import sys, torch
+from polyattn.measuring import Workload, tuner
+from polyattn.measuring import Clock
+from polyattn.records import AttentionRequest
+tuner.Clock = lambda device: Clock(device, 0.001)
+request = AttentionRequest(dtype="float32", head_dim=int(sys.argv[1]), heads=2, kv_heads=2)
+asked = [Workload(request, ((n, n),)) for n in map(int, sys.argv[2:])]
+for one in tuner.tune_all(asked, torch.device("cpu"), rounds=1):
+    print(one.outcome, flush=True)
+"""
+
+
+def start(*words):
+    command = [sys.executable, "-c", ONE, *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_two_processes_lose_nothing(store):
+    lengths = (4, 8, 16, 32, 64)
+    both = [start(16, *lengths), start(48, *lengths)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    rows = TuningStore(store).rows(subject=BACKEND)
+    found = {(row.key["request"]["head_dim"], row.key["q"]) for row in rows}
+    assert found == {(dim, length) for dim in (16, 48) for length in lengths}
+
+
+def test_a_killed_tuner_leaves_a_valid_store(store):
+    process = start(16, *(2**n for n in range(1, 12)))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "measured\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = TuningStore(store).rows(subject=BACKEND)
+    assert before
+    again = start(16, 2, 4)
+    out, _ = again.communicate(timeout=120)
+    assert out.splitlines()[0] == "known"
+    assert len(TuningStore(store).rows(subject=BACKEND)) >= 2
+
+
+def test_a_store_of_another_device_is_ignored_with_a_reason(store):
+    tune(workload())
+    (row,) = TuningStore(store).rows(subject=BACKEND)
+    store.unlink()
+    versions = {**dict(row.place.versions), "torch": "1.13"}
+    for place in (
+        dataclasses.replace(row.place, device="NVIDIA H200", arch="sm90"),
+        dataclasses.replace(row.place, versions=tuple(sorted(versions.items()))),
+    ):
+        TuningStore(store).record(dataclasses.replace(row, place=place, value={"backend": "reference"}))
+    tuning.reload()
+    selection = polyattn.explain(workload().request)
+    assert (selection.backend, selection.source) == ("torch_sdpa", "platform rule")
+    assert selection.notes[-1].startswith("2 measurements of such requests are not used: of ")
+    assert "of NVIDIA H200 (sm90), which this machine has not" in selection.notes[-1]
+    assert "of torch 1.13, which this machine has not" in selection.notes[-1]
+    assert tune(workload())[0].outcome == "measured"
+
+
+def test_an_exported_store_serves_elsewhere(store, tmp_path):
+    (tried,) = tune(workload())
+    data = json.loads(json.dumps(tuning.store().export()))
+    other = TuningStore(tmp_path / "other.sqlite3")
+    with pytest.raises(ConfigError, match="no backend 'torch_native' is registered here"):
+        other.import_rows(data, ["torch_sdpa", "reference"])
+    assert other.import_rows(data, ["torch_sdpa", "torch_native", "reference"]) == 1
+    os.replace(tmp_path / "other.sqlite3", store)
+    tuning.reload()
+    assert polyattn.explain(workload().request).backend == tried.best
+
+
+# ------------------------------------------------------------------------------------------------------ calls by length
+
+
+def measured(length: int, best: str, **fields) -> None:
+    asked = workload(length, platform="cpu", **fields)
+    rest = {"torch_sdpa": 20.0, "torch_native": 30.0, "reference": 400.0}
+    times = {**rest, best: 10.0}
+    tuning.record(tuning.backend_row(tuning_place("cpu"), asked.request, asked.buckets, times, "a test"))
+
+
+def tensors(length: int, grad: bool = False):
+    return [torch.randn(1, length, 2, 32, requires_grad=grad) for _ in range(3)]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Who served each call."""
+    from polyattn.backends import torch_native, torch_sdpa
+
+    names: list[str] = []
+    inside: list[str] = []
+    for name, adapter in (("torch_sdpa", torch_sdpa.TorchSDPA), ("torch_native", torch_native.TorchNative)):
+
+        def bind(self, request, name=name, before=adapter.bind):
+            bound = before(self, request)
+
+            def forward(*args, **kw):
+                if inside:  # torch_native calls torch_sdpa
+                    return bound.forward(*args, **kw)
+                names.append(name)
+                inside.append(name)
+                try:
+                    return bound.forward(*args, **kw)
+                finally:
+                    inside.pop()
+
+            return dataclasses.replace(bound, forward=forward, simple=None)
+
+        monkeypatch.setattr(adapter, "bind", bind)
+    polyattn.plugins.reset_manager()
+    return names
+
+
+def test_each_call_is_served_by_who_was_fastest_at_its_lengths(served):
+    measured(64, "torch_sdpa")
+    measured(1024, "torch_native")
+    site = polyattn.bind(causal=True)
+    for length in (64, 1000, 64, 33, 2000, 1):
+        q, k, v = tensors(length)
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True
+        )
+        torch.testing.assert_close(site(q, k, v), wanted.transpose(1, 2))
+    # 1 is far from all that was measured: there the rule decides.
+    assert served == ["torch_sdpa", "torch_native", "torch_sdpa", "torch_sdpa", "torch_native", "torch_sdpa"]
+
+
+def test_explain_of_a_call_knows_its_lengths():
+    measured(64, "torch_sdpa")
+    measured(1024, "torch_native")
+    short, long, none = (polyattn.explain(polyattn.attention, *tensors(n), causal=True) for n in (64, 900, 1))
+    assert (short.backend, short.source) == ("torch_sdpa", "tuned")
+    assert (long.backend, long.source) == ("torch_native", "tuned")
+    assert "at batch 1, S_q 1024, S_k 1024" in long.why
+    assert (none.backend, none.source) == ("torch_sdpa", "platform rule")
+    overall = polyattn.explain(dataclasses.replace(workload().request, q_bucket=0, k_bucket=0, batch_bucket=0))
+    assert overall.source == "tuned"
+    assert overall.why == "1.41 x the fastest over 2 measured lengths, measured today"
+
+
+def test_gradients_flow_through_whoever_serves(served):
+    for length, best in ((64, "torch_sdpa"), (1024, "torch_native")):
+        measured(length, best, grad=("query", "key", "value"))
+    for length in (64, 1000):
+        inputs = tensors(length, grad=True)
+        found = torch.autograd.grad(polyattn.attention(*inputs, causal=True).square().sum(), inputs)
+        wanted = torch.autograd.grad(
+            torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in inputs), is_causal=True)
+            .square()
+            .sum(),
+            inputs,
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert served == ["torch_sdpa", "torch_native"]
+
+
+def test_an_explicit_choice_is_never_overruled(served):
+    measured(64, "torch_native")
+    polyattn.attention(*tensors(64), causal=True, backend="torch_sdpa")
+    with polyattn.use_backend("torch_sdpa"):
+        polyattn.attention(*tensors(64), causal=True)
+    polyattn.attention(*tensors(64), causal=True)
+    assert served == ["torch_sdpa", "torch_sdpa", "torch_native"]
+
+
+def test_compiled_code_has_the_choice_for_all_lengths():
+    for length, best in ((64, "torch_native"), (1024, "torch_native"), (4096, "torch_sdpa")):
+        measured(length, best)
+    compiled = torch.compile(lambda q, k, v: polyattn.attention(q, k, v, causal=True), backend="eager", fullgraph=True)
+    for length in (64, 700):
+        q, k, v = tensors(length)
+        torch.testing.assert_close(compiled(q, k, v), polyattn.attention(q, k, v, causal=True))
+
+
+def test_an_engine_is_bound_to_what_was_measured():
+    from polyattn import serving
+
+    def engine():
+        layers = [serving.AttentionLayer(0, 4, 2, 64)]
+        pool = serving.KVPool(layers, serving.KVCacheConfig(page_size=16), 8, dtype=torch.bfloat16, device=CPU)
+        table = serving.RequestTable(2, 64, 16, [-1], [serving.PageAllocator(8)])
+        return serving.AttentionBackend(layers, pool, table, limits=serving.Limits(2, 8, 64)).explain(0)
+
+    before = engine()
+    assert {selection.backend for selection in before.values()} == {"torch_native"}
+    request, place = before["decode"].request, tuning_place("cpu")
+    for length in (32, 1024):
+        times = {"torch_sdpa": 10.0, "torch_native": 20.0, "reference": 99.0}
+        tuning.record(tuning.backend_row(place, request, (2, 1, length), times, "a test"))
+    after = engine()
+    assert (after["decode"].backend, after["decode"].source) == ("torch_sdpa", "tuned")
+    assert after["extend"].backend == "torch_native"
+
+
+def test_off_uses_nothing(monkeypatch):
+    measured(64, "torch_native")
+    assert polyattn.explain(workload().request).backend == "torch_native"
+    monkeypatch.setenv("POLYATTN_TUNING", "off")
+    tuning.reload()
+    assert (polyattn.explain(workload().request).backend) == "torch_sdpa"
+
+
+# --------------------------------------------------------------------------------------------------------------- online
+
+
+@pytest.fixture
+def on(monkeypatch):
+    monkeypatch.setenv("POLYATTN_TUNING", "online")
+    monkeypatch.setattr(online, "BUDGET", online.Budget())
+    monkeypatch.setattr(online, "_OPERATIONS", 2 * 2 * 2 * 64 * 64 * 32)
+    tuning.reload()
+    return online.BUDGET
+
+
+def rows():
+    return {(row.key["q"], row.key["k"]) for row in tuning.store().rows(subject=BACKEND)}
+
+
+def test_the_first_large_call_is_measured(on):
+    polyattn.attention(*tensors(32), causal=True)
+    assert rows() == set(), "it is small"
+    polyattn.attention(*tensors(64), causal=True)
+    assert rows() == {(64, 64)}
+    assert on.left < on.seconds
+    assert tuning.store().rows(subject=BACKEND)[0].source == "POLYATTN_TUNING=online"
+    assert polyattn.explain(polyattn.attention, *tensors(64), causal=True).source == "tuned"
+    left = on.left
+    polyattn.attention(*tensors(60), causal=True)
+    assert on.left == left, "once"
+    inputs = tensors(100, grad=True)
+    polyattn.attention(*inputs, causal=True).sum().backward()
+    assert rows() == {(64, 64), (128, 128)}
+    assert all(tensor.grad is not None for tensor in inputs)
+
+
+def test_what_is_not_measured_online(on, monkeypatch):
+    polyattn.attention(*tensors(64), causal=True, backend="torch_sdpa")
+    with polyattn.use_backend("torch_native"):
+        polyattn.attention(*tensors(64), causal=True)
+    torch.compile(lambda q, k, v: polyattn.attention(q, k, v, causal=True), backend="eager")(*tensors(64))
+    tuning.note_serving("a test")
+    polyattn.attention(*tensors(64), causal=True)
+    monkeypatch.setattr(tuning.offline, "_serving", [])
+    on.left = 0.0
+    polyattn.attention(*tensors(64), causal=True)
+    assert rows() == set()
+
+
+def test_a_call_that_cannot_be_measured_is_served_all_the_same(on, monkeypatch):
+    monkeypatch.setattr(online, "tune_one", lambda *args, **options: (_ for _ in ()).throw(ConfigError("locked")))
+    with pytest.warns(RuntimeWarning, match="nothing was measured for dense prefill.*: locked"):
+        assert polyattn.attention(*tensors(64), causal=True).shape == (1, 64, 2, 32)
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+RANK = """
+import os, sys, torch
+import torch.distributed as dist
+import polyattn
+from polyattn import tuning
+from polyattn.measuring import Workload
+from polyattn.policies import tuning_place
+from polyattn.records import AttentionRequest
+rank, port, best = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+asked = Workload(AttentionRequest(dtype="float32", head_dim=32, heads=2, kv_heads=2), ((64, 64),))
+if best:
+    times = {"torch_sdpa": 20.0, "torch_native": 20.0, best: 10.0}
+    tuning.record(tuning.backend_row(tuning_place("cpu"), asked.request, asked.buckets, times, "a test"))
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+dist.init_process_group("gloo", rank=rank, world_size=2)
+q = torch.randn(1, 64, 2, 32)
+try:
+    polyattn.attention(q, q.clone(), q.clone())
+    print("served")
+except polyattn.errors.ConfigError as exc:
+    print(exc)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def ranks(tmp_path: Path, port: int, *best: str) -> list[str]:
+    running = []
+    for rank, name in enumerate(best):
+        environ = {**os.environ, "POLYATTN_TUNING_STORE": str(tmp_path / f"rank{rank}.sqlite3")}
+        command = [sys.executable, "-c", RANK, str(rank), str(port), name]
+        running.append(
+            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    said = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    return [out.strip() for out, _ in said]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def test_ranks_with_different_stores_raise(tmp_path):
+    said = ranks(tmp_path, free_port(), "torch_native", "")
+    assert sorted(text == "served" for text in said) == [False, True], said
+    (error,) = [text for text in said if text != "served"]
+    assert "ranks of one job choose alike" in error
+    assert "torch_native@cpu (tuned: 10 us" in error
+    assert "POLYATTN_TUNING_STORE" in error
+
+
+def test_ranks_with_equal_stores_are_served(tmp_path):
+    assert ranks(tmp_path, free_port(), "torch_native", "torch_native") == ["served", "served"]

@@ -1,0 +1,259 @@
+"""What measurements say about backends: by lengths, near and far, from here and elsewhere, shipped or quarantined."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+
+import pytest
+
+from polyattn import tuning
+from polyattn.errors import ConfigError
+from polyattn.records import AttentionRequest, request_fields
+from polyattn.request_text import plain_request, read_request
+from polyattn.tuning import BACKEND, Place, Quarantined, Row, TuningStore, advise, choices, current, request_key
+from polyattn.tuning.choices import backend_row, measured, with_lengths
+
+HERE = Place("chip", "sm90", (("torch", "2.11"),))
+REQUEST = AttentionRequest(dtype="bfloat16", heads=8, kv_heads=2, causal="bottom_right")
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path, monkeypatch):
+    path = tmp_path / "tuning.sqlite3"
+    monkeypatch.setenv("POLYATTN_TUNING_STORE", str(path))
+    monkeypatch.delenv("POLYATTN_TUNING", raising=False)
+    tuning.reload()
+    yield path
+    tuning.reload()
+
+
+def here():
+    return HERE
+
+
+def put(lengths, times, request=REQUEST, place=HERE):
+    tuning.record(backend_row(place, request, lengths, times, "a test"))
+
+
+def order(lengths=(0, 0, 0), request=REQUEST):
+    said = advise(with_lengths(request, *lengths), here)
+    return [name for name, _ in said.order]
+
+
+def test_nothing_measured_says_nothing():
+    assert advise(REQUEST, lambda: pytest.fail("nobody asks where this is")) == choices.NOTHING
+
+
+def test_the_fastest_comes_first_and_says_why():
+    put((4, 1024, 1024), {"b": 1520.0, "a": 12.34})
+    ((name, why), _) = advise(with_lengths(REQUEST, 3, 1000, 1000), here).order
+    assert name == "a"
+    assert why == "12.3 us (others: b 1.52 ms) at batch 4, S_q 1024, S_k 1024, measured today"
+
+
+def test_lengths_that_were_not_measured_have_the_choice_of_the_nearest():
+    put((1, 1024, 1024), {"a": 1.0, "b": 2.0})
+    put((1, 8192, 8192), {"b": 1.0, "a": 2.0})
+    assert order((1, 1024, 1024)) == order((1, 700, 700)) == order((4, 1024, 1024)) == ["a", "b"]
+    assert order((1, 8192, 8192)) == order((1, 30000, 30000)) == ["b", "a"]
+    assert order((1, 256, 256)) == ["a", "b"]
+    assert order((1, 128, 128)) == order((8, 1024, 1024)) == order((1, 2**20, 2**20)) == [], "too far"
+    assert order((0, 1024, 1024)) == []
+
+
+def test_without_lengths_it_is_who_loses_least():
+    put((1, 1024, 1024), {"a": 1.0, "b": 3.0, "c": 9.0})
+    put((1, 2048, 2048), {"b": 1.0, "a": 2.0})
+    found = advise(REQUEST, here).order
+    assert [name for name, _ in found] == ["a", "b"], "c was not measured everywhere"
+    assert found[0][1] == "1.41 x the fastest over 2 measured lengths, measured today"
+
+
+@pytest.mark.parametrize(
+    "same",
+    [{"scale": 0.5}, {"softcap": 20.0}, {"graph_capture": True}, {"options": (("x", 1),)}, {"arch": "sm80"}],
+)
+def test_what_does_not_tell_measurements_apart(same):
+    base = dataclasses.replace(REQUEST, scale=0.3, softcap=50.0)
+    assert request_key(dataclasses.replace(base, **same)) == request_key(base)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"dtype": "float16"}, {"heads": 16}, {"window": (128, -1)}, {"grad": ("query",)}, {"layout": "BHSD"}),
+        *({"scale": 0.5}, {"softcap": 20.0}, {"s_relation": "fewer"}, {"misaligned": True}),
+    ],
+)
+def test_what_tells_measurements_apart(other):
+    assert request_key(dataclasses.replace(REQUEST, **other)) != request_key(REQUEST)
+
+
+def test_spellings_of_one_request_share_measurements():
+    assert request_key(dataclasses.replace(REQUEST, causal="none", window=(-1, 0))) == request_key(REQUEST)
+
+
+def test_measurements_of_elsewhere_are_named_and_not_used():
+    put((1, 64, 64), {"a": 1.0}, place=dataclasses.replace(HERE, device="other chip", arch="sm100"))
+    put((1, 64, 64), {"a": 1.0}, place=dataclasses.replace(HERE, versions=(("driver", "5"), ("torch", "2.12"))))
+    said = advise(REQUEST, here)
+    assert said.order == ()
+    (note,) = said.notes
+    assert note == (
+        "2 measurements of such requests are not used: of driver 5, torch 2.12, which this machine has not; of other "
+        "chip (sm100), which this machine has not"
+    )
+    put((1, 64, 64), {"b": 1.0})
+    assert advise(REQUEST, here).notes == ()
+
+
+def test_the_quarantined_are_avoided_with_their_reason():
+    put((1, 64, 64), {"a": 1.0, "b": 2.0})
+    held = Quarantined(HERE, "a", request_key(REQUEST), "it lies", "2026-01-01")
+    tuning.quarantine(held)
+    said = advise(REQUEST, here)
+    assert ([name for name, _ in said.order], said.avoid) == (["b"], ("a",))
+    assert said.notes == (
+        "a is quarantined for such requests: it lies; `polyattn tune --release a` lets it be chosen again",
+    )
+    assert advise(dataclasses.replace(REQUEST, heads=16), here).avoid == ()
+    assert tuning.release("b") == 0
+    assert tuning.release("a") == 1
+    assert advise(REQUEST, here).avoid == ()
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_quarantine_is_kept(own_store, in_memory):
+    store = TuningStore(None if in_memory else own_store)
+    held = Quarantined(HERE, "a", {"dtype": "float32"}, "it lies", "2026-01-01")
+    store.quarantine(held, dataclasses.replace(held, backend="b"))
+    store.quarantine(dataclasses.replace(held, reason="it hangs"))
+    again = store if in_memory else TuningStore(own_store)
+    assert [(one.backend, one.reason) for one in again.quarantined(HERE)] == [("a", "it hangs"), ("b", "it lies")]
+    assert again.quarantined(dataclasses.replace(HERE, arch="sm80")) == []
+    assert again.release() == 2
+    assert again.quarantined() == []
+
+
+def test_a_file_of_the_first_version_is_read_and_grows(own_store):
+    store = TuningStore(own_store)
+    put((1, 64, 64), {"a": 1.0})
+    import sqlite3
+
+    with sqlite3.connect(own_store) as connection:
+        connection.execute("DROP TABLE quarantine")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    store = TuningStore(own_store)
+    assert (len(store.rows()), store.quarantined()) == (1, [])
+    store.quarantine(Quarantined(HERE, "a", {}, "it lies", "2026-01-01"))
+    assert (len(TuningStore(own_store).rows()), len(TuningStore(own_store).quarantined())) == (1, 1)
+
+
+def test_measurements_can_be_taken_out(own_store):
+    put((1, 64, 64), {"a": 1.0})
+    put((1, 64, 64), {"a": 1.0}, place=dataclasses.replace(HERE, arch="sm80"))
+    store = TuningStore(own_store)
+    assert store.forget(BACKEND, HERE) == 1
+    assert [row.place.arch for row in store.rows()] == ["sm80"]
+    assert store.forget("kernel:x") == 0
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ({"backend": "a", "times": {"c": 1.0}}, "no backend 'c' is registered here"),
+        ({"backend": "a", "times": {"a": -1.0}}, "the time of a is -1.0; a time is finite and above 0"),
+        ({"backend": "a", "times": [1]}, r"times is \[1\]; microseconds by backend it is"),
+    ],
+)
+def test_an_import_names_only_backends_that_are_here(own_store, value, message):
+    row = backend_row(HERE, REQUEST, (1, 64, 64), {"a": 1.0, "b": 2.0}, "a test")
+    data = {"format": "polyattn tuning 1", "measurements": [{**row.plain(), "value": value}]}
+    with pytest.raises(ConfigError, match=message):
+        TuningStore(own_store).import_rows(data, ["a", "b"])
+
+
+# ------------------------------------------------------------------------------------------------------ shipped tables
+
+
+@pytest.fixture
+def shipped(monkeypatch, tmp_path):
+    def ship(*rows: Row, form: str = "polyattn tuning 1") -> None:
+        folder = tmp_path / "shipped"
+        folder.mkdir(exist_ok=True)
+        data = {"format": form, "measurements": [row.plain() for row in rows]}
+        (folder / "chip.json").write_text(json.dumps(data))
+        monkeypatch.setattr(choices.importlib.resources, "files", lambda package: tmp_path)
+        tuning.reload()
+
+    return ship
+
+
+def test_a_shipped_table_serves_such_a_device_whatever_its_versions(shipped):
+    other = dataclasses.replace(HERE, versions=(("torch", "2.9"),))
+    shipped(
+        backend_row(other, REQUEST, (1, 1024, 1024), {"a": 1.0, "b": 2.0}, "the authors"),
+        backend_row(dataclasses.replace(other, arch="sm80"), REQUEST, (1, 64, 64), {"c": 1.0}, "the authors"),
+    )
+    ((name, why), _) = advise(with_lengths(REQUEST, 1, 1024, 1024), here).order
+    assert (name, why) == ("a", "1 us (others: b 2 us) at batch 1, S_q 1024, S_k 1024, shipped with polyattn")
+    assert order((1, 64, 64)) == []
+    put((1, 1024, 1024), {"b": 1.0, "a": 2.0})
+    assert order((1, 1024, 1024)) == ["b", "a"], "what was measured here is nearer"
+    assert [one.shipped for one in measured(REQUEST, here)] == [False]
+
+
+def test_a_shipped_table_that_is_none_is_an_error(shipped):
+    shipped(form="else")
+    with pytest.raises(ConfigError, match=r"chip\.json: this is no export of measurements"):
+        advise(REQUEST, here)
+
+
+def test_the_tables_of_the_package_can_be_read():
+    for row in choices._shipped():
+        assert row.subject == BACKEND
+        assert row.value["backend"] in row.value["times"]
+
+
+def test_a_store_that_cannot_be_read_is_said_once(own_store, recwarn):
+    own_store.write_text("this is no database, and it is long enough to be seen as none" * 20)
+    tuning.reload()
+    for _ in range(3):
+        assert advise(REQUEST, here).order == ()
+    (said,) = [w for w in recwarn.list if w.category is RuntimeWarning]
+    assert "nothing measured decides about backends: the tuning store" in str(said.message)
+
+
+@pytest.mark.parametrize("days, words", [(0, "today"), (1, "1 day ago"), (40, "40 days ago")])
+def test_measurements_have_an_age(days, words):
+    then = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=days)
+    assert choices._age(then.isoformat()) == choices._age(then.replace(tzinfo=None).isoformat()) == words
+    assert choices._age("long ago") == "on long ago"
+
+
+def test_what_was_read_is_kept_until_something_changes(monkeypatch):
+    put((1, 64, 64), {"a": 1.0})
+    assert order((1, 64, 64)) == ["a"]
+    monkeypatch.setattr(current, "TuningStore", None)
+    monkeypatch.setattr("sqlite3.connect", None)
+    assert order((1, 64, 64)) == ["a"]
+
+
+# ----------------------------------------------------------------------------------------------- requests as plain data
+
+
+def test_a_request_is_the_same_after_json():
+    changed = dataclasses.replace(
+        REQUEST, window=(5, -1), grad=("query", "lse"), scale=0.25, save_kv_cache=False, toolkit=(12, 8), phase="decode"
+    )
+    assert read_request(json.loads(json.dumps(plain_request(changed))), "here") == changed
+    assert plain_request(AttentionRequest()) == {}
+
+
+def test_every_field_of_a_request_may_be_left_out():
+    names = {field.name for field in dataclasses.fields(AttentionRequest)}
+    assert {field.name for field in request_fields()} <= names
+    assert all(field.default is not dataclasses.MISSING for field in dataclasses.fields(AttentionRequest))
