@@ -324,7 +324,7 @@ def test_what_was_measured_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             candidates = [c._asdict() for c in (shipped, shipped._replace(turns=False))]
             tuning.tune(
                 HOPPER_EXTEND, ("bfloat16", *key[2:]), candidates, lambda c: 1.0 + c["turns"], where=key[0],
-                seconds=30, rounds=1,
+                seconds=30, rounds=1, while_serving=True,
             )  # fmt: skip
             assert hopper.config_for(*key) == shipped._replace(turns=False)
     finally:
