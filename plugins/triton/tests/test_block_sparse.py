@@ -207,11 +207,10 @@ def test_a_map_that_points_outside_is_refused() -> None:
         bound(p).forward(*p[:3], **{**p.map, "block_counts": torch.full_like(p.lists.counts, 2)})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_kit_finds_nothing(dtype: str) -> None:
-    """The smallest of its cases: interpreted, they take seconds each."""
+def test_the_kit_finds_nothing_in_bfloat16() -> None:
+    """The smallest of its cases: interpreted, they take seconds each. Conformance runs those in float32."""
     target = Installed("triton", "cpu")
-    cases = generate(target.rows, target.facts, families=["block_sparse"], dtypes=[dtype], per_row=12)
+    cases = generate(target.rows, target.facts, families=["block_sparse"], dtypes=["bfloat16"], per_row=12)
     small = sorted(cases, key=lambda case: sum(s_q * s_k for s_q, s_k in case.lengths) * case.request.heads)
     assert len(small) >= 12
     for case in small[:4]:
