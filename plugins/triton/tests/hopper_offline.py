@@ -87,7 +87,8 @@ def extend(
     signature |= {name: kind for name, kind in optional.items() if kind}
     constants = {name: None for name, kind in optional.items() if not kind} | {
         "CAUSAL": causal, "LEFT": left, "TREE": tree, "GROUP": group, "PAGE": page_size, "UNIFORM": uniform, "D": width,
-        "BLOCK_N": config.keys, "STAGES": config.stages, "TURNS": config.turns, "REGISTERS": config.registers,
+        "BLOCK_N": config.keys, "WARPGROUPS": config.warpgroups, "STAGES": config.stages, "OVERLAP": config.overlap,
+        "TURNS": config.turns, "REGISTERS": config.registers,
     }  # fmt: skip
     return compiled(attend, signature, constants)
 

@@ -1,7 +1,8 @@
 """Compiles what calls launch on a device that is not here, and says what is wrong with it.
 
 Triton's own launcher makes every decision, from the alignment of the tensors on: it is told of a driver for the device,
-and compiles without launching. Run as a script with a target and problems, as JSON.
+and compiles without launching. Run as a script with a target and problems, as JSON. Tensors are made on torch's default
+device: `memcheck` runs the same calls on one that is here.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ SHARED_MEMORY = {"cuda:90": 227 * 1024, "cuda:80": 163 * 1024, "hip:gfx942": 64 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call. `call`: forward, backward, one_pass (backward), sparse (forward and backward), extend, decode or
-    latent, whose dims are (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3.
+    """One call. `call`: forward, backward, sparse (forward and backward), extend, decode or latent, whose dims
+    are (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3.
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -159,7 +160,7 @@ def _mask(problem: Problem) -> torch.Tensor | None:
 
 def _tables(problem: Problem) -> dict[str, Any]:
     return {
-        "page_table": torch.zeros(2, -(-300 // problem.page_size), dtype=torch.int32),
+        "page_table": torch.arange(2 * -(-300 // problem.page_size), dtype=torch.int32).view(2, -1),
         "seq_lens": torch.full((2,), 300, dtype=torch.int32),
         "cu_seqlens_q": torch.arange(3, dtype=torch.int32) * problem.queries,
         "attn_mask": _mask(problem),
@@ -210,7 +211,7 @@ def _latent(problem: Problem) -> None:
     else:
         cache = _tensor(problem, pages, problem.page_size, d_c + d_r)
     launch = latent.launch_for(
-        torch.device("cpu"), dtype, heads, problem.dims, 2, problem.queries, 300, problem.batch_invariant,
+        torch.get_default_device(), dtype, heads, problem.dims, 2, problem.queries, 300, problem.batch_invariant,
         additive=problem.mask == "additive",
     )  # fmt: skip
     shares = torch.zeros(max(launch.numbers(2), 1), dtype=torch.int32)
@@ -237,9 +238,7 @@ def _dense(problem: Problem) -> None:
     if problem.call == "forward":
         forward.forward(query, key, value, out, lse, attn_mask=mask, **given)
         return
-    once = backward.Config(128, 64, 8, 2, 64, 128, 8, 2, tma=True, once=True)
-    config = once if problem.call == "one_pass" else None
-    backward.backward(dout, query, key, value, out, lse, attn_mask=mask, config=config, **given)
+    backward.backward(dout, query, key, value, out, lse, attn_mask=mask, **given)
 
 
 def _sparse(problem: Problem) -> None:
@@ -250,8 +249,9 @@ def _sparse(problem: Problem) -> None:
     key, value = (_tensor(problem, 2, H_kv, 300, D) for _ in range(2))
     for block in (64, 128) if S_q > 128 else (128,):
         rows, columns = -(-S_q // block), -(-300 // block)
-        counts = torch.zeros(1, 1, rows, dtype=torch.int32)
-        lists = block_sparse.Lists(counts, counts[..., None].expand(1, 1, rows, columns), None, block, block)
+        counts = torch.full((1, 1, rows), columns, dtype=torch.int32)
+        indices = torch.arange(columns, dtype=torch.int32).expand(1, 1, rows, columns)
+        lists = block_sparse.Lists(counts, indices, None, block, block)
         block_sparse.forward(query, key, value, lists, scale=0.1, out=out, lse=torch.empty(2, H_q, S_q))
         block_sparse.backward(dout, query, key, value, out, torch.empty(2, H_q, S_q), lists, scale=0.1)
 
@@ -319,6 +319,11 @@ def _judged(kernel: Any, done: Any, limit: int) -> dict[str, Any]:
 _CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sparse": _sparse}
 
 
+def call(problem: Problem) -> None:
+    """Make the call of a problem."""
+    _CALLS.get(problem.call, _dense)(problem)
+
+
 def main(target: str, problems: list[dict[str, Any]]) -> None:
     launched = _pretend(target)
     found = []
@@ -326,7 +331,7 @@ def main(target: str, problems: list[dict[str, Any]]) -> None:
         problem = Problem(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
         del launched[:]
         with contextlib.redirect_stdout(sys.stderr):
-            _CALLS.get(problem.call, _dense)(problem)
+            call(problem)
         found.append([_judged(kernel, done, SHARED_MEMORY[target]) for kernel, done in launched])
     print(json.dumps(found))
 

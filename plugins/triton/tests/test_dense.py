@@ -74,21 +74,6 @@ def test_backward_of_small_tiles_is_the_same_twice_and_agrees() -> None:
         torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("asked", [{"causal": "bottom_right"}, {"window": (9, 3), "softcap": 2.0}], ids=str)
-def test_backward_in_one_pass(asked: dict[str, Any]) -> None:
-    """dQ by additions from each tile of keys; a head dim in two parts, and grouped heads."""
-    q, k, v = (t.requires_grad_() for t in _tensors(37, 45, D=48))
-    expected, lse = reference.attention(q, k, v, return_lse=True, **asked)
-    dout = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, (q, k, v), dout)
-    tensors = [t.detach() for t in (dout, q, k, v, expected, lse)]
-    left, right = asked.get("window", (-1, 0))
-    spec = Spec(scale=48**-0.5, softcap=asked.get("softcap", 0.0), left=left, right=right)
-    found = backward(*tensors, spec=spec, layout="BSHD", config=BackwardConfig(16, 16, 4, 1, 16, 16, 4, 1, once=True))
-    for gradient, right_one in zip(found, wanted, strict=True):
-        torch.testing.assert_close(gradient, right_one, rtol=1e-4, atol=1e-5)
-
-
 def test_what_lies_between_and_beyond_sequences_is_not_read() -> None:
     """Keys and values of the next sequence are NaN: a product of 0 with one of them would show."""
     q, k, v = (t[0] for t in _tensors(20, 20))
@@ -121,7 +106,7 @@ LAUNCHES = {
         Problem("forward", (128, 24), queries=63, off=1),
         Problem("forward", (96, 96), queries=300),
         Problem("backward", (40, 16), queries=63, off=1),
-        Problem("one_pass", (128, 128), queries=300),
+        Problem("backward", (128, 128), queries=300),
     ],
     "cuda:80": [Problem("forward", (256, 256), queries=300, mask="bool", off=1), Problem("backward", (128, 128))],
     "hip:gfx942": [Problem("forward", (72, 72), queries=300), Problem("backward", (64, 64), queries=300)],
@@ -132,8 +117,7 @@ MORE = [
     Problem("forward", (64, 16), queries=5, mask="bool", off=1, softcap=30.0),
     Problem("forward", (128, 128), queries=3, mask="bool"),
     *(Problem("forward", (width, width), queries=300) for width in (40, 64, 128, 192, 256)),
-    *(Problem("backward", (width, width), queries=300) for width in (64, 128, 256)),
-    Problem("one_pass", (64, 64), queries=300),
+    *(Problem("backward", (width, width), queries=300) for width in (64, 256)),
 ]
 """Compiling takes seconds each: these under --polyattn-full."""
 
@@ -150,9 +134,7 @@ def test_compilers_of_devices_take_the_kernels(target: str, launches: list[Probl
     for problem, launched in zip(launches, elsewhere(target, *launches), strict=True):
         for kernel in launched:
             assert not kernel.wrong, (str(problem), kernel)
-            # In one pass everything is multiplied by one kernel.
-            multiplies = kernel.name == "_keys" or problem.call != "one_pass"
-            if target == "cuda:90" and problem.queries > 5 and multiplies:
+            if target == "cuda:90" and problem.queries > 5:
                 assert kernel.wgmma, (str(problem), kernel)
                 assert (kernel.copies == "tma") == (not problem.off), (str(problem), kernel)
 

@@ -9,8 +9,10 @@ import pytest
 
 from polyattn import what_if
 from polyattn.errors import PolyattnError
+from polyattn.evidence import read_evidence
 from polyattn.plugins import PluginManager
 from polyattn.records import AttentionRequest, DeviceReport
+from polyattn_triton import plugin
 from polyattn_triton.plugin import BACKENDS
 
 NAMES = {
@@ -80,6 +82,38 @@ def test_limits(platform: str, name: str, changes: dict[str, Any], refusal: str)
     else:
         said = "; ".join(selection.rejected[name])
     assert refusal in said
+
+
+def test_the_softmax_kernels_were_shown_to_work_on_cuda() -> None:
+    """So selection may choose them there, and only there, by itself."""
+    origin = plugin.__file__
+    assert origin is not None
+    shown = {b.platform: read_evidence(origin, b.name, b.platform) for b in BACKENDS if b.name == "triton"}
+    found = shown.pop("cuda")
+    assert (found.level, found.xfailed) == ("hardware", 0)
+    assert found.passed > 1900
+    assert all(family in found.note for family in ("dense", "varlen", "paged", "mla", "block_sparse"))
+    assert {platform for platform, evidence in shown.items() if evidence.level == "hardware"} == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "also", "chosen"),
+    [
+        ({}, (), "torch_sdpa"),
+        ({"softcap": 30.0, "sinks": True}, (), "triton"),
+        ({"family": "varlen"}, (), "triton"),
+        ({"family": "varlen"}, ("flash-attn",), "fa"),
+        (PAGED, (), "triton"),
+        (PAGED, ("flashinfer-python",), "flashinfer"),
+        ({**PAGED, "dtype": "float32", "sinks": True, "window": (3, -1), "graph_capture": True}, (), "triton"),
+        (MLA, (), "triton"),
+        ({"family": "block_sparse", "block_map": True, "block_shape": (128, 128), "head_dim": 128}, (), "triton"),
+    ],
+    ids=lambda x: "",
+)
+def test_on_cuda_it_is_chosen_after_the_libraries(changes: dict[str, Any], also: tuple[str, ...], chosen: str) -> None:
+    selection = what_if(AttentionRequest(**changes), platform="cuda:sm90", installed={"triton", *also})
+    assert selection.backend == chosen
 
 
 def test_adapters_on_the_device(device: Callable[..., DeviceReport]) -> None:

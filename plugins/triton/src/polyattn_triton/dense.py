@@ -32,7 +32,7 @@ class Dense:
         dtype, masked = getattr(torch, request.dtype), request.mask != "none"
         if request.platform == "cuda" and hopper.takes(dtype, *request.dims, spec=spec, layout=layout, masked=masked):
             attend = _on_hopper(spec, layout)
-        differentiate = functools.partial(backward, spec=spec, layout=layout, deterministic=request.deterministic)
+        differentiate = functools.partial(backward, spec=spec, layout=layout)
         return _bound(request, attend, differentiate)
 
 

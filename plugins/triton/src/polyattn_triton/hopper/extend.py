@@ -18,8 +18,11 @@ from polyattn_triton.records.tuned import HOPPER_EXTEND
 
 __all__ = ["Config", "config_for", "extend", "fits", "takes"]
 
-_TILE = 128
-"""Rows of a tile, queries times heads of a group: two warpgroups of 64."""
+_ROWS = 64
+"""Of a warpgroup, queries times heads of a group."""
+_STEPS = 3
+"""Steps of keys that a tile must have for its loads and its epilogue to be hidden: of a window of 128 at D = 64 the
+portable kernel computes 116 TFLOP/s on an H200, this one 85; of one of 1024 at D = 128 333 and 460."""
 _COLUMNS = 64
 """Of a box of keys: what 128 bytes hold."""
 
@@ -30,16 +33,29 @@ class Config(NamedTuple):
     Attributes:
         keys: of a step. stages: of the ring of K, and of that of V.
         turns: warpgroups take turns at issuing products. registers: of a consumer's thread.
+        warpgroups: consumers, 2 or 3. overlap: a block's product with V waits for the next block's with K.
     """
 
     keys: int
     stages: int
     turns: bool = True
     registers: int = 240
+    warpgroups: int = 2
+    overlap: bool = True
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return self.warpgroups * _ROWS
 
 
-# By head dim. Shared memory is what limits: 227 KiB hold Q and both rings.
-_CONFIGS = {64: Config(128, 3), 128: Config(128, 2), 256: Config(64, 2)}
+# By head dim. Shared memory is what limits: 227 KiB hold Q and both rings. At 64 the exponentials take as long as the
+# products: a third consumer hides them better than overlap within one.
+_CONFIGS = {
+    64: Config(128, 2, registers=160, warpgroups=3, overlap=False),
+    128: Config(128, 2),
+    256: Config(64, 2),
+}
 
 
 def config_for(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, group: int) -> Config:
@@ -53,11 +69,19 @@ def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: 
     return chosen(HOPPER_EXTEND, key, _CONFIGS[head_dim], device)
 
 
+def short(request: AttentionRequest) -> bool:
+    """Whether a causal window leaves no tile `_STEPS` steps of keys."""
+    left, config = request.window[0], _CONFIGS[request.head_dim]
+    keys = left + config.rows // request.group
+    return request.causal != "none" and left >= 0 and keys < _STEPS * config.keys
+
+
 def takes(request: AttentionRequest) -> bool:
     """Whether `extend` is for calls like this on a Hopper: what is known before there are tensors.
 
     It takes bf16 and fp16 with a cache of the same, D = D_v of 64, 128 and 256, pages of a multiple of 16 tokens,
-    groups of 1 to 64 heads that are a power of two, causal or full, a left window, sinks, the masks of trees.
+    groups of 1 to 64 heads that are a power of two, causal or full, a left window that is not `short`, sinks, the masks
+    of trees.
     """
     r, group = request, request.group
     return (
@@ -74,6 +98,7 @@ def takes(request: AttentionRequest) -> bool:
         and not r.softcap
         and not r.chunk
         and r.window[1] < 0
+        and not short(r)
         and (r.mask == "none" or (r.mask == "bool" and r.tree))
         # Parts are float32 until they are merged.
         and not r.kv_parts
@@ -126,11 +151,11 @@ def piece_of(page_size: int, keys: int) -> int:
     return min(keys, page_size & -page_size)
 
 
-def tiles_of(tokens: int, sequences: int, max_seqlen_q: int, group: int) -> tuple[int, int, bool]:
-    """(tiles of the longest sequence, numbers of tiles, whether all sequences are that long)."""
-    tiles = -(-max_seqlen_q * group // _TILE)
+def tiles_of(tokens: int, sequences: int, max_seqlen_q: int, group: int, rows: int) -> tuple[int, int, bool]:
+    """(tiles of the longest sequence, numbers of tiles, whether all sequences are that long), for tiles of `rows`."""
+    tiles = -(-max_seqlen_q * group // rows)
     uniform = tokens == sequences * max_seqlen_q
-    return tiles, sequences * tiles if uniform else tokens * group // _TILE + sequences, uniform
+    return tiles, sequences * tiles if uniform else tokens * group // rows + sequences, uniform
 
 
 def extend(
@@ -170,7 +195,7 @@ def extend(
     pools = pools_of(key_cache, value_cache, hnd)
     assert pools is not None
     rows = piece_of(page_size, config.keys)
-    tiles, numbers, uniform = tiles_of(T_q, N, max_seqlen_q, group)
+    tiles, numbers, uniform = tiles_of(T_q, N, max_seqlen_q, group, config.rows)
     mask_strides = (0, 0, 0)
     if attn_mask is not None:
         attn_mask = attn_mask if attn_mask.stride(3) == 1 else attn_mask.contiguous()
@@ -185,5 +210,6 @@ def extend(
         pools.row, pools.column, pools.page_rows, N, tiles, numbers, heads, max(left, 0), scale * LOG2E.value,
         *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
         CAUSAL=causal, LEFT=left >= 0, TREE=attn_mask is not None, GROUP=group, PAGE=page_size, UNIFORM=uniform, D=D,
-        BLOCK_N=config.keys, STAGES=config.stages, TURNS=config.turns, REGISTERS=config.registers, num_warps=4,
+        BLOCK_N=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, OVERLAP=config.overlap,
+        TURNS=config.turns, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip

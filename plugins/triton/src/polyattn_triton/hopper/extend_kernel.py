@@ -4,7 +4,7 @@ A row of a tile is a query with one of the GROUP query heads that share a key he
 boxes of 64 / GROUP tokens; the pools are matrices of rows, of which a page is PIECE or more that lie together: boxes of
 PIECE rows and 64 columns, side by side, are the tile that products take, so that a block may be of many pages.
 
-Tiles are found on the device: number floor(start * GROUP / BLOCK_M) + n is the first of sequence n, as in
+Tiles are found on the device: number floor(start * GROUP / M) + n is the first of sequence n, as in
 `kernels.extend`. A program computes many, one after the other.
 """
 
@@ -31,15 +31,12 @@ __all__ = ["attend"]
 
 _ROWS = gl.constexpr(64)
 """Of a consumer."""
-_WARPGROUPS = gl.constexpr(2)
-_M = gl.constexpr(128)
-"""Rows of a tile."""
 
 
 @gluon.jit
-def _tile(turn, schedule, GROUP: gl.constexpr, UNIFORM: gl.constexpr):
-    """(sequence, its first token, its queries, its keys, tile in it, key head) of round `turn`; a sequence's last tile,
-    which sees most keys, is its first one. Tiles past the end are negative."""
+def _tile(turn, schedule, M: gl.constexpr, GROUP: gl.constexpr, UNIFORM: gl.constexpr):
+    """(sequence, its first token, its queries, its keys, tile in it, key head) of round `turn`, for tiles of M rows; a
+    sequence's last tile, which sees most keys, is its first one. Tiles past the end are negative."""
     lens, starts, sequences, tiles, heads = schedule
     pid = tile_of(turn)
     number = pid // heads
@@ -52,28 +49,28 @@ def _tile(turn, schedule, GROUP: gl.constexpr, UNIFORM: gl.constexpr):
         high = low + sequences
         while low < high:
             middle = (low + high) // 2
-            if gl.load(starts + middle) * GROUP // _M + middle <= number:
+            if gl.load(starts + middle) * GROUP // M + middle <= number:
                 low = middle + 1
             else:
                 high = middle
         n = low - 1
-        tile = number - (gl.load(starts + n) * GROUP // _M + n)
+        tile = number - (gl.load(starts + n) * GROUP // M + n)
     start = gl.load(starts + n)
     s_q = gl.load(starts + n + 1) - start
     s_k = gl.load(lens + n)
-    count = (s_q * GROUP + _M - 1) // _M
+    count = (s_q * GROUP + M - 1) // M
     return n, start, s_q, s_k, count - 1 - tile, head
 
 
 @gluon.jit
 def _span(
     tile, s_q, s_k, left, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """`key_blocks` of a tile, and the first key that some row of it may see."""
     offset = s_k - s_q
-    first = tile * _M // GROUP + offset
-    last = (gl.minimum(tile * _M + _M, s_q * GROUP) - 1) // GROUP + offset
+    first = tile * M // GROUP + offset
+    last = (gl.minimum(tile * M + M, s_q * GROUP) - 1) // GROUP + offset
     plain = s_k
     if TREE:
         plain = offset
@@ -125,9 +122,10 @@ def _clear(boxes, stage, first, last, CHUNKS: gl.constexpr, BLOCK_N: gl.constexp
 @gluon.jit
 def _produce(
     given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
-    UNIFORM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    UNIFORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer warp."""
+    M: gl.constexpr = WARPGROUPS * _ROWS
     q, k, v, boxes, barriers, patch, schedule, numbers, left, table, table_row, box_row, box_column, page_rows = given
     q_box, k_box, v_box = boxes
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
@@ -138,16 +136,16 @@ def _produce(
     done = 0
     patched = 0
     for turn in range(tiles_here(numbers * heads)):
-        n, start, s_q, s_k, tile, head = _tile(turn, schedule, GROUP, UNIFORM)
+        n, start, s_q, s_k, tile, head = _tile(turn, schedule, M, GROUP, UNIFORM)
         if tile >= 0:
-            span, lowest = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, BLOCK_N)
+            span, lowest = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)
             low, high = span[0], span[1]
             lines = table + n.to(gl.int64) * table_row
             pool = (head * box_row, page_rows)
-            for index in gl.static_range(_WARPGROUPS):
+            for index in gl.static_range(WARPGROUPS):
                 mbarrier.wait(q_free.index(index), done & 1 ^ 1)
                 mbarrier.expect(q_full.index(index), _ROWS * q_box.shape[3] * 2)
-                token = start + (tile * _M + index * _ROWS) // GROUP
+                token = start + (tile * M + index * _ROWS) // GROUP
                 load(q, [token, head * GROUP, 0], q_full.index(index), q_box.index(index))
             for i in range(high - low):
                 stage = step % STAGES
@@ -201,9 +199,10 @@ def _leave(o, buffer, out, start, first, rows, steps, GROUP: gl.constexpr):
 @gluon.jit
 def _consume(
     given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, UNIFORM: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr, INDEX: gl.constexpr,
+    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """Consumer INDEX: its share of the rows of every query tile."""
+    M: gl.constexpr = WARPGROUPS * _ROWS
     (
         rings, barriers, schedule, numbers, left, scale, mask, mask_sequence, mask_row, mask_head, sinks,
         out, lse, out_token, out_head, lse_token, lse_head,
@@ -215,12 +214,12 @@ def _consume(
     step = 0
     done = 0
     if TURNS:
-        first_turn(INDEX, _WARPGROUPS)
+        first_turn(INDEX, WARPGROUPS)
     for turn in range(tiles_here(numbers * heads)):
-        n, start, s_q, s_k, tile, head = _tile(turn, schedule, GROUP, UNIFORM)
+        n, start, s_q, s_k, tile, head = _tile(turn, schedule, M, GROUP, UNIFORM)
         if tile >= 0:
-            span = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, BLOCK_N)[0]
-            row = tile * _M + INDEX * _ROWS
+            span = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)[0]
+            row = tile * M + INDEX * _ROWS
             if TREE:
                 given_at = mask + n.to(gl.int64) * mask_sequence + (head * GROUP).to(gl.int64) * mask_head
                 tree = (given_at, mask_row, mask_head, s_q * GROUP)
@@ -229,10 +228,10 @@ def _consume(
             mbarrier.wait(q_full.index(INDEX), done & 1)
             state = walked(
                 span, step, row, rings, barriers, (), (s_k, s_k - s_q, left, tree), scale, CAUSAL, LEFT, GROUP,
-                INDEX, _WARPGROUPS, STAGES, True, TURNS,
+                INDEX, WARPGROUPS, STAGES, OVERLAP, TURNS,
             )  # fmt: skip
             step = state[0]
-            o, top, total = drained(state, rings, barriers, (), scale, STAGES, True)
+            o, top, total = drained(state, rings, barriers, (), scale, STAGES, OVERLAP)
             r = row + gl.arange(0, _ROWS, top.type.layout)
             h = head * GROUP + r % GROUP
             if lse is not None:
@@ -256,31 +255,32 @@ def attend(
     box_row, box_column, page_rows, sequences, tiles, numbers, heads, left, scale,
     out_token, out_head, lse_token, lse_head,
     CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
-    UNIFORM: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    UNIFORM: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """At most one program per multiprocessor. q: in boxes [64 / GROUP, GROUP, D]; k, v: in boxes [PIECE, 64].
 
     A page p of head h begins at row p * page_rows + h * box_row and column h * box_column. `numbers`: of tiles, times
     heads the tiles that there may be. UNIFORM: all sequences have `tiles` of them.
+    WARPGROUPS: consumers, 2 or 3.
     """
     PIECE: gl.constexpr = k.block_shape[0]
     WIDTH: gl.constexpr = k.block_shape[1]
     BOXES: gl.constexpr = STAGES * (D // WIDTH) * (BLOCK_N // PIECE)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    q_box = gl.allocate_shared_memory(q.dtype, [_WARPGROUPS, _ROWS // GROUP, GROUP, D], q.layout)
+    q_box = gl.allocate_shared_memory(q.dtype, [WARPGROUPS, _ROWS // GROUP, GROUP, D], q.layout)
     k_box = gl.allocate_shared_memory(k.dtype, [BOXES, PIECE, WIDTH], k.layout)
     v_box = gl.allocate_shared_memory(v.dtype, [BOXES, PIECE, WIDTH], v.layout)
     # Boxes side by side are a tile of the layout that products take.
     rings = (
-        (viewed(q_box, q.dtype, [_WARPGROUPS, 1, 1, _ROWS, D], FLAT),),
+        (viewed(q_box, q.dtype, [WARPGROUPS, 1, 1, _ROWS, D], FLAT),),
         (viewed(k_box, k.dtype, [STAGES, 1, 1, BLOCK_N, D], FLAT),),
         (viewed(v_box, v.dtype, [STAGES, 1, 1, BLOCK_N, D], FLAT),),
     )
     barriers = (
-        made_barriers(_WARPGROUPS, 1), made_barriers(_WARPGROUPS, 1),
-        made_barriers(STAGES, 1), made_barriers(STAGES, _WARPGROUPS),
-        made_barriers(STAGES, 1), made_barriers(STAGES, _WARPGROUPS),
+        made_barriers(WARPGROUPS, 1), made_barriers(WARPGROUPS, 1),
+        made_barriers(STAGES, 1), made_barriers(STAGES, WARPGROUPS),
+        made_barriers(STAGES, 1), made_barriers(STAGES, WARPGROUPS),
     )  # fmt: skip
     schedule = (lens, starts, sequences, tiles, heads)
     produced = (
@@ -292,12 +292,24 @@ def attend(
         out, lse, out_token, out_head, lse_token, lse_head,
     )  # fmt: skip
     # Constants lose their nature in a tuple that is a variable: they are written out.
-    gl.warp_specialize(
-        [
-            (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, STAGES, TURNS, 0)),
-            (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, STAGES, TURNS, 1)),
-            (_produce, (produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, BLOCK_N, STAGES)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES, OVERLAP, TURNS, 0)),
+                (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES, OVERLAP, TURNS, 1)),
+                (_produce, (produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, BLOCK_N, WARPGROUPS, STAGES)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES, OVERLAP, TURNS, 0)),
+                (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES, OVERLAP, TURNS, 1)),
+                (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES, OVERLAP, TURNS, 2)),
+                (_produce, (produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, BLOCK_N, WARPGROUPS, STAGES)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )

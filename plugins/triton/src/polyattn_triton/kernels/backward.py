@@ -2,8 +2,7 @@
 
 One kernel gives dQ, with a program for each tile of queries, and one dK and dV, with a program for each tile of keys.
 Both compute the weights again from the LSE, so that no program adds to another's result: 7 matrix products, and the
-same bits on every run. Or the second kernel gives dQ too, by atomic additions (`Config.once`): 5 products, and sums in
-an order that differs from run to run.
+same bits on every run. (One launch with 5 products, where dQ is added up by atomics, was slower: docs/kernels.md.)
 
 With P = exp(S - lse), dP = dO V^T and delta = rowsum(dO * O):  dV = P^T dO,  dS = P * (dP - delta),
 dQ = scale * dS K,  dK = scale * dS^T Q  (FlashAttention-2, algorithm 2). `lse` and O may be those of a merged result.
@@ -21,7 +20,6 @@ from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how T
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
 from polyattn_triton.kernels.arguments import (
     configured,
@@ -38,7 +36,7 @@ from polyattn_triton.kernels.arguments import (
 from polyattn_triton.kernels.choices import EPOCH, chosen
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import LOG2E, dot, logits
-from polyattn_triton.kernels.tiles import Spec, block, head_at, hidden, put, reach, rows_of, span, steps, tile_at
+from polyattn_triton.kernels.tiles import Spec, block, head_at, hidden, put, reach, rows_of, steps, tile_at
 from polyattn_triton.records.tuned import BACKWARD
 
 __all__ = ["Config", "backward"]
@@ -65,36 +63,6 @@ def _place(cu_seqlens, z, first, length):
         return (z * ((length + ROWS - 1) // ROWS * ROWS)).to(tl.int64)
     else:
         return (first // ROWS + z).to(tl.int64) * ROWS
-
-
-@triton.jit
-def _add(
-    total, row, found, M: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr
-):
-    """Add rows to a float32 matrix of D columns, at columns [START, START + WIDTH)."""
-    if TMA:
-        total.atomic_add([row.to(tl.int32), START], found)
-    else:
-        c = START + tl.arange(0, WIDTH)
-        at = total + (row + tl.arange(0, M))[:, None] * D + c[None, :]
-        tl.atomic_add(at, found, mask=(c < D)[None, :], sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["sgz", "sgm", "sgh", "padded", "heads", "s_q"])
-def _finish(
-    total, dquery, cu_q, sgz, sgm, sgh, padded, heads, s_q, factor, D: tl.constexpr, WIDTH: tl.constexpr,
-    UNIT: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """dQ of M rows of a head, from what `_keys` has added up."""
-    sgz, sgm, sgh = steps(sgz, sgm, sgh, UNIT)
-    head = tl.program_id(1)
-    z = tl.program_id(2)
-    first, s_q = span(cu_q, z, s_q)
-    i = tl.program_id(0) * M + tl.arange(0, M)
-    at = total + (tl.cast(head, tl.int64) * padded + _place(cu_q, z, first, s_q)) * D
-    found = rows_of(at, tl.program_id(0) * M, D, s_q, M, 0, WIDTH, D) * factor
-    rows = head_at(dquery, z, first, head, sgz, sgm, sgh)
-    put(rows, i.to(tl.int64) * sgm, i < s_q, cast(found, dquery.dtype.element_ty), 0, WIDTH, D)
 
 
 _COUNTS = ["padded", "tiles", "pairs", "together", "heads", "s_q", "s_k", "left", "right", "chunk"]
@@ -164,41 +132,40 @@ def _queries(
         top = top[:, None]
         sums = sums[:, None]
 
-        if dquery is not None:
-            for n in tl.range(key_from, key_to, N, num_stages=STAGES):
-                k = block(key, z, head // GROUP, n, skm, s_k, N, 0, D1, D, TMA)
-                found = dot(q1, k.T)
-                if D2:
-                    kk = block(key, z, head // GROUP, n, skm, s_k, N, D1, D2, D, TMA)
-                    found = dot(q2, kk.T, found)
-                if not FOLD:
-                    found = logits(found, scale, softcap, SOFTCAP, q1.dtype)
-                capped = found
-                j = (n + tl.arange(0, N))[None, :]
-                partly = (n < whole_from) | (n + N > whole_to)
-                found = hidden(found, p, j, mask, smn, s_k, left, right, chunk, partly, LEFT, RIGHT, CHUNK, MASK)
-                v = block(value, z, head // GROUP, n, svm, s_k, N, 0, E1, E, TMA)
-                dp = dot(d1, v.T)
-                if E2:
-                    v = block(value, z, head // GROUP, n, svm, s_k, N, E1, E2, E, TMA)
-                    dp = dot(d2, v.T, dp)
-                _, change = _gradient(found, capped, dp, top, sums, scale if FOLD else 1.0, softcap, SOFTCAP)
-                change = cast(change, k.dtype)
-                dq1 = dot(change, k, dq1)
-                if D2:
-                    dq2 = dot(change, kk, dq2)
-
-            gz, gm, gh = steps(sgz, sgm, sgh, UNIT)
-            at = z64 * gz + row * gm + h64 * gh
-            dtype = dquery.dtype.element_ty
-            put(dquery, at, valid, cast(dq1 * factor, dtype), 0, D1, D)
+        for n in tl.range(key_from, key_to, N, num_stages=STAGES):
+            k = block(key, z, head // GROUP, n, skm, s_k, N, 0, D1, D, TMA)
+            found = dot(q1, k.T)
             if D2:
-                put(dquery, at, valid, cast(dq2 * factor, dtype), D1, D2, D)
+                kk = block(key, z, head // GROUP, n, skm, s_k, N, D1, D2, D, TMA)
+                found = dot(q2, kk.T, found)
+            if not FOLD:
+                found = logits(found, scale, softcap, SOFTCAP, q1.dtype)
+            capped = found
+            j = (n + tl.arange(0, N))[None, :]
+            partly = (n < whole_from) | (n + N > whole_to)
+            found = hidden(found, p, j, mask, smn, s_k, left, right, chunk, partly, LEFT, RIGHT, CHUNK, MASK)
+            v = block(value, z, head // GROUP, n, svm, s_k, N, 0, E1, E, TMA)
+            dp = dot(d1, v.T)
+            if E2:
+                v = block(value, z, head // GROUP, n, svm, s_k, N, E1, E2, E, TMA)
+                dp = dot(d2, v.T, dp)
+            _, change = _gradient(found, capped, dp, top, sums, scale if FOLD else 1.0, softcap, SOFTCAP)
+            change = cast(change, k.dtype)
+            dq1 = dot(change, k, dq1)
+            if D2:
+                dq2 = dot(change, kk, dq2)
+
+        gz, gm, gh = steps(sgz, sgm, sgh, UNIT)
+        at = z64 * gz + row * gm + h64 * gh
+        dtype = dquery.dtype.element_ty
+        put(dquery, at, valid, cast(dq1 * factor, dtype), 0, D1, D)
+        if D2:
+            put(dquery, at, valid, cast(dq2 * factor, dtype), D1, D2, D)
 
 
 @triton.jit(do_not_specialize=_strides("qkvdgw") + _COUNTS)
 def _keys(
-    query, key, value, dout, statistics, dkey, dvalue, total, attn_mask, cu_q, cu_k,
+    query, key, value, dout, statistics, dkey, dvalue, attn_mask, cu_q, cu_k,
     sqz, sqm, sqh, skz, skm, skh, svz, svm, svh, sdz, sdm, sdh, sgz, sgm, sgh, swz, swm, swh,
     smz, smh, smm, smn,
     padded, tiles, pairs, together, heads, s_q, s_k, left, right, chunk, scale, softcap, factor,
@@ -207,11 +174,7 @@ def _keys(
     CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, UNIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys, summed over the query heads that share it. Scores are [keys, queries] here.
-
-    `total`: dQ / scale [H_q, rows, D] to add to, float32, rows as those of the statistics; a tensor descriptor of it
-    [H_q * rows, D] with TMA; or None.
-    """
+    """dK and dV of a tile of keys, summed over the query heads that share it. Scores are [keys, queries] here."""
     sqz, sqm, sqh = steps(sqz, sqm, sqh, UNIT)
     skz, skm, skh = steps(skz, skm, skh, UNIT)
     svz, svm, svh = steps(svz, svm, svh, UNIT)
@@ -298,11 +261,6 @@ def _keys(
                     dv2 = dot(weights, dd, dv2)
                 if D2:
                     dk2 = dot(change, qq, dk2)
-                if total is not None:
-                    where = h64 * padded + _place(cu_q, z, first_q, s_q) + m
-                    _add(total, where, dot(change.T, k1), M, 0, D1, D, TMA)
-                    if D2:
-                        _add(total, where, dot(change.T, k2), M, D1, D2, D, TMA)
 
         row = first_k.to(tl.int64) + j
         gz, gm, gh = steps(sgz, sgm, sgh, UNIT)
@@ -321,7 +279,7 @@ class Config(NamedTuple):
     """How the two launches are cut: rows of queries and of keys, warps and stages, first for dQ, then for dK and dV.
 
     Attributes:
-        tma: rows by tensor descriptors. once: the second launch gives dQ too, by atomic additions.
+        tma: rows by tensor descriptors.
     """
 
     m: int
@@ -333,7 +291,6 @@ class Config(NamedTuple):
     keys_warps: int
     keys_stages: int
     tma: bool = False
-    once: bool = False
 
 
 # As in forward.py.
@@ -351,11 +308,10 @@ _CONFIGS = {
 
 
 @functools.cache
-def _config(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], deterministic: bool, _: int) -> Config:
+def _config(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], _: int) -> Config:
     """As in forward.py."""
     found = configured(_CONFIGS, device, dtype.itemsize, max(dims))
-    found = chosen(BACKWARD, (str(dtype).removeprefix("torch."), *dims, deterministic), found, device)
-    return found._replace(once=found.once and not deterministic)
+    return chosen(BACKWARD, (str(dtype).removeprefix("torch."), *dims), found, device)
 
 
 def backward(
@@ -373,14 +329,12 @@ def backward(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
-    deterministic: bool = True,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dquery, dkey, dvalue), shaped as their inputs.
 
     Args:
         out, lse: may belong to a merged result that this call is a part of.
-        deterministic: the same bits on every run, whatever was tuned.
         config: instead of that of the table.
         The others as `kernels.forward.forward`.
     """
@@ -399,7 +353,7 @@ def backward(
     unit, loose, strides = units_of(query, key, value, dout, out, dquery, dkey, dvalue, layout=layout)
     q_s, k_s, v_s, d_s, o_s, dq_s, dk_s, dv_s = (strides[i : i + 3] for i in range(0, 24, 3))
     lse_s = strides_of(lse.unsqueeze(-1), layout)
-    config = config or _config(query.device, query.dtype, (width, v_width), deterministic, EPOCH.value)
+    config = config or _config(query.device, query.dtype, (width, v_width), EPOCH.value)
     kind, mask, mask_strides = mask_arguments(attn_mask)
     constants = constants_of(spec, sizes, kind, unit, loose)
     numbers = (*numbers_of(spec, sizes), spec.scale)
@@ -411,15 +365,10 @@ def backward(
         d = descriptor(dout, layout, (batch, s_q, heads), config.keys_m, constants["E1"])
         k = descriptor(key, layout, (batch, s_k, heads_k), config.n, constants["D1"])
         v = descriptor(value, layout, (batch, s_k, heads_k), config.n, constants["E1"])
-    total = added = None
-    if config.once:
-        total = added = torch.zeros((heads, padded, width), dtype=torch.float32, device=query.device)
-        if tma:
-            added = TensorDescriptor.from_tensor(total.view(-1, width), [config.keys_m, constants["D1"]])
     if tiles := -(-s_q // config.m):
         together = near(s_k, sizes, key.itemsize) * sizes.group
         _queries[(tiles * batch * heads,)](
-            query, k, v, dout, out, lse, statistics, None if config.once else dquery, mask, cu_seqlens_q, cu_seqlens_k,
+            query, k, v, dout, out, lse, statistics, dquery, mask, cu_seqlens_q, cu_seqlens_k,
             *q_s, *k_s, *v_s, *d_s, *o_s, *lse_s, *dq_s, *mask_strides,
             padded, tiles, batch * heads, together, heads, *numbers, **constants, M=config.m, N=config.n, TMA=tma,
             STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
@@ -427,14 +376,9 @@ def backward(
     if tiles := -(-s_k // config.keys_n):
         together = near(sizes.group * s_q, sizes, key.itemsize)
         _keys[(tiles * batch * heads_k,)](
-            q, key, value, d, statistics, dkey, dvalue, added, mask, cu_seqlens_q, cu_seqlens_k,
+            q, key, value, d, statistics, dkey, dvalue, mask, cu_seqlens_q, cu_seqlens_k,
             *q_s, *k_s, *v_s, *d_s, *dk_s, *dv_s, *mask_strides,
             padded, tiles, batch * heads_k, together, heads_k, *numbers, **constants, M=config.keys_m, N=config.keys_n,
             TMA=tma, STAGES=config.keys_stages, num_warps=config.keys_warps, num_stages=config.keys_stages,
-        )  # fmt: skip
-    if total is not None and s_q:
-        _finish[(-(-s_q // 64), heads, batch)](
-            total, dquery, cu_seqlens_q, *dq_s, padded, heads, s_q, spec.scale, D=width,
-            WIDTH=triton.next_power_of_2(width), UNIT=unit, M=64,
         )  # fmt: skip
     return dquery, dkey, dvalue

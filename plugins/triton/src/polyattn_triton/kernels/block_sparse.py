@@ -67,7 +67,11 @@ def _head(source, b, h, stride_b, stride_h):
     return source + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
 
 
-@triton.jit
+_FREE = ["c_b", "c_h", "i_b", "i_h", "i_q", "i_k", "l_b", "l_h", "s_q", "s_k", "key_blocks", "query_blocks"]
+"""Strides of lists and LSEs, and sizes: knowing what divides them makes no program better."""
+
+
+@triton.jit(do_not_specialize=_FREE)
 def _forward(
     query, key, value, out, lse, counts, indices, valid, scale,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, c_b, c_h, i_b, i_h, i_q, s_q, s_k,
@@ -110,7 +114,7 @@ def _forward(
         tl.store(at, natural_lse(top, total), mask=m < s_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_FREE)
 def _backward_query(
     dout, query, key, value, out, lse, dquery, delta, level, counts, indices, valid, scale,
     g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, l_b, l_h, l_s,
@@ -153,7 +157,7 @@ def _backward_query(
     tl.store(dquery + (row * s_q + far) * D + d[None, :], cast(dq * scale, dquery.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_FREE)
 def _backward_key(
     dout, query, key, value, dkey, dvalue, delta, level, counts, indices, valid, scale,
     g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, c_b, c_h, i_b, i_h, i_k, s_q, s_k, padded,
@@ -203,7 +207,7 @@ def _backward_key(
     tl.store(dvalue + at, cast(dv, dvalue.dtype.element_ty), mask=n[:, None] < s_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_FREE)
 def _mark(counts, indices, marks, c_b, c_h, i_b, i_h, i_q, key_blocks, WIDE: tl.constexpr):
     """marks[b, h, key block, query block] = 1 where one query block lists it."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -216,7 +220,7 @@ def _mark(counts, indices, marks, c_b, c_h, i_b, i_h, i_q, key_blocks, WIDE: tl.
         tl.store(marks + (row + number) * tl.num_programs(0) + block, 1, mask=i < listed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_FREE)
 def _compact(marks, counts, indices, query_blocks, WIDE: tl.constexpr):
     """The query blocks that list one key block, ascending, and how many they are."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)

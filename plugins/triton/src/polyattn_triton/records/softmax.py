@@ -175,7 +175,7 @@ BACKENDS: tuple[BackendInfo, ...] = tuple(
         summary="polyattn's portable Triton kernels",
         priority=INTERPRETED if platform == "cpu" else 40,
         auto=tuple(_rules(platform)),
-        # Until conformance has passed on a device, nothing is chosen there automatically.
+        # Where conformance has passed an evidence file says so; elsewhere nothing is chosen automatically.
         evidence="interpreter" if platform == "cpu" else "declared",
         upstream="polyattn",
         note="runs under Triton's interpreter: correct and very slow" if platform == "cpu" else "",

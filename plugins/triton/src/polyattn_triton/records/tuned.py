@@ -72,7 +72,9 @@ HOPPER_EXTEND = register_kernel(
             "keys": (64, 128),
             "stages": (2, 3),
             "turns": (False, True),
-            "registers": (216, 224, 232, 240),
+            "registers": (152, 160, 216, 224, 232, 240),
+            "warpgroups": (2, 3),
+            "overlap": (False, True),
         },
         versions=_VERSIONS,
     )
@@ -99,7 +101,7 @@ FORWARD = register_kernel(
 BACKWARD = register_kernel(
     Kernel(
         "triton.backward",
-        key=("dtype", "head_dim", "v_dim", "deterministic"),
+        key=("dtype", "head_dim", "v_dim"),
         choices={
             "m": (32, 64, 128),
             "n": (32, 64, 128),
@@ -110,12 +112,11 @@ BACKWARD = register_kernel(
             "keys_warps": (4, 8),
             "keys_stages": (1, 2, 3, 4),
             "tma": (False, True),
-            "once": (False, True),
         },
         versions=_VERSIONS,
     )
 )
-"""Choices: of `kernels.backward.Config`; what is deterministic never runs in one pass."""
+"""Choices: of `kernels.backward.Config`."""
 
 BLOCK_SPARSE = register_kernel(
     Kernel(
