@@ -22,6 +22,7 @@ from ..selection import Choice, Policy, select
 from ..signature import runner
 from .cases import Case
 from .families import FAMILIES, Call
+from .steps import planned
 from .values import declared
 
 __all__ = ["Installed", "OffChip", "Target", "natively", "out_of", "sayable"]
@@ -90,6 +91,17 @@ class Installed:
         chosen = choose(self.request(case), self.name, SCOPE.get())
         forward = runner(chosen, case.request.lse, False, head_axis(case.request))
         return _bound(forward, case, tensors, extra, out)
+
+    def recordable(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> Callable[[], Any]:
+        """The call as a graph records it: by itself, or as a layer of a planned step of a backend that plans."""
+        if case.request.graph_capture != "session":
+            return lambda: self.call(case, tensors, extra, None)
+        if refused := self.refuse(case):
+            raise refused
+        bound = choose(self.request(case), self.name, SCOPE.get()).bound
+        if bound.session is None:
+            return lambda: _bound(bound.forward, case, tensors, extra, None)
+        return planned(bound.session, case, tensors, extra, recorded=True)
 
     def request(self, case: Case) -> AttentionRequest:
         """The case's request on this machine, in normal form."""

@@ -14,8 +14,8 @@ __all__ = ["covering"]
 
 Values = dict[str, Hashable]
 _Value = tuple[str, Hashable]
-_Wanted = dict[_Value, set[_Value]]
-"""For each value of each axis, the values of other axes that it has not met yet."""
+_Wanted = dict[int, int]
+"""For the bit of each value of each axis, the bits of the values of other axes that it has not met yet."""
 
 
 def covering(
@@ -31,20 +31,28 @@ def covering(
     """
     rng = random.Random(seed)
     names = sorted(axes)
-    pairs = [((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]]
-    wanted: _Wanted = {(name, value): set() for name in names for value in axes[name]}
-    for one, other in pairs:
-        wanted[one].add(other)
-        wanted[other].add(one)
+    # Each value of each axis is one bit: what meets what is then counted by whole words, not one by one.
+    bits: dict[_Value, int] = {}
+    own: dict[str, int] = {}
+    for name in names:
+        for value in axes[name]:
+            bits.setdefault((name, value), 1 << len(bits))
+        own[name] = sum({bits[name, value] for value in axes[name]})
+    every = sum(own.values())
+    wanted: _Wanted = {bit: every & ~own[name] for (name, _), bit in bits.items()}
+    spelled = {bit: value for value, bit in bits.items()}
+    pairs = [(bits[a, x], bits[b, y]) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]]
+    choices = [(name, [bits[name, value] for value in axes[name]], own[name]) for name in names]
     found: list[Values] = []
     seen: set[tuple[_Value, ...]] = set()
 
     def keep(values: Values | None) -> None:
         if values is None:
             return
-        met = {(name, values[name]) for name in names}
-        for value in met & wanted.keys():
-            wanted[value] -= met
+        met = [bit for name in names if (bit := bits.get((name, values[name]))) is not None]
+        together = sum(met)
+        for bit in met:
+            wanted[bit] &= ~together
         combination = tuple(sorted(values.items(), key=lambda item: item[0]))
         if combination not in seen:
             seen.add(combination)
@@ -54,10 +62,10 @@ def covering(
     for one, other in pairs:
         if len(found) >= count:
             return found
-        if other in wanted[one]:
-            keep(repair(_grow({one, other}, names, axes, wanted, rng)))
-            wanted[one].discard(other)
-            wanted[other].discard(one)
+        if other & wanted[one]:
+            keep(repair(dict(spelled[bit] for bit in _grow(one, other, choices, wanted, rng))))
+            wanted[one] &= ~other
+            wanted[other] &= ~one
     for _ in range(20 * count):
         if len(found) >= count:
             break
@@ -66,13 +74,15 @@ def covering(
 
 
 def _grow(
-    chosen: set[_Value], names: list[str], axes: Mapping[str, Sequence[Hashable]], wanted: _Wanted, rng: random.Random
-) -> Values:
+    one: int, other: int, choices: Sequence[tuple[str, list[int], int]], wanted: _Wanted, rng: random.Random
+) -> list[int]:
     """Choose a value on the other axes too, each time one that meets most of what it has not met yet."""
-    fixed = {name for name, _ in chosen}
-    for name in rng.sample(names, len(names)):
-        if name not in fixed:
-            scores = [len(chosen & wanted[name, value]) for value in axes[name]]
+    chosen, together = [one, other], one | other
+    for _, values, own in rng.sample(choices, len(choices)):
+        if not together & own:
+            scores = [(together & wanted[bit]).bit_count() for bit in values]
             best = max(scores)
-            chosen.add((name, rng.choice([v for v, score in zip(axes[name], scores, strict=True) if score == best])))
-    return dict(chosen)
+            bit = rng.choice([v for v, score in zip(values, scores, strict=True) if score == best])
+            chosen.append(bit)
+            together |= bit
+    return chosen

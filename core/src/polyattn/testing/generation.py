@@ -33,6 +33,7 @@ _KIT: dict[str, tuple[Hashable, ...]] = {
     "shape": (0, 1, 2),
 }
 _BATCHES = (2, 1, 3)
+_NAMES = frozenset(field.name for field in request_fields())
 NONE: Mapping[str, Any] = {}
 
 
@@ -152,9 +153,13 @@ class RowCases:
             for more in (*ways, {"mask": "bool"}) if dropout != 0.0 else ():
                 asked = {"shape": self._most_rows(), **more}
                 yield from self.variants(asked, {"dropout": dropout}, check="dropout")
-        if True in inside("graph_capture", self.row):
+        recorded = inside("graph_capture", self.row)
+        if True in recorded:
             for more in ({}, plain, {**plain, "mask": "bool"}, {"mask": "additive"}, {"lse": True}, {"sinks": True}):
                 yield from self.variants(more, {"graph_capture": True}, check="capture")
+        if "session" in recorded:
+            # Where a call by itself can be recorded too, a step is one more way to the same kernels.
+            yield from itertools.islice(self.family.recorded(self.variants), 1 if True in recorded else None)
 
     def _most_rows(self) -> int:
         """The shape with most queries: statistics need them."""
@@ -249,5 +254,4 @@ def request_of(values: Mapping[str, Any]) -> AttentionRequest:
         v["scale"] = round(v["scale"] * v["head_dim"] ** -0.5, 6)
     if v.get("mask") == "tree":
         v |= {"mask": "bool", "tree": True}
-    names = {f.name for f in request_fields()}
-    return AttentionRequest(**{name: value for name, value in v.items() if name in names})
+    return AttentionRequest(**{name: value for name, value in v.items() if name in _NAMES})

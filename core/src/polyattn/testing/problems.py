@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Mapping
@@ -171,11 +172,14 @@ def off_boundary(case: Case) -> bool:
     """Whether an input of the case, or a row of it, is off a 16-byte boundary: `AttentionRequest.misaligned`."""
     if case.storage in ("contiguous", "misaligned") or not case.lengths:
         return case.storage == "misaligned"
-    meta, dtype = torch.device("meta"), DTYPES[case.request.dtype]
-    shapes = FAMILIES[case.request.family].shapes(case)
-    return not aligned(
-        *(stored(torch.empty(shape, dtype=dtype, device=meta), _storage(case, n), meta) for n, shape in shapes.items())
-    )
+    dtype, shapes = DTYPES[case.request.dtype], FAMILIES[case.request.family].shapes(case)
+    return not all(_on_boundary(tuple(shape), dtype, _storage(case, name)) for name, shape in shapes.items())
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_boundary(shape: tuple[int, ...], dtype: torch.dtype, storage: str) -> bool:
+    meta = torch.device("meta")
+    return aligned(stored(torch.empty(shape, dtype=dtype, device=meta), storage, meta))
 
 
 def build(case: Case, device: torch.device) -> Problem:

@@ -9,7 +9,7 @@ from ..evidence import Evidence, source_hash, write_evidence
 from ..plugins import get_manager
 from .report import Report
 
-__all__ = ["record"]
+__all__ = ["record", "stale"]
 
 
 def record(report: Report) -> Path:
@@ -19,19 +19,18 @@ def record(report: Report) -> Path:
     The report may come from another machine, as long as the same sources ran there.
 
     Raises:
-        ConfigError: the run found something, the gates could not tell right from wrong, the sources have changed or
-            are in no file. OSError: the place cannot be written to.
+        ConfigError: the run found something or left something out, the gates could not tell right from wrong, the
+            sources have changed or are in no file. OSError: the place cannot be written to.
     """
     which = f"evidence of {report.backend}@{report.platform} is not written"
     if not report.ok:
         raise ConfigError(f"{which}: {_why_not(report)}")
     if report.unrecorded:
         raise ConfigError(f"{which}: {report.unrecorded}")
+    if stale(report):
+        raise ConfigError(f"{which}: {', '.join(report.sources)} are not what ran on {report.date}. Run again")
     manager = get_manager()
     info = manager.backends[report.backend, report.platform]
-    origin = manager.owner(info).origin
-    if source_hash(Path(origin).parent, report.sources) != report.digest:
-        raise ConfigError(f"{which}: {', '.join(report.sources)} are not what ran on {report.date}. Run again")
     tried = f"families: {', '.join(report.families)}; dtypes: {', '.join(report.dtypes)}"
     interpreted = report.platform == "cpu" and info.evidence == "interpreter"
     evidence = Evidence(
@@ -48,7 +47,14 @@ def record(report: Report) -> Path:
         note="; ".join([tried, *(f"not run: {reason}" for reason in report.not_run)]),
         sources=report.sources,
     )
-    return write_evidence(origin, evidence)
+    return write_evidence(manager.owner(info).origin, evidence)
+
+
+def stale(report: Report) -> bool:
+    """Whether the sources are not those that ran."""
+    manager = get_manager()
+    origin = manager.owner(manager.backends[report.backend, report.platform]).origin
+    return source_hash(Path(origin).parent, report.sources) != report.digest
 
 
 def _why_not(report: Report) -> str:
@@ -57,5 +63,7 @@ def _why_not(report: Report) -> str:
         return f"the device was lost after {report.lost}. Repair that case and run again"
     if report.findings or not report.ran:
         return f"{report.failed} of {report.ran} cases failed. Repair them and run again"
+    if not report.complete:
+        return f"{report.total - report.ran} of {report.total} cases were not run. Run them too"
     passed = ", ".join(name for name, held in report.gates.items() if not held)
     return f"the gates do not tell right from wrong on this device ({passed}). See what its float32 sums are made of"

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .cases import Case
 from .checks import Outcome
 
 __all__ = ["VERDICTS", "Report"]
@@ -28,7 +29,8 @@ class Report:
         margins: "check dtype" -> (the largest share of its allowance that was used, the case).
         gates: "dtype: control" -> whether the gates did what they must, see `polyattn.testing.negative`.
         not_run: what is declared and was not tried, with the reason.
-        total: cases there are; lost: the case after which the device could not be used any more.
+        total: cases there are, also where this is a part of a run; lost: the case after which the device could not be
+            used any more.
     """
 
     backend: str
@@ -74,18 +76,28 @@ class Report:
         return sum(self._count(verdict) for verdict in VERDICTS)
 
     @property
+    def complete(self) -> bool:
+        """Every case was run."""
+        return self.ran == self.total
+
+    @property
     def ok(self) -> bool:
         """Everything was run, nothing was found, and the gates can tell right from wrong."""
-        return not self.findings and not self.lost and self.ran > 0 and all(self.gates.values())
+        clean = not self.findings and not self.lost and all(self.gates.values())
+        return clean and self.complete and self.ran > 0
 
     def _count(self, verdict: str) -> int:
         return sum(count.get(verdict, 0) for count in self.counts.values())
 
+    @staticmethod
+    def heading(case: Case) -> str:
+        """Under which name of `counts` a case is counted."""
+        judged = {"refusal": "refusals", "witness": "witnesses"}
+        return judged.get(case.check, f"{case.request.family} {case.request.dtype}")
+
     def add(self, outcome: Outcome) -> None:
         request = outcome.case.request
-        judged = {"refusal": "refusals", "witness": "witnesses"}
-        name = judged.get(outcome.case.check, f"{request.family} {request.dtype}")
-        count = self.counts.setdefault(name, {})
+        count = self.counts.setdefault(self.heading(outcome.case), {})
         count[outcome.verdict] = count.get(outcome.verdict, 0) + 1
         if outcome.findings:
             where = self.xfails if outcome.verdict == "xfailed" else self.findings
@@ -118,7 +130,7 @@ class Report:
         self.gates.update(other.gates)
         self.not_run = list(dict.fromkeys([*self.not_run, *other.not_run]))
         self.seconds += other.seconds
-        self.total += other.total
+        self.total = max(self.total, other.total)
         self.lost = self.lost or other.lost
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,8 +167,11 @@ class Report:
         lines += [f"xfailed {case}: {found[0]}" for case, found in list(self.xfails.items())[:most]]
         lines += [f"FAILED {case}\n  " + "\n  ".join(found) for case, found in list(self.findings.items())[:most]]
         lines += [f"and {len(some) - most} more" for some in (self.findings,) if len(some) > most]
+        left = f"{self.total - self.ran} cases were not run"
         if self.lost:
-            lines.append(f"THE DEVICE WAS LOST after {self.lost}: {self.total - self.ran} cases were not run")
+            lines.append(f"THE DEVICE WAS LOST after {self.lost}: {left}")
+        elif not self.complete:
+            lines.append(f"NOT COMPLETE: {left}")
         return lines
 
     @property

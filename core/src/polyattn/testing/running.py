@@ -12,8 +12,11 @@ import torch
 
 from ..errors import BackendUnavailableError, ConfigError, PluginError, did_you_mean
 from ..evidence import source_hash
+from ..inspection import catalogue
 from ..plugins import get_manager
 from ..records import FAMILIES as ALL_FAMILIES
+from ..records import AttentionRequest
+from ..selection import resolve
 from .beyond import refusals
 from .calls import Installed
 from .cases import Case
@@ -30,10 +33,13 @@ from .tolerances import Finding
 from .where import AUTO, place
 from .xfails import Expected, expected_of, no_unmatched, read_xfails
 
-__all__ = ["COMPILED", "FLOATS", "Progress", "plan", "run"]
+__all__ = ["COMPILED", "FLOATS", "Kept", "Progress", "plan", "run"]
 
 Progress = Callable[[int, int, str], None]
 """Called with (cases done, cases in all, the next case's id)."""
+
+Kept = Callable[[Report, int], None]
+"""Called with (the report so far, the position in `plan` of the case that was run last)."""
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
@@ -65,7 +71,15 @@ def plan(
     served = generate(target.rows, target.facts, families=computed, dtypes=dtypes, per_row=count)
     served = [case for case in served if not case.request.large]
     witnesses = [c for c in witness_cases(target) if c.request.family in chosen and c.request.dtype in dtypes]
-    return [*served, *witnesses, *refusals(target.rows, target.facts, families=chosen, dtypes=dtypes)]
+    own = [family for family in chosen if _means(target, family)]
+    return [*served, *witnesses, *refusals(target.rows, target.facts, families=own, dtypes=dtypes)]
+
+
+def _means(target: Installed, family: str) -> bool:
+    """Whether its name means this backend in a family; where it is an alias of another one, that one answers."""
+    request = AttentionRequest(**{**target.facts, "family": family})
+    offer, *_ = resolve(target.name, request, catalogue())
+    return offer is not None and offer.info is target.info
 
 
 def _known(what: str, given: Sequence[str], allowed: Sequence[str]) -> None:
@@ -83,9 +97,8 @@ def run(
     families: Sequence[str] | None = None,
     progress: Progress | None = None,
     per_row: int | None = None,
-    shard: tuple[int, int] = (0, 1),
-    start: int = 0,
-    stop: int | None = None,
+    only: Iterable[int] | None = None,
+    keep: Kept | None = None,
 ) -> Report:
     """Run the conformance of a backend.
 
@@ -95,11 +108,12 @@ def run(
         level: `quick` (under a minute for most backends) or `full`.
         progress: told before each case.
         per_row: cases of combined fields for each capability row and dtype, None = as the level has it.
-        shard: (i, n) takes every n-th case from the i-th on, so that n processes share a run. start, stop: the part
-            of the shard's cases to run, to go on after one that lost the device.
+        only: positions in `plan` of the cases to run, in the order to run them; None = all. They are taken one by one,
+            so that several processes can be dealt the cases of one run while it goes on.
+        keep: told after each case, so that what was found outlives this process.
 
     Returns:
-        A report; `report.ok` is the verdict.
+        A report; `report.ok` is the verdict, of a run of all cases.
 
     Raises:
         BackendUnavailableError: the backend is unknown or cannot run here. ConfigError: see `plan`, and xfails.txt.
@@ -113,22 +127,24 @@ def run(
     expected = read_xfails(target.info)
     if level == "full" and whole:
         no_unmatched(expected, (case.id for case in cases), target.info)
-    cases = cases[shard[0] :: shard[1]][start:stop]
     report = _blank(target, cases, level, families)
     for flag, words in (("--dtypes", dtypes), ("--families", families)):
         report.command += f" {flag} {','.join(words)}" if words else ""
     begin = time.perf_counter()
-    if start == 0:
-        _control(report, target)
-    for number, case in enumerate(cases):
+    _control(report, target)
+    for position in range(len(cases)) if only is None else only:
+        case = cases[position]
         if progress is not None:
-            progress(number, len(cases), case.id)
+            progress(report.ran, len(cases), case.id)
         outcome = _expected(run_case(target, case), expected)
         report.add(outcome)
+        report.seconds = time.perf_counter() - begin
+        if keep is not None:
+            keep(report, position)
         if outcome.findings and _lost(target.device):
             report.lost = case.id
             break
-    if shard[1] == 1 and start == 0 and report.ran == report.total and stop is None:
+    if only is None and report.complete:
         report.check_narrowing()
     if progress is not None:
         progress(report.ran, len(cases), "")

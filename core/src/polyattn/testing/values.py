@@ -5,9 +5,12 @@ Which of these lie inside a backend's capability is read from its rows, never wr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
-from ..records import DTYPES, FAMILIES, PHASES, AttentionRequest, Range, Row, request_fields
+from ..records import DTYPES, FAMILIES, PHASES, AttentionRequest, Constraint, Range, Row, request_fields
+from ..records.request import Field
 
 __all__ = ["CANDIDATES", "CONTEXT", "FLAGS", "candidates", "declared", "inside"]
 
@@ -53,7 +56,7 @@ CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     ),
     "deterministic": (False, True),
     "batch_invariant": (False, True),
-    "graph_capture": (False, True),
+    "graph_capture": (False, True, "session"),
     "s_relation": ("equal", "one", "fewer", "more"),
     "cross": (False, True),
     "multimodal": (False, True),
@@ -125,13 +128,21 @@ def declared(rows: Sequence[Row], request: AttentionRequest) -> bool:
 
 
 def _row_declares(row: Row, request: AttentionRequest) -> bool:
-    constraints = [*row.when.items(), *((n, c) for n, c in row.allows.items() if n not in row.lowered)]
-    if any(c.reason(getattr(request, name)) is not None for name, c in constraints):
+    kind: Any = type(request)
+    constraints, named, unnamed = _words(row, kind)
+    for name, constraint in constraints:
+        if constraint.reason(getattr(request, name)) is not None:
+            return False
+    if request.group != 1 and "group" not in named:
         return False
+    return all(f.kind == "option" and f.is_off(request) for f in unnamed)
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(row: Row, kind: type[AttentionRequest]) -> tuple[list[tuple[str, Constraint]], set[str], list[Field]]:
+    """(what a row says of fields, the fields that it names, those that it does not)."""
+    constraints = [*row.when.items(), *((n, c) for n, c in row.allows.items() if n not in row.lowered)]
     named = {*row.when, *row.allows, *row.lowered}
     if "dims" in named:
         named |= {"head_dim", "v_head_dim"}
-    if request.group != 1 and "group" not in named:
-        return False
-    fields = [f for f in request_fields(type(request)) if f.kind != "context" and f.name not in named]
-    return all(f.kind == "option" and f.is_off(request) for f in fields)
+    return constraints, named, [f for f in request_fields(kind) if f.kind != "context" and f.name not in named]

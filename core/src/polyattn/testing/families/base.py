@@ -118,6 +118,10 @@ class Family(abc.ABC):
         """Cases of two ways to the same numbers, the most telling first."""
         return iter(())
 
+    def recorded(self, variants: Variants) -> Iterator[Case]:
+        """Cases of steps that an engine records into a device graph, the most telling first."""
+        return iter(())
+
     # --- tensors
 
     @abc.abstractmethod

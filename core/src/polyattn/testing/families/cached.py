@@ -110,6 +110,15 @@ class Cached(Packed):
         """Field values of one step of an engine."""
         return {}
 
+    def recorded(self, variants: Variants) -> Iterator[Case]:
+        wish = {"group": 4, "causal": "bottom_right", "page_size": 16}
+        # Of a recorded step only padding has no keys, and what it gives has no meaning.
+        chain, tree = _STEPS[3:5]
+        decode = {"lengths": ((1, 63), (1, 1), (1, 100))}
+        for step, changes in (({**_STEPS[0]}, decode), (tree, {}), (chain, {}), ({**_STEPS[0], "lse": True}, decode)):
+            asked = {"shape": 1, **self.step(True, "NHD"), **step}
+            yield from variants(asked, {"graph_capture": "session"}, wish=wish, check="capture", **changes)
+
     def _decodes(self, variants: Variants) -> Iterator[Case]:
         wish = {"causal": "bottom_right", "page_size": 16}
         decode, extend, *_ = _STEPS

@@ -40,6 +40,8 @@ class Latent(Cached):
         return {
             **super().axes(axes),
             "new_rows": (False,),
+            # A latent is written by its own call, so a request has nothing to say of it.
+            "save_kv_cache": (None,),
             # There is no default: the scale is that of the uncompressed heads (S2).
             "scale": tuple(v for v in axes["scale"] if v is not None),
             "v_head_dim": tuple(v for v in (24, 0, 64, MLA_WIDTHS[1]) if v in axes["v_head_dim"]),
