@@ -19,14 +19,17 @@ _TAKES = ("causal", "v_head_dim", "window", "softcap", "sinks")
 
 
 def fixed(inputs: Inputs) -> Call:
-    """Dense rows as [B, S, H, D]: the operator as `flash_attn_func` of its own package calls it."""
+    """Dense rows as [B, S, H, D], by the operator: vLLM's call packs. Its wheel is built for sequences of different
+    lengths alone, so it is told even equal ones."""
     if inputs.workload.request.family != "dense":
         return packed(inputs)
     request = only(inputs, ("dense",), *_TAKES)
     left, right = window_of(request)
+    batch, (_, s_k) = inputs.workload.batch, inputs.workload.longest
     operator = torch.ops._vllm_fa3_C.fwd
     # Named by the operator's own schema, in which all of them are positional.
     given: dict[str, Any] = {
+        "seqused_k": torch.full((batch,), s_k, dtype=torch.int32, device=inputs.device),
         "softmax_scale": scale_of(request),
         "is_causal": request.causal != "none",
         "window_size_left": left,

@@ -21,6 +21,8 @@ PER_NUMBER = tuple(
     (dtype, scales) for dtype in ("fp8_e4m3", "fp8_e5m2", "int8") for scales in ("", "tensor", "head", "token")
 )
 FP4 = (("fp4_e2m1", "block16"),)
+OWN = tuple(("auto", scales) for scales in ("tensor", "head", "token"))
+"""Caches of the query's dtype whose numbers are to be multiplied all the same."""
 LENGTHS = ((3, 8), (1, 5), (2, 0))
 
 
@@ -43,8 +45,8 @@ def test_latent_rows(step):
 
 
 @GATES
-@given(steps(family=("paged",), kv=(("bfloat16", ""), ("float32", "head"), ("float16", "tensor"))))
-def test_a_narrower_cache_that_is_not_quantised(step):
+@given(steps(family=("paged",), kv=(("bfloat16", ""), ("float32", "head"), ("float16", "tensor"), *OWN)))
+def test_a_cache_of_floats_that_is_not_quantised(step):
     exact(step, PLAIN, ("dequantise_kv",))
 
 
@@ -56,7 +58,7 @@ def test_gates_hold_in_half_precision(step):
 
 @pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("kv", PER_NUMBER, ids="-".join)
+@pytest.mark.parametrize("kv", [*PER_NUMBER, *OWN], ids="-".join)
 def test_the_caches_are_bit_for_bit_those_of_the_reference(kv, layout, saved):
     """The definition reads quantised caches itself: the same output, and the same bytes stored."""
     fields = {"kv_dtype": kv[0], "kv_scales": kv[1], "kv_layout": layout, "save_kv_cache": saved}
@@ -122,6 +124,7 @@ def test_what_it_does_not_offer():
         cached(kv_dtype="fp8_e4m3", kv_parts=1),
         cached("mla", kv_dtype="fp8_e4m3", kv_scales="tensor", head_dim=576, v_head_dim=512),
         cached("mla", kv_dtype="fp8_e4m3", kv_scales="block128"),  # no rows of 576
+        cached("mla", kv_scales="tensor"),
     ]
     for request in refused:
         assert not offers("dequantise_kv", request), request.summary()

@@ -11,7 +11,7 @@ import pytest
 from polyattn.errors import PluginError
 from polyattn.lowering import LOWERINGS, MAX_STEPS, Planner, get_lowering, lowerings, refused_fields
 from polyattn.lowering.base import Lowering, Rewrite
-from polyattn.records import Range, Rejected, row
+from polyattn.records import SESSION, Range, Rejected, row
 
 from .harness import dense, takes
 
@@ -109,6 +109,15 @@ def test_a_chain_is_no_longer_than_it_may_be(only_these, count):
         assert plan.length == count
     for steps in range(count):
         assert Planner(rows).plan(request, steps) is None
+
+
+def test_what_is_rewritten_is_recorded_by_itself():
+    """A plan is of the tables of a step, and a rewrite reads others."""
+    request = dense(head_dim=40, graph_capture="session")
+    plan = Planner(takes(head_dim=64, graph_capture=True)).plan(request)
+    assert [inner.request.graph_capture for inner in plan.inner] == [True]
+    assert Planner(takes(head_dim=64, graph_capture=SESSION)).plan(request) is None
+    assert Planner(takes(head_dim=(40, 64), graph_capture=SESSION)).plan(request).length == 0
 
 
 def test_only_the_named_rewrites_are_used():

@@ -82,6 +82,21 @@ def test_torch_is_asked_for_the_lse_only_where_it_is_needed(torch_itself: Librar
         assert torch_itself.calls[-1].given["compute_log_sumexp"] is wanted
 
 
+@pytest.mark.parametrize("value_dim", [64, 32])
+def test_gradients_do_not_depend_on_the_layouts_of_earlier_calls(value_dim: int, torch_itself: Library) -> None:
+    bound = TORCH.bind(heads=4, kv_heads=4, head_dim=64, v_head_dim=value_dim, grad=("query", "key", "value"))
+    q, k, v = tensors(9, 9, 9)
+    v = v[..., :value_dim].contiguous()
+    out, lse = bound.forward(q, k, v)
+    dout = torch.randn_like(out)
+    heads_first, tokens_first = (
+        [t.transpose(*order).contiguous().transpose(*order) for t in (dout, out)] for order in ((1, 2), (0, 0))
+    )
+    first, again = (bound.backward(d, q, k, v, o, lse) for d, o in (heads_first, tokens_first))
+    assert heads_first[0].stride() != tokens_first[0].stride()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ("nvidia-cudnn-frontend", {"head_dim": 320}, "cuda:sm90", "head_dim=320"),
     ("nvidia-cudnn-frontend", {"softcap": 20.0}, "cuda:sm90", "softcap"),

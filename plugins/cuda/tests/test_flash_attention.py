@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import reference, what_if
 from polyattn.errors import BackendUnavailableError, PolyattnError
 from polyattn.merging import merge
 from polyattn.records import AttentionRequest
 from polyattn.testing import Case
+from polyattn_cuda.flash_attention import fa3
 
 from .emulators import Library
 from .emulators import flash_attention as emulators
@@ -91,7 +96,8 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("build", BUILDS)
+# What an operator is given is bound by its schema, in which everything has a position.
+@pytest.mark.parametrize("build", [build for build in BUILDS if build != "vllm"])
 def test_only_tensors_are_given_by_position(build: str, install: Callable[[str], Library]) -> None:
     library = install(build)
     q, k, v = tensors(*QKV)
@@ -102,7 +108,7 @@ def test_only_tensors_are_given_by_position(build: str, install: Callable[[str],
     assert {call.positional for call in library.calls} == {3}
 
 
-@pytest.mark.parametrize("build", ["fa2", "fa3"])
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
 def test_the_short_way_is_the_same_call(build: str, layout: str, install: Callable[[str], Library]) -> None:
     library = install(build)
@@ -111,7 +117,7 @@ def test_the_short_way_is_the_same_call(build: str, layout: str, install: Callab
     if layout == "BHSD":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     assert torch.equal(bound.simple(q, k, v), bound.forward(q, k, v))
-    short, long = ({n: a for n, a in c.arguments.items() if n not in "qkv"} for c in library.calls)
+    short, long = ({n: str(a) for n, a in c.arguments.items() if n not in "qkv"} for c in library.calls)
     assert short == long
     assert dense(build, lse=True).simple is None
 
@@ -170,6 +176,69 @@ def test_sequences_of_one_length_are_counted_once(install: Callable[[str], Libra
         first, second = (call.given["cu_seqlens_q"] for call in library.calls[-2:])
         assert first.tolist() == [0, 9, 18]
         assert (first is second) is kept
+
+
+# What a bound call costs beside the library, at most: torch operations, and calls of Python functions of ours.
+COSTS = {
+    "fa2": {"dense": (0, 0), "varlen": (0, 3), "paged": (2, 3)},
+    "fa3": {"dense": (0, 0), "varlen": (0, 4), "paged": (0, 4)},
+    "sgl": {"dense": (4, 12), "varlen": (0, 3), "paged": (0, 4)},
+    "vllm": {"dense": (0, 1), "varlen": (0, 5), "paged": (0, 6)},
+    "fa4": {"dense": (0, 2), "varlen": (0, 3), "paged": (0, 3)},
+}
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of the adapter; those inside of an emulated operator are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame, inside = sys._getframe(), function.namespace == "_vllm_fa3_C"
+        while frame is not None and not inside:
+            inside, frame = frame.f_code.co_filename == emulators.__file__, frame.f_back
+        self.count += not inside
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("build", "family"), [(b, family) for b, families in COSTS.items() for family in families])
+def test_what_a_bound_call_costs_beside_the_library(build: str, family: str, install: Callable[[str], Library]) -> None:
+    install(build)
+    q, k, v = tensors(*QKV)
+    if family == "dense":
+        bound = dense(build)
+        call = functools.partial(bound.simple or bound.forward, q, k, v)
+    elif family == "varlen":
+        call = functools.partial(dense(build, family="varlen").forward, q[0], k[0], v[0], **PACKED)
+    else:
+        call = cached(build, phase="decode", s_relation="one", causal="none").run
+    call()
+    with Operations() as operations:
+        call()
+    ours = str(Path(fa3.__file__).parents[1])
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+    call()
+    sys.setprofile(None)
+    mine = [frame.f_code.co_name for frame in calls if frame.f_code.co_filename.startswith(ours)]
+    most_operations, most_calls = COSTS[build][family]
+    assert operations.count <= most_operations
+    assert len(mine) <= most_calls, mine
+
+
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+def test_vllm_reads_a_batch_where_it_lies(layout: str, install: Callable[[str], Library]) -> None:
+    library = install("vllm")
+    q, k, v = (t.transpose(1, 2) if layout == "BHSD" else t for t in tensors(*QKV))
+    bound = dense("vllm", layout=layout)
+    bound.simple(q, k, v)
+    bound.simple(q, k, v)
+    first, second = (call.given for call in library.calls)
+    assert [first[name].data_ptr() for name in "qkv"] == [t.data_ptr() for t in (q, k, v)]
+    assert first["seqused_k"].tolist() == [9, 9]
+    assert first["seqused_k"] is second["seqused_k"]
 
 
 def test_fa4_is_told_none_for_no_bound(install: Callable[[str], Library]) -> None:
@@ -290,6 +359,57 @@ def test_the_latent_goes_in_as_qv(install: Callable[[str], Library]) -> None:
         assert given["q"].shape == (2, 4, 64)
         assert given["softmax_scale"] == 192**-0.5
         assert given["v" if "v" in given else "v_cache"].data_ptr() == cache.data_ptr()
+
+
+# What makes a tile of keys as large as a page, in the builds that load such pages whole (hopper/tile_size.h).
+WHOLE = {
+    "latent": (("fa3", "sgl", "vllm"), {"head_dim": 576, "v_head_dim": 512, "family": "mla", "page_size": 64}),
+    "64, causal": (("fa3", "sgl", "vllm"), {"page_size": 128}),
+    "64": (("vllm",), {"page_size": 192, "causal": "none"}),
+    "96": (("fa3",), {"page_size": 144, "head_dim": 96}),
+    "128, window": (("fa3", "sgl"), {"page_size": 128, "head_dim": 128, "window": (9, -1)}),
+    "192 and 128": (("vllm",), {"page_size": 256, "head_dim": 192, "v_head_dim": 128}),
+    "256": (("vllm",), {"page_size": 80, "head_dim": 256}),
+    "256, window": (("sgl",), {"page_size": 64, "head_dim": 256, "window": (9, -1)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("build", "fields"), [pytest.param(b, f, id=f"{b} {name}") for name, (builds, f) in WHOLE.items() for b in builds]
+)
+def test_rows_that_no_sequence_has_are_not_read(
+    build: str, fields: dict[str, Any], install: Callable[[str], Library], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(build)
+    latent, page, width = fields.get("family") == "mla", fields["page_size"], fields.get("head_dim", 64)
+    heads = {"heads": 4, "kv_heads": 1, "scale": 0.1} if latent else {"heads": 8, "kv_heads": 2, "scale": 0.1}
+    bound = cached(build, **{**heads, **fields}).bound
+    widths = (width, fields.get("v_head_dim", width))
+    query, *caches = tensors((60, heads["heads"], width), *((2, page, heads["kv_heads"], w) for w in widths))
+    if latent:
+        caches[1] = caches[0][..., : widths[1]]
+    length = page + 60
+    for cache in caches:
+        cache[0, 60:] = torch.nan
+    given: dict[str, Any] = {
+        "page_table": torch.tensor([[1, 0]], dtype=torch.int32),
+        "seq_lens": torch.tensor([length], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 60], dtype=torch.int32),
+        "max_seqlen_q": 60,
+        "max_seqlen_k": length,
+    }
+    inputs = (caches[0].squeeze(2),) if latent else caches
+    found = bound.forward(query, *inputs, **given)
+    rows = (cache[[1, 0]].flatten(0, 1)[None, :length].double() for cache in caches)
+    said = {"causal": "bottom_right", "window": (-1, -1), "scale": 0.1}
+    said |= {name: value for name, value in fields.items() if name in said}
+    right = reference.attention(query.double()[None], *rows, **said)[0]
+    assert float((found.double() - right).norm() / right.norm()) < 8e-3
+    monkeypatch.setattr(fa3._Kernels, "padding", lambda self, where: None)
+    assert not bound.forward(query, *inputs, **given).isfinite().all()
+    # A tile holds so few queries: no TMA.
+    given |= {"cu_seqlens_q": torch.tensor([0, 10], dtype=torch.int32), "max_seqlen_q": 10}
+    assert bound.forward(query[:10], *inputs, **given).isfinite().all()
 
 
 def test_queries_beside_an_e4m3_cache_have_a_scale_for_each_sequence_and_head(

@@ -264,19 +264,21 @@ def test_a_plan_waits_until_the_last_one_was_copied(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
     bench = Workbench(GPU)
     for _ in range(2):
-        with bench.planning():
+        with bench.planning(object()):
             said.append("plan")
     assert said == ["plan", "record on stream", "wait", "plan", "record on stream"]
 
 
 def test_a_plan_that_fails_is_no_plan() -> None:
-    bench = Workbench(CPU)
-    with bench.planning("first"):
+    bench, wrapper, other = Workbench(CPU), object(), object()
+    with bench.planning(wrapper, "first"):
         pass
     assert bench.holds("first")
-    with pytest.raises(ValueError, match="no kernel"), bench.planning("second"):
+    assert bench.planned(wrapper)
+    with pytest.raises(ValueError, match="no kernel"), bench.planning(other, "second"):
         raise ValueError("no kernel")
     assert not bench.holds("first")
+    assert not bench.planned(other), "the next plan is its first"
 
 
 def tile_of(packed: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import reference
 from polyattn.serving import DraftTree, ForwardBatch, ForwardMode, PageAllocator, RequestTable, StepBuffers
@@ -107,6 +109,14 @@ def test_the_kit_in_steps(name: str, case: Case, library: Library) -> None:
     STEPS[name].passes(case, library)
 
 
+RECORDED = [(name, case) for name, target in STEPS.items() for case in target.recorded()]
+
+
+@pytest.mark.parametrize(("name", "case"), RECORDED, ids=str)
+def test_the_steps_that_the_kit_records(name: str, case: Case, library: Library) -> None:
+    STEPS[name].passes(case, library)
+
+
 EXTENDING = {"phase": "extend", "s_relation": "fewer", "causal": "bottom_right"}
 DECODING = {"phase": "decode", "s_relation": "one"}
 VERIFYING = {"phase": "verify", "s_relation": "fewer", "causal": "bottom_right"}
@@ -153,7 +163,7 @@ def test_a_group_of_two_decodes_on_the_cuda_cores(library: Library) -> None:
 
 
 def test_a_recorded_step_reads_the_same_memory_at_every_replay(library: Library) -> None:
-    server = Server(PAGED, recorded=True, rows=4, tokens=4, graph_capture=True, **DECODING)
+    server = Server(PAGED, recorded=True, rows=4, tokens=4, graph_capture="session", **DECODING)
     a, b = server.table.add(), server.table.add()
     server.give({a: 30, b: 4})
     server.step(DECODE, {a: 1, b: 1}, padding=2)
@@ -169,6 +179,19 @@ def test_a_recorded_step_reads_the_same_memory_at_every_replay(library: Library)
     buffers = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
     assert {made[name].data_ptr() for name in buffers} <= set(fixed.values())
     assert {name: tensor.data_ptr() for name, tensor in server.session._fixed.items()} == fixed
+    first, *others = plans(library)
+    assert first.endswith("._plan_impl")
+    assert others == ["decode.fast_decode_plan"] * 3, "planned anew without a copy of the tables"
+
+
+def test_an_older_library_plans_every_recorded_step_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = wrappers.library("0.6.18").install(monkeypatch)
+    server = Server(PAGED, recorded=True, rows=1, tokens=1, graph_capture="session", **DECODING)
+    row = server.table.add()
+    for _ in range(2):
+        server.step(DECODE, {row: 1})
+        server.layer()
+    assert [name.endswith("._plan_impl") for name in plans(library)] == [True, True]
 
 
 TREES = ([[-1, 0, 0, 1], [-1, 0, 1, 2]], [[-1, 0, 0, 0], [-1, -1, 0, 2]])
@@ -176,7 +199,13 @@ TREES = ([[-1, 0, 0, 1], [-1, 0, 1, 2]], [[-1, 0, 0, 0], [-1, -1, 0, 2]])
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_trees_are_masks_of_the_plan(library: Library, recorded: bool) -> None:
-    fields = {**VERIFYING, "mask": "bool", "tree": True, "spec_topk": 4, "graph_capture": recorded}
+    fields = {
+        **VERIFYING,
+        "mask": "bool",
+        "tree": True,
+        "spec_topk": 4,
+        "graph_capture": "session" if recorded else False,
+    }
     server = Server(PAGED, recorded=recorded, rows=3, tokens=12, **fields)
     a, b = server.table.add(), server.table.add()
     server.give({a: 37, b: 3})
@@ -202,7 +231,16 @@ def test_a_chain_needs_no_mask(library: Library) -> None:
 @pytest.mark.parametrize("step", [EXTENDING, DECODING], ids=["extend", "decode"])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_latent_steps(library: Library, step: dict[str, Any], recorded: bool) -> None:
-    server = Server(LATENT, recorded=recorded, rows=2, tokens=12, **LATENTS, **step, lse=True, graph_capture=recorded)
+    server = Server(
+        LATENT,
+        recorded=recorded,
+        rows=2,
+        tokens=12,
+        **LATENTS,
+        **step,
+        lse=True,
+        graph_capture="session" if recorded else False,
+    )
     a, b = server.table.add(), server.table.add()
     server.give({a: 37, b: 3})
     mode, count = (DECODE, 1) if step is DECODING else (EXTEND, 6)
@@ -291,7 +329,15 @@ def test_sessions_that_are_planned_at_once_do_not_share_memory(library: Library)
 def test_kernels_without_plans(target: Emulated, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     arch = 100 if target is GENERATED else 90
     library = emulator.library(arch=arch).install(monkeypatch)
-    server = Server(target, recorded=recorded, rows=3, tokens=6, **VERIFYING, spec_topk=1, graph_capture=recorded)
+    server = Server(
+        target,
+        recorded=recorded,
+        rows=3,
+        tokens=6,
+        **VERIFYING,
+        spec_topk=1,
+        graph_capture="session" if recorded else False,
+    )
     a, b = server.table.add(), server.table.add()
     server.give({a: 30, b: 4})
     for _ in range(2):
@@ -305,10 +351,82 @@ def test_kernels_without_plans(target: Emulated, recorded: bool, monkeypatch: py
 
 def test_an_older_library_serves_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     library = wrappers.library("0.6.18.post1").install(monkeypatch)
-    fields = {**VERIFYING, "mask": "bool", "tree": True, "spec_topk": 4, "graph_capture": True}
+    fields = {**VERIFYING, "mask": "bool", "tree": True, "spec_topk": 4, "graph_capture": "session"}
     server = Server(PAGED, recorded=True, rows=2, tokens=8, **fields)
     a, b = server.table.add(), server.table.add()
     server.give({a: 37, b: 3})
     server.step(VERIFY, {a: 4, b: 4}, tree=DraftTree.from_parents(TREES[0]))
     server.layer()
     assert "uniform_q_len" not in next(call.given for call in library.calls if call.name.endswith(".plan"))
+
+
+class _Wrapper:
+    """Stands for the library's call, of which nothing is counted."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+
+    def run(self, **given: Any) -> Tensor:
+        return self.out
+
+
+class _Operations(TorchDispatchMode):
+    """Counts torch's operations, and those of a library not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.off = 0, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not self.off
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("target", "fields"), [(PAGED, {}), (LATENT, LATENTS)], ids=["paged", "mla"])
+def test_what_a_planned_layer_adds_to_the_call_of_the_library(
+    library: Library, target: Emulated, fields: dict[str, Any]
+) -> None:
+    """No operation of torch, and three functions: so a layer stays within a few microseconds of the library by hand."""
+    server = Server(target, **DECODING, **fields)
+    server.step(DECODE, {server.table.add(): 1})
+    query, seen = server.query(), []
+    out = server.session._wrapper = _Wrapper(torch.empty_like(query))
+    tables = dict(server.now.tables)
+    sys.setprofile(lambda frame, event, argument: seen.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        found = server.session.forward(query, *server.caches, **tables)
+    finally:
+        sys.setprofile(None)
+    assert found is out.out
+    assert seen == ["forward", "run_step", "readable", "run"]
+    with _Operations() as operations:
+        server.session.forward(query, *server.caches, **tables)
+    assert not operations.count
+
+
+@pytest.mark.parametrize(("target", "fields"), [(PAGED, {}), (LATENT, LATENTS)], ids=["paged", "mla"])
+def test_what_a_plan_adds_to_that_of_the_library(
+    library: Library, target: Emulated, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host tensors of the lengths, as the library reads them, and little more, in a step of any size."""
+    counted: list[int] = []
+    for rows, tokens in ((2, 2), (6, 6)):
+        server = Server(target, **DECODING, **fields)
+        numbers = [server.table.add() for _ in range(rows)]
+        server.step(DECODE, dict.fromkeys(numbers, 1))
+        server.give(dict.fromkeys(numbers, 1))
+        lengths = [server.table.length(row) for row in numbers]
+        (step,) = server.buffers.stage(ForwardBatch(DECODE, numbers, lengths, [1] * tokens), server.table)
+        wrapper, operations = type(server.session._wrapper), _Operations()
+        library_plan = wrapper.plan
+
+        def plan(*args: Any, library_plan: Any = library_plan, operations: Any = operations, **given: Any) -> None:
+            operations.off = True
+            library_plan(*args, **given)
+            operations.off = False
+
+        with monkeypatch.context() as patched, operations:
+            patched.setattr(wrapper, "plan", plan)
+            server.session.plan(step)
+        counted.append(operations.count)
+    assert counted[0] == counted[1] <= 9

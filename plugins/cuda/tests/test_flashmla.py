@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -132,6 +133,22 @@ def test_a_schedule_serves_one_step_of_all_layers(library: Library) -> None:
             session.forward(query, cache, **tables((1, length), (1, 20)))
             seen.append(library.calls[-1].given["tile_scheduler_metadata"])
     assert [step is seen[0] for step in seen] == [True] * 3 + [False] * 3
+
+
+def test_a_recording_has_a_schedule_of_its_own(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a warm-up holds for the lengths of the warm-up, and so would every replay."""
+    recording: list[bool] = []
+    monkeypatch.setattr("polyattn_cuda.flashmla.capturing", lambda kind: recording[-1])
+    slot = Slot(torch.device("cpu"), 2, 2, 1, lambda name, size: torch.empty(size, dtype=torch.uint8), recorded=True)
+    session = GIT.bind(**MLA).session(slot)
+    cache, query, seen = torch.randn(2, 64, 576).bfloat16(), torch.randn(2, 64, 576).bfloat16(), []
+    session.plan(None)
+    session.prepare(None)
+    for now in (False, False, True, True, False):
+        recording.append(now)
+        session.forward(query, cache, **tables((1, 9), (1, 20)))
+        seen.append(library.calls[-1].given["tile_scheduler_metadata"])
+    assert [a is b for a, b in itertools.pairwise(seen)] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("scale", [-0.1, 0.0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +89,33 @@ def test_operators_show_their_keywords_in_their_schema(acme: Library) -> None:
     assert vendor.load(NEED, "acme.attn:scaled", {"by": "scaling"}) is scaled
     with pytest.raises(BackendUnavailableError, match="takes no 'window'"):
         vendor.load(NEED, "acme.attn:scaled", {"window": "windows"})
+
+
+def test_an_operator_is_called_in_the_order_of_its_schema(acme: Library) -> None:
+    with torch.library._scoped_library("acme_operators", "FRAGMENT") as fragment:
+        fragment.define("fwd(Tensor q, Tensor k, Tensor? sinks, bool causal, int? ring, Tensor? v) -> Tensor[]")
+
+        def body(q: Any, k: Any, sinks: Any, causal: bool, ring: int | None, v: Any) -> list[Any]:
+            return [q + k * causal + (ring or 0), k if v is None else v]
+
+        fragment.impl("fwd", body, "CPU")
+        target = "acme.attn:acme_operators.fwd"
+        operator = vendor.Operator(NEED, target, {"causal": True}, {"sinks": "the sinks"})
+        one, two = torch.ones(2), torch.full((2,), 2.0)
+        assert operator.taking()(one, two)[0].tolist() == [3, 3]
+        found = operator.taking("v", "ring")(one, two, one, 4)
+        assert found[0].tolist() == [7, 7]
+        assert found[1] is one
+        assert operator.taking("v")(one, two, one, ring=5)[0].tolist() == [8, 8]
+        assert operator.rest(ring=3) == (None, True, 3, None)
+        assert operator.function(one, two, *operator.rest(ring=3))[0].tolist() == [6, 6]
+        assert operator.taking()(one, two)[0].tolist() == [3, 3]
+        for fixed, needs, message in (
+            ({"causal": True}, {"alibi": "ALiBi"}, "acme-attn 1.2.3 takes no 'alibi', which ALiBi needs. Install one"),
+            ({"scale": 1.0}, {}, "acme-attn 1.2.3 takes no 'scale', which every call needs"),
+            ({}, {}, f"{target} of acme-attn 1.2.3 needs 'causal', which polyattn does not know. Install one"),
+        ):
+            with pytest.raises(BackendUnavailableError, match=re.escape(message)):
+                vendor.Operator(NEED, target, fixed, needs)
+    with pytest.raises(BackendUnavailableError, match=r"no usable acme.attn:acme_operators.bwd: AttributeError"):
+        vendor.Operator(NEED, "acme.attn:acme_operators.bwd", {}, {})

@@ -8,8 +8,11 @@ import pytest
 
 from polyattn import what_if
 from polyattn.errors import PolyattnError
+from polyattn.lowering import Planner
+from polyattn.platforms import parse_platform
 from polyattn.plugins import PluginManager
-from polyattn.records import AttentionRequest
+from polyattn.records import Accepted, AttentionRequest, judge
+from polyattn.testing import FAMILIES, generate
 from polyattn_cuda.plugin import BACKENDS
 
 NAMES = {
@@ -102,3 +105,22 @@ def test_limits(platform: str, name: str, changes: dict[str, Any], refusal: str)
     else:
         said = "; ".join(selection.rejected[name])
     assert refusal in said
+
+
+@pytest.mark.parametrize("chip", ["cuda:sm90@12.8", "cuda:sm100@13.0"])
+def test_a_rewrite_that_a_row_names_leads_to_what_its_provider_takes(chip: str) -> None:
+    """Of each provider alone, as where the others are not installed; the kit takes what a row names as declared."""
+    facts = parse_platform(chip)._asdict()
+    lost = []
+    for info in BACKENDS:
+        for provider in (provider for provider in info.providers if not provider.planned):
+            rows = [row for row in provider.rows if row.lowered]
+            made = generate(rows, facts, families=tuple(FAMILIES), dtypes=("bfloat16",), per_row=6)
+            for request in dict.fromkeys(case.request.normalised() for case in made):
+                verdict = judge(provider.rows, request)
+                if not isinstance(verdict, Accepted) or not verdict.lowerings:
+                    continue
+                planner = Planner(provider.rows, only=verdict.lowerings, helper=lambda request: "some other backend")
+                if planner.plan(request) is None:
+                    lost.append(f"{info.name}, {provider.name}, {verdict.lowerings}: {request.summary()}")
+    assert not lost

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DequantiseKV"]
 
-_PER_NUMBER = ("", "tensor", "head", "token")
+_SCALED = ("tensor", "head", "token")
+_PER_NUMBER = ("", *_SCALED)
 _SCALES = {
     ("paged", "fp8_e4m3"): _PER_NUMBER,
     ("paged", "fp8_e5m2"): _PER_NUMBER,
@@ -35,7 +36,10 @@ def _readable(request: AttentionRequest) -> bool:
     if family == "mla" and storage == "fp8_e4m3" and request.dims != (576, 512):
         return False
     scales = _SCALES.get((family, storage), ())
-    if family in ("paged", "mla") and storage in _NARROWER.get(request.dtype, ()):
+    if storage == request.dtype:
+        # Nothing is stored in fewer bits, but the numbers are not those that the kernel would read.
+        scales = _SCALED if family == "paged" else ()
+    elif family in ("paged", "mla") and storage in _NARROWER.get(request.dtype, ()):
         scales = _PER_NUMBER if family == "paged" else ("",)
     return request.kv_scales in scales
 
@@ -52,7 +56,7 @@ class DequantiseKV(Lowering):
     fields = frozenset({"kv_dtype", "kv_scales", "kv_storage", "save_kv_cache"})
 
     def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
-        if request.kv_storage == request.dtype or request.kv_parts or not _readable(request):
+        if request.kv_parts or not _readable(request):
             return
         plain = dataclasses.replace(request, kv_dtype="auto", kv_scales="")
         if request.save_kv_cache:

@@ -156,7 +156,7 @@ class Planner:
     def _rewritten(
         self, request: AttentionRequest, lowering: Lowering, rewrite: Rewrite, steps: int, used: frozenset[str]
     ) -> Plan | None:
-        rewrite = dataclasses.replace(rewrite, inner=tuple(r.normalised() for r in rewrite.inner))
+        rewrite = dataclasses.replace(rewrite, inner=tuple(map(_by_itself, rewrite.inner)))
         inner = []
         for wanted in rewrite.inner:
             plan = self._plan(wanted, steps, used | {lowering.name})
@@ -165,7 +165,7 @@ class Planner:
             inner.append(plan)
         helpers = []
         for wanted in rewrite.helpers:
-            helper = self._helper(wanted.normalised())
+            helper = self._helper(_by_itself(wanted))
             if helper is None:
                 return None
             helpers.append(helper)
@@ -181,3 +181,11 @@ class Planner:
             # What the plugin itself refuses names no field: any rewrite may help.
             return _EVERYTHING if self._narrowed[request] else None
         return refused
+
+
+def _by_itself(request: AttentionRequest) -> AttentionRequest:
+    """In normal form. What is rewritten is no layer of the step that was planned, whose tables it does not read: where
+    it is recorded, it is as a call by itself."""
+    if request.graph_capture == "session":
+        request = dataclasses.replace(request, graph_capture=True)
+    return request.normalised()

@@ -72,9 +72,37 @@ def _bound(request: AttentionRequest, kernel: _Kernel) -> Bound:
 
     def backward(*tensors: Tensor, attn_mask: None = None, **lens: Any) -> tuple[Tensor, ...]:
         """tensors: dout, query, key, value, out, lse."""
-        return tuple(heads_first(*kernel.backward(*heads_first(*tensors), **lens)))
+        given = heads_first(*tensors)
+        if request.family == "dense" and given[1].shape[2] == given[2].shape[2] == 1:
+            return tuple(heads_first(*_one_key(request, *given)))
+        return tuple(heads_first(*kernel.backward(*given, **lens)))
 
     return Bound(forward, backward if request.grad else None)
+
+
+def _one_key(
+    request: AttentionRequest, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of one query with one key, which no mask hides and cuDNN's backward refuses ("s_q = s_kv = 1 is
+    not supported"). All [B, H, 1, D], but lse [B, H_q, 1]."""
+    scale = request.head_dim**-0.5 if request.scale is None else request.scale
+    k, v = (t.float().repeat_interleave(request.group, 1) for t in (key, value))
+    q, dout = query.float(), dout.float()
+    weight = torch.exp(scale * (q * k).sum(-1) - lse).unsqueeze(-1)
+    dlogit = scale * weight * (dout * (v - out.float())).sum(-1, keepdim=True)
+    of_heads = (dlogit * q, weight * dout)
+    dk, dv = (t.unflatten(1, (-1, request.group)).sum(2) for t in of_heads)
+    return (dlogit * k).to(query.dtype), dk.to(query.dtype), dv.to(query.dtype)
+
+
+def _laid_out_as(query: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor` with the strides that PyTorch's forward gives to its output."""
+    if tensor.shape == query.shape:
+        dense = torch.empty_like(query)
+    else:
+        outer_first = sorted(range(query.ndim), key=query.stride)[::-1]
+        dense = torch.empty_permuted(tensor.shape, outer_first, dtype=query.dtype, device=query.device)
+    return tensor if tensor.stride() == dense.stride() else dense.copy_(tensor)
 
 
 def _torch(request: AttentionRequest) -> _Kernel:
@@ -91,12 +119,14 @@ def _torch(request: AttentionRequest) -> _Kernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Random state of a dropout that this adapter never asks for.
         seed = torch.zeros((), dtype=torch.long, device=query.device)
+        # PyTorch keeps cuDNN's plans by the layouts of query, key and value alone, and reads the other two by those of
+        # the call that a plan was made in: so they always come as its forward lays `out` out.
         grads: tuple[Tensor, Tensor, Tensor] = gradient(
-            dout,
+            _laid_out_as(query, dout),
             query,
             key,
             value,
-            out,
+            _laid_out_as(query, out),
             lse.contiguous().unsqueeze(-1),
             *(seed, seed, None, None, None),
             query.shape[2],
@@ -147,13 +177,17 @@ def _frontend(request: AttentionRequest) -> _Kernel:
     return _Kernel(forward, backward)
 
 
+_LONGEST = 2
+"""The least that a packed batch says of its longest queries: of one query with one key there is no backward."""
+
+
 def _packed_lens(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
 ) -> dict[str, Tensor | int]:
     return {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_kv": cu_seqlens_k,
-        "max_seqlen_q": max(max_seqlen_q, 1),
+        "max_seqlen_q": max(max_seqlen_q, _LONGEST),
         "max_seqlen_kv": max(max_seqlen_k, 1),
     }
 
@@ -162,6 +196,6 @@ def _padded(lse: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, **_: Any) -> T
     """[T_q, H_q] as [N, H_q, max_seqlen_q], which is what its packed backward reads."""
     token = torch.arange(lse.shape[0], device=lse.device, dtype=cu_seqlens_q.dtype)
     sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), token, right=True)
-    padded = lse.new_zeros(cu_seqlens_q.shape[0] - 1, max(max_seqlen_q, 1), lse.shape[1])
+    padded = lse.new_zeros(cu_seqlens_q.shape[0] - 1, max(max_seqlen_q, _LONGEST), lse.shape[1])
     padded[sequence, (token - cu_seqlens_q[sequence]).long()] = lse
     return padded.transpose(1, 2).contiguous()

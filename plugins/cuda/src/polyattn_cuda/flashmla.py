@@ -21,6 +21,7 @@ from polyattn.backends.gathering import deliver, nothing
 from polyattn.contract import Bound, Slot
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest, Requirement
+from polyattn.signature import capturing
 
 from .records.serving import FLASH_MLA, PAGE, SGL_FLASH_MLA, VLLM_FLASH_MLA
 from .vendor import load
@@ -45,7 +46,7 @@ class FlashMLA:
         attention = _Attention(self.requirement, self.kernels, request)
 
         def session(slot: Slot) -> _Session:
-            return _Session(attention)
+            return _Session(attention, recorded=slot.recorded)
 
         return Bound(attention, session=session)
 
@@ -196,11 +197,16 @@ def _places(page_table: Tensor, seq_lens: Tensor, rows: int, max_seqlen_k: int, 
 
 
 class _Session:
-    """The serving side in one slot: one schedule and one list of places for all layers of a step."""
+    """The serving side in one slot: one schedule and one list of places for all layers of a step.
 
-    def __init__(self, attention: _Attention) -> None:
-        self._attention = attention
+    A recording makes its own: in replays they follow the lengths. Those of a step that was run before it was recorded,
+    to warm up, would stay what they were.
+    """
+
+    def __init__(self, attention: _Attention, *, recorded: bool) -> None:
+        self._attention, self._recorded = attention, recorded
         self._step: _Step | None = None
+        self._in_graph = False
 
     def plan(self, step: Any) -> None:
         """Nothing to do on the host: the kernel plans on the device."""
@@ -213,6 +219,7 @@ class _Session:
         self, query: Tensor, cache: Tensor, *, attn_mask: None = None, out: Tensor | None = None, **tables: Any
     ) -> Any:
         """A `contract.MLAForward` of the step."""
-        if self._step is None and query.shape[0] and tables["max_seqlen_k"]:
-            self._step = self._attention.step(query, **tables)
+        in_graph = self._recorded and capturing(query.device.type)
+        if (self._step is None or in_graph is not self._in_graph) and query.shape[0] and tables["max_seqlen_k"]:
+            self._step, self._in_graph = self._attention.step(query, **tables), in_graph
         return self._attention(query, cache, out=out, step=self._step, **tables)

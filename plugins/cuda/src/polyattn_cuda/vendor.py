@@ -7,11 +7,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from polyattn import distributions
 from polyattn.errors import BackendUnavailableError
 from polyattn.records import Requirement
 
-__all__ = ["load"]
+__all__ = ["Operator", "load"]
 
 
 def load(requirement: Requirement, target: str, needs: Mapping[str, str] | None = None) -> Callable[..., Any]:
@@ -25,8 +27,78 @@ def load(requirement: Requirement, target: str, needs: Mapping[str, str] | None 
         BackendUnavailableError: it cannot be imported here, or it lacks an attribute or a keyword.
     """
     dotted, _, attribute = target.partition(":")
+    return _checked(requirement, target, lambda: getattr(importlib.import_module(dotted), attribute), needs or {})
+
+
+class Operator:
+    """A `torch.ops` operator of a vendor's library, with what a request fixes.
+
+    Their schemas have no defaults, and grow: what is not given is None, in the order of the installed version.
+
+    Args:
+        requirement: the distribution it comes from. target: "module:namespace.name"; importing the module registers it.
+        fixed: arguments of every call. needs: as `load`, beside those.
+
+    Attributes:
+        function: the operator, all of whose arguments are given by position.
+
+    Raises:
+        BackendUnavailableError: see `load`, or the installed version needs an argument that is not among these.
+    """
+
+    def __init__(
+        self, requirement: Requirement, target: str, fixed: Mapping[str, Any], needs: Mapping[str, str]
+    ) -> None:
+        dotted, _, name = target.partition(":")
+        namespace, _, operator = name.partition(".")
+
+        def found() -> Any:
+            importlib.import_module(dotted)
+            return getattr(getattr(torch.ops, namespace), operator).default
+
+        self.function: Any = _checked(requirement, target, found, {**dict.fromkeys(fixed, "every call"), **needs})
+        arguments = self.function._schema.arguments
+        kinds = [argument.type.kind() for argument in arguments]
+        self._leading = next(number for number, kind in enumerate([*kinds, ""]) if kind != "TensorType")
+        others = arguments[self._leading :]
+        self._rest = [fixed.get(argument.name) for argument in others]
+        self._place = {argument.name: number for number, argument in enumerate(others)}
+        for argument in others:
+            if argument.type.kind() != "OptionalType" and argument.name not in fixed:
+                raise BackendUnavailableError(
+                    f"{target} of {_named(requirement)} needs {argument.name!r}, which polyattn does not know. "
+                    f"{_repair(requirement)}"
+                )
+
+    def rest(self, **named: Any) -> tuple[Any, ...]:
+        """Everything behind its leading tensors, for `function`."""
+        filled = self._rest.copy()
+        for name, value in named.items():
+            filled[self._place[name]] = value
+        return tuple(filled)
+
+    def taking(self, *names: str) -> Callable[..., Any]:
+        """It as a function of its leading tensors, then of these arguments in order, and of others by name."""
+        function, rest, place = self.function, self._rest, self._place
+        places = [place[name] for name in names]
+        leading = self._leading
+
+        def call(*given: Any, **named: Any) -> Any:
+            filled = rest.copy()
+            for number, value in zip(places, given[leading:], strict=True):
+                filled[number] = value
+            for name, value in named.items():
+                filled[place[name]] = value
+            return function(*given[:leading], *filled)
+
+        return call
+
+
+def _checked(
+    requirement: Requirement, target: str, find: Callable[[], Any], needs: Mapping[str, str]
+) -> Callable[..., Any]:
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(dotted), attribute)
+        found: Callable[..., Any] = find()
     except Exception as exc:  # on a machine they were not built for, libraries raise OSError, RuntimeError, ...
         raise BackendUnavailableError(
             f"{_named(requirement)} has no usable {target}: {type(exc).__name__}: {exc}. {_repair(requirement)}"
@@ -43,10 +115,10 @@ def load(requirement: Requirement, target: str, needs: Mapping[str, str] | None 
 
 
 def _keywords(function: Callable[..., Any]) -> frozenset[str]:
-    """What a function may be given by name. An operator of `torch.library.custom_op` shows it in its schema alone."""
-    operator = getattr(function, "_opoverload", None)
-    if operator is not None:
-        return frozenset(argument.name for argument in operator._schema.arguments)
+    """What a function may be given by name. Operators show it in their schema alone."""
+    schema = getattr(getattr(function, "_opoverload", function), "_schema", None)
+    if schema is not None:
+        return frozenset(argument.name for argument in schema.arguments)
     return frozenset(inspect.signature(function).parameters)
 
 

@@ -2,7 +2,7 @@
 
 One file per library. A `Library` holds the modules that an adapter would import. Each of its functions has the vendor's
 own signature (`signatures.json` beside this folder, read from the vendor's files), takes a call only if it binds to it,
-and records what it was given.
+and records what it was given. Its operators are registered with torch under the vendor's own schemas.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from polyattn import distributions
 
@@ -65,6 +66,7 @@ class Library:
         self.distribution, self.version = distribution, version
         self.calls: list[Call] = []
         self.modules: dict[str, ModuleType] = {}
+        self._operators: dict[str, Callable[..., Any]] = {}
         for dotted in modules:
             self._module(dotted)
 
@@ -82,6 +84,8 @@ class Library:
         """Make it importable, and known to the package metadata that polyattn reads."""
         for dotted, module in self.modules.items():
             monkeypatch.setitem(sys.modules, dotted, module)
+        for key, body in self._operators.items():
+            monkeypatch.setitem(_INSTALLED, key, body)
         real = distributions.distribution_version
         mine = {self.distribution: self.version}
         monkeypatch.setattr(distributions, "distribution_version", lambda name: mine.get(name) or real(name))
@@ -107,6 +111,24 @@ class Library:
             call.__signature__ = bound  # type: ignore[attr-defined]
             setattr(self._module(dotted), called, call)
             return call
+
+        return decorate
+
+    def operator(self, key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator: operator `key` (torch.ops...) on CPU tensors, as `function`. Torch binds its calls to the schema;
+        what is None counts as not given."""
+
+        def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+            names = [argument.name for argument in _operator(key)._schema.arguments]
+
+            def call(*args: Any) -> Any:
+                arguments = dict(zip(names, args, strict=True))
+                given = {name: value for name, value in arguments.items() if value is not None}
+                self.calls.append(Call(key.rpartition(".")[2], len(args), given, arguments))
+                return body(**arguments)
+
+            self._operators[key] = call
+            return body
 
         return decorate
 
@@ -140,6 +162,23 @@ class Library:
         arguments = {n: value for n, value in found.arguments.items() if not _variadic(bound, n)}
         self.calls.append(Call(name, len(args), given, arguments))
         return arguments
+
+
+_INSTALLED: dict[str, Callable[..., Any]] = {}
+"""What the operators do now, by key: torch has them for as long as the process lives."""
+
+
+@functools.cache
+def _operator(key: str) -> Any:
+    _, _, namespace, name = key.split(".")
+    fragment = torch.library.Library(namespace, "FRAGMENT")
+    fragment.define(_SIGNATURES[key]["schema"])
+    fragment.impl(name, lambda *args: _INSTALLED[key](*args), "CPU")
+    _FRAGMENTS.append(fragment)
+    return getattr(getattr(torch.ops, namespace), name).default
+
+
+_FRAGMENTS: list[torch.library.Library] = []
 
 
 def _variadic(bound: inspect.Signature, name: str) -> bool:

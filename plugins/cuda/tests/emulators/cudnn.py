@@ -52,6 +52,8 @@ def frontend(monkeypatch: pytest.MonkeyPatch) -> Library:
         assert given.pop("sinks") is None
         assert lse.dtype == torch.float32
         starts, band = _taken(q, given)
+        lengths = (q.shape[2], k.shape[2]) if starts is None else (given["max_seqlen_q"], given["max_seqlen_kv"])
+        _check_backward(*lengths)
         if starts is None:
             return _gradient(grad_out, q, k, v, o, lse.reshape(o.shape[:3]), attn_scale, **band)
         count, longest = len(starts[0]) - 1, given["max_seqlen_q"]
@@ -69,8 +71,10 @@ def frontend(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def torch_itself(monkeypatch: pytest.MonkeyPatch) -> Library:
-    """PyTorch's ops, held to their live schemas."""
+    """PyTorch's ops, held to their live schemas. Like them it keeps the plans of backwards by query, key and value
+    (aten/src/ATen/native/cudnn/MHA.cpp, MHAParams): `out` and its gradient are read by the first call's strides."""
     lib = Library("torch", torch.__version__)
+    plans: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def forward(
         query: Tensor,
@@ -110,6 +114,10 @@ def torch_itself(monkeypatch: pytest.MonkeyPatch) -> Library:
         assert (max_q, max_k, dropout_p) == (query.shape[2], key.shape[2], 0.0)
         assert logsumexp.shape == (*out.shape[:3], 1)
         assert logsumexp.is_contiguous()
+        _check_backward(max_q, max_k)
+        key_of_plan = (*((t.shape, t.stride()) for t in (query, key, value)), is_causal)
+        strides = plans.setdefault(key_of_plan, (out.stride(), grad_out.stride()))
+        out, grad_out = (t.as_strided(t.shape, at) for t, at in zip((out, grad_out), strides, strict=True))
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return _gradient(grad_out, query, key, value, out, logsumexp.squeeze(-1), scale, is_causal=is_causal)
 
@@ -150,6 +158,11 @@ def _check(query: Tensor) -> None:
     rows = [stride for size, stride in zip(query.shape[:-1], query.stride()[:-1], strict=True) if size > 1]
     if query.data_ptr() % 16 or any(stride * query.itemsize % 16 for stride in rows):
         raise RuntimeError("misaligned address")
+
+
+def _check_backward(s_q: int, s_kv: int) -> None:
+    if s_q == s_kv == 1:
+        raise RuntimeError("cuDNN Frontend error: s_q = s_kv = 1 is not supported.")
 
 
 def _taken(query: Tensor, given: dict[str, Any]) -> tuple[Starts, dict[str, Any]]:

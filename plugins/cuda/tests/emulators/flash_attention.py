@@ -1,7 +1,7 @@
 """FlashAttention 2, 3 and 4 as their sources describe them: checks, alignment, LSE, and gradients from (out, lse).
 
 What differs: FA2 writes LSE = +inf for a row without keys, the others -inf; FA4 counts its sinks in the LSE; pages of
-FA2 are multiples of 256 tokens; FA4's windows are off by None.
+FA2 are multiples of 256 tokens; FA4's windows are off by None; FA3 multiplies rows of a page that no sequence has by 0.
 """
 
 from __future__ import annotations
@@ -191,8 +191,10 @@ def paged(
     qv: Tensor | None = None,
     sink: Tensor | None = None,
     descales: Descales | None = None,
+    tile: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Packed queries over pages; the LSE [H, T]. e4m3 numbers with their `descales`."""
+    """Packed queries over pages; the LSE [H, T]. e4m3 numbers with their `descales`. Keys come in whole tiles of pages:
+    what lies behind the last one of a sequence has weights of 0."""
     check_tensors(q, k, qv, v, widest=512 if qv is not None else 256, fp8=descales is not None)
     check_lengths(starts_q, lengths, table)
     check(lengths.is_contiguous(), "seqused_k must be contiguous")
@@ -201,12 +203,14 @@ def paged(
     for i, length in enumerate(lengths.tolist()):
         rows = slice(first[i], first[i + 1])
         pages = table[i, : -(-length // k.shape[1])].long()
-        keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (k, v))
+        keys, values = (cache[pages].flatten(0, 1) for cache in (k, v))
+        behind = values[length : -(-length // tile) * tile]
+        keys, values = keys[:length], values[:length]
         if descales is not None:
             out, lse = forward_fp8(*descales.real(i, q[rows], keys, values), rule)
         else:
             out, lse = forward(q[rows], keys, values, rule, None if qv is None else qv[rows], sink)
-        outs.append(out)
+        outs.append(out + _per_head(0 * behind.float(), q.shape[1]).sum(0).to(out.dtype))
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses, -1)
 
@@ -314,6 +318,60 @@ def _widths3(q: Tensor, v: Tensor, qv: Tensor | None) -> None:
         check(d_v >= 256, "q_v is only supported for hdim_v >= 256.")
 
 
+def _tile3(
+    width: int, v_width: int, causal: bool, local: bool, softcap: bool, *, fp8: bool, vllm: bool
+) -> tuple[int, int]:
+    """Queries and keys of a tile (hopper/tile_size.h, not of PagedKVNonTMA); widths as they are rounded."""
+    rows, near, odd = (192 if width <= 96 else 128), causal or local, softcap and local
+    if fp8 and vllm:
+        rows = 192 if width <= 64 else 128
+        keys = {64: 128, 96: 128, 128: 192, 192: 96, 256: 64 if local else 128}
+    elif fp8:
+        keys = {64: 160, 96: 128, 128: 192 if odd else 224, 192: 128 if odd else 160, 256: 64 if local else 128}
+    elif width == 64 and v_width >= 256:
+        return (64, 64) if v_width == 512 else (128, 96)
+    else:
+        other, wide = (160, 96) if vllm else (176, 112)
+        keys = {64: 128 if near else 192, 96: 128 if local else 144, 128: 128 if near else other}
+        keys |= {192: 96 if local else 128 if v_width <= 128 else wide, 256: 64 if local else 80}
+    return rows, keys[width]
+
+
+def _whole_pages3(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    longest: tuple[int, int],
+    rule: Rule,
+    padding: Tensor | None,
+    *,
+    vllm: bool = False,
+) -> int:
+    """Rows that are loaded at once: a tile by TMA, else 1 (flash_api.cpp, `get_pagedkv_tma`).
+
+    Args:
+        tensors: q [T_q, H_q, D], k and v in pages. longest: queries and keys of a sequence, at most.
+        padding: leftpad_k. vllm: in its build, which has no TMA for windows.
+    """
+    q, k, v = tensors
+    queries, keys = longest
+    if padding is not None:
+        check(padding.dtype == torch.int32 and padding.is_contiguous(), "leftpad_k must have dtype int32")
+        check(not padding.any(), "the emulator knows no padding")
+        return 1
+    rounded = [next(width for width in (64, 96, 128, 192, 256, 512) if t.shape[-1] <= width) for t in (k, v)]
+    left, right = rule.window
+    left, right = -1 if left >= keys - 1 else left, -1 if right >= queries - 1 else right
+    causal = rule.causal
+    if queries == 1 and (left, right, rule.chunk) == (-1, -1, 0) and not 64 < k.shape[-1] <= 128:
+        causal = False
+    right = 0 if causal else right
+    causal = (left, right, rule.chunk) == (-1, 0, 0)
+    local = not causal and ((left, right) != (-1, -1) or rule.chunk > 0)
+    fp8 = q.dtype == torch.float8_e4m3fn
+    rows, tile = _tile3(*rounded, causal, local, rule.softcap > 0, fp8=fp8, vllm=vllm)
+    used = k.shape[1] % tile == 0 and queries * (q.shape[-2] // k.shape[-2]) > rows
+    return tile if used and not (local and vllm) else 1
+
+
 def _descales3(a: dict[str, Any], count: int, heads: int) -> Descales | None:
     found = Descales(a["q_descale"], a["k_descale"], a["v_descale"])
     for scale in found:
@@ -326,8 +384,11 @@ def _cached3(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
     _widths3(q, v, qv)
     check(sink is None or sink.dtype == torch.bfloat16, "sinks must have dtype bfloat16")
     check(isinstance(a["max_seqlen_q"], int), "max_seqlen_q must be provided if cu_seqlens_q is provided")
-    where = (a["page_table"], a["cache_seqlens"], a["cu_seqlens_q"])
-    return paged(q, k, v, *where, _rule3(a), qv, sink, _descales3(a, where[1].shape[0], k.shape[2]))
+    table, lengths = a["page_table"], a["cache_seqlens"]
+    longest = (a["max_seqlen_q"], table.shape[1] * k.shape[1])
+    tile = _whole_pages3((q, k, v), longest, _rule3(a), a["cache_leftpad"])
+    descales = _descales3(a, lengths.shape[0], k.shape[2])
+    return paged(q, k, v, table, lengths, a["cu_seqlens_q"], _rule3(a), qv, sink, descales, tile)
 
 
 def fa3(source: str = "git") -> Library:
@@ -391,28 +452,39 @@ def sgl_kernel(version: str = "0.3.21") -> Library:
 
 
 def vllm(version: str = "0.33.0") -> Library:
-    """`vllm.vllm_flash_attn.flash_attn_interface` with its FlashAttention 3."""
-    module = "vllm.vllm_flash_attn.flash_attn_interface"
-    library = Library("vllm", version, module)
+    """The operator of vLLM's FlashAttention 3; importing `vllm.vllm_flash_attn.flash_attn_interface` registers it."""
+    library = Library("vllm", version, "vllm.vllm_flash_attn.flash_attn_interface")
 
-    @library.function(module, "vllm_flash_attn.flash_attn_varlen_func")
-    def flash_attn_varlen_func(**a: Any) -> Any:
-        check(a["fa_version"] == 3, "Unsupported FA version")
+    @library.operator("torch.ops._vllm_fa3_C.fwd")
+    def fwd(**a: Any) -> list[Tensor]:
         q, k, v, qv, sink = a["q"], a["k"], a["v"], a["q_v"], a["s_aux"]
-        assert (a["cu_seqlens_k"] is None) != (a["seqused_k"] is None), "one of cu_seqlens_k and seqused_k"
-        assert a["block_table"] is None or a["seqused_k"] is not None
-        check(sink is None or sink.dtype == torch.bfloat16, "We only support bf16 dtype for S extra.")
-        window = a["window_size"]
-        rule = _rule3({**a, "qv": qv, "window_size": (-1, -1) if window is None else window})
+        check((a["cp_world_size"], a["cp_rank"]) == (1, 0), "cp_tot_seqused_k must be provided")
         _widths3(q, v, qv)
-        if a["block_table"] is None:
-            result = packed(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], rule, sink=sink)
-        else:
+        if sink is not None:
+            check(q.shape[-2] <= 64, "We only support query heads <= 64 with S aux")
+            check(q.shape[-1] == v.shape[-1], "We don't support S aux with hdim != hdim_v")
+            check(sink.dtype == torch.bfloat16, "We only support bf16 dtype for S aux.")
+        window = (a["window_size_left"], a["window_size_right"])
+        rule = _rule3({**a, "qv": qv, "causal": a["is_causal"], "window_size": window})
+        starts = (a["cu_seqlens_q"], a["cu_seqlens_k"])
+        check((starts[0] is None) == (a["max_seqlen_q"] is None), "max_seqlen_q goes with cu_seqlens_q")
+        if a["page_table"] is not None:
             check(k.shape[1] % 16 == 0, "page_size must be a multiple of 16")
-            where = (a["block_table"], a["seqused_k"], a["cu_seqlens_q"])
-            result = paged(q, k, v, *where, rule, qv, sink, _descales3(a, where[1].shape[0], k.shape[2]))
-        out = result[0] if a["out"] is None else a["out"].copy_(result[0])
-        return (out, result[1]) if a["return_softmax_lse"] else out
+            where = (a["page_table"], a["seqused_k"], starts[0])
+            longest = (a["max_seqlen_q"], a["max_seqlen_k"])
+            tile = _whole_pages3((q, k, v), longest, rule, a["leftpad_k"], vllm=True)
+            descales = _descales3(a, where[1].shape[0], k.shape[2])
+            out, lse = paged(q, k, v, *where, rule, qv, sink, descales, tile)
+        elif starts[0] is not None:
+            out, lse = packed(q, k, v, *starts, rule, sink=sink)
+        else:
+            used = a["seqused_k"]
+            check(used is not None, "This flash attention build only supports varlen (for build size reasons).")
+            check_lengths(used)
+            check(used.tolist() == [k.shape[1]] * q.shape[0], "the emulator knows sequences of one length")
+            out, lse = dense(q, k, v, rule, sink=sink)
+        out = out if a["out"] is None else a["out"].copy_(out)
+        return [out, lse, out.new_empty(0), lse.new_empty(0)]
 
     return library
 

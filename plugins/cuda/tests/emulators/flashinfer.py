@@ -125,7 +125,7 @@ def library(version: str = "0.7.2.post1") -> Library:
     where = "flashinfer@0.6.18" if old else "flashinfer"
     _prefill(lib, f"{where}.prefill.BatchPrefillWithPagedKVCacheWrapper")
     _ragged(lib, f"{where}.prefill.BatchPrefillWithRaggedKVCacheWrapper")
-    _decode(lib, f"{where}.decode.BatchDecodeWithPagedKVCacheWrapper")
+    _decode(lib, f"{where}.decode.BatchDecodeWithPagedKVCacheWrapper", old)
 
     @lib.function("flashinfer", f"{where}.cascade.merge_state_in_place")
     def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: None) -> None:
@@ -224,7 +224,7 @@ def _dtype(given: Any) -> torch.dtype:
     return getattr(torch, given) if isinstance(given, str) else given
 
 
-def _decode(lib: Library, key: str) -> None:
+def _decode(lib: Library, key: str, old: bool) -> None:
     class BatchDecodeWithPagedKVCacheWrapper(Planned):
         @lib.method(f"{key}.__init__")
         def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
@@ -273,6 +273,22 @@ def _decode(lib: Library, key: str) -> None:
             return self.finish(outs, lses, q, q.shape[-1], a, p["sm_scale"])
 
     lib.add("flashinfer", BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper)
+
+    @lib.method("flashinfer.decode.fast_decode_plan")
+    def fast_decode_plan(wrapper: Any, global_override_indptr_cpu: Tensor | None, **a: Any) -> None:
+        """The tables that a recorded wrapper reads are left to the caller."""
+        assert wrapper.plans, "it uses the kernels that a plan has loaded"
+        assert wrapper.graph, "the tables of a step that is not recorded would be these on the host"
+        buffers = {name: wrapper.made[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices", "last_page_len")}
+        if len(a["last_page_len"]) != len(buffers["last_page_len"]) or len(a["indices"]) > len(buffers["indices"]):
+            raise ValueError("The batch size should be fixed in cudagraph mode")
+        assert global_override_indptr_cpu is a["indptr"]
+        kinds = {name: _dtype(a[name]) for name in ("q_data_type", "kv_data_type")}
+        wrapper.a = {**wrapper.a, **a, **kinds, **buffers}
+        wrapper.stamp()
+
+    if not old:
+        lib.add("flashinfer.decode", fast_decode_plan=fast_decode_plan)
 
 
 def _ragged(lib: Library, key: str) -> None:

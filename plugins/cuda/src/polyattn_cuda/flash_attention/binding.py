@@ -23,7 +23,7 @@ from polyattn.merging import merge
 from polyattn.placement import aligned, placed
 from polyattn.records import AttentionRequest
 
-__all__ = ["Kernels", "Packed", "Result", "Tables", "bind", "starts"]
+__all__ = ["Kernels", "Packed", "Result", "Tables", "bind", "filled", "starts"]
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -53,7 +53,7 @@ class Kernels(Protocol):
 
     Attributes:
         empty: the LSE that it writes, and its backward expects, for a row that sees no key.
-        writes_out: its packed forwards take `out`. simple: the dense call for tensors alone, or None.
+        writes_out: its forwards take `out`. simple: the shortest way to `dense` without an LSE; None = `dense` itself.
     """
 
     @property
@@ -120,7 +120,7 @@ class _Call:
             return (result, None) if lse is None else (result, self._natural(lse, empties))
         late = sinks is not None and (self.with_lse or not kernels.fuses(sinks, inputs[0]))
         extra = {} if sinks is None or late else {"sinks": sinks}
-        if out is not None and out.ndim == 3 and not late and kernels.writes_out and aligned(out):
+        if out is not None and not late and kernels.writes_out and aligned(out):
             extra["out"] = out
         result, lse = function(*inputs, lse=self.with_lse or late, **extra)
         lse = None if lse is None else self._natural(lse, empties)
@@ -179,9 +179,14 @@ def _dense(call: _Call) -> Bound:
 
 
 def _simple(call: _Call, swapped: bool) -> Callable[..., Tensor] | None:
-    function = call.kernels.simple
-    if function is None or call.with_lse or call.request.sinks:
+    if call.with_lse or call.request.sinks:
         return None
+    dense = call.kernels.dense
+
+    def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return dense(query, key, value, lse=False)[0]
+
+    function = call.kernels.simple or alone
     if not swapped:
         return function
 
@@ -192,17 +197,23 @@ def _simple(call: _Call, swapped: bool) -> Callable[..., Tensor] | None:
 
 
 def _packed(call: _Call) -> Bound:
+    packed = call.kernels.packed
+
     def forward(
         query: Tensor,
         key: Tensor,
         value: Tensor,
         *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
         attn_mask: None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
-        **where: Any,
     ) -> Any:
-        result, lse = call.attend(call.kernels.packed, query, key, value, Packed(**where), sinks=sinks, out=out)
+        where = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        result, lse = call.attend(packed, query, key, value, where, sinks=sinks, out=out)
         return (result, lse.transpose(0, 1)) if call.with_lse and lse is not None else result
 
     def backward(*tensors: Tensor, attn_mask: None = None, **where: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,16 +277,29 @@ def _latent(call: _Call) -> Bound:
     return Bound(forward)
 
 
-@functools.lru_cache(maxsize=64)
-def _kept_starts(count: int, length: int, device: torch.device) -> Tensor:
-    # Copied, which waits: the next call may come on another stream.
-    return _starts(count, length, torch.device("cpu")).to(device)
-
-
 def _starts(count: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device)
 
 
+def _filled(count: int, value: int, device: torch.device) -> Tensor:
+    return torch.full((count,), value, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(make: Callable[..., Tensor], *numbers: int, device: torch.device) -> Tensor:
+    # Copied, which waits: the next call may come on another stream.
+    return make(*numbers, torch.device("cpu")).to(device)
+
+
 def starts(request: AttentionRequest, count: int, length: int, device: torch.device) -> Tensor:
     """cu_seqlens of `count` sequences of one length. Not kept while a graph is recorded, whose memory it would be."""
-    return (_starts if request.graph_capture else _kept_starts)(count, length, device)
+    if request.graph_capture:
+        return _starts(count, length, device)
+    return _kept(_starts, count, length, device=device)
+
+
+def filled(request: AttentionRequest, count: int, value: int, device: torch.device) -> Tensor:
+    """int32 [count] of one number, kept as `starts`."""
+    if request.graph_capture:
+        return _filled(count, value, device)
+    return _kept(_filled, count, value, device=device)

@@ -3,6 +3,10 @@
 From their sources (hopper/flash_api.cpp): any page size; K and V of one width, or 192 with 128; the latent of absorbed
 MLA goes in as `qv`, whose queries' rotary part is 64 wide; a row without keys has LSE = -inf. Sinks are taken in
 bfloat16; others are applied from the LSE.
+
+Pages that are multiples of a tile are loaded whole by TMA, with the rows behind a sequence's last token. Those get
+weights of 0, and 0 times what is not finite is not 0: the output would depend on memory that nobody wrote. Padding
+before the keys, even none of it, makes the kernel load row by row, and it is said where a tile may be that small.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from polyattn.records import AttentionRequest
 
 from .. import vendor
 from ..records.common import FLASH_ATTN_3, SGL_KERNEL, VLLM
-from .binding import Packed, Result, Tables, bind, starts
+from .binding import Packed, Result, Tables, bind, filled, starts
 
 __all__ = [
     "FlashAttention3",
@@ -53,13 +57,16 @@ class FlashAttention3SglKernel:
 
 
 class FlashAttention3VLLM:
-    """Of vLLM, `vllm.vllm_flash_attn.flash_attn_interface`: inference, one packed call for everything, with sinks."""
+    """Of vLLM, the operator behind `vllm.vllm_flash_attn.flash_attn_interface`: inference, with sinks."""
 
     def bind(self, request: AttentionRequest) -> Bound:
         """Raises:
         BackendUnavailableError: the installed build lacks what the request needs.
         """
         return bind(request, VLLMBuild)
+
+
+_TILE = 64
 
 
 class _Kernels(abc.ABC):
@@ -83,14 +90,13 @@ class _Kernels(abc.ABC):
     def fuses(self, sinks: Tensor, query: Tensor) -> bool:
         return self.fused_sinks and sinks.dtype == query.dtype == torch.bfloat16
 
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> Result:
-        """By the packed call: a batch of sequences of one length."""
-        (B, S_q), S_k = query.shape[:2], key.shape[1]
-        starts_q, starts_k = (starts(self.request, B, S, query.device) for S in (S_q, S_k))
-        query, key, value = (t.flatten(0, 1) for t in (query, key, value))
-        result, found = self.packed(query, key, value, Packed(starts_q, starts_k, S_q, S_k), lse=lse, **extra)
-        result = result.view(B, S_q, *result.shape[1:])
-        return result, None if found is None else found.view(-1, B, S_q).transpose(0, 1)
+    def padding(self, where: Tables) -> Tensor | None:
+        """Rows before the keys, int32 [N]: none, said where TMA may be used. Its tiles have 64 rows or more either way,
+        and are for more queries than one holds (tile_size.h and get_pagedkv_tma)."""
+        request, seq_lens = self.request, where.seq_lens
+        if request.page_size < _TILE or where.max_seqlen_q * request.group <= _TILE:
+            return None
+        return filled(request, seq_lens.shape[0], 0, seq_lens.device)
 
     @abc.abstractmethod
     def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
@@ -129,7 +135,7 @@ class _Cached(_Kernels):
         table, seq_lens, cu_seqlens_q, max_seqlen_q, _ = where
         result = self._cached(
             query, key, value, page_table=table, cache_seqlens=seq_lens, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q, return_softmax_lse=lse, **extra,
+            max_seqlen_q=max_seqlen_q, cache_leftpad=self.padding(where), return_softmax_lse=lse, **extra,
         )  # fmt: skip
         return (result[0], result[1]) if lse else (result, None)
 
@@ -189,34 +195,78 @@ class SglKernelBuild(_Cached):
             needs = {"sinks": "the sinks"} if request.sinks else {}
             self._packed = functools.partial(self.load("flash_attn_varlen_func", needs), **self.options)
 
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> Result:
+        """By the packed call: a batch of sequences of one length."""
+        (B, S_q), S_k = query.shape[:2], key.shape[1]
+        starts_q, starts_k = (starts(self.request, B, S, query.device) for S in (S_q, S_k))
+        query, key, value = (t.flatten(0, 1) for t in (query, key, value))
+        result, found = self.packed(query, key, value, Packed(starts_q, starts_k, S_q, S_k), lse=lse, **extra)
+        result = result.view(B, S_q, *result.shape[1:])
+        return result, None if found is None else found.view(-1, B, S_q).transpose(0, 1)
+
     def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
         result = self._packed(query, key, value, **where._asdict(), return_softmax_lse=lse, **extra)
         return (result[0], result[1]) if lse else (result, None)
 
 
+_DENSE = ("seqused_k",)
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_PAGED = ("page_table", "seqused_k", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "leftpad_k", "q_v")
+
+
 class VLLMBuild(_Kernels):
-    """Of vllm."""
+    """Of vllm. Its Python call passes everything on to this operator but batches that are not packed and padding, and
+    makes room for cu_seqlens_k that nobody reads. Built for sequences of different lengths alone, it is told even equal
+    ones."""
 
     fused_sinks = True
     writes_out = True
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
-        needs = {"s_aux": "the sinks", "q_v": "a latent cache", "out": "out="}
-        function = vendor.load(VLLM, "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func", needs)
-        splits = 1 if request.batch_invariant else 0
-        self._call = functools.partial(
-            function, **self.options, window_size=list(request.window), num_splits=splits, fa_version=3
-        )
+        left, right = request.window
+        fixed = {
+            "softmax_scale": self.options["softmax_scale"],
+            "is_causal": self.options["causal"],
+            "window_size_left": left,
+            "window_size_right": right,
+            "softcap": self.options["softcap"],
+            "is_rotary_interleaved": True,
+            "num_splits": 1 if request.batch_invariant else 0,
+            "sm_margin": 0,
+            "cp_world_size": 1,
+            "cp_rank": 0,
+        }
+        names = {"dense": _DENSE, "varlen": _PACKED}.get(request.family, _PAGED)
+        needs = {"s_aux": "the sinks", "out": "out=", **dict.fromkeys(names, f"family {request.family}")}
+        target = "vllm.vllm_flash_attn.flash_attn_interface:_vllm_fa3_C.fwd"
+        operator = vendor.Operator(VLLM, target, fixed, needs)
+        self._call, function = operator.taking(*names), operator.function
 
-    def _attend(self, *tensors: Tensor, lse: bool, sinks: Tensor | None = None, **given: Any) -> Result:
+        def arguments(B: int, S_k: int, device: torch.device) -> tuple[Any, ...]:
+            return operator.rest(seqused_k=filled(request, B, S_k, device))
+
+        rest = arguments if request.graph_capture else functools.lru_cache(maxsize=64)(arguments)
+
+        def simple(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            B, S_k, _, _ = key.shape
+            out: Tensor = function(query, key, value, *rest(B, S_k, key.device))[0]
+            return out
+
+        self.simple = simple
+
+    def _attend(self, *given: Any, lse: bool, sinks: Tensor | None = None, **extra: Any) -> Result:
         if sinks is not None:
-            given["s_aux"] = sinks
-        result = self._call(*tensors, return_softmax_lse=lse, **given)
-        return (result[0], result[1]) if lse else (result, None)
+            extra["s_aux"] = sinks
+        found = self._call(*given, **extra)
+        return found[0], found[1] if lse else None
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> Result:
+        B, S_k = key.shape[:2]
+        return self._attend(query, key, value, filled(self.request, B, S_k, key.device), lse=lse, **extra)
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
-        return self._attend(query, key, value, **where._asdict(), lse=lse, **extra)
+        return self._attend(query, key, value, *where, lse=lse, **extra)
 
     def paged(
         self,
@@ -227,10 +277,6 @@ class VLLMBuild(_Kernels):
         *,
         lse: bool,
         qv: Tensor | None = None,
-        **extra: Tensor,
+        **extra: Any,
     ) -> Result:
-        table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = where
-        return self._attend(
-            query, key, value, block_table=table, seqused_k=seq_lens, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, q_v=qv, lse=lse, **extra,
-        )  # fmt: skip
+        return self._attend(query, key, value, *where, self.padding(where), qv, lse=lse, **extra)

@@ -5,7 +5,7 @@ The cache is read as it is: compressed part and rope part side by side in a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,13 @@ from torch import Tensor
 
 from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound, KVPart, Session, Slot
-from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
 from .. import vendor
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
 from .lengths import Lengths, sighted
 from .results import delivered, writable
-from .scales import scale_of
+from .scales import readable, scale_of
 from .sessions import PlannedSession
 from .workbench import LENDER, Workbench, processors
 
@@ -37,6 +36,8 @@ class Latent:
 
 class _Call:
     """Everything of a request that is no tensor."""
+
+    tables = ()
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
@@ -86,7 +87,7 @@ class _Call:
             wrapper, alive = self.plan_step(
                 bench, lens, lens.page_list(page_table), self._nbytes(query.device), None, None
             )
-            return self.run_step(wrapper, alive, query, cache, out=out)
+            return self.run_step(wrapper, alive, query, (cache,), out, {})
 
     def session(self, slot: Slot) -> Session:
         """A serving side: one plan for all layers of a step."""
@@ -115,18 +116,25 @@ class _Call:
         metadata = self.metadata.csr(
             qo_indptr=lens.cu_seqlens_q, kv_indptr=lens.kv_indptr, kv_indices=pages, kv_len_arr=lens.seq_lens
         )
-        with bench.planning():
+        with bench.planning(wrapper):
             wrapper.plan(metadata=metadata, **self.options)
-        return wrapper, sighted(self.request, lens, bench.device)
+        # Of recorded steps only padding sees nothing, and its rows have no meaning.
+        return wrapper, sighted(self.request, lens, bench.device) if fixed is None else None
 
     def run_step(
-        self, wrapper: Any, alive: Tensor | None, query: Tensor, cache: Tensor, out: Tensor | None = None, **tables: Any
+        self,
+        wrapper: Any,
+        alive: Tensor | None,
+        query: Tensor,
+        caches: tuple[Tensor, ...],
+        out: Tensor | None,
+        given: Mapping[str, Any],
     ) -> Any:
         """A call, or a layer of a step, that was planned."""
         r = self.request
-        query = placed(query if self.factor is None else query * self.factor)
-        found = wrapper.run(
-            query=query, kv_cache=cache, out=writable(out), return_lse=r.lse, return_lse_base_on_e=r.lse
-        )
+        query, target = readable(query, self.factor), out if out is None else writable(out)
+        found = wrapper.run(query=query, kv_cache=caches[0], out=target, return_lse=r.lse, return_lse_base_on_e=r.lse)
+        if alive is None and not r.lse and target is out:
+            return found
         found, lse = found if r.lse else (found, None)
         return delivered(r, found, lse, alive, None, out)

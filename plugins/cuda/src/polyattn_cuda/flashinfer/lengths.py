@@ -3,6 +3,8 @@ another."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,14 +19,26 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(sequence, row, column, column of row 0) of pairs of a query and a key -> bool, whether the query sees the key."""
 
 
-class Lengths(NamedTuple):
-    """int32 on the host: cu_seqlens_q [N+1]; seq_lens [N]; kv_indptr [N+1], pages counted up; last_page_len [N], 0 for
-    a row without keys."""
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Of a batch, on the host.
 
-    cu_seqlens_q: Tensor
-    seq_lens: Tensor
-    kv_indptr: Tensor
-    last_page_len: Tensor
+    Attributes:
+        host: name -> int32, made when it is asked for: cu_seqlens_q [N+1]; seq_lens [N]; kv_indptr [N+1], pages counted
+            up; last_page_len [N], 0 for a row without keys.
+        single: whether every sequence has one query.
+    """
+
+    host: Callable[[str], Tensor]
+    single: bool
+
+    @classmethod
+    def given(cls, cu_seqlens_q: Tensor, seq_lens: Tensor, kv_indptr: Tensor, last_page_len: Tensor) -> Lengths:
+        made = {
+            "cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens, "kv_indptr": kv_indptr, "last_page_len": last_page_len,
+        }  # fmt: skip
+        one_each = torch.arange(cu_seqlens_q.shape[0], dtype=torch.int32)
+        return cls(made.__getitem__, torch.equal(cu_seqlens_q, one_each))
 
     @classmethod
     def read(cls, cu_seqlens_q: Tensor, seq_lens: Tensor, page_size: int) -> Lengths:
@@ -32,30 +46,41 @@ class Lengths(NamedTuple):
         both = torch.cat([cu_seqlens_q, seq_lens]).cpu()
         starts, keys = both[: cu_seqlens_q.shape[0]], both[cu_seqlens_q.shape[0] :]
         pages = (keys + page_size - 1) // page_size
-        return cls(starts, keys, _starts(pages), (keys - (pages - 1) * page_size).minimum(keys))
+        return cls.given(starts, keys, _starts(pages), (keys - (pages - 1) * page_size).minimum(keys))
 
     @classmethod
     def of(cls, step: Any) -> Lengths:
         """Those of a serving step, as the host knows them."""
-        return cls(*(step.host(name) for name in cls._fields))
+        return cls(step.host, step.max_seqlen_q == 1 and step.tokens == step.sequences)
 
     @property
+    def cu_seqlens_q(self) -> Tensor:
+        return self.host("cu_seqlens_q")
+
+    @property
+    def seq_lens(self) -> Tensor:
+        return self.host("seq_lens")
+
+    @property
+    def kv_indptr(self) -> Tensor:
+        return self.host("kv_indptr")
+
+    @property
+    def last_page_len(self) -> Tensor:
+        return self.host("last_page_len")
+
+    @functools.cached_property
     def queries(self) -> Tensor:
         """[N]"""
         return self.cu_seqlens_q.diff()
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         return int(self.cu_seqlens_q[-1])
 
-    @property
+    @functools.cached_property
     def pages(self) -> int:
         return int(self.kv_indptr[-1])
-
-    @property
-    def single(self) -> bool:
-        """Whether every sequence has one query."""
-        return bool((self.queries == 1).all())
 
     def page_list(self, page_table: Tensor) -> Tensor:
         """int32, the pages of all sequences, from a table [N, max_pages] on the device."""
@@ -71,11 +96,12 @@ def _starts(counts: Tensor) -> Tensor:
 
 def sighted(request: AttentionRequest, lens: Lengths, device: torch.device) -> Tensor | None:
     """bool [T_q], the queries that see some key, without a mask; None = all. Decided on the host."""
-    queries, keys = lens.queries, lens.seq_lens
     causal = request.causal != "none"
-    blind = (keys == 0) | (queries > keys) if causal else keys == 0
-    if not bool((blind & (queries > 0)).any()):
+    # Under a causal mask the first of more queries than keys see none.
+    blind = bool((lens.queries > lens.seq_lens).any()) if causal else not int(lens.last_page_len.min())
+    if not blind:
         return None
+    queries, keys = lens.queries, lens.seq_lens
     sequence = torch.repeat_interleave(torch.arange(keys.shape[0]), queries.long())
     seen = keys[sequence] > 0
     if causal:

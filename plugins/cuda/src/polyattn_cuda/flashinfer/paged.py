@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from .. import vendor
 from ..records.flashinfer import FLASHINFER
 from .lengths import Lengths, Mask, flattened, mask_rule, sighted, tree_rule
 from .results import blanked, delivered, natural, writable
-from .scales import HostScale, scale_of, unscaled
+from .scales import HostScale, readable, scale_of, unscaled
 from .sessions import PlannedSession
 from .workbench import LENDER, Workbench, float_bytes
 
@@ -52,8 +52,8 @@ class Paged:
 
     def bind(self, request: AttentionRequest) -> Bound:
         call = _Call(request)
-        # The mask of a step is known to a plan where it is a tree's, and else to the layers only.
-        plans = request.mask == "none" or request.tree
+        # The mask of a step is known to a plan where it is a tree's, and else to the layers only; so are further parts.
+        plans = (request.mask == "none" or request.tree) and not request.kv_parts
         return Bound(call.forward, session=call.session if plans else None)
 
 
@@ -73,24 +73,25 @@ _Part = tuple[Tensor, Tensor | None, Tensor | None]
 class _Call:
     """Everything of a request that is no tensor."""
 
+    tables = ("kv_indptr", "last_page_len")
+
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
         self.prefill = vendor.load(FLASHINFER, "flashinfer:BatchPrefillWithPagedKVCacheWrapper")
         self.decode = vendor.load(FLASHINFER, "flashinfer:BatchDecodeWithPagedKVCacheWrapper")
         self.merge = vendor.load(FLASHINFER, "flashinfer:merge_state_in_place") if r.kv_parts else None
         self.hints = "uniform_q_len" in inspect.signature(self.prefill.plan).parameters  # type: ignore[attr-defined]
+        # Of 0.7 and later, for decode: plans anew without touching the tables in a recorded wrapper's buffers.
+        self.replan = vendor.load(FLASHINFER, "flashinfer.decode:fast_decode_plan") if self.hints else None
         self.host_scale = HostScale()
         self.scale, self.factor = scale_of(r)
         self.layout = r.kv_layout or "NHD"
         self.lse = r.lse or r.sinks or bool(r.kv_parts)
+        self.scaled = bool(r.kv_scales)
         dtype = getattr(torch, r.dtype)
         self.dtypes = {"q_data_type": dtype, "kv_data_type": _STORED.get(r.kv_dtype, dtype)}
         self.decodes = r.s_relation == "one" and r.mask == "none" and r.same_dims
         self.tensor_cores = r.group >= _TENSOR_CORES or r.kv_dtype != "auto" or r.batch_invariant
-
-    def prepared(self, query: Tensor) -> Tensor:
-        """The queries as the kernels read them."""
-        return placed(query if self.factor is None else query * self.factor)
 
     # ---------------------------------------------------------------------------------------------------------- plans
 
@@ -121,12 +122,13 @@ class _Call:
             common["disable_split_kv"] = True
         decode = self.decodes and causal is None and lens.single
         wrapper = self._wrapper(bench, decode, mask is not None, nbytes, fixed)
-        with bench.planning():
+        with bench.planning(wrapper):
             if decode:
-                wrapper.plan(
-                    indptr=lens.kv_indptr, indices=pages, last_page_len=lens.last_page_len, head_dim=r.head_dim,
-                    **common,
-                )  # fmt: skip
+                common |= {"indptr": lens.kv_indptr, "indices": pages, "last_page_len": lens.last_page_len}
+                if fixed is not None and self.replan is not None and bench.planned(wrapper):
+                    self.replan(wrapper, head_dim=r.head_dim, global_override_indptr_cpu=lens.kv_indptr, **common)
+                else:
+                    wrapper.plan(head_dim=r.head_dim, **common)
                 return wrapper
             if fixed and self.hints and len(set(lens.queries.tolist())) == 1:
                 common["uniform_q_len"] = int(lens.queries[0])
@@ -176,13 +178,16 @@ class _Call:
         scales: Sequence[Tensor | None],
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, LSE of base 2 if this call needs one) of a planned wrapper, for `prepared` queries."""
-        given: dict[str, Any] = {}
-        for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-            if scale is not None:
-                given[name] = self.host_scale(scale)
-        found = wrapper.run(q=query, paged_kv_cache=tuple(caches), out=out, return_lse=self.lse, **given)
+        """(out, LSE of base 2 if this call needs one) of a planned wrapper, for `readable` queries."""
+        found = wrapper.run(
+            q=query, paged_kv_cache=tuple(caches), out=out, return_lse=self.lse, **self.host_scales(*scales)
+        )
         return found if self.lse else (found, None)
+
+    def host_scales(self, k_scale: Tensor | None, v_scale: Tensor | None) -> dict[str, float | None]:
+        """Those of an FP8 cache as a wrapper takes them."""
+        scales = (("k_scale", k_scale), ("v_scale", v_scale))
+        return {name: self.host_scale(scale) for name, scale in scales if scale is not None}
 
     # ---------------------------------------------------------------------------------------------------- single calls
 
@@ -223,7 +228,7 @@ class _Call:
                     unscaled(value, v_scale),
                 )
             heads_of_masks = 1 if attn_mask is None else attn_mask.shape[1]
-            q, scales = self.prepared(query), (k_scale, v_scale)
+            q, scales = readable(query, self.factor), (k_scale, v_scale)
             attend = self._attend if heads_of_masks == 1 else self._attend_by_head
             alone = not self.merge and heads_of_masks == 1
             whole: _Part | None = None
@@ -309,6 +314,9 @@ class _Call:
         if step.tree_mask is not None:
             mask = flattened(self.request, lens, tree_rule(step.tree_mask), bench.device)
         wrapper = self.plan(bench, lens, pages, nbytes, mask=mask, fixed=fixed)
+        if fixed is not None:
+            # Of recorded steps only padding sees nothing, and its rows have no meaning.
+            return wrapper, None
         return wrapper, sighted(self.request, lens, bench.device) if mask is None else mask.alive
 
     def run_step(
@@ -316,13 +324,19 @@ class _Call:
         wrapper: Any,
         alive: Tensor | None,
         query: Tensor,
-        *caches: Tensor,
-        sinks: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        out: Tensor | None = None,
-        **tables: Any,
+        caches: tuple[Tensor, ...],
+        out: Tensor | None,
+        given: Mapping[str, Any],
     ) -> Any:
-        """A layer of a planned step."""
-        found, lse = self.run(wrapper, self.prepared(query), caches, (k_scale, v_scale), writable(out))
-        return delivered(self.request, found, natural(lse), alive, sinks, out)
+        """A layer of a planned step: little is done here beyond the library's call, once for each layer and step."""
+        query = readable(query, self.factor)
+        target = out if out is None else writable(out)
+        if self.scaled:
+            scales = self.host_scales(given.get("k_scale"), given.get("v_scale"))
+            found = wrapper.run(q=query, paged_kv_cache=caches, out=target, return_lse=self.lse, **scales)
+        else:
+            found = wrapper.run(q=query, paged_kv_cache=caches, out=target, return_lse=self.lse)
+        if alive is None and not self.lse and target is out:
+            return found
+        found, lse = found if self.lse else (found, None)
+        return delivered(self.request, found, natural(lse), alive, given.get("sinks"), out)

@@ -116,7 +116,8 @@ class _Call:
             return nothing(r, query, out)
         device, target = query.device, writable(out)
         query = query if self.factor is None else query * self.factor
-        lens = Lengths(starts_q, starts_k.diff(), starts_k, starts_k.diff())
+        keys = starts_k.diff()
+        lens = Lengths.given(starts_q, keys, starts_k, keys)
         alive = sighted(r, lens, device)
         with LENDER.lend(device) as bench:
             wrapper = self._planned(bench, lens)
@@ -135,6 +136,6 @@ class _Call:
         wrapper = bench.wrapper((self.wrapper, self.backend), make, nbytes)
         made_for = (wrapper, r, tuple(lens.cu_seqlens_q.tolist()), tuple(lens.kv_indptr.tolist()))
         if not bench.holds(made_for):
-            with bench.planning(made_for):
+            with bench.planning(wrapper, made_for):
                 wrapper.plan(qo_indptr=lens.cu_seqlens_q, kv_indptr=lens.kv_indptr, **self.options)
         return wrapper

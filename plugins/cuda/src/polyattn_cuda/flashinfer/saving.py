@@ -22,6 +22,7 @@ class Places:
         self._size, self._first = request.page_size, 1 if request.kv_layout == "HND" else 0
         both = slot.workspace("new tokens", 16 * slot.max_tokens).view(torch.int64)
         self._page, self._place = both.view(2, slot.max_tokens)
+        self._where = self._page, self._place
 
     @classmethod
     def of(cls, request: AttentionRequest, slot: Slot) -> Places | None:
@@ -31,8 +32,9 @@ class Places:
     def take(self, step: Any) -> None:
         """Those of a step; recorded with it."""
         slots = step.slots
-        torch.div(slots, self._size, rounding_mode="floor", out=self._page[: slots.shape[0]])
-        torch.remainder(slots, self._size, out=self._place[: slots.shape[0]])
+        self._where = page, place = self._page[: slots.shape[0]], self._place[: slots.shape[0]]
+        torch.div(slots, self._size, rounding_mode="floor", out=page)
+        torch.remainder(slots, self._size, out=place)
 
     def write(
         self, caches: Sequence[Tensor], new: Sequence[Tensor | None], scales: Sequence[Tensor | None] = (None, None)
@@ -44,5 +46,4 @@ class Places:
             kept = stored(rows, None if scale is None else scale.reshape(1), cache.dtype)
             if cache.dtype.itemsize == 1:
                 cache, kept = cache.view(torch.uint8), kept.view(torch.uint8)
-            where = self._page[: rows.shape[0]], self._place[: rows.shape[0]]
-            (cache.transpose(1, 2) if self._first else cache)[where] = kept
+            (cache.transpose(1, 2) if self._first else cache)[self._where] = kept

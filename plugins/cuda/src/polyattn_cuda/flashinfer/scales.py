@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import GraphError
+from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
-__all__ = ["HostScale", "scale_of", "unscaled"]
+__all__ = ["HostScale", "readable", "scale_of", "unscaled"]
 
 
 def scale_of(request: AttentionRequest) -> tuple[float, float | None]:
@@ -20,6 +21,14 @@ def scale_of(request: AttentionRequest) -> tuple[float, float | None]:
     if scale > 0:
         return scale, None
     return (-scale, -1.0) if scale else (1.0, 0.0)
+
+
+def readable(query: Tensor, factor: float | None) -> Tensor:
+    """Queries as the kernels read them, times what `scale_of` says."""
+    if factor is not None:
+        query = query * factor
+    # Whole ones, which nearly all are, without a look at each stride.
+    return query if query.is_contiguous() and not query.data_ptr() & 15 else placed(query)
 
 
 def unscaled(rows: Tensor | None, scale: Tensor | None) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,6 +22,8 @@ class Planner(Protocol):
     """What a family's adapter does for a session."""
 
     request: AttentionRequest
+    tables: tuple[str, ...]
+    """Of a step, those that recorded steps read and that a plan may leave to `prepare`."""
 
     def plan_step(
         self, bench: Workbench, lens: Lengths, pages: Tensor, nbytes: int, step: Any, fixed: dict[str, Tensor] | None
@@ -29,9 +31,17 @@ class Planner(Protocol):
         """A planned wrapper, and the queries that see a key or None = all."""
         ...
 
-    @property
-    def run_step(self) -> Callable[..., Any]:
-        """(wrapper, alive, query, *caches, **tensors and tables): a layer of a planned step."""
+    def run_step(
+        self,
+        wrapper: Any,
+        alive: Tensor | None,
+        query: Tensor,
+        caches: tuple[Tensor, ...],
+        out: Tensor | None,
+        given: Mapping[str, Any],
+    ) -> Any:
+        """A layer of a planned step. given: tensors and tables."""
+        ...
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -67,29 +77,39 @@ class PlannedSession:
     def plan(self, step: Any) -> None:
         lens = Lengths.of(step)
         self._wrapper = self._alive = None
-        if not lens.tokens or not (lens.pages or self._recorded):
+        if not step.tokens or not (lens.pages or self._recorded):
             return
         pages = self._pages[: lens.pages]
         planned = self._planner.plan_step(self._bench, lens, pages, self._nbytes, step, self._fixed)
-        # Of recorded steps only padding sees nothing, and its rows have no meaning.
-        self._wrapper, self._alive = planned[0], None if self._recorded else planned[1]
-        step.kv_indices  # noqa: B018 - what a step is asked for before, its own `prepare` writes
+        self._wrapper, self._alive = planned
+        if self._recorded:
+            for name in ("kv_indices", *self._planner.tables):
+                getattr(step, name)  # memory for it, which nothing may take while a graph is recorded
 
     def prepare(self, step: Any) -> None:
         if self._wrapper is not None:
             pages = step.kv_indices[: self._pages.shape[0]]
             self._pages[: pages.shape[0]].copy_(pages)
+            if self._fixed is not None:
+                for name in self._planner.tables:
+                    self._fixed[name].copy_(getattr(step, name))
         if self._places is not None:
             self._places.take(step)
 
     def forward(
-        self, query: Tensor, *caches: Tensor, key: Tensor | None = None, value: Tensor | None = None, **given: Any
+        self,
+        query: Tensor,
+        *caches: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        out: Tensor | None = None,
+        **given: Any,
     ) -> Any:
-        if key is not None and self._places is None:
-            # Rows that the cache is not to hold: this call reads other pages than those that were planned.
-            return self._planner.forward(query, *caches, key=key, value=value, **given)
-        if self._places is not None:
+        if key is not None:
+            if self._places is None:
+                # Rows that the cache is not to hold: this call reads other pages than those that were planned.
+                return self._planner.forward(query, *caches, key=key, value=value, out=out, **given)
             self._places.write(caches, (key, value), (given.get("k_scale"), given.get("v_scale")))
         if self._wrapper is None:
-            return nothing(self._planner.request, query, given.get("out"))
-        return self._planner.run_step(self._wrapper, self._alive, query, *caches, **given)
+            return nothing(self._planner.request, query, out)
+        return self._planner.run_step(self._wrapper, self._alive, query, caches, out, given)

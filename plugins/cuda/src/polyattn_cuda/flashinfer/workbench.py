@@ -73,6 +73,7 @@ class Workbench:
         self.device, self._memory = device, memory
         self._workspace: Tensor | None = None
         self._wrappers: dict[Hashable, Any] = {}
+        self._planned: set[int] = set()
         self._made_for: Hashable = None
         self._copied: torch.cuda.Event | None = None
 
@@ -89,6 +90,7 @@ class Workbench:
             else:
                 self._workspace = self._memory("flashinfer", nbytes).zero_()
             self._wrappers.clear()
+            self._planned.clear()
             self._made_for = None
         return self._workspace
 
@@ -104,14 +106,18 @@ class Workbench:
             self._wrappers[kind] = make(workspace)
         return self._wrappers[kind]
 
+    def planned(self, wrapper: Any) -> bool:
+        """Whether this wrapper was planned here before."""
+        return id(wrapper) in self._planned
+
     def holds(self, made_for: Hashable) -> bool:
         """Whether the last plan made here was `made_for` this."""
         return self._made_for is not None and self._made_for == made_for
 
     @contextlib.contextmanager
-    def planning(self, made_for: Hashable = None) -> Iterator[None]:
-        """Around every plan. A plan is copied to the device from pinned memory, which the next one writes over: so that
-        waits until the copy was made. By then it usually was."""
+    def planning(self, wrapper: Any, made_for: Hashable = None) -> Iterator[None]:
+        """Around every plan of a wrapper. A plan is copied to the device from pinned memory, which the next one writes
+        over: so that waits until the copy was made. By then it usually was."""
         self._made_for = None
         if self._copied is not None:
             self._copied.synchronize()
@@ -120,6 +126,7 @@ class Workbench:
             self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(self.device))
         self._made_for = made_for
+        self._planned.add(id(wrapper))
 
 
 class Lender:

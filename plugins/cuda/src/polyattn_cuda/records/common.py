@@ -54,6 +54,9 @@ BY_TOKENS = {"page_size": "page_table_to_tokens"}
 SINKS = {"sinks": "sinks_from_lse"}
 TREE = {"tree": "tree_by_lse"}
 
+# FA3 keeps sinks in shared memory for 64 heads: vLLM's build says so, sgl-kernel's does not look.
+SINK_HEADS = Range(1, 64)
+
 FLASH_ATTENTION = "https://github.com/Dao-AILab/flash-attention"
 FLASH_ATTN_2 = Requirement(
     "flash-attn",

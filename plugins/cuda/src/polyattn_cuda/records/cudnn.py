@@ -9,7 +9,7 @@ from typing import Any
 
 from polyattn.records import BackendInfo, Provider, Range, Requirement, Row, Window, row
 
-from .common import AMPERE_AND_LATER, CAUSAL, HALF, HOPPER, LENGTHS, SINKS, TRAINABLE
+from .common import AMPERE_AND_LATER, CAUSAL, HALF, HOPPER, LENGTHS, SINKS, TRAINABLE_LSE
 
 CUDNN_FRONTEND = Requirement(
     "nvidia-cudnn-frontend", ">=1.32", module="cudnn.sdpa.fwd.torch_op", hint="pip install nvidia-cudnn-frontend"
@@ -25,7 +25,7 @@ COMMON: dict[str, Any] = {
     "group": True,
     "scale": True,
     "lse": True,
-    "grad": TRAINABLE,
+    "grad": TRAINABLE_LSE,
     "misaligned": True,
 }
 BANDED: dict[str, Any] = {"causal": CAUSAL, "window": Window()}
@@ -62,5 +62,7 @@ CUDNN = BackendInfo(
     priority=35,
     evidence="emulator",
     upstream="https://github.com/NVIDIA/cudnn-frontend",
-    note="a plan is built for each new shape, on the host: not for batches whose lengths change with every call",
+    note="a plan is built for each new shape, on the host: not for batches whose lengths change with every call. On "
+    "Hopper the backward of several versions of cuDNN gives NaN in dQ for queries whose LSE is below -88, where S_k % "
+    "128 is 64 (NVIDIA/cudnn-frontend#628)",
 )

@@ -33,6 +33,7 @@ from .common import (
     HOPPER,
     LENGTHS,
     SGL_KERNEL,
+    SINK_HEADS,
     SINKS,
     TRAINABLE,
     TRAINABLE_LSE,
@@ -64,12 +65,13 @@ def _dense(when: Mapping[str, Any], **limits: Any) -> Row:
     return row(when=when, lowered={} if "sinks" in limits else SINKS, **{**options, **limits})
 
 
-def _fa3_dense(*, trains: bool, sinks: bool) -> tuple[Row, ...]:
+def _fa3_dense(*, trains: bool = False, sinks: tuple[dict[str, Any], ...] = ()) -> tuple[Row, ...]:
+    """Rows of one FA3 build. `sinks`: the widths at which it takes them."""
     when = {"arch": HOPPER, "toolkit": CUDA_12_3}
     rows = []
     for width in FA_WIDTHS:
-        if sinks:
-            rows.append(_dense(when, **width, sinks=True))
+        if width in sinks:
+            rows.append(_dense(when, **width, sinks=True, heads=SINK_HEADS))
         rows.append(_dense(when, **width, lse=True))
         if trains:
             rows.append(_dense(when, **width, lse=True, grad=TRAINABLE_LSE, deterministic=False))
@@ -115,9 +117,9 @@ FA = BackendInfo(
     "fa",
     "cuda",
     (
-        Provider("fa3/flash-attn-3", _fa3_dense(trains=True, sinks=False), FA3, (FLASH_ATTN_3,)),
-        Provider("fa3/sgl-kernel", _fa3_dense(trains=False, sinks=True), f"{FA3}SglKernel", (SGL_KERNEL,)),
-        Provider("fa3/vllm", _fa3_dense(trains=False, sinks=True), f"{FA3}VLLM", (VLLM,)),
+        Provider("fa3/flash-attn-3", _fa3_dense(trains=True), FA3, (FLASH_ATTN_3,)),
+        Provider("fa3/sgl-kernel", _fa3_dense(sinks=FA_WIDTHS), f"{FA3}SglKernel", (SGL_KERNEL,)),
+        Provider("fa3/vllm", _fa3_dense(sinks=(WIDE,)), f"{FA3}VLLM", (VLLM,)),
         Provider("fa4/flash-attn-4", FA4_ROWS, FA4, (FLASH_ATTN_4,)),
         Provider("fa2/flash-attn", FA2_ROWS, FA2, (FLASH_ATTN_2,)),
     ),

@@ -42,6 +42,7 @@ from .common import (
     NO_TREE,
     SERVING,
     SGL_KERNEL,
+    SINK_HEADS,
     SINKS,
     TREE,
     UNABSORBED,
@@ -70,14 +71,18 @@ FA3_SERVING: dict[str, Any] = {
 
 
 def _fa3_paged(
-    archs: tuple[str, ...], *, page: Range = ANY_PAGE, chunk: bool = False, sinks: bool = False
+    archs: tuple[str, ...],
+    *,
+    page: Range = ANY_PAGE,
+    chunk: bool = False,
+    sinks: tuple[dict[str, Any], ...] = (),
 ) -> tuple[Row, ...]:
     """Paged rows of one FA3 build.
 
     Args:
         archs: what it was compiled for. page: the sizes it takes. chunk: it has attention_chunk.
-        sinks: it takes them; its LSE then includes them, so a call that wants the LSE as well gets its sinks by the
-            lowering.
+        sinks: the widths at which it takes them; its LSE then includes them, so a call that wants the LSE as well gets
+            its sinks by the lowering.
     """
     when = {"arch": archs, "toolkit": CUDA_12_3, "kv_dtype": KV_DTYPES}
     base = {
@@ -91,8 +96,8 @@ def _fa3_paged(
     for width in FA_WIDTHS:
         chain = {**when, "spec_topk": NO_TREE}
         windowed = {**base, **width, "window": Window(), "chunk": chunk}
-        if sinks:
-            rows.append(row(when=chain, lowered=DEQUANTISE, **windowed, sinks=True))
+        if width in sinks:
+            rows.append(row(when=chain, lowered=DEQUANTISE, **windowed, sinks=True, heads=SINK_HEADS))
         rows.append(row(when=chain, lowered={**DEQUANTISE, **SINKS}, **windowed, lse=True))
         # A draft tree is attended as prefix plus drafts, merged by LSE; upstream has no window there.
         tree = {**base, **width, "lse": True, "spec_topk": ANY_TREE}
@@ -125,8 +130,8 @@ FA3 = BackendInfo(
         Provider(
             "sgl-kernel",
             (
-                *_fa3_paged(HOPPER, chunk=True, sinks=True),
-                *_fa3_paged(("sm80", "sm86", "sm89"), chunk=True, sinks=True),
+                *_fa3_paged(HOPPER, chunk=True, sinks=FA_WIDTHS),
+                *_fa3_paged(("sm80", "sm86", "sm89"), chunk=True, sinks=FA_WIDTHS),
                 *_fa3_mla(),
             ),
             f"{FA3_TARGET}SglKernel",
@@ -134,7 +139,7 @@ FA3 = BackendInfo(
         ),
         Provider(
             "vllm",
-            (*_fa3_paged(HOPPER, page=VLLM_PAGE, sinks=True), *_fa3_mla(VLLM_PAGE)),
+            (*_fa3_paged(HOPPER, page=VLLM_PAGE, sinks=(WIDE,)), *_fa3_mla(VLLM_PAGE)),
             f"{FA3_TARGET}VLLM",
             (VLLM,),
         ),

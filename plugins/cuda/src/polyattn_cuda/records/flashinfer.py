@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import Alias, AutoRule, BackendInfo, Provider, Requirement, Row, Window, conditions, row
+from polyattn.records import SESSION, Alias, AutoRule, BackendInfo, Provider, Requirement, Row, Window, conditions, row
 
 from .common import (
     ABSORBED,
@@ -60,7 +60,6 @@ def _wrappers(width: dict[str, Any]) -> tuple[Row, ...]:
         "sinks": True,
         "lse": True,
         "cross": True,
-        "kv_parts": ANY_TREE,
         "chunked_prefix": True,
         "deterministic": True,
     }
@@ -70,12 +69,17 @@ def _wrappers(width: dict[str, Any]) -> tuple[Row, ...]:
         stored = {"kv_dtype": "auto"}
     one: dict[str, Any] = {"phase": "decode", "s_relation": "one"}
     return (
-        row(**base, **stored, spec_topk=NO_TREE, graph_capture=True),
-        row(**{**base, **stored, **one}, spec_topk=NO_TREE, batch_invariant=True, graph_capture=True),
-        row(**base, **stored, mask=("none", "bool"), tree=(True,), spec_topk=ANY_TREE, graph_capture=True),
-        # The mask of a step is known to a plan where it is a tree's, and else to the layers only.
+        row(**base, **stored, spec_topk=NO_TREE, graph_capture=SESSION),
+        row(**{**base, **stored, **one}, spec_topk=NO_TREE, batch_invariant=True, graph_capture=SESSION),
+        row(**base, **stored, mask=("none", "bool"), tree=(True,), spec_topk=ANY_TREE, graph_capture=SESSION),
+        # The mask of a step is known to a plan where it is a tree's, and else to the layers only; so are further parts,
+        # of which no rewrite of the caches knows.
         row(
-            **base, **stored, mask=("none", "bool"), spec_topk=ANY_TREE, note="masks other than trees are not recorded"
+            **{**base, **stored, "when": {"arch": AMPERE_AND_LATER}, "lowered": {}},
+            mask=("none", "bool"),
+            spec_topk=ANY_TREE,
+            kv_parts=ANY_TREE,
+            note="masks other than trees are not recorded",
         ),
     )
 
@@ -178,7 +182,7 @@ FLASHINFER_MLA = BackendInfo(
                     chunked_prefix=True,
                     deterministic=True,
                     spec_topk=NO_TREE,
-                    graph_capture=True,
+                    graph_capture=SESSION,
                 ),
             ),
             target="polyattn_cuda.flashinfer.latent:Latent",

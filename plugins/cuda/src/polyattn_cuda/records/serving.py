@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import Alias, BackendInfo, ConfigField, OneOf, Provider, Range, Requirement, row
+from polyattn.records import SESSION, Alias, BackendInfo, ConfigField, OneOf, Provider, Range, Requirement, row
 
 from .common import (
     ABSORBED,
@@ -112,7 +112,7 @@ CUTLASS_DECODE = row(
 CUTLASS_REST = row(
     when={"arch": BLACKWELL, "kv_dtype": LATENT_DTYPES, "heads": LATENT_HEADS},
     lowered=DEQUANTISE,
-    **CUTLASS,
+    **{**CUTLASS, "graph_capture": SESSION},
     dims=(ABSORBED, UNABSORBED),
     chunked_prefix=True,
     lse=True,
