@@ -273,7 +273,7 @@ def test_the_flags_reach_the_request(run: Run) -> None:
 def test_the_serving_flags_reach_the_request(run: Run) -> None:
     words = (
         "--mla --phase extend --page-size 32 --kv-dtype fp8_e4m3 --kv-scales tensor --save-kv-cache --chunked-prefix "
-        "--multimodal --graph-capture --method dsa --assume-platform cuda:sm90"
+        "--multimodal --graph-capture session --method dsa --assume-platform cuda:sm90"
     )
     found = run("explain", *shlex.split(words), "--json")
     assert found.code == 3
@@ -281,6 +281,19 @@ def test_the_serving_flags_reach_the_request(run: Run) -> None:
     for word in ("page_size=32", "kv_scales=tensor", "save_kv_cache", "chunked_prefix", "multimodal", "method=dsa"):
         assert word in message
     assert "graph_capture" in message
+
+
+def test_a_kernel_that_plans_is_recorded_in_steps_only(run: Run) -> None:
+    words = "--family paged --phase decode --assume-platform cuda:sm90 --assume-installed flashinfer-python"
+    for kind, code in (("none", 0), ("session", 0), ("call", 3)):
+        found = run(
+            "explain", *shlex.split(words), "--attention-backend", "flashinfer", "--graph-capture", kind, "--json"
+        )
+        assert found.code == code, found
+    message = found.data["error"]["message"]
+    assert "graph_capture=True is a call by itself" in message
+    assert "record a step of polyattn.serving" in message
+    assert "Backends that can: " in message
 
 
 class TestReasons:

@@ -83,12 +83,15 @@ def test_report_reads_like_a_table(report: Report) -> None:
     assert any("negative controls: 12 of 12" in line for line in lines)
 
 
-def test_shards_are_the_run_in_parts(report: Report) -> None:
-    parts = [run("torch_native", shard=(i, 3), **SMALL) for i in range(3)]
+def test_parts_of_a_run_are_the_run(report: Report) -> None:
+    parts = [run("torch_native", only=range(i, report.total, 3), **SMALL) for i in range(3)]
     assert sum(part.ran for part in parts) == report.ran
     whole = parts[0]
+    assert not whole.ok
+    assert f"NOT COMPLETE: {report.total - whole.ran} cases were not run" in str(whole)
     for part in parts[1:]:
         whole.absorb(part)
+    assert whole.ok
     assert (whole.passed, whole.refused, whole.total) == (report.passed, report.refused, report.total)
     assert whole.counts == report.counts
     assert {name: margin for name, (margin, _) in whole.margins.items()} == {
@@ -96,20 +99,20 @@ def test_shards_are_the_run_in_parts(report: Report) -> None:
     }
 
 
-def test_start_and_stop_bound_a_run(report: Report) -> None:
-    first, rest = run("torch_native", stop=5, **SMALL), run("torch_native", start=5, **SMALL)
-    assert first.ran == 5
-    assert rest.ran == report.ran - 5
-    assert first.gates
-    assert not rest.gates, "the controls are run once, at the beginning"
-
-
-def test_progress_is_told_before_each_case() -> None:
+def test_progress_is_told_before_each_case_and_results_after_it() -> None:
     told: list[tuple[int, int, str]] = []
-    found = run("torch_native", stop=3, progress=lambda *args: told.append(args), **SMALL)
-    cases = plan(Installed("torch_native"), dtypes=["float32"], families=["varlen"], per_row=3)
-    assert told == [*((i, 3, case.id) for i, case in enumerate(cases[:3])), (3, 3, "")]
-    assert found.ran == 3
+    kept: list[tuple[int, int]] = []
+    found = run(
+        "torch_native",
+        only=iter((2, 0)),
+        progress=lambda *args: told.append(args),
+        keep=lambda report, position: kept.append((report.ran, position)),
+        **SMALL,
+    )
+    ids = [case.id for case in plan(Installed("torch_native"), dtypes=["float32"], families=["varlen"], per_row=3)]
+    assert told == [(0, len(ids), ids[2]), (1, len(ids), ids[0]), (2, len(ids), "")]
+    assert kept == [(1, 2), (2, 0)]
+    assert (found.ran, found.total, found.ok) == (2, len(ids), False)
 
 
 def test_a_lost_device_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from polyattn.errors import BackendUnavailableError, ConfigError
+from polyattn.testing import suite
+
 from .conftest import ADAPTER, PLUGIN
 
 PLUGIN_OPTION = ("-p", "polyattn.testing.plugin")
@@ -127,16 +130,17 @@ def test_a_line_without_a_case_stops_a_full_run(project: Path) -> None:
 
 
 def test_the_suite_for_a_named_backend(project: Path) -> None:
-    suite = ("--pyargs", "polyattn.testing.suite", *PLUGIN_OPTION)
-    code, said = run(project, *suite, "--polyattn-backend", "acme", "-k", "float32-B1 or gates", "-vv")
+    words = ("--pyargs", suite.__name__, *PLUGIN_OPTION)
+    code, said = run(project, *words, "--polyattn-backend", "acme", "-k", "float32-B1 or gates", "-vv")
     assert code == 0, said
     assert re.search(r"TestConformance::test_case\[dense-float32-B1\S+\] PASSED", said)
-    code, said = run(project, *suite)
-    assert code != 0
-    assert "TestConformance names no backend: set its `backend`, or give --polyattn-backend NAME" in said
-    code, said = run(project, *suite, "--polyattn-backend", "acne")
-    assert code != 0
-    assert "no backend is named 'acne'. Did you mean 'acme'" in said
+
+
+def test_the_suite_needs_a_backend_that_there_is() -> None:
+    with pytest.raises(ConfigError, match="TestConformance names no backend: set its `backend`, or give --polyattn-ba"):
+        suite.TestConformance._place(None, None)
+    with pytest.raises(BackendUnavailableError, match="no backend is named 'torch_sdqa'"):
+        suite.TestConformance._place("torch_sdqa", None)
 
 
 def test_a_device_that_is_not_here_is_skipped_or_strictly_a_failure(project: Path) -> None:

@@ -109,3 +109,23 @@ def test_it_is_found_out_without_torch_and_the_kit_without_pytest() -> None:
 
 def test_detection_is_the_machine_s() -> None:
     assert where.detect is detect
+
+
+OTHER = """
+@hookimpl
+def polyattn_register_backends():
+    yield BackendInfo("acme", "cpu", (Provider("p", ROWS, "acme_kernels.adapter:Acme"),), summary="")
+    rows = (row(family="varlen", dtype=("float32", "bfloat16"), head_dim=Range(8, 128)),)
+    aliases = (Alias("acme", ("varlen",)),)
+    yield BackendInfo("packed", "cpu", (Provider("p", rows, "acme_kernels.adapter:Acme"),), summary="", aliases=aliases)
+"""
+
+
+def test_where_a_name_is_another_backend_s_that_one_answers(acme: Acme) -> None:
+    """As `fa3` is a backend over caches, and the FlashAttention of that generation elsewhere."""
+    from polyattn.testing import Installed, plan
+
+    acme(behind=OTHER)
+    for name, families in {"acme": {"paged"}, "packed": {"dense", "paged"}}.items():
+        cases = plan(Installed(name), families=["dense", "varlen", "paged"])
+        assert {case.request.family for case in cases if case.fields == ("family",)} == families

@@ -66,6 +66,9 @@ def test_other_python_blocks_compile(page: Path) -> None:
 
 @pytest.mark.parametrize("command", sorted({c for p in PAGES for c in commands(p)}))
 def test_commands_run(command: str) -> None:
+    if re.match(r"polyattn conform \S+ --quick", command):
+        # All of its cases are tests of their own in tests/conformance: here, that the command is right.
+        command += " --families varlen --dtypes float32"
     run("bash", "-c", command.replace("polyattn", f'"{sys.executable}" -m polyattn', 1))
 
 

@@ -7,6 +7,7 @@ import pytest
 from polyattn.errors import PluginError
 from polyattn.records import (
     ANY,
+    SESSION,
     Accepted,
     AtLeast,
     AttentionRequest,
@@ -41,6 +42,7 @@ CONSTRAINTS = [
     (Window(), [(-1, -1), (3, 4)], [], "both bounds"),
     (Window(right=False), [(-1, -1), (3, -1)], [(3, 4), (-1, 0)], "left bound"),
     (Window(left=False), [(-1, 4)], [(3, -1)], "right bound"),
+    (SESSION, [False, "session"], [True], "planned steps of polyattn.serving"),
 ]
 
 

@@ -276,7 +276,7 @@ def test_decode_and_verify_are_recorded_and_extend_is_not(monkeypatch: pytest.Mo
     """Whoever verifies: so prefill's backend is recorded in mode prefill only."""
     assert {"decode", "verify"} == phases.RECORDED
     rig = Rig(decoder())
-    seen: dict[str, bool] = {}
+    seen: dict[str, bool | str] = {}
 
     def judged(requests: Mapping[str, AttentionRequest], asked: Asked) -> Any:
         seen.update({phase: request.graph_capture for phase, request in requests.items()})
@@ -287,7 +287,7 @@ def test_decode_and_verify_are_recorded_and_extend_is_not(monkeypatch: pytest.Mo
     monkeypatch.setattr(choosing, "choose_phases", judged)
     with pytest.raises(UnsupportedRequestError, match="asked"):
         choosing.choose_layers(rig.layers, rig.pool, Asked(topk=1), recorded=phases.RECORDED)
-    assert seen == {"extend": False, "decode": True, "verify": True}
+    assert seen == {"extend": False, "decode": "session", "verify": "session"}
 
 
 @pytest.mark.parametrize(

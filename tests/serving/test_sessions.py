@@ -58,6 +58,18 @@ def test_a_layer_that_writes_itself_reads_without_its_session_when_it_is_not_to_
     assert toys[0].forwards == 2
 
 
+def test_a_layer_without_new_keys_reads_by_the_plan_of_its_step(toys: Any) -> None:
+    """As those that share the cache of another layer do: whether or not its kernel writes what it is given."""
+    for number, name in enumerate(("toy", "toy_saves")):
+        rig = Rig(decoder(), backend=name)
+        (row,) = rig.add()
+        rig.step(EXTEND, {row: 3})
+        before = toys[number].forwards
+        query = torch.randn(3, rig.layers[0].heads, rig.layers[0].head_dim)
+        rig.backend.forward(query, None, None, rig.layers[0])
+        assert toys[number].forwards == before + 1
+
+
 def recorded_rig(**arguments: Any) -> Rig:
     rig = Rig(WINDOWS, **{"backend": "toy", **arguments})
     rig.backend.init_cuda_graph_state(4, 16)
@@ -145,12 +157,12 @@ def test_recorded_phases_need_backends_that_can_be_recorded(toys: Any, monkeypat
 
     for arguments in (("toy_saves", "toy"), ("toy", "toy"), ("toy", "toy_saves", 1)):
         prefill, decode, topk = (*arguments, 0)[:3]
-        words = f"--prefill-attention-backend {prefill}.*graph_capture=True is not declared"
+        words = f"--prefill-attention-backend {prefill}.*graph_capture='session' is not declared"
         with pytest.raises(UnsupportedRequestError, match=words):
             rig(prefill, decode, topk=topk)
     rig("toy", "toy_saves", topk=1, verify="decode")
     made = rig("toy", "toy_saves")
-    assert [found.request.graph_capture for found in made.backend.explain().values()] == [False, True]
+    assert [found.request.graph_capture for found in made.backend.explain().values()] == [False, "session"]
     (row,) = made.add()
     for _ in range(2):
         with pytest.raises(UnsupportedRequestError, match="graph_capture"):
@@ -159,7 +171,7 @@ def test_recorded_phases_need_backends_that_can_be_recorded(toys: Any, monkeypat
     (row,) = made.add()
     made.step(EXTEND, {row: 3})
     made.step(EXTEND, {row: 3}, recorded="capture")
-    assert [found.request.graph_capture for found in made.backend.explain().values()] == [True, True]
+    assert [found.request.graph_capture for found in made.backend.explain().values()] == ["session", "session"]
     made.step(EXTEND, {row: 3})
 
 

@@ -45,7 +45,7 @@ def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
         ConfigError: another rank chooses otherwise.
     """
     selection = chosen.selection
-    if mode() == "off":
+    if (tuning := mode()) == "off":
         return chosen
     others = _choices(selection.request, policy, EPOCH.value)
     if distributed():
@@ -57,7 +57,7 @@ def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
         switch = _Switch(chosen, policy, load)
         bound = Bound(switch, simple=switch.simple(), session=chosen.bound.session)
         chosen = dataclasses.replace(chosen, bound=bound, at=switch.at)
-    if mode() == "online":
+    if tuning == "online":
         chosen = importlib.import_module(ONLINE).watched(chosen)
     return chosen
 

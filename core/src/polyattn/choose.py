@@ -65,7 +65,7 @@ def choose(request: AttentionRequest, argument: str | None, scope: Scope, *, eag
     if policy.choice is None:
         chosen = unasked(chosen, policy, _load, eager=eager)
     bound = observed(chosen.bound, request, chosen.at or selection.id) if eager else opaque(chosen.bound)
-    return dataclasses.replace(chosen, bound=bound)
+    return chosen if bound is chosen.bound else dataclasses.replace(chosen, bound=bound)
 
 
 def _load(selection: Selection) -> Chosen:
@@ -74,11 +74,14 @@ def _load(selection: Selection) -> Chosen:
     provider = next(p for p in info.providers if p.name == selection.provider)
     options = _options(info)
 
+    def configured(request: AttentionRequest) -> AttentionRequest:
+        return request if request.options == options else dataclasses.replace(request, options=options)
+
     def load(request: AttentionRequest) -> Bound:
-        return manager.load_forward(info, provider, dataclasses.replace(request, options=options))
+        return manager.load_forward(info, provider, configured(request))
 
     bound = bind(selection.plan or Plan(selection.request), load, lambda helper: _load(helper).bound)
-    return Chosen(dataclasses.replace(selection.request, options=options), selection, info, bound)
+    return Chosen(configured(selection.request), selection, info, bound)
 
 
 def _options(info: BackendInfo) -> tuple[tuple[str, Hashable], ...]:

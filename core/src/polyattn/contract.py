@@ -351,7 +351,8 @@ class Session(Protocol):
         allocates. Before it the step's tensors hold the step before; `step.host(name)` is the plan's way to read."""
 
     def forward(self, *tensors: Any, **tables: Any) -> Any:
-        """Once per layer: the family's forward, with the tensors of the step that was planned last."""
+        """Once per layer: the family's forward, with the tensors of the step that was planned last. A layer that has no
+        new keys brings none, also where the request saves them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -220,18 +220,6 @@ class DenseSite:
             return trace_dense(
                 query, key, value, attn_mask, sinks, out, _constants(self.static), self._argument, self._scope
             )
-        return self.eager(query, key, value, attn_mask, sinks, out)
-
-    def eager(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        sinks: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Any:
-        """The call when torch.compile is not tracing it."""
         fast = self._fast
         if sinks is None and out is None:
             if attn_mask is None:
@@ -363,9 +351,9 @@ def attention(
     try:
         site = _sites.get(name)
     except TypeError:  # an unhashable argument: a window as a list is fine, the rest is told
-        return DenseSite(Static(*name[:8]), backend, scope).eager(query, key, value, attn_mask, sinks, out)
+        return DenseSite(Static(*name[:8]), backend, scope)(query, key, value, attn_mask, sinks, out)
     if site is None:
-        site = DenseSite(Static(*name[:8]), backend, scope).eager
+        site = DenseSite(Static(*name[:8]), backend, scope).__call__
         if len(_sites) >= SITES_KEPT:
             _sites.clear()
         _sites[name] = site

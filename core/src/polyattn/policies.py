@@ -33,6 +33,8 @@ def current_policy(argument: str | None, scope: Scope, request: AttentionRequest
 def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:
     """A policy with what measurements say of a request that nobody chose a backend for."""
     said = advise(request, functools.partial(tuning_place, request.platform))
+    if not (said.order or said.avoid or said.notes):
+        return policy
     tuned = tuple(Choice(name, why) for name, why in said.order)
     return dataclasses.replace(policy, tuned=tuned, avoid=said.avoid, notes=said.notes)
 

@@ -90,8 +90,13 @@ class Catalogue:
     vendor_broken: Mapping[str, str] = dataclasses.field(default_factory=dict)
     narrow: Callable[[BackendInfo, AttentionRequest], Verdict | None] = lambda backend, request: None
 
+    @functools.cached_property
+    def _by_platform(self) -> Mapping[str, tuple[Offer, ...]]:
+        platforms = {o.info.platform for o in self.offers}
+        return {name: tuple(o for o in self.offers if o.info.platform == name) for name in platforms}
+
     def on(self, platform: str) -> tuple[Offer, ...]:
-        return tuple(o for o in self.offers if o.info.platform == platform)
+        return self._by_platform.get(platform, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,16 +340,16 @@ def _decide(asked: _Judge) -> Selection:
 def _automatic(asked: _Judge) -> Selection:
     request, policy = asked.request, asked.policy
     ranked = sorted(
-        (o for o in asked.offers if may_be_automatic(o, policy)), key=lambda o: (-(o.info.priority or 0), o.info.name)
+        [o for o in asked.offers if may_be_automatic(o, policy)], key=lambda o: (-(o.info.priority or 0), o.info.name)
     )
     named = {o.info.name: o for o in ranked}
     for choice in (c for c in policy.tuned if c.name in named):
         if (said := asked.take(named[choice.name])).provider is not None:
             return _selection(asked, said, "tuned", choice.source)
-    rules = ((rule.rank, o.info.name, rule.why, o) for o in ranked for rule in o.info.auto if holds(rule.when, request))
-    for _, _, why, offer in sorted(rules, key=lambda r: r[:2]):
-        if (said := asked.ask(offer)).provider is not None:
-            return _selection(asked, said, "platform rule", why)
+    rules = [(rule.rank, o.info.name, i, rule, o) for o in ranked for i, rule in enumerate(o.info.auto)]
+    for *_, rule, offer in sorted(rules, key=lambda r: r[:3]):
+        if holds(rule.when, request) and (said := asked.ask(offer)).provider is not None:
+            return _selection(asked, said, "platform rule", rule.why)
     # A negative priority is a last resort: an exact rewrite for another backend comes before it.
     usual = [o for o in ranked if (o.info.priority or 0) >= 0]
     for group in (usual, ranked[len(usual) :]):

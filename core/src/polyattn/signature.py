@@ -37,7 +37,10 @@ def transform(*tensors: Tensor) -> str:
         return "vmap"
     plain = (Tensor, torch.nn.Parameter)
     known = ("FakeTensor", "FunctionalTensor")
-    return "" if all(type(t) in plain or type(t).__name__ in known for t in tensors) else "subclass"
+    for tensor in tensors:
+        if type(tensor) not in plain and type(tensor).__name__ not in known:
+            return "subclass"
+    return ""
 
 
 def mask_key(mask: Tensor | None, batch: int, heads: int, s_q: int, s_k: int) -> Any:

@@ -40,7 +40,7 @@ def _tensor(name: str, value: Any, rank: int, shape: str) -> None:
             f"{name} is a nested tensor; pass packed sequences to varlen_attention instead "
             f"(its .values() and int32 .offsets())"
         )
-    if any(c.__name__ == "DTensor" for c in type(value).__mro__):
+    if type(value) is not Tensor and any(c.__name__ == "DTensor" for c in type(value).__mro__):
         raise InvalidInputError(f"{name} is a DTensor; attention is local: pass {name}.to_local()")
     if value.ndim != rank:
         raise InvalidInputError(f"{name} has {value.ndim} dimensions {tuple(value.shape)}, {rank} are needed: {shape}")

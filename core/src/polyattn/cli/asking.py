@@ -21,6 +21,7 @@ SERVING = ("paged", "mla")
 RELATIONS = {"prefill": "equal", "extend": "fewer", "decode": "one", "verify": "fewer"}
 ALIGNMENTS = ("bottom_right", "top_left")
 MASKS = ("none", "bool", "additive")
+RECORDINGS: Mapping[str, Any] = {"none": False, "call": True, "session": "session"}
 GRADIENTS = ("query", "key", "value", "mask", "sinks", "lse")
 MLA_SCALE = 192**-0.5
 """Of the uncompressed heads of DeepSeek's models, 128 + 64 wide: absorbed rows have no scale of their own (S2)."""
@@ -56,7 +57,7 @@ class Question:
     cross: bool = False
     dropout: float = 0.0
     deterministic: bool = False
-    graph_capture: bool = False
+    graph_capture: str = "none"
     multimodal: bool = False
     chunked_prefix: bool = False
     save_kv_cache: bool | None = None
@@ -105,7 +106,7 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         "cross": question.cross,
         "dropout": _probability("--dropout", question.dropout),
         "deterministic": question.deterministic,
-        "graph_capture": question.graph_capture,
+        "graph_capture": RECORDINGS[_one_of("--graph-capture", question.graph_capture, tuple(RECORDINGS))],
         "multimodal": question.multimodal,
         "chunked_prefix": question.chunked_prefix,
         "save_kv_cache": question.save_kv_cache,

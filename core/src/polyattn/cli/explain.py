@@ -236,8 +236,13 @@ def explain(
         bool, typer.Option("--multimodal", help="The model has multimodal towers.", rich_help_panel=SERVE)
     ] = False,
     graph_capture: Annotated[
-        bool, typer.Option("--graph-capture", help="Recorded into a device graph.", rich_help_panel=SERVE)
-    ] = False,
+        str,
+        typer.Option(
+            metavar="WORD",
+            help="Recorded into a device graph: call = by itself, session = as a layer of a planned step.",
+            rich_help_panel=SERVE,
+        ),
+    ] = "none",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every reason of every backend.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON, with every reason.")] = False,
 ) -> None:

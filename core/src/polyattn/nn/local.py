@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..dispatch import DenseSite, bind
@@ -57,9 +56,8 @@ class LocalAttention(nn.Module):
     ) -> Any:
         """Shapes and result as `polyattn.attention`."""
         site = self._train if self.training else self._infer
-        if torch.compiler.is_dynamo_compiling():
-            return site(query, key, value, attn_mask, sinks)
-        return site.eager(query, key, value, attn_mask, sinks)
+        # Python calls a method without making a tuple of the arguments, which `site(...)` would cost.
+        return site.__call__(query, key, value, attn_mask, sinks)
 
     def __polyattn_explain__(self, *args: Any, **kwargs: Any) -> Selection:
         site = self._train if self.training else self._infer

@@ -15,6 +15,7 @@ from .request import AttentionRequest, request_fields
 
 __all__ = [
     "ANY",
+    "SESSION",
     "Accepted",
     "AtLeast",
     "Constraint",
@@ -50,6 +51,24 @@ class _Any:
 
 ANY: Constraint = _Any()
 """The field is supported at every value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Session:
+    def reason(self, value: Any) -> str | None:
+        if value is not True:
+            return None
+        return (
+            "is a call by itself, for which this kernel would plan on the host while the graph is recorded: record a "
+            "step of polyattn.serving, which is planned before, or use a backend that does not plan"
+        )
+
+    def describe(self) -> str:
+        return "planned steps of polyattn.serving"
+
+
+SESSION: Constraint = _Session()
+"""`graph_capture` of a kernel that plans on the host: recorded through `Bound.session`, never as a call by itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,20 +186,11 @@ class Row:
 
     def applies(self, request: AttentionRequest) -> list[str]:
         """The `when` clauses that do not hold, as sentences; empty when the row applies."""
-        return [s for name, c in self.when.items() if (s := _sentence(request, name, c))]
+        return _sentences(request, self.when, {})[0]
 
     def misses(self, request: AttentionRequest, active: Iterable[tuple[str, Any]]) -> tuple[list[str], list[str]]:
         """(reasons this row refuses the request, lowerings it needs to accept it)."""
-        reasons: list[str] = []
-        lowerings: list[str] = []
-        for name, constraint in self.allows.items():
-            sentence = _sentence(request, name, constraint)
-            if sentence is None:
-                continue
-            if name in self.lowered:
-                lowerings.append(self.lowered[name])
-            else:
-                reasons.append(sentence)
+        reasons, lowerings = _sentences(request, self.allows, self.lowered)
         for name, value in active:
             if name not in self.allows and name not in self.when and not self._covers(name):
                 if name in self.lowered:
@@ -198,10 +208,20 @@ def _show(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
-def _sentence(request: AttentionRequest, name: str, constraint: Constraint) -> str | None:
-    value = getattr(request, name)
-    ending = constraint.reason(value)
-    return None if ending is None else f"{name}={_show(value)} {ending}"
+def _sentences(
+    request: AttentionRequest, named: Mapping[str, Constraint], lowered: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """(what does not hold, as sentences; the lowerings of those fields that have one)."""
+    reasons, lowerings = [], []
+    for name, constraint in named.items():
+        value = getattr(request, name)
+        if (ending := constraint.reason(value)) is None:
+            continue
+        if name in lowered:
+            lowerings.append(lowered[name])
+        else:
+            reasons.append(f"{name}={_show(value)} {ending}")
+    return reasons, lowerings
 
 
 def _constraint(name: str, value: Any) -> Constraint | None:

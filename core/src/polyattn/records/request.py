@@ -113,7 +113,9 @@ class AttentionRequest:
     grad: tuple[str, ...] = option((), doc="gradients wanted: query, key, value, mask, sinks, lse (through the LSE)")
     deterministic: bool = option(False, doc="same bits on every run")
     batch_invariant: bool = option(False, doc="same bits whatever else is in the batch")
-    graph_capture: bool = option(False, doc="the call is being recorded into a device graph")
+    graph_capture: bool | Literal["session"] = option(
+        False, doc="recorded into a device graph: True = the call by itself, session = as a layer of a planned step"
+    )
     s_relation: SRelation = option("equal", doc="S_q against S_k: equal, one (one query), fewer, more")
     cross: bool = option(False, doc="cross-attention: keys are another sequence's")
     multimodal: bool = option(False, doc="the model has multimodal towers served by this family")
@@ -184,20 +186,20 @@ class AttentionRequest:
         scale = None if self.scale == self.head_dim**-0.5 else self.scale
         v_head_dim = self.v_head_dim or self.head_dim
         kv_dtype = "auto" if self.kv_dtype == self.dtype else self.kv_dtype
-        changed: dict[str, Any] = {
-            "causal": causal,
-            "window": (left, right),
-            "scale": scale,
-            "v_head_dim": v_head_dim,
-            "kv_dtype": kv_dtype,
-        }
-        if all(getattr(self, k) == v for k, v in changed.items()):
+        spelled = (causal, (left, right), scale, v_head_dim, kv_dtype)
+        if spelled == (self.causal, self.window, self.scale, self.v_head_dim, self.kv_dtype):
             return self
+        changed: Any = dict(zip(("causal", "window", "scale", "v_head_dim", "kv_dtype"), spelled, strict=True))
         return dataclasses.replace(self, **changed)
 
     def active(self) -> tuple[tuple[str, Any], ...]:
         """The options that are not off: what a backend must have declared to be given this request."""
-        found = [(f.name, getattr(self, f.name)) for f in _options(type(self)) if not f.is_off(self)]
+        values = vars(self)
+        found = [
+            (name, value)
+            for name, off in _options(type(self))
+            if (value := values[name]) != off and not (callable(off) and off(self))
+        ]
         if self.group != 1:
             found.append(("group", self.group))
         return tuple(found)
@@ -235,7 +237,7 @@ def request_fields(kind: type[AttentionRequest] = AttentionRequest) -> tuple[Fie
 
 
 _fields: dict[type, tuple[Field, ...]] = {}
-_option_fields: dict[type, tuple[Field, ...]] = {}
+_option_fields: dict[type, tuple[tuple[str, Any], ...]] = {}
 
 
 def _read_fields(kind: type[AttentionRequest]) -> tuple[Field, ...]:
@@ -246,7 +248,8 @@ def _read_fields(kind: type[AttentionRequest]) -> tuple[Field, ...]:
     )
 
 
-def _options(kind: type[AttentionRequest]) -> tuple[Field, ...]:
+def _options(kind: type[AttentionRequest]) -> tuple[tuple[str, Any], ...]:
+    """(name, `Field.off`) of the options."""
     if kind not in _option_fields:
-        _option_fields[kind] = tuple(f for f in request_fields(kind) if f.kind == "option")
+        _option_fields[kind] = tuple((f.name, f.off) for f in request_fields(kind) if f.kind == "option")
     return _option_fields[kind]

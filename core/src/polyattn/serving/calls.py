@@ -33,7 +33,8 @@ class LayerCall:
     Args:
         served: the layer, its cache, and whether its kernel writes.
         forward: takes (query, *caches, **keywords), and key and value where it writes them.
-        reader: the same for calls that write nothing.
+        reader: the same for calls that write nothing. without: for those without new keys, where a kernel that writes
+            has none to write: a planned one keeps its plan.
 
     Attributes:
         keywords: tables, scales, sinks and mask. slots: int64, where the new tokens go.
@@ -41,15 +42,23 @@ class LayerCall:
     """
 
     __slots__ = (
-        *("_caches", "_dtype", "_dynamic", "_forward", "_id", "_own", "_pool", "_reader", "_writes"),
+        *("_caches", "_dtype", "_dynamic", "_forward", "_id", "_own", "_pool", "_reader", "_without", "_writes"),
         *("keywords", "layer", "shapes", "slots"),
     )
 
-    def __init__(self, served: Served, pool: KVPool, forward: Callable[..., Any], reader: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        served: Served,
+        pool: KVPool,
+        forward: Callable[..., Any],
+        reader: Callable[..., Any],
+        without: Callable[..., Any],
+    ) -> None:
         self.layer, self._id, self._pool = served.layer, served.layer.layer_id, pool
         self._caches, self._own, self._dtype = served.cache.tensors, served.tensors, pool.dtype
         self._dynamic = served.cache.dynamic
-        self._forward, self._reader, self._writes = forward, reader, served.saver is not None
+        self._forward, self._reader, self._without = forward, reader, without
+        self._writes = served.saver is not None
         self.keywords: dict[str, Any] = {}
         self.slots: Tensor
         self.shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None] = ((), (), None)
@@ -73,7 +82,7 @@ class LayerCall:
         if k is None:
             if v is not None:
                 self._refuse("a value without its key; give both, or None for both where the cache has them")
-            return self._reader(q, *self._caches, **self.keywords)
+            return self._without(q, *self._caches, **self.keywords)
         if k.shape != key or (None if v is None else v.shape) != value:
             self._refuse_new(k, v)
         for new in (k,) if v is None else (k, v):

@@ -123,7 +123,7 @@ def layer_request(
             "spec_topk": topk,
             "tree": tree and not by_mask,
             "mask": "bool" if tree else "none",
-            "graph_capture": recorded,
+            "graph_capture": "session" if recorded else False,
             **stored,
         }
     ).normalised()

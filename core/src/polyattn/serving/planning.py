@@ -275,10 +275,11 @@ class PlanSlot:
     def _call(self, phase: ServingPhase, served: Served) -> LayerCall:
         bound, plain = served.bound, served.chosen.bound
         forward, reader = bound.forward, plain.forward
+        without = reader
         if bound.session is not None:
-            forward = self._session(phase, served, bound.session).forward
+            forward = without = self._session(phase, served, bound.session).forward
             reader = forward if bound is plain else reader
-        return LayerCall(served, self._tables.pool, forward, reader)
+        return LayerCall(served, self._tables.pool, forward, reader, without)
 
     def _session(self, phase: ServingPhase, served: Served, make: Callable[[Slot], Session]) -> Session:
         key = (self._tables.group[served.layer.layer_id], served.windowed)

@@ -224,7 +224,7 @@ def _read(place: Callable[[], Place]) -> _Known:
         if one.place == here:
             quarantined.setdefault(canonical(one.key), {})[one.backend] = one.reason
     own = {key: tuple(by_lengths.values()) for key, by_lengths in found.items()}
-    return _Known(own, elsewhere, quarantined)
+    return _Known(own, elsewhere, quarantined) if own or elsewhere or quarantined else _EMPTY
 
 
 def _keep(found: dict[str, dict[Lengths, Measured]], row: Row, *, shipped: bool) -> None:

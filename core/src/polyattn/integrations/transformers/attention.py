@@ -159,7 +159,7 @@ class _Sites(dict[Any, Callable[..., Any]]):
         site = self[key] = bind(
             causal=causal, window=window, softcap=softcap, scale=scaling, layout="BHSD", dropout_p=dropout,
             deterministic=exact, backend=self.backend,
-        ).eager  # fmt: skip
+        ).__call__  # fmt: skip
         return site
 
 

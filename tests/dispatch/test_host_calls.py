@@ -1,0 +1,67 @@
+"""How many functions a call goes through before its kernel. Times belong to benchmarks/dispatch.py; these counts are
+the same on every machine, and what they bound is what the times are made of."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import polyattn
+from polyattn.nn import LocalAttention
+
+MISS = 450
+"""Functions of Python and C that the first call of a signature may go through, the binding of its kernel included."""
+
+
+def functions(call: Callable[[], Any]) -> list[str]:
+    """The functions that a call goes through, those of C included."""
+    found: list[str] = []
+
+    def note(frame: Any, event: str, function: Any) -> None:
+        if event == "call":
+            found.append(frame.f_code.co_name)
+        elif event == "c_call":
+            found.append(function.__name__)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found[1:-1]  # without `call` itself and the last setprofile
+
+
+@pytest.fixture
+def inputs():
+    with torch.inference_mode():
+        yield tuple(torch.randn(1, 8, 1, 64) for _ in range(3))
+
+
+def test_a_call_that_was_seen_before(inputs):
+    site, layer = polyattn.bind(layout="BHSD"), LocalAttention(layout="BHSD").eval()
+    calls = {
+        "bind": lambda: site(*inputs),
+        "layer": lambda: layer.forward(*inputs),
+        "functional": lambda: polyattn.attention(*inputs, layout="BHSD"),
+    }
+    for call in calls.values():
+        for _ in range(4):
+            call()
+    own = ["is_dynamo_compiling", "check", "_get_deterministic_algorithms", "scaled_dot_product_attention"]
+    found = {name: functions(call) for name, call in calls.items()}
+    assert found["bind"] == ["__call__", *own]
+    assert found["layer"] == ["forward", "__call__", *own]
+    assert found["functional"] == ["attention", own[0], "get", "get", "__call__", *own]
+
+
+def test_the_first_call_of_a_signature(inputs):
+    for width in (24, 40):
+        polyattn.attention(*(t[..., :width].contiguous() for t in inputs), layout="BHSD")
+    new = [t[..., :56].contiguous() for t in inputs]
+    found = functions(lambda: polyattn.attention(*new, layout="BHSD"))
+    assert "load_forward" in found, "it was no new signature"
+    assert len(found) <= MISS
