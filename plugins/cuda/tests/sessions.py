@@ -10,8 +10,7 @@ from torch import Tensor
 
 from polyattn.serving.workspace import Limits, Workspaces
 from polyattn.testing import Case
-
-from .harness import Emulated
+from polyattn.testing.emulators import Emulated
 
 __all__ = ["CallStep", "InSession"]
 

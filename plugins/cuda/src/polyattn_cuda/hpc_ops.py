@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.adapters import load
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound
@@ -21,7 +22,6 @@ from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
 from .records.serving import HPC_OPS_PACKAGE, PAGE
-from .vendor import load
 
 __all__ = ["HpcOps"]
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import adapters
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.common import FLASH_ATTN_2
 from .binding import Packed, Result, Tables, bind
 
@@ -39,7 +39,7 @@ class FlashAttention2:
 
 
 def _load(name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-    return vendor.load(FLASH_ATTN_2, f"{_MODULE}:{name}", needs)
+    return adapters.load(FLASH_ATTN_2, f"{_MODULE}:{name}", needs)
 
 
 def _options(request: AttentionRequest) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import adapters
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.common import FLASH_ATTN_3, SGL_KERNEL, VLLM
 from .binding import Packed, Result, Tables, bind, starts
 
@@ -114,7 +114,7 @@ class _Cached(_Kernels):
 
     @abc.abstractmethod
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        """A function of the build, see `vendor.load`."""
+        """A function of the build, see `adapters.load`."""
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -138,7 +138,7 @@ class OwnBuild(_Cached):
     """Of flash-attn-3."""
 
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        return vendor.load(FLASH_ATTN_3, f"flash_attn_interface:{name}", needs)
+        return adapters.load(FLASH_ATTN_3, f"flash_attn_interface:{name}", needs)
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -181,7 +181,7 @@ class SglKernelBuild(_Cached):
     fused_sinks = True
 
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        return vendor.load(SGL_KERNEL, f"sgl_kernel.flash_attn:{name}", needs)
+        return adapters.load(SGL_KERNEL, f"sgl_kernel.flash_attn:{name}", needs)
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -203,7 +203,7 @@ class VLLMBuild(_Kernels):
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
         needs = {"s_aux": "the sinks", "q_v": "a latent cache", "out": "out="}
-        function = vendor.load(VLLM, "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func", needs)
+        function = adapters.load(VLLM, "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func", needs)
         splits = 1 if request.batch_invariant else 0
         self._call = functools.partial(
             function, **self.options, window_size=list(request.window), num_splits=splits, fa_version=3

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound, KVPart, Session, Slot
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.flashinfer import FLASHINFER
 from .lengths import Lengths, Mask, flattened, mask_rule, sighted, tree_rule
 from .results import blanked, delivered, natural, writable
@@ -75,9 +75,9 @@ class _Call:
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
-        self.prefill = vendor.load(FLASHINFER, "flashinfer:BatchPrefillWithPagedKVCacheWrapper")
-        self.decode = vendor.load(FLASHINFER, "flashinfer:BatchDecodeWithPagedKVCacheWrapper")
-        self.merge = vendor.load(FLASHINFER, "flashinfer:merge_state_in_place") if r.kv_parts else None
+        self.prefill = adapters.load(FLASHINFER, "flashinfer:BatchPrefillWithPagedKVCacheWrapper")
+        self.decode = adapters.load(FLASHINFER, "flashinfer:BatchDecodeWithPagedKVCacheWrapper")
+        self.merge = adapters.load(FLASHINFER, "flashinfer:merge_state_in_place") if r.kv_parts else None
         self.hints = "uniform_q_len" in inspect.signature(self.prefill.plan).parameters  # type: ignore[attr-defined]
         self.host_scale = HostScale()
         self.scale, self.factor = scale_of(r)
