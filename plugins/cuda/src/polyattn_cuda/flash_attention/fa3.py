@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
+from polyattn.backends.flash_attention import Packed, Result, Tables, bind, starts
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 
 from ..records.common import FLASH_ATTN_3, SGL_KERNEL, VLLM
-from .binding import Packed, Result, Tables, bind, starts
 
 __all__ = [
     "FlashAttention3",

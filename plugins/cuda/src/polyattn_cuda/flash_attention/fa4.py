@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
+from polyattn.backends.flash_attention import Packed, Result, Tables, bind
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 
 from ..records.common import FLASH_ATTN_4
-from .binding import Packed, Result, Tables, bind
 
 __all__ = ["FlashAttention4"]
 
