@@ -47,6 +47,7 @@ BLOCKS = {
 BUILT = (
     *("torch_native", "torch_sdpa", "flex_attention", "triton", "fa3", "fa4", "flashmla"),
     *("hpc_ops", "flashinfer", "trtllm_mha", "flashinfer_mla", "cutlass_mla", "trtllm_mla", "cutedsl_mla"),
+    "ascend",
 )
 
 # Columns of B: what the cell asks for beyond the row's own request.
@@ -130,7 +131,7 @@ B = {
     ),
     "ascend": (
         ("npu", "torch-npu", 128),
-        ("yes: native", "no: lowered", "no: lowered", "yes: native", "no: refused", "yes: native", "yes: native"),
+        ("yes: native", "no: lowered", "no: lowered", "yes: native", "no: lowered", "yes: native", "yes: native"),
     ),
     "intel_xpu": (
         ("xpu", "sgl-kernel-xpu", 64),
@@ -195,7 +196,7 @@ C = {
     ),
     "ascend": (
         ("npu", "torch-npu", 128),
-        ("128: native", "no: lowered", "no: lowered", "no: refused", "no: refused", "no: refused"),
+        ("128: native", "no: lowered", "no: refused", "no: refused", "no: native", "no: refused"),
     ),
 }
 BASES_OF_C = {"cutedsl_mla": DECODE, "tokenspeed_mla": {**DECODE, **FP8}}
