@@ -99,11 +99,13 @@ def signature_of_schema(schema: Any) -> inspect.Signature:
     # torch itself takes None for any tensor, and hands over an undefined one.
     words = {"Tensor": "Tensor | None"}
     return inspect.Signature(
-        parameter(
-            argument.name,
-            parameter.KEYWORD_ONLY if argument.kwarg_only else parameter.POSITIONAL_OR_KEYWORD,
-            default=argument.default_value if argument.has_default_value() else parameter.empty,
-            annotation=words.get(str(argument.real_type), str(argument.real_type)),
-        )
-        for argument in schema.arguments
+        [
+            parameter(
+                argument.name,
+                parameter.KEYWORD_ONLY if argument.kwarg_only else parameter.POSITIONAL_OR_KEYWORD,
+                default=argument.default_value if argument.has_default_value() else parameter.empty,
+                annotation=words.get(str(argument.real_type), str(argument.real_type)),
+            )
+            for argument in schema.arguments
+        ]
     )
