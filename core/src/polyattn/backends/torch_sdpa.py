@@ -97,11 +97,17 @@ def _math(
     return out
 
 
+def _beyond_npu(request: AttentionRequest) -> bool:
+    """Whether SDPA on NPUs hands its fused kernel, unasked, what that does not take: a V wider than K, or tensors
+    without elements."""
+    return request.platform == "npu" and (request.zero_size or request.v_head_dim > request.head_dim)
+
+
 def _simple(request: AttentionRequest) -> Callable[..., Tensor] | None:
     """SDPA with as few arguments as the request needs: parsing the others costs a microsecond."""
     if position_kind(request) == "mask" or request.layout != "BHSD" or request.group != 1:
         return None
-    if request.platform == "mps" or request.mask != "none":
+    if request.platform == "mps" or request.mask != "none" or _beyond_npu(request):
         return None
     if request.dropout or request.scale is not None:
         return None
@@ -124,6 +130,10 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
     explicit = explicit or (flag and request.platform == "mps")
     # ... and read past a narrower V (pytorch#176767, until 2.12): pad it to D.
     pad = request.head_dim - request.v_head_dim if request.platform == "mps" else 0
+    # Columns of 0 in Q and K change no logit, once the scale is said.
+    widen = request.v_head_dim - request.head_dim if _beyond_npu(request) else 0
+    if widen > 0 and scale is None:
+        scale = request.head_dim**-0.5
     # torch's CPU kernels already give 0 and zero gradients for rows without keys; elsewhere kernels differ.
     repair = may_have_empty_rows(request) and request.platform != "cpu"
 
@@ -132,8 +142,8 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
         alive = None
         if repair:
             mask, alive = open_empty_rows(mask)
-        if mask.dtype != torch.bool:
-            mask = mask.to(query.dtype)
+        if mask.dtype != torch.bool or kernel is _math:
+            mask = additive(mask, query.dtype)
             if request.platform != "cpu" and not request.transform and not torch.compiler.is_compiling():
                 mask = placed(mask)
         result = sdpa(query, key, value, mask, dropout, scale=scale, enable_gqa=gqa)
@@ -141,8 +151,12 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
 
     # The fused kernels' gradient of a mask fails for some shapes on GPUs (one query: "LSE is not correctly aligned").
     kernel = _math if "mask" in request.grad and request.platform != "cpu" else _sdpa
+    if _beyond_npu(request) and request.zero_size:
+        kernel = _math
 
     def sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
+        if widen > 0:
+            query, key = F.pad(query, (0, widen)), F.pad(key, (0, widen))
         if pad <= 0:
             return kernel(query, key, value, *args, **kw)
         return kernel(query, key, F.pad(value, (0, pad)), *args, **kw)[..., :-pad]

@@ -90,7 +90,6 @@ def _checked(query: Tensor, key: Tensor, value: Tensor, softmax_layout: str, giv
     axis = _HEADS[layout]
     check(query.dtype == key.dtype == value.dtype, "one dtype")
     check(query.dtype in (torch.float16, torch.bfloat16, torch.float32), "float16, bfloat16 or float32")
-    check(all(t.is_contiguous() for t in (query, key, value)), "contiguous")
     check(query.shape[axis] == heads and 1 <= heads <= 256, "head_num is the queries'")
     check(key.shape[:-1] == value.shape[:-1] and heads % key.shape[axis] == 0, "heads of key and value")
     dims = [t.shape[-1] for t in (query, key, value)]
