@@ -28,7 +28,7 @@ ANSWERS = [
     (f"{HOPPER} --phase decode --kv-dtype fp8_e4m3", "flashinfer", [], False),
     (f"{BLACKWELL} --phase decode", "trtllm_mha", [], False),
     (f"{BLACKWELL} --mla --phase decode --kv-dtype fp8_e4m3", "trtllm_mla", ["dequantise_kv"], False),
-    ("--assume-platform rocm:gfx942 --assume-installed amd-aiter --phase decode", "aiter", [], True),
+    ("--assume-platform rocm:gfx942 --assume-installed amd-aiter --phase decode", "aiter", [], False),
     ("--assume-platform npu --assume-installed torch-npu --phase decode --page-size 128", "ascend", [], False),
     ("--assume-platform xpu --assume-installed sgl-kernel-xpu --phase decode", "intel_xpu", [], True),
     ("--assume-platform mps --head-dim 64", "torch_sdpa", [], False),

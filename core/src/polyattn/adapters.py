@@ -21,7 +21,7 @@ from . import distributions
 from .errors import BackendUnavailableError
 from .records import Requirement
 
-__all__ = ["load"]
+__all__ = ["keywords", "load"]
 
 
 def load(requirement: Requirement, target: str, needs: Mapping[str, str] | None = None) -> Callable[..., Any]:
@@ -43,7 +43,7 @@ def load(requirement: Requirement, target: str, needs: Mapping[str, str] | None 
             f"{_named(requirement)} has no usable {target}: {type(exc).__name__}: {exc}. {_repair(requirement)}"
         ) from exc
     if needs:
-        taken = _keywords(found)
+        taken = keywords(found)
         for keyword, purpose in needs.items():
             if keyword not in taken:
                 raise BackendUnavailableError(
@@ -53,8 +53,8 @@ def load(requirement: Requirement, target: str, needs: Mapping[str, str] | None 
     return found
 
 
-def _keywords(function: Any) -> frozenset[str]:
-    """What a function may be given by name. An operator of torch shows it in its schemas alone."""
+def keywords(function: Any) -> frozenset[str]:
+    """What a loaded function may be given by name. An operator of torch shows it in its schemas alone."""
     one = getattr(function, "_opoverload", None)
     if one is not None:
         overloads = [one]

@@ -24,7 +24,7 @@ from .paged_varlen_attn import with_new
 from .sdpa_masks import may_have_empty_rows
 from .torch_sdpa import signed
 
-__all__ = ["Kernels", "Packed", "Result", "Tables", "bind", "starts"]
+__all__ = ["Kernels", "Packed", "Result", "Tables", "bind", "dropping", "starts"]
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -97,6 +97,24 @@ def bind(request: AttentionRequest, kernels: Callable[[AttentionRequest], Any]) 
     """The request served by the `Kernels` that `kernels` loads for it."""
     ways = {"dense": _dense, "varlen": _packed, "paged": _paged, "mla": _latent}
     return signed(request, lambda positive: ways[request.family](_Call(positive, kernels(positive))))
+
+
+def dropping(request: AttentionRequest, kernel: Callable[..., Any]) -> Bound:
+    """A dense or varlen request with dropout, whose random state only the library's own autograd knows.
+
+    Args:
+        kernel: the differentiable function of the family, told all that is no tensor; it returns out, or a tuple that
+            begins with it.
+    """
+    swapped = request.layout == "BHSD" and request.family == "dense"
+
+    def forward(*tensors: Tensor, attn_mask: None = None, out: Tensor | None = None, **where: Any) -> Tensor:
+        found = kernel(*(t.transpose(1, 2) for t in tensors) if swapped else tensors, **where)
+        result: Tensor = found[0] if isinstance(found, tuple) else found
+        result = result.transpose(1, 2) if swapped else result
+        return result if out is None else out.copy_(result)
+
+    return Bound(forward)
 
 
 class _Call:
