@@ -182,6 +182,18 @@ def test_vllm_never_mixes_decode_in(install: Callable[[str], Library]) -> None:
     assert "cu_seqlens_k" not in library.calls[-1].given
 
 
+def test_vllm_is_told_the_right_bound_of_more_queries_than_keys(install: Callable[[str], Library]) -> None:
+    library = install("vllm")
+    q, k, v = tensors((1, 30, 4, 64), (1, 9, 2, 64), (1, 9, 2, 64))
+    bound = Emulated("fa", "vllm-xpu-kernels", "xpu:bmg").bind(
+        heads=4, kv_heads=2, head_dim=64, window=(5, -1), s_relation="more"
+    )
+    found = bound.forward(q, k, v)
+    right = reference.attention(*(t.double() for t in (q, k, v)), layout="BSHD", window=(5, -1))
+    assert float((found.double() - right).norm() / right.norm()) < 8e-3
+    assert library.calls[-1].given["window_size"] == [5, 30], "without it 9 keys to the right at most"
+
+
 def test_sgl_kernel_reads_whole_pools_only(install: Callable[[str], Library]) -> None:
     install("sgl")
     call = cached("sgl")
@@ -244,7 +256,7 @@ PLANTED = [
     ("vllm", 0, VLLM, "_call", _given(softmax_scale=None)),
     ("vllm", 0, VLLM, "_call", _given(causal=False)),
     ("vllm", 0, VLLM, "blind", lambda real: lambda request, query, *_: torch.zeros(len(query), dtype=torch.bool)),
-    ("vllm", 1, VLLM, "_call", _given(window_size=None)),
+    ("vllm", 1, VLLM, "_window", lambda real: lambda request, longest: None),
     ("vllm", 1, BATCHES, "_unscaled", lambda real: lambda rows, scale: rows),
 ]
 

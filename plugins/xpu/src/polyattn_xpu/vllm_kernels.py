@@ -32,8 +32,15 @@ def _call(request: AttentionRequest, needs: dict[str, str]) -> Any:
         adapters.load(VLLM_XPU_KERNELS, target, needs),
         softmax_scale=request.head_dim**-0.5 if request.scale is None else request.scale,
         causal=request.causal != "none",
-        window_size=None if request.window == (-1, -1) else list(request.window),
     )
+
+
+def _window(request: AttentionRequest, max_seqlen_q: int) -> list[int] | None:
+    """Beside a bound a missing one is max_seqlen_k there, which on the right is too few for more queries than keys."""
+    left, right = request.window
+    if request.window == (-1, -1):
+        return None
+    return [left, max_seqlen_q if right < 0 and request.causal == "none" else right]
 
 
 class FlashAttentionVLLM:
@@ -63,7 +70,8 @@ class _Packed:
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> Result:
         tensors = (t.contiguous() for t in (query, key, value))
-        found = self._call(*tensors, **where._asdict(), return_softmax_lse=lse)
+        window = _window(self.request, where.max_seqlen_q)
+        found = self._call(*tensors, **where._asdict(), window_size=window, return_softmax_lse=lse)
         result, stats = found if lse else (found, None)
         if self.request.s_relation != "equal":
             hidden = blind(self.request, query, where.cu_seqlens_k.diff(), where.cu_seqlens_q)
@@ -84,6 +92,7 @@ class PagedVLLM:
 
 class _Paged:
     def __init__(self, request: AttentionRequest) -> None:
+        self.request = request
         needs = {"is_mix_batch": "batches of mixed lengths", "out": "out="}
         if request.sinks:
             needs["s_aux"] = "the sinks"
@@ -113,7 +122,7 @@ class _Paged:
         result: Tensor = self._call(
             query, key, value, block_table=where.page_table, seqused_k=where.seq_lens,
             cu_seqlens_q=where.cu_seqlens_q, max_seqlen_q=where.max_seqlen_q, max_seqlen_k=where.max_seqlen_k,
-            is_mix_batch=False, out=None if idle else out, **given,
+            window_size=_window(self.request, where.max_seqlen_q), is_mix_batch=False, out=None if idle else out, **given,
         )  # fmt: skip
         if not idle:
             return result

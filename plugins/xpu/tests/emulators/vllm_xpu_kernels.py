@@ -4,7 +4,7 @@ https://github.com/vllm-project/vllm-xpu-kernels (4543b580) have it; every confi
 Traps: (q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k); softcap and ALiBi slopes are ignored; sinks are read as the
 queries' dtype; an FP8 scale must be alone in its storage; the LSE is for calls without pages, windows and sinks, and
 nothing is written into it for rows of decode; the decode kernel takes every sequence for one with a query; a short
-causal verify runs as many decodes of at least one key.
+causal verify runs as many decodes of at least one key; beside one bound of a window a missing one is max_seqlen_k.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ def library(version: str = "0.1.16.2") -> Library:
                 count = max(int(seqused_k[n]) - (max_seqlen_q - 1 - j), 1)
                 launch(n, slice(row, row + 1), (left, -1), flag=False, keys_up_to=count)
             return result
+        if local:
+            left, right = (max_seqlen_k if bound == -1 else bound for bound in (left, right))
         whole = not paged or (not is_mix_batch and max_seqlen_q > 1)
         if not whole:
             for n in sorted(range(N), key=lambda n: starts[n] - starts[n + 1]):
