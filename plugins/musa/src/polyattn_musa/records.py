@@ -1,15 +1,14 @@
-"""The plugin of Moore Threads GPUs: `fa`, `fa3` and `sage_attn`, all from MATE.
+"""What MATE, Moore Threads' library, takes: `fa`, `fa3` and `sage_attn`.
 
 To change what a kernel takes, edit its row: an option that is not named there is refused, with a reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from polyattn.hookspecs import hookimpl
 from polyattn.records import (
+    Accuracy,
     Alias,
     AutoRule,
     BackendInfo,
@@ -23,9 +22,7 @@ from polyattn.records import (
     row,
 )
 
-__all__ = ["BACKENDS", "polyattn_register_backends"]
-
-POLYATTN_API_VERSION = 1
+__all__ = ["BACKENDS", "MATE", "SAGE"]
 
 MATE = Requirement(
     "mate",
@@ -33,6 +30,13 @@ MATE = Requirement(
     hint="build https://github.com/MooreThreads/mate (needs MUSA 4.3.6 and torch_musa 2.7); it is not on PyPI",
     impostor="mate, a library of matchers for unittest",
 )
+SAGE = Requirement(
+    "sageattention",
+    module="sageattention.interface",
+    hint="build wrappers/SageAttention of https://github.com/MooreThreads/mate; the sageattention of PyPI is for CUDA",
+    impostor="SageAttention for CUDA, not MATE's wrapper",
+)
+FLASH_TARGET = "polyattn_musa.flash:Flash"
 UPSTREAM = "https://github.com/MooreThreads/mate"
 
 HALF = ("bfloat16", "float16")
@@ -61,26 +65,42 @@ FLASH: dict[str, Any] = {
     "lse": True,
 }
 WIDTHS = ({"head_dim": Range(8, 512, multiple_of=8)}, {"dims": ((192, 128),)})
+# The backward is another library's, to 256 wide.
+TRAINED_WIDTHS = ({"head_dim": Range(8, 256, multiple_of=8)}, {"dims": ((192, 128),)})
 PLAIN = {k: v for k, v in FLASH.items() if k not in ("window", "softcap")}
 
 
-def _dense(width: dict[str, Any]) -> tuple[Row, ...]:
-    """Training needs packed batches and neither window nor softcap."""
+def _dense(width: dict[str, Any]) -> Row:
+    return row(when={"arch": ARCHS}, lowered=SINKS, **FLASH, **width, family=("dense", "varlen"))
+
+
+def _trained(width: dict[str, Any]) -> tuple[Row, ...]:
+    """Packed batches, with neither window nor softcap. Where the backward's causal mask starts for unequal lengths is
+    not documented, and neither is what it makes of rows without keys."""
+    base = {**PLAIN, **width, "family": "varlen", "grad": ("query", "key", "value")}
     when = {"arch": ARCHS}
     return (
-        row(when=when, lowered=SINKS, **FLASH, **width, family=("dense", "varlen")),
-        row(when=when, lowered=SINKS, **PLAIN, **width, family="varlen", grad=("query", "key", "value")),
+        row(when=when, lowered=SINKS, **{**base, "causal": "none", "s_relation": ("equal", "fewer")}),
+        row(when=when, lowered=SINKS, **{**base, "s_relation": "equal"}),
     )
 
 
 FA = BackendInfo(
     "fa",
     "musa",
-    (Provider("fa3/mate", tuple(r for width in WIDTHS for r in _dense(width)), requires=(MATE,)),),
+    (
+        Provider(
+            "fa3/mate",
+            (*map(_dense, WIDTHS), *(r for width in TRAINED_WIDTHS for r in _trained(width))),
+            FLASH_TARGET,
+            (MATE,),
+        ),
+    ),
     summary="MATE's FlashAttention on dense and packed batches",
     priority=60,
     aliases=(Alias("fa3", ("dense", "varlen"), provider="fa3"),),
     fallbacks=(Fallback("torch_sdpa", "FlashAttention is not installed or the call is outside its limits"),),
+    evidence="emulator",
     auto=(AutoRule(300, "MUSA: FlashAttention when it serves the call", conditions(family=("dense", "varlen"))),),
     upstream=UPSTREAM,
 )
@@ -121,6 +141,9 @@ def _paged(width: dict[str, Any]) -> tuple[Row, ...]:
     )
 
 
+# The latent kernel has pages of 64; a latent of 128 goes through the paged one, which has any.
+LATENT = ({"dims": ((576, 512),), "page_size": (64,)}, {"dims": ((192, 128),), "page_size": Range(1)})
+
 FA3 = BackendInfo(
     "fa3",
     "musa",
@@ -129,22 +152,26 @@ FA3 = BackendInfo(
             "mate",
             (
                 *(r for width in WIDTHS for r in _paged(width)),
-                row(
-                    when=WHEN,
-                    lowered=DEQUANTISE,
-                    **SERVING,
-                    page_size=Range(1),
-                    spec_topk=Range(0, 1),
-                    family="mla",
-                    dims=((576, 512), (192, 128)),
-                    chunked_prefix=True,
+                *(
+                    row(
+                        when=WHEN,
+                        lowered=DEQUANTISE,
+                        **SERVING,
+                        spec_topk=Range(0, 1),
+                        family="mla",
+                        chunked_prefix=True,
+                        **pages,
+                    )
+                    for pages in LATENT
                 ),
             ),
-            requires=(MATE,),
+            FLASH_TARGET,
+            (MATE,),
         ),
     ),
     summary="MATE's FlashAttention 3 on paged and latent caches",
     priority=80,
+    evidence="emulator",
     upstream=UPSTREAM,
 )
 
@@ -165,21 +192,28 @@ SAGE_ATTN = BackendInfo(
                     group=True,
                     scale=True,
                 ),
+                row(
+                    when={"arch": ARCHS},
+                    family="dense",
+                    dtype=HALF,
+                    head_dim=(64, 128),
+                    s_relation=LENGTHS,
+                    cross=True,
+                    group=True,
+                    scale=True,
+                ),
             ),
-            requires=(MATE,),
+            "polyattn_musa.sage:Sage",
+            (MATE, SAGE),
+            Accuracy(0.998, 0.06),
         ),
     ),
     summary="MATE's SageAttention: quantised scores",
     priority=None,
+    evidence="emulator",
     fallbacks=(Fallback("fa", "SageAttention is not installed or the call is outside its limits"),),
     lossy="quantised QK and PV: cosine at least 0.998",
     upstream=UPSTREAM,
 )
 
 BACKENDS: tuple[BackendInfo, ...] = (FA, FA3, SAGE_ATTN)
-
-
-@hookimpl
-def polyattn_register_backends() -> Iterable[BackendInfo]:
-    """Every MUSA backend polyattn knows."""
-    return BACKENDS

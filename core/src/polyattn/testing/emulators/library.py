@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -85,12 +85,22 @@ class Library:
         for name, member in members.items():
             setattr(self._module(dotted), name, member)
 
-    def function(self, dotted: str, key: str, name: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def function(
+        self, dotted: str, key: str, name: str = "", mistyped: Collection[str] = ()
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator: a function of module `dotted` whose signature is entry `key`. The decorated one gets every
-        argument by name, defaults included; it is called `name`, or as the last part of the key."""
+        argument by name, defaults included; it is called `name`, or as the last part of the key.
+
+        Args:
+            mistyped: parameters whose annotation the vendor's own code contradicts: their types are not checked.
+        """
 
         def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
-            call = self.held(name or key.rpartition(".")[2], self._signature(key), body)
+            bound = self._signature(key)
+            untyped = [bound.parameters[n].replace(annotation=inspect.Parameter.empty) for n in mistyped]
+            replaced = {**bound.parameters, **{parameter.name: parameter for parameter in untyped}}
+            bound = bound.replace(parameters=list(replaced.values()))
+            call = self.held(name or key.rpartition(".")[2], bound, body)
             setattr(self._module(dotted), call.__name__, call)
             return call
 

@@ -1,0 +1,20 @@
+"""The plugin of Moore Threads GPUs: records only, which every machine reads; nothing of MATE is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from polyattn.hookspecs import hookimpl
+from polyattn.records import BackendInfo
+
+from .records import BACKENDS
+
+__all__ = ["BACKENDS", "polyattn_register_backends"]
+
+POLYATTN_API_VERSION = 1
+
+
+@hookimpl
+def polyattn_register_backends() -> Iterable[BackendInfo]:
+    """Every MUSA backend polyattn knows."""
+    return BACKENDS
