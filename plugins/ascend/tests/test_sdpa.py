@@ -12,7 +12,7 @@ TARGET = OffChip("torch_sdpa", "npu")
 
 
 def cases() -> list[Case]:
-    found = generate(TARGET.rows, TARGET.facts, families=("dense",), dtypes=("float32", "bfloat16"), per_row=16)
+    found = generate(TARGET.rows, TARGET.facts, families=("dense",), dtypes=("float32", "bfloat16"), per_row=10)
     found += generate(TARGET.rows, TARGET.facts, families=("paged", "mla"), dtypes=("bfloat16",), per_row=1)
     return [c for c in found if c.check != "capture" and not c.request.large and not c.request.transform]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import AutoRule, BackendInfo, Provider, Range, Window, conditions, row
+from polyattn.records import AutoRule, BackendInfo, Provider, Range, Row, Window, conditions, row
 
 from .common import HALF, TORCH_NPU, UPSTREAM
 
@@ -31,8 +31,6 @@ SERVING: dict[str, Any] = {
 }
 PAGED: dict[str, Any] = {
     **SERVING,
-    "when": {"kv_dtype": KV_DTYPES},
-    "lowered": DEQUANTISE,
     "family": "paged",
     "heads": Range(1, 256),
     "group": Range(1, 64),
@@ -44,19 +42,25 @@ PAGED: dict[str, Any] = {
 }
 TOKENS_FIRST = ("", "NHD")
 
+SAME: dict[str, Any] = {"same_dims": True}
+NARROW: dict[str, Any] = {**SAME, "head_dim": Range(None, 255)}
+WIDE: dict[str, Any] = {**SAME, "head_dim": Range(256)}
+OTHER: dict[str, Any] = {"dims": ((192, 128),)}
+STEPS_OF_256 = Range(256, 512, multiple_of=16)
+
+
+def _paged(when: dict[str, Any], **limits: Any) -> Row:
+    return row(when={"kv_dtype": KV_DTYPES, **when}, lowered=DEQUANTISE, **{**PAGED, **limits})
+
+
 ROWS = (
-    row(**PAGED, kv_layout=(*TOKENS_FIRST, "HND"), head_dim=Range(16, 240, multiple_of=16), window=Window()),
-    # Pages with their tokens first are read as rows of at most 65,535 numbers.
-    row(
-        **{**PAGED, "when": {"kv_dtype": KV_DTYPES, "kv_heads": Range(1, 127)}},
-        kv_layout=TOKENS_FIRST,
-        head_dim=Range(256, 512, multiple_of=16),
-        window=Window(),
-    ),
-    row(**PAGED, kv_layout="HND", head_dim=Range(256, 512, multiple_of=16), window=Window()),
     # K and V of two widths: packed queries only, whose windows mean nothing to a single query; heads first with GQA.
-    row(**PAGED, kv_layout=TOKENS_FIRST, dims=((192, 128),)),
-    row(**{**PAGED, "group": Range(2, 64)}, kv_layout="HND", dims=((192, 128),)),
+    _paged({**OTHER, "kv_layout": TOKENS_FIRST}),
+    _paged({**OTHER, "kv_layout": "HND"}, group=Range(2, 64)),
+    _paged(NARROW, kv_layout=(*TOKENS_FIRST, "HND"), head_dim=Range(16, 240, multiple_of=16), window=Window()),
+    # Pages with their tokens first are read as rows of at most 65,535 numbers.
+    _paged({**WIDE, "kv_layout": TOKENS_FIRST}, kv_heads=Range(1, 127), head_dim=STEPS_OF_256, window=Window()),
+    _paged({**WIDE, "kv_layout": "HND"}, head_dim=STEPS_OF_256, window=Window()),
     # Latent and rope parts apart: no LSE is documented for them, and heads are a power of two.
     row(
         when={"kv_dtype": LATENT_DTYPES},
