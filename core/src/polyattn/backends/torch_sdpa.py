@@ -18,6 +18,9 @@ from .sdpa_masks import additive, combined_mask, may_have_empty_rows, open_empty
 
 __all__ = ["TorchSDPA", "signed"]
 
+_VECTOR_ROWS = 8
+"""Most queries of MPS's kernel for few of them (aten/src/ATen/native/mps/operations/Attention.mm)."""
+
 _sdpa = F.scaled_dot_product_attention
 _aten = torch.ops.aten
 
@@ -128,10 +131,10 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
     explicit = kind == "mask" or request.mask != "none"
     # MPS has let future tokens through its causal flag in half precision (pytorch#195910): spell the mask out.
     explicit = explicit or (flag and request.platform == "mps")
-    # ... and read past a narrower V (pytorch#176767, until 2.12): pad it to D.
+    # ... and taken V for as wide as Q (pytorch#176767, until 2.12): the narrower ones are padded.
     pad = request.head_dim - request.v_head_dim if request.platform == "mps" else 0
     # Columns of 0 in Q and K change no logit, once the scale is said.
-    widen = request.v_head_dim - request.head_dim if _beyond_npu(request) else 0
+    widen = request.v_head_dim - request.head_dim if request.platform in ("mps", "npu") else 0
     if widen > 0 and scale is None:
         scale = request.head_dim**-0.5
     # torch's CPU kernels already give 0 and zero gradients for rows without keys; elsewhere kernels differ.
@@ -146,12 +149,16 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
             mask = additive(mask, query.dtype)
             if request.platform != "cpu" and not request.transform and not torch.compiler.is_compiling():
                 mask = placed(mask)
+        if request.platform == "mps" and query.shape[2] <= _VECTOR_ROWS:
+            # Its kernel of few queries mistook the place of a mask shared by some heads or batches (pytorch#184180).
+            mask = mask.expand(*query.shape[:3], key.shape[2]).contiguous()
         result = sdpa(query, key, value, mask, dropout, scale=scale, enable_gqa=gqa)
         return result if alive is None else result.masked_fill(~alive, 0.0)
 
     # The fused kernels' gradient of a mask fails for some shapes on GPUs (one query: "LSE is not correctly aligned").
     kernel = _math if "mask" in request.grad and request.platform != "cpu" else _sdpa
-    if _beyond_npu(request) and request.zero_size:
+    if request.zero_size and (request.platform == "mps" or _beyond_npu(request)):
+        # MPS makes no graph of tensors without elements.
         kernel = _math
 
     def sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:

@@ -89,7 +89,7 @@ def _paged(request: AttentionRequest, library: str, attend: Pages) -> Bound:
             return nothing(request, query, out)
         if sinks is not None and sinks.dtype != query.dtype:
             raise UnsupportedRequestError(
-                f"sinks are {sinks.dtype}, and the kernels of {library} read them as {query.dtype}, as the queries are: "
+                f"sinks are {sinks.dtype}, and the kernels of {library} read them as {query.dtype}, like the queries: "
                 f"pass sinks.to({query.dtype}), or ask for flex_attention, which takes them as they are"
             )
         if key is not None:

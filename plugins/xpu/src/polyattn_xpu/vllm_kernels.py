@@ -122,7 +122,8 @@ class _Paged:
         result: Tensor = self._call(
             query, key, value, block_table=where.page_table, seqused_k=where.seq_lens,
             cu_seqlens_q=where.cu_seqlens_q, max_seqlen_q=where.max_seqlen_q, max_seqlen_k=where.max_seqlen_k,
-            window_size=_window(self.request, where.max_seqlen_q), is_mix_batch=False, out=None if idle else out, **given,
+            window_size=_window(self.request, where.max_seqlen_q), is_mix_batch=False,
+            out=None if idle else out, **given,
         )  # fmt: skip
         if not idle:
             return result
