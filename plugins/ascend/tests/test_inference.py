@@ -295,7 +295,7 @@ PLANTED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         inference,
         "_packs",
         _packs_all,
-        {"head_dim": 64, "group": 4},
+        {"head_dim": 64, "group": 4, "s_relation": "fewer"},
     ),
     "a mask is not inverted": (planning, "_last_keys", _seen, DECODES),
     "a window at decode is one key too narrow": (planning, "_last_keys", _a_key_less, DECODES),
