@@ -63,7 +63,9 @@ class _Kernels:
 
     def __init__(self, request: AttentionRequest) -> None:
         self._request = request
-        self._empties = may_have_empty_rows(request)
+        # A packed sequence may have no keys. With a right window bound there are as many keys as queries, or more.
+        keyless = request.family == "varlen" and request.s_relation in ("one", "more")
+        self._empties = keyless or may_have_empty_rows(request)
         self._forward = functools.partial(_load(_FUNCTIONS[request.family]), **_options(request))
         self.simple: Callable[..., Tensor] | None = self._forward if request.family == "dense" else None
         if request.grad:
@@ -78,26 +80,23 @@ class _Kernels:
         result = self._forward(query, key, value, return_attn_probs=lse)
         if not lse:
             return result, None
-        if self._empties:
-            row = torch.arange(query.shape[1], device=query.device)
-            return result[0], self._without(result[1], row + key.shape[1] - query.shape[1])
-        return result[0], result[1]
+        if not self._empties:
+            return result[0], result[1]
+        row = torch.arange(query.shape[1], device=query.device)
+        return result[0], result[1].masked_fill(row + key.shape[1] < query.shape[1], -torch.inf)
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> Result:
         result = self._forward(query, key, value, **where._asdict(), return_attn_probs=lse)
         if not lse:
             return result, None
-        if self._empties:
-            token = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)
-            ends = where.cu_seqlens_q[1:].contiguous()
-            sequence = torch.searchsorted(ends, token, right=True)
-            return result[0], self._without(result[1], token - ends[sequence] + where.cu_seqlens_k.diff()[sequence])
-        return result[0], result[1]
-
-    def _without(self, lse: Tensor, position: Tensor) -> Tensor:
-        """-inf for the queries that see no key; position: of each among the keys."""
-        last = position if self._request.causal != "none" else position + self._request.window[1]
-        return lse.masked_fill(last < 0, -torch.inf)
+        if not self._empties:
+            return result[0], result[1]
+        token = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)
+        ends = where.cu_seqlens_q[1:].contiguous()
+        sequence = torch.searchsorted(ends, token, right=True)
+        keys = where.cu_seqlens_k.diff()[sequence]
+        sees = keys + token - ends[sequence] >= 0 if self._request.causal != "none" else keys > 0
+        return result[0], result[1].masked_fill(~sees, -torch.inf)
 
     def gradient(self, *tensors: Tensor, where: Packed | None) -> tuple[Tensor, Tensor, Tensor]:
         dout, query, key, value, out, lse = tensors
