@@ -1,5 +1,5 @@
-"""`torch_sdpa` on MPS, over what PyTorch's own SDPA does there (aten/src/ATen/native/mps/operations/Attention.mm and the
-routing of transformers/attention.cpp), with the defects of the versions that polyattn runs on.
+"""`torch_sdpa` on MPS, over what PyTorch's own SDPA does there (aten/src/ATen/native/mps/operations/Attention.mm, with
+the routing of transformers/attention.cpp), with the defects of the versions that polyattn runs on.
 
 Without gradients and dropout SDPA is the MPS operator, else torch's composite. The operator refuses float64, dropout,
 and a mask beside the causal flag; in half precision the flag hid keys by groups of four queries (pytorch#195910); V was

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import list_backends, what_if
+from polyattn import distributions, list_backends, what_if
 from polyattn.errors import BackendUnavailableError, PolyattnError
 from polyattn.records import AttentionRequest, judge
 from polyattn.testing import Case
@@ -164,6 +164,21 @@ def test_ipex_is_never_automatic() -> None:
     assert asked.backend == "ipex"
     assert "archived" in info.note
     assert "security advisories" in info.note
+
+
+def test_the_doctor_warns_of_ipex(monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor = importlib.import_module("polyattn.cli.doctor")
+    assert not [sentence for sentence in doctor.examine()["warnings"] if "intel" in sentence]
+    real = distributions.distribution_version
+
+    def with_ipex(name: str) -> str | None:
+        return "2.8.0" if name == "intel-extension-for-pytorch" else real(name)
+
+    for module in (distributions, doctor):
+        monkeypatch.setattr(module, "distribution_version", with_ipex)
+    (said,) = [sentence for sentence in doctor.examine()["warnings"] if "intel" in sentence]
+    assert said.startswith("intel-extension-for-pytorch 2.8.0 is installed: its project was archived")
+    assert "security issues" in said
 
 
 def test_ipex_needs_a_torch_of_its_own() -> None:

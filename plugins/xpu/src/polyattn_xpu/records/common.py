@@ -51,6 +51,8 @@ IPEX = Requirement(
     module="intel_extension_for_pytorch",
     hint="use torch_sdpa: its project has ended, and Intel moved its kernels to PyTorch",
     also=("intel_extension_for_pytorch", "ipex"),
+    warning="its project was archived in March 2026 with known security issues open, and gets no more mends; uninstall "
+    "it unless something else needs it: polyattn uses it only where it is asked for by name",
 )
 TORCH_OF_IPEX = Requirement(
     "torch",
