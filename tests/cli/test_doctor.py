@@ -19,7 +19,7 @@ from .conftest import VENDORS, Run
 
 KEYS = {
     *("polyattn", "python", "system", "torch_build", "libraries", "platforms", "plugins"),
-    *("environment", "unread", "problems", "backends", "elsewhere"),
+    *("environment", "unread", "problems", "warnings", "backends", "elsewhere"),
 }
 Plugin = Callable[[str, str], str]
 

@@ -74,9 +74,21 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in ENVVARS if name in os.environ},
         "unread": unread_variables(),
         "problems": problems,
+        "warnings": _warnings(manager),
         "backends": [_backend(status, manager) for status in statuses if status.platform in present],
         "elsewhere": [_elsewhere(status, devices, manager) for status in statuses if status.platform not in present],
     }
+
+
+def _warnings(manager: PluginManager) -> list[str]:
+    """What the records of backends warn of, about distributions that are installed here."""
+    needs = {need for info in manager.backends.values() for provider in info.providers for need in provider.requires}
+    found = []
+    for need in sorted(needs, key=lambda need: need.distribution):
+        version = next(filter(None, map(distribution_version, (need.distribution, *need.also))), None)
+        if need.warning and version:
+            found.append(f"{need.distribution} {version} is installed: {need.warning}")
+    return found
 
 
 def _manager(problems: list[str]) -> PluginManager:
@@ -275,6 +287,8 @@ def _absent(console: Console, backends: list[dict[str, Any]]) -> None:
 
 def _verdict(console: Console, findings: dict[str, Any]) -> None:
     console.print()
+    for warning in findings["warnings"]:
+        console.print(Text.assemble(("warning  ", "warn"), warning))
     for problem in findings["problems"]:
         console.print(Text.assemble(("problem  ", "bad"), problem))
     broken = [entry["name"] for entry in findings["plugins"] if entry["state"] in BAD]
