@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     found = []
     for build, (_, target) in BUILDS.items():
         dtypes = ("float16",) if build == "0.3" else ("bfloat16",)
-        given: dict[str, Any] = {"per_row": 24} if full else {"per_row": 4, "dtypes": dtypes}
+        given: dict[str, Any] = {"per_row": 24} if full else {"per_row": 8, "dtypes": dtypes}
         found += [pytest.param(build, case, id=f"{build}-{case.id}") for case in target.cases(**given)]
     metafunc.parametrize(("build", "case"), found)
 
@@ -204,6 +204,9 @@ def test_ipex_is_told_what_it_ignores(install: Callable[[str], Library]) -> None
     IPEX.bind(**request, s_relation="fewer").forward(query, key, value, **tables, max_seqlen_q=3, max_seqlen_k=4)
     given = library.calls[-1].given
     assert (given["softmax_scale"], given["is_causal"], given["pdropout"]) == (32**-0.5, False, 0.0)
+    # The public method has no defaults, and says Tensor where the one behind it takes None alone.
+    public = SIGNATURES.signature("intel_extension_for_pytorch.VarlenAttention.apply_function")
+    assert set(public.bind(**given).arguments) == set(public.parameters)
 
 
 # ----------------------------------------------------------------------------------------------------- planted errors

@@ -35,7 +35,7 @@ def targets(build: str) -> list[Emulated]:
 
 def cases(target: Emulated, full: bool = False) -> list[Case]:
     """Sinks are in the dtype of the queries: others are refused, see below."""
-    given: dict[str, Any] = {"per_row": 24} if full else {"per_row": 4, "dtypes": ("bfloat16",)}
+    given: dict[str, Any] = {"per_row": 24} if full else {"per_row": 10, "dtypes": ("bfloat16",)}
     made = target.cases(**given)
     return [c for c in made if not c.request.sinks or c.sink == "usual" or "sinks" in target.rows[-1].lowered]
 

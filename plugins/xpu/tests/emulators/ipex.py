@@ -24,7 +24,7 @@ def library() -> Library:
 
     class VarlenAttention:
         @staticmethod
-        @lib.function(MODULE, "intel_extension_for_pytorch.VarlenAttention.apply_function")
+        @lib.function(MODULE, "intel_extension_for_pytorch.cpu.VarlenAttention.apply_function")
         def apply_function(
             query: Tensor,
             key: Tensor,
