@@ -47,8 +47,7 @@ BLOCKS = {
 BUILT = (
     *("torch_native", "torch_sdpa", "flex_attention", "triton", "fa3", "fa4", "flashmla"),
     *("hpc_ops", "flashinfer", "trtllm_mha", "flashinfer_mla", "cutlass_mla", "trtllm_mla", "cutedsl_mla"),
-    *("aiter", "ascend", "intel_xpu", "intel_amx"),
-    "aiter",
+    *("aiter", "wave", "ascend", "intel_xpu", "intel_amx"),
 )
 
 # Columns of B: what the cell asks for beyond the row's own request.
@@ -128,7 +127,7 @@ B = {
         ("yes: native", "yes: lowered", "no: lowered", "yes: native", "yes: lowered", "yes: native", "yes: native"),
     ),
     "wave": (
-        ("rocm:gfx942", "wave-lang", 1),
+        ("rocm:gfx942", "wave-lang sglang", 1),
         ("yes: native", "no: lowered", "no: lowered", "no: refused", "no: refused", "no: refused", "no: refused"),
     ),
     "ascend": (

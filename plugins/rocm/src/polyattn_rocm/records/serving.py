@@ -167,6 +167,21 @@ AITER_BACKEND = BackendInfo(
     "gfx942 an FP8 cache is dequantised, as its e4m3 is not that of the chip",
 )
 
+SGLANG = Requirement("sglang", ">=0.5.20", module="sglang", hint="pip install sglang")
+WAVE_COMMON: dict[str, Any] = {
+    "when": {"arch": ASSEMBLY_ARCHS, "kv_dtype": KV_DTYPES},
+    "family": "paged",
+    "dtype": HALF,
+    "head_dim": (64, 128),
+    "page_size": Range(1),
+    "kv_dtype": "auto",
+    "phase": ("prefill", "extend", "decode"),
+    "causal": CAUSAL,
+    "group": True,
+    "softcap": True,
+    "save_kv_cache": True,
+}
+
 WAVE = BackendInfo(
     "wave",
     "rocm",
@@ -175,28 +190,30 @@ WAVE = BackendInfo(
             "wave-lang",
             (
                 row(
-                    when={"arch": CK_ARCHS, "kv_dtype": KV_DTYPES},
-                    lowered=DEQUANTISE,
-                    family="paged",
-                    dtype=HALF,
-                    head_dim=(64, 128),
-                    page_size=Range(1),
-                    kv_dtype="auto",
-                    phase=("prefill", "extend", "decode"),
-                    s_relation=("equal", "one", "fewer"),
-                    causal=CAUSAL,
-                    group=True,
+                    **WAVE_COMMON,
+                    s_relation="one",
+                    lowered={**DEQUANTISE, "scale": "fold_scale"},
+                    note="decode_attention_wave, which scales by D ** -0.5 whatever it is told",
+                ),
+                row(
+                    **WAVE_COMMON,
+                    s_relation=("equal", "fewer"),
                     scale=True,
-                    softcap=True,
-                    save_kv_cache=True,
+                    lowered=DEQUANTISE,
+                    note="extend_attention_wave",
                 ),
             ),
-            requires=(Requirement("wave-lang", module="wave_lang", hint="pip install wave-lang"),),
+            "polyattn_rocm.wave:Wave",
+            (Requirement("wave-lang", module="wave_lang", hint="pip install wave-lang"), SGLANG),
         ),
     ),
     summary="Wave kernels on paged caches",
     priority=15,
+    evidence="emulator",
+    compiles=True,
     upstream="https://github.com/iree-org/wave",
+    note="SGLang has the calls of its kernels. A program is compiled for each number of sequences, and of queries in "
+    "extend; decode drops the scale, which is folded into the queries",
 )
 
 BACKENDS = (AITER_BACKEND, WAVE)
