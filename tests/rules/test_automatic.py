@@ -126,6 +126,8 @@ DIFFUSION_RULES = [
     ("mps", "mps", {}, (), "torch_sdpa"),
     ("npu", "npu", {}, ("torch-npu",), "torch_sdpa"),
     ("npu, ring", "npu", {"lse": True}, ("torch-npu",), "fa"),
+    ("npu, packed ring", "npu", {"family": "varlen", "lse": True}, ("torch-npu",), "fa"),
+    ("npu before the 910B", "npu:ascend310p", {}, ("torch-npu",), "torch_sdpa"),
     ("mps, whatever is installed", "mps", {"head_dim": 80}, ("flash-attn", "sageattention==2.2.0"), "torch_sdpa"),
     ("cpu", "cpu", {}, (), "torch_sdpa"),
     ("cpu, IPEX", "cpu:amx", {"family": "varlen"}, ("intel-extension-for-pytorch==2.8.0",), "torch_native"),

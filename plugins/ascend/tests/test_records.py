@@ -30,6 +30,11 @@ CASES = [
     pytest.param("npu", "ascend", {**PAGED, "page_size": 128}, "", id="ascend"),
     pytest.param("npu", "ascend", PAGED, "page_size=64 is not 128", id="ascend pages"),
     pytest.param("npu", "ascend", {**PAGED, "page_size": 128, "kv_heads": 32, "head_dim": 100}, "head_dim=100", id="D"),
+    pytest.param("npu:ascend310p", "fa", {}, "arch='ascend310p' is not the 910B or later", id="fa on 310P"),
+    pytest.param(
+        "npu:ascend910", "ascend", {**PAGED, "page_size": 128}, "arch='ascend910' is not the 910B or later", id="on 910"
+    ),
+    pytest.param("npu:ascend910_93", "ascend", {**PAGED, "page_size": 128}, "", id="ascend on 910_93"),
     pytest.param("npu", "ascend", {**MLA, "page_size": 128, "heads": 24}, "heads=24 is not one of", id="MLA heads"),
 ]
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from polyattn.records import AtLeast, AutoRule, BackendInfo, Fallback, Provider, Range, Window, conditions, row
 
-from .common import HALF, TORCH_NPU, TRAINABLE, UPSTREAM
+from .common import HALF, TORCH_NPU, TRAINABLE, UPSTREAM, Since910B
 
 FUSION: dict[str, Any] = {
+    "arch": Since910B(),
     "dtype": (*HALF, "float32"),
     "heads": Range(1, 256),
     "s_relation": ("equal", "one", "fewer", "more"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from polyattn.records import AutoRule, BackendInfo, Provider, Range, Row, Window, conditions, row
 
-from .common import HALF, TORCH_NPU, UPSTREAM
+from .common import HALF, TORCH_NPU, UPSTREAM, Since910B
 
 PAGE = 128
 """Tokens of a page: the one size that every phase and layout of the operator takes."""
@@ -17,6 +17,7 @@ LATENT_DTYPES = ("auto", "fp8_e4m3")
 DEQUANTISE = {"kv_dtype": "dequantise_kv", "kv_scales": "dequantise_kv"}
 
 SERVING: dict[str, Any] = {
+    "arch": Since910B(),
     "dtype": HALF,
     "page_size": PAGE,
     "kv_dtype": "auto",
