@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from polyattn.backends.free_slots import without_free_slots
 from polyattn.errors import BackendUnavailableError
+from polyattn.paging import Tokens
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 from polyattn_rocm.aiter import latent as latents
 from polyattn_rocm.aiter import mha
 from polyattn_rocm.aiter.mha import _Kernels
-from polyattn_rocm.aiter.tokens import SPARE
+from polyattn_rocm.aiter.tokens import SPARE, token_lists
 
 from .emulators import aiter as emulator
 
@@ -215,6 +218,17 @@ def test_pages_are_read_by_token_where_they_lie(install: Callable[[str], Library
     # What lies behind the end is read too.
     assert set(given["kv_page_indices"][39:].tolist()) == {32}
     assert given["kv_page_indices"].shape == (2 * 30 + SPARE,)
+
+
+def test_lists_of_tokens_are_made_without_waiting_for_the_device() -> None:
+    """Where tensors have no values, whatever reads one on the host raises."""
+    with FakeTensorMode():
+        where = tables()
+        cache = torch.empty(3, 16, 2, 64)
+        (tokens,), lists = token_lists((cache,), where["page_table"], where["seq_lens"], 30)
+        drafts = Tokens.of(torch.empty(5, 16, 576), where["seq_lens"], where["cu_seqlens_q"])
+        without_free_slots(target("0.1.20").request(**PAGED), (cache,), where["page_table"], where["seq_lens"], 30)
+    assert (tokens.shape, lists.indices.shape, drafts.real.shape) == ((48, 1, 2, 64), (60 + SPARE,), (5,))
 
 
 FINITE = {"options": (("free_slots", "finite"),)}

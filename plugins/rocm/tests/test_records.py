@@ -145,3 +145,26 @@ def test_the_impostor_on_the_registry_is_recognised(tmp_path: Path, monkeypatch:
     assert not found.ok
     assert "nothing to do with AMD" in found.reason
     assert "build" in found.hint
+
+
+SDPA: list[tuple[dict[str, Any], str]] = [
+    ({"head_dim": 72, "mask": "bool", "causal": "top_left"}, ""),
+    ({"window": (8, 8), "s_relation": "more", "grad": ("query", "mask"), "mask": "additive"}, ""),
+    ({"dtype": "float32", "dropout": 0.1, "graph_capture": True}, ""),
+    ({"dtype": "float64"}, "dtype='float64' is not one of"),
+    ({"lse": True}, "lse=True is not declared"),
+    ({"softcap": 30.0}, "softcap=30.0 is not declared"),
+    ({"deterministic": True}, "deterministic=True is not declared"),
+]
+
+
+@pytest.mark.parametrize(("changes", "refusal"), SDPA)
+@pytest.mark.parametrize("chip", ["rocm:gfx942", "rocm:gfx1201"])
+def test_sdpa_serves_every_chip_in_torchs_limits(chip: str, changes: dict[str, Any], refusal: str) -> None:
+    request = AttentionRequest(**changes)
+    if not refusal:
+        assert what_if(request, platform=chip, backend="torch_sdpa").lowerings == ()
+        return
+    with pytest.raises(PolyattnError) as refused:
+        what_if(request, platform=chip, backend="torch_sdpa")
+    assert refusal in str(refused.value)

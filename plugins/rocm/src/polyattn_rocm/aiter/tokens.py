@@ -40,7 +40,7 @@ def token_lists(
     real = column < seq_lens[:, None]
     indptr = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
     # What is behind the end is read, and multiplied by 0: it must be a number.
-    some = token[(seq_lens > 0).int().argmax(), :1]
+    some = token[(seq_lens > 0).int().argmax(0, keepdim=True), 0]
     indices = some.repeat(token.numel() + SPARE)
     place = torch.where(real, indptr[:-1, None] + column, token.numel())
     indices.scatter_(0, place.flatten().long(), token.where(real, some).flatten())
