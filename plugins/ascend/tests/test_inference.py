@@ -32,7 +32,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         full = metafunc.config.getoption("--polyattn-full")
-        given: dict[str, Any] = {"per_row": 24} if full else {"per_row": 2, "dtypes": ("bfloat16",)}
+        given: dict[str, Any] = {"per_row": 24} if full else {"per_row": 1, "dtypes": ("bfloat16",)}
         metafunc.parametrize("case", TARGET.cases(**given), ids=str)
 
 

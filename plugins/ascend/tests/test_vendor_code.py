@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from polyattn.testing.emulators import Emulated
+from polyattn.testing.signatures import schema_of
 
 from . import vendor_code
-from .emulators import torch_npu
+from .emulators import SIGNATURES, torch_npu
 
 TARGET = Emulated("fa", "torch-npu", "npu:ascend910b@8.5")
 
@@ -45,3 +46,11 @@ def test_another_shape_or_dtype_is_seen(copies: int, dtype: torch.dtype, held: b
         return
     bound.forward(*tensors)
     assert seen == {"npu_fusion_attention"}
+
+
+@pytest.mark.parametrize("key", SIGNATURES.entries)
+def test_schemas_are_read_out_of_the_vendors_yaml_as_they_are(key: str) -> None:
+    """Defaults in quotes and all."""
+    entry = SIGNATURES.entries[key]
+    line = f"- func: {entry['schema'].removeprefix('npu::')}\n  variants: function\n"
+    assert schema_of(line.encode(), entry["name"]) == entry["schema"]

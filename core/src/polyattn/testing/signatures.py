@@ -164,7 +164,8 @@ def schema_of(content: bytes, name: str) -> str:
         ConfigError: the file holds none, or several that differ.
     """
     namespace, _, bare = name.rpartition("::")
-    pattern = rf"(?<![\w.])(?:{re.escape(namespace)}::)?{re.escape(bare)}(\([^\x00\n\"]*\) *-> *[^\x00\n\"]+)"
+    inside = r'(?:[^\x00\n"]|"\w*")*'  # defaults may be quoted words
+    pattern = rf'(?<![\w.])(?:{re.escape(namespace)}::)?{re.escape(bare)}(\({inside}\) *-> *[^\x00\n"]+)'
     found = {" ".join(match.group(1).decode().split()) for match in re.finditer(pattern.encode(), content)}
     if len(found) != 1:
         what = "no schema" if not found else f"{len(found)} different schemas"
