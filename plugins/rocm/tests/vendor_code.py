@@ -113,14 +113,17 @@ def run(
     try:
         target = Emulated("aiter", "amd-aiter", f"rocm:{chip}", (("free_slots", promise),))
         cases = target.cases(per_row, families=("paged",), dtypes=("float16",))
-        cases = [case for case in cases if mine(case, chip)][:limit]
+        # The interpreter's e4m3 has no NaN, so that FP8 caches do not show what free slots do.
+        telling = [case for case in cases if promise == "any" or case.request.kv_dtype == "auto"]
+        cases = [case for case in telling if mine(case, chip)][:limit]
         outcomes = [run_case(target, case) for case in cases]
     finally:
         module.unified_attention = kernel.kernel
     failed = [str(outcome) for outcome in outcomes if outcome.verdict != "passed"]
+    seconds = round(time.perf_counter() - began, 1)
     report = {
         **told, "chip": chip, "kernel": module.__name__, "planted": ", ".join(planted), "free_slots": promise,
-        "cases": len(cases), "calls": counted.calls, "failed": len(failed), "seconds": round(time.perf_counter() - began, 1),
+        "cases": len(cases), "calls": counted.calls, "failed": len(failed), "seconds": seconds,
     }  # fmt: skip
     print(json.dumps({**report, "first": failed[:1]}), flush=True)
     return counted.calls > 0 and bool(failed) == (bool(planted) or promise == "finite")
@@ -144,6 +147,8 @@ def main() -> int:
         for chip in words.chip:
             module = prepare(root, chip)
             for units, planted, promise, limit in PARTS:
+                if promise == "finite" and not chip.startswith("gfx1"):
+                    continue
                 module.get_num_sms = lambda units=units: units
                 good.append(run(module, chip, words.per_row, planted, promise, limit, package=what, units=units))
     return 0 if all(good) else 1
