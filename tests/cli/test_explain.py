@@ -30,7 +30,7 @@ ANSWERS = [
     (f"{BLACKWELL} --mla --phase decode --kv-dtype fp8_e4m3", "trtllm_mla", ["dequantise_kv"], False),
     ("--assume-platform rocm:gfx942 --assume-installed amd-aiter --phase decode", "aiter", [], False),
     ("--assume-platform npu --assume-installed torch-npu --phase decode --page-size 128", "ascend", [], False),
-    ("--assume-platform xpu --assume-installed sgl-kernel-xpu --phase decode", "intel_xpu", [], True),
+    ("--assume-platform xpu --assume-installed sgl-kernel-xpu --phase decode", "intel_xpu", [], False),
     ("--assume-platform mps --head-dim 64", "torch_sdpa", [], False),
     ("--assume-platform cuda:sm90 --causal", "torch_sdpa", [], False),
     (f"{HOPPER} --causal --window 4095,0 --sinks", "fa", ["sinks_from_lse"], False),

@@ -354,7 +354,7 @@ def test_served_within_the_limits(platform: str, provider: tuple[str, str], chan
 
 
 def test_versions() -> None:
-    with pytest.raises(PolyattnError, match=r"vllm-xpu-kernels 0\.1\.2 is installed, >=0\.1\.10 is needed"):
+    with pytest.raises(PolyattnError, match=r"vllm-xpu-kernels 0\.1\.2 is installed, >=0\.1\.16 is needed"):
         what_if(AttentionRequest(), platform="xpu", installed=("vllm-xpu-kernels==0.1.2",), backend="fa", strict=True)
 
 

@@ -45,8 +45,8 @@ def idle_last(query: Tensor, where: Tables) -> tuple[Tensor, Tables]:
     lengths = where.cu_seqlens_q.diff()
     order = torch.argsort((lengths == 0).int(), stable=True)
     starts_q = torch.nn.functional.pad(lengths[order].cumsum(0, dtype=torch.int32), (1, 0))
-    rest = {"page_table": where.page_table[order], "seq_lens": where.seq_lens[order], "cu_seqlens_q": starts_q}
-    return torch.nn.functional.pad(query, (0, 0, 0, 0, 0, 1)), where._replace(**rest)
+    last = where._replace(page_table=where.page_table[order], seq_lens=where.seq_lens[order], cu_seqlens_q=starts_q)
+    return torch.nn.functional.pad(query, (0, 0, 0, 0, 0, 1)), last
 
 
 def dense_by_packed(
@@ -54,9 +54,9 @@ def dense_by_packed(
 ) -> Result:
     """[B, S, H, D] by the packed call: a batch of sequences of one length; the LSE [B, H_q, S_q]."""
     (B, S_q), S_k = query.shape[:2], key.shape[1]
-    ends = (starts(request, B, S, query.device) for S in (S_q, S_k))
+    starts_q, starts_k = (starts(request, B, S, query.device) for S in (S_q, S_k))
     flat = (t.flatten(0, 1) for t in (query, key, value))
-    result, found = packed(*flat, Packed(*ends, S_q, S_k), lse=lse)
+    result, found = packed(*flat, Packed(starts_q, starts_k, S_q, S_k), lse=lse)
     result = result.view(B, S_q, *result.shape[1:])
     return result, None if found is None else found.view(-1, B, S_q).transpose(0, 1)
 

@@ -27,7 +27,7 @@ from .records.common import SGL_KERNEL_XPU
 
 __all__ = ["FlashAttentionSglKernel", "LatentSglKernel", "PagedSglKernel"]
 
-_LATENT, _ROTARY = 512, 64
+_LATENT = 512
 
 
 def _load(target: str, needs: dict[str, str] | None = None) -> Any:
@@ -161,7 +161,7 @@ class _Latent:
         rows = cache.squeeze(2)
         rows, table = self._pages(rows, where)
         one = self.request.s_relation == "one" and query.shape[0] == where.seq_lens.shape[0]
-        nope, rope = (part.contiguous() for part in query.split([_LATENT, _ROTARY], -1))
+        nope, rope = query[..., :_LATENT].contiguous(), query[..., _LATENT:].contiguous()
         longest = table.shape[1] * rows.shape[1]
         sizes = {
             "max_seq_len": longest,

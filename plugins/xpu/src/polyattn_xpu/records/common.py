@@ -33,7 +33,7 @@ SGL_KERNEL_XPU = Requirement(
 )
 VLLM_XPU_KERNELS = Requirement(
     "vllm-xpu-kernels",
-    ">=0.1.10",
+    ">=0.1.16",
     module="vllm_xpu_kernels.flash_attn_interface",
     hint="pip install vllm-xpu-kernels",
 )

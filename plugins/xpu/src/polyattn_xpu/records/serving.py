@@ -62,6 +62,11 @@ def _paged(archs: tuple[str, ...], page_size: Any, sinks: dict[str, Any]) -> tup
     return (*kept, row(when={"arch": archs, "kv_dtype": FP8}, **scaled))
 
 
+_LATENT_LENGTHS: tuple[dict[str, Any], ...] = (
+    {"s_relation": ("equal", "fewer", "more"), "causal": "bottom_right"},
+    {"s_relation": "one", "causal": CAUSAL},
+)
+
 INTEL_XPU = BackendInfo(
     "intel_xpu",
     "xpu",
@@ -85,10 +90,7 @@ INTEL_XPU = BackendInfo(
                     page_size=(16, 32, 64, 128),
                     kv_dtype="auto",
                 )
-                for lengths in (
-                    {"s_relation": ("equal", "fewer", "more"), "causal": "bottom_right"},
-                    {"s_relation": "one", "causal": CAUSAL},
-                )
+                for lengths in _LATENT_LENGTHS
             ),
             target="polyattn_xpu.sgl_kernel:LatentSglKernel",
             requires=(SGL_KERNEL_XPU,),
