@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from polyattn import adapters
 from polyattn.backends.free_slots import without_free_slots
 from polyattn.errors import BackendUnavailableError
 from polyattn.paging import Tokens
@@ -340,3 +341,37 @@ def test_an_lse_in_base_2_is_found(install: Callable[[str], Library], monkeypatc
     monkeypatch.setattr(_Kernels, "_run", wrong)
     tried = families("0.1.20")["dense"]
     assert tried.caught([c for c in tried.cases(3, families=("dense",), dtypes=("bfloat16",)) if c.request.lse][:2])
+
+
+# id, build, who is tried, family, words of the cases, what the library is told instead
+TOLD: list[tuple[str, str, Emulated, str, str, dict[str, Any]]] = [
+    ("latent scale dropped", "0.1.20", target("0.1.20"), "mla", "scale=", {"sm_scale": None}),
+    ("one key less", "0.1.20-gfx1201", target("0.1.20-gfx1201"), "paged", "window=17", {"window_size": (16, 0)}),
+    ("scale of the keys dropped", "0.1.20-gfx950", target("0.1.20-gfx950"), "paged", "=tensor", {"k_descale": None}),
+    ("sage without its mask", "0.1.20", SAGE, "dense", "causal=", {"causal": False}),
+    ("sage in the other layout", "0.1.20", SAGE, "dense", "transposed", {"layout": "bshd"}),
+]
+
+
+@pytest.mark.parametrize(("build", "tried", "family", "words", "wrong"), [pytest.param(*t[1:], id=t[0]) for t in TOLD])
+def test_a_wrong_argument_is_found(
+    build: str,
+    tried: Emulated,
+    family: str,
+    words: str,
+    wrong: dict[str, Any],
+    install: Callable[[str], Library],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(build)
+    right = adapters.load
+
+    def load(*args: Any) -> Any:
+        function = right(*args)
+        return lambda *tensors, **given: function(*tensors, **{**given, **wrong})
+
+    made = tried.cases(3, families=(family,), dtypes=("bfloat16",))
+    cases = [case for case in made if words in case.id][:3]
+    assert cases
+    monkeypatch.setattr(adapters, "load", load)
+    assert tried.caught(cases)
