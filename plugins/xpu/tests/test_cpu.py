@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,21 @@ def test_what_a_newer_build_wants_is_switched_off(install: Callable[[str], Libra
     given = library.calls[-1].given
     assert {name: given[name] for name in off} == off
     assert "n" not in given
+
+
+@pytest.mark.parametrize("build", ["0.3", "0.4"])
+def test_real_operators_of_torch(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same schemas, registered with torch: their arguments are read, and they are called, as a build's would be."""
+    emulated = sgl_kernel_cpu.library(build)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", emulated.modules["sgl_kernel"])
+    with torch.library._scoped_library("sgl_kernel", "FRAGMENT") as registry:
+        for name in ("decode_attention_cpu", "extend_attention_cpu"):
+            body = getattr(emulated.modules[sgl_kernel_cpu.OPS], name)
+            registry.define(SIGNATURES.entries[f"sgl_kernel_cpu@{build}.{name}"]["schema"].partition("::")[2])
+            registry.impl(name, lambda *args, body=body: body(*args), "CPU")
+        for queries, fields in (((1, 1), PAGED), ((2, 3), EXTEND)):
+            assert bool(run(queries, **fields)[0].isfinite().all())
+    assert [call.name for call in emulated.calls] == ["decode_attention_cpu", "extend_attention_cpu"]
 
 
 def test_what_is_not_known_is_refused(install: Callable[[str], Library]) -> None:
