@@ -349,7 +349,7 @@ TOLD: list[tuple[str, str, Emulated, str, str, dict[str, Any]]] = [
     ("one key less", "0.1.20-gfx1201", target("0.1.20-gfx1201"), "paged", "window=17", {"window_size": (16, 0)}),
     ("scale of the keys dropped", "0.1.20-gfx950", target("0.1.20-gfx950"), "paged", "=tensor", {"k_descale": None}),
     ("sage without its mask", "0.1.20", SAGE, "dense", "causal=", {"causal": False}),
-    ("sage in the other layout", "0.1.20", SAGE, "dense", "transposed", {"layout": "bshd"}),
+    ("sage in the other layout", "0.1.20", SAGE, "dense", "BHSD", {"layout": "bshd"}),
 ]
 
 
