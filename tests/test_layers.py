@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,57 @@ def test_core_imports_no_vendor_package() -> None:
     vendors = {f"polyattn_{p.name}" for p in PLUGINS}
     found = {(f.name, name) for f in sources(CORE) for name in imported(f) if name.split(".")[0] in vendors}
     assert not found
+
+
+VENDORS = (
+    *("nvidia", "geforce", "hopper", "blackwell", "ampere", "trtllm", "flashinfer", "flashmla", "cutlass"),
+    *("amd", "radeon", "instinct", "aiter", "gfx9", "gfx12", "hipblaslt", "mi300", "mi355"),
+    *("ascend", "huawei", "cann", "intel", "gaudi", "ipex", "moore", "mthreads", "mate"),
+    *("apple", "sageattention", "sageattn"),
+)
+"""Names of vendors, their chips and their libraries. What torch calls device types and builds (cuda, hip, rocm, xpu,
+npu, musa, mps) is no vendor's name."""
+ELSEWHERE = {
+    "integrations": "hosts name the libraries they come with",
+    "testing": "emulators and evidence name what they stand for",
+    "platforms": "torch's device kinds are recognised by their vendors' drivers, one file for each",
+    "tuning/places.py": "measurements are filed under the version of the driver",
+    "cli/demo/workloads.py": "other machines that the demo assumes, with libraries on them",
+}
+"""Where a vendor may be named, and why."""
+
+
+def excused(path: Path) -> str:
+    name = path.relative_to(CORE).as_posix()
+    return next((place for place in ELSEWHERE if name == place or name.startswith(place + "/")), "")
+
+
+def words_of(path: Path) -> set[str]:
+    """The lower-case words of a file's code: of its names and of its strings, without comments and docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            found.append(node.value)
+        named = (getattr(node, part, None) for part in ("id", "attr", "name", "arg", "module"))
+        found += [name for name in named if isinstance(name, str)]
+    return {word for text in found for word in re.split(r"[^a-z0-9]+", text.lower().replace("_", " ")) if word}
+
+
+def test_core_names_no_vendor() -> None:
+    found = {path: words_of(path) & set(VENDORS) for path in sources(CORE)}
+    assert not {str(path): words for path, words in found.items() if words and not excused(path)}
+    needed = {excused(path) for path, words in found.items() if words}
+    assert {"platforms", "tuning/places.py", "cli/demo/workloads.py"} <= needed, "an excuse that is not needed any more"
+
+
+def test_a_vendors_name_is_seen_in_code_and_not_in_prose(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text(
+        '"""About Intel."""\n# nvidia\nimport torch_npu\nx = "for Amd\'s chips"\ndef use_aiter_kernel(): ...\n'
+    )
+    assert words_of(file) & {"intel", "nvidia", "npu", "amd", "aiter"} == {"npu", "amd", "aiter"}
 
 
 @pytest.mark.parametrize("folder", PLUGINS, ids=lambda p: p.name)

@@ -223,7 +223,8 @@ def test_torch_is_loaded_when_something_is_run() -> None:
     "words, code, message",
     [
         (("torch_spda",), 4, "no backend is named 'torch_spda'. Did you mean 'torch_sdpa'"),
-        (("intel_amx",), 4, "intel_amx@cpu: planned, its adapter is not part of this version"),
+        (("dsa",), 4, "dsa@cpu: planned, its adapter is not part of this version"),
+        (("intel_amx",), 4, "intel_amx@cpu is unavailable: sgl-kernel-cpu is not installed"),
         (("torch_sdpa", "--device", "banana"), 4, "there is no torch_sdpa on device banana"),
         ((), 2, "which backend? polyattn conform BACKEND; `polyattn list` shows them"),
         (("acme", "--quick", "--full"), 2, "--quick and --full exclude each other: leave one out"),

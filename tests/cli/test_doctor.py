@@ -19,7 +19,7 @@ from .conftest import VENDORS, Run
 
 KEYS = {
     *("polyattn", "python", "system", "torch_build", "libraries", "platforms", "plugins"),
-    *("environment", "unread", "problems", "backends"),
+    *("environment", "unread", "problems", "warnings", "backends", "elsewhere"),
 }
 Plugin = Callable[[str, str], str]
 
@@ -66,8 +66,35 @@ def test_every_backend_of_this_machine_has_a_reason_and_a_remedy(run: Run) -> No
     assert set(found) == {b.name for b in list_backends("cpu")}
     for entry in found.values():
         assert bool(entry["why"]) == bool(entry["do"]) == (entry["status"] != "available")
-    assert found["intel_amx"]["why"] == "planned: its adapter is not part of this version"
-    assert found["intel_amx"]["do"].startswith("upgrade polyattn")
+
+
+REMEDIES = {
+    "cuda": ("fa2", "pip install flash-attn"),
+    "rocm": ("aiter", "amd-aiter"),
+    "npu": ("ascend", "torch-npu"),
+    "xpu": ("intel_xpu", "vllm-xpu-kernels"),
+    "musa": ("fa", "https://github.com/MooreThreads/mate"),
+}
+
+
+def test_every_backend_of_other_devices_has_the_device_and_a_remedy(run: Run) -> None:
+    """Of every vendor: what is missing beside the device, and the package that brings it."""
+    found = {(entry["platform"], entry["name"]): entry for entry in run("doctor", "--json").data["elsewhere"]}
+    here = {status.platform for status in list_backends("cpu")}
+    assert set(found) == {key for key in ((n, p)[::-1] for n, p in get_manager().backends) if key[0] not in here}
+    for (platform_name, name), entry in found.items():
+        assert entry["device"], f"{name}@{platform_name}: why the device is not here"
+        assert bool(entry["why"]) == bool(entry["do"]), entry
+    impostor = "mate is not installed; the registry has mate, a library of matchers for unittest"
+    assert found["musa", "fa"]["why"] == impostor
+    for platform_name, (name, package) in REMEDIES.items():
+        assert package in found[platform_name, name]["do"], found[platform_name, name]
+
+
+def test_backends_of_other_devices_are_told(run: Run) -> None:
+    text = flat(run("doctor").out)
+    assert "Backends of other devices" in text
+    assert "nothing is missing but the device" in text
 
 
 def test_variables(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,12 +60,20 @@ MHA_RULES = [
     ("ampere, nothing installed", "cuda:sm80", {}, (), "triton"),
     ("turing", "cuda:sm75", {}, (FLASHINFER,), "triton"),
     ("rocm", "rocm:gfx942", {}, ("amd-aiter",), "aiter"),
+    ("rocm, MI200", "rocm:gfx90a", {}, ("amd-aiter",), "aiter"),
+    ("rocm, MI350, page 64", "rocm:gfx950", {"page_size": 64}, ("amd-aiter",), "aiter"),
+    ("rocm, RDNA 4, page 64", "rocm:gfx1201", {"page_size": 64}, ("amd-aiter",), "aiter"),
+    ("rocm, RDNA 4, page 1", "rocm:gfx1201", {"page_size": 1}, ("amd-aiter",), "triton"),
     ("rocm, no aiter", "rocm:gfx942", {}, (), "triton"),
     ("musa, nothing installed", "musa", {}, (), "triton"),
     ("mps", "mps", {}, (), "torch_native"),
     ("npu", "npu", {"page_size": 128}, ("torch-npu",), "ascend"),
     ("xpu", "xpu", {}, ("sgl-kernel-xpu",), "intel_xpu"),
+    ("xpu, vllm's kernels, page 16", "xpu:pvc", {"page_size": 16}, ("vllm-xpu-kernels",), "intel_xpu"),
+    ("xpu, sgl-kernel is not for Ponte Vecchio", "xpu:pvc", {}, ("sgl-kernel-xpu",), "triton"),
+    ("xpu, softcap, which its kernels ignore", "xpu", {"softcap": 30.0}, ("sgl-kernel-xpu",), "triton"),
     ("cpu with AMX", "cpu:amx", {}, ("sgl-kernel-cpu",), "intel_amx"),
+    ("cpu with AMX, IPEX", "cpu:amx", {}, ("intel-extension-for-pytorch==2.8.0",), "torch_native"),
     ("cpu with AMX, no kernels", "cpu:amx", {}, (), "torch_native"),
     ("cpu without AMX", "cpu", {}, ("sgl-kernel-cpu",), "torch_native"),
 ]
@@ -79,6 +87,9 @@ MLA_RULES = [
     ("rocm, 128 heads", "rocm:gfx942", {}, ("amd-aiter",), "aiter"),
     ("rocm, 16 heads", "rocm:gfx942", {"heads": 16}, ("amd-aiter",), "aiter"),
     ("rocm, 32 heads", "rocm:gfx942", {"heads": 32}, ("amd-aiter",), "triton"),
+    ("rocm, MI350", "rocm:gfx950", {}, ("amd-aiter",), "aiter"),
+    ("rocm, MI200", "rocm:gfx90a", {}, ("amd-aiter",), "triton"),
+    ("rocm, RDNA 4", "rocm:gfx1201", {}, ("amd-aiter",), "triton"),
     ("npu", "npu", {"page_size": 128}, ("torch-npu",), "ascend"),
     ("xpu", "xpu", {}, ("sgl-kernel-xpu",), "intel_xpu"),
     ("cpu with AMX", "cpu:amx", {}, ("sgl-kernel-cpu",), "intel_amx"),
@@ -97,18 +108,29 @@ DIFFUSION_RULES = [
     ("cuda, a mask", "cuda:sm90", {"mask": "bool"}, (FA3,), "torch_sdpa"),
     ("rocm", "rocm:gfx942", {}, ("amd-aiter",), "fa"),
     ("rocm, flash-attn", "rocm:gfx90a", {}, ("flash-attn",), "fa"),
+    ("rocm, MI350", "rocm:gfx950", {}, ("amd-aiter",), "fa"),
+    ("rocm, RDNA 4, flash-attn", "rocm:gfx1201", {}, ("flash-attn",), "fa"),
+    ("rocm, RDNA 4, aiter alone", "rocm:gfx1201", {}, ("amd-aiter",), "torch_sdpa"),
+    ("rocm, float32", "rocm:gfx942", {"dtype": "float32"}, ("amd-aiter",), "torch_sdpa"),
+    ("rocm, softcap beside flash-attn", "rocm:gfx942", {"softcap": 30.0}, ("flash-attn",), "triton"),
     ("rocm, nothing installed", "rocm:gfx942", {}, (), "torch_sdpa"),
     ("xpu", "xpu", {}, ("sgl-kernel-xpu",), "fa"),
     ("xpu, vllm's kernels", "xpu", {}, ("vllm-xpu-kernels",), "fa"),
     *[(f"xpu, head dim {d}", "xpu", {"head_dim": d}, ("sgl-kernel-xpu",), "fa") for d in (64, 96, 192, 256)],
     ("xpu, head dim 80", "xpu", {"head_dim": 80}, ("sgl-kernel-xpu",), "torch_sdpa"),
     ("xpu, float32", "xpu", {"dtype": "float32"}, ("sgl-kernel-xpu",), "torch_sdpa"),
+    ("xpu, nothing installed", "xpu", {}, (), "torch_sdpa"),
+    ("xpu, sgl-kernel is not for Ponte Vecchio", "xpu:pvc", {}, ("sgl-kernel-xpu",), "torch_sdpa"),
     ("musa", "musa", {}, ("mate",), "fa"),
     ("musa, nothing installed", "musa", {}, (), "torch_sdpa"),
     ("mps", "mps", {}, (), "torch_sdpa"),
     ("npu", "npu", {}, ("torch-npu",), "torch_sdpa"),
     ("npu, ring", "npu", {"lse": True}, ("torch-npu",), "fa"),
+    ("npu, packed ring", "npu", {"family": "varlen", "lse": True}, ("torch-npu",), "fa"),
+    ("npu before the 910B", "npu:ascend310p", {}, ("torch-npu",), "torch_sdpa"),
+    ("mps, whatever is installed", "mps", {"head_dim": 80}, ("flash-attn", "sageattention==2.2.0"), "torch_sdpa"),
     ("cpu", "cpu", {}, (), "torch_sdpa"),
+    ("cpu, IPEX", "cpu:amx", {"family": "varlen"}, ("intel-extension-for-pytorch==2.8.0",), "torch_native"),
 ]
 LINEAR_RULES = [
     (f"{platform}, {method}", platform, {"family": "linear", "method": method}, ("triton-ascend",), "triton")
@@ -177,7 +199,7 @@ def test_musa_takes_sage_when_asked() -> None:
 
 
 def test_planned_choices_are_marked() -> None:
-    selection = what_if(AttentionRequest(**MHA), platform="rocm:gfx942", installed=("amd-aiter",))
+    selection = what_if(AttentionRequest(family="linear", method="gdn"), platform="cuda:sm90")
     assert selection.planned
     assert selection.evidence == "declared"
     selection = what_if(AttentionRequest(**MHA), platform="cuda:sm90", installed=(FA3,))

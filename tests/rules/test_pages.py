@@ -49,7 +49,7 @@ EMULATED = [
     ("intel_amx", "cpu:amx", MHA),
     ("intel_amx", "cpu:amx", MLA),
 ]
-INSTALLED = (*ALL, "amd-aiter", "wave-lang", "mate", "torch-npu", "sgl-kernel-xpu", "sgl-kernel-cpu")
+INSTALLED = (*ALL, "amd-aiter", "wave-lang", "sglang", "mate", "torch-npu", "sgl-kernel-xpu", "sgl-kernel-cpu")
 
 
 def case(name: str, platform: str, base: dict[str, Any], *rest: Any) -> Any:

@@ -112,7 +112,7 @@ def test_phases_without_a_layout_in_common():
 @pytest.mark.parametrize(
     "name, takes, why",
     [
-        ("fractal", "NZ", "Pools make no NZ caches: its fractal blocks are made by Ascend's own cache-writing kernel"),
+        ("fractal", "NZ", "Pools make no NZ caches: its fractal blocks are made by the device's own"),
         ("groups", "HND, vectorised", "Pools make no vectorised caches: its 16-byte groups of tokens are made by"),
     ],
 )

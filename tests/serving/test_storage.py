@@ -58,7 +58,7 @@ def test_words_of_the_command_line_are_those_of_requests():
         ({"page_size": 0}, r"page_size=0 is not a whole number of tokens >= 1, such as 16"),
         ({"page_size": True}, r"page_size=True is not a whole number"),
         ({"layout": "hnd"}, r"layout='hnd' is not one that pools have.*allowed: NHD, HND"),
-        ({"layout": "NZ"}, r"layout='NZ' .*its fractal blocks are made by Ascend's own cache-writing kernel"),
+        ({"layout": "NZ"}, r"layout='NZ' .*its fractal blocks are made by the device's own cache-writing kernel"),
         ({"layout": "vectorised"}, r"layout='vectorised' .*16-byte groups .* the vendor's own cache-writing kernel"),
         ({"scales": "tokens"}, r"scales='tokens' is no granularity.*Did you mean 'token'"),
     ],

@@ -42,6 +42,12 @@ class Evidence:
     digest: str = ""
     stale: bool = False
 
+    def to_json(self) -> str:
+        """The text of an evidence file."""
+        data = dataclasses.asdict(self)
+        data.pop("stale")
+        return json.dumps(data, indent=1, sort_keys=True) + "\n"
+
     def __str__(self) -> str:
         if self.level == "declared":
             return "declared"
@@ -88,10 +94,9 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
 def write_evidence(origin: str, evidence: Evidence) -> Path:
     """Write `evidence` beside the plugin, with the hash of its sources as they are now."""
     folder = Path(origin).parent
-    data = dataclasses.asdict(dataclasses.replace(evidence, digest=source_hash(folder, evidence.sources)))
-    data.pop("stale")
+    current = dataclasses.replace(evidence, digest=source_hash(folder, evidence.sources))
     target = folder / "evidence" / f"{evidence.backend}@{evidence.platform}.json"
     target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    target.write_text(current.to_json())
     read_evidence.cache_clear()
     return target

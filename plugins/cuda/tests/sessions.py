@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from polyattn.testing import Case, generate
+from polyattn.testing.emulators import Emulated
 from polyattn.testing.steps import planned
-
-from .harness import Emulated
 
 __all__ = ["InSession"]
 

@@ -12,12 +12,11 @@ from polyattn import what_if
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.records import AttentionRequest
 from polyattn.testing import Case
+from polyattn.testing.emulators import Emulated, Library
 
-from .emulators import Library
 from .emulators import cudnn as emulator
-from .harness import Emulated, OnDevice
 
-FRONTEND, TORCH = Emulated("cudnn", "cudnn-frontend"), Emulated("cudnn", "torch")
+FRONTEND, TORCH = (Emulated("cudnn", name, "cuda:sm90@12.8") for name in ("cudnn-frontend", "torch"))
 AMPERE = Emulated("cudnn", "cudnn-frontend", "cuda:sm80@12.8")
 
 
@@ -39,10 +38,6 @@ def test_conformance_of_the_front_end(case: Case, frontend: Library) -> None:
 @pytest.mark.parametrize("case", TORCH.cases(per_row=10), ids=str)
 def test_conformance_of_torch(case: Case, torch_itself: Library) -> None:
     TORCH.passes(case, torch_itself)
-
-
-class TestOnDevice(OnDevice):
-    backend = "cudnn"
 
 
 def tensors(*sizes: int) -> list[Tensor]:

@@ -18,11 +18,10 @@ from polyattn.errors import BackendUnavailableError, PolyattnError
 from polyattn.merging import merge
 from polyattn.records import AttentionRequest
 from polyattn.testing import Case
+from polyattn.testing.emulators import Emulated, Library
 from polyattn_cuda.flash_attention import fa3
 
-from .emulators import Library
 from .emulators import flash_attention as emulators
-from .harness import Emulated
 
 HOPPER, AMPERE, BLACKWELL = "cuda:sm90@12.8", "cuda:sm80@12.4", "cuda:sm100@13.0"
 # build: (its emulator, the chip, provider of `fa`, serving backend and its provider)

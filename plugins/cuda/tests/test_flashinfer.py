@@ -12,13 +12,12 @@ from torch import Tensor
 
 from polyattn.errors import BackendUnavailableError, GraphError
 from polyattn.testing import Case
+from polyattn.testing.emulators import Emulated, Library
 from polyattn_cuda.flashinfer import paged, ragged, workbench
 from polyattn_cuda.flashinfer.scales import HostScale, scale_of
 from polyattn_cuda.flashinfer.workbench import Lender, Workbench, float_bytes
 
-from .emulators import Library
 from .emulators import flashinfer as emulator
-from .harness import Emulated
 
 PAGED = Emulated("flashinfer", "flashinfer-python", "cuda:sm90@12.8")
 AMPERE = Emulated("flashinfer", "flashinfer-python", "cuda:sm80@12.4")

@@ -15,11 +15,10 @@ from polyattn import reference
 from polyattn.serving import DraftTree, ForwardBatch, ForwardMode, PageAllocator, RequestTable, StepBuffers
 from polyattn.serving.workspace import Limits, Workspaces
 from polyattn.testing import Case
+from polyattn.testing.emulators import Emulated, Library
 
-from .emulators import Library
 from .emulators import flashinfer as wrappers
 from .emulators import trtllm as emulator
-from .harness import Emulated
 from .sessions import InSession
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY

@@ -15,12 +15,11 @@ from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.quantised import mla_pack_fp8
 from polyattn.records import AttentionRequest
 from polyattn.testing import Case
+from polyattn.testing.emulators import Emulated, Library
 
-from .emulators import Library
 from .emulators import flash_mla as emulator
-from .harness import Emulated, OnDevice
 
-GIT, SGL, VLLM = (Emulated("flashmla", name) for name in ("flash-mla", "sgl-flash-mla", "vllm"))
+GIT, SGL, VLLM = (Emulated("flashmla", name, "cuda:sm90@12.8") for name in ("flash-mla", "sgl-flash-mla", "vllm"))
 BLACKWELL = Emulated("flashmla", "flash-mla", "cuda:sm100@12.8")
 MLA: dict[str, Any] = {
     "family": "mla",
@@ -58,10 +57,6 @@ def test_conformance_of_other_builds(build: emulator.Build, monkeypatch: pytest.
     library = emulator.library(build).install(monkeypatch)
     for case in target.cases(per_row=2):
         target.passes(case, library)
-
-
-class TestOnDevice(OnDevice):
-    backend = "flashmla"
 
 
 def tables(*lengths: tuple[int, int]) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from polyattn import what_if
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.records import AttentionRequest
 from polyattn.testing import Case
+from polyattn.testing.emulators import Emulated, Library
 
-from .emulators import Library
 from .emulators import hpc_ops as emulator
-from .harness import Emulated, OnDevice
 
-TARGET = Emulated("hpc_ops", "hpc-ops")
+TARGET = Emulated("hpc_ops", "hpc-ops", "cuda:sm90@12.8")
 FINITE = {"options": (("free_slots", "finite"),)}
 PAGED: dict[str, Any] = {
     "family": "paged",
@@ -40,10 +39,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 @pytest.mark.parametrize("case", TARGET.cases(per_row=16), ids=str)
 def test_conformance(case: Case, library: Library) -> None:
     TARGET.passes(case, library)
-
-
-class TestOnDevice(OnDevice):
-    backend = "hpc_ops"
 
 
 def run(blank: float = 0.0, out: Tensor | None = None, **fields: Any) -> Tensor:

@@ -12,12 +12,12 @@ from polyattn import reference, what_if
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.records import Accuracy, AttentionRequest
 from polyattn.testing import Case, controls
+from polyattn.testing.emulators import Emulated
 from polyattn.testing.tolerances import compare_class
 from polyattn_cuda.records.diffusion import FP4, INT8_FP8, INT8_FP16, SAGE_2_ARCHS
 from polyattn_cuda.sage import KERNELS
 
 from .emulators import sage as emulator
-from .harness import Emulated, OnDevice
 
 SAGE1 = Emulated("sage_attn", "sage1", "cuda:sm80@12.8")
 SAGE3 = Emulated("sage_attn_3", "sageattn3", "cuda:sm120@12.8")
@@ -56,14 +56,6 @@ def test_conformance_of_sage_3(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("case", SPARGE.cases(per_row=8), ids=str)
 def test_conformance_of_sparge_with_every_block(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     SPARGE.passes(case, emulator.sparge().install(monkeypatch))
-
-
-class TestSageOnDevice(OnDevice):
-    backend = "sage_attn"
-
-
-class TestSage3OnDevice(OnDevice):
-    backend = "sage_attn_3"
 
 
 @pytest.mark.parametrize("accuracy", [INT8_FP16, INT8_FP8, FP4])
@@ -128,7 +120,8 @@ def test_sage_1_is_right_for_any_number_of_keys(s_k: int, calls: int, monkeypatc
 
 def test_the_share_of_sparge_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     library = emulator.sparge().install(monkeypatch)
-    Emulated("sparge_attn", "spas-sage-attn", options=()).bind(heads=2, kv_heads=2).forward(*tensors(5, 9, width=128))
+    target = Emulated("sparge_attn", "spas-sage-attn", "cuda:sm90@12.8")
+    target.bind(heads=2, kv_heads=2).forward(*tensors(5, 9, width=128))
     assert library.calls[-1].given["topk"] == 0.5
     assert library.calls[-1].given["q"].shape[2] == 128
     assert library.calls[-1].given["output_dtype"] == torch.bfloat16

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from polyattn.errors import BackendUnavailableError
 from polyattn.testing import Case
+from polyattn.testing.emulators import Emulated
 from polyattn_cuda.flashinfer import memory
 from polyattn_cuda.flashinfer.trtllm import drafts_mask
 
 from .emulators import trtllm as emulator
-from .harness import Emulated
 
 BLACKWELL, HOPPER, CONSUMER = "cuda:sm100@13.0", "cuda:sm90@12.8", "cuda:sm120@13.0"
 HALF = ("bfloat16", "float16")

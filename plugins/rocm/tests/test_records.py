@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from polyattn import what_if
 from polyattn.distributions import availability, distribution_version
 from polyattn.errors import PolyattnError
 from polyattn.plugins import PluginManager
-from polyattn.records import AttentionRequest, DeviceReport, Provider
+from polyattn.records import AttentionRequest, Provider
 from polyattn_rocm.plugin import BACKENDS
 from polyattn_rocm.records.common import AITER
 
@@ -28,13 +27,61 @@ MLA = {
     "phase": "decode",
     "s_relation": "one",
 }
-CASES = [
-    pytest.param("rocm:gfx942", "fa", {"dtype": "float16", "dropout": 0.1}, "", id="fa"),
-    pytest.param("rocm:gfx942", "aiter", {**PAGED, "kv_dtype": "fp8_e4m3", "kv_scales": "tensor"}, "", id="aiter FP8"),
-    pytest.param("rocm:gfx942", "aiter", {**PAGED, "page_size": 48}, "page_size=48 is not one of", id="aiter pages"),
-    pytest.param("rocm:gfx942", "aiter", {**MLA, "heads": 24}, "heads=24 is not 16 to 128", id="aiter MLA heads"),
-    pytest.param("rocm:gfx942", "wave", {**PAGED, "window": (127, -1)}, "window", id="wave has no window"),
-    pytest.param("rocm:gfx90a", "aiter_sage", {}, "arch='gfx90a' is not one of", id="sage on MI200"),
+E4M3 = {"kv_dtype": "fp8_e4m3", "kv_scales": "tensor"}
+MI300, MI350, MI200, RDNA4 = "rocm:gfx942", "rocm:gfx950", "rocm:gfx90a", "rocm:gfx1201"
+# id, chip, backend, changes of a dense request, lowerings or the words of the refusal
+SERVED: list[tuple[str, str, str, dict[str, Any], tuple[str, ...]]] = [
+    ("fa, dropout", MI300, "fa", {"dtype": "float16", "dropout": 0.1}, ()),
+    ("fa, 256 wide", MI300, "fa", {"head_dim": 256}, ()),
+    ("fa, K wider than V", MI300, "fa", {"head_dim": 192, "v_head_dim": 128, "sinks": True}, ()),
+    ("fa, a packed batch with a softcap", MI300, "fa", {"family": "varlen", "layout": "THD", "softcap": 30.0}, ()),
+    ("fa, width 100", MI300, "fa", {"head_dim": 100}, ("pad_head_dim", "pad_value_dim")),
+    ("fa, a softcap", MI300, "fa", {"softcap": 30.0}, ("pack_sequences",)),
+    ("fa, a right bound", MI300, "fa", {"window": (-1, 9), "s_relation": "fewer"}, ()),
+    ("aiter, any page", MI300, "aiter", {**PAGED, "page_size": 48, "lse": True}, ()),
+    ("aiter, FP8 on MI350", MI350, "aiter", {**PAGED, **E4M3}, ()),
+    ("aiter, FP8 on MI300", MI300, "aiter", {**PAGED, **E4M3}, ("dequantise_kv",)),
+    ("aiter, FP8 on MI350 in pages of 8", MI350, "aiter", {**PAGED, **E4M3, "page_size": 8}, ("dequantise_kv",)),
+    ("aiter, FP8 on RDNA 4", RDNA4, "aiter", {**PAGED, **E4M3}, ()),
+    ("aiter, sinks beside an LSE", MI300, "aiter", {**PAGED, "sinks": True, "lse": True}, ("sinks_from_lse",)),
+    ("aiter, RDNA 4, page 48", RDNA4, "aiter", {**PAGED, "page_size": 48}, ("finer_pages",)),
+    ("aiter, latent", MI300, "aiter", MLA, ()),
+    ("aiter, 64 heads on MI350", MI350, "aiter", {**MLA, "heads": 64}, ()),
+    ("sage", MI300, "aiter_sage", {"lse": True}, ()),
+    ("sage, 96 wide", MI300, "aiter_sage", {"head_dim": 96}, ("pad_head_dim", "pad_value_dim")),
+]
+REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
+    ("fa, 264 wide", MI300, "fa", {"head_dim": 264}, "head_dim=264 is not 8 to 256, a multiple of 8"),
+    ("fa, ALiBi", MI300, "fa", {"alibi": True}, "alibi=True is not declared"),
+    ("fa, a mask", MI300, "fa", {"mask": "bool"}, "mask='bool' is not declared"),
+    ("fa, float32", MI300, "fa", {"dtype": "float32"}, "dtype='float32' is not one of bfloat16, float16"),
+    (
+        "fa, gradients of a packed batch with a softcap",
+        MI300,
+        "fa",
+        {"family": "varlen", "layout": "THD", "softcap": 30.0, "grad": ("query",)},
+        "softcap=30.0 is not declared",
+    ),
+    (
+        "fa, a right bound where queries stand before the keys",
+        MI300,
+        "fa",
+        {"window": (-1, 9), "s_relation": "more"},
+        "window=(-1, 9) has a right bound",
+    ),
+    ("fa, dropout and an LSE", MI300, "fa", {"dropout": 0.1, "lse": True}, "dropout=0.1 is not declared"),
+    ("fa, RDNA without flash-attn", "rocm:gfx1100", "fa", {"dropout": 0.1, "softcap": 30.0}, "softcap=30.0 is not"),
+    ("aiter, HND", MI300, "aiter", {**PAGED, "kv_layout": "HND"}, "kv_layout='HND' is not declared"),
+    ("aiter, MI200 latent", MI200, "aiter", MLA, "arch='gfx90a' is not"),
+    ("aiter, 24 heads", MI300, "aiter", {**MLA, "heads": 24}, "heads=24 is not one of 8, 16, 32, 128"),
+    ("aiter, 64 heads on MI300", MI300, "aiter", {**MLA, "heads": 64}, "heads=64 is not one of 8, 16, 32, 128"),
+    ("aiter, latent in float16", MI300, "aiter", {**MLA, "dtype": "float16"}, "dtype='float16' is not bfloat16"),
+    ("aiter, RDNA 4, page 8", RDNA4, "aiter", {**PAGED, "page_size": 8}, "page_size=8 is not one of 16, 32, 64"),
+    ("aiter, RDNA 4, an LSE", RDNA4, "aiter", {**PAGED, "lse": True}, "lse=True is not declared"),
+    ("wave has no window", MI300, "wave", {**PAGED, "window": (127, -1)}, "window"),
+    ("sage on MI200", MI200, "aiter_sage", {}, "arch='gfx90a' is not one of"),
+    ("sage, 136 wide", MI300, "aiter_sage", {"head_dim": 136}, "head_dim=136 is not one of 64, 128"),
+    ("sage, more queries", MI300, "aiter_sage", {"s_relation": "more"}, "s_relation='more' is not one of"),
 ]
 
 
@@ -58,21 +105,30 @@ def test_approximate_methods_are_never_automatic() -> None:
     assert not [b.id for b in BACKENDS if b.lossy and (b.priority is not None or b.auto)]
 
 
-@pytest.mark.parametrize(("platform", "name", "changes", "refusal"), CASES)
-def test_limits(platform: str, name: str, changes: dict[str, Any], refusal: str) -> None:
-    """Accepted where `refusal` is empty; otherwise refused with these words."""
-    request = AttentionRequest(**changes)
-    needs = {r.distribution for b in BACKENDS if b.name == name for p in b.providers for r in p.requires}
-    if not refusal:
-        assert what_if(request, platform=platform, installed=needs, backend=name).backend == name
-        return
-    try:
-        selection = what_if(request, platform=platform, installed=needs, backend=name)
-    except PolyattnError as error:
-        said = str(error)
-    else:
-        said = "; ".join(selection.rejected[name])
-    assert refusal in said
+def installed(name: str) -> set[str]:
+    return {r.distribution for b in BACKENDS if b.name == name for p in b.providers for r in p.requires}
+
+
+@pytest.mark.parametrize(("chip", "name", "changes", "lowerings"), [pytest.param(*c[1:], id=c[0]) for c in SERVED])
+def test_served(chip: str, name: str, changes: dict[str, Any], lowerings: tuple[str, ...]) -> None:
+    selection = what_if(AttentionRequest(**changes), platform=chip, installed=installed(name), backend=name)
+    assert (selection.backend, selection.lowerings) == (name, lowerings)
+
+
+@pytest.mark.parametrize(("chip", "name", "changes", "refusal"), [pytest.param(*c[1:], id=c[0]) for c in REFUSED])
+def test_refused(chip: str, name: str, changes: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(PolyattnError) as refused:
+        what_if(AttentionRequest(**changes), platform=chip, installed=installed(name), backend=name, strict=True)
+    assert refusal in str(refused.value)
+
+
+@pytest.mark.parametrize("chip", ["rocm:gfx90a", "rocm:gfx1100", "rocm:gfx1201"])
+def test_flash_attn_serves_every_chip_and_takes_no_softcap(chip: str) -> None:
+    """Its Composable Kernel build would take one and ignore it."""
+    plain = what_if(AttentionRequest(window=(8, 8)), platform=chip, installed=("flash-attn",), backend="fa")
+    assert (plain.backend, plain.provider) == ("fa", "fa2/flash-attn")
+    with pytest.raises(PolyattnError, match=r"softcap=30\.0 is not declared"):
+        what_if(AttentionRequest(softcap=30.0), platform=chip, installed=("flash-attn",), backend="fa", strict=True)
 
 
 def test_the_impostor_on_the_registry_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +147,24 @@ def test_the_impostor_on_the_registry_is_recognised(tmp_path: Path, monkeypatch:
     assert "build" in found.hint
 
 
-def test_adapters_on_the_device(device: Callable[..., DeviceReport]) -> None:
-    planned = sorted({b.name for b in BACKENDS if b.planned})
-    found = device("rocm", what=f"the kernels of {', '.join(planned)}")
-    built = sorted(b.id for b in BACKENDS if not b.planned)
-    assert not built, f"built, and not checked here: {', '.join(built)}; run the conformance suite on them"
-    pytest.skip(f"{found.detail} is here, but every adapter is planned, so nothing was run: {', '.join(planned)}")
+SDPA: list[tuple[dict[str, Any], str]] = [
+    ({"head_dim": 72, "mask": "bool", "causal": "top_left"}, ""),
+    ({"window": (8, 8), "s_relation": "more", "grad": ("query", "mask"), "mask": "additive"}, ""),
+    ({"dtype": "float32", "dropout": 0.1, "graph_capture": True}, ""),
+    ({"dtype": "float64"}, "dtype='float64' is not one of"),
+    ({"lse": True}, "lse=True is not declared"),
+    ({"softcap": 30.0}, "softcap=30.0 is not declared"),
+    ({"deterministic": True}, "deterministic=True is not declared"),
+]
+
+
+@pytest.mark.parametrize(("changes", "refusal"), SDPA)
+@pytest.mark.parametrize("chip", ["rocm:gfx942", "rocm:gfx1201"])
+def test_sdpa_serves_every_chip_in_torchs_limits(chip: str, changes: dict[str, Any], refusal: str) -> None:
+    request = AttentionRequest(**changes)
+    if not refusal:
+        assert what_if(request, platform=chip, backend="torch_sdpa").lowerings == ()
+        return
+    with pytest.raises(PolyattnError) as refused:
+        what_if(request, platform=chip, backend="torch_sdpa")
+    assert refusal in str(refused.value)

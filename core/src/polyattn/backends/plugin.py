@@ -343,7 +343,7 @@ def _sdpa_rule(platform: str) -> tuple[AutoRule, ...]:
         "cpu": (AutoRule(390, "CPU: PyTorch SDPA", whole),),
         "cuda": (AutoRule(390, "CUDA: PyTorch SDPA where no FlashAttention is installed or fits", whole),),
         "rocm": (AutoRule(390, "ROCm: PyTorch SDPA where no FlashAttention is installed or fits", whole),),
-        "xpu": (AutoRule(390, "XPU: PyTorch SDPA outside the limits of Intel's FlashAttention", whole),),
+        "xpu": (AutoRule(390, "XPU: PyTorch SDPA outside the limits of its FlashAttention", whole),),
         "musa": (AutoRule(390, "MUSA: PyTorch SDPA where no FlashAttention is installed or fits", whole),),
         "mps": (AutoRule(300, "MPS: always PyTorch SDPA", whole),),
         "npu": (AutoRule(390, "NPU: PyTorch SDPA, FlashAttention only where a ring needs the LSE", whole),),

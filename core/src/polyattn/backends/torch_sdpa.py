@@ -18,6 +18,9 @@ from .sdpa_masks import additive, combined_mask, may_have_empty_rows, open_empty
 
 __all__ = ["TorchSDPA", "signed"]
 
+_VECTOR_ROWS = 8
+"""Most queries of MPS's kernel for few of them (aten/src/ATen/native/mps/operations/Attention.mm)."""
+
 _sdpa = F.scaled_dot_product_attention
 _aten = torch.ops.aten
 
@@ -97,11 +100,17 @@ def _math(
     return out
 
 
+def _beyond_npu(request: AttentionRequest) -> bool:
+    """Whether SDPA on NPUs hands its fused kernel, unasked, what that does not take: a V wider than K, or tensors
+    without elements."""
+    return request.platform == "npu" and (request.zero_size or request.v_head_dim > request.head_dim)
+
+
 def _simple(request: AttentionRequest) -> Callable[..., Tensor] | None:
     """SDPA with as few arguments as the request needs: parsing the others costs a microsecond."""
     if position_kind(request) == "mask" or request.layout != "BHSD" or request.group != 1:
         return None
-    if request.platform == "mps" or request.mask != "none":
+    if request.platform == "mps" or request.mask != "none" or _beyond_npu(request):
         return None
     if request.dropout or request.scale is not None:
         return None
@@ -122,8 +131,12 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
     explicit = kind == "mask" or request.mask != "none"
     # MPS has let future tokens through its causal flag in half precision (pytorch#195910): spell the mask out.
     explicit = explicit or (flag and request.platform == "mps")
-    # ... and read past a narrower V (pytorch#176767, until 2.12): pad it to D.
+    # ... and taken V for as wide as Q (pytorch#176767, until 2.12): the narrower ones are padded.
     pad = request.head_dim - request.v_head_dim if request.platform == "mps" else 0
+    # Columns of 0 in Q and K change no logit, once the scale is said.
+    widen = request.v_head_dim - request.head_dim if request.platform in ("mps", "npu") else 0
+    if widen > 0 and scale is None:
+        scale = request.head_dim**-0.5
     # torch's CPU kernels already give 0 and zero gradients for rows without keys; elsewhere kernels differ.
     repair = may_have_empty_rows(request) and request.platform != "cpu"
 
@@ -132,17 +145,25 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
         alive = None
         if repair:
             mask, alive = open_empty_rows(mask)
-        if mask.dtype != torch.bool:
-            mask = mask.to(query.dtype)
+        if mask.dtype != torch.bool or kernel is _math:
+            mask = additive(mask, query.dtype)
             if request.platform != "cpu" and not request.transform and not torch.compiler.is_compiling():
                 mask = placed(mask)
+        if request.platform == "mps" and query.shape[2] <= _VECTOR_ROWS:
+            # Its kernel of few queries mistook the place of a mask shared by some heads or batches (pytorch#184180).
+            mask = mask.expand(*query.shape[:3], key.shape[2]).contiguous()
         result = sdpa(query, key, value, mask, dropout, scale=scale, enable_gqa=gqa)
         return result if alive is None else result.masked_fill(~alive, 0.0)
 
     # The fused kernels' gradient of a mask fails for some shapes on GPUs (one query: "LSE is not correctly aligned").
     kernel = _math if "mask" in request.grad and request.platform != "cpu" else _sdpa
+    if request.zero_size and (request.platform == "mps" or _beyond_npu(request)):
+        # MPS makes no graph of tensors without elements.
+        kernel = _math
 
     def sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
+        if widen > 0:
+            query, key = F.pad(query, (0, widen)), F.pad(key, (0, widen))
         if pad <= 0:
             return kernel(query, key, value, *args, **kw)
         return kernel(query, key, F.pad(value, (0, pad)), *args, **kw)[..., :-pad]
@@ -258,16 +279,16 @@ def _with_lse(request: AttentionRequest) -> Bound:
 @contextlib.contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
     """torch's switch on for the length of one op, where the request asks for the same bits on every run."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     if not wanted or before:
         yield
         return
-    torch.use_deterministic_algorithms(True)
+    # use_deterministic_algorithms would also set it for compiled code, and import the compiler for that.
+    torch.set_deterministic_debug_mode("error")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(before)
 
 
 def _widths(query: Tensor, value: Tensor, multiple: int) -> int:

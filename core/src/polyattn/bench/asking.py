@@ -53,6 +53,13 @@ class Asked:
         words: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in plain.items()}
         return cls(**words)
 
+    def where(self) -> torch.device:
+        """
+        Raises:
+            ConfigError: torch has no such device here.
+        """
+        return _device(self.device)
+
     def plan(self) -> tuple[Plan, Sheet]:
         """
         Raises:
@@ -62,7 +69,7 @@ class Asked:
         rows = [row for family in selected(sheet, self.rows) for row in family.rows]
         known = peers.load(self.peers)
         wanted = peers.named(known, self.peer, "--peer") if known else []
-        device = _device(self.device)
+        device = self.where()
         if device.type == "cpu" and not self.quick:
             raise ConfigError(
                 "the rows of a sheet take hours on a CPU: --quick makes them tiny, --device names another"

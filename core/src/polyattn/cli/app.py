@@ -39,6 +39,7 @@ from .reasons import reasons_table
 from .rendering import screen, show_json
 from .trace import trace
 from .tune import tune
+from .verify import verify
 
 __all__ = ["EXIT_CODES", "app", "run"]
 
@@ -78,6 +79,7 @@ app.command("generate")(generate)
 app.command("bench")(bench)
 app.command("tune")(tune)
 app.command("trace")(trace)
+app.command("verify")(verify)
 app.add_typer(config, name="config")
 
 

@@ -74,8 +74,21 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in ENVVARS if name in os.environ},
         "unread": unread_variables(),
         "problems": problems,
+        "warnings": _warnings(manager),
         "backends": [_backend(status, manager) for status in statuses if status.platform in present],
+        "elsewhere": [_elsewhere(status, devices, manager) for status in statuses if status.platform not in present],
     }
+
+
+def _warnings(manager: PluginManager) -> list[str]:
+    """What the records of backends warn of, about distributions that are installed here."""
+    needs = {need for info in manager.backends.values() for provider in info.providers for need in provider.requires}
+    found = []
+    for need in sorted(needs, key=lambda need: need.distribution):
+        version = next(filter(None, map(distribution_version, (need.distribution, *need.also))), None)
+        if need.warning and version:
+            found.append(f"{need.distribution} {version} is installed: {need.warning}")
+    return found
 
 
 def _manager(problems: list[str]) -> PluginManager:
@@ -139,6 +152,20 @@ def _backend(status: BackendStatus, manager: PluginManager) -> dict[str, Any]:
     }
 
 
+def _elsewhere(status: BackendStatus, devices: dict[str, DeviceReport], manager: PluginManager) -> dict[str, Any]:
+    """A backend whose device is not here: the device is missing, and what it would need besides."""
+    info = manager.backends[status.name, status.platform]
+    why, action = _diagnosis(info, status) if info.planned else _needs(info)
+    return {
+        "name": status.name,
+        "platform": status.platform,
+        "evidence": status.evidence,
+        "device": devices[status.platform].detail,
+        "why": why,
+        "do": action,
+    }
+
+
 def _diagnosis(info: BackendInfo, status: BackendStatus) -> tuple[str, str]:
     """(why a backend cannot be used, the one thing to do about it); empty when it can."""
     if status.status == "available":
@@ -148,9 +175,16 @@ def _diagnosis(info: BackendInfo, status: BackendStatus) -> tuple[str, str]:
             "planned: its adapter is not part of this version",
             f"upgrade {status.package} once it brings the adapter",
         )
-    missing = [(p, found) for p in info.providers if not p.planned and not (found := availability(p)).ok]
-    if not missing:
-        return "; ".join(status.reasons), "see the platform above"
+    why, action = _needs(info)
+    return (why, action) if why else ("; ".join(status.reasons), "see the platform above")
+
+
+def _needs(info: BackendInfo) -> tuple[str, str]:
+    """(what is not installed, how to install it); empty when a provider has all it needs."""
+    found = [(provider, availability(provider)) for provider in info.providers if not provider.planned]
+    missing = [(provider, answer) for provider, answer in found if not answer.ok]
+    if not missing or len(missing) < len(found):
+        return "", ""
     provider, first = min(missing, key=lambda pair: _effort(pair[0]))
     rest = ", ".join(other.name for other, _ in missing if other is not provider)
     return first.reason, first.hint + (f" (or: {rest})" if rest else "")
@@ -179,6 +213,7 @@ def _print(findings: dict[str, Any]) -> None:
     _plugins(console, findings["plugins"])
     _variables(console, findings)
     _backends(console, findings["backends"])
+    _absent(console, findings["elsewhere"])
     _verdict(console, findings)
 
 
@@ -234,8 +269,26 @@ def _backends(console: Console, backends: list[dict[str, Any]]) -> None:
         console.print(table)
 
 
+def _absent(console: Console, backends: list[dict[str, Any]]) -> None:
+    """Backends of devices that are not here: what their vendors' plugins would need beside the device."""
+    if not backends:
+        return
+    console.print()
+    console.print(title("Backends of other devices", "what each needs beside its device"))
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for entry in backends:
+        why = entry["why"] or "nothing is missing but the device"
+        groups[entry["platform"], why, entry["do"]].append(entry["name"])
+    table = grid("backend", "missing", "what to do", ratios=(3, 4, 3))
+    for (platform, why, action), names in groups.items():
+        table.add_row(Text(f"{platform}: {', '.join(names)}", style="name"), Text(why), Text(action))
+    console.print(table)
+
+
 def _verdict(console: Console, findings: dict[str, Any]) -> None:
     console.print()
+    for warning in findings["warnings"]:
+        console.print(Text.assemble(("warning  ", "warn"), warning))
     for problem in findings["problems"]:
         console.print(Text.assemble(("problem  ", "bad"), problem))
     broken = [entry["name"] for entry in findings["plugins"] if entry["state"] in BAD]

@@ -14,7 +14,7 @@ from .base import Lowering, Rewrite
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FinerPages", "by_size"]
+__all__ = ["FinerPages", "by_size", "cut_pages"]
 
 _SCALES = ("k_scale", "v_scale")
 
@@ -53,14 +53,24 @@ class FinerPages(Lowering):
             pools: dict[str, Tensor] = dict(zip(names, caches, strict=True))
             if request.kv_scales in ("token", "block16"):
                 pools |= {name: given[name] for name in _SCALES}
-            step = _step(pools, P, p)
-            cut = {name: _cut(pool, P, p, step) for name, pool in pools.items()}
+            cut, step = cut_pages(pools, P, p)
             given |= {name: cut.pop(name) for name in _SCALES if name in cut}
             table = page_table[:, : max(-(-max_seqlen_k // P), 1)].unsqueeze(-1) * step
             table = (table + torch.arange(P // p, dtype=table.dtype, device=table.device)).flatten(1)
             return kernel.forward(query, *cut.values(), page_table=table, max_seqlen_k=max_seqlen_k, **given)
 
         return Bound(forward, traceable=kernel.traceable)
+
+
+def cut_pages(pools: Mapping[str, Tensor], P: int, p: int) -> tuple[dict[str, Tensor], int]:
+    """Pools [pages, P, ...] as [more pages, p, ...], in the same memory, and how many of the smaller pages lie between
+    two pages: page i of P tokens starts with page i * step.
+
+    Raises:
+        UnsupportedRequestError: they are not stored so that one step does for all of them.
+    """
+    step = _step(pools, P, p)
+    return {name: _cut(pool, P, p, step) for name, pool in pools.items()}, step
 
 
 def _step(pools: Mapping[str, Tensor], P: int, p: int) -> int:

@@ -48,6 +48,7 @@ class Requirement:
         hint: the one thing to do when it is missing.
         impostor: what a package of a similar name on the registry really is, when there is one.
         also: other names people and installers use for the same distribution.
+        warning: what people who have it must know (an ended project, an advisory); `polyattn doctor` says it.
     """
 
     distribution: str
@@ -56,6 +57,7 @@ class Requirement:
     hint: str = ""
     impostor: str = ""
     also: tuple[str, ...] = ()
+    warning: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

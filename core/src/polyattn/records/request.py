@@ -91,7 +91,7 @@ class AttentionRequest:
 
     platform: str = context("cpu", doc="cuda, rocm, xpu, musa, npu, mps, cpu or a plugin's own")
     arch: str = context("", doc="sm90, gfx942, ...; empty when unknown")
-    toolkit: tuple[int, ...] = context((), doc="CUDA / ROCm / CANN version; () when unknown")
+    toolkit: tuple[int, ...] = context((), doc="version of the device's toolkit (CUDA, ROCm, ...); () when unknown")
     features: tuple[str, ...] = context((), doc="machine features such as amx, xmx")
     heads: int = context(1, doc="H_q")
     kv_heads: int = context(1, doc="H_kv, a divisor of H_q")

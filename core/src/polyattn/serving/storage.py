@@ -51,7 +51,7 @@ _SCALES = {
 
 OTHER_LAYOUTS = {
     "vectorised": "its 16-byte groups of tokens are made by the vendor's own cache-writing kernel",
-    "NZ": "its fractal blocks are made by Ascend's own cache-writing kernel",
+    "NZ": "its fractal blocks are made by the device's own cache-writing kernel",
 }
 """Layouts that a capability row may name and a pool does not make, and why."""
 

@@ -19,7 +19,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
-        return device.type
+        name = getattr(torch.get_device_module(device), "get_device_name", None)
+        return device.type if name is None else str(name(device))
     return f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
 
 

@@ -9,31 +9,45 @@ from ..evidence import Evidence, source_hash, write_evidence
 from ..plugins import get_manager
 from .report import Report
 
-__all__ = ["record", "stale"]
+__all__ = ["evidence_of", "record", "stale"]
 
 
 def record(report: Report) -> Path:
     """Write a report as evidence beside the plugin that owns the backend; the file's path.
+
+    Raises:
+        ConfigError: as `evidence_of`. OSError: the place cannot be written to.
+    """
+    evidence = evidence_of(report)
+    return write_evidence(_origin(report), evidence)
+
+
+def _origin(report: Report) -> str:
+    manager = get_manager()
+    return manager.owner(manager.backends[report.backend, report.platform]).origin
+
+
+def evidence_of(report: Report) -> Evidence:
+    """What a report shows.
 
     It is of level `hardware`; on a CPU, kernels that Triton interprets there are evidence of level `interpreter`.
     The report may come from another machine, as long as the same sources ran there.
 
     Raises:
         ConfigError: the run found something or left something out, the gates could not tell right from wrong, the
-            sources have changed or are in no file. OSError: the place cannot be written to.
+            sources have changed or are in no file.
     """
     which = f"evidence of {report.backend}@{report.platform} is not written"
     if not report.ok:
         raise ConfigError(f"{which}: {_why_not(report)}")
     if report.unrecorded:
         raise ConfigError(f"{which}: {report.unrecorded}")
+    info = get_manager().backends[report.backend, report.platform]
     if stale(report):
         raise ConfigError(f"{which}: {', '.join(report.sources)} are not what ran on {report.date}. Run again")
-    manager = get_manager()
-    info = manager.backends[report.backend, report.platform]
     tried = f"families: {', '.join(report.families)}; dtypes: {', '.join(report.dtypes)}"
     interpreted = report.platform == "cpu" and info.evidence == "interpreter"
-    evidence = Evidence(
+    return Evidence(
         backend=report.backend,
         platform=report.platform,
         level="interpreter" if interpreted else "hardware",
@@ -46,15 +60,13 @@ def record(report: Report) -> Path:
         xfailed=report.xfailed,
         note="; ".join([tried, *(f"not run: {reason}" for reason in report.not_run)]),
         sources=report.sources,
+        digest=report.digest,
     )
-    return write_evidence(manager.owner(info).origin, evidence)
 
 
 def stale(report: Report) -> bool:
     """Whether the sources are not those that ran."""
-    manager = get_manager()
-    origin = manager.owner(manager.backends[report.backend, report.platform]).origin
-    return source_hash(Path(origin).parent, report.sources) != report.digest
+    return source_hash(Path(_origin(report)).parent, report.sources) != report.digest
 
 
 def _why_not(report: Report) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..distributions import distribution_version
 from ..errors import BackendUnavailableError, ConfigError, PluginError, did_you_mean
 from ..evidence import source_hash
 from ..inspection import catalogue
@@ -182,7 +183,7 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
         level=level,
         dtypes=tuple(dict.fromkeys(request.dtype for request in served)),
         families=tuple(dict.fromkeys(request.family for request in served)),
-        versions=versions(target.device),
+        versions={**versions(target.device), **_libraries(target)},
         date=datetime.date.today().isoformat(),
         command=f"polyattn conform {target.name} --{level} --device {target.device.type}",
         sources=sources,
@@ -191,6 +192,13 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
         not_run=not_run,
         total=len(cases),
     )
+
+
+def _libraries(target: Installed) -> dict[str, str]:
+    """Versions of the distributions that its providers need."""
+    needs = [need for provider in target.providers for need in provider.requires]
+    found = {name: distribution_version(name) for need in needs for name in (need.distribution, *need.also)}
+    return {name: version for name, version in found.items() if version and name != "torch"}
 
 
 def _control(report: Report, target: Installed) -> None:

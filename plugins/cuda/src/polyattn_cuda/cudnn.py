@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn.adapters import load
 from polyattn.backends.torch_sdpa import signed
 from polyattn.contract import Bound
 from polyattn.placement import placing
 from polyattn.records import AttentionRequest
 
 from .records.cudnn import CUDNN_FRONTEND
-from .vendor import load
 
 __all__ = ["Frontend", "Torch"]
 

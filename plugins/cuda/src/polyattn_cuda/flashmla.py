@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from polyattn.adapters import load
 from polyattn.backends.gathering import deliver, nothing
 from polyattn.contract import Bound, Slot
 from polyattn.placement import placed
@@ -24,7 +25,6 @@ from polyattn.records import AttentionRequest, Requirement
 from polyattn.signature import capturing
 
 from .records.serving import FLASH_MLA, PAGE, SGL_FLASH_MLA, VLLM_FLASH_MLA
-from .vendor import load
 
 __all__ = ["FlashMLA", "SglFlashMLA", "VllmFlashMLA"]
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from polyattn.adapters import load
+from polyattn.backends.free_slots import without_free_slots
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound
-from polyattn.paging import owned
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
-from .records.serving import HPC_OPS_PACKAGE, PAGE
-from .vendor import load
+from .records.serving import HPC_OPS_PACKAGE
 
 __all__ = ["HpcOps"]
 
@@ -60,7 +59,7 @@ class HpcOps:
                     request, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
                 )
             if not finite:
-                caches, page_table = _without_free_slots(request, caches, page_table, seq_lens, max_seqlen_k)
+                caches, page_table = without_free_slots(request, caches, page_table, seq_lens, max_seqlen_k)
             keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)
             given = {
                 "q": placed(query.contiguous()),
@@ -80,15 +79,3 @@ class HpcOps:
             return result if out is None or result is out else out.copy_(result)
 
         return Bound(forward)
-
-
-def _without_free_slots(
-    request: AttentionRequest, caches: tuple[Tensor, ...], page_table: Tensor, seq_lens: Tensor, max_seqlen_k: int
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(copies of the pages in the table, zeros in slots that are no token's; their table)."""
-    pages = owned(page_table, seq_lens, PAGE, max_seqlen_k)
-    table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
-    slot = torch.arange(pages.shape[1] * PAGE, device=pages.device)
-    free = (slot >= seq_lens[:, None]).view(-1, PAGE)
-    free = free[:, None, :, None] if request.kv_layout == "HND" else free[:, :, None, None]
-    return tuple(cache[pages.flatten()].masked_fill_(free, 0.0) for cache in caches), table

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.adapters import load
 from polyattn.contract import Bound
 from polyattn.placement import placing
 from polyattn.records import AttentionRequest
 
 from .records.diffusion import SAGE_1, SAGE_2
-from .vendor import load
 
 __all__ = ["KERNELS", "Sage1", "Sage2"]
 

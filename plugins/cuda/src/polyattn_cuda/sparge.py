@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.adapters import load
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 
 from .records.diffusion import SPARGE
-from .vendor import load
 
 __all__ = ["Sparge"]
 

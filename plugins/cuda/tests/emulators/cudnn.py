@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from . import Library
+from polyattn.testing.emulators import Library, signature_of_schema
+
+from . import SIGNATURES
 
 __all__ = ["frontend", "torch_itself"]
 
@@ -20,7 +21,7 @@ ATEN = "_scaled_dot_product_cudnn_attention"
 
 def frontend(monkeypatch: pytest.MonkeyPatch) -> Library:
     """The front end, installed."""
-    lib = Library("nvidia-cudnn-frontend", "1.32.0", MODULE)
+    lib = Library("nvidia-cudnn-frontend", "1.32.0", MODULE, signatures=SIGNATURES)
 
     @lib.function(MODULE, "cudnn.sdpa")
     def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None, return_lse: bool, **given: Any) -> Any:
@@ -122,29 +123,9 @@ def torch_itself(monkeypatch: pytest.MonkeyPatch) -> Library:
         return _gradient(grad_out, query, key, value, out, logsumexp.squeeze(-1), scale, is_causal=is_causal)
 
     for name, body in ((ATEN, forward), (f"{ATEN}_backward", backward)):
-        monkeypatch.setattr(torch.ops.aten, name, _held(lib, name, body))
+        live = signature_of_schema(getattr(torch.ops.aten, name).default._schema)
+        monkeypatch.setattr(torch.ops.aten, name, lib.held(name, live, body))
     return lib.install(monkeypatch)
-
-
-def _held(lib: Library, name: str, body: Any) -> Any:
-    bound = _signature(getattr(torch.ops.aten, name).default._schema)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return body(**lib._bind(name, bound, args, kwargs))
-
-    return call
-
-
-def _signature(schema: Any) -> inspect.Signature:
-    kinds = {True: inspect.Parameter.KEYWORD_ONLY, False: inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    return inspect.Signature(
-        inspect.Parameter(
-            a.name,
-            kinds[a.kwarg_only],
-            default=a.default_value if a.has_default_value() else inspect.Parameter.empty,
-        )
-        for a in schema.arguments
-    )
 
 
 Starts = tuple[list[int], list[int]] | None

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import Library
+from polyattn.testing.emulators import Library
+
+from . import SIGNATURES
 
 __all__ = ["fa2", "fa3", "fa4", "sgl_kernel", "vllm"]
 
@@ -237,7 +239,7 @@ def gradients(
 def fa2(version: str = "2.8.3.post2") -> Library:
     """`flash_attn.flash_attn_interface` of flash-attn."""
     module = "flash_attn.flash_attn_interface"
-    library = Library("flash-attn", version, module)
+    library = Library("flash-attn", version, module, signatures=SIGNATURES)
 
     def rule(a: dict[str, Any]) -> Rule:
         check(not (a["softcap"] and a.get("dropout_p")), "Softcapping does not support dropout for now")
@@ -394,7 +396,7 @@ def _cached3(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def fa3(source: str = "git") -> Library:
     """`flash_attn_interface` of flash-attn-3: `git`, or `sdist`, the beta in flash-attn's source archive."""
     module, keys = "flash_attn_interface", f"flash_attn_interface@{source}"
-    library = Library("flash-attn-3", {"git": "3.0.0", "sdist": "3.0.0b1"}[source], module)
+    library = Library("flash-attn-3", {"git": "3.0.0", "sdist": "3.0.0b1"}[source], module, signatures=SIGNATURES)
 
     @library.function(module, f"{keys}.flash_attn_func")
     def flash_attn_func(**a: Any) -> Any:
@@ -429,7 +431,7 @@ def fa3(source: str = "git") -> Library:
 def sgl_kernel(version: str = "0.3.21") -> Library:
     """`sgl_kernel.flash_attn`: its packed call drops the page table, its cached call does not."""
     module, keys = "sgl_kernel.flash_attn", f"sgl_kernel.flash_attn@{version}"
-    library = Library("sgl-kernel", version, module)
+    library = Library("sgl-kernel", version, module, signatures=SIGNATURES)
 
     @library.function(module, f"{keys}.flash_attn_varlen_func")
     def flash_attn_varlen_func(**a: Any) -> Any:
@@ -453,7 +455,7 @@ def sgl_kernel(version: str = "0.3.21") -> Library:
 
 def vllm(version: str = "0.33.0") -> Library:
     """The operator of vLLM's FlashAttention 3; importing `vllm.vllm_flash_attn.flash_attn_interface` registers it."""
-    library = Library("vllm", version, "vllm.vllm_flash_attn.flash_attn_interface")
+    library = Library("vllm", version, "vllm.vllm_flash_attn.flash_attn_interface", signatures=SIGNATURES)
 
     @library.operator("torch.ops._vllm_fa3_C.fwd")
     def fwd(**a: Any) -> list[Tensor]:
@@ -495,7 +497,7 @@ def vllm(version: str = "0.33.0") -> Library:
 def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
     """`flash_attn.cute.interface` of flash-attn-4 on a chip of this architecture."""
     module, keys = "flash_attn.cute.interface", "flash_attn.cute"
-    library = Library("flash-attn-4", version, module)
+    library = Library("flash-attn-4", version, module, signatures=SIGNATURES)
 
     def rule(a: dict[str, Any], window: tuple[int | None, int | None]) -> Rule:
         assert all(bound is None or bound >= 0 for bound in window), "None, not -1, is off"

@@ -8,7 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import Library
+from polyattn.testing.emulators import Library
+
+from . import SIGNATURES
 
 __all__ = ["library"]
 
@@ -31,7 +33,7 @@ class FlashMLASchedMeta:
 def library(build: Build = "git", hopper: bool = True) -> Library:
     """One build, on Hopper or on Blackwell."""
     distribution, version, module = BUILDS[build]
-    lib = Library(distribution, version, module)
+    lib = Library(distribution, version, module, signatures=SIGNATURES)
     lib.add(module, FlashMLASchedMeta=FlashMLASchedMeta)
 
     @lib.function(module, f"flash_mla@{build}.get_mla_metadata")

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import Library
+from polyattn.testing.emulators import Library
+
+from . import SIGNATURES
 
 __all__ = ["attention", "library"]
 
@@ -121,7 +123,9 @@ def scale_given(a: dict[str, Any]) -> tuple[float, float]:
 def library(version: str = "0.7.2.post1") -> Library:
     """FlashInfer 0.7.2, or 0.6.18 without its MLA wrapper."""
     old = version.startswith("0.6")
-    lib = Library("flashinfer-python", version, "flashinfer", "flashinfer.prefill", "flashinfer.decode")
+    lib = Library(
+        "flashinfer-python", version, "flashinfer", "flashinfer.prefill", "flashinfer.decode", signatures=SIGNATURES
+    )
     where = "flashinfer@0.6.18" if old else "flashinfer"
     _prefill(lib, f"{where}.prefill.BatchPrefillWithPagedKVCacheWrapper")
     _ragged(lib, f"{where}.prefill.BatchPrefillWithRaggedKVCacheWrapper")

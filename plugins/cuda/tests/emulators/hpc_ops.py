@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import Library
+from polyattn.testing.emulators import Library
+
+from . import SIGNATURES
 
 __all__ = ["library"]
 
@@ -13,7 +15,7 @@ MODULE = "hpc.attention"
 
 
 def library() -> Library:
-    lib = Library("hpc-ops", "0.0.1.dev0+g6e2eced", MODULE)
+    lib = Library("hpc-ops", "0.0.1.dev0+g6e2eced", MODULE, signatures=SIGNATURES)
 
     @lib.function(MODULE, "hpc.attention_decode_bf16")
     def attention_decode_bf16(

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import Library
+from polyattn.testing.emulators import Library
+
+from . import SIGNATURES
 
 __all__ = ["sage1", "sage2", "sage3", "sparge"]
 
@@ -19,7 +21,7 @@ LOG2_E = 1.44269504
 
 
 def sage1() -> Library:
-    lib = Library("sageattention", "1.0.6", "sageattention.core")
+    lib = Library("sageattention", "1.0.6", "sageattention.core", signatures=SIGNATURES)
 
     @lib.function("sageattention.core", "sageattention@1.sageattn")
     def sageattn(
@@ -57,7 +59,7 @@ def sage1() -> Library:
 
 
 def sage2() -> Library:
-    lib = Library("sageattention", "2.2.0", "sageattention.core")
+    lib = Library("sageattention", "2.2.0", "sageattention.core", signatures=SIGNATURES)
 
     def attend(
         block_q: int,
@@ -126,7 +128,7 @@ def sage2() -> Library:
 
 
 def sage3() -> Library:
-    lib = Library("sageattn3", "1.0.0", "sageattn3")
+    lib = Library("sageattn3", "1.0.0", "sageattn3", signatures=SIGNATURES)
 
     @lib.function("sageattn3", "sageattn3.sageattn3_blackwell")
     def sageattn3_blackwell(
@@ -155,7 +157,7 @@ def sage3() -> Library:
 
 
 def sparge() -> Library:
-    lib = Library("spas-sage-attn", "0.1.0", "spas_sage_attn.core")
+    lib = Library("spas-sage-attn", "0.1.0", "spas_sage_attn.core", signatures=SIGNATURES)
 
     @lib.function("spas_sage_attn.core", "spas_sage_attn.spas_sage2_attn_meansim_topk_cuda")
     def spas_sage2_attn_meansim_topk_cuda(

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import Library
+from polyattn.testing.emulators import Library
+
+from . import SIGNATURES
 from . import flashinfer as wrappers
 from .flashinfer import attention, check_out, rows_of, visible
 
@@ -226,7 +228,9 @@ def _latent(lib: Library) -> None:
 
 def cutlass(version: str = "0.3.21") -> Library:
     """sgl-kernel's CUTLASS decode."""
-    lib = Library("sgl-kernel", version, "sgl_kernel", "sgl_kernel.attention", "sgl_kernel.flash_attn")
+    lib = Library(
+        "sgl-kernel", version, "sgl_kernel", "sgl_kernel.attention", "sgl_kernel.flash_attn", signatures=SIGNATURES
+    )
 
     def needed(batches: int) -> int:
         return 1024 * batches

@@ -1,1 +1,1 @@
-"""polyattn on AMD GPUs: what each ROCm attention library can do, as data."""
+"""polyattn on AMD GPUs: adapters over AITER, flash-attn and Wave, and their limits as data."""

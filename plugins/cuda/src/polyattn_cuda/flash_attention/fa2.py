@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import adapters
+from polyattn.backends.flash_attention import Packed, Result, Tables, bind, dropping
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.common import FLASH_ATTN_2
-from .binding import Packed, Result, Tables, bind
 
 __all__ = ["FlashAttention2"]
 
@@ -39,7 +39,7 @@ class FlashAttention2:
 
 
 def _load(name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-    return vendor.load(FLASH_ATTN_2, f"{_MODULE}:{name}", needs)
+    return adapters.load(FLASH_ATTN_2, f"{_MODULE}:{name}", needs)
 
 
 def _options(request: AttentionRequest) -> dict[str, Any]:
@@ -113,18 +113,5 @@ def _dropping(request: AttentionRequest) -> Bound:
         "dropout_p": request.dropout,
         "deterministic": request.deterministic,
     }
-    if request.family == "varlen":
-        packed = functools.partial(_load("flash_attn_varlen_func"), **given)
-
-        def forward(*tensors: Tensor, attn_mask: None = None, out: Tensor | None = None, **where: Any) -> Tensor:
-            result = packed(*tensors, **where)
-            return result if out is None else out.copy_(result)
-
-        return Bound(forward)
-    dense, swapped = functools.partial(_load("flash_attn_func"), **given), request.layout == "BHSD"
-
-    def forward_dense(*tensors: Tensor, attn_mask: None = None, out: Tensor | None = None) -> Tensor:
-        result = dense(*(t.transpose(1, 2) for t in tensors)).transpose(1, 2) if swapped else dense(*tensors)
-        return result if out is None else out.copy_(result)
-
-    return Bound(forward_dense)
+    name = "flash_attn_func" if request.family == "dense" else "flash_attn_varlen_func"
+    return dropping(request, functools.partial(_load(name), **given))

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import adapters
+from polyattn.backends.flash_attention import Packed, Result, Tables, bind, filled, starts
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.common import FLASH_ATTN_3, SGL_KERNEL, VLLM
-from .binding import Packed, Result, Tables, bind, filled, starts
 
 __all__ = [
     "FlashAttention3",
@@ -120,7 +120,7 @@ class _Cached(_Kernels):
 
     @abc.abstractmethod
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        """A function of the build, see `vendor.load`."""
+        """A function of the build, see `adapters.load`."""
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -144,7 +144,7 @@ class OwnBuild(_Cached):
     """Of flash-attn-3."""
 
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        return vendor.load(FLASH_ATTN_3, f"flash_attn_interface:{name}", needs)
+        return adapters.load(FLASH_ATTN_3, f"flash_attn_interface:{name}", needs)
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -187,7 +187,7 @@ class SglKernelBuild(_Cached):
     fused_sinks = True
 
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        return vendor.load(SGL_KERNEL, f"sgl_kernel.flash_attn:{name}", needs)
+        return adapters.load(SGL_KERNEL, f"sgl_kernel.flash_attn:{name}", needs)
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -240,7 +240,7 @@ class VLLMBuild(_Kernels):
         names = {"dense": _DENSE, "varlen": _PACKED}.get(request.family, _PAGED)
         needs = {"s_aux": "the sinks", "out": "out=", **dict.fromkeys(names, f"family {request.family}")}
         target = "vllm.vllm_flash_attn.flash_attn_interface:_vllm_fa3_C.fwd"
-        operator = vendor.Operator(VLLM, target, fixed, needs)
+        operator = adapters.Operator(VLLM, target, fixed, needs)
         self._call, function = operator.taking(*names), operator.function
 
         def arguments(B: int, S_k: int, device: torch.device) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.backends.flash_attention import Tables
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.backends.torch_sdpa import signed
@@ -22,7 +23,6 @@ from polyattn.quantised import stored
 from polyattn.records import AttentionRequest
 
 from . import fa3
-from .binding import Tables
 
 __all__ = ["FlashAttention3FP8", "FlashAttention3FP8SglKernel", "FlashAttention3FP8VLLM"]
 

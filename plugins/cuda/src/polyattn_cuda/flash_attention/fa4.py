@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import adapters
+from polyattn.backends.flash_attention import Packed, Result, Tables, bind
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.common import FLASH_ATTN_4
-from .binding import Packed, Result, Tables, bind
 
 __all__ = ["FlashAttention4"]
 
@@ -38,7 +38,7 @@ class FlashAttention4:
 
 
 def _load(name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-    return vendor.load(FLASH_ATTN_4, f"{_MODULE}:{name}", needs)
+    return adapters.load(FLASH_ATTN_4, f"{_MODULE}:{name}", needs)
 
 
 class _Kernels:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound, Session, Slot
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.common import ABSORBED, SGL_KERNEL
 from .latent import Latent
 from .results import delivered
@@ -38,8 +38,8 @@ class _Decode:
 
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
-        self.kernel = vendor.load(SGL_KERNEL, "sgl_kernel.attention:cutlass_mla_decode")
-        self.workspace_size = vendor.load(SGL_KERNEL, "sgl_kernel.attention:cutlass_mla_get_workspace_size")
+        self.kernel = adapters.load(SGL_KERNEL, "sgl_kernel.attention:cutlass_mla_decode")
+        self.workspace_size = adapters.load(SGL_KERNEL, "sgl_kernel.attention:cutlass_mla_get_workspace_size")
         self.scale, self.factor = scale_of(request)
 
     def nbytes(self, max_seqlen_k: int, sequences: int) -> int:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound, KVPart, Session, Slot
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
 from .lengths import Lengths, sighted
 from .results import delivered, writable
@@ -41,8 +41,8 @@ class _Call:
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
-        self.make = vendor.load(FLASHINFER_MLA_LIBRARY, "flashinfer.mla:BatchMLAPagedAttentionWrapper")
-        self.metadata: Any = vendor.load(FLASHINFER_MLA_LIBRARY, "flashinfer.mla:MLAPlanMetadata")
+        self.make = adapters.load(FLASHINFER_MLA_LIBRARY, "flashinfer.mla:BatchMLAPagedAttentionWrapper")
+        self.metadata: Any = adapters.load(FLASHINFER_MLA_LIBRARY, "flashinfer.mla:MLAPlanMetadata")
         self.scale, self.factor = scale_of(r)
         recent = not r.toolkit or r.toolkit >= (12, 3)
         self.backend = "fa3" if r.arch == "sm90" and recent else "fa2"

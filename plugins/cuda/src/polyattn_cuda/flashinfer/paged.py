@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound, KVPart, Session, Slot
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.flashinfer import FLASHINFER
 from .lengths import Lengths, Mask, flattened, mask_rule, sighted, tree_rule
 from .results import blanked, delivered, natural, writable
@@ -77,12 +77,12 @@ class _Call:
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
-        self.prefill = vendor.load(FLASHINFER, "flashinfer:BatchPrefillWithPagedKVCacheWrapper")
-        self.decode = vendor.load(FLASHINFER, "flashinfer:BatchDecodeWithPagedKVCacheWrapper")
-        self.merge = vendor.load(FLASHINFER, "flashinfer:merge_state_in_place") if r.kv_parts else None
+        self.prefill = adapters.load(FLASHINFER, "flashinfer:BatchPrefillWithPagedKVCacheWrapper")
+        self.decode = adapters.load(FLASHINFER, "flashinfer:BatchDecodeWithPagedKVCacheWrapper")
+        self.merge = adapters.load(FLASHINFER, "flashinfer:merge_state_in_place") if r.kv_parts else None
         self.hints = "uniform_q_len" in inspect.signature(self.prefill.plan).parameters  # type: ignore[attr-defined]
         # Of 0.7 and later, for decode: plans anew without touching the tables in a recorded wrapper's buffers.
-        self.replan = vendor.load(FLASHINFER, "flashinfer.decode:fast_decode_plan") if self.hints else None
+        self.replan = adapters.load(FLASHINFER, "flashinfer.decode:fast_decode_plan") if self.hints else None
         self.host_scale = HostScale()
         self.scale, self.factor = scale_of(r)
         self.layout = r.kv_layout or "NHD"

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.flashinfer import FLASHINFER
 from .lengths import Lengths, sighted
 from .paged import template
@@ -40,7 +40,7 @@ class _Call:
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
-        self.wrapper = vendor.load(FLASHINFER, "flashinfer:BatchPrefillWithRaggedKVCacheWrapper")
+        self.wrapper = adapters.load(FLASHINFER, "flashinfer:BatchPrefillWithRaggedKVCacheWrapper")
         self.scale, self.factor = scale_of(r)
         self.backend, dtype = template(r), getattr(torch, r.dtype)
         self.options: dict[str, Any] = {

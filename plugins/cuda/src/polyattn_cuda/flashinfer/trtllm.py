@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound, Session, Slot
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.flashinfer import FLASHINFER
 from .memory import WORKSPACE, counters, workspace_of
 from .results import delivered, natural, writable
@@ -136,12 +136,12 @@ class _Generated(_Call):
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
-        self.decode = vendor.load(
+        self.decode = adapters.load(
             FLASHINFER,
             "flashinfer.decode:trtllm_batch_decode_with_kv_cache",
             {"return_lse": "an LSE", "cum_seq_lens_q": "drafts", "multi_ctas_kv_counter_buffer": "a recorded step"},
         )
-        self.context = vendor.load(
+        self.context = adapters.load(
             FLASHINFER,
             "flashinfer.prefill:trtllm_batch_context_with_kv_cache",
             {"return_lse": "an LSE", "causal": "attention without a diagonal"},
@@ -182,7 +182,7 @@ class _XQA(_Call):
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
         needs = {"q_cu_seq_lens": "sequences with numbers of queries of their own"}
-        self.decode = vendor.load(FLASHINFER, "flashinfer.decode:xqa_batch_decode_with_kv_cache", needs)
+        self.decode = adapters.load(FLASHINFER, "flashinfer.decode:xqa_batch_decode_with_kv_cache", needs)
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
 
     def ready(self, drafts: int, device: torch.device) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound, KVPart, Session, Slot
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
-from .. import vendor
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
 from .memory import WORKSPACE, workspace_of
 from .results import delivered, writable
@@ -56,7 +56,7 @@ class _Call:
 
     def __init__(self, request: AttentionRequest, kernel: str) -> None:
         self.request, self.kernel = request, kernel
-        self.decode = vendor.load(
+        self.decode = adapters.load(
             FLASHINFER_MLA_LIBRARY,
             "flashinfer.mla:trtllm_batch_decode_with_kv_cache_mla",
             {"return_lse_base": "a natural LSE", "cum_seq_lens_q": "sequences with numbers of queries of their own"},

@@ -7,113 +7,125 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import AutoRule, BackendInfo, Provider, Range, Requirement, Row, Window, conditions, row
+from polyattn.records import (
+    AutoRule,
+    BackendInfo,
+    ConfigField,
+    Provider,
+    Range,
+    Requirement,
+    Row,
+    Window,
+    conditions,
+    row,
+)
 
 from .common import (
     ABSORBED,
     AITER,
     AITER_0_1_20,
     ANY_TREE,
+    ASSEMBLY_ARCHS,
     CAUSAL,
+    CK_ARCHS,
     DEQUANTISE,
-    FP8_INSTINCT,
+    FP8_ARCHS,
     HALF,
-    INSTINCT,
     KV_DTYPES,
+    LATENT_DTYPES,
     LENGTHS,
     NO_TREE,
     PHASES,
+    PREFILL_HEADS,
+    RDNA,
     SINKS,
-    UNABSORBED,
+    TREE,
+    UNIFIED_PAGES,
+    WINDOWS,
 )
-from .dense import AITER_DENSE, AITER_SINKS
+from .dense import AITER_DENSE, AITER_DENSE_0_1_7
 
-WHEN = {"arch": INSTINCT, "kv_dtype": KV_DTYPES}
 SERVING: dict[str, Any] = {
-    "dtype": HALF,
     "phase": PHASES,
     "group": True,
     "scale": True,
     "save_kv_cache": True,
     "graph_capture": True,
 }
-FP8: dict[str, Any] = {"kv_dtype": ("auto", "fp8_e4m3"), "kv_scales": ("", "tensor")}
-# MI200 has no FP8 arithmetic: its caches are dequantised.
-CACHES = ((FP8_INSTINCT, FP8), (("gfx90a",), {"kv_dtype": "auto"}))
-
 PAGED: dict[str, Any] = {
     **SERVING,
     "family": "paged",
-    "head_dim": Range(8, 256, multiple_of=8),
-    "kv_layout": ("", "NHD", "vectorised"),
-    "window": Window(right=False),
+    "dtype": HALF,
     "softcap": True,
-    "alibi": True,
     "multimodal": True,
 }
 
-POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+def _batch_prefill(*, sinks: bool) -> tuple[Row, ...]:
+    """Composable Kernel's prefill over single tokens, which any page is cut into by a view; decode too. It returns an
+    LSE, and with it come sinks of older versions, and trees."""
+    when = {"arch": CK_ARCHS, "kv_dtype": KV_DTYPES}
+    base = {
+        **PAGED,
+        "kv_dtype": "auto",
+        "head_dim": Range(8, 256, multiple_of=8),
+        "causal": CAUSAL,
+        "page_size": Range(1),
+        "spec_topk": ANY_TREE,
+    }
+    rows = []
+    for shape in ({**base, **lengths} for lengths in WINDOWS):
+        rows.append(row(when=when, lowered={**DEQUANTISE, **TREE, **SINKS}, **shape, lse=True))
+        if sinks:
+            rows.append(row(when=when, lowered={**DEQUANTISE, **TREE}, **shape, sinks=True))
+    return tuple(rows)
 
 
 def _unified() -> tuple[Row, ...]:
-    """AITER's Triton kernel: both phases in one call, sinks, draft trees at page size 1, no LSE. It is always causal,
-    so queries without a causal mask are served one at a time (decode) or under the mask of a tree."""
+    """AITER's Triton kernel, where Composable Kernel's cannot: FP8 caches with queries as they are, and RDNA chips. It
+    is always causal: without a mask it serves one query at a time."""
+    base = {
+        **PAGED,
+        "head_dim": Range(16, 256, multiple_of=8),
+        "page_size": UNIFIED_PAGES,
+        "window": Window(right=False),
+        "sinks": True,
+        "spec_topk": NO_TREE,
+    }
+    fp8: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "kv_scales": ("", "tensor")}
     rows = []
-    for archs, cache in CACHES:
-        when = {"arch": archs, "kv_dtype": KV_DTYPES}
-        base = {**PAGED, **cache, "sinks": True, "batch_invariant": True}
-        chain = ({**when, "spec_topk": NO_TREE}, {"page_size": POWERS_OF_TWO})
-        one: dict[str, Any] = {"page_size": 1, "spec_topk": ANY_TREE}
-        for where, pages in (chain, (when, one)):
-            shared = {**base, **pages}
-            rows.append(row(when=where, lowered=DEQUANTISE, **shared, s_relation="one", causal=CAUSAL))
-            several = {**shared, "s_relation": ("equal", "fewer"), "causal": "bottom_right"}
-            rows.append(row(when=where, lowered=DEQUANTISE, **several))
-        tree: dict[str, Any] = {"s_relation": ("equal", "one", "fewer"), "causal": CAUSAL, "tree": True}
-        rows.append(row(when={**when, "tree": (True,)}, lowered=DEQUANTISE, **base, **one, **tree))
+    for relations, causal in (("one", CAUSAL), (("equal", "fewer"), "bottom_right")):
+        shared = {**base, "s_relation": relations, "causal": causal}
+        rows.append(row(when={"arch": FP8_ARCHS, "kv_dtype": ("fp8_e4m3",)}, **shared, **fp8))
+        rows.append(row(when={"arch": RDNA, "kv_dtype": KV_DTYPES}, lowered=DEQUANTISE, **shared, kv_dtype="auto"))
     return tuple(rows)
 
 
-def _batch_prefill(page: Range) -> tuple[Row, ...]:
-    """Composable Kernel's prefill over pages: it returns an LSE, and takes more than one query per sequence."""
-    return tuple(
-        row(
-            when={"arch": archs, "kv_dtype": KV_DTYPES},
-            lowered={**DEQUANTISE, **SINKS},
-            **PAGED,
-            **cache,
-            page_size=page,
-            lse=True,
-            s_relation=("equal", "fewer", "more"),
-            causal=CAUSAL,
-            spec_topk=NO_TREE,
-        )
-        for archs, cache in CACHES
+def _latent(archs: tuple[str, ...], heads: tuple[int, ...], *, lse: bool, capture: bool) -> Row:
+    return row(
+        when={"arch": archs, "kv_dtype": LATENT_DTYPES},
+        lowered=DEQUANTISE,
+        **{**SERVING, "graph_capture": capture},
+        spec_topk=NO_TREE,
+        family="mla",
+        dtype="bfloat16",
+        dims=(ABSORBED,),
+        heads=heads,
+        page_size=Range(1),
+        kv_dtype="auto",
+        s_relation=LENGTHS,
+        causal=CAUSAL,
+        lse=lse,
+        chunked_prefix=lse,
     )
 
 
-# Latent attention wants a multiple of 16 heads per rank. 0.1.20 has FP8, pages, an LSE and unabsorbed prefill.
-MLA: dict[str, Any] = {
-    **SERVING,
-    "family": "mla",
-    "s_relation": LENGTHS,
-    "causal": CAUSAL,
-    "heads": Range(16, 128, multiple_of=16),
-    "spec_topk": NO_TREE,
-}
-
-
-def _mla() -> tuple[Row, ...]:
-    rows = []
-    for archs, cache in CACHES:
-        when = {"arch": archs, "kv_dtype": KV_DTYPES}
-        base = {**MLA, **cache, "page_size": Range(1)}
-        rows.append(row(when=when, lowered=DEQUANTISE, **base, dims=(ABSORBED,), lse=True))
-        rows.append(row(when=when, lowered=DEQUANTISE, **{**base, "phase": ("prefill", "extend")}, dims=(UNABSORBED,)))
-    return tuple(rows)
-
-
-MLA_0_1_7 = row(when=WHEN, lowered=DEQUANTISE, **MLA, dims=(ABSORBED,), page_size=1, kv_dtype="auto")
+# A kernel for each number of heads (hsa/*/mla/mla_asm.csv); that for 64 on gfx942 is not found for one query.
+LATENT = (
+    _latent(("gfx942",), (8, 16, 32, 128), lse=True, capture=True),
+    _latent(("gfx950",), (8, 16, 32, 64, 128), lse=True, capture=True),
+)
+LATENT_0_1_7 = (_latent(ASSEMBLY_ARCHS, PREFILL_HEADS, lse=False, capture=False),)
 
 AITER_BACKEND = BackendInfo(
     "aiter",
@@ -121,30 +133,54 @@ AITER_BACKEND = BackendInfo(
     (
         Provider(
             "amd-aiter",
-            (
-                *AITER_SINKS,
-                *AITER_DENSE,
-                *_unified(),
-                *_batch_prefill(Range(1)),
-                *_mla(),
-            ),
-            requires=(AITER_0_1_20,),
+            (*LATENT, *_batch_prefill(sinks=True), *_unified(), *AITER_DENSE),
+            "polyattn_rocm.aiter.serving:Aiter",
+            (AITER_0_1_20,),
         ),
         Provider(
             "amd-aiter-0.1.7",
-            (*AITER_DENSE, *_unified(), *_batch_prefill(Range(1, 1)), MLA_0_1_7),
-            requires=(AITER,),
+            (*LATENT_0_1_7, *_batch_prefill(sinks=False), *AITER_DENSE_0_1_7),
+            "polyattn_rocm.aiter.serving:Aiter017",
+            (AITER,),
         ),
     ),
     summary="AMD's AITER kernels",
     priority=85,
     auto=(
         AutoRule(100, "ROCm: aiter", conditions(family="paged")),
-        AutoRule(200, "MLA on ROCm with 16 or 128 heads: aiter", conditions(family="mla", heads=(16, 128))),
+        AutoRule(200, "MLA on ROCm with 16 or 128 heads: aiter", conditions(family="mla", heads=PREFILL_HEADS)),
+    ),
+    evidence="emulator",
+    config=(
+        ConfigField(
+            "free_slots",
+            "str",
+            "any",
+            "what a cache holds where no token is: any = Triton kernels that read such slots are given copies of the "
+            "pages without them, or are not used; finite = a promise that it is a number, so that decode splits the "
+            "keys of pages of 16 to 64 tokens too",
+            choices=("any", "finite"),
+        ),
     ),
     upstream="https://github.com/ROCm/aiter",
-    note="kernels compile at their first call, for minutes; 0.1.7 and 0.1.20 differ in what they take",
+    note="kernels compile at their first call, for minutes; 0.1.7 (PyPI) and 0.1.20 differ in what they take; on "
+    "gfx942 an FP8 cache is dequantised, as its e4m3 is not that of the chip",
 )
+
+SGLANG = Requirement("sglang", ">=0.5.20", module="sglang", hint="pip install sglang")
+WAVE_COMMON: dict[str, Any] = {
+    "when": {"arch": ASSEMBLY_ARCHS, "kv_dtype": KV_DTYPES},
+    "family": "paged",
+    "dtype": HALF,
+    "head_dim": (64, 128),
+    "page_size": Range(1),
+    "kv_dtype": "auto",
+    "phase": ("prefill", "extend", "decode"),
+    "causal": CAUSAL,
+    "group": True,
+    "softcap": True,
+    "save_kv_cache": True,
+}
 
 WAVE = BackendInfo(
     "wave",
@@ -154,28 +190,30 @@ WAVE = BackendInfo(
             "wave-lang",
             (
                 row(
-                    when=WHEN,
-                    lowered=DEQUANTISE,
-                    family="paged",
-                    dtype=HALF,
-                    head_dim=(64, 128),
-                    page_size=Range(1),
-                    kv_dtype="auto",
-                    phase=("prefill", "extend", "decode"),
-                    s_relation=("equal", "one", "fewer"),
-                    causal=CAUSAL,
-                    group=True,
+                    **WAVE_COMMON,
+                    s_relation="one",
+                    lowered={**DEQUANTISE, "scale": "fold_scale"},
+                    note="decode_attention_wave, which scales by D ** -0.5 whatever it is told",
+                ),
+                row(
+                    **WAVE_COMMON,
+                    s_relation=("equal", "fewer"),
                     scale=True,
-                    softcap=True,
-                    save_kv_cache=True,
+                    lowered=DEQUANTISE,
+                    note="extend_attention_wave",
                 ),
             ),
-            requires=(Requirement("wave-lang", module="wave_lang", hint="pip install wave-lang"),),
+            "polyattn_rocm.wave:Wave",
+            (Requirement("wave-lang", module="wave_lang", hint="pip install wave-lang"), SGLANG),
         ),
     ),
     summary="Wave kernels on paged caches",
     priority=15,
+    evidence="emulator",
+    compiles=True,
     upstream="https://github.com/iree-org/wave",
+    note="SGLang has the calls of its kernels. A program is compiled for each number of sequences, and of queries in "
+    "extend; decode drops the scale, which is folded into the queries",
 )
 
 BACKENDS = (AITER_BACKEND, WAVE)

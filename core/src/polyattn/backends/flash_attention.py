@@ -1,8 +1,9 @@
-"""From a request to FlashAttention's calls: what all generations and builds share.
+"""From a request to FlashAttention's calls: what all generations and builds of all vendors share.
 
-They agree on the layouts ([B, S, H, D], [T, H, D], pages [pages, page_size, H_kv, D]), on bottom-right alignment and
-inclusive windows (S3, S4), and on a natural-log float32 LSE with the heads before the positions ([B, H_q, S_q] and
-[H_q, T_q]). They differ in names, in what a row without keys has for an LSE, and in which sinks they take.
+For adapters of plugins: `bind(request, kernels)` with the `Kernels` of one build. They agree on the layouts
+([B, S, H, D], [T, H, D], pages [pages, page_size, H_kv, D]), on bottom-right alignment and inclusive windows (S3, S4),
+and on a natural-log float32 LSE with the heads before the positions ([B, H_q, S_q] and [H_q, T_q]). They differ in
+names, in what a row without keys has for an LSE, and in which sinks they take.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from polyattn.backends.gathering import nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.backends.sdpa_masks import may_have_empty_rows
-from polyattn.backends.torch_sdpa import signed
-from polyattn.contract import Bound
-from polyattn.merging import merge
-from polyattn.placement import aligned, placed
-from polyattn.records import AttentionRequest
+from ..contract import Bound
+from ..merging import merge
+from ..placement import aligned, placed
+from ..records import AttentionRequest
+from .gathering import nothing
+from .paged_varlen_attn import with_new
+from .sdpa_masks import may_have_empty_rows
+from .torch_sdpa import signed
 
-__all__ = ["Kernels", "Packed", "Result", "Tables", "bind", "filled", "starts"]
+__all__ = ["Kernels", "Packed", "Result", "Tables", "bind", "dropping", "filled", "starts"]
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -96,6 +97,24 @@ def bind(request: AttentionRequest, kernels: Callable[[AttentionRequest], Any]) 
     """The request served by the `Kernels` that `kernels` loads for it."""
     ways = {"dense": _dense, "varlen": _packed, "paged": _paged, "mla": _latent}
     return signed(request, lambda positive: ways[request.family](_Call(positive, kernels(positive))))
+
+
+def dropping(request: AttentionRequest, kernel: Callable[..., Any]) -> Bound:
+    """A dense or varlen request with dropout, whose random state only the library's own autograd knows.
+
+    Args:
+        kernel: the differentiable function of the family, told all that is no tensor; it returns out, or a tuple that
+            begins with it.
+    """
+    swapped = request.layout == "BHSD" and request.family == "dense"
+
+    def forward(*tensors: Tensor, attn_mask: None = None, out: Tensor | None = None, **where: Any) -> Tensor:
+        found = kernel(*(t.transpose(1, 2) for t in tensors) if swapped else tensors, **where)
+        result: Tensor = found[0] if isinstance(found, tuple) else found
+        result = result.transpose(1, 2) if swapped else result
+        return result if out is None else out.copy_(result)
+
+    return Bound(forward)
 
 
 class _Call:

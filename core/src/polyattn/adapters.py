@@ -1,33 +1,46 @@
-"""Functions of vendor libraries: imported when a request is bound, held to what the installed version has."""
+"""What adapters share: functions of a library, imported when a request is bound, held to what the installed one has.
+
+    from polyattn import adapters
+
+    class Adapter:
+        def bind(self, request):
+            attend = adapters.load(ACME, "acme.attention:attend", {"return_lse": "the LSE"} if request.lse else None)
+
+No adapter imports its library at module level: on a machine without it the import fails, in ways of its own.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from polyattn import distributions
-from polyattn.errors import BackendUnavailableError
-from polyattn.records import Requirement
+from . import distributions
+from .errors import BackendUnavailableError
+from .records import Requirement
 
-__all__ = ["Operator", "load"]
+__all__ = ["Operator", "keywords", "load"]
 
 
 def load(requirement: Requirement, target: str, needs: Mapping[str, str] | None = None) -> Callable[..., Any]:
-    """A function or class of a vendor's library.
+    """A function or class of a library.
 
     Args:
-        requirement: the distribution it comes from. target: "module:attribute".
+        requirement: the distribution it comes from. target: "module:attribute"; the attribute may be dotted, as in
+            "torch:ops.acme.attend" (an operator that importing the library registers: load something of it first).
         needs: keywords that the call will be given, and what for: an older version may lack them.
 
     Raises:
         BackendUnavailableError: it cannot be imported here, or it lacks an attribute or a keyword.
     """
     dotted, _, attribute = target.partition(":")
-    return _checked(requirement, target, lambda: getattr(importlib.import_module(dotted), attribute), needs or {})
+    return _checked(
+        requirement, target, lambda: operator.attrgetter(attribute)(importlib.import_module(dotted)), needs or {}
+    )
 
 
 class Operator:
@@ -50,11 +63,11 @@ class Operator:
         self, requirement: Requirement, target: str, fixed: Mapping[str, Any], needs: Mapping[str, str]
     ) -> None:
         dotted, _, name = target.partition(":")
-        namespace, _, operator = name.partition(".")
+        namespace, _, called = name.partition(".")
 
         def found() -> Any:
             importlib.import_module(dotted)
-            return getattr(getattr(torch.ops, namespace), operator).default
+            return getattr(getattr(torch.ops, namespace), called).default
 
         self.function: Any = _checked(requirement, target, found, {**dict.fromkeys(fixed, "every call"), **needs})
         arguments = self.function._schema.arguments
@@ -104,7 +117,7 @@ def _checked(
             f"{_named(requirement)} has no usable {target}: {type(exc).__name__}: {exc}. {_repair(requirement)}"
         ) from exc
     if needs:
-        taken = _keywords(found)
+        taken = keywords(found)
         for keyword, purpose in needs.items():
             if keyword not in taken:
                 raise BackendUnavailableError(
@@ -114,12 +127,18 @@ def _checked(
     return found
 
 
-def _keywords(function: Callable[..., Any]) -> frozenset[str]:
-    """What a function may be given by name. Operators show it in their schema alone."""
-    schema = getattr(getattr(function, "_opoverload", function), "_schema", None)
-    if schema is not None:
-        return frozenset(argument.name for argument in schema.arguments)
-    return frozenset(inspect.signature(function).parameters)
+def keywords(function: Any) -> frozenset[str]:
+    """What a loaded function may be given by name. An operator of torch shows it in its schemas alone."""
+    one = getattr(function, "_opoverload", None)
+    if one is not None:
+        overloads = [one]
+    elif hasattr(function, "_schema"):
+        overloads = [function]
+    elif hasattr(function, "_overload_names"):
+        overloads = [getattr(function, name) for name in function.overloads()]
+    else:
+        return frozenset(inspect.signature(function).parameters)
+    return frozenset(argument.name for overload in overloads for argument in overload._schema.arguments)
 
 
 def _named(requirement: Requirement) -> str:

@@ -1,0 +1,11 @@
+"""torch_npu's operators in plain torch on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from polyattn.testing.emulators import Signatures
+
+__all__ = ["SIGNATURES"]
+
+SIGNATURES = Signatures(Path(__file__).parents[1] / "signatures.json")

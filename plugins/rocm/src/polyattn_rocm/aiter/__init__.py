@@ -1,0 +1,1 @@
+"""AITER, AMD's kernels: one file for each of its entry points that polyattn calls."""

@@ -1,0 +1,114 @@
+"""FlashAttention 2 on ROCm: `flash_attn.flash_attn_interface` over Composable Kernel, or over AITER's Triton kernels.
+
+Which of the two is the library's own choice: FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE when it was built and when it runs
+is Triton, and so is newer source whose extension is missing. From their sources (csrc/flash_attn_ck/*.cpp;
+aiter/ops/triton/_triton_kernels/flash_attn_triton_amd/interface_v2.py): Composable Kernel's takes a softcap and does
+nothing with it, Triton's refuses it: no request with one comes here. Triton's LSE is 0 for rows without keys that fill
+a block, -inf for others; both backwards are given 0 for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn import adapters
+from polyattn.backends.flash_attention import Packed, Result, bind, dropping
+from polyattn.backends.sdpa_masks import may_have_empty_rows
+from polyattn.contract import Bound
+from polyattn.records import AttentionRequest
+
+from .records.common import FLASH_ATTN
+
+__all__ = ["FlashAttention2"]
+
+_MODULE = "flash_attn.flash_attn_interface"
+
+
+class FlashAttention2:
+    """Binds dense and varlen requests."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        """Raises:
+        BackendUnavailableError: the installed version lacks what the request needs.
+        """
+        if not request.dropout:
+            return bind(request, _Kernels)
+        given = {"dropout_p": request.dropout, "deterministic": request.deterministic}
+        return dropping(request, functools.partial(_load(_FUNCTIONS[request.family]), **_options(request), **given))
+
+
+_FUNCTIONS = {"dense": "flash_attn_func", "varlen": "flash_attn_varlen_func"}
+
+
+def _load(name: str) -> Callable[..., Any]:
+    return adapters.load(FLASH_ATTN, f"{_MODULE}:{name}")
+
+
+def _options(request: AttentionRequest) -> dict[str, Any]:
+    return {
+        "softmax_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+        "causal": request.causal != "none",
+        "window_size": request.window,
+    }
+
+
+class _Kernels:
+    empty = -torch.inf
+    writes_out = False
+
+    def __init__(self, request: AttentionRequest) -> None:
+        self._request = request
+        # A packed sequence may have no keys. With a right window bound there are as many keys as queries, or more.
+        keyless = request.family == "varlen" and request.s_relation in ("one", "more")
+        self._empties = keyless or may_have_empty_rows(request)
+        self._forward = functools.partial(_load(_FUNCTIONS[request.family]), **_options(request))
+        self.simple: Callable[..., Tensor] | None = self._forward if request.family == "dense" else None
+        if request.grad:
+            self._backward = _load(
+                "_flash_attn_backward" if request.family == "dense" else "_flash_attn_varlen_backward"
+            )
+
+    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+        return False
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> Result:
+        result = self._forward(query, key, value, return_attn_probs=lse)
+        if not lse:
+            return result, None
+        if not self._empties:
+            return result[0], result[1]
+        row = torch.arange(query.shape[1], device=query.device)
+        return result[0], result[1].masked_fill(row + key.shape[1] < query.shape[1], -torch.inf)
+
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> Result:
+        result = self._forward(query, key, value, **where._asdict(), return_attn_probs=lse)
+        if not lse:
+            return result, None
+        if not self._empties:
+            return result[0], result[1]
+        token = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)
+        ends = where.cu_seqlens_q[1:].contiguous()
+        sequence = torch.searchsorted(ends, token, right=True)
+        keys = where.cu_seqlens_k.diff()[sequence]
+        sees = keys + token - ends[sequence] >= 0 if self._request.causal != "none" else keys > 0
+        return result[0], result[1].masked_fill(~sees, -torch.inf)
+
+    def gradient(self, *tensors: Tensor, where: Packed | None) -> tuple[Tensor, Tensor, Tensor]:
+        dout, query, key, value, out, lse = tensors
+        request = self._request
+        left, right = request.window
+        if self._empties:
+            lse = lse.masked_fill(lse == -torch.inf, 0.0)
+        dq, dk, dv = (t.new_empty(t.shape) for t in (query, key, value))
+        options = {name: value for name, value in _options(request).items() if name != "window_size"}
+        self._backward(
+            dout=dout, q=query, k=key, v=value, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv,
+            **({} if where is None else where._asdict()), **options, window_size_left=left, window_size_right=right,
+            dropout_p=0.0, softcap=0.0, alibi_slopes=None, deterministic=request.deterministic,
+        )  # fmt: skip
+        return dq, dk, dv

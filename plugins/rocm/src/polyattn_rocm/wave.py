@@ -1,0 +1,140 @@
+"""Family `paged` by Wave kernels, as SGLang builds them from wave-lang's templates.
+
+From their sources (sglang/srt/layers/attention/wave_ops/*.py, wave_lang/kernel/wave/templates/*.py): caches are read by
+token, [tokens, H_kv, D] without gaps; a softcap is known. Decode takes a scale and computes with D ** -0.5. Extend
+wants the keys and values of the query tokens apart, the lists of the tokens before them, and takes masks that it does
+not read. One program is compiled for each number of sequences, and in extend for each number of queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn import adapters
+from polyattn.backends.gathering import nothing
+from polyattn.backends.paged_varlen_attn import with_new
+from polyattn.backends.torch_sdpa import signed
+from polyattn.contract import Bound
+from polyattn.paging import Pool, Tokens
+from polyattn.records import AttentionRequest
+
+from .aiter.tokens import token_lists
+from .records.serving import SGLANG
+
+__all__ = ["Wave"]
+
+_OPS = "sglang.srt.layers.attention.wave_ops"
+_SPLITS = 8
+"""Parts that the keys of a sequence are split into at decode; SGLang's default."""
+
+
+class Wave:
+    """Binds paged requests."""
+
+    def bind(self, request: AttentionRequest) -> Bound:
+        """Raises:
+        BackendUnavailableError: SGLang or wave-lang cannot be imported here.
+        """
+        if request.s_relation == "one":
+            return Bound(_Decode(request))
+        return signed(request, lambda positive: Bound(_Extend(positive)))
+
+
+class _Extend:
+    """A `contract.PagedForward` for several queries each."""
+
+    def __init__(self, request: AttentionRequest) -> None:
+        self.request = request
+        self.scale = request.head_dim**-0.5 if request.scale is None else request.scale
+        self._extend = adapters.load(SGLANG, f"{_OPS}.extend_attention:extend_attention_wave")
+
+    def __call__(
+        self,
+        query: Tensor,
+        *caches: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        out: Tensor | None = None,
+        **_: None,
+    ) -> Any:
+        request = self.request
+        if not (query.shape[0] and max_seqlen_k):
+            return nothing(request, query, out)
+        if key is not None:
+            lens = (seq_lens, cu_seqlens_q, max_seqlen_k)
+            caches, page_table = with_new(request, query, caches, page_table, *lens, key, value)
+        caches = tuple(cache.contiguous() for cache in caches)
+        room = torch.empty_like(query, memory_format=torch.contiguous_format)
+        tokens = Tokens.of(query, seq_lens, cu_seqlens_q)
+        self.attend(query.contiguous(), caches, page_table, seq_lens, cu_seqlens_q, (max_seqlen_q, max_seqlen_k), room)
+        sees = tokens.real if request.causal != "none" else (seq_lens > 0)[tokens.sequence]
+        room = room.masked_fill_(~sees[:, None, None], 0.0)
+        return room if out is None else out.copy_(room)
+
+    def attend(
+        self,
+        query: Tensor,
+        caches: tuple[Tensor, ...],
+        page_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        longest: tuple[int, int],
+        room: Tensor,
+    ) -> None:
+        """Write the result into `room` [T_q, H_q, D]. longest: (max_seqlen_q, max_seqlen_k)."""
+        request = self.request
+        slots = Tokens.of(query, seq_lens, cu_seqlens_q).slots(page_table, request.page_size)
+        # A padding query's row is any, and is masked afterwards.
+        own = [Pool(request, cache).rows(slots, query.dtype).contiguous() for cache in caches]
+        prefix = (seq_lens - cu_seqlens_q.diff()).clamp(min=0)
+        pools, lists = token_lists(caches, page_table, prefix, longest[1])
+        self._extend(
+            q_extend=query, k_extend=own[0], v_extend=own[1],
+            k_buffer=pools[0].squeeze(1), v_buffer=pools[1].squeeze(1),
+            qo_indptr=cu_seqlens_q, kv_indptr=lists.indptr, kv_indices=lists.indices,
+            custom_mask=None, mask_indptr=None, max_seq_len=longest[0], output=room,
+            is_causal=request.causal != "none", layer_scaling=self.scale, logit_cap=request.softcap,
+        )  # fmt: skip
+
+
+class _Decode(_Extend):
+    """One query each. A batch with a row of padding has fewer queries than sequences, and goes the other way."""
+
+    def __init__(self, request: AttentionRequest) -> None:
+        super().__init__(request)
+        module = f"{_OPS}.decode_attention"
+        self._decode = adapters.load(SGLANG, f"{module}:decode_attention_wave")
+        self._shapes = adapters.load(SGLANG, f"{module}:decode_attention_intermediate_arrays_shapes")
+
+    def attend(
+        self,
+        query: Tensor,
+        caches: tuple[Tensor, ...],
+        page_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        longest: tuple[int, int],
+        room: Tensor,
+    ) -> None:
+        count = seq_lens.shape[0]
+        if longest[0] != 1 or query.shape[0] != count:
+            super().attend(query, caches, page_table, seq_lens, cu_seqlens_q, longest, room)
+            return
+        pools, lists = token_lists(caches, page_table, seq_lens, longest[1])
+        shapes = self._shapes(
+            num_seqs=count, head_size_kv=query.shape[2], num_query_heads=query.shape[1], max_kv_splits=_SPLITS
+        )
+        logits, largest = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+        self._decode(
+            q=query, k_buffer=pools[0].squeeze(1), v_buffer=pools[1].squeeze(1), o=room,
+            b_req_idx=lists.indptr, req_to_token=lists.indices, attn_logits=logits, attn_logits_max=largest,
+            num_kv_splits=None, max_kv_splits=_SPLITS, sm_scale=self.scale, logit_cap=self.request.softcap,
+        )  # fmt: skip

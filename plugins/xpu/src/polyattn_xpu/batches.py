@@ -1,0 +1,123 @@
+"""What the kernels of both GPU libraries need around their calls.
+
+From their sources: a row that sees no key is not written, or divides by 0; a decode kernel takes every sequence for one
+with a query, and writes the result of one without into the row where it would be; masked values are multiplied by 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.backends.flash_attention import Packed, Result, Tables, starts
+from polyattn.backends.free_slots import without_free_slots
+from polyattn.backends.gathering import nothing
+from polyattn.backends.paged_varlen_attn import with_new
+from polyattn.backends.torch_sdpa import signed
+from polyattn.contract import Bound
+from polyattn.errors import UnsupportedRequestError
+from polyattn.records import AttentionRequest
+
+__all__ = ["Pages", "bind_paged", "blind", "dense_by_packed", "idle_last"]
+
+Pages = Callable[..., Tensor]
+"""(query [T_q, H_q, D], keys and values [pages, page_size, H_kv, D], `Tables`, sinks=, scales=, out=) -> an output."""
+
+
+def blind(request: AttentionRequest, query: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    """bool [T_q]: queries that see no key (S7). Nothing waits for the device."""
+    token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
+    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), token, right=True)
+    keys = seq_lens[sequence]
+    right = 0 if request.causal != "none" else request.window[1]
+    if right < 0:
+        return keys == 0
+    position = keys - (cu_seqlens_q[sequence + 1] - token)
+    return (position + right < 0) | (keys == 0)
+
+
+def idle_last(query: Tensor, where: Tables) -> tuple[Tensor, Tables]:
+    """The same batch with its sequences without queries last, and a spare row of queries behind the others: where a
+    decode kernel writes the results of those. Results of the first T_q rows are the batch's."""
+    lengths = where.cu_seqlens_q.diff()
+    order = torch.argsort((lengths == 0).int(), stable=True)
+    starts_q = torch.nn.functional.pad(lengths[order].cumsum(0, dtype=torch.int32), (1, 0))
+    last = where._replace(page_table=where.page_table[order], seq_lens=where.seq_lens[order], cu_seqlens_q=starts_q)
+    return torch.nn.functional.pad(query, (0, 0, 0, 0, 0, 1)), last
+
+
+def dense_by_packed(
+    request: AttentionRequest, packed: Callable[..., Result], query: Tensor, key: Tensor, value: Tensor, *, lse: bool
+) -> Result:
+    """[B, S, H, D] by the packed call: a batch of sequences of one length; the LSE [B, H_q, S_q]."""
+    (B, S_q), S_k = query.shape[:2], key.shape[1]
+    starts_q, starts_k = (starts(request, B, S, query.device) for S in (S_q, S_k))
+    flat = (t.flatten(0, 1) for t in (query, key, value))
+    result, found = packed(*flat, Packed(starts_q, starts_k, S_q, S_k), lse=lse)
+    result = result.view(B, S_q, *result.shape[1:])
+    return result, None if found is None else found.view(-1, B, S_q).transpose(0, 1)
+
+
+def bind_paged(request: AttentionRequest, library: str, pages: Callable[[AttentionRequest], Pages]) -> Bound:
+    """A paged request served by the `Pages` that `pages` loads for it."""
+    return signed(request, lambda positive: _paged(positive, library, pages(positive)))
+
+
+def _paged(request: AttentionRequest, library: str, attend: Pages) -> Bound:
+    finite = dict(request.options).get("free_slots", "any") == "finite"
+
+    def forward(
+        query: Tensor,
+        *caches: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        attn_mask: None = None,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Any:
+        if not (query.shape[0] and max_seqlen_k):
+            return nothing(request, query, out)
+        if sinks is not None and sinks.dtype != query.dtype:
+            raise UnsupportedRequestError(
+                f"sinks are {sinks.dtype}, and the kernels of {library} read them as {query.dtype}, like the queries: "
+                f"pass sinks.to({query.dtype}), or ask for flex_attention, which takes them as they are"
+            )
+        if key is not None:
+            lens = (seq_lens, cu_seqlens_q, max_seqlen_k)
+            new = (_unscaled(key, k_scale), _unscaled(value, v_scale))
+            caches, page_table = with_new(request, query, caches, page_table, *lens, *new)
+        if not finite:
+            caches, page_table = without_free_slots(request, caches, page_table, seq_lens, max_seqlen_k)
+        where = Tables(page_table.contiguous(), seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        given: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+        if request.kv_dtype != "auto":
+            given["scales"] = (_scalar(k_scale, query.device), _scalar(v_scale, query.device))
+        room = out if out is not None and out.is_contiguous() else None
+        result = attend(query.contiguous(), *caches, where, out=room, **given)
+        result = result.masked_fill_(blind(request, query, seq_lens, cu_seqlens_q)[:, None, None], 0.0)
+        return result if out is None or room is not None else out.copy_(result)
+
+    return Bound(forward)
+
+
+def _unscaled(rows: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    """New rows as a cache with this scale stores them, but for the rounding."""
+    return rows if rows is None or scale is None else rows.float() / scale
+
+
+def _scalar(scale: Tensor | None, device: torch.device) -> Tensor:
+    """float32 [1] with a storage of its own, which vllm-xpu-kernels asks for; a cache without a scale has 1."""
+    if scale is None:
+        return torch.ones(1, dtype=torch.float32, device=device)
+    scale = scale.float().reshape(1)
+    return scale if scale.untyped_storage().nbytes() == scale.element_size() else scale.clone()

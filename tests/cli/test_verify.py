@@ -1,0 +1,97 @@
+"""`polyattn verify`: what it writes, what it refuses to write, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polyattn.evidence import Evidence
+from polyattn.testing import generation
+
+from .conftest import Run
+from .test_conform import PLUGIN, WRONG
+
+Plugin = Callable[[str, str], str]
+
+
+@pytest.fixture(autouse=True)
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(generation.LEVELS, "quick", 1)  # type: ignore[attr-defined]
+    monkeypatch.setitem(generation.LEVELS, "full", 2)  # type: ignore[attr-defined]
+
+
+def verify(run: Run, folder: Path, *words: str, seconds: str = "0.001") -> tuple[int, str]:
+    shown = run("verify", "--device", "cpu", "--backend", "acme", "--seconds", seconds, "--out", str(folder), *words)
+    return shown.code, shown.out + shown.err
+
+
+def test_a_report_and_evidence_to_hand_in(run: Run, plugin: Plugin, tmp_path: Path) -> None:
+    plugin("acme", PLUGIN)
+    folder = tmp_path / "out"
+    code, said = verify(run, folder)
+    assert code == 0, said
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*")) == [
+        "evidence/acme@cpu.json",
+        "report.json",
+        "report.md",
+    ]
+    data = json.loads((folder / "evidence" / "acme@cpu.json").read_text())
+    data["sources"] = tuple(data["sources"])
+    evidence = Evidence(**data)
+    assert (evidence.level, evidence.backend, evidence.xfailed) == ("hardware", "acme", 0)
+    assert evidence.passed >= 10
+    assert evidence.digest
+    assert not (tmp_path / "evidence").exists(), "nothing is written into the plugin's own folder"
+    text = (folder / "report.md").read_text()
+    assert text.startswith("# Verification on ")
+    assert "| `acme` | conforms | " in text
+    assert "`evidence/acme@cpu.json`, for `" in text
+    assert "## How fast" in text
+    assert "Rows as small as they get: the times mean nothing." in text
+    assert "short_prefill" in text
+    (report,) = json.loads((folder / "report.json").read_text())
+    assert report["ok"]
+    code, said = verify(run, folder)
+    assert code == 2
+    assert "Name a folder that can be made, or remove this one" in " ".join(said.split())
+
+
+def test_what_failed_becomes_no_evidence(run: Run, plugin: Plugin, tmp_path: Path) -> None:
+    plugin("acme", WRONG)
+    folder = tmp_path / "out"
+    code, said = verify(run, folder)
+    assert code == 1
+    assert "DOES NOT CONFORM" in said
+    assert not list((folder / "evidence").iterdir())
+    text = (folder / "report.md").read_text()
+    assert "| `acme` | **does not conform** | " in text
+    assert "none: evidence of acme@cpu is not written: " in text
+    assert "FAILED dense-float32-" in text
+    assert "Nothing conforms, so nothing was measured." in text
+
+
+def test_a_quick_run_is_no_evidence(run: Run, plugin: Plugin, tmp_path: Path) -> None:
+    plugin("acme", PLUGIN)
+    code, said = verify(run, tmp_path / "out", "--quick", "--json")
+    assert code == 0, said
+    assert json.loads(said)["backends"] == {
+        "acme": {"ok": True, "evidence": False, "why_not": "a quick run is no evidence"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (("--device", "cpu", "--backend", "acne"), 2, "--backend 'acne' names no backend of cpu"),
+        (("--device", "cuda:0"), 2, "torch has no such device here"),
+        (("--device", "cpu", "--backend", "intel_amx"), 4, "nothing can be run on cpu: intel_amx: "),
+    ],
+)
+def test_what_cannot_be_verified(words: tuple[str, ...], code: int, reason: str, run: Run, tmp_path: Path) -> None:
+    shown = run("verify", *words, "--out", str(tmp_path / "out"))
+    assert shown.code == code
+    assert reason in " ".join(shown.err.split())
+    assert not (tmp_path / "out").exists()
