@@ -193,7 +193,7 @@ def test_approximate_methods_wait_to_be_asked_for(backend: str) -> None:
 
 
 def test_musa_takes_sage_when_asked() -> None:
-    selection = what_if(AttentionRequest(), platform="musa", installed=("mate",), backend="sage_attn")
+    selection = what_if(AttentionRequest(), platform="musa", installed=("mate", "sageattention"), backend="sage_attn")
     assert (selection.backend, selection.source) == ("sage_attn", "argument")
     assert any("approximate" in note for note in selection.notes)
 

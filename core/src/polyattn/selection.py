@@ -519,7 +519,7 @@ def _selection(asked: _Judge, said: _Judgement, source: str, why: str, notes: tu
         rejected=asked.rejected(info.name),
         others=asked.others(info.name),
         planned=provider.planned,
-        evidence=said.offer.evidence,
+        evidence="declared" if provider.planned else said.offer.evidence,
         notes=(*notes, *asked.policy.notes),
     )
 

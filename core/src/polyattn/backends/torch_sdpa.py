@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,6 +87,12 @@ def _into(result: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
+def _strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def _math(
     query: Tensor,
     key: Tensor,
@@ -153,7 +160,13 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
             # Its kernel of few queries mistook the place of a mask shared by some heads or batches (pytorch#184180).
             mask = mask.expand(*query.shape[:3], key.shape[2]).contiguous()
         result = sdpa(query, key, value, mask, dropout, scale=scale, enable_gqa=gqa)
+        if steady and result.requires_grad and not torch.compiler.is_compiling():
+            result.register_hook(functools.partial(_strided, strides=result.stride()))
         return result if alive is None else result.masked_fill(~alive, 0.0)
+
+    # PyTorch keeps cuDNN's plans of backwards, which masks come to, by the layouts of Q, K, V and the mask, and reads
+    # the gradient of the output by that of the call a plan was made in: it gets one layout always.
+    steady = request.platform == "cuda" and bool(request.grad)
 
     # The fused kernels' gradient of a mask fails for some shapes on GPUs (one query: "LSE is not correctly aligned").
     kernel = _math if "mask" in request.grad and request.platform != "cpu" else _sdpa
