@@ -135,5 +135,5 @@ def test_every_install_line_uses_the_constraints() -> None:
 
 def test_contributing_maps_every_room() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rooms = [p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")]
+    rooms = [p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))]
     assert not [room for room in rooms if f"{room}/" not in text]

@@ -69,8 +69,9 @@ class Operator:
             importlib.import_module(dotted)
             return getattr(getattr(torch.ops, namespace), called).default
 
-        self.function: Any = _checked(requirement, target, found, {**dict.fromkeys(fixed, "every call"), **needs})
-        arguments = self.function._schema.arguments
+        operator: Any = _checked(requirement, target, found, {**dict.fromkeys(fixed, "every call"), **needs})
+        self.function: Callable[..., Any] = operator
+        arguments = operator._schema.arguments
         kinds = [argument.type.kind() for argument in arguments]
         self._leading = next(number for number, kind in enumerate([*kinds, ""]) if kind != "TensorType")
         others = arguments[self._leading :]

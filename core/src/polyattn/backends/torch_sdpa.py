@@ -161,7 +161,7 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
             mask = mask.expand(*query.shape[:3], key.shape[2]).contiguous()
         result = sdpa(query, key, value, mask, dropout, scale=scale, enable_gqa=gqa)
         if steady and result.requires_grad and not torch.compiler.is_compiling():
-            result.register_hook(functools.partial(_strided, strides=result.stride()))
+            result.register_hook(functools.partial(_strided, strides=result.stride()))  # type: ignore[no-untyped-call]
         return result if alive is None else result.masked_fill(~alive, 0.0)
 
     # PyTorch keeps cuDNN's plans of backwards, which masks come to, by the layouts of Q, K, V and the mask, and reads

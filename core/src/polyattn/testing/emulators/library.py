@@ -156,7 +156,7 @@ class Library:
             self._signature(key)  # raises where there is no such entry
             assert self.signatures is not None
             namespace, name = key.removeprefix(_OPERATORS).split(".")
-            fragment = torch.library.Library(namespace, "FRAGMENT")
+            fragment: Any = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
             fragment.define(self.signatures.entries[key]["schema"])
             fragment.impl(name, lambda *args: _INSTALLED[key](*args), "CPU")
             _REGISTERED[key] = fragment, getattr(getattr(torch.ops, namespace), name).default
