@@ -21,7 +21,7 @@ TARGET = Emulated("fa", "torch-npu", "npu:ascend910b@8.5")
 def test_every_call_is_one_that_torch_npu_takes() -> None:
     wheel = os.environ.get("TORCH_NPU_WHEEL")
     if not wheel:
-        pytest.skip("TORCH_NPU_WHEEL names no wheel of torch-npu for this Python and torch")
+        pytest.skip("set TORCH_NPU_WHEEL to a wheel of torch-npu for this Python and torch")
     assert vendor_code.run(Path(wheel), os.environ) == 0
 
 

@@ -255,7 +255,7 @@ PLANTED = [
     ("sgl", 2, SGL, "_scale", lambda real: lambda request: request.head_dim**-0.5),
     ("vllm", 0, VLLM, "_call", _given(softmax_scale=None)),
     ("vllm", 0, VLLM, "_call", _given(causal=False)),
-    ("vllm", 0, VLLM, "blind", lambda real: lambda request, query, *_: torch.zeros(len(query), dtype=torch.bool)),
+    ("vllm", 0, BATCHES, "blind", lambda real: lambda request, query, *_: torch.zeros(len(query), dtype=torch.bool)),
     ("vllm", 1, VLLM, "_window", lambda real: lambda request, longest: None),
     ("vllm", 1, BATCHES, "_unscaled", lambda real: lambda rows, scale: rows),
 ]

@@ -6,6 +6,7 @@ with a query, and writes the result of one without into the row where it would b
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from polyattn.contract import Bound
 from polyattn.errors import UnsupportedRequestError
 from polyattn.records import AttentionRequest
 
-__all__ = ["Pages", "bind_paged", "blind", "dense_by_packed", "idle_last"]
+__all__ = ["Pages", "Unpaged", "bind_paged", "blind", "idle_last"]
 
 Pages = Callable[..., Tensor]
 """(query [T_q, H_q, D], keys and values [pages, page_size, H_kv, D], `Tables`, sinks=, scales=, out=) -> an output."""
@@ -49,16 +50,39 @@ def idle_last(query: Tensor, where: Tables) -> tuple[Tensor, Tables]:
     return torch.nn.functional.pad(query, (0, 0, 0, 0, 0, 1)), last
 
 
-def dense_by_packed(
-    request: AttentionRequest, packed: Callable[..., Result], query: Tensor, key: Tensor, value: Tensor, *, lse: bool
-) -> Result:
-    """[B, S, H, D] by the packed call: a batch of sequences of one length; the LSE [B, H_q, S_q]."""
-    (B, S_q), S_k = query.shape[:2], key.shape[1]
-    starts_q, starts_k = (starts(request, B, S, query.device) for S in (S_q, S_k))
-    flat = (t.flatten(0, 1) for t in (query, key, value))
-    result, found = packed(*flat, Packed(starts_q, starts_k, S_q, S_k), lse=lse)
-    result = result.view(B, S_q, *result.shape[1:])
-    return result, None if found is None else found.view(-1, B, S_q).transpose(0, 1)
+class Unpaged(abc.ABC):
+    """`polyattn.backends.flash_attention.Kernels` of dense and varlen requests. A library says its packed call."""
+
+    empty = -torch.inf
+    writes_out = False
+    simple = None
+
+    def __init__(self, request: AttentionRequest) -> None:
+        self.request = request
+
+    @abc.abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> Result:
+        """The library's call, of contiguous tensors."""
+
+    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+        return False
+
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> Result:
+        result, stats = self.attend(query.contiguous(), key.contiguous(), value.contiguous(), where, lse)
+        if self.request.s_relation != "equal":
+            hidden = blind(self.request, query, where.cu_seqlens_k.diff(), where.cu_seqlens_q)
+            result = result.masked_fill_(hidden[:, None, None], 0.0)
+            stats = None if stats is None else stats.masked_fill_(hidden, -torch.inf)
+        return result, stats
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> Result:
+        """By the packed call: a batch of sequences of one length."""
+        (B, S_q), S_k = query.shape[:2], key.shape[1]
+        starts_q, starts_k = (starts(self.request, B, S, query.device) for S in (S_q, S_k))
+        flat = (t.flatten(0, 1) for t in (query, key, value))
+        result, found = self.packed(*flat, Packed(starts_q, starts_k, S_q, S_k), lse=lse)
+        result = result.view(B, S_q, *result.shape[1:])
+        return result, None if found is None else found.view(-1, B, S_q).transpose(0, 1)
 
 
 def bind_paged(request: AttentionRequest, library: str, pages: Callable[[AttentionRequest], Pages]) -> Bound:

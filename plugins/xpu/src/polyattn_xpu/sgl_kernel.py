@@ -22,7 +22,7 @@ from polyattn.contract import Bound
 from polyattn.errors import UnsupportedRequestError
 from polyattn.records import AttentionRequest
 
-from .batches import bind_paged, blind, dense_by_packed, idle_last
+from .batches import Unpaged, bind_paged, blind, idle_last
 from .records.common import SGL_KERNEL_XPU
 
 __all__ = ["FlashAttentionSglKernel", "LatentSglKernel", "PagedSglKernel"]
@@ -56,27 +56,13 @@ class FlashAttentionSglKernel:
         return flash_attention.bind(request, _Packed)
 
 
-class _Packed:
-    empty = -torch.inf
-    writes_out = False
-    simple = None
-
+class _Packed(Unpaged):
     def __init__(self, request: AttentionRequest) -> None:
-        self.request = request
+        super().__init__(request)
         self._call = functools.partial(_load("sgl_kernel.flash_attn:flash_attn_varlen_func"), **_options(request))
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
-        return False
-
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> Result:
-        return dense_by_packed(self.request, self.packed, query, key, value, lse=lse)
-
-    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> Result:
-        result = self._call(*(t.contiguous() for t in (query, key, value)), **where._asdict())
-        if self.request.s_relation != "equal":
-            hidden = blind(self.request, query, where.cu_seqlens_k.diff(), where.cu_seqlens_q)
-            result = result.masked_fill_(hidden[:, None, None], 0.0)
-        return result, None
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> Result:
+        return self._call(query, key, value, **where._asdict()), None
 
 
 class PagedSglKernel:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from polyattn import adapters
@@ -20,7 +19,7 @@ from polyattn.backends.flash_attention import Packed, Result, Tables
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 
-from .batches import bind_paged, blind, dense_by_packed, idle_last
+from .batches import Unpaged, bind_paged, idle_last
 from .records.common import VLLM_XPU_KERNELS
 
 __all__ = ["FlashAttentionVLLM", "PagedVLLM"]
@@ -53,31 +52,16 @@ class FlashAttentionVLLM:
         return flash_attention.bind(request, _Packed)
 
 
-class _Packed:
-    empty = -torch.inf
-    writes_out = False
-    simple = None
-
+class _Packed(Unpaged):
     def __init__(self, request: AttentionRequest) -> None:
-        self.request = request
+        super().__init__(request)
         self._call = _call(request, {"return_softmax_lse": "the LSE"} if request.lse else {})
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
-        return False
-
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> Result:
-        return dense_by_packed(self.request, self.packed, query, key, value, lse=lse)
-
-    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> Result:
-        tensors = (t.contiguous() for t in (query, key, value))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> Result:
         window = _window(self.request, where.max_seqlen_q)
-        found = self._call(*tensors, **where._asdict(), window_size=window, return_softmax_lse=lse)
-        result, stats = found if lse else (found, None)
-        if self.request.s_relation != "equal":
-            hidden = blind(self.request, query, where.cu_seqlens_k.diff(), where.cu_seqlens_q)
-            result = result.masked_fill_(hidden[:, None, None], 0.0)
-            stats = None if stats is None else stats.masked_fill_(hidden, -torch.inf)
-        return result, stats
+        tables = where._asdict()
+        found = self._call(query, key, value, **tables, window_size=window, return_softmax_lse=lse)
+        return found if lse else (found, None)
 
 
 class PagedVLLM:
