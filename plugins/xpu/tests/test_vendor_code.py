@@ -61,9 +61,7 @@ def ipex(monkeypatch: pytest.MonkeyPatch) -> type:
     """`VarlenAttention` of the CPU, from its own file: the packages above it are not executed."""
     spec = importlib.util.find_spec("intel_extension_for_pytorch")
     if spec is None or not spec.submodule_search_locations:
-        pytest.skip(
-            "intel-extension-for-pytorch is not on the path: see this file's docstring"
-        )
+        pytest.skip("intel-extension-for-pytorch is not on the path: see this file's docstring")
     root = Path(spec.submodule_search_locations[0])
     parts = (
         "",
