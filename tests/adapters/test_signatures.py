@@ -14,6 +14,7 @@ import pytest
 
 from polyattn.errors import ConfigError
 from polyattn.testing import signatures
+from polyattn.testing.emulators import Signatures
 from polyattn.testing.signatures import Source, main, parameters_of, schema_of
 
 OLD = """
@@ -122,7 +123,7 @@ def test_a_newer_version_says_what_changed(facts: Path, pack: Pack, capsys: pyte
     assert main(["compare", str(facts), "--from", str(pack("acme-1.0-py3-none-any.whl", OLD))]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "acme 1.0 -> 1.0: 5 functions, 0 changed"
     newer = pack("acme-2.0-py3-none-any.whl", NEW)
-    assert main(["compare", str(facts), "acme==2.0", "--from", str(newer)]) == 1
+    assert main(["compare", str(facts), "--package", "acme==2.0", "--from", str(newer)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said == [
         "acme 1.0 -> 2.0: 5 functions, 4 changed",
@@ -136,7 +137,7 @@ def test_a_newer_version_says_what_changed(facts: Path, pack: Pack, capsys: pyte
         "  acme.attend: type of scale: float -> Optional[float]",
     ]
     assert facts.read_text() == before
-    assert main(["compare", str(facts), "acme==2.0", "--from", str(newer), "--write"]) == 1
+    assert main(["compare", str(facts), "--package", "acme==2.0", "--from", str(newer), "--write"]) == 1
     entries = json.loads(facts.read_text())
     assert entries["acme.attend"]["version"] == "2.0"
     assert entries["acme.attend"]["sha256"] == hashlib.sha256(NEW.encode()).hexdigest()
@@ -191,11 +192,33 @@ def test_the_registry_is_asked_through_pip(
         return Done(0)
 
     monkeypatch.setattr(signatures.subprocess, "run", pip)
-    assert main(["compare", str(facts), "acme"]) == 0
+    assert main(["compare", str(facts), "--package", "acme"]) == 0
     assert asked[0][1:5] == ["-m", "pip", "download", "-q"]
     assert "--no-deps" in asked[0]
     assert "acme 1.0 -> 2.0: 5 functions, 0 changed" in capsys.readouterr().out
-    assert main(["compare", str(facts), "acme==3.0"]) == 2
+    assert main(["compare", str(facts), "--package", "acme==3.0"]) == 2
     assert "pip cannot download acme==3.0: ERROR: No matching" in capsys.readouterr().out
-    assert main(["compare", str(facts), "other"]) == 2
+    assert main(["compare", str(facts), "--package", "other"]) == 2
     assert "has nothing of 'other'; it has acme" in capsys.readouterr().err
+
+
+PLUGINS = Path(__file__).parents[2] / "plugins"
+UNHASHED = {
+    "nvidia-cudnn-frontend": "the schema stands in pieces in a Python source",
+    "sgl-flash-mla": "taken before hashes were kept",
+    "sgl-kernel": "taken before hashes were kept",
+    "sglang-kernel": "taken before hashes were kept",
+    "vllm": "taken before hashes were kept",
+    "sgl-kernel (cpu)": "schemas of operators that another project registers",
+}
+"""Packages with facts that have no hash yet. `compare --package NAME==VERSION --write` gives one."""
+
+
+@pytest.mark.parametrize("file", sorted(PLUGINS.glob("*/tests/signatures.json")), ids=lambda file: file.parts[-3])
+def test_the_facts_of_this_repository(file: Path) -> None:
+    facts = Signatures(file)
+    for key, entry in facts.entries.items():
+        assert {"package", "version", "origin", "member"} <= set(entry), key
+        assert ("parameters" in entry) != ("schema" in entry), key
+        assert "sha256" in entry or entry["package"] in UNHASHED, f"{key}: take it with its hash"
+        assert facts.signature(key).parameters or entry.get("parameters") == "", key
