@@ -25,7 +25,8 @@ LEVELS: tuple[str, ...] = get_args(EvidenceLevel)
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What was run. `sources`: files relative to the plugin's folder; `digest`: their hash when it ran."""
+    """What was run. `sources`: files relative to the plugin's folder; `digest`: their hash when it ran; `absent`:
+    providers of the backend that were not there, of which it shows nothing."""
 
     backend: str
     platform: str
@@ -40,6 +41,7 @@ class Evidence:
     note: str = ""
     sources: tuple[str, ...] = ()
     digest: str = ""
+    absent: tuple[str, ...] = ()
     stale: bool = False
 
     def to_json(self) -> str:
@@ -80,7 +82,7 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
         return Evidence(backend, platform, "declared")
     try:
         data: dict[str, Any] = json.loads(path.read_text())
-        data["sources"] = tuple(data.get("sources", ()))
+        data |= {name: tuple(data.get(name, ())) for name in ("sources", "absent")}
         evidence = Evidence(**data)
     except (ValueError, TypeError) as exc:
         raise PluginError(

@@ -64,12 +64,14 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """A registered backend with what was found out about it: `missing` maps provider name -> why it is not here."""
+    """A registered backend with what was found out about it: `missing` maps provider name -> why it is not here,
+    `levels` -> its evidence where that is not the backend's."""
 
     info: BackendInfo
     plugin: str
     evidence: str
     missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    levels: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -519,7 +521,7 @@ def _selection(asked: _Judge, said: _Judgement, source: str, why: str, notes: tu
         rejected=asked.rejected(info.name),
         others=asked.others(info.name),
         planned=provider.planned,
-        evidence="declared" if provider.planned else said.offer.evidence,
+        evidence=said.offer.levels.get(provider.name, said.offer.evidence),
         notes=(*notes, *asked.policy.notes),
     )
 

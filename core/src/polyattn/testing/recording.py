@@ -61,6 +61,7 @@ def evidence_of(report: Report) -> Evidence:
         note="; ".join([tried, *(f"not run: {reason}" for reason in report.not_run)]),
         sources=report.sources,
         digest=report.digest,
+        absent=report.absent,
     )
 
 

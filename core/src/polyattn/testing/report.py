@@ -28,7 +28,7 @@ class Report:
         findings: case -> what is wrong with it. xfails: the same of cases that are expected to fail.
         margins: "check dtype" -> (the largest share of its allowance that was used, the case).
         gates: "dtype: control" -> whether the gates did what they must, see `polyattn.testing.negative`.
-        not_run: what is declared and was not tried, with the reason.
+        not_run: what is declared and was not tried, with the reason. absent: providers that were not there.
         total: cases there are, also where this is a part of a run; lost: the case after which the device could not be
             used any more.
     """
@@ -52,6 +52,7 @@ class Report:
     margins: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     gates: dict[str, bool] = dataclasses.field(default_factory=dict)
     not_run: list[str] = dataclasses.field(default_factory=list)
+    absent: tuple[str, ...] = ()
     total: int = 0
     lost: str = ""
 

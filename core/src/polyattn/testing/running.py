@@ -167,7 +167,7 @@ def _expected(outcome: Outcome, lines: Iterable[Expected]) -> Outcome:
 def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Sequence[str] | None) -> Report:
     served = [case.request for case in cases if case.check not in ("refusal", "witness")]
     not_run = left_out(target.rows, target.facts, families or ALL_FAMILIES)
-    if absent := [p.name for p in target.info.providers if p not in target.providers]:
+    if absent := tuple(p.name for p in target.info.providers if p not in target.providers):
         not_run.append(f"providers that are not here: {', '.join(absent)}")
     origin = get_manager().owner(target.info).origin
     sources: tuple[str, ...] = ()
@@ -190,6 +190,7 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
         digest=source_hash(Path(origin).parent, sources),
         unrecorded=unrecorded,
         not_run=not_run,
+        absent=absent,
         total=len(cases),
     )
 
