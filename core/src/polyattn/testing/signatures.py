@@ -1,7 +1,7 @@
 """Facts about a vendor's functions, taken from its published package: nothing of it is installed or run.
 
     python -m polyattn.testing.signatures take FILE KEY PACKAGE==VERSION MEMBER [--name NAME] [--from PATH]
-    python -m polyattn.testing.signatures compare FILE [PACKAGE==VERSION] [--from PATH] [--write]
+    python -m polyattn.testing.signatures compare FILE [--package PACKAGE==VERSION] [--from PATH] [--write]
 
 `take` reads one function out of a package and keeps it in FILE, with the version and the sha256 of the file it was read
 from. `compare` reads all of FILE again, from the versions in it or from a newer one, and says what changed: it exits
@@ -131,7 +131,8 @@ def _text(args: ast.arguments, *, method: bool) -> str:
     words = [_parameter(arg, default) for arg, default in zip(plain, defaults, strict=True)]
     if args.posonlyargs:
         words.insert(len(args.posonlyargs), "/")
-    if method:
+    if method or (plain and plain[0].arg == "self"):
+        # Some functions are made to be set as methods.
         words = words[1:]
     if args.vararg:
         words.append("*" + _parameter(args.vararg, None))
@@ -276,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     take.add_argument("--origin", help='where the files are from, "git 0251105a" (default: the registry)')
     compare = actions.add_parser("compare", help="read everything again and say what changed")
     compare.add_argument("file", type=Path)
-    compare.add_argument("package", metavar="PACKAGE==VERSION", nargs="?", help="only this one, in this version")
+    compare.add_argument("--package", metavar="PACKAGE==VERSION", help="only this one, in this version")
     compare.add_argument("--write", action="store_true", help="bring FILE up to date")
     for action in (take, compare):
         action.add_argument("--from", dest="path", type=Path, help="a wheel, an sdist, a checkout or a file")
@@ -314,6 +315,9 @@ def _compare(args: argparse.Namespace) -> int:
     for key, entry in facts.items():
         if package in ("", entry["package"]):
             groups.setdefault((entry["package"], entry["version"]), []).append(key)
+    if any(version == old for _, old in groups):
+        # Facts of other versions are kept beside these on purpose: adapters serve those too.
+        groups = {group: keys for group, keys in groups.items() if group[1] == version}
     if not groups:
         known = ", ".join(sorted({entry["package"] for entry in facts.values()}))
         raise ConfigError(f"{args.file} has nothing of {package!r}; it has {known}")

@@ -90,6 +90,10 @@ def finish(found: Tensor, lse: Tensor, query: Tensor, a: dict[str, Any], shape: 
     return (result, lse) if a.get("return_lse") else result
 
 
+_SINKS = ("sinks",)
+"""Annotated as a list of tensors, and handed on as the one tensor that the kernel reads, [H_q]."""
+
+
 def check_paged(a: dict[str, Any]) -> None:
     check_workspace(a["workspace_buffer"])
     size = a["kv_cache"][0].shape[2 if a["kv_layout"] == "HND" else 1]
@@ -98,7 +102,7 @@ def check_paged(a: dict[str, Any]) -> None:
 
 
 def _decode(lib: Library, key: str, arch: int) -> None:
-    @lib.function("flashinfer.decode", key)
+    @lib.function("flashinfer.decode", key, mistyped=_SINKS)
     def trtllm_batch_decode_with_kv_cache(**a: Any) -> Any:
         assert a["backend"] == "trtllm-gen"
         assert arch in (100, 103), "no cubin for this chip"
@@ -126,7 +130,7 @@ def _decode(lib: Library, key: str, arch: int) -> None:
 
 
 def _context(lib: Library, key: str, arch: int) -> None:
-    @lib.function("flashinfer.prefill", key)
+    @lib.function("flashinfer.prefill", key, mistyped=_SINKS)
     def trtllm_batch_context_with_kv_cache(**a: Any) -> Any:
         assert arch in (100, 103), "no cubin for this chip"
         check_paged(a)
