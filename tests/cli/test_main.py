@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
+from typer.models import OptionInfo
 
 from polyattn import __version__, errors
 from polyattn.cli import app, main
@@ -192,3 +194,12 @@ def test_a_pipe_gets_100_columns(run: Run, words: tuple[str, ...]) -> None:
 def test_columns_sets_another_width(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "70")
     assert max(map(len, run("explain").out.splitlines())) == 70
+
+
+def test_an_option_with_a_placeholder_of_its_own_name_spells_its_name_out() -> None:
+    # Typer 0.27 takes such a placeholder for the option's declaration: --DEVICE instead of --device.
+    for command in app.app.registered_commands:
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            for option in getattr(hint, "__metadata__", ()):
+                if isinstance(option, OptionInfo) and name.lower() == str(option.metavar).lower():
+                    assert f"--{name}" in (option.default, *(option.param_decls or ())), (command.name, name)

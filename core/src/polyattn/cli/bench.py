@@ -39,7 +39,9 @@ def bench(
         typer.Option(metavar="PLACE", help="A folder or module with libraries to call directly; may be repeated."),
     ] = None,
     peer: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only these peers; may be repeated.")] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="A torch device; auto: a GPU, else the CPU.")] = "auto",
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="A torch device; auto: a GPU, else the CPU.")
+    ] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Rows as small as they get: does everything run?")] = False,
     seconds: Annotated[float, typer.Option(min=0.001, metavar="N", help="Measuring time of an entry.")] = 0.1,
     limit: Annotated[float, typer.Option(min=0, metavar="N", help="Seconds after which no row is begun.")] = 3600.0,

@@ -116,6 +116,7 @@ def explain(
     family: Annotated[
         str | None,
         typer.Option(
+            "--family",
             metavar="FAMILY",
             help="dense, varlen, paged, mla, block_sparse or linear. Default: paged when --phase, --page-size, "
             "--kv-dtype or --spec-topk is given, else dense.",
@@ -128,11 +129,15 @@ def explain(
     phase: Annotated[
         str | None,
         typer.Option(
-            metavar="PHASE", help="prefill, extend, decode or verify. Default: prefill.", rich_help_panel=REQUEST
+            "--phase",
+            metavar="PHASE",
+            help="prefill, extend, decode or verify. Default: prefill.",
+            rich_help_panel=REQUEST,
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="Of the query: bf16, fp16, fp32, ...", rich_help_panel=REQUEST)
+        str,
+        typer.Option("--dtype", metavar="DTYPE", help="Of the query: bf16, fp16, fp32, ...", rich_help_panel=REQUEST),
     ] = "bf16",
     head_dim: Annotated[
         int | None, typer.Option(metavar="D", help="Default: 128; 576 for mla.", rich_help_panel=REQUEST)

@@ -31,7 +31,7 @@ def fuzz(
     seconds: Annotated[float, typer.Option(metavar="N", help="How long to go on.")] = 60.0,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Of the calls. Without it: a new one.")] = None,
     number: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only this call of the seed.")] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="A torch device, such as cuda:0.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="A torch device, such as cuda:0.")] = "cpu",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where scripts of failures go.")] = Path("polyattn-fuzz"),
     as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
 ) -> None:

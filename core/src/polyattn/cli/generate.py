@@ -64,7 +64,7 @@ def generate(
     top_k: Annotated[int, typer.Option(metavar="K", help="0 = off.", rich_help_panel=MODEL)] = 0,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the draws.", rich_help_panel=MODEL)] = 0,
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="A torch device; auto: cuda where it is, else cpu.")
+        str, typer.Option("--device", metavar="DEVICE", help="A torch device; auto: cuda where it is, else cpu.")
     ] = "auto",
     attention_backend: Annotated[
         str | None, typer.Option(metavar="NAME", help="The backend of both phases.", rich_help_panel=ATTENTION)

@@ -44,7 +44,7 @@ def tune(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="A torch device; auto = the accelerator, else the CPU.")
+        str, typer.Option("--device", metavar="DEVICE", help="A torch device; auto = the accelerator, else the CPU.")
     ] = "auto",
     seconds: Annotated[
         float, typer.Option(metavar="N", help="After so much nothing else is begun.", rich_help_panel=HOW)

@@ -22,7 +22,9 @@ SHEET = Path(__file__).parents[1] / "bench" / "short.yaml"
 
 
 def verify(
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="A torch device; auto: a GPU, else the CPU.")] = "auto",
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="A torch device; auto: a GPU, else the CPU.")
+    ] = "auto",
     backend: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Only these backends; may be repeated.")
     ] = None,
