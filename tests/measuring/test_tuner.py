@@ -18,6 +18,7 @@ import polyattn
 from polyattn import tuning
 from polyattn.errors import ConfigError, InvalidInputError
 from polyattn.measuring import Workload, online, tuner
+from polyattn.measuring.probe import Prober
 from polyattn.measuring.tuner import tune_all
 from polyattn.policies import tuning_place
 from polyattn.records import AttentionRequest
@@ -150,6 +151,19 @@ def test_who_misbehaves_is_quarantined_and_the_rest_is_measured(odd, store):
     assert tuning.release("hangs") == 1
     assert tuning.release() == 5
     assert polyattn.explain(asked.request).notes == ()
+
+
+def test_what_the_other_process_cannot_make_out_says_nothing_about_the_backend():
+    with Prober("cpu") as prober, pytest.raises(ConfigError, match="did not try nobody: it does not take"):
+        prober.examine(workload(), "nobody")
+
+
+@pytest.mark.parametrize("captured", [False, "session"])
+def test_a_layer_of_a_recorded_step_can_be_tried_in_the_other_process(captured):
+    fields = {"family": "paged", "phase": "decode", "page_size": 16, "layout": "THD", "s_relation": "one"}
+    request = AttentionRequest(dtype="float32", heads=2, kv_heads=2, **fields, graph_capture=captured)
+    asked = Workload(request, ((1, 64),))
+    assert Workload.of(json.loads(json.dumps(asked.plain())), "probe").request == asked.request
 
 
 def test_automatic_choice_avoids_the_quarantined(store):

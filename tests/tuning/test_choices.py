@@ -253,6 +253,18 @@ def test_a_request_is_the_same_after_json():
     assert plain_request(AttentionRequest()) == {}
 
 
+@pytest.mark.parametrize("captured", [False, True, "session"])
+def test_how_a_call_is_recorded_is_the_same_after_json(captured):
+    changed = dataclasses.replace(REQUEST, graph_capture=captured)
+    assert read_request(json.loads(json.dumps(plain_request(changed))), "here") == changed
+
+
+@pytest.mark.parametrize("captured", [1, "call"])
+def test_other_words_for_a_recording_are_refused(captured):
+    with pytest.raises(ConfigError, match=r"graph_capture=.*; allowed: False, True, session"):
+        read_request({"graph_capture": captured}, "here")
+
+
 def test_every_field_of_a_request_may_be_left_out():
     names = {field.name for field in dataclasses.fields(AttentionRequest)}
     assert {field.name for field in request_fields()} <= names

@@ -14,12 +14,13 @@ from .records.request import Causal, MaskKind, SRelation
 
 __all__ = ["plain_request", "read_request"]
 
-_WORDS: dict[str, tuple[str, ...]] = {
+_WORDS: dict[str, tuple[str | bool, ...]] = {
     "family": FAMILIES,
     "phase": PHASES,
     "causal": get_args(Causal),
     "mask": get_args(MaskKind),
     "s_relation": get_args(SRelation),
+    "graph_capture": (False, True, "session"),
 }
 _OPTIONAL: dict[str, type] = {"scale": float, "save_kv_cache": bool}
 """Fields that may be None, and what else they are."""
@@ -46,7 +47,7 @@ def read_request(data: Any, where: str) -> AttentionRequest:
             raise ConfigError(f"{where}: a request has no field {name!r}.{did_you_mean(str(name), known)}")
         fields[name] = _tuples(value)
         if not _fits(name, fields[name], known[name]):
-            allowed = ", ".join(_WORDS[name]) if name in _WORDS else f"like {known[name]!r}"
+            allowed = ", ".join(map(str, _WORDS[name])) if name in _WORDS else f"like {known[name]!r}"
             raise ConfigError(f"{where}: {name}={value!r}; allowed: {allowed}")
     return AttentionRequest(**fields)
 
@@ -57,7 +58,7 @@ def _tuples(value: Any) -> Any:
 
 def _fits(name: str, value: Any, default: Any) -> bool:
     if name in _WORDS:
-        return value in _WORDS[name]
+        return any(type(value) is type(word) and value == word for word in _WORDS[name])
     wanted = _OPTIONAL.get(name, type(default))
     if value is None:
         return name in _OPTIONAL

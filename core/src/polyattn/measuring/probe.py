@@ -18,7 +18,7 @@ import threading
 from types import TracebackType
 from typing import IO, Any
 
-from ..errors import BackendUnavailableError, ConfigError
+from ..errors import BackendUnavailableError, ConfigError, PolyattnError
 from .workload import Workload
 
 __all__ = ["Prober", "serve"]
@@ -56,6 +56,7 @@ class Prober:
 
         Raises:
             BackendUnavailableError: there can be no such process.
+            ConfigError: the process could not make out what it was to try: nothing is known of the backend then.
         """
         process = self._started()
         assert process.stdin is not None
@@ -72,6 +73,8 @@ class Prober:
         if answer is None:
             return "crashed", self._death()
         found = json.loads(answer)
+        if "error" in found:
+            raise ConfigError(f"the process that tries backends did not try {backend}: {found['error']}")
         return found["kind"], found["reason"]
 
     def _started(self) -> subprocess.Popen[str]:
@@ -155,14 +158,22 @@ def serve(lines: IO[str]) -> None:
     made: tuple[Any, Inputs] | None = None
     for line in lines:
         asked = json.loads(line)
-        workload, device = Workload.of(asked["workload"], "probe"), torch.device(asked["device"])
-        if made is None or made[0] != workload:
-            made = (workload, make_inputs(workload, device, sets=1))
-        candidate = next((c for c in candidates(workload, device) if c.name == asked["backend"]), None)
-        if candidate is None:
-            raise ConfigError(f"{asked['backend']} does not take {workload.id} in the process that tries it")
-        found = examine(made[1], candidate)
-        print(f"{_MARK}{json.dumps({'kind': found.kind, 'reason': found.reason})}", flush=True)
+        try:
+            workload, device = Workload.of(asked["workload"], "probe"), torch.device(asked["device"])
+            candidate = next((c for c in candidates(workload, device) if c.name == asked["backend"]), None)
+            if candidate is None:
+                raise ConfigError(f"it does not take {workload.id} there")
+            if made is None or made[0] != workload:
+                made = None  # before there are others
+                made = (workload, make_inputs(workload, device, sets=1))
+        except PolyattnError as error:
+            answer = {"error": str(error)}
+        except torch.OutOfMemoryError as error:
+            answer = {"kind": "memory", "reason": f"no room for its inputs: {error}"}
+        else:
+            found = examine(made[1], candidate)
+            answer = {"kind": found.kind, "reason": found.reason}
+        print(f"{_MARK}{json.dumps(answer)}", flush=True)
 
 
 if __name__ == "__main__":
