@@ -340,7 +340,8 @@ class Session(Protocol):
     A step has: mode, phase; sequences N, tokens T_q, max_seqlen_q, max_seqlen_k, page_size (host ints); page_table
     int32 [N, max_pages], seq_lens int32 [N], cu_seqlens_q int32 [N+1], slots and positions int64 [T_q]; made on first
     use and kept for all: cu_seqlens_k and kv_indptr int32 [N+1], kv_indices int32 (pages one after the other),
-    last_page_len int32 [N], at(page_size) (the same step in other pages), host(name) (a copy on the host).
+    last_page_len int32 [N], at(page_size) (the same step in other pages), host(name) (a copy on the host) and
+    listed(name) (the same as a list of int).
     """
 
     def plan(self, step: Any) -> None:

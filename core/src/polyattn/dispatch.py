@@ -36,6 +36,7 @@ from .signature import (
     mask_key,
     no_autocast,
     out_key,
+    recording,
     request_facts,
     runner,
     sinks_key,
@@ -123,7 +124,8 @@ class _Entry:
 class _Fast:
     """The last signature of a site, with or without a mask, as torch guards, and the function it calls.
 
-    `same` holds for the very shapes seen last; `alike` leaves batch and lengths free, the rest of it is checked here.
+    `same` holds for the very shapes seen last (without a mask, and strides); `alike` leaves batch and lengths free, the
+    rest of it is checked here.
     """
 
     __slots__ = (
@@ -149,23 +151,24 @@ class _Fast:
         self.keep(*((q, k, v) if mask is None else (q, k, v, mask)))
 
     def keep(self, *tensors: Tensor) -> None:
-        strides = [[None, None, None, None if t.shape[3] == 1 else 1] for t in tensors[:3]]
-        strides += [[None] * 4] * (len(tensors) - 3)
+        free = [[None, None, None, None if t.shape[3] == 1 else 1] for t in tensors[:3]] + [[None] * 4]
+        strides = None if len(tensors) == 3 else free
         self.same = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=strides).check
+
+    def unmoved(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """`still`, where `same` holds for the strides too, and the caller has looked at the rest."""
+        elsewhere = self.cuda and ((q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or recording())
+        return not elsewhere and (self.grad is None or self.grad is grad_on())
 
     def still(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """What the guards do not see: grad mode, torch's deterministic switch, capture and alignment on a GPU.
-        Without gradients on a CPU (`watch` off) two comparisons say it all."""
-        return (
-            self.epoch == EPOCH.value
-            and (self.grad is None or self.grad is grad_on())
-            and self.deterministic is torch_deterministic()
-            and not (self.cuda and (capturing("cuda") or not aligned(q, k, v)))
-        )
+        Without gradients on a CPU (`watch` off) two comparisons say it all, which callers make."""
+        fresh = self.epoch == EPOCH.value and self.deterministic is torch_deterministic()
+        return fresh and self.unmoved(q, k, v) and (not self.cuda or aligned(q, k, v))
 
     def other_lengths(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the signature holds for other lengths; lengths that come twice are remembered for `same`."""
-        if not self.alike(q, k, v):
+        if not self.alike(q, k, v) or (self.watch and not self.still(q, k, v)):
             return False
         if self.lengths == 1:
             b, s_q, _, _ = q.shape
@@ -225,10 +228,12 @@ class DenseSite:
             if attn_mask is None:
                 if (
                     fast is not None
-                    and (fast.same(query, key, value) or fast.other_lengths(query, key, value))
+                    and (
+                        (fast.same(query, key, value) and (not fast.watch or fast.unmoved(query, key, value)))
+                        or fast.other_lengths(query, key, value)
+                    )
                     and fast.epoch == EPOCH.value
                     and fast.deterministic is torch_deterministic()
-                    and (not fast.watch or fast.still(query, key, value))
                 ):
                     return fast.call(query, key, value)
             elif (

@@ -16,7 +16,8 @@ __all__ = ["Availability", "availability", "distribution_version", "normalise_di
 
 @dataclasses.dataclass(frozen=True)
 class Availability:
-    """Whether a provider's distributions are here: `reason` says what is missing, `hint` the one thing to do."""
+    """Whether a provider's distributions are here: `reason` says all that is amiss, `hint` what to do about it.
+    `version` has those that are as they should be."""
 
     ok: bool
     version: str = ""
@@ -61,22 +62,29 @@ def availability(provider: Provider, installed: Mapping[str, str] | None = None)
         provider: the provider.
         installed: what-if: normalised distribution name -> version ("" = any version); None = ask the machine.
     """
-    found = []
+    found, reasons, hints = [], [], []
     for need in provider.requires:
         version = _lookup(need, installed)
-        hint = need.hint or f"pip install {need.distribution}{need.versions}"
-        if version is None:
-            impostor = f"; the registry has {need.impostor}" if need.impostor else ""
-            return Availability(False, "", f"{need.distribution}{need.versions} is not installed{impostor}", hint)
-        if need.versions and version and not _matches(version, need.versions):
-            return Availability(
-                False, version, f"{need.distribution} {version} is installed, {need.versions} is needed", hint
-            )
-        if installed is None and need.module and not _module_findable(need.module):
-            what = need.impostor or f"{need.distribution} without {need.module}"
-            return Availability(False, version, f"the installed {need.distribution} {version} is {what}", hint)
-        found.append(f"{need.distribution} {version}".strip())
-    return Availability(True, ", ".join(found))
+        reason = _amiss(need, version, installed is None)
+        if reason:
+            reasons.append(reason)
+            hints.append(need.hint or f"pip install {need.distribution}{need.versions}")
+        else:
+            found.append(f"{need.distribution} {version}".strip())
+    return Availability(not reasons, ", ".join(found), "; ".join(reasons), "; and ".join(dict.fromkeys(hints)))
+
+
+def _amiss(need: Requirement, version: str | None, here: bool) -> str:
+    """Why an installed `version` of a distribution (None: not installed) is not what is needed; empty when it is."""
+    if version is None:
+        impostor = f"; the registry has {need.impostor}" if need.impostor else ""
+        return f"{need.distribution}{need.versions} is not installed{impostor}"
+    if need.versions and version and not _matches(version, need.versions):
+        return f"{need.distribution} {version} is installed, {need.versions} is needed"
+    if here and need.module and not _module_findable(need.module):
+        what = need.impostor or f"{need.distribution} without {need.module}"
+        return f"the installed {need.distribution} {version} is {what}"
+    return ""
 
 
 def _lookup(need: Requirement, installed: Mapping[str, str] | None) -> str | None:

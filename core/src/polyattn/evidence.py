@@ -54,7 +54,8 @@ class Evidence:
         if self.level == "declared":
             return "declared"
         xfailed = f"{self.xfailed} xfailed" if self.xfailed else ""
-        where = ", ".join(part for part in (self.device, self.date, xfailed) if part)
+        partly = "in part" if self.absent else ""
+        where = ", ".join(part for part in (self.device, self.date, xfailed, partly) if part)
         return f"{self.level}{' (' + where + ')' if where else ''}{', stale' if self.stale else ''}"
 
 

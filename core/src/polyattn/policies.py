@@ -12,12 +12,12 @@ from .overrides import Scope, current_choice, current_settings
 from .plugins import PluginManager, get_manager
 from .records import AttentionRequest
 from .selection import Choice, Policy
-from .tuning import Place, advise, driver, place_of
+from .tuning import Advice, Place, advise, driver, place_of, shipped_advice
 
 if TYPE_CHECKING:
     from torch import device
 
-__all__ = ["current_policy", "measured_policy", "tuning_place"]
+__all__ = ["current_policy", "measured_policy", "shipped_policy", "tuning_place"]
 
 
 def current_policy(argument: str | None, scope: Scope, request: AttentionRequest) -> Policy:
@@ -32,7 +32,15 @@ def current_policy(argument: str | None, scope: Scope, request: AttentionRequest
 
 def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:
     """A policy with what measurements say of a request that nobody chose a backend for."""
-    said = advise(request, functools.partial(tuning_place, request.platform))
+    return _advised(policy, advise(request, functools.partial(tuning_place, request.platform)))
+
+
+def shipped_policy(policy: Policy, request: AttentionRequest) -> Policy:
+    """A policy with what polyattn ships of measurements on such a device, and with nothing that was measured here."""
+    return _advised(policy, shipped_advice(request, functools.partial(tuning_place, request.platform)))
+
+
+def _advised(policy: Policy, said: Advice) -> Policy:
     if not (said.order or said.avoid or said.notes):
         return policy
     tuned = tuple(Choice(name, why) for name, why in said.order)

@@ -1,7 +1,7 @@
 """`paged_attention` and `mla_attention`: attention over a paged cache, dense or latent.
 
-Every call resolves its request anew (selection is remembered by the request, a frozen record): an engine that decodes
-thousands of steps binds through `polyattn.serving`.
+Every call is checked anew, and what it asks for is remembered by its facts: an engine that decodes thousands of steps
+binds through `polyattn.serving`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .epoch import EPOCH
 from .errors import InvalidInputError
 from .records import AttentionRequest
 from .selection import Selection
-from .signature import Static, backend_name, capturing
+from .signature import Static, backend_name, capturing, torch_deterministic
 
 __all__ = ["mla_attention", "paged_attention"]
 
@@ -61,15 +61,46 @@ def _no_grad(*tensors: Tensor | None) -> None:
         )
 
 
+def _static(*given: Any) -> Static:
+    """(causal, window, softcap, scale, return_lse, deterministic), checked."""
+    try:
+        return _known_static(*given)
+    except TypeError:  # a list, or what is refused
+        return _known_static.__wrapped__(*given)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _known_static(
+    causal: Any, window: Any, softcap: float, scale: float | None, return_lse: bool, deterministic: bool
+) -> Static:
+    return Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+
+
 def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
-    tokens = query.shape[0]
+    device = query.device
+    facts = (query.dtype, device, query.shape[1], not query.shape[0], capturing(device.type), torch_deterministic())
+    return _known_request(EPOCH.value, static, *facts, **fields)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_request(
+    epoch: int,
+    static: Static,
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: int,
+    zero_size: bool,
+    graph_capture: bool,
+    deterministic: bool,
+    **fields: Any,
+) -> AttentionRequest:
     return AttentionRequest(
         **static.fields(),
-        **device_facts(query.device),
-        dtype=dtype_name(query.dtype),
-        heads=query.shape[1],
-        zero_size=not tokens,
-        graph_capture=capturing(query.device.type),
+        **device_facts(device),
+        dtype=dtype_name(dtype),
+        heads=heads,
+        zero_size=zero_size,
+        graph_capture=graph_capture,
         **fields,
     ).normalised()
 
@@ -190,7 +221,7 @@ def paged_attention(
     Raises:
         As `polyattn.attention`; InvalidInputError when gradients are wanted.
     """
-    static = Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+    static = _static(causal, window, softcap, scale, return_lse, deterministic)
     request = _paged_arguments(
         query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key, value,
         k_scale, v_scale, attn_mask, sinks, out, kv_layout, save_kv_cache, kv_parts, tree, chunked_prefix, static,
@@ -236,7 +267,7 @@ def _explain_paged(
     deterministic: bool = False,
     **tensors: Any,
 ) -> Selection:
-    static = Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+    static = _static(causal, window, softcap, scale, return_lse, deterministic)
     optional = dict.fromkeys(("key", "value", "k_scale", "v_scale", "attn_mask", "sinks"))
     request = _paged_arguments(
         query, key_cache, value_cache, out=out, kv_layout=kv_layout, save_kv_cache=save_kv_cache, kv_parts=kv_parts,
@@ -336,7 +367,7 @@ def mla_attention(
     Raises:
         As `paged_attention`.
     """
-    static = Static(causal, window, 0.0, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+    static = _static(causal, window, 0.0, scale, return_lse, deterministic)
     request = _mla_request(
         query, cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, v_head_dim, attn_mask, out,
         kv_parts, tree, chunked_prefix, static,
@@ -374,7 +405,7 @@ def _explain_mla(
     out: Any = None,
     **tables: Any,
 ) -> Selection:
-    static = Static(causal, window, 0.0, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+    static = _static(causal, window, 0.0, scale, return_lse, deterministic)
     request = _mla_request(
         query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, kv_parts=kv_parts, tree=tree,
         chunked_prefix=chunked_prefix, static=static, **tables,

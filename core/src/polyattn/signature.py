@@ -16,6 +16,8 @@ from .errors import InvalidInputError
 from .placement import aligned
 
 grad_on = torch.is_grad_enabled
+# Its Python name is a call more; builds without CUDA have that alone.
+recording = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 torch_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 
 LARGE = 2**31
@@ -29,7 +31,7 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 def capturing(kind: str) -> bool:
-    return kind == "cuda" and torch.cuda.is_current_stream_capturing()
+    return kind == "cuda" and recording()
 
 
 def transform(*tensors: Tensor) -> str:

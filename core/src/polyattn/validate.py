@@ -200,8 +200,9 @@ def contents_readable(tensor: Tensor) -> bool:
     if tensor.device.type == "cpu":
         return True
     # Only torch's CUDA builds can be asked whether they capture.
-    capturing = tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return envvars.flag("POLYATTN_VALIDATE") and not capturing
+    return envvars.flag("POLYATTN_VALIDATE") and not (
+        tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _index(name: str, value: Any, rank: int, shape: str) -> None:

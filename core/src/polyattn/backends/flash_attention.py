@@ -24,7 +24,7 @@ from .paged_varlen_attn import with_new
 from .sdpa_masks import may_have_empty_rows
 from .torch_sdpa import signed
 
-__all__ = ["Kernels", "Packed", "Result", "Tables", "bind", "dropping", "filled", "starts"]
+__all__ = ["Kernels", "Packed", "Result", "Tables", "bind", "dense_by_packed", "dropping", "filled", "starts"]
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -115,6 +115,20 @@ def dropping(request: AttentionRequest, kernel: Callable[..., Any]) -> Bound:
         return result if out is None else out.copy_(result)
 
     return Bound(forward)
+
+
+def dense_by_packed(request: AttentionRequest, packed: Callable[..., Result]) -> Callable[..., Result]:
+    """`Kernels.dense` of a build with a `Kernels.packed` alone: a batch is so many sequences of one length."""
+
+    def dense(query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> Result:
+        (B, S_q), S_k = query.shape[:2], key.shape[1]
+        device = query.device
+        where = Packed(starts(request, B, S_q, device), starts(request, B, S_k, device), S_q, S_k)
+        result, found = packed(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), where, lse=lse, **extra)
+        result = result.view(B, S_q, *result.shape[1:])
+        return result, None if found is None else found.view(-1, B, S_q).transpose(0, 1)
+
+    return dense
 
 
 class _Call:
@@ -296,7 +310,7 @@ def _latent(call: _Call) -> Bound:
     return Bound(forward)
 
 
-def _starts(count: int, length: int, device: torch.device) -> Tensor:
+def _multiples(count: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device)
 
 
@@ -304,21 +318,30 @@ def _filled(count: int, value: int, device: torch.device) -> Tensor:
     return torch.full((count,), value, dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=64)
-def _kept(make: Callable[..., Tensor], *numbers: int, device: torch.device) -> Tensor:
-    # Copied, which waits: the next call may come on another stream.
-    return make(*numbers, torch.device("cpu")).to(device)
+_MOST_KEPT = 64
+_kept: dict[Any, Tensor] = {}
+_in_graphs: dict[Any, Tensor] = {}
 
 
-def starts(request: AttentionRequest, count: int, length: int, device: torch.device) -> Tensor:
-    """cu_seqlens of `count` sequences of one length. Not kept while a graph is recorded, whose memory it would be."""
+def _made(make: Callable[..., Tensor], request: AttentionRequest, *given: Any) -> Tensor:
+    """A small tensor that only numbers and the device decide, kept. A graph reads the one that was there before it was
+    recorded, which is then never given back; one that is made while it is recorded is its own."""
+    key = (make, given)
+    found = _kept.get(key)
     if request.graph_capture:
-        return _starts(count, length, device)
-    return _kept(_starts, count, length, device=device)
+        found = _in_graphs.get(key) if found is None else _in_graphs.setdefault(key, found)
+        return make(*given) if found is None else found
+    if found is None:
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        *numbers, device = given
+        # Copied, which waits: the next call may come on another stream.
+        found = _kept[key] = make(*numbers, torch.device("cpu")).to(device)
+    return found
 
 
-def filled(request: AttentionRequest, count: int, value: int, device: torch.device) -> Tensor:
-    """int32 [count] of one number, kept as `starts`."""
-    if request.graph_capture:
-        return _filled(count, value, device)
-    return _kept(_filled, count, value, device=device)
+starts: Callable[[AttentionRequest, int, int, torch.device], Tensor] = functools.partial(_made, _multiples)
+"""(request, count, length, device): cu_seqlens of `count` sequences of one length, int32 [count + 1]; kept."""
+
+filled: Callable[[AttentionRequest, int, int, torch.device], Tensor] = functools.partial(_made, _filled)
+"""(request, count, value, device): int32 [count] of one number; kept."""

@@ -262,8 +262,14 @@ VARLEN_ATTN = (
 
 
 def _varlen_attn_rows() -> tuple[Row, ...]:
-    """What the checks of torch's FlashAttention-2 for pages let through."""
-    return (
+    """What the checks of torch's FlashAttention-2 for pages let through. It takes a bound of S_k keys or more for none,
+    and a missing right bound beside a left one for S_k: neither is what it says for queries before the first key."""
+    windows: tuple[dict[str, Any], ...] = (
+        {"s_relation": ("equal", "one", "fewer"), "causal": ("none", "bottom_right"), "window": Window()},
+        {"s_relation": "more", "causal": OneOf(("bottom_right",)), "window": Window()},
+        {"s_relation": "more", "causal": ("none", "bottom_right")},
+    )
+    return tuple(
         row(
             when={"arch": ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")},
             **HEADS,
@@ -272,22 +278,21 @@ def _varlen_attn_rows() -> tuple[Row, ...]:
             head_dim=Range(8, 256, multiple_of=8),
             page_size=Range(256, multiple_of=256),
             group=True,
-            causal=("none", "bottom_right"),
-            window=Window(),
             scale=True,
             sinks=True,
             lse=True,
             deterministic=True,
             batch_invariant=True,
             graph_capture=True,
-            s_relation=EVERY_LENGTH,
             spec_topk=(0, 1),
             cross=True,
             multimodal=True,
             zero_size=True,
             misaligned=True,
             note="torch.nn.attention.varlen.varlen_attn with a block table; sinks are applied from its LSE",
-        ),
+            **limits,
+        )
+        for limits in windows
     )
 
 

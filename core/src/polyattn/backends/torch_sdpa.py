@@ -107,17 +107,19 @@ def _math(
     return out
 
 
-def _beyond_npu(request: AttentionRequest) -> bool:
-    """Whether SDPA on NPUs hands its fused kernel, unasked, what that does not take: a V wider than K, or tensors
-    without elements."""
-    return request.platform == "npu" and (request.zero_size or request.v_head_dim > request.head_dim)
+def _beyond(request: AttentionRequest) -> bool:
+    """Whether SDPA hands a fused kernel, unasked, what that does not take: on NPUs a V wider than K; there, on MUSA and
+    on MPS, which makes no graph of them, tensors without elements."""
+    if request.zero_size:
+        return request.platform in ("npu", "musa", "mps")
+    return request.platform == "npu" and request.v_head_dim > request.head_dim
 
 
 def _simple(request: AttentionRequest) -> Callable[..., Tensor] | None:
     """SDPA with as few arguments as the request needs: parsing the others costs a microsecond."""
     if position_kind(request) == "mask" or request.layout != "BHSD" or request.group != 1:
         return None
-    if request.platform == "mps" or request.mask != "none" or _beyond_npu(request):
+    if request.platform == "mps" or request.mask != "none" or _beyond(request):
         return None
     if request.dropout or request.scale is not None:
         return None
@@ -143,7 +145,7 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
     # Columns of 0 in Q and K change no logit, once the scale is said.
     widen = request.v_head_dim - request.head_dim if request.platform in ("mps", "npu") else 0
     if widen > 0 and scale is None:
-        scale = request.head_dim**-0.5
+        scale = request.softmax_scale
     # torch's CPU kernels already give 0 and zero gradients for rows without keys; elsewhere kernels differ.
     repair = may_have_empty_rows(request) and request.platform != "cpu"
 
@@ -170,8 +172,7 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
 
     # The fused kernels' gradient of a mask fails for some shapes on GPUs (one query: "LSE is not correctly aligned").
     kernel = _math if "mask" in request.grad and request.platform != "cpu" else _sdpa
-    if request.zero_size and (request.platform == "mps" or _beyond_npu(request)):
-        # MPS makes no graph of tensors without elements.
+    if request.zero_size and _beyond(request):
         kernel = _math
 
     def sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
@@ -221,7 +222,7 @@ def _with_lse(request: AttentionRequest) -> Bound:
     flag = position_kind(request) == "flag"
     explicit = position_kind(request) == "mask" or request.mask != "none"
     repair = may_have_empty_rows(request)
-    scale = request.head_dim**-0.5 if request.scale is None else request.scale
+    scale = request.softmax_scale
     returns_lse = request.lse or bool(request.grad)
     op, gradient = (_cpu_forward, _cpu_backward) if request.platform == "cpu" else (_cuda_forward, _cuda_backward)
 

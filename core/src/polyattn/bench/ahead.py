@@ -20,17 +20,17 @@ from .rows import Row
 from .running import Plan
 from .workloads import inputs_of, workload
 
-__all__ = ["SECONDS", "compile_all", "compile_share", "shares"]
+__all__ = ["SECONDS", "SHARE", "compile_all", "compile_share", "shares"]
 
-SECONDS = 240
-"""How long it may take; what is not compiled by then is compiled when it is needed."""
+SECONDS, SHARE = 240, 0.3
+"""How long it may take, and of a run's limit; what is not compiled by then is compiled when it is needed."""
 
 _ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 def compile_all(asked: Asked, processes: int, tell: Callable[[str], None]) -> None:
     """Have processes compile their shares of what is asked for."""
-    began = time.monotonic()
+    began, most = time.monotonic(), min(SECONDS, SHARE * asked.limit)
     alone = {**os.environ, **_ONE_THREAD}
     words = json.dumps(asked.plain())
     workers = [
@@ -40,7 +40,7 @@ def compile_all(asked: Asked, processes: int, tell: Callable[[str], None]) -> No
     stopped = 0
     for worker in workers:
         try:
-            worker.wait(max(SECONDS - (time.monotonic() - began), 0.1))
+            worker.wait(max(most - (time.monotonic() - began), 0.1))
         except subprocess.TimeoutExpired:
             worker.kill()
             worker.wait()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..inspection import detect
+from ..plugins import get_manager
 from . import peers
 from .running import Plan
 from .sheets import Sheet, read, selected
@@ -42,6 +44,10 @@ class Asked:
             flag, values = f"--{field.name}", value if isinstance(value, tuple) else (value,)
             words += [flag] if value is True else [word for one in values for word in (flag, str(one))]
         return words
+
+    def settings(self) -> dict[str, Any]:
+        """How rows are measured: what those must have in common that are shown together."""
+        return {"seconds": self.seconds, "tune": self.tune, "candidates": list(self.candidates)}
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -86,5 +92,15 @@ def _device(word: str) -> torch.device:
         device = torch.device(word)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as exc:
-        raise ConfigError(f"--device {word}: torch has no such device here: {str(exc).partition(chr(10))[0]}") from exc
+        raise ConfigError(f"--device {word}: torch has no such device here: {_absent(word, exc)}") from exc
     return torch.device(device.type, 0) if device.type != "cpu" and device.index is None else device
+
+
+def _absent(word: str, error: Exception) -> str:
+    """Why: what the detection of this kind of device says, or the first sentence of torch where there is such a device
+    or nobody knows the kind."""
+    kinds = [name for name, info in get_manager().platforms.items() if info.device_type == word.partition(":")[0]]
+    reports = [detect(name) for name in kinds]
+    if reports and not any(report.present for report in reports):
+        return "; ".join(report.detail for report in reports)
+    return str(error).partition("\n")[0].partition(". ")[0]

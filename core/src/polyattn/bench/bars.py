@@ -11,14 +11,17 @@ from typing import Any
 
 from .rows import Row
 
-__all__ = ["ANCHORS_WITHIN", "SUBJECTS", "Bar", "Measured", "best", "difference", "time_of", "verdicts"]
+__all__ = ["ANCHORS_WITHIN", "CHOICES", "SUBJECTS", "Bar", "Measured", "best", "difference", "time_of", "verdicts"]
 
 ANCHORS_WITHIN = 0.03
 """A row counts where the device's own rates before and after it differ by at most so much."""
 
-SUBJECTS = ("tuned", "untuned", "best")
-"""Whom a bar may be on, besides a candidate by its name: what polyattn chooses with what was measured before, and by
-its rules alone; the fastest candidate."""
+CHOICES = ("tuned", "shipped", "untuned")
+"""What polyattn chooses with what was measured on the machine before; by its rules and the tables that it ships, as
+where nothing was; by its rules alone."""
+
+SUBJECTS = (*CHOICES, "best")
+"""Whom a bar may be on, besides a candidate by its name: what polyattn chooses; the fastest candidate."""
 
 Measured = Mapping[str, Any]
 """A row of a result file: `family`, `name`, `fields`, `anchors`, `accepted`, `entries`, `choice`."""
@@ -72,8 +75,8 @@ def best(row: Measured, *, peers: bool) -> str | None:
 
 
 def verdicts(bars: Iterable[Bar], wanted: Sequence[Row], measured: Iterable[Measured]) -> list[dict[str, Any]]:
-    """For each bar on some of the rows: its name, verdict (met, missed or incomplete), figures, and rows that are
-    wanting.
+    """For each bar on some of the rows: its name, verdict (met, missed or incomplete), figures, the rows that are
+    wanting (`missing`) and, of one that is missed, those below what is asked (`below`).
 
     Args:
         bars. wanted: all rows that a run was to measure. measured: what it did; rows that were not accepted are none.
@@ -105,10 +108,20 @@ def _verdict(bar: Bar, of: Sequence[Row], rows: Mapping[tuple[str, str], Measure
     if bar.spread is None:
         mean = math.exp(math.fsum(map(math.log, found.values())) / len(found))
         figures["geomean"] = round(mean, 3)
-        met = met and (bar.geomean is None or mean >= bar.geomean)
+        short = bar.geomean is not None and mean < bar.geomean
+        met = met and not short
         if bar.stretch is not None:
             figures["stretch"] = mean >= bar.stretch
+        if not met:
+            figures["below"] = _below(found, bar.geomean if short else bar.each)
     return {**said, **figures, "verdict": "missed" if not met else "incomplete" if missing else "met"}
+
+
+def _below(found: Mapping[str, float], limit: float | None) -> dict[str, Any]:
+    """The rows by which a bar is missed, the least first."""
+    assert limit is not None
+    rows = sorted((ratio, name) for name, ratio in found.items() if ratio < limit)
+    return {"limit": limit, "rows": {name: round(ratio, 3) for ratio, name in rows}}
 
 
 def _ratio(bar: Bar, row: Measured, rows: Mapping[tuple[str, str], Measured]) -> float | None:
@@ -123,7 +136,7 @@ def _ratio(bar: Bar, row: Measured, rows: Mapping[tuple[str, str], Measured]) ->
 def _named(row: Measured, who: str) -> float | None:
     """The time of an entry, by its name or by what it is."""
     name: str | None = who
-    if who in ("tuned", "untuned"):
+    if who in CHOICES:
         name = row["choice"].get(who)
     elif who in ("best", "best_candidate", "best_peer"):
         name = best(row, peers=who == "best_peer")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..measuring.device_rates import UNITS
 from .bars import best
 
 __all__ = [
     "BENCHMARK",
     "QUICK",
+    "breaking",
     "caption",
     "cell",
     "device_line",
     "figure",
     "markdown",
+    "parts_line",
+    "rejected",
     "said_of",
     "title_of",
     "verdict_of",
@@ -26,7 +30,9 @@ BENCHMARK = "polyattn bench"
 QUICK = "Rows as small as they get: the times mean nothing."
 
 Result = Mapping[str, Any]
-_SHORT = {"tuned": "tuned", "untuned": "by rules"}
+_MOST = 12
+"""Rows that are named under a bar."""
+_SHORT = {"tuned": "tuned", "shipped": "untuned", "untuned": "by rules"}
 
 
 def markdown(result: Result) -> str:
@@ -34,7 +40,7 @@ def markdown(result: Result) -> str:
     lines = [f"{caption(result)}.", ""]
     if result["quick"]:
         lines += [QUICK, ""]
-    for line in (result.get("note"), device_line(result)):
+    for line in (result.get("note"), device_line(result), parts_line(result)):
         lines += [line, ""] if line else []
     if result["verdicts"]:
         lines += _bars(result["verdicts"])
@@ -51,18 +57,39 @@ def caption(result: Result) -> str:
 
 def device_line(result: Result) -> str:
     """What the device itself did, over all rows."""
-    units = {"matmul": "TFLOP/s", "copy": "GB/s", "read": "GB/s"}
     said = []
-    for name, unit in units.items():
+    for name, unit in UNITS.items():
         rates = [row["anchors"][name] for row in result["rows"] if name in row["anchors"]]
         if rates and not result["quick"]:
             said.append(f"{name} {min(rates):.0f} to {max(rates):.0f} {unit}")
     return f"The device, over all rows: {', '.join(said)}." if said else ""
 
 
+def parts_line(result: Result) -> str:
+    """What the devices of a run in several parts did."""
+    parts = result.get("parts", [])
+    if len(parts) < 2 or result["quick"]:
+        return ""
+    said = []
+    for name, unit in UNITS.items():
+        rates = [f"{part['anchors'][name]:.0f}" for part in parts if name in part["anchors"]]
+        said.append(f"{name} {', '.join(rates)} {unit}")
+    return f"In {len(parts)} parts, each on a device of its own; the middle of what those did: {'; '.join(said)}."
+
+
+def rejected(row: Mapping[str, Any]) -> str:
+    """Why no verdict reads a row, "" = they do."""
+    if row["accepted"]:
+        return ""
+    if "apart" in row:
+        return f"rejected: its device is {row['apart']:.0%} from the others"
+    return f"rejected: the device changed by {row['moved']:.0%}"
+
+
 def title_of(row: Mapping[str, Any]) -> str:
     """A row for people: its own name, and what is wrong with it."""
-    return str(row["name"]) + ("" if row["accepted"] else f" (rejected: the device changed by {row['moved']:.0%})")
+    why = rejected(row)
+    return str(row["name"]) + (f" ({why})" if why else "")
 
 
 def said_of(row: Mapping[str, Any]) -> str:
@@ -71,9 +98,9 @@ def said_of(row: Mapping[str, Any]) -> str:
     parts = []
     for how, short in _SHORT.items():
         name = row["choice"].get(how)
-        if name is None:
-            continue
-        us = row["entries"].get(name, {}).get("us")
+        if name not in row["entries"]:
+            continue  # of a run that was to measure other candidates
+        us = row["entries"][name].get("us")
         share = f" {row['entries'][fastest]['us'] / us:.2f}" if us and fastest else ""
         parts.append(f"{short} {name.rpartition('/')[2]}{share}")
     return ", ".join(parts)
@@ -91,13 +118,25 @@ def figure(rate: float) -> str:
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _bars(verdicts: Iterable[Mapping[str, Any]]) -> list[str]:
+def _bars(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = ["| bar | asked | verdict | geometric mean | least | of row |", "|---|---|---|---:|---:|---|"]
     for said in verdicts:
         figures = [f"{said[name]:.2f}" if name in said else "" for name in ("geomean", "least")]
         cells = [said["bar"], said["asked"], verdict_of(said), *figures, said.get("least_row", "")]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    broken = [f"- {said['bar']}: {line}" for said in verdicts if (line := breaking(said))]
+    return [*lines, *([""] if broken else []), *broken]
+
+
+def breaking(said: Mapping[str, Any]) -> str:
+    """The rows by which a bar is missed, "" = it is not."""
+    below: Mapping[str, Any] = said.get("below", {})
+    if not below:
+        return ""
+    rows: Mapping[str, float] = below["rows"]
+    named = [f"{row} {ratio:.2f}" for row, ratio in list(rows.items())[:_MOST]]
+    more = [f"{len(rows) - _MOST} more"] if len(rows) > _MOST else []
+    return f"{len(rows)} of {said['rows']} rows are below {below['limit']:g}: {'; '.join([*named, *more])}"
 
 
 def verdict_of(said: Mapping[str, Any]) -> str:
@@ -115,7 +154,7 @@ def _family(family: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     shown = [name for name in names if any("us" in row["entries"].get(name, {}) for row in rows)]
     model = f", {rows[0]['model']}" if rows[0].get("model") else ""
     lines = [f"`{family}`{model}: {rows[0]['unit']} (share of the ceiling)", ""]
-    choices = any(row["choice"] for row in rows)
+    choices = any(said_of(row) for row in rows)
     if shown:
         head, rule = (["choice"], "---|") if choices else ([], "")
         lines += [f"| {' | '.join(['row', *shown, *head])} |", f"|---|{'---:|' * len(shown)}{rule}"]

@@ -57,7 +57,7 @@ def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
         )
         _sheet(figure, rows, styles)
         figure.suptitle(result["titles"].get(sheet, sheet), x=0.01, ha="left", weight="bold")
-        figure.text(0.01, 0.01, caption(result), fontsize=6, color="0.4")
+        figure.text(0.01, -0.01, caption(result), fontsize=6, color="0.4", va="top")
         for suffix in ("png", "svg"):
             path = folder / f"{sheet}.{suffix}"
             # Without a date and without random ids: the same result gives the same bytes.

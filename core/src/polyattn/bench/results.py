@@ -21,17 +21,24 @@ from .peers import Peer, versions_of
 from .rows import Row
 from .sheets import Sheet
 
-__all__ = ["FORMAT", "begin", "kept", "load", "resumed", "save", "summed"]
+__all__ = ["FORMAT", "SAME", "begin", "difference_of", "kept", "load", "resumed", "save", "summed"]
 
 FORMAT = 1
-_SAME = ("format", "device", "versions", "quick")
+SAME = ("format", "device", "versions", "settings", "quick")
 """What must be equal where the rows of two runs are put into one file."""
 
 
 def begin(
-    sheet: Sheet, device: torch.device, peers: Mapping[str, Peer], command: Sequence[str], *, quick: bool
+    sheet: Sheet,
+    device: torch.device,
+    peers: Mapping[str, Peer],
+    command: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    quick: bool,
 ) -> dict[str, Any]:
-    """The head of a result file. command: the words of the command line, without `polyattn`."""
+    """The head of a result file. command: the words of the command line, without `polyattn`. settings: of them,
+    `asking.Asked.settings`."""
     return {
         "benchmark": BENCHMARK,
         "format": FORMAT,
@@ -43,6 +50,7 @@ def begin(
             **_cudnn(device),
             **versions_of(peers),
         },
+        "settings": {**settings, "peers": list(peers)},
         "sheets": dict(sheet.digests),
         "titles": dict(sheet.titles),
         "quick": quick,
@@ -81,14 +89,16 @@ def resumed(now: dict[str, Any], path: Path) -> dict[str, Any]:
     """What a run of today goes on with: the rows of the file, the rest as it is now.
 
     Raises:
-        ConfigError: the file is of another device, or of other versions: its rows say nothing beside today's.
+        ConfigError: the file is of another device, of other versions, or was measured with other settings: its rows
+            say nothing beside today's.
     """
     before = load(path)
-    for name in _SAME:
-        if before[name] != now[name]:
+    for name in SAME:
+        if before.get(name) != now[name]:
+            said = difference_of(before.get(name), now[name], ("there", "here"))
             raise ConfigError(
-                f"--resume: {name} of {path} differs from what is here ({_difference(before[name], now[name])}): rows "
-                f"measured apart are not put into one file. Name another with --out"
+                f"--resume: {name} of {path} differs from what is here ({said}): rows measured apart are not put into "
+                f"one file. Name another with --out"
             )
     commands = [*before["command"].split("; "), now["command"].replace(" --resume", "")]
     return {
@@ -130,8 +140,11 @@ def summed(result: dict[str, Any], sheet: Sheet, rows: Iterable[Row]) -> dict[st
     return {**result, "verdicts": verdicts(sheet.bars, list(rows), result["rows"])}
 
 
-def _difference(before: Any, now: Any) -> str:
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        return ", ".join(f"{name}: {before.get(name, 'none')} there, {now.get(name, 'none')} here" for name in names)
-    return f"{before} there, {now} here"
+def difference_of(one: Any, other: Any, places: tuple[str, str]) -> str:
+    """What differs between the heads of two result files, for people. places: where each is from."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        pairs = [(f"{name}: ", one.get(name, "none"), other.get(name, "none")) for name in names]
+    else:
+        pairs = [("", "none" if one is None else one, "none" if other is None else other)]
+    return ", ".join(f"{name}{first} {places[0]}, {second} {places[1]}" for name, first, second in pairs)

@@ -1,7 +1,8 @@
-"""A run: row after row, each between two looks at what the device itself can do.
+"""A run: row after row, each timed between two looks at what the device itself can do.
 
-A row is checked before it is timed, and its entries are timed in turns (`polyattn.measuring.measure`). Where the
-device's rates before and after it differ by more than `ANCHORS_WITHIN`, it is measured once more, then kept as not
+A row's entries are checked, then the device is looked at, then they are timed in turns
+(`polyattn.measuring.measure`), and the device is looked at again. Where its rates differ by more than `ANCHORS_WITHIN`,
+the row is measured once more, and again when the others are done, as far as the time goes; then it is kept as not
 accepted: no verdict reads it.
 """
 
@@ -16,12 +17,13 @@ from typing import Any
 
 import torch
 
-from ..errors import BackendUnavailableError, UnsupportedRequestError
+from ..errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError
 from ..inspection import catalogue, explain
 from ..measuring import Clock, Measured, Workload, anchors, measure
 from ..measuring.probe import Prober
 from ..measuring.tuner import tune_one
 from ..overrides import current_settings
+from ..policies import shipped_policy
 from ..selection import Policy, Selection, select
 from .bars import ANCHORS_WITHIN, difference
 from .entries import OWN, Entry, Seen, entries_of
@@ -30,11 +32,14 @@ from .results import kept
 from .rows import Row, Work
 from .workloads import inputs_of, workload
 
-__all__ = ["ATTEMPTS", "DeviceLost", "Plan", "ceiling", "measured", "run", "settled"]
+__all__ = ["ATTEMPTS", "DeviceLost", "Plan", "ceiling", "measured", "run"]
 
 ATTEMPTS = 2
-_STEADY, _LOOKS = 0.01, 8
-"""The device is warm where two looks at it in a row differ by at most so much; after so many it is taken as it is."""
+"""At a row, one after another; and so many again for those that were rejected, when the others are done."""
+_ROUNDS, _ROUNDS_WITHIN = 3, 30.0
+"""How often the entries of a row are timed; after so many seconds no other round of it begins."""
+_TUNED_WITHIN = 45.0
+"""The same of tuning it, checks included."""
 
 
 class DeviceLost(RuntimeError):  # noqa: N818 - a message to the process that starts this one, no error to catch
@@ -86,18 +91,36 @@ def run(plan: Plan, result: dict[str, Any], tell: Callable[[dict[str, Any]], Non
     clock = Clock(plan.device, plan.seconds)
     began = time.monotonic()
     with Prober(str(plan.device)) if plan.tune else contextlib.nullcontext() as prober:
-        for row in plan.rows:
+        for row in (*plan.rows, *plan.rows):
             if kept(result, row) is not None:
                 continue
             if time.monotonic() - began > plan.limit:
                 return
-            if prober is not None:
-                tune_one(workload(plan.sized(row), plan.device), plan.device, prober, source="polyattn bench --tune")
+            untuned = _tuned(row, plan, prober) if prober is not None else ""
             found = _best_of_attempts(row, plan, clock, result["lost"])
+            if untuned:
+                found["note"] = "; ".join(filter(None, (found.get("note"), f"not tuned: {untuned}")))
             others = [one for one in result["rows"] if (one["family"], one["name"]) != (row.family, row.name)]
             result["rows"] = [*others, found]
             tell(found)
             yield result
+
+
+def _tuned(row: Row, plan: Plan, prober: Prober) -> str:
+    """Tune the request of a row, and say why that could not be done, if so."""
+    try:
+        tune_one(
+            workload(plan.sized(row), plan.device),
+            plan.device,
+            prober,
+            deadline=time.monotonic() + _TUNED_WITHIN,
+            source="polyattn bench --tune",
+        )
+    except PolyattnError as exc:
+        return _line(exc)
+    except torch.OutOfMemoryError as exc:
+        return f"no room for its inputs: {_line(exc)}"
+    return ""
 
 
 def _best_of_attempts(row: Row, plan: Plan, clock: Clock, lost: dict[str, str]) -> dict[str, Any]:
@@ -110,16 +133,24 @@ def _best_of_attempts(row: Row, plan: Plan, clock: Clock, lost: dict[str, str]) 
     return found
 
 
-def settled(clock: Clock) -> dict[str, float]:
-    """The device's own rates, once they have stopped to change: a device that was idle, or hot, is not what it is in
-    the middle of a run."""
-    before = anchors(clock)
-    for _ in range(_LOOKS if clock.on_gpu else 0):
-        after = anchors(clock)
-        if difference(before, after) <= _STEADY:
-            return after
-        before = after
-    return before
+class _Looks:
+    """The two looks at the device around the times of a row."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._start, self._began = clock, dict[str, float](), 0.0
+
+    def first(self) -> None:
+        self._start, self._began = anchors(self._clock), time.monotonic()
+
+    def late(self) -> bool:
+        """Whether no other round is to begin."""
+        return time.monotonic() - self._began > _ROUNDS_WITHIN
+
+    def last(self) -> tuple[float, dict[str, float]]:
+        """(how far the rates are from those of the first look, the middle of both). Where nothing was timed there was
+        no first."""
+        end = anchors(self._clock)
+        return difference(self._start, end), {n: (self._start.get(n, rate) + rate) / 2 for n, rate in end.items()}
 
 
 def measured(row: Row, plan: Plan, clock: Clock, lost: dict[str, str]) -> dict[str, Any]:
@@ -129,11 +160,10 @@ def measured(row: Row, plan: Plan, clock: Clock, lost: dict[str, str]) -> dict[s
     entries: dict[str, dict[str, Any]] = {}
     choice: dict[str, str] = {}
     note = ""
-    start = settled(clock)
-    seen = Seen()
+    looks, seen = _Looks(clock), Seen()
     try:
         gone = {place.removeprefix(f"{row.id}/"): why for place, why in lost.items() if place.startswith(f"{row.id}/")}
-        entries, choice = _measured(small, plan, clock, gone, seen)
+        entries, choice = _measured(small, plan, clock, gone, seen, looks)
     except torch.OutOfMemoryError as exc:
         note = f"no room for its inputs: {_line(exc)}"
     except (UnsupportedRequestError, BackendUnavailableError) as exc:
@@ -142,8 +172,7 @@ def measured(row: Row, plan: Plan, clock: Clock, lost: dict[str, str]) -> dict[s
         _check_device(clock, f"{row.id}/{seen.last}", exc, lost)
         raise
     _free(plan.device)
-    end = settled(clock)
-    off, rates = difference(start, end), {name: (start[name] + end[name]) / 2 for name in start}
+    off, rates = looks.last()
     work = small.work()
     for entry in entries.values():
         if "us" in entry:
@@ -179,9 +208,10 @@ def ceiling(work: Work, rates: Mapping[str, float]) -> tuple[str, float]:
 
 
 def _measured(
-    row: Row, plan: Plan, clock: Clock, lost: Mapping[str, str], seen: Seen
+    row: Row, plan: Plan, clock: Clock, lost: Mapping[str, str], seen: Seen, looks: _Looks
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """What became of every entry, and which candidate polyattn chooses, tuned and untuned. lost: entry -> why."""
+    """What became of every entry, and which candidate polyattn chooses, tuned and untuned. lost: entry -> why. looks:
+    the first is taken before anything is timed."""
     asked = workload(row, plan.device)
     entries = entries_of(asked, plan.device, plan.peers, plan.candidates, seen)
     gone = {one.name: ("lost", lost[one.name]) for one in entries if one.name in lost}
@@ -190,7 +220,15 @@ def _measured(
         gone |= dict.fromkeys(slow, ("refused", "not compiled in a quick run"))
     inputs = inputs_of(row, asked, plan.device)
     going = [one for one in entries if one.name not in gone]
-    found = measure(inputs, going, clock=clock, rounds=1 if plan.quick else 3, recorded=row.recorded)
+    found = measure(
+        inputs,
+        going,
+        clock=clock,
+        rounds=1 if plan.quick else _ROUNDS,
+        recorded=row.recorded,
+        late=looks.late,
+        ready=looks.first,
+    )
     # What is lost may be noticed by whoever comes next.
     clock.synchronise()
     said = {name: _entry(one, seen.peaks.get(name, 0)) for name, one in found.items()}
@@ -218,11 +256,15 @@ def _served_by(selection: Selection) -> str:
 
 
 def _choices(asked: Workload, entries: Sequence[Entry]) -> dict[str, str]:
-    """Which candidate a call would get, with what was measured before and without; nothing where none would serve."""
+    """Which candidate a call would get, by `bars.CHOICES`; nothing where none would serve."""
     names = {_key(one.selection): one.name for one in entries if one.selection is not None}
     try:
-        rules = select(asked.request, catalogue(), Policy(strict=current_settings().strict))
-        found = {"tuned": explain(asked.request), "untuned": rules}
+        rules = Policy(strict=current_settings().strict)
+        found = {
+            "tuned": explain(asked.request),
+            "shipped": select(asked.request, catalogue(), shipped_policy(rules, asked.request)),
+            "untuned": select(asked.request, catalogue(), rules),
+        }
     except (UnsupportedRequestError, BackendUnavailableError):
         return {}
     return {how: names.get(_key(selection), OWN + selection.backend) for how, selection in found.items()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,7 +46,9 @@ def bench(
     ] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Rows as small as they get: does everything run?")] = False,
     seconds: Annotated[float, typer.Option(min=0.001, metavar="N", help="Measuring time of an entry.")] = 0.1,
-    limit: Annotated[float, typer.Option(min=0, metavar="N", help="Seconds after which no row is begun.")] = 3600.0,
+    limit: Annotated[
+        float, typer.Option(min=0, metavar="N", help="Seconds from the start after which no row is begun.")
+    ] = 3600.0,
     tune: Annotated[bool, typer.Option("--tune", help="Tune each row's request first, unless that was done.")] = False,
     compile_ahead: Annotated[
         int, typer.Option("--compile", min=0, metavar="N", help="Compile kernels ahead, in N processes.")
@@ -53,24 +57,39 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the file of --out.")] = False,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw a PNG and an SVG for each sheet.")] = None,
     show: Annotated[Path | None, typer.Option(metavar="FILE", help="Show a result file; measure nothing.")] = None,
+    join: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Make one result of parts of one run that processes measured; may be repeated."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
 ) -> None:
     """Measure every candidate for every row, and libraries that are called directly, each checked before it is timed.
 
     Rates are beside what the device itself did in the same run. What polyattn chooses, with tuning and without, is
-    held to the sheets' bars. A run that was stopped goes on with --resume.
+    held to the sheets' bars. A run that was stopped goes on with --resume. Several processes, each with --rows, --out
+    and a tuning store of its own, measure a sheet on several devices of one kind: --join makes one result of theirs.
     """
     from ..bench import ahead, results
     from ..bench import plots as drawing
     from ..bench.asking import Asked
+    from ..bench.joining import joined, read_parts
     from ..bench.running import DeviceLost
+    from ..bench.sheets import read
 
     if show is not None:
         _finish(results.load(show), plots, as_json)
         return
-    _agree(sheets, out, resume)
+    _agree(sheets, out, resume, join)
     if plots is not None:
         drawing.library()  # before hours of measuring, not after them
+    if join:
+        result = joined(read_parts(join), read(sheets or []))
+        if out is not None:
+            results.save(result, out)
+        _finish(result, plots, as_json)
+        return
     asked = Asked(
         tuple(map(str, sheets or [])),
         rows=tuple(rows or "*"),
@@ -83,10 +102,12 @@ def bench(
         seconds=seconds,
         limit=limit,
     )
+    end = time.monotonic() + limit
     plan, sheet = asked.plan()
     if compile_ahead:
         ahead.compile_all(asked, compile_ahead, lambda said: print(said, file=sys.stderr, flush=True))
-    result = results.begin(sheet, plan.device, plan.peers, asked.words(), quick=quick)
+    plan = dataclasses.replace(plan, limit=_left(end))
+    result = results.begin(sheet, plan.device, plan.peers, asked.words(), asked.settings(), quick=quick)
     if resume and out is not None and out.exists():
         result = results.resumed(result, out)
     try:
@@ -97,8 +118,14 @@ def bench(
         print(f"{exc}; going on without it in a new process", file=sys.stderr, flush=True)
         results.save(result, out)
         more = [*(["--plots", str(plots)] if plots else []), *(["--json"] if as_json else [])]
+        asked = dataclasses.replace(asked, limit=_left(end))
         _again([*asked.words(), "--out", str(out), "--resume", *more])
     _finish(result, plots, as_json)
+
+
+def _left(end: float) -> float:
+    """Whole seconds until then."""
+    return float(max(round(end - time.monotonic()), 0))
 
 
 def _again(words: list[str]) -> None:
@@ -106,16 +133,19 @@ def _again(words: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "polyattn", *words])
 
 
-def _agree(sheets: list[Path] | None, out: Path | None, resume: bool) -> None:
+def _agree(sheets: list[Path] | None, out: Path | None, resume: bool, join: list[Path] | None) -> None:
     """Check that the words of a command line fit together."""
     if not sheets:
         raise ConfigError(
             "which rows? polyattn bench SHEET..., YAML files or folders of them; --show FILE shows a result"
         )
+    if resume and join:
+        raise ConfigError("--join measures nothing that --resume could go on with: leave one of them out")
     if resume and out is None:
         raise ConfigError("--resume goes on with a result file: name it with --out")
     if out is not None and out.exists() and not resume:
-        raise ConfigError(f"--out {out} is there already: --resume goes on with it; or name another file, or remove it")
+        more = "" if join else "--resume goes on with it; or "
+        raise ConfigError(f"--out {out} is there already: {more}name another file, or remove it")
 
 
 def _measured(plan: Plan, sheet: Sheet, result: dict[str, Any], out: Path | None, *, quiet: bool) -> dict[str, Any]:
@@ -145,12 +175,12 @@ def _measured(plan: Plan, sheet: Sheet, result: dict[str, Any], out: Path | None
 
 def _row(row: Mapping[str, Any]) -> Group:
     """A row as it is told when it is done: a line with a bar for each entry, the fastest first."""
-    from ..bench.pages import figure
+    from ..bench.pages import figure, rejected
 
     entries: dict[str, Any] = row["entries"]
     head = title(f"{row['family']}/{row['name']}", row["unit"])
-    if not row["accepted"]:
-        head.append(f"  rejected: the device changed by {row['moved']:.0%}", "bad")
+    if why := rejected(row):
+        head.append(f"  {why}", "bad")
     table = Table.grid(padding=(0, 1))
     for justify in ("left", "left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)
@@ -189,8 +219,8 @@ def _finish(result: dict[str, Any], plots: Path | None, as_json: bool) -> None:
     console.print(title("Benchmark", pages.caption(result)))
     if result["quick"]:
         console.print(Text(pages.QUICK, style="warn"))
-    if device := pages.device_line(result):
-        console.print(Text(device))
+    for line in filter(None, (pages.device_line(result), pages.parts_line(result))):
+        console.print(Text(line))
     console.print()
     table = grid("row", "!polyattn", "!rate", "!share", "fastest")
     for row in result["rows"]:
@@ -207,6 +237,9 @@ def _finish(result: dict[str, Any], plots: Path | None, as_json: bool) -> None:
             verdict = Text(pages.verdict_of(said), style=style)
             table.add_row(Text(said["bar"], style="name"), said["asked"], verdict, *figures, said.get("least_row", ""))
         console.print(table)
+        for said in verdicts:
+            if line := pages.breaking(said):
+                console.print(Text.assemble((said["bar"], "name"), f": {line}"))
     for path in drawn:
         console.print(Text(str(path)))
 
@@ -216,6 +249,7 @@ def _summary(row: Mapping[str, Any]) -> list[Text]:
     from ..bench.pages import figure, title_of
 
     name = row["choice"].get("tuned", "")
+    name = name if name in row["entries"] else ""
     entry = row["entries"].get(name, {})
     timed = sorted((e["us"], other) for other, e in row["entries"].items() if "us" in e)
     fastest = Text("nothing was timed", style="warn")

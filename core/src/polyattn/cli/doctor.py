@@ -21,8 +21,9 @@ from ..errors import PolyattnError
 from ..inspection import BackendStatus, detect, list_backends
 from ..platforms import torch_build
 from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
-from ..records import BackendInfo, DeviceReport, Provider
+from ..records import FAMILIES, BackendInfo, DeviceReport, Fallback, Provider
 from .config_check import unread_variables
+from .probes import speaks_of
 from .rendering import facts, grid, screen, show_json, standing, title
 
 __all__ = ["doctor"]
@@ -75,7 +76,7 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "unread": unread_variables(),
         "problems": problems,
         "warnings": _warnings(manager),
-        "backends": [_backend(status, manager) for status in statuses if status.platform in present],
+        "backends": [_backend(s, devices[s.platform], manager) for s in statuses if s.platform in present],
         "elsewhere": [_elsewhere(status, devices, manager) for status in statuses if status.platform not in present],
     }
 
@@ -139,9 +140,13 @@ def _plugin(report: PluginReport, verbose: bool) -> dict[str, Any]:
     return found
 
 
-def _backend(status: BackendStatus, manager: PluginManager) -> dict[str, Any]:
+def _backend(status: BackendStatus, device: DeviceReport, manager: PluginManager) -> dict[str, Any]:
     info = manager.backends[status.name, status.platform]
     why, action = _diagnosis(info, status)
+    if why:
+        # What the machine itself lacks, which nothing that is installed brings.
+        lacking = [f for f in info.fallbacks if _lacks(f, device)]
+        why = "; ".join([why, *(f"{fallback.why}: {fallback.to} serves in its place" for fallback in lacking)])
     return {
         "name": status.name,
         "platform": status.platform,
@@ -150,6 +155,11 @@ def _backend(status: BackendStatus, manager: PluginManager) -> dict[str, Any]:
         "why": why,
         "do": action,
     }
+
+
+def _lacks(fallback: Fallback, device: DeviceReport) -> bool:
+    """Whether a fallback is for devices without a feature alone, and this one is without it."""
+    return set(fallback.when) == {"features"} and fallback.when["features"].reason(device.features) is None
 
 
 def _elsewhere(status: BackendStatus, devices: dict[str, DeviceReport], manager: PluginManager) -> dict[str, Any]:
@@ -180,14 +190,22 @@ def _diagnosis(info: BackendInfo, status: BackendStatus) -> tuple[str, str]:
 
 
 def _needs(info: BackendInfo) -> tuple[str, str]:
-    """(what is not installed, how to install it); empty when a provider has all it needs."""
+    """(what is not installed, how to install it: the easiest way, and the others with the families that only they
+    bring); empty when a provider has all it needs."""
     found = [(provider, availability(provider)) for provider in info.providers if not provider.planned]
     missing = [(provider, answer) for provider, answer in found if not answer.ok]
     if not missing or len(missing) < len(found):
         return "", ""
-    provider, first = min(missing, key=lambda pair: _effort(pair[0]))
-    rest = ", ".join(other.name for other, _ in missing if other is not provider)
-    return first.reason, first.hint + (f" (or: {rest})" if rest else "")
+    missing.sort(key=lambda pair: _effort(pair[0]))
+    ways: dict[str, set[str]] = defaultdict(set)
+    for provider, answer in missing:
+        ways[answer.hint] |= {family for family in FAMILIES if any(speaks_of(row, family) for row in provider.rows)}
+    (action, served), *others = ways.items()
+    for other, families in others:
+        more = " and ".join(sorted(families - served))
+        action += f"; for {more}: {other}" if more else f"; or: {other}"
+        served |= families
+    return missing[0][1].reason, action
 
 
 def _effort(provider: Provider) -> int:

@@ -37,6 +37,7 @@ LEVELS = (
     ("vendor code", "the vendor's own code was run off the device"),
     ("emulator", "checked against an emulator of the documented operation"),
     ("declared", "read from documentation and source; nothing was run"),
+    ("in part", "some of its providers were not run; `polyattn explain` has the evidence of the one that it takes"),
     ("stale", "the sources have changed since"),
 )
 CELLS = (

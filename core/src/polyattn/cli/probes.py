@@ -96,7 +96,7 @@ class _Asked:
 
     def __init__(self, info: BackendInfo, family: str, known: Catalogue) -> None:
         self.info, self.known = info, known
-        rows = {p: tuple(row for row in p.rows if _speaks_of(row, family)) for p in info.providers}
+        rows = {p: tuple(row for row in p.rows if speaks_of(row, family)) for p in info.providers}
         self.providers = {p: spoken for p, spoken in rows.items() if spoken}
         self.planned = all(p.planned for p in self.providers)
         self.archs = self._named("arch") or [""]
@@ -147,7 +147,8 @@ class _Asked:
         return best
 
 
-def _speaks_of(row: Row, family: str) -> bool:
+def speaks_of(row: Row, family: str) -> bool:
+    """Whether a row declares something for a family."""
     rule = row.when.get("family") or row.allows.get("family")
     return rule is not None and rule.reason(family) is None
 

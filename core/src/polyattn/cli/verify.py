@@ -93,7 +93,9 @@ def _benchmark(console: Console, names: list[str], where: Any, seconds: float, *
     cpu = where.type == "cpu"
     asked = Asked((str(SHEET),), candidates=tuple(names), device=str(where), quick=cpu, seconds=seconds)
     plan, sheet = asked.plan()
-    result = results.begin(sheet, plan.device, plan.peers, ["verify", "--device", str(where)], quick=plan.quick)
+    result = results.begin(
+        sheet, plan.device, plan.peers, ["verify", "--device", str(where)], asked.settings(), quick=plan.quick
+    )
     with progress(console, quiet=quiet) as bar:
         task = bar.add_task("benchmark", total=len(plan.rows))
         for _ in run(plan, result, lambda _: bar.advance(task)):

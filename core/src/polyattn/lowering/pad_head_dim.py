@@ -24,9 +24,8 @@ class PadHeadDim(Lowering):
         if request.family not in ("dense", "varlen"):
             return
         D, D_v = request.dims
-        scale = D**-0.5 if request.scale is None else request.scale
         for width in sorted({*wider(D), *([D_v] if D_v > D else [])}):
-            padded = dataclasses.replace(request, head_dim=width, v_head_dim=D_v, scale=scale)
+            padded = dataclasses.replace(request, head_dim=width, v_head_dim=D_v, scale=request.softmax_scale)
             # Q and K are read and written once more, and the kernel reads them wider.
             yield Rewrite((padded,), 2 * (1 + width / D) + 2 * (width / D - 1), detail=f"D {D} -> {width}")
 

@@ -45,7 +45,7 @@ class TreeByLSE(Lowering):
             layout="BSHD",
             s_relation="equal",
             mask="bool",
-            scale=request.head_dim**-0.5 if request.scale is None else request.scale,
+            scale=request.softmax_scale,
             kv_dtype="auto",
             kv_layout="",
             kv_scales="",

@@ -59,8 +59,20 @@ class _Part(NamedTuple):
     heads: slice
 
 
+class _Place(NamedTuple):
+    """Some queries of some heads of sequence n: (out, lse) in float64 and in their dtype, and the floor of errors."""
+
+    n: int
+    heads: slice
+    rows: slice
+    right: tuple[Tensor, Tensor]
+    plain: tuple[Tensor, Tensor]
+    size: float
+
+
 def check(inputs: Inputs, result: Any) -> Verdict:
-    """
+    """What is right is worked out at the first check of these inputs, and remembered.
+
     Args:
         result: of set 0: out or (out, lse) as the contract has it; for training the gradients in the order of
             `request.grad`, without "lse".
@@ -81,19 +93,26 @@ def _forward(inputs: Inputs, result: Any) -> Iterator[tuple[Finding | None, floa
     if request.lse and lse is None:
         yield Finding("lse", "it is not there"), float("inf")
         return
+    for n, heads, rows, right, plain, size in inputs.remembered("forward", lambda: list(_looked_at(inputs))):
+        mine = _heads_first(inputs, n, out)
+        yield _compare(request, "out", mine[heads, rows], right[0][0], plain[0][0], "out", size)
+        if lse is not None:
+            logs = _heads_first(inputs, n, lse.unsqueeze(-1))[..., 0]
+            yield _compare(request, "lse", logs[heads, rows], right[1][0], plain[1][0], "lse")
+
+
+def _looked_at(inputs: Inputs) -> Iterator[_Place]:
+    """What is right where a forward result is looked at."""
+    request = inputs.workload.request
     floor = OUT_ROUNDINGS * _eps(request)
     for n in sorted({0, inputs.workload.batch - 1}):
-        mine = _heads_first(inputs, n, out)
-        logs = None if lse is None else _heads_first(inputs, n, lse.unsqueeze(-1))[..., 0]
         for kv in sorted({0, request.kv_heads - 1}):
             part = _part(inputs, n, kv)
+            size = floor * float(part.exact[1].abs().max())
             for rows in _places(part.query.shape[2]):
                 right = _solve(request, part, rows, reference_attention, exact=True)
                 plain = _solve(request, part, rows, plain_attention, exact=False)
-                size = floor * float(part.exact[1].abs().max())
-                yield _compare(request, "out", mine[part.heads, rows], right[0][0], plain[0][0], "out", size)
-                if logs is not None:
-                    yield _compare(request, "lse", logs[part.heads, rows], right[1][0], plain[1][0], "lse")
+                yield _Place(n, part.heads, rows, right, plain, size)
 
 
 def _gradients(inputs: Inputs, result: Sequence[Tensor]) -> Iterator[tuple[Finding | None, float]]:
@@ -104,17 +123,23 @@ def _gradients(inputs: Inputs, result: Sequence[Tensor]) -> Iterator[tuple[Findi
     for name, grad in grads.items():
         if not bool(grad.isfinite().all()):
             yield Finding(f"grad {name}", "it has values that are not finite"), float("inf")
-    part = _part(inputs, n, request.kv_heads - 1)
-    names = [name for name in ("query", "key", "value") if name in grads]
-    dout = _heads_first(inputs, n, inputs.dout[0])[part.heads]
-    dlse = _heads_first(inputs, n, inputs.dlse[0].unsqueeze(-1))[part.heads, :, 0] if inputs.dlse else None
-    right = _trained(request, part, dout, dlse, names, reference_attention, exact=True)
-    plain = _trained(request, part, dout, dlse, names, plain_attention, exact=False)
-    for name in names:
-        heads = part.heads if name == "query" else slice(request.kv_heads - 1, request.kv_heads)
+    right, plain = inputs.remembered("gradients", lambda: _solved(inputs, n))
+    for name in right:
+        heads = slice(-request.group, None) if name == "query" else slice(-1, None)
         mine = _heads_first(inputs, n, grads[name], keys=name != "query")[heads]
         floor = GRAD_ROUNDINGS * _eps(request) * float(right[name].abs().max())
         yield _compare(request, f"grad {name}", mine, right[name], plain[name], "grad", floor)
+
+
+def _solved(inputs: Inputs, n: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradients of a sequence's last key head, in float64 and in the dtype of the query."""
+    request = inputs.workload.request
+    part = _part(inputs, n, request.kv_heads - 1)
+    names = [name for name in ("query", "key", "value") if name in request.grad]
+    dout = _heads_first(inputs, n, inputs.dout[0])[part.heads]
+    dlse = _heads_first(inputs, n, inputs.dlse[0].unsqueeze(-1))[part.heads, :, 0] if inputs.dlse else None
+    right = _trained(request, part, dout, dlse, names, reference_attention, exact=True)
+    return right, _trained(request, part, dout, dlse, names, plain_attention, exact=False)
 
 
 def _trained(

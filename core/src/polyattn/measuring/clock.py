@@ -16,6 +16,8 @@ __all__ = ["Clock", "Time", "Timing", "interleaved"]
 _WARM = 0.025
 """Seconds of work before the first time that counts."""
 _FEWEST, _MOST = 5, 200
+_LONG = 3
+"""Times taken of a call that is longer than the whole budget."""
 _FAR = 4
 """Times slower than the fastest, and nobody asks how much exactly."""
 _ISSUE_CYCLES = 400_000
@@ -67,8 +69,8 @@ class Clock:
         """Of calls one by one, in turn."""
         if not self.on_gpu:
             return self._on_host(calls)
-        count, once = self._counts(lambda: [call() for call in calls], len(calls))
-        for _ in range(max(round(_WARM / (once * len(calls))), 1)):
+        count, once = self._counts(calls[0])
+        for _ in range(round(_WARM / (once * len(calls)))):
             for call in calls:
                 call()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
@@ -102,8 +104,8 @@ class Clock:
         return lambda: self._replays(graph, len(calls)), results
 
     def _replays(self, graph: torch.cuda.CUDAGraph, calls: int) -> Time:
-        count, once = self._counts(graph.replay, 1)
-        for _ in range(max(round(_WARM / once), 1)):
+        count, once = self._counts(graph.replay)
+        for _ in range(round(_WARM / once)):
             graph.replay()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
         torch.cuda._sleep(min(count * _ISSUE_CYCLES // 8, _ISSUE_MOST))  # type: ignore[no-untyped-call]
@@ -114,8 +116,8 @@ class Clock:
         self.synchronise()
         return Time.of([start.elapsed_time(end) / 1e3 / calls for start, end in events])
 
-    def _counts(self, run: Callable[[], Any], calls: int) -> tuple[int, float]:
-        """(times that the budget has room for, about what one takes)."""
+    def _counts(self, run: Callable[[], Any]) -> tuple[int, float]:
+        """(times that the budget has room for, about what one takes). Both runs that tell are warm-up too."""
         run()
         self.synchronise()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -123,8 +125,8 @@ class Clock:
         run()
         end.record()
         self.synchronise()
-        once = start.elapsed_time(end) / 1e3 / calls
-        return min(max(round(self.seconds / once), _FEWEST), _MOST), once
+        once = start.elapsed_time(end) / 1e3
+        return (_LONG if once > self.seconds else min(max(round(self.seconds / once), _FEWEST), _MOST)), once
 
     def _on_host(self, calls: Sequence[Callable[[], Any]]) -> Time:
         """By the host's clock, waiting for the device at both ends of each call."""

@@ -1,4 +1,4 @@
-"""What the device itself can do, measured at both ends of every part of a run: a part whose ends differ tells nothing.
+"""What the device itself can do, looked at before and after what is timed: where both differ, the times tell nothing.
 
 `matmul` is an 8192^3 product in bfloat16; `copy` a copy in device memory, bytes read and written; `read` a kernel that
 only reads and adds up, which is as fast as keys and values can come in.
@@ -16,23 +16,43 @@ from .clock import Clock
 __all__ = ["UNITS", "anchors"]
 
 UNITS = {"matmul": "TFLOP/s", "copy": "GB/s", "read": "GB/s"}
+_HEAT, _WINDOW = 0.3, 0.35
+"""Seconds of products before they count, and of those that do: an idle device runs them some 15% faster for a tenth of
+a second, until its power is governed, and that in steps of several percent."""
+_STEADY, _LOOKS = 0.015, 5
+"""It is warm where two looks in a row differ by at most so much; after so many it is taken as it is."""
 
 
 def anchors(clock: Clock) -> dict[str, float]:
     """Rates, in `UNITS`. On a CPU the sizes are small."""
     size, words = (8192, 2**29) if clock.on_gpu else (256, 2**20)
-    left, right = torch.randn(2, size, size, dtype=torch.bfloat16, device=clock.device)
-    out = torch.empty_like(left)
-    # The longest first: clocks and temperature settle in it.
-    clock.calls([lambda: torch.mm(left, right, out=out)])
-    matmul = clock.calls([lambda: torch.mm(left, right, out=out)]).seconds
     source = torch.randn(words, device=clock.device)
     target = torch.empty_like(source)
     copy = clock.calls([lambda: target.copy_(source)]).seconds
     read = clock.calls([_reading(source)]).seconds
     nbytes = source.numel() * source.itemsize
+    # Products last: what is timed after them finds the device warm.
+    left, right = torch.randn(2, size, size, dtype=torch.bfloat16, device=clock.device)
+    out = torch.empty_like(left)
+    matmul = _settled(clock, lambda: torch.mm(left, right, out=out))
     rates = {"matmul": 2 * size**3 / matmul / 1e12, "copy": 2 * nbytes / copy / 1e9, "read": nbytes / read / 1e9}
     return {name: float(f"{rate:.5g}") for name, rate in rates.items()}
+
+
+def _settled(clock: Clock, call: Callable[[], Tensor]) -> float:
+    """Seconds of a call, once they have stopped to change: a device that was idle, or busy with something lighter, is
+    not what it is in the middle of a run."""
+    if not clock.on_gpu:
+        return clock.calls([call]).seconds
+    Clock(clock.device, _HEAT).calls([call])
+    looks = Clock(clock.device, _WINDOW)
+    before = looks.calls([call]).seconds
+    for _ in range(_LOOKS - 1):
+        after = looks.calls([call]).seconds
+        if abs(after - before) <= _STEADY * max(after, before):
+            return (before + after) / 2
+        before = after
+    return before
 
 
 def _reading(source: Tensor) -> Callable[[], Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ _PAST_CACHE = 3
 """The input sets are together at least so many times as large as the cache."""
 _MOST_SETS = 32
 _SEED = 20
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass
@@ -34,6 +35,7 @@ class Inputs:
         dout, dlse: for each set, the gradients that come in; empty where nothing is trained.
         step, pool: of families over a cache, as an engine has them: what libraries plan from, and the caches.
         backward_only: where something is trained, the forward belongs to preparing, and a call is the backward.
+        density: of a block map. known: what was worked out from these tensors (`remembered`).
     """
 
     workload: Workload
@@ -45,6 +47,15 @@ class Inputs:
     step: Step | None = None
     pool: KVPool | None = None
     backward_only: bool = False
+    density: float = 0.25
+    known: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def remembered(self, name: str, make: Callable[[], _T]) -> _T:
+        """What `make` finds from these tensors, found once: there are many to be checked, and one reference."""
+        if name not in self.known:
+            self.known[name] = make()
+        found: _T = self.known[name]
+        return found
 
     @property
     def count(self) -> int:
@@ -57,7 +68,9 @@ class Inputs:
 
     def renew(self) -> None:
         """Make all of it anew."""
-        made = make_inputs(self.workload, self.device, self.count)
+        made = make_inputs(
+            self.workload, self.device, self.count, density=self.density, backward_only=self.backward_only
+        )
         for field in dataclasses.fields(made):
             setattr(self, field.name, getattr(made, field.name))
 
@@ -107,7 +120,8 @@ def make_inputs(
 
         return cached_inputs(maker, count)
     lengths = maker.lengths()
-    made = Inputs(workload, device, [maker.dense() for _ in range(count)], lengths, backward_only=backward_only)
+    tensors = [maker.dense() for _ in range(count)]
+    made = Inputs(workload, device, tensors, lengths, backward_only=backward_only, density=density)
     if workload.training:
         maker.gradients(made)
     return made

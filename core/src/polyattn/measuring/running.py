@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -45,14 +44,16 @@ def measure(
     clock: Clock,
     rounds: int = 3,
     recorded: bool = False,
-    deadline: float | None = None,
+    late: Callable[[], bool] = lambda: False,
+    ready: Callable[[], None] = lambda: None,
 ) -> dict[str, Measured]:
     """Check entrants and time those that are right.
 
     Args:
         rounds: how often everybody is timed; the middle counts.
         recorded: into a device graph of one call for each input set, as an engine replays a decode step.
-        deadline: `time.monotonic()` after which no other round begins.
+        late: whether the time is up: no other round begins then.
+        ready: called when all are checked, before the first is timed.
     """
     found: dict[str, Measured] = {}
     timings: dict[str, Timing] = {}
@@ -61,7 +62,7 @@ def measure(
         found[entrant.name] = said
         if timing is not None:
             timings[entrant.name] = timing
-    late = functools.partial(_late, deadline)
+    ready()
     for name, took in interleaved(timings, rounds, late).items():
         found[name] = dataclasses.replace(found[name], time=took)
     return found
@@ -72,12 +73,9 @@ def examine(inputs: Inputs, entrant: Entrant) -> Measured:
     return _examined(inputs, entrant, Clock(inputs.device), recorded=False)[0]
 
 
-def _late(deadline: float | None) -> bool:
-    return deadline is not None and time.monotonic() > deadline
-
-
 def _examined(inputs: Inputs, entrant: Entrant, clock: Clock, *, recorded: bool) -> tuple[Measured, Timing | None]:
     before = inputs.digest()
+    free = True
     try:
         call = entrant.prepare(inputs)
         timing, result = _timing(inputs, call, clock, recorded=recorded)
@@ -86,13 +84,16 @@ def _examined(inputs: Inputs, entrant: Entrant, clock: Clock, *, recorded: bool)
             inputs.renew()
             return Measured(kind="wrong", reason=f"it writes to {', '.join(changed)}, which are not its to write"), None
         verdict = check(inputs, result)
+        free = not verdict.ok
     except UnsupportedRequestError as exc:
+        free = False  # it was asked, and did nothing
         return Measured(kind="refused", reason=str(exc).partition("\n")[0]), None
     except Exception as exc:  # noqa: BLE001 - a library may raise anything; it is reported in its place
         reason = " ".join(f"{type(exc).__name__}: {exc}".split())[:400]
         return Measured(kind="memory" if _out_of_memory(exc) else "failed", reason=reason), None
     finally:
-        _free(inputs.device)
+        if free:
+            _free(inputs.device)
     return _judged(verdict, timing)
 
 

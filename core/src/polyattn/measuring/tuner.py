@@ -143,7 +143,15 @@ def _tune(
     fit = [c for c in able if c.name not in trouble]
     with _measuring():
         inputs = make_inputs(workload, device)
-        found = measure(inputs, fit, clock=Clock(device), rounds=rounds, deadline=deadline)
+        found = measure(
+            inputs,
+            fit,
+            clock=Clock(device),
+            rounds=rounds,
+            # A layer of a step that goes into a graph is timed as it is replayed.
+            recorded=workload.request.graph_capture == "session",
+            late=lambda: deadline is not None and time.monotonic() > deadline,
+        )
     trouble |= {name: (said.kind, said.reason) for name, said in found.items() if said.time is None}
     bad = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items() if kind not in _HARMLESS}
     if bad:

@@ -168,6 +168,11 @@ class AttentionRequest:
         """dtype the KV cache is stored in."""
         return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the logits (S2), for adapters: `scale`, or its default. Rows and rules speak of `scale`."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
     def normalised(self) -> AttentionRequest:
         """The same meaning with one spelling, so that equal requests share a choice and rows stay short.
 
@@ -231,21 +236,14 @@ class Field:
 
 def request_fields(kind: type[AttentionRequest] = AttentionRequest) -> tuple[Field, ...]:
     """Every field of a request type in order (a subclass may add fields: S12)."""
-    if kind not in _fields:
-        _fields[kind] = _read_fields(kind)
-    return _fields[kind]
-
-
-_fields: dict[type, tuple[Field, ...]] = {}
-_option_fields: dict[type, tuple[tuple[str, Any], ...]] = {}
-
-
-def _read_fields(kind: type[AttentionRequest]) -> tuple[Field, ...]:
     return tuple(
         Field(f.name, f.metadata["kind"], f.metadata["doc"], f.metadata.get("off"))
         for f in dataclasses.fields(kind)
         if "kind" in f.metadata
     )
+
+
+_option_fields: dict[type, tuple[tuple[str, Any], ...]] = {}
 
 
 def _options(kind: type[AttentionRequest]) -> tuple[tuple[str, Any], ...]:

@@ -22,7 +22,7 @@ from .calls import Idle, Run, Split, Tokens
 from .choosing import choose_layers
 from .layer import AttentionLayer
 from .phases import RECORDED, Asked, ServingPhase, Verifier
-from .planning import Buffers, EncoderBatch, PlanSlot, Tables, part_of, tokens_of
+from .planning import Buffers, EncoderBatch, PlanSlot, Tables, on_device, part_of, tokens_of
 from .workspace import Limits, Workspaces
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class AttentionBackend:
         self._idle: Mapping[int, Run] = {i: Idle(layer) for i, layer in self.layers.items()}
         self._batch: ForwardBatch | None = None
         self._planned: list[tuple[PlanSlot, Tokens | None]] = []
+        # Where the recorded step was planned, if it is prepared by its recording.
+        self._again: tuple[PlanSlot, ServingPhase] | None = None
         # The layers' calls once the step is prepared: under any name, and under the name of its mode.
         self._any = self._decode = self._extend = _NONE
 
@@ -219,9 +221,19 @@ class AttentionBackend:
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, encoder: EncoderBatch | None = None) -> None:
         """Before a replay: plan a batch of the captured size in the buffers that the capture reads, and prepare it
         unless the recording does."""
-        slot = self._plan_recorded(batch, encoder)
-        if slot is None or not slot.prepare_recorded:
+        if self._again is not None and encoder is None and self._batch is not None and batch.follows(self._batch):
+            # The step after the last: in the same slot, by the same kernels.
+            slot, phase = self._again
+            self._batch = None
+            self._check_length(batch)
+            slot.plan(phase, self._served[phase], batch, None)
+            self._batch = batch
+            return
+        planned = self._plan_recorded(batch, encoder)
+        if planned is None or not planned.prepare_recorded:
             self.prepare()
+        else:
+            self._again = planned, self._phase(batch)
 
     def _record(self, phases: frozenset[ServingPhase]) -> None:
         """Have these phases served by what can be recorded."""
@@ -265,6 +277,20 @@ class AttentionBackend:
         return self._batch
 
     @property
+    def positions(self) -> Tensor:
+        """int64 [T_q]: where the new tokens of the planned step are in their texts, as `Step.positions`.
+
+        Raises:
+            InvalidInputError: no step is planned.
+        """
+        if self._batch is None:
+            raise InvalidInputError("positions are those of a planned step, and none is planned: plan(batch) first")
+        if len(self._planned) == 1:
+            return self._planned[0][0].positions
+        # Idle, or in two parts.
+        return on_device(self._batch.positions(), self.pool.device)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of workspaces."""
         return self._workspaces.nbytes
@@ -273,7 +299,7 @@ class AttentionBackend:
 
     def _forget(self, batch: ForwardBatch | None) -> None:
         """What held for the step before holds no longer."""
-        self._batch, self._planned = batch, []
+        self._batch, self._planned, self._again = batch, [], None
         self._any = self._decode = self._extend = _NONE
 
     def _plan(self, batch: ForwardBatch, encoder: EncoderBatch | None, recorded: Limits | None) -> tuple[Step, ...]:
@@ -282,11 +308,7 @@ class AttentionBackend:
             self._batch = batch
             self._any = self._decode = self._extend = self._idle
             return ()
-        if batch.max_seqlen_k > self.limits.max_seqlen:
-            raise InvalidInputError(
-                f"the batch has a row of {batch.max_seqlen_k} keys, and limits.max_seqlen={self.limits.max_seqlen} is "
-                f"the most that backends plan for: refuse the request, or build with larger Limits"
-            )
+        self._check_length(batch)
         steps: list[Step] = []
         for name, phase, part, tokens in self._parts(batch, recorded is not None):
             slot = self._slot(name, recorded, part)
@@ -294,6 +316,13 @@ class AttentionBackend:
             self._planned.append((slot, tokens))
         self._batch = batch
         return tuple(steps)
+
+    def _check_length(self, batch: ForwardBatch) -> None:
+        if batch.max_seqlen_k > self.limits.max_seqlen:
+            raise InvalidInputError(
+                f"the batch has a row of {batch.max_seqlen_k} keys, and limits.max_seqlen={self.limits.max_seqlen} is "
+                f"the most that backends plan for: refuse the request, or build with larger Limits"
+            )
 
     def _parts(
         self, batch: ForwardBatch, recorded: bool

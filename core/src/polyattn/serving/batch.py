@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
 import functools
+import operator
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import InvalidInputError
 
@@ -32,6 +32,9 @@ class ForwardMode(enum.Enum):
     TARGET_VERIFY = "target_verify"
     DRAFT_EXTEND = "draft_extend"
     IDLE = "idle"
+
+    # Of the object, as its equality: that of Enum is a function of Python's, called for every step a few times.
+    __hash__ = object.__hash__
 
     @property
     def phase(self) -> Literal["extend", "decode", "verify"]:
@@ -103,6 +106,12 @@ class ForwardBatch:
             raise InvalidInputError(
                 f"rows={list(self.rows)}: every row is 0 or more and comes once; its tokens of one step go together"
             )
+        if (
+            min(self.query_lens, default=1) >= 1
+            and min(self.seq_lens, default=0) >= 0
+            and (self.cross or not any(map(operator.lt, self.seq_lens, self.query_lens)))
+        ):
+            return
         for n, (keys, new) in enumerate(zip(self.seq_lens, self.query_lens, strict=True)):
             if new < 1 or (keys < new and not self.cross) or keys < 0:
                 raise InvalidInputError(
@@ -113,7 +122,7 @@ class ForwardBatch:
     def _check_mode(self) -> None:
         if self.mode is ForwardMode.IDLE and self.rows:
             raise InvalidInputError(f"an IDLE batch has no rows, not {len(self.rows)}; padding may follow")
-        if self.mode is ForwardMode.DECODE and any(new != 1 for new in self.query_lens):
+        if self.mode is ForwardMode.DECODE and max(self.query_lens, default=1) > 1:
             raise InvalidInputError(
                 f"a DECODE batch has 1 new token for each row, not {max(self.query_lens)}: use EXTEND, MIXED, or "
                 "TARGET_VERIFY for drafts"
@@ -140,7 +149,7 @@ class ForwardBatch:
             )
         return lengths.pop()
 
-    @property
+    @functools.cached_property
     def sequences(self) -> int:
         """N, padding included."""
         return len(self.rows) + self.padding
@@ -199,17 +208,46 @@ class ForwardBatch:
                 f"what follows a step in mode {self.mode.name} is not known; only a DECODE step is followed by one "
                 "more token for each row: make a new batch"
             )
-        # Nothing is checked again: one more key keeps every rule.
-        following = copy.copy(self)
-        following.__dict__.pop("max_seqlen_k", None)
-        object.__setattr__(following, "seq_lens", [keys + 1 for keys in self.seq_lens])
-        return following
+        # One more key keeps every rule.
+        return self._changed(seq_lens=[keys + 1 for keys in self.seq_lens], _after=self._mark)
+
+    def padded(self, padding: int, query_len: int) -> ForwardBatch:
+        """The same batch, of which none is padding yet, with rows of padding behind it, of `query_len` tokens each:
+        as many as every row has where a mode fixes that."""
+        if not padding:
+            return self
+        # Rows of padding break no rule of the others, and what follows what stays.
+        after = self.__dict__.get("_after")
+        return self._changed(_COUNTED, padding=padding, padding_query_len=query_len, _mark=self._mark, _after=after)
 
     def follows(self, other: ForwardBatch) -> bool:
-        """Whether this is `other.next()`."""
+        """Whether this is `other.next()`, or equal to it."""
+        if (self.padding, self.cross) != (other.padding, other.cross):
+            return False
+        after = self.__dict__.get("_after")
+        if after is not None and after is other.__dict__.get("_mark"):
+            return True
         return (
             self.mode is other.mode is ForwardMode.DECODE
-            and (self.padding, self.cross) == (other.padding, other.cross)
             and list(self.rows) == list(other.rows)
             and list(self.seq_lens) == [keys + 1 for keys in other.seq_lens]
         )
+
+    @functools.cached_property
+    def _mark(self) -> object:
+        """Of this batch and its padded forms: the step after it is known by it."""
+        return object()
+
+    def _changed(self, forget: Sequence[str] = ("_mark",), **fields: Any) -> ForwardBatch:
+        """Another batch that needs no check, with what was computed of this one and still holds."""
+        found = object.__new__(ForwardBatch)
+        kept = found.__dict__
+        kept.update(self.__dict__)
+        for name in ("max_seqlen_k", *forget):
+            kept.pop(name, None)
+        kept.update(fields)
+        return found
+
+
+_COUNTED = ("sequences", "all_query_lens", "tokens", "max_seqlen_q", "cu_seqlens_q")
+"""What is counted with the rows of padding."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from .layer import AttentionLayer
     from .pool import KVPool
 
-__all__ = ["Idle", "LayerCall", "Run", "Split", "Tokens"]
+__all__ = ["Idle", "LayerCall", "Run", "Split", "StepOfLayers", "Tokens"]
 
 Tokens = slice | Tensor
 """Some of the packed tokens of a step: a slice, or int64 indices."""
@@ -27,63 +28,83 @@ class Run(Protocol):
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Tensor: ...
 
 
+class StepOfLayers:
+    """What layers of one shape need of the step that was prepared last; they share it, so that a step is brought to all
+    of them at once.
+
+    Attributes:
+        keywords: the tables. slots: int64, where the new tokens go.
+        query, key, value: shapes; that of the value is None where the layers are latent.
+    """
+
+    __slots__ = ("_layer", "key", "keywords", "query", "slots", "value")
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        self._layer = layer
+        self.keywords: Mapping[str, Any] = {}
+        self.slots: Tensor
+        self.query: tuple[int, ...] = ()
+        self.key: tuple[int, ...] = ()
+        self.value: tuple[int, ...] | None = None
+
+    @staticmethod
+    def shape(layer: AttentionLayer) -> Hashable:
+        """What layers that share one have in common."""
+        return layer.heads, layer.kv_heads, *layer.dims, layer.latent
+
+    def take(self, tables: Mapping[str, Any], slots: Tensor, tokens: int, new_tokens: int) -> None:
+        """Take the tables of a step with `tokens` queries, and the slots of its new keys."""
+        layer = self._layer
+        width, v_width = layer.dims
+        self.keywords, self.slots = tables, slots
+        self.query = (tokens, layer.heads, width)
+        if layer.latent:
+            self.key = (new_tokens, width)
+        else:
+            self.key, self.value = (new_tokens, layer.kv_heads, width), (new_tokens, layer.kv_heads, v_width)
+
+
 class LayerCall:
-    """A layer with the kernel bound for it in one phase, and the tables of the step that was prepared last.
+    """A layer with the kernel bound for it in one phase.
 
     Args:
-        served: the layer, its cache, and whether its kernel writes.
+        served: the layer, its cache, and whether its kernel writes. step: what its calls need of each step.
         forward: takes (query, *caches, **keywords), and key and value where it writes them.
         reader: the same for calls that write nothing. without: for those without new keys, where a kernel that writes
             has none to write: a planned one keeps its plan.
-
-    Attributes:
-        keywords: tables, scales, sinks and mask. slots: int64, where the new tokens go.
-        shapes: of query, key and value; that of the value is None where the layer is latent.
     """
 
     __slots__ = (
-        *("_caches", "_dtype", "_dynamic", "_forward", "_id", "_own", "_pool", "_reader", "_without", "_writes"),
-        *("keywords", "layer", "shapes", "slots"),
+        *("_caches", "_dtype", "_dynamic", "_forward", "_id", "_pool", "_reader", "_without", "_writes"),
+        *("layer", "step"),
     )
 
     def __init__(
         self,
         served: Served,
         pool: KVPool,
+        step: StepOfLayers,
         forward: Callable[..., Any],
         reader: Callable[..., Any],
         without: Callable[..., Any],
     ) -> None:
-        self.layer, self._id, self._pool = served.layer, served.layer.layer_id, pool
-        self._caches, self._own, self._dtype = served.cache.tensors, served.tensors, pool.dtype
+        self.layer, self._id, self._pool, self.step = served.layer, served.layer.layer_id, pool, step
+        self._caches, self._dtype = served.cache.tensors, pool.dtype
         self._dynamic = served.cache.dynamic
+        if own := served.tensors:
+            forward, reader, without = (functools.partial(call, **own) for call in (forward, reader, without))
         self._forward, self._reader, self._without = forward, reader, without
         self._writes = served.saver is not None
-        self.keywords: dict[str, Any] = {}
-        self.slots: Tensor
-        self.shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None] = ((), (), None)
-
-    def bind_step(self, tables: Mapping[str, Any], slots: Tensor, tokens: int) -> None:
-        """Take the tables of a step with `tokens` queries, and the slots of its new keys."""
-        layer = self.layer
-        width, v_width = layer.dims
-        new_tokens = slots.shape[0]
-        self.keywords, self.slots = {**tables, **self._own}, slots
-        query = (tokens, layer.heads, width)
-        if layer.latent:
-            self.shapes = query, (new_tokens, width), None
-        else:
-            self.shapes = query, (new_tokens, layer.kv_heads, width), (new_tokens, layer.kv_heads, v_width)
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Any:
-        query, key, value = self.shapes
-        if q.shape != query or q.dtype is not self._dtype or q.requires_grad:
+        step = self.step
+        if q.shape != step.query or q.dtype is not self._dtype or q.requires_grad:
             self._refuse_query(q)
         if k is None:
             if v is not None:
                 self._refuse("a value without its key; give both, or None for both where the cache has them")
-            return self._without(q, *self._caches, **self.keywords)
-        if k.shape != key or (None if v is None else v.shape) != value:
+            return self._without(q, *self._caches, **step.keywords)
+        if k.shape != step.key or (None if v is None else v.shape) != step.value:
             self._refuse_new(k, v)
         for new in (k,) if v is None else (k, v):
             if new.dtype is not self._dtype or new.requires_grad:
@@ -91,20 +112,21 @@ class LayerCall:
         if save:
             if self._writes:
                 self._pool.note_written(self._id)
-                return self._forward(q, *self._caches, key=k, value=v, **self.keywords)
-            self._pool.write(self._id, self.slots, k, v)
+                return self._forward(q, *self._caches, key=k, value=v, **step.keywords)
+            self._pool.write(self._id, step.slots, k, v)
         elif not self.layer.latent:
             if self.layer.kind == "cross":
                 self._refuse("save_kv_cache=False with keys of another sequence; those are attended from the cache")
             if self._dynamic:
-                self._pool.make_scales(self._id, self.slots, k, v)
-            return self._reader(q, *self._caches, key=k, value=v, **self.keywords)
-        return self._reader(q, *self._caches, **self.keywords)
+                self._pool.make_scales(self._id, step.slots, k, v)
+            return self._reader(q, *self._caches, key=k, value=v, **step.keywords)
+        return self._reader(q, *self._caches, **step.keywords)
 
     def _refuse_query(self, q: Tensor) -> None:
-        if tuple(q.shape) != self.shapes[0]:
+        wanted = self.step.query
+        if q.shape != wanted:
             self._refuse(
-                f"query {list(q.shape)} where the planned step and the layer say [T_q, H_q, D] = {list(self.shapes[0])}"
+                f"query {list(q.shape)} where the planned step and the layer say [T_q, H_q, D] = {list(wanted)}"
             )
         if q.dtype is not self._dtype:
             self._refuse(
@@ -126,8 +148,8 @@ class LayerCall:
     def _refuse_new(self, k: Tensor, v: Tensor | None) -> NoReturn:
         shown = f"key {list(k.shape)}, value {None if v is None else list(v.shape)}"
         if self.layer.latent:
-            self._refuse(f"{shown}; a latent layer takes rows {list(self.shapes[1])} as key, and value None")
-        _, key, value = self.shapes
+            self._refuse(f"{shown}; a latent layer takes rows {list(self.step.key)} as key, and value None")
+        key, value = self.step.key, self.step.value
         self._refuse(f"{shown} where the step and the layer say {list(key)} and {list(value or ())}")
 
     def _refuse(self, what: str) -> NoReturn:

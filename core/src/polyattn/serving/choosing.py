@@ -13,6 +13,7 @@ from ..inspection import catalogue
 from ..overrides import Scope, current_settings
 from ..records import AttentionRequest
 from ..selection import Choice, Policy, Selection, select
+from .device_ops import CORE
 from .layer import AttentionLayer
 from .phases import Asked, ServingPhase, choose_phases, layer_request
 
@@ -89,7 +90,10 @@ def choose_layers(
         for phase, chosen in known[key].items():
             request = requests[phase]
             if request not in savers:
-                savers[request] = _saver(request, chosen, asked.scope) if _may_save(request) else None
+                # Kernels that write rows need one launch, with places that a step has looked up once. An adapter whose
+                # kernel only reads looks them up in every layer, with a dozen operators more.
+                by_pool = pool.writer(layer.layer_id) != CORE or not _may_save(request)
+                savers[request] = None if by_pool else _saver(request, chosen, asked.scope)
             found[phase][layer.layer_id] = Served(layer, phase, chosen, savers[request], cache)
     return found
 

@@ -1,4 +1,5 @@
-"""What serving does on a device beside attention, by kernels that a package brings: today, writing rows of a cache.
+"""What serving does on a device beside attention, by kernels that a package brings: writing rows of a cache, and the
+tables of a step.
 
 Core's own torch operators are the definition, and serve wherever nobody brings kernels. A package registers a class
 where its records are made; it is imported when a pool is made on such a device. Importing this imports no torch.
@@ -6,9 +7,11 @@ where its records are made; it is imported when a pool is made on such a device.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import warnings
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..distributions import distribution_version
@@ -20,7 +23,13 @@ if TYPE_CHECKING:
 
     from .pool import LayerCache
 
-__all__ = ["DeviceOps", "device_ops", "register_device_ops"]
+__all__ = ["CORE", "WRITTEN", "DeviceOps", "StepTables", "StepView", "StepWriter", "device_ops", "register_device_ops"]
+
+CORE = "polyattn"
+"""Who writes where no package brings kernels."""
+
+WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
+"""Views of a `Step` that a `StepWriter` writes beside its page_table and seq_lens."""
 
 
 class DeviceOps(Protocol):
@@ -40,6 +49,55 @@ class DeviceOps(Protocol):
             key, value: [T, H_kv, D], [T, H_kv, D_v], any strides; of a latent layer rows [T, D_c + D_r] and None.
             rows: False where scales belong to tokens: only those are made and stored.
         """
+
+
+@dataclasses.dataclass(frozen=True)
+class StepView:
+    """A step in pages of one size, in a window or not, as `Step.windowed(window).at(page_size)` has it.
+
+    Attributes:
+        columns: of its page_table. tensors: what is to be written, by the names of `Step`: page_table, contiguous, and
+            of `WRITTEN` and seq_lens some.
+    """
+
+    page_size: int
+    window: int
+    columns: int
+    tensors: Mapping[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTables:
+    """What is to be written of a step, and from what. N rows, T_q new tokens.
+
+    Attributes:
+        table: int32 [requests, max_pages] of a group, in pages of `page_size`. columns: how many of it are read.
+        rows, seq_lens: int32 [N]. cu_seqlens_q: int32 [N+1]. tokens: T_q.
+        live: int32 [N], 0 for rows of padding, whose pages are all page 0; None = there are none.
+        lag: int32 [T_q], how far drafts of a tree are past their positions; None = no tree.
+        positions, slots: int64 [T_q], to be written; None = not.
+    """
+
+    table: Tensor
+    page_size: int
+    columns: int
+    rows: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    tokens: int
+    live: Tensor | None
+    lag: Tensor | None
+    positions: Tensor | None
+    slots: Tensor | None
+    views: tuple[StepView, ...]
+
+
+class StepWriter(Protocol):
+    """What `DeviceOps` may have beside writing rows."""
+
+    def writer(self, tables: StepTables) -> Callable[[], None]:
+        """Writes all of it on the current stream, at every call: the tensors stay where they are, what is in them
+        changes."""
 
 
 class _Registered(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import logging
@@ -70,11 +71,19 @@ class PlansSteps(Protocol):
     def prepare(self) -> None:
         """The device's part of the plan; recorded."""
 
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T_q], of the new tokens of the step that was prepared; for `GraphRunner(planned_positions=True)`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Recording:
+    """inputs: what it reads of the runner's buffers. cuts: by the sequences of a batch, outputs that are one tensor."""
+
     graph: DeviceGraph
     outputs: Any
+    inputs: tuple[Tensor, ...]
+    cuts: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class GraphRunner:
@@ -95,6 +104,8 @@ class GraphRunner:
             DRAFT_EXTEND belong here when an engine speculates, EXTEND where its chunks have one length.
         buckets: recorded batch sizes, None = `batch_buckets(max_sequences)`.
         graph: makes a graph, None = those of the device; without any every step is eager. `FakeGraph` on a CPU.
+        planned_positions: `forward` is given the positions of the planned step, which a graph makes by itself: `run`
+            takes none, and a step has one copy less. Of drafts they are prefix + depth in the tree.
 
     Raises:
         InvalidInputError: modes or buckets that cannot be recorded.
@@ -110,8 +121,10 @@ class GraphRunner:
         modes: Mapping[ForwardMode, int] = _DECODE,
         buckets: Sequence[int] | None = None,
         graph: Callable[[], DeviceGraph] | None = None,
+        planned_positions: bool = False,
     ) -> None:
         self._backend, self._forward, self._device = backend, forward, torch.device(device)
+        self._planned_positions = planned_positions
         self.modes = {**_DECODE, **modes}
         self.buckets = batch_buckets(max_sequences) if buckets is None else tuple(sorted(set(buckets)))
         for mode, tokens in self.modes.items():
@@ -129,8 +142,7 @@ class GraphRunner:
         self._recordings: dict[tuple[ForwardMode, int, bool], _Recording] = {}
         self.eager_steps: collections.Counter[str] = collections.Counter()
         tokens = self.buckets[-1] * max(self.modes.values())
-        self._ids = torch.zeros(tokens, dtype=torch.int64, device=self._device)
-        self._positions = torch.zeros_like(self._ids)
+        self._inputs = torch.zeros(1 if planned_positions else 2, tokens, dtype=torch.int64, device=self._device)
         if self._make is not None:
             backend.init_cuda_graph_state(self.buckets[-1], tokens)
 
@@ -139,11 +151,12 @@ class GraphRunner:
         """(mode, batch size) of every recording there is."""
         return tuple((mode, size) for mode, size, _ in self._recordings)
 
-    def run(self, batch: ForwardBatch, input_ids: Tensor, positions: Tensor) -> Any:
+    def run(self, batch: ForwardBatch, input_ids: Tensor, positions: Tensor | None = None) -> Any:
         """Plan a step and run the model on it.
 
         Args:
-            batch: without padding. input_ids, positions: int64 [T_q], on the device or in (better pinned) host memory.
+            batch: without padding. input_ids, positions: int64 [T_q], on the device or in (better pinned) host memory;
+                no positions where they are those of the plan.
 
         Returns:
             What `forward` returns, without the rows of padding. From a graph: views of its own memory.
@@ -152,10 +165,20 @@ class GraphRunner:
             InvalidInputError: inputs that are not one for each token of the batch.
             GraphError: the step cannot be recorded, or its result has rows of another kind.
         """
-        for name, given in (("input_ids", input_ids), ("positions", positions)):
-            if tuple(given.shape) != (batch.tokens,):
+        tokens = batch.tokens
+        if (positions is None) is not self._planned_positions:
+            raise InvalidInputError(
+                "run() is given positions, and this runner has those of the plan (planned_positions=True): leave them "
+                "out"
+                if positions is not None
+                else "run() is given no positions: give one for each token, or make the runner with "
+                "planned_positions=True"
+            )
+        inputs = (input_ids,) if positions is None else (input_ids, positions)
+        for name, given in zip(("input_ids", "positions"), inputs, strict=False):
+            if given.shape != (tokens,):
                 raise InvalidInputError(
-                    f"{name} has shape {tuple(given.shape)}; one for each of the {batch.tokens} tokens of the batch is "
+                    f"{name} has shape {tuple(given.shape)}; one for each of the {tokens} tokens of the batch is "
                     f"needed, [T_q]"
                 )
         make = self._make
@@ -164,15 +187,18 @@ class GraphRunner:
                 log.info("a step of %d sequences runs eagerly: %s", batch.sequences, reason)
             self.eager_steps[reason] += 1
             self._backend.init_forward_metadata(batch)
-            return self._forward(input_ids.to(self._device), positions.to(self._device))
+            where = self._backend.positions if positions is None else positions.to(self._device)
+            return self._forward(input_ids.to(self._device), where)
         padded = self.padded(batch)
         recording = self._recording(padded, make)
-        for buffer, given in ((self._ids, input_ids), (self._positions, positions)):
-            buffer[: batch.tokens].copy_(given, non_blocking=True)
-            buffer[batch.tokens : padded.tokens].zero_()
+        for buffer, given in zip(recording.inputs, inputs, strict=True):
+            if batch.padding != padded.padding:
+                buffer[tokens:].zero_()
+                buffer = buffer[:tokens]
+            buffer.copy_(given, non_blocking=True)
         self._backend.init_forward_metadata_replay_cuda_graph(padded)
         recording.graph.replay()
-        return self._cut(recording.outputs, batch, padded)
+        return self._cut(recording, batch, padded)
 
     def eager_because(self, batch: ForwardBatch) -> str:
         """Why a step runs eagerly, "" = it is replayed."""
@@ -182,7 +208,8 @@ class GraphRunner:
             return f"steps of mode {batch.mode.name} are not recorded"
         if batch.sequences > self.buckets[-1]:
             return f"the largest recorded batch has {self.buckets[-1]} sequences"
-        if any(count != self.modes[batch.mode] for count in batch.all_query_lens):
+        lens = batch.all_query_lens
+        if lens.count(self.modes[batch.mode]) != len(lens):
             return f"recorded {batch.mode.name} steps have {self.modes[batch.mode]} tokens in each row"
         if batch.cross:
             return "steps over the keys of an encoder are not recorded"
@@ -190,8 +217,8 @@ class GraphRunner:
 
     def padded(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch at the size it is replayed with."""
-        size = next(size for size in self.buckets if size >= batch.sequences)
-        return dataclasses.replace(batch, padding=size - len(batch.rows), padding_query_len=self.modes[batch.mode])
+        size = self.buckets[bisect.bisect_left(self.buckets, batch.sequences)]
+        return batch.padded(size - len(batch.rows), self.modes[batch.mode])
 
     def capture(self, trees: Mapping[ForwardMode, int] | None = None) -> None:
         """Record every mode at every bucket now, the largest first, so that smaller ones fit into its memory. Without
@@ -216,19 +243,23 @@ class GraphRunner:
             # Only padding runs while it is recorded: no request's keys are touched.
             empty = ForwardBatch(padded.mode, [], [], [], tree, padded.sequences, self.modes[padded.mode])
             self._backend.init_forward_metadata_capture_cuda_graph(empty)
-            ids, positions = self._ids[: padded.tokens], self._positions[: padded.tokens]
-            ids.zero_()
-            positions.zero_()
+            inputs = tuple(buffer[: padded.tokens] for buffer in self._inputs)
+            for buffer in inputs:
+                buffer.zero_()
 
             def step() -> Any:
                 self._backend.prepare()
-                return self._forward(ids, positions)
+                return self._forward(*inputs, *((self._backend.positions,) if self._planned_positions else ()))
 
             graph = make()
-            self._recordings[key] = _Recording(graph, graph.capture(step))
+            self._recordings[key] = _Recording(graph, graph.capture(step), inputs)
         return self._recordings[key]
 
-    def _cut(self, outputs: Any, batch: ForwardBatch, padded: ForwardBatch) -> Any:
+    def _cut(self, recording: _Recording, batch: ForwardBatch, padded: ForwardBatch) -> Any:
+        known = recording.cuts.get(batch.sequences)
+        if known is not None:
+            return known
+        outputs = recording.outputs
         rows = {padded.sequences: batch.sequences, padded.tokens: batch.tokens}
 
         def cut(leaf: Any) -> Any:
@@ -242,7 +273,10 @@ class GraphRunner:
                 )
             return leaf[: rows[leaf.shape[0]]]
 
-        return tree_map(cut, outputs)
+        found = tree_map(cut, outputs)
+        if isinstance(found, Tensor):  # a tree might be changed by whom it is given to
+            recording.cuts[batch.sequences] = found
+        return found
 
 
 def _no_rows(drafts: int, device: torch.device) -> DraftTree:

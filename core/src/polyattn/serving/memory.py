@@ -18,6 +18,7 @@ from .layer import AttentionLayer
 from .layout import negotiate_layout
 from .pages import PageAllocator, check_pages
 from .phases import Asked, Verifier, layer_request
+from .planning import on_device
 from .pool import KVCacheConfig, KVPool
 from .prefix_cache import PrefixCache
 from .requests import RequestTable
@@ -110,7 +111,10 @@ class Memory:
             return self._forward(input_ids, positions, None, self._batch, ())
 
         try:
-            return GraphRunner(self.backend, run, max_sequences=rows, device=self.device, modes=modes, graph=make)
+            return GraphRunner(
+                self.backend, run, max_sequences=rows, device=self.device, modes=modes, graph=make,
+                planned_positions=True,
+            )  # fmt: skip
         except UnsupportedRequestError as exc:
             self._eagerly(exc)
             return None
@@ -193,15 +197,13 @@ class Memory:
         kept = None if keep is None or len(keep) == batch.tokens else self._tensor(keep)
         if self.graphs is not None and kept is None and not self.graphs.eager_because(batch):
             try:
-                logits: Tensor = self.graphs.run(batch, ids, self._positions(batch))
+                logits: Tensor = self.graphs.run(batch, ids)
                 return logits
             except GraphError as exc:  # code of the model that waits for the device, such as some mixtures of experts
                 self._eagerly(exc)
         steps = self.backend.plan(batch)
         self.backend.prepare()
-        # A mixed step may have been planned in two parts; then no step has the positions of all tokens.
-        whole = len(steps) == len(self.allocators)
-        return self._forward(ids, steps[0].positions if whole else self._positions(batch), kept, batch, steps)
+        return self._forward(ids, self.backend.positions, kept, batch, steps)
 
     def slots(self, rows: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
         """Where the last `counts` tokens of each row are in the caches: per group int64, of all rows one after the
@@ -215,14 +217,8 @@ class Memory:
             found.append(self._tensor(slots))
         return found
 
-    def _positions(self, batch: ForwardBatch) -> Tensor:
-        if batch.tree is None:
-            return self._tensor(batch.positions())
-        return (self._tensor(batch.prefix_lens)[:, None] + batch.tree.depths).flatten()
-
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
-        made = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return made.to(self.device, non_blocking=True)
+        return on_device(numbers, self.device)
 
     def check(self) -> None:
         """Prove that rows and tree are in order and that no page has leaked.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from itertools import accumulate, chain
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..errors import InvalidInputError, UnsupportedRequestError
 from .batch import ForwardMode
+from .device_ops import WRITTEN, StepView
 from .pages import first_visible_page
 from .staging import Memory
 from .views import OF_LENGTHS, VIEWS
@@ -47,6 +49,7 @@ class Step:
     max_seqlen_k: int
     page_size: int
     page_table: Tensor
+    page_table_shape: tuple[int, int]
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     tree_mask: Tensor | None
@@ -60,7 +63,10 @@ class Step:
         self._views: dict[str, Tensor] = {}
         self._derived: dict[Hashable, _Derived] = {}
         self._hosts: dict[str, Tensor] = {}
+        self._lists: dict[str, list[int]] = {}
         self._tables: Mapping[str, Any] | None = None
+        self._counts: list[int] | None = None
+        self.page_table_shape = (-1, -1)
         self._pages: Callable[[], list[list[int]]]
 
     # ------------------------------------------------------------------------------------------------------- views
@@ -171,11 +177,23 @@ class Step:
         Raises:
             InvalidInputError: another name.
         """
-        if name not in self._hosts:
+        found = self._hosts.get(name)
+        if found is None:
+            numbers = self.listed(name)
+            found = torch.frombuffer(array("i", numbers), dtype=torch.int32) if numbers else torch.empty(0).int()
+            if name == "page_table":
+                found = found.view(self.page_table.shape)
+            self._hosts[name] = found
+        return found
+
+    def listed(self, name: str) -> list[int]:
+        """What is in `host(name)`, row by row; not to be written."""
+        found = self._lists.get(name)
+        if found is None:
             if name not in _HOST:
                 raise InvalidInputError(f"host({name!r}): there is no such copy; {', '.join(_HOST)} are")
-            self._hosts[name] = torch.tensor(_HOST[name](self), dtype=torch.int32)
-        return self._hosts[name]
+            found = self._lists[name] = _HOST[name](self)
+        return found
 
     # --------------------------------------------------------------------------------------------- how they are made
 
@@ -207,41 +225,77 @@ class Step:
         return self._lens
 
     def _page_counts(self) -> list[int]:
-        return [-(-keys // self.page_size) for keys in self._key_lens()]
+        if self._counts is None:
+            size = self.page_size
+            self._counts = [-(-keys // size) for keys in self._key_lens()]
+        return self._counts
 
     def _view(self, name: str) -> Tensor:
         found = self._views.get(name)
         if found is None:
-            found = self._views[name] = VIEWS[name](self)
+            view = VIEWS[name]
+            found = self._views[name] = view.memory(self, name)
+            self._memory.changed += 1
+            if self._filled_when_asked:
+                view.write(self, found)
         return found
+
+    @property
+    def _filled_when_asked(self) -> bool:
+        """What is planned and not prepared will be written then; of a graph nobody here sees it prepared."""
+        return self.fixed or not self.stale
 
     def _derive(self, key: Hashable, make: Callable[[tuple[Hashable, ...]], _Derived]) -> Step:
         found = self._derived.get(key)
         if found is None:
             found = make((*self._path, key))
             found.replan()
-            # What is planned and not prepared will be written then; of a graph nobody here sees it prepared.
-            if self.fixed or not self.stale:
+            self._memory.changed += 1
+            if self._filled_when_asked:
                 found.fill()
             self._derived[key] = found
         return found
 
     def replan(self) -> None:
-        """Host side of the next step: what was read of the last one on the host is forgotten."""
+        """Host side of the next step: what was read of the last one on the host is forgotten, and what was asked of it
+        has the size of this one."""
         self._hosts.clear()
-        self._tables = None
+        self._lists.clear()
+        self._tables = self._counts = None
+        if not self.fixed:
+            for name in self._views:
+                self._views[name] = VIEWS[name].memory(self, name)
+            # Whether runs are aligned is read of every step that asks.
+            self._derived = {key: step for key, step in self._derived.items() if not isinstance(step, _Coarser)}
         for derived in self._derived.values():
             derived.replan()
 
-    def refresh(self) -> None:
-        """Device side: everything that was asked of this step so far is written anew, in place."""
-        known = [name for name in VIEWS if name in self._views]
-        self._views.clear()
-        for name in known:
-            self._view(name)
+    def refresh(self, written: Collection[Step] = ()) -> None:
+        """Device side: everything that was asked of this step so far is written anew, in place.
+
+        Args:
+            written: steps whose tables are written already.
+        """
+        tables = self in written
+        for name in [name for name in VIEWS if name in self._views]:
+            if not tables or name not in WRITTEN:
+                VIEWS[name].write(self, self._views[name])
         for derived in self._derived.values():
-            derived.fill()
-            derived.refresh()
+            if derived not in written:
+                derived.fill()
+            derived.refresh(written)
+
+    def from_table(self, window: int = -1) -> Iterator[tuple[Step, StepView]]:
+        """What can be written from the request table alone of this step and of those derived from it."""
+        tensors = {"page_table": self.page_table, **{n: t for n, t in self._views.items() if n in WRITTEN}}
+        if isinstance(self, _Windowed):
+            tensors["seq_lens"] = self.seq_lens
+        yield self, StepView(self.page_size, window, self.page_table.shape[1], tensors)
+        for derived in self._derived.values():
+            if isinstance(derived, _Repaged) and not isinstance(self, _Repaged):
+                yield from derived.from_table(window)
+            elif isinstance(derived, _Windowed) and not isinstance(self, _Derived):
+                yield from derived.from_table(derived.seen)
 
 
 class _Derived(Step, abc.ABC):
@@ -333,11 +387,11 @@ class _Windowed(_Derived):
 
     def __init__(self, source: Step, path: tuple[Hashable, ...], seen: int) -> None:
         super().__init__(source, path)
-        self._seen = seen
+        self.seen = seen
 
     def plan(self) -> None:
         # Whatever the lengths are: what is needed of each of them on the host is made when it is asked for.
-        longest = self._seen + self.max_seqlen_q + self.page_size - 1
+        longest = self.seen + self.max_seqlen_q + self.page_size - 1
         self.max_seqlen_k = min(self._source.max_seqlen_k, longest)
         columns = max(-(-self.max_seqlen_k // self.page_size), 1)
         self.seq_lens = self.take("seq_lens", torch.int32, self.sequences)
@@ -348,7 +402,7 @@ class _Windowed(_Derived):
 
     def _first_pages(self) -> list[int]:
         lens = zip(self._source._key_lens(), self._queries, strict=True)
-        return [first_visible_page(max(keys - new, 0), self._seen, self.page_size) for keys, new in lens]
+        return [first_visible_page(max(keys - new, 0), self.seen, self.page_size) for keys, new in lens]
 
     def _key_lens(self) -> list[int]:
         lens = zip(self._source._key_lens(), self._first_pages(), strict=True)
@@ -359,9 +413,9 @@ class _Windowed(_Derived):
         lens, cu, first = self._source.seq_lens, self.cu_seqlens_q, self.take("first_page", torch.int32, N)
         # seq_len - query_len - window, in pages: the first page that the first new token sees.
         if self.tokens == N * self.max_seqlen_q:
-            torch.sub(lens, self.max_seqlen_q + self._seen, out=first)
+            torch.sub(lens, self.max_seqlen_q + self.seen, out=first)
         else:
-            torch.sub(lens, cu[1:], out=first).add_(cu[:-1]).sub_(self._seen)
+            torch.sub(lens, cu[1:], out=first).add_(cu[:-1]).sub_(self.seen)
         first.clamp_(min=0).div_(self.page_size, rounding_mode="floor")
         torch.sub(lens, first, alpha=self.page_size, out=self.seq_lens)
         if N:
@@ -372,18 +426,16 @@ class _Windowed(_Derived):
 
 
 def _last_page_lens(step: Step) -> list[int]:
-    return [
-        keys - max(pages - 1, 0) * step.page_size
-        for keys, pages in zip(step._key_lens(), step._page_counts(), strict=True)
-    ]
+    size = step.page_size
+    return [(keys - 1) % size + 1 if keys else 0 for keys in step._key_lens()]
 
 
-def _padded_pages(step: Step) -> list[list[int]]:
+def _padded_pages(step: Step) -> list[int]:
     columns = step.page_table.shape[1]
-    return [[*row, *[0] * (columns - len(row))] for row in step._pages()]
+    return [page for row in step._pages() for page in (*row, *[0] * (columns - len(row)))]
 
 
-_HOST: Mapping[str, Callable[[Step], Sequence[Any]]] = {
+_HOST: Mapping[str, Callable[[Step], list[int]]] = {
     "seq_lens": lambda step: step._key_lens(),
     "query_lens": lambda step: step._queries,
     "cu_seqlens_q": lambda step: [0, *accumulate(step._queries)],

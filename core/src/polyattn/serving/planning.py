@@ -12,7 +12,7 @@ from torch import Tensor
 from ..contract import Session, Slot
 from ..errors import InvalidInputError
 from .batch import ForwardBatch, ForwardMode
-from .calls import LayerCall, Tokens
+from .calls import LayerCall, StepOfLayers, Tokens
 from .choosing import Served
 from .phases import ServingPhase
 from .step import Step, StepBuffers
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .pool import KVPool
     from .requests import RequestTable
 
-__all__ = ["Buffers", "EncoderBatch", "PlanSlot", "Tables", "part_of", "tokens_of"]
+__all__ = ["Buffers", "EncoderBatch", "PlanSlot", "Tables", "on_device", "part_of", "tokens_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,13 @@ def tokens_of(batch: ForwardBatch, indices: Sequence[int], device: torch.device)
     if list(indices) == list(range(indices[0], indices[-1] + 1)):
         return slice(starts[indices[0]], starts[indices[-1] + 1])
     places = [token for i in indices for token in range(starts[i], starts[i + 1])]
-    index = torch.tensor(places, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return index.to(device, non_blocking=True)
+    return on_device(places, device)
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64, by a copy that nobody waits for."""
+    found = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return found.to(device, non_blocking=True)
 
 
 class Tables:
@@ -159,7 +164,7 @@ class Buffers:
         return StepBuffers(sequences, tokens, pages, groups, device, static=self.static, padding_seq_len=fill)
 
     def stage(self, batch: ForwardBatch, encoder: EncoderBatch | None) -> tuple[dict[int, Step], Tensor]:
-        """The step of each of the pool's groups, and the slots of the encoder's new tokens."""
+        """The step of each of the pool's groups, in their order, and the slots of the encoder's new tokens."""
         tables = self._tables
         if (encoder is None) is not (tables.cross is None):
             raise InvalidInputError(
@@ -177,6 +182,7 @@ class Buffers:
             )
         table, attended, written = self._encoder
         (steps[tables.cross],) = attended.stage(encoder.attended(batch), table)
+        steps = dict(sorted(steps.items()))
         self._used.append(attended)
         new = encoder.written()
         if new is None:
@@ -189,11 +195,28 @@ class Buffers:
             buffers.prepare()
 
 
+_Key = tuple[int, bool]
+"""Of layers that see one step: their group, and whether it begins with their window."""
+
+
 class _Planned(NamedTuple):
     phase: ServingPhase
-    served: Mapping[int, Served]
     steps: dict[int, Step]
     new_slots: Tensor
+
+
+class _Phase:
+    """What a plan slot has for one phase.
+
+    Attributes:
+        calls: by layer_id. steps: what those read of a step, for each kind of layer. sessions: by what they were asked.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[int, LayerCall] = {}
+        self.steps: dict[tuple[_Key, Hashable], StepOfLayers] = {}
+        self.sessions: dict[Hashable, tuple[Session, _Key]] = {}
+        self.keys: tuple[_Key, ...] = ()
 
 
 class PlanSlot:
@@ -215,9 +238,8 @@ class PlanSlot:
         self.prepare_recorded = False
         self._name, self._tables, self._workspaces = name, tables, workspaces
         self._buffers, self._limits = buffers, limits
-        self._made: dict[ServingPhase, dict[int, LayerCall]] = {}
-        self._sessions: dict[ServingPhase, dict[Hashable, tuple[Session, tuple[int, bool]]]] = {}
-        self._seen: dict[tuple[int, bool], Step] = {}
+        self._made: dict[ServingPhase, _Phase] = {}
+        self._seen: dict[_Key, Step] = {}
         self._planned: _Planned
 
     def plan(
@@ -229,19 +251,21 @@ class PlanSlot:
     ) -> tuple[Step, ...]:
         """Plan a step for all layers; returns it for each group of the pool."""
         steps, new_slots = self._buffers.stage(batch, encoder)
-        if phase not in self._made:
-            self._sessions[phase] = {}
-            self._made[phase] = {i: self._call(phase, layer) for i, layer in served.items()}
+        made = self._made.get(phase)
+        if made is None:
+            made = self._made[phase] = self._make(served)
         elif self._buffers.static:
             self._workspaces.fix(self._name)  # this phase was recorded
-        groups = self._tables.group
-        self._seen = {
-            key: self._view(steps[key[0]], *key) for key in {(groups[i], s.windowed) for i, s in served.items()}
-        }
-        for session, key in self._sessions[phase].values():
+        self._seen = {key: self._view(steps[key[0]], *key) for key in made.keys}
+        for session, key in made.sessions.values():
             session.plan(self._seen[key])
-        self._planned = _Planned(phase, served, steps, new_slots)
-        return tuple(steps[group] for group in sorted(steps))
+        self._planned = _Planned(phase, steps, new_slots)
+        return tuple(steps.values())
+
+    @property
+    def positions(self) -> Tensor:
+        """Of the new tokens of the planned step, which are the same in every group of the request table."""
+        return self._planned.steps[self._tables.own[0]].positions
 
     def forget(self, phase: ServingPhase) -> None:
         """A phase is served by others from now on."""
@@ -250,16 +274,16 @@ class PlanSlot:
     def prepare(self) -> None:
         """The device's part of the plan, and the tensors it made into the layers' calls."""
         self._buffers.prepare()
-        phase, served, steps, new_slots = self._planned
-        for session, key in self._sessions[phase].values():
+        phase, steps, new_slots = self._planned
+        made, cross = self._made[phase], self._tables.cross
+        for session, key in made.sessions.values():
             session.prepare(self._seen[key])
-        tables = {key: self._tables_of(step, *key) for key, step in self._seen.items()}
-        groups, cross = self._tables.group, self._tables.cross
-        self.calls = calls = self._made[phase]
-        for i, call in calls.items():
-            group = groups[i]
-            slots = new_slots if group == cross else steps[group].slots
-            call.bind_step(tables[group, served[i].windowed], slots, steps[group].tokens)
+        for (key, _), layers in made.steps.items():
+            group = key[0]
+            step = steps[group]
+            slots = new_slots if group == cross else step.slots
+            layers.take(self._tables_of(self._seen[key], *key), slots, step.tokens, slots.shape[0])
+        self.calls = made.calls
 
     def _view(self, step: Step, group: int, windowed: bool) -> Step:
         """A step as layers see it: without the pages before a window, which may be another request's by now."""
@@ -272,23 +296,30 @@ class PlanSlot:
             return step.tables
         return {**step.tables, "attn_mask": windowed_tree_mask(step, step.tree_mask, window)}
 
-    def _call(self, phase: ServingPhase, served: Served) -> LayerCall:
+    def _make(self, served: Mapping[int, Served]) -> _Phase:
+        made = _Phase()
+        for i, layer in served.items():
+            key = self._tables.group[i], layer.windowed
+            shared = made.steps.setdefault((key, StepOfLayers.shape(layer.layer)), StepOfLayers(layer.layer))
+            made.calls[i] = self._call(made, layer, key, shared)
+        made.keys = tuple(dict.fromkeys(key for key, _ in made.steps))
+        return made
+
+    def _call(self, made: _Phase, served: Served, key: _Key, step: StepOfLayers) -> LayerCall:
         bound, plain = served.bound, served.chosen.bound
         forward, reader = bound.forward, plain.forward
         without = reader
         if bound.session is not None:
-            forward = without = self._session(phase, served, bound.session).forward
+            forward = without = self._session(made, served, key, bound.session).forward
             reader = forward if bound is plain else reader
-        return LayerCall(served, self._tables.pool, forward, reader, without)
+        return LayerCall(served, self._tables.pool, step, forward, reader, without)
 
-    def _session(self, phase: ServingPhase, served: Served, make: Callable[[Slot], Session]) -> Session:
-        key = (self._tables.group[served.layer.layer_id], served.windowed)
+    def _session(self, made: _Phase, served: Served, key: _Key, make: Callable[[Slot], Session]) -> Session:
         name = (*key, served.chosen.request)
-        known = self._sessions[phase]
-        if name not in known:
+        if name not in made.sessions:
             slot = self._workspaces.slot(
-                self._name, (phase, name), self._limits, self._tables.columns(key[0]),
+                self._name, (served.phase, name), self._limits, self._tables.columns(key[0]),
                 recorded=self._buffers.static,
             )  # fmt: skip
-            known[name] = make(slot), key
-        return known[name][0]
+            made.sessions[name] = make(slot), key
+        return made.sessions[name][0]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..choose import dtype_name
 from ..errors import ConfigError, InvalidInputError
-from .device_ops import DeviceOps, device_ops
+from .device_ops import CORE, DeviceOps, device_ops
 from .layer import AttentionLayer
 from .storage import KVCacheConfig, RowFormat, Rows, formats
 
@@ -198,7 +198,7 @@ class KVPool:
         """Who writes rows of a layer in `write`: the name of a package's kernels (`device_ops`), or polyattn."""
         self._of(layer_id)
         ops = self._ops.get(layer_id)
-        return "polyattn" if ops is None else ops.name
+        return CORE if ops is None else ops.name
 
     def note_written(self, layer_id: int) -> None:
         """A kernel writes rows of a layer itself: its static scales stay as they are from here on."""

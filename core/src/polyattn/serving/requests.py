@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
@@ -107,6 +108,17 @@ class RequestTable:
         """Tokens of `row` that have a slot."""
         return self._row(row).length
 
+    def first_shorter(self, rows: Sequence[int], lengths: Sequence[int]) -> int | None:
+        """Which of `rows` is the first with fewer tokens than its length here, None = none."""
+        known = self._rows
+        try:
+            found = [known[row].length for row in rows]
+        except KeyError as exc:
+            raise self._no_request(exc.args[0]) from None
+        if not any(map(operator.lt, found, lengths)):
+            return None
+        return next(i for i, (tokens, length) in enumerate(zip(found, lengths, strict=True)) if tokens < length)
+
     def pages(self, row: int, group: int) -> list[int]:
         """The pages of `row` in `group`, in the order of its tokens; 0 where one was given back by `slide`."""
         return list(self._row(row).pages[group])
@@ -161,7 +173,13 @@ class RequestTable:
             InvalidInputError: `tokens` is negative, or `row` would be longer than `max_tokens`.
             OutOfPagesError: a group has too few free pages; nothing was taken in any.
         """
-        found, wanted = self._row(row), self.wanted(row, tokens)
+        found = self._row(row)
+        if 0 < tokens <= len(found.pages[0]) * self.page_size - found.length and not self._shares_last(found):
+            # In the last page, as most decode steps are.
+            self._check_room(row, found.length + tokens)
+            found.length += tokens
+            return []
+        wanted = self.wanted(row, tokens)
         copies: list[PageCopy] = []
         for group, new in enumerate(allocate_all(self.allocators, wanted)):
             pages = found.pages[group]
@@ -260,7 +278,9 @@ class RequestTable:
     def flush(self) -> None:
         """Bring what changed since the last flush to the device: one copy of the changed entries, in the order of the
         current stream, without waiting for the device."""
-        where, values, ends = array("q"), array("q"), []
+        if not any(self._changed):
+            return
+        where, values, ends = array("q"), array("i"), []
         for group, changed in enumerate(self._changed):
             for row, spans in changed.items():
                 pages = self._rows[row].pages[group] if row in self._rows else []
@@ -270,16 +290,17 @@ class RequestTable:
                     values.extend(repeat(0, len(where) - len(values)))
             changed.clear()
             ends.append(len(where))
-        if not where:
-            return
         device = self.tables[0].device
-        staged = torch.frombuffer(where + values, dtype=torch.int64)
+        staged = torch.frombuffer(bytearray().join((where, values)), dtype=torch.uint8)
         if device.type == "cuda":
             # Pinned anew for each flush: the allocator of pinned memory gives it to nobody before the copy has read it,
             # whereas a mirror that is kept would be written by the next flush while the device still reads.
             staged = staged.pin_memory()
-        index, entries = staged.to(device, non_blocking=device.type == "cuda").view(2, -1)
-        entries = entries.to(torch.int32)
+        staged = staged.to(device, non_blocking=device.type == "cuda")
+        index, entries = staged[: 8 * len(where)].view(torch.int64), staged[8 * len(where) :].view(torch.int32)
+        if len(self.tables) == 1:
+            self.tables[0].view(-1).index_copy_(0, index, entries)
+            return
         for table, start, stop in zip(self.tables, [0, *ends], ends, strict=False):
             table.view(-1).index_copy_(0, index[start:stop], entries[start:stop])
 
@@ -321,8 +342,11 @@ class RequestTable:
     def _row(self, row: int) -> _Row:
         found = self._rows.get(row)
         if found is None:
-            raise InvalidInputError(f"row {row} is no request: rows in use are {sorted(self._rows)}")
+            raise self._no_request(row)
         return found
+
+    def _no_request(self, row: int) -> InvalidInputError:
+        return InvalidInputError(f"row {row} is no request: rows in use are {sorted(self._rows)}")
 
     def _check_room(self, row: int, length: int) -> None:
         if length > self.max_tokens:
@@ -337,6 +361,13 @@ class RequestTable:
             raise InvalidInputError(f"row {row} cannot get {tokens} tokens more; truncate() takes some away")
         self._check_room(row, found.length + tokens)
         return -(-(found.length + tokens) // self.page_size) - len(found.pages[0])
+
+    def _shares_last(self, found: _Row) -> bool:
+        """Whether others hold the last page too, in some group."""
+        for allocator, pages in zip(self.allocators, found.pages, strict=True):
+            if pages and allocator.references(pages[-1]) > 1:
+                return True
+        return False
 
     def _copies(self, found: _Row, group: int, tokens: int) -> bool:
         """Whether the next token goes into a page that others hold too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from array import array
 from collections.abc import Hashable, Iterable
 
 import torch
@@ -21,11 +22,13 @@ class Memory:
 
     Attributes:
         staged: a step is planned and what is in this memory is not written yet.
+        changed: counts what moved, and what is written since.
     """
 
     def __init__(self, device: torch.device, static: bool, rows: int) -> None:
         self.device, self.static, self._rows = device, static, rows
         self.staged = False
+        self.changed = 0
         self._flat: dict[Hashable, Tensor] = {}
         self._taken: dict[Hashable, Tensor] = {}
         self._outgrown: list[Tensor] = []
@@ -41,6 +44,7 @@ class Memory:
         if flat is None or flat.numel() < need:
             room = (self._rows + 1) * width if self.static else 2 * need
             flat = self._flat[name] = torch.zeros(max(room, need), dtype=dtype, device=self.device)
+            self.changed += 1
         taken = self._taken[name] = flat[:need].view(rows, *row)
         return taken
 
@@ -65,7 +69,8 @@ class Staging:
         self._device = torch.zeros(count, dtype=torch.int32, device=device)
         turns = 2 if self._pinned else 1
         self._hosts = [torch.zeros(count, dtype=torch.int32, pin_memory=self._pinned) for _ in range(turns)]
-        self._cells = [(ctypes.c_int32 * count).from_address(host.data_ptr()) for host in self._hosts]
+        memory = [(ctypes.c_int32 * count).from_address(host.data_ptr()) for host in self._hosts]
+        self._cells = [memoryview(cells).cast("B").cast("i") for cells in memory]
         self._sent = [torch.Event(device) for _ in range(turns)] if self._pinned else []
         self._turn = 0
 
@@ -81,7 +86,7 @@ class Staging:
             self._sent[turn].synchronize()
         cells = self._cells[turn]
         for start, values in lists:
-            cells[start : start + len(values)] = values  # type: ignore[assignment]
+            cells[start : start + len(values)] = array("i", values)
         self._device.copy_(self._hosts[turn], non_blocking=True)
         if self._pinned:
             self._sent[turn].record(torch.accelerator.current_stream(self._device.device))

@@ -9,14 +9,15 @@ step.page_table, step.seq_lens, step.slots, step.kv_indptr, step.windowed(127).p
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError
 from .batch import ForwardBatch
+from .device_ops import StepTables, StepView, StepWriter, device_ops
 from .metadata import Step
 from .staging import Memory, Staging
 
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
     from .requests import RequestTable
 
 __all__ = ["Step", "StepBuffers"]
+
+
+class _Written(NamedTuple):
+    """What writes the steps of one kind, while what it was made for stays."""
+
+    made_for: tuple[object, ...]
+    writers: list[Callable[[], None]]
+    steps: frozenset[Step]
 
 
 class StepBuffers:
@@ -67,6 +76,7 @@ class StepBuffers:
         received = self._staging.received
         self.device = received.device
         self._rows, self._live, self._seq_lens, self._cu = (received[i * S : (i + 1) * S + (i == 3)] for i in range(4))
+        self._growing = self._seq_lens, self._live
         self._memory = Memory(self.device, static, S)
         self._sequence, self._places, self._cells, self._page_of, self._rest = torch.zeros(
             5, T, dtype=torch.int32, device=self.device
@@ -77,6 +87,8 @@ class StepBuffers:
         self._page_tables = torch.zeros(groups, S * max_pages, dtype=torch.int32, device=self.device)
         self._memory.counting(max(S, T))
         self._known: dict[Hashable, tuple[Step, ...]] = {}
+        self._key: Hashable = None
+        self._written: dict[Hashable, _Written] = {}
         self._steps: tuple[Step, ...] = ()
         self._batch: ForwardBatch | None = None
         self._table: RequestTable | None = None
@@ -124,7 +136,7 @@ class StepBuffers:
         table.flush()
         N = batch.sequences
         if self._batch is not None and table is self._table and batch.follows(self._batch):
-            self._seq_lens[:N].add_(self._live[:N])
+            self._grow(N)
         else:
             self._send(batch)
             self._steps = self._steps_of(batch)
@@ -135,13 +147,24 @@ class StepBuffers:
         for group, step in enumerate(self._steps):
             step.window, step.page_size = table.windows[group], table.page_size
             step.max_seqlen_k, step._lens = longest, lens
-            step.page_table = self._page_tables[group, : N * columns].view(N, columns)
+            if step.page_table_shape != (N, columns):
+                step.page_table_shape = (N, columns)
+                step.page_table = self._page_tables[group, : N * columns].view(N, columns)
             step._pages = functools.partial(_pages_of, table, group, batch.rows, step)
             step.replan()
         return self._steps
 
+    def _grow(self, rows: int) -> None:
+        """One key more in each row that is a request."""
+        if self._growing[0].shape[0] != rows:
+            self._growing = self._seq_lens[:rows], self._live[:rows]
+        lens, live = self._growing
+        lens.add_(live)
+
     def _padding_keys(self, batch: ForwardBatch) -> list[int]:
         """Keys of the rows of padding."""
+        if not batch.padding:
+            return []
         keys = max(self.padding_seq_len, batch.padding_query_len or 0) if self.padding_seq_len else 0
         return [keys] * batch.padding
 
@@ -149,15 +172,14 @@ class StepBuffers:
         return max(batch.max_seqlen_k, *self._padding_keys(batch)[:1], 0)
 
     def _check(self, batch: ForwardBatch, table: RequestTable) -> None:
-        for what, count, room in (
-            ("rows", batch.sequences, self.max_sequences),
-            ("new tokens", batch.tokens, self.max_tokens),
-        ):
-            if count > room:
-                raise InvalidInputError(
-                    f"the batch has {count} {what}, padding included, and these buffers have room for {room}: split "
-                    "the batch, or build larger buffers"
-                )
+        if batch.sequences > self.max_sequences or batch.tokens > self.max_tokens:
+            what, count, room = "rows", batch.sequences, self.max_sequences
+            if count <= room:
+                what, count, room = "new tokens", batch.tokens, self.max_tokens
+            raise InvalidInputError(
+                f"the batch has {count} {what}, padding included, and these buffers have room for {room}: split the "
+                "batch, or build larger buffers"
+            )
         tables = table.tables
         if len(tables) != self.groups or tables[0].device != self.device or tables[0].shape[1] < self.max_pages:
             raise InvalidInputError(
@@ -170,12 +192,12 @@ class StepBuffers:
                 f"a row has {self._longest(batch)} keys, and these buffers have room for {room} ({self.max_pages} "
                 f"pages of {table.page_size}): build them with a larger max_pages"
             )
-        for row, keys in zip(batch.rows, batch.seq_lens, strict=True):
-            if table.length(row) < keys:
-                raise InvalidInputError(
-                    f"row {row} has {keys} keys in the batch and slots for {table.length(row)}: call "
-                    f"table.extend({row}, tokens) before the step is built"
-                )
+        if (short := table.first_shorter(batch.rows, batch.seq_lens)) is not None:
+            row, keys = batch.rows[short], batch.seq_lens[short]
+            raise InvalidInputError(
+                f"row {row} has {keys} keys in the batch and slots for {table.length(row)}: call "
+                f"table.extend({row}, tokens) before the step is built"
+            )
         if batch.tree is not None and batch.tree.parents.device != self.device:
             raise InvalidInputError(
                 f"the tree is on {batch.tree.parents.device} and these buffers on {self.device}: move its parents there"
@@ -202,15 +224,15 @@ class StepBuffers:
         return mask, self._memory.take(("tree_lag", N_d), torch.int32, N, N_d)
 
     def _steps_of(self, batch: ForwardBatch) -> tuple[Step, ...]:
-        """Step objects of the shape of a batch; where buffers are static those of the last time."""
+        """Step objects of the kind of a batch, where buffers are static of its shape too: those of the last time, which
+        know what is asked of them."""
         N, T = batch.sequences, batch.tokens
         drafts = 0 if batch.tree is None else batch.tree.draft_tokens
-        key = (batch.mode, N, T, batch.max_seqlen_q, drafts, batch.cross)
-        steps = self._known.get(key)
+        sizes = (N, T, batch.max_seqlen_q) if self.static else ()
+        self._key = (batch.mode, drafts, batch.cross, *sizes)
+        steps = self._known.get(self._key)
         if steps is None:
-            steps = tuple(Step(self._memory, (group,)) for group in range(self.groups))
-            if self.static:
-                self._known[key] = steps
+            steps = self._known[self._key] = tuple(Step(self._memory, (group,)) for group in range(self.groups))
         for group, step in enumerate(steps):
             step.mode, step.phase, step.group = batch.mode, batch.mode.phase, group
             step.sequences, step.tokens, step.padding = N, T, batch.padding
@@ -235,6 +257,51 @@ class StepBuffers:
             raise InvalidInputError("prepare() writes the step that was staged, and none was: call stage() first")
         batch, table = self._batch, self._table
         self._memory.staged = False
+        steps: Collection[Step]
+        ops: Any = device_ops(self.device.type)
+        if batch.sequences and hasattr(ops, "writer"):
+            steps = self._write(ops, batch, table)
+        else:
+            self._compute(batch, table)
+            steps = ()
+        for step in self._steps:
+            step.refresh(steps)
+
+    def _write(self, ops: StepWriter, batch: ForwardBatch, table: RequestTable) -> Collection[Step]:
+        """The same by the kernels of a package, and what else they can write; returns the steps that are then done."""
+        made_for = (table, batch.sequences, batch.tokens, batch.max_seqlen_q, self._steps[0].page_table_shape,
+                    bool(batch.padding), self._memory.changed)  # fmt: skip
+        known = self._written.get(self._key)
+        if known is None or known.made_for != made_for:
+            writers, steps = [], []
+            for group, step in enumerate(self._steps):
+                found = list(step.from_table())
+                steps += [one for one, _ in found]
+                writers.append(ops.writer(self._tables(batch, table, group, tuple(view for _, view in found))))
+            known = self._written[self._key] = _Written(made_for, writers, frozenset(steps))
+        for write in known.writers:
+            write()
+        return known.steps
+
+    def _tables(self, batch: ForwardBatch, table: RequestTable, group: int, views: tuple[StepView, ...]) -> StepTables:
+        N, step, drafts = batch.sequences, self._steps[group], batch.tree
+        return StepTables(
+            table.tables[group],
+            table.page_size,
+            step.page_table.shape[1],
+            self._rows[:N],
+            step.seq_lens,
+            step.cu_seqlens_q,
+            batch.tokens,
+            self._live[:N] if self.static or batch.padding else None,
+            None if drafts is None else self._tree_buffers(batch)[1].view(-1),
+            None if group else step._positions,
+            step._slots,
+            views,
+        )
+
+    def _compute(self, batch: ForwardBatch, table: RequestTable) -> None:
+        """Tables, slots and positions by torch's operators."""
         N, T, size = batch.sequences, batch.tokens, table.page_size
         if N and not batch.cross:
             self._locate(batch, size, self._steps[0].page_table.shape[1])
@@ -248,7 +315,6 @@ class StepBuffers:
                 page = torch.index_select(step.page_table.view(-1), 0, self._cells[:T], out=self._page_of[:T])
                 # In int32: a table counts pages in it, and no pool has 2**31 tokens.
                 torch.add(self._rest[:T], page, alpha=size, out=step.slots)
-            step.refresh()
 
     def _locate(self, batch: ForwardBatch, page_size: int, columns: int) -> None:
         """Where the new tokens are: among the cells of the page table, in their pages, in their texts."""

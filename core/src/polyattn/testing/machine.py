@@ -11,7 +11,7 @@ import torch
 from .. import __version__
 from ..tuning import cpu_name
 
-__all__ = ["device_name", "versions"]
+__all__ = ["device_name", "graph_class", "records_graphs", "versions"]
 
 
 def device_name(device: torch.device) -> str:
@@ -24,6 +24,17 @@ def device_name(device: torch.device) -> str:
     return f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
+def graph_class(device: torch.device) -> str:
+    """The name of its graphs in its module of torch: torch.cuda.CUDAGraph, torch.xpu.XPUGraph."""
+    return f"{device.type.upper()}Graph"
+
+
+def records_graphs(device: torch.device) -> bool:
+    """Whether torch records graphs of this kind of device."""
+    module = torch.get_device_module(device)
+    return hasattr(module, "graph") and hasattr(module, graph_class(device))
+
+
 def versions(device: torch.device) -> dict[str, str]:
     """Of everything that takes part on a device."""
     found = {"polyattn": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -31,6 +42,9 @@ def versions(device: torch.device) -> dict[str, str]:
         found["hip" if torch.version.hip else "cuda"] = torch.version.hip or torch.version.cuda or ""
         found["triton"] = _installed("triton")
         found["driver"] = _driver()
+    elif device.type != "cpu":
+        found[device.type] = getattr(torch.version, device.type, None) or ""
+        found[f"torch-{device.type}"] = _installed(f"torch-{device.type}")
     return {name: version for name, version in found.items() if version}
 
 

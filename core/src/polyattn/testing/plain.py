@@ -75,10 +75,6 @@ def solve(problem: Problem, method: Method, dtype: torch.dtype) -> Solution:
     return Solution(out.detach(), lse.detach(), dict(zip(wanted, found, strict=True)))
 
 
-def _scale(request: AttentionRequest) -> float:
-    return request.head_dim**-0.5 if request.scale is None else request.scale
-
-
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
 ) -> tuple[Tensor, Tensor]:
@@ -93,7 +89,7 @@ def reference_attention(
         softcap=request.softcap,
         sinks=sinks,
         attn_mask=mask,
-        scale=_scale(request),
+        scale=request.scale,
         layout="BHSD",
         return_lse=True,
         compute_dtype=torch.float64,
@@ -118,7 +114,7 @@ def _weights(
     query: Tensor, key: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
 ) -> tuple[Tensor, Tensor]:
     """(softmax weights [B, H_q, S_q, S_k], with a last column for the sinks if there are any; lse)."""
-    logits = query @ key.transpose(-1, -2) * _scale(request)
+    logits = query @ key.transpose(-1, -2) * request.softmax_scale
     if request.softcap:
         logits = request.softcap * torch.tanh(logits / request.softcap)
     if mask is not None and mask.dtype != torch.bool:
@@ -169,7 +165,7 @@ def softmax_terms(
         weights, _ = _weights(query, key, mask, sinks, request)
         kept, sunk = weights[..., :columns], weights[..., columns:]
     query, key = _size(query), _size(key)
-    moved = query @ key.transpose(-1, -2) * abs(_scale(request))
+    moved = query @ key.transpose(-1, -2) * abs(request.softmax_scale)
     if mask is not None and mask.requires_grad:
         moved = moved + mask.masked_fill(mask.isinf(), 0.0)
     out = kept @ value + (kept * moved) @ value.detach()

@@ -1,15 +1,18 @@
-"""A report becomes evidence, beside the plugin whose backend it is about."""
+"""A report becomes evidence, beside the plugin whose backend it is about; so does a run of a vendor's own code."""
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..evidence import Evidence, source_hash, write_evidence
+from ..evidence import Evidence, read_evidence, source_hash, write_evidence
 from ..plugins import get_manager
 from .report import Report
+from .sources import sources_of
 
-__all__ = ["evidence_of", "record", "stale"]
+__all__ = ["evidence_of", "record", "record_vendor_code", "stale"]
 
 
 def record(report: Report) -> Path:
@@ -20,6 +23,44 @@ def record(report: Report) -> Path:
     """
     evidence = evidence_of(report)
     return write_evidence(_origin(report), evidence)
+
+
+def record_vendor_code(
+    backend: str, providers: tuple[str, ...], *, passed: int, versions: Mapping[str, str], command: str, note: str
+) -> Path:
+    """Write as evidence that a vendor's own code ran off its chip behind these providers, and agreed; the file's path.
+
+    Args:
+        backend: name@platform. providers: by which it was reached; of the others it shows nothing. passed: cases of the
+            kit. versions: of the vendor's packages and of what ran them. note: what of the code ran, and how.
+
+    Raises:
+        ConfigError: nothing passed, or there is evidence of the device itself, which shows more.
+    """
+    manager = get_manager()
+    name, _, platform = backend.partition("@")
+    info = manager.backends[name, platform]
+    origin = manager.owner(info).origin
+    chosen = [provider for provider in info.providers if provider.name in providers]
+    if not passed or len(chosen) != len(providers):
+        raise ConfigError(f"evidence of {backend} is not written: {passed} cases of {', '.join(providers)} passed")
+    if read_evidence(origin, name, platform).level == "hardware":
+        raise ConfigError(f"evidence of {backend} is not written: there is some of the device itself, which shows more")
+    return write_evidence(
+        origin,
+        Evidence(
+            backend=name,
+            platform=platform,
+            level="vendor code",
+            versions=dict(versions),
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            command=command,
+            passed=passed,
+            note=note,
+            sources=sources_of(origin, chosen),
+            absent=tuple(p.name for p in info.providers if p not in chosen and not p.planned),
+        ),
+    )
 
 
 def _origin(report: Report) -> str:

@@ -24,13 +24,14 @@ from .cases import Case
 from .checks import Outcome, run_case
 from .checks.judged import witness_cases
 from .families import DTYPES, FAMILIES
-from .generation import LEVELS, Level, generate, left_out
-from .machine import device_name, versions
+from .generation import LEVELS, Level, generate, holds_here, left_out
+from .machine import device_name, records_graphs, versions
 from .negative import controls
 from .report import Report
 from .sources import sources_of
 from .threads import one_thread
 from .tolerances import Finding
+from .values import inside
 from .where import AUTO, place
 from .xfails import Expected, expected_of, no_unmatched, read_xfails
 
@@ -70,7 +71,8 @@ def plan(
     chosen = tuple(families or ALL_FAMILIES)
     computed = [family for family in chosen if family in FAMILIES]
     served = generate(target.rows, target.facts, families=computed, dtypes=dtypes, per_row=count)
-    served = [case for case in served if not case.request.large]
+    recorded = records_graphs(target.device)
+    served = [case for case in served if not case.request.large and (recorded or case.check != "capture")]
     witnesses = [c for c in witness_cases(target) if c.request.family in chosen and c.request.dtype in dtypes]
     own = [family for family in chosen if _means(target, family)]
     return [*served, *witnesses, *refusals(target.rows, target.facts, families=own, dtypes=dtypes)]
@@ -167,6 +169,9 @@ def _expected(outcome: Outcome, lines: Iterable[Expected]) -> Outcome:
 def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Sequence[str] | None) -> Report:
     served = [case.request for case in cases if case.check not in ("refusal", "witness")]
     not_run = left_out(target.rows, target.facts, families or ALL_FAMILIES)
+    recorded = [row for row in target.rows if holds_here(row, target.facts) and True in inside("graph_capture", row)]
+    if recorded and not records_graphs(target.device):
+        not_run.append(f"graph_capture: torch.{target.device.type} records no graphs here")
     if absent := tuple(p.name for p in target.info.providers if p not in target.providers):
         not_run.append(f"providers that are not here: {', '.join(absent)}")
     origin = get_manager().owner(target.info).origin

@@ -96,9 +96,12 @@ def parameters_of(source: str, name: str) -> str:
         source: of a Python file or a stub. name: "function", or "Class.method".
 
     Raises:
-        ConfigError: the file has no such function.
+        ConfigError: the file has no such function, or is no Python source.
     """
-    body: Sequence[ast.stmt] = ast.parse(source).body
+    try:
+        body: Sequence[ast.stmt] = ast.parse(source).body
+    except (SyntaxError, ValueError) as exc:
+        raise ConfigError(f"{name} is looked for in a Python source, and this file is none: {exc}") from exc
     found: ast.stmt | None = None
     for part in name.split("."):
         named = [node for node in _statements(body) if getattr(node, "name", None) == part]
@@ -156,7 +159,8 @@ def _parameter(arg: ast.arg, default: ast.expr | None) -> str:
 
 
 def schema_of(content: bytes, name: str) -> str:
-    """The schema of an operator, wherever it stands as text: YAML, a source, a compiled library.
+    """The schema of an operator, wherever it stands as text: YAML, a source (in one literal or several that follow
+    each other), a compiled library.
 
     Args:
         name: "namespace::operator", or with ".overload".
@@ -164,6 +168,7 @@ def schema_of(content: bytes, name: str) -> str:
     Raises:
         ConfigError: the file holds none, or several that differ.
     """
+    content = re.sub(rb'"[ \t]*\r?\n\s*"', b"", content)
     namespace, _, bare = name.rpartition("::")
     inside = r'(?:[^\x00\n"]|"\w*")*'  # defaults may be quoted words
     pattern = rf'(?<![\w.])(?:{re.escape(namespace)}::)?{re.escape(bare)}(\({inside}\) *-> *[^\x00\n"]+)'
@@ -179,7 +184,7 @@ def entry_of(source: Source, member: str, name: str) -> dict[str, str]:
     content = source.read(member)
     kept = {"schema": schema_of(content, name)} if "::" in name else {}
     if not kept:
-        kept = {"parameters": parameters_of(content.decode("utf-8"), name)}
+        kept = {"parameters": parameters_of(content.decode("utf-8", "replace"), name)}
     return {**kept, "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -236,8 +241,8 @@ def _facts(entry: Mapping[str, str]) -> dict[str, _Fact]:
 
 
 def _name_in(key: str, entry: Mapping[str, str]) -> str:
-    if "name" in entry:
-        return entry["name"]
+    if "name" in entry or "schema" in entry:
+        return entry.get("name") or entry["schema"].partition("(")[0]
     *path, last = key.split(".")
     return f"{path[-1]}.{last}" if path and path[-1][:1].isupper() else last
 

@@ -22,7 +22,18 @@ from .kernels import bucket
 from .rows import BACKEND, Place, Row, canonical, row_of
 from .store import FORMAT
 
-__all__ = ["NEAR", "Advice", "Lengths", "Measured", "advise", "backend_row", "measured", "request_key", "with_lengths"]
+__all__ = [
+    "NEAR",
+    "Advice",
+    "Lengths",
+    "Measured",
+    "advise",
+    "backend_row",
+    "measured",
+    "request_key",
+    "shipped_advice",
+    "with_lengths",
+]
 
 Lengths = tuple[int, int, int]
 """Buckets of (B or N, the longest S_q, the longest S_k)."""
@@ -135,9 +146,18 @@ def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
     found = known.here.get(key, ())
     if not found and (others := known.elsewhere.get(key)):
         notes.append(f"{len(others)} measurements of such requests are not used: {'; '.join(dict.fromkeys(others))}")
+    return Advice(tuple((n, why) for n, why in _order(request, found) if n not in held), tuple(held), tuple(notes))
+
+
+def shipped_advice(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
+    """What the tables that come with polyattn say, as where nothing was measured. Arguments as `advise`."""
+    found = _tables(place()).get(canonical(request_key(request)), {}) if _shipped() else {}
+    return Advice(tuple(_order(request, tuple(found.values()))))
+
+
+def _order(request: AttentionRequest, found: Sequence[Measured]) -> list[tuple[str, str]]:
     lengths = (request.batch_bucket, request.q_bucket, request.k_bucket)
-    order = _overall(found) if not any(lengths) else _near(found, lengths)
-    return Advice(tuple((n, why) for n, why in order if n not in held), tuple(held), tuple(notes))
+    return _overall(found) if not any(lengths) else _near(found, lengths)
 
 
 def _near(found: Sequence[Measured], lengths: Lengths) -> list[tuple[str, str]]:
@@ -209,11 +229,8 @@ def _read(place: Callable[[], Place]) -> _Known:
     if not (rows or held or shipped):
         return _EMPTY
     here = place()
-    found: dict[str, dict[Lengths, Measured]] = {}
+    found = _tables(here)
     elsewhere: dict[str, list[str]] = {}
-    for row in shipped:
-        if (row.place.device, row.place.arch) == (here.device, here.arch):
-            _keep(found, row, shipped=True)
     for row in rows:
         if row.place == here:
             _keep(found, row, shipped=False)
@@ -225,6 +242,15 @@ def _read(place: Callable[[], Place]) -> _Known:
             quarantined.setdefault(canonical(one.key), {})[one.backend] = one.reason
     own = {key: tuple(by_lengths.values()) for key, by_lengths in found.items()}
     return _Known(own, elsewhere, quarantined) if own or elsewhere or quarantined else _EMPTY
+
+
+def _tables(here: Place) -> dict[str, dict[Lengths, Measured]]:
+    """What polyattn's authors measured on such a device."""
+    found: dict[str, dict[Lengths, Measured]] = {}
+    for row in _shipped():
+        if (row.place.device, row.place.arch) == (here.device, here.arch):
+            _keep(found, row, shipped=True)
+    return found
 
 
 def _keep(found: dict[str, dict[Lengths, Measured]], row: Row, *, shipped: bool) -> None:

@@ -20,7 +20,7 @@ class Adapter:
 
         Whatever is no tensor is read from `request` here; `forward` is the `DenseForward` of polyattn/contract.py.
         """
-        scale = request.head_dim**-0.5 if request.scale is None else request.scale
+        scale = request.softmax_scale
         causal = request.causal == "bottom_right"
         bshd = request.layout == "BSHD"
 

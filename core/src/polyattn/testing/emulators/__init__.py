@@ -20,6 +20,8 @@ call only if it binds to it, does what the vendor documents, and is recorded.
     def test_conformance(case, monkeypatch):
         TARGET.passes(case, library().install(monkeypatch))
 
+What kernels compute alike is in `arithmetic`, so that an emulator says what its library does otherwise.
+
 For tests only: nothing that serves a call imports it. docs/add-a-backend.md has a section on it.
 """
 

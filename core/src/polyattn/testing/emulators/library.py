@@ -157,7 +157,7 @@ class Library:
             assert self.signatures is not None
             namespace, name = key.removeprefix(_OPERATORS).split(".")
             fragment: Any = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
-            fragment.define(self.signatures.entries[key]["schema"])
+            fragment.define(self.signatures.entries[key]["schema"].removeprefix(f"{namespace}::"))
             fragment.impl(name, lambda *args: _INSTALLED[key](*args), "CPU")
             _REGISTERED[key] = fragment, getattr(getattr(torch.ops, namespace), name).default
         return _REGISTERED[key][1]

@@ -50,6 +50,7 @@ class Dense(Family):
         kinds = itertools.product((("query", "key", "value"), ()), ("none", "bool"), (4, 1), ("usual", "dominant"))
         for number, (grad, mask, group, sink) in enumerate(kinds):
             asked = {"group": group, "grad": grad, "mask": mask, "closed_rows": mask == "bool", "lse": True}
+            asked["causal"] = "none"
             wish = {"v_head_dim": 24}
             # Cut anywhere; for a row that takes no more queries than keys, or not even as many, between wider parts.
             for s_q, s_k, step in ((63, 100, 1), (7, 98, 7), (7, 98, 14)):

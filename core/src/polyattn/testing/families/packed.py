@@ -112,7 +112,7 @@ class Varlen(Packed):
         kinds = itertools.product((("query", "key", "value"), ()), ("none", "bool"), (4, 1))
         for number, (grad, mask, group) in enumerate(kinds):
             asked = {"group": group, "grad": grad, "mask": mask, "closed_rows": mask == "bool", "lse": True}
-            asked["s_relation"] = "more"
+            asked |= {"s_relation": "more", "causal": "none"}
             wish = {"v_head_dim": 24}
             empty = number % 2 == 0 and bool(variants(asked, {"zero_size": True}, wish=wish))
             lengths = ((63, 100), (7, 40), (0, 9), (5, 0), (17, 17))

@@ -76,7 +76,7 @@ def settled(case: Case) -> Case:
         changes["s_relation"] = relation(longest_q, longest_k) if same else "one" if longest_q == 1 else "more"
         changes["zero_size"] = not all(sum(n[side] for n in lengths) for side in (0, 1))
     if r.family == "mla":
-        changes |= {"kv_heads": 1, "scale": r.head_dim**-0.5 if r.scale is None else r.scale}
+        changes |= {"kv_heads": 1, "scale": r.softmax_scale}
         changes["v_head_dim"] = min(r.v_head_dim, r.head_dim)
     if r.scale == 0 and r.dtype in ("bfloat16", "float16"):
         # All logits are 0: plain torch makes no error in the LSE, so that nobody else may make one either.
