@@ -213,7 +213,7 @@ def drawn() -> list[Case]:
 
 
 @pytest.mark.parametrize("error", PLANTED)
-def test_the_kit_catches(error: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_error_is_found(error: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, telling = PLANTED[error]
     told = [c for c in drawn() if all(getattr(c.request, field) == value for field, value in telling.items())]
     told = [c for c in told if c.request.family == "varlen" or "heads first" not in error]

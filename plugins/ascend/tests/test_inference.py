@@ -287,6 +287,24 @@ def _base_two(self: Any, *args: Any, attend: Any = inference._Inference._attend)
     return result, None if lse is None else lse / 0.6931471805599453
 
 
+def _other_pages(*args: Any, owned: Any = inference.owned) -> Tensor:
+    found: Tensor = owned(*args)
+    return found.roll(1, 0)
+
+
+def _misnamed(self: Any, request: Any, init: Any = inference._Inference.__init__) -> None:
+    """The layout of padded queries is called by the other's name."""
+    init(self, request)
+    operator, other = self.operator, {"BSND": "BNSD", "BNSD": "BSND", "TND": "TND"}
+    self.operator = lambda *tensors, input_layout, **given: operator(
+        *tensors, input_layout=other[input_layout], **given
+    )
+
+
+def latent(r: AttentionRequest) -> bool:
+    return r.family == "mla" and not r.zero_size
+
+
 def extends(r: AttentionRequest) -> bool:
     return r.s_relation == "fewer" and not r.zero_size
 
@@ -308,17 +326,26 @@ PLANTED: dict[str, tuple[Any, str, Any, Callable[[AttentionRequest], bool]]] = {
     "a mask is not inverted": (planning, "_last_keys", _seen, decodes),
     "a window at decode is one key too narrow": (planning, "_last_keys", _a_key_less, decodes),
     "a window at decode is left to the mode": (planning, "_last_keys", _band, decodes),
+    "latent pages of other sequences": (inference, "owned", _other_pages, latent),
+    "the scale of a latent is dropped": (inference._Inference, "__init__", _unscaled, latent),
+    "padded queries by the wrong layout string": (
+        inference._Inference,
+        "__init__",
+        _misnamed,
+        lambda r: extends(r) and r.head_dim not in (64, 128, 192),
+    ),
+    "pages of another size": (inference, "PAGE", 64, extends),
     "the LSE is of base 2": (inference._Inference, "_attend", _base_two, lambda r: r.lse and not r.zero_size),
 }
 
 
 @functools.cache
 def drawn() -> list[Case]:
-    return TARGET.cases(per_row=8, families=("paged",), dtypes=("bfloat16",))
+    return TARGET.cases(per_row=8, families=("paged", "mla"), dtypes=("bfloat16",))
 
 
 @pytest.mark.parametrize("error", PLANTED)
-def test_the_kit_catches(error: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_error_is_found(error: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, telling = PLANTED[error]
     told = [c for c in drawn() if telling(c.request)]
     assert told

@@ -1,12 +1,12 @@
 """torch_npu's own operators on a machine without an NPU: schemas, argument checks and shape functions.
 
-    python plugins/ascend/tests/vendor_code.py WHEEL
+    python plugins/ascend/tests/vendor_code.py WHEEL [--write-evidence]
 
 WHEEL is torch_npu for this Python and this torch (`pip download --no-deps torch-npu==2.13.0`, for torch 2.13). It is
 unpacked, not installed; what its libraries want of CANN is made by a C compiler as functions that return 0. Then the
 conformance cases of tests/test_fusion.py and tests/test_inference.py run over the emulators, and each call that an
 adapter makes is made once more to the vendor's operator, on tensors without data: it must take the arguments, and give
-the shapes and dtypes that the emulator gave.
+the shapes and dtypes that the emulator gave. `--write-evidence` keeps the result beside the package.
 
 Linux, with cc, nm and readelf.
 """
@@ -59,13 +59,15 @@ def _needed(libraries: list[Path]) -> set[str]:
     return {line.split("[")[1].rstrip("]") for line in lines}
 
 
-def check() -> int:
+def check(*, keep: bool) -> int:
     """Every call of the cases, made once more to the vendor's operators. To be run where torch_npu can be imported."""
     import pytest
     import torch
     import torch_npu as vendor  # type: ignore[import-not-found]
 
     from polyattn.testing import run_case
+    from polyattn.testing.machine import versions
+    from polyattn.testing.recording import record_vendor_code
 
     # It warns of something once, from a function that is traced here.
     vendor.op_plugin.meta._meta_registrations._npu_fusion_attention_warning_printed = True
@@ -76,6 +78,7 @@ def check() -> int:
     from tests import test_fusion, test_inference
 
     seen: set[str] = set()
+    passed: dict[str, int] = {}
     with pytest.MonkeyPatch.context() as patch:
         library = torch_npu.library(vendor.__version__.partition("+")[0])
         for name in [n for n in vars(library.modules["torch_npu"]) if n.startswith("npu_")]:
@@ -85,8 +88,15 @@ def check() -> int:
             for case in module.TARGET.cases(per_row=2):
                 outcome = run_case(module.TARGET, case)
                 assert outcome.verdict == "passed", str(outcome)
+                passed[module.TARGET.info.id] = passed.get(module.TARGET.info.id, 0) + 1
         calls = len(library.calls)
     print(f"torch-npu {vendor.__version__}: {calls} calls of {len(seen)} operators agree: {', '.join(sorted(seen))}")
+    for backend in passed if keep else ():
+        note = "its operators take every call and give these shapes and dtypes, on meta tensors; numbers: an emulator"
+        used = {"torch-npu": vendor.__version__.partition("+")[0], **versions(torch.device("cpu"))}
+        command = "python plugins/ascend/tests/vendor_code.py WHEEL --write-evidence"
+        given = {"passed": passed[backend], "versions": used, "command": command, "note": note}
+        print(record_vendor_code(backend, ("torch-npu",), **given).name)  # type: ignore[arg-type]
     return 0
 
 
@@ -119,7 +129,7 @@ def _without_data(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def run(wheel: Path, environ: Mapping[str, str]) -> int:
+def run(wheel: Path, environ: Mapping[str, str], *words: str) -> int:
     """`check` in a process that finds an unpacked wheel and the libraries it wants."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -132,12 +142,15 @@ def run(wheel: Path, environ: Mapping[str, str]) -> int:
         }
         # Without CANN it must not be imported together with torch.
         child = {**environ, **paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        return subprocess.run([sys.executable, str(Path(__file__)), "--check"], env=child, check=False).returncode
+        return subprocess.run(
+            [sys.executable, str(Path(__file__)), "--check", *words], env=child, check=False
+        ).returncode
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--check"]:
-        sys.exit(check())
-    if len(sys.argv) != 2:
+    given = sys.argv[1:]
+    if given[:1] == ["--check"]:
+        sys.exit(check(keep="--write-evidence" in given))
+    if not given or given[1:] not in ([], ["--write-evidence"]):
         sys.exit(__doc__)
-    sys.exit(run(Path(sys.argv[1]), os.environ))
+    sys.exit(run(Path(given[0]), os.environ, *given[1:]))

@@ -146,7 +146,7 @@ PLANTED: dict[str, tuple[Emulated, str, Callable[[pytest.MonkeyPatch], None]]] =
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_the_kit_catches(name: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_error_is_found(name: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     target, family, plant = PLANTED[name]
     cases = target.cases(per_row=8, families=(family,), dtypes=("bfloat16",))
     plant(monkeypatch)

@@ -49,7 +49,7 @@ def test_the_package_for_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 PLANTED = {"layout": {"BSHD": "HND", "BHSD": "NHD"}}
 
 
-def test_the_kit_catches_the_wrong_layout(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_error_is_found(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = SAGE.cases(per_row=8, dtypes=("bfloat16",))
     monkeypatch.setattr(sage, "_LAYOUT", PLANTED["layout"])
     assert next((found for case in cases for found in SAGE.caught([case])), "")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import what_if
+from polyattn.backends.torch_sdpa import TorchSDPA
 from polyattn.distributions import availability, distribution_version
 from polyattn.errors import PolyattnError
+from polyattn.inspection import list_backends
 from polyattn.plugins import PluginManager
 from polyattn.records import AttentionRequest, Provider
 from polyattn_rocm.plugin import BACKENDS
@@ -168,3 +173,34 @@ def test_sdpa_serves_every_chip_in_torchs_limits(chip: str, changes: dict[str, A
     with pytest.raises(PolyattnError) as refused:
         what_if(request, platform=chip, backend="torch_sdpa")
     assert refusal in str(refused.value)
+
+
+def test_sdpa_multiplies_no_matrices_by_itself() -> None:
+    """No call of BLAS, hipBLASLt or another, beside PyTorch's fused kernels, which on ROCm are AOTriton's."""
+    called: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k = torch.randn(2, 1, 8, 4, 64)
+    for fields in ({}, {"causal": "bottom_right"}, {"window": (2, 0)}, {"scale": 0.3, "mask": "bool"}):
+        request = AttentionRequest(platform="rocm", arch="gfx942", dtype="float32", heads=4, kv_heads=4, **fields)
+        bound = TorchSDPA().bind(dataclasses.replace(request, head_dim=64, v_head_dim=64).normalised())
+        mask = {"attn_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)} if "mask" in fields else {}
+        with Watch():
+            bound.forward(q, k, k, **mask)
+    assert sum("scaled_dot_product" in name for name in called) == 4
+    assert not [name for name in called if any(word in name for word in ("mm.", "matmul", "einsum"))]
+
+
+def test_vendor_code_is_claimed_for_the_providers_that_ran() -> None:
+    where: dict[str, Any] = {"platform": MI350, "installed": ("amd-aiter",), "backend": "aiter"}
+    triton = what_if(AttentionRequest(**{**PAGED, **E4M3}), **where)
+    assert (triton.provider, triton.evidence) == ("amd-aiter/triton", "vendor code")
+    ck = what_if(AttentionRequest(**PAGED), **where)
+    assert (ck.provider, ck.evidence) == ("amd-aiter", "emulator")
+    (shown,) = [row for row in list_backends("rocm") if row.name == "aiter"]
+    assert shown.evidence.startswith("vendor code (")
+    assert shown.evidence.partition(", stale")[0].endswith(", in part)")

@@ -45,7 +45,7 @@ def test_the_scale_of_decode_is_folded_into_the_queries() -> None:
 
 
 @pytest.mark.parametrize("relation", ["one", "fewer"])
-def test_tokens_off_by_one_are_found(relation: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_tokens_off_by_one_are_found(relation: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     right = wave.token_lists
 
     def shifted(*args: Any) -> Any:

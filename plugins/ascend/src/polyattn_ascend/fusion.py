@@ -75,7 +75,7 @@ class _Fusion:
         self.gradient: Callable[..., Any] | None = None
         if r.grad and not r.dropout:
             self.gradient = adapters.load(TORCH_NPU, "torch_npu:npu_fusion_attention_grad", needs)
-        self.scale = r.head_dim**-0.5 if r.scale is None else r.scale
+        self.scale = r.softmax_scale
 
     def bound(self) -> Bound:
         return Bound(self.forward, self.backward if self.gradient else None)

@@ -57,7 +57,7 @@ class _Inference:
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
         self.operator = adapters.load(TORCH_NPU, _OPERATOR, _NEEDS)
-        scale = r.head_dim**-0.5 if r.scale is None else r.scale
+        scale = r.softmax_scale
         # Logits are scaled before their largest is taken off; the sign of a scale goes into the queries all the same.
         self.scale, self.sign = abs(scale) or 1.0, None if scale > 0 else -1.0 if scale < 0 else 0.0
         self.latent = r.family == "mla"

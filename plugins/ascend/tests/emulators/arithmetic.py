@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn.testing.emulators import arithmetic
+
 __all__ = ["Rows", "attend", "check", "hidden", "scores"]
 
 
@@ -42,8 +44,7 @@ def hidden(mode: int, mask: Tensor | None, before: int, after: int, s_q: int, s_
 
 def scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Scaled logits [B, N, S_q, S_k] of [B, N, S_q, D] and [B, N_kv, S_k, D], in float32."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    return query.float() @ key.float().transpose(2, 3) * scale
+    return arithmetic.scores(query.transpose(1, 2), key.transpose(1, 2), scale)
 
 
 class Rows(NamedTuple):
@@ -59,7 +60,6 @@ def attend(
 ) -> Rows:
     """The softmax over what is not `unseen`. Statistics of a row that sees nothing are documented nowhere: NaN. Its
     output is 0 where such rows are repaired, and else "loses precision": all values weigh the same."""
-    value = value.repeat_interleave(logits.shape[1] // value.shape[1], 1)
     blind = None
     if unseen is not None:
         unseen = unseen.expand(logits.shape)
@@ -72,7 +72,7 @@ def attend(
     weights = weights / total[..., None]
     if keep < 1.0:
         weights = weights * torch.bernoulli(torch.full_like(weights, keep)) / keep
-    out = (weights.to(rounded).float() @ value.float()).to(rounded)
+    out = arithmetic.weighted(weights.to(rounded).float(), value.transpose(1, 2)).transpose(1, 2).to(rounded)
     if blind is not None:
         out = out.masked_fill(blind[..., None], 0.0) if repaired else out
         top, total = (t.masked_fill(blind, torch.nan) for t in (top, total))

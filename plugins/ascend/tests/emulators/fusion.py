@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyattn.testing.emulators import Library
+from polyattn.testing.emulators.arithmetic import gradients
 
 from .arithmetic import Rows, attend, check, hidden, scores
 
@@ -166,18 +167,11 @@ def _backward(
     value: Tensor,
     given: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group, s_k = query.shape[1] // key.shape[1], key.shape[2]
     logits = scores(query, key, given["scale"])
     weights = torch.exp(logits - top) / total
-    unseen = _shaped(_unseen(given, query.shape[2], s_k), logits)
+    unseen = _shaped(_unseen(given, query.shape[2], key.shape[2]), logits)
     if unseen is not None:
         weights = weights.masked_fill(unseen.expand(weights.shape), 0.0)
-    wide = [t.float().repeat_interleave(group, 1) for t in (key, value)]
-    dout, rounded = dy.float(), weights.to(query.dtype).float()
-    delta = (dout * attention_in.float()).sum(-1, keepdim=True)
-    dlogits = (weights * (dout @ wide[1].transpose(2, 3) - delta)).to(query.dtype).float()
-    dq = dlogits @ wide[0] * given["scale"]
-    dk = dlogits.transpose(2, 3) @ query.float() * given["scale"]
-    dv = rounded.transpose(2, 3) @ dout
-    dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv))
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+    sides = (t.transpose(1, 2) for t in (dy, query, key, value, attention_in))
+    dq, dk, dv = gradients(*sides, weights, given["scale"], rounded=query.dtype)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -49,7 +49,7 @@ class _Kernels:
         left, right = request.window
         self.causal = request.causal != "none" or right == 0
         options: dict[str, Any] = {
-            "softmax_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+            "softmax_scale": request.softmax_scale,
             "causal": self.causal,
         }
         if request.family == "mla" and request.dims[1] == 512:

@@ -35,7 +35,7 @@ class Sage:
         given: dict[str, Any] = {
             "tensor_layout": _LAYOUT[request.layout],
             "is_causal": request.causal != "none",
-            "sm_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+            "sm_scale": request.softmax_scale,
             "smooth_k": True,
             # Not a word of SageAttention's: only MATE's takes it.
             "quant_recipe": (128, 16, -1, 1),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from polyattn.testing.emulators import Library
+from polyattn.testing.emulators.arithmetic import band, gradients, lse_of, scores, weighted, weights_of
 
 from . import SIGNATURES
 
@@ -39,36 +40,16 @@ class Mask(NamedTuple):
         return self.left >= 0 or (self.right > 0 and not self.causal)
 
     def seen(self, s_q: int, s_k: int) -> Tensor:
-        at = torch.arange(s_q)[:, None] + s_k - s_q
-        keys = torch.arange(s_k)
-        seen = torch.ones(s_q, s_k, dtype=torch.bool)
-        right = 0 if self.causal else self.right
-        if right >= 0:
-            seen &= keys <= at + right
-        if self.left >= 0:
-            seen &= keys >= at - self.left
-        return seen
-
-
-def scores(q: Tensor, k: Tensor, scale: float, softcap: float, seen: Tensor) -> Tensor:
-    """[H_q, S_q, S_k]."""
-    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    s = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
-    s = softcap * (s / softcap).tanh() if softcap else s
-    return s.masked_fill(~seen, -torch.inf)
+        return band(s_q, s_k, self.left, 0 if self.causal else self.right)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Mask, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out [S_q, H_q, D_v] and LSE [H_q, S_q] of one sequence."""
-    s = scores(q, k, scale, softcap, mask.seen(q.shape[0], k.shape[0]))
-    if sink is not None:
-        s = torch.cat([s, sink.float()[:, None, None].expand(-1, s.shape[1], 1)], -1)
-    lse = s.logsumexp(-1) if s.shape[-1] else s.new_full(s.shape[:2], -torch.inf)
-    p = (s - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()[..., : k.shape[0]]
-    out = torch.einsum("hqk,khd->qhd", p, v.float().repeat_interleave(q.shape[1] // v.shape[1], 1))
-    return out.to(q.dtype), lse
+    s = scores(q, k, scale, mask.seen(q.shape[0], k.shape[0]), softcap)
+    lse = lse_of(s, sink)
+    return weighted(weights_of(s, lse), v).to(q.dtype), lse
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, widest: int = 512) -> None:
@@ -272,11 +253,5 @@ def gradient(
     """(dq, dk, dv) of one sequence from its out and LSE."""
     if (mask.causal and q.shape[0] != k.shape[0]) or bool((lse == -torch.inf).any()):
         return tuple(torch.full_like(t, POISON) for t in (q, k, v))  # type: ignore[return-value]
-    group = q.shape[1] // k.shape[1]
-    keys, values = (t.float().repeat_interleave(group, 1) for t in (k, v))
-    p = (scores(q, k, scale, 0.0, mask.seen(q.shape[0], k.shape[0])) - lse[..., None]).exp()
-    delta = (dout.float() * out.float()).sum(-1).T
-    ds = p * (torch.einsum("qhd,khd->hqk", dout.float(), values) - delta[..., None]) * scale
-    dk = torch.einsum("hqk,qhd->khd", ds, q.float()).unflatten(1, (-1, group)).sum(2)
-    dv = torch.einsum("hqk,qhd->khd", p, dout.float()).unflatten(1, (-1, group)).sum(2)
-    return torch.einsum("hqk,khd->qhd", ds, keys).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    weights = weights_of(scores(q, k, scale, mask.seen(q.shape[0], k.shape[0])), lse)
+    return gradients(dout, q, k, v, out, weights, scale)

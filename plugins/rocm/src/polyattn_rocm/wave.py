@@ -48,7 +48,7 @@ class _Extend:
 
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
-        self.scale = request.head_dim**-0.5 if request.scale is None else request.scale
+        self.scale = request.softmax_scale
         self._extend = adapters.load(SGLANG, f"{_OPS}.extend_attention:extend_attention_wave")
 
     def __call__(

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn.testing.emulators.arithmetic import band, gradients, lse_of, scores, weighted, weights_of
+
 __all__ = ["Rule", "attend", "check", "check_tensors", "differentiate", "parts"]
 
 
@@ -22,43 +24,25 @@ class Rule(NamedTuple):
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """[H_q, S_q, S_k] in float32 from [S_q, H_q, D] and [S_k, H_kv, D]; -inf where a key is not seen."""
-        s = torch.einsum("qhd,khd->hqk", q.float(), _per_head(k, q.shape[1])) * self.scale
-        s = self.softcap * torch.tanh(s / self.softcap) if self.softcap else s
-        left, right = self.window[0], 0 if self.causal else self.window[1]
-        gap = torch.arange(k.shape[0]) - torch.arange(q.shape[0])[:, None] - (k.shape[0] - q.shape[0])
-        hidden = (gap > right) & (right >= 0) | (gap < -left) & (left >= 0)
-        return s.masked_fill(hidden, -torch.inf)
-
-
-def _per_head(t: Tensor, heads: int) -> Tensor:
-    return t.float().repeat_interleave(heads // t.shape[1], dim=1)
+        seen = band(q.shape[0], k.shape[0], self.window[0], 0 if self.causal else self.window[1])
+        return scores(q, k, self.scale, seen, self.softcap)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out [S_q, H_q, D_v] in float32 and LSE [H_q, S_q], without the sink. v may have more rows than k: those are
     weighted with 0, which leaves NaN what it is."""
     s = rule.scores(q, k)
-    lse = s.logsumexp(-1) if k.shape[0] else s.new_full(s.shape[:2], -torch.inf)
-    total = lse if sink is None else torch.logaddexp(lse, sink.float()[:, None])
-    p = (s - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
+    p = weights_of(s, lse_of(s, sink))
     p = torch.nn.functional.dropout(p, rule.dropout) if rule.dropout else p
     p = torch.nn.functional.pad(p, (0, v.shape[0] - k.shape[0]))
-    return torch.einsum("hqk,khd->qhd", p, _per_head(v, q.shape[1])), lse
+    return weighted(p, v), lse_of(s)
 
 
 def differentiate(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one sequence: weights from the LSE, where -inf is read as 0; their sum from dout and out."""
-    s = rule.scores(q, k)
-    p = (s - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    dp = torch.einsum("qhd,khd->hqk", dout.float(), _per_head(v, q.shape[1]))
-    ds = p * (dp - (dout.float() * out.float()).sum(-1).transpose(0, 1)[..., None]) * rule.scale
-    groups = (k.shape[1], -1)
-    dq = torch.einsum("hqk,khd->qhd", ds, _per_head(k, q.shape[1]))
-    dk = torch.einsum("hqk,qhd->khd", ds, q.float()).unflatten(1, groups).sum(2)
-    dv = torch.einsum("hqk,qhd->khd", p, dout.float()).unflatten(1, groups).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return gradients(dout, q, k, v, out, weights_of(rule.scores(q, k), lse), rule.scale)
 
 
 def check(condition: bool, message: str) -> None:

@@ -44,7 +44,7 @@ class _Latent:
     def __init__(self, request: AttentionRequest) -> None:
         self._request = request
         self._causal = request.causal != "none"
-        scale = request.head_dim**-0.5 if request.scale is None else request.scale
+        scale = request.softmax_scale
         needs = dict.fromkeys((*_LISTS, "sm_scale"), "polyattn")
         splits = dict.fromkeys(("num_kv_splits", "num_kv_splits_indptr"), "polyattn")
         decode = {**needs, **splits} | ({"return_lse": "the LSE"} if request.lse else {})

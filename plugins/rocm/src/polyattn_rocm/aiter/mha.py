@@ -58,7 +58,7 @@ def _load(name: str, needs: Mapping[str, str] | None = None) -> Callable[..., An
 def _options(request: AttentionRequest) -> dict[str, Any]:
     """What every forward is told; the softcap has a name of its own, and no dense forward knows it."""
     options = {
-        "softmax_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+        "softmax_scale": request.softmax_scale,
         "causal": request.causal != "none",
         "window_size": request.window,
     }
@@ -149,7 +149,7 @@ class _Kernels:
         given = {"dbias": None, "bias": None} if where is None else where._asdict()
         self._backward(
             dout=dout, q=query, k=key, v=value, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv, dropout_p=0.0,
-            softmax_scale=request.head_dim**-0.5 if request.scale is None else request.scale,
+            softmax_scale=request.softmax_scale,
             causal=request.causal != "none", window_size_left=request.window[0], window_size_right=request.window[1],
             alibi_slopes=self._no_slopes(query) if self._odd else None, deterministic=request.deterministic,
             **given,

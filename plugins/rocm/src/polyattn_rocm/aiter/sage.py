@@ -36,7 +36,7 @@ class AiterSage:
 
 def _bind(request: AttentionRequest) -> Bound:
     given = {
-        "softmax_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+        "softmax_scale": request.softmax_scale,
         "causal": request.causal != "none",
         "layout": request.layout.lower(),
         "return_lse": request.lse,

@@ -56,7 +56,7 @@ class _Unified:
         self._request = request
         self._kernel = functools.partial(
             adapters.load(AITER, target, dict.fromkeys(_GIVEN, "polyattn")),
-            softmax_scale=request.head_dim**-0.5 if request.scale is None else request.scale,
+            softmax_scale=request.softmax_scale,
             causal=True,
             window_size=(request.window[0], 0),
             softcap=request.softcap,

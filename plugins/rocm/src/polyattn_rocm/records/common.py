@@ -66,6 +66,13 @@ AITER_0_1_20 = Requirement(
 FLASH_ATTN = Requirement(
     "flash-attn",
     ">=2.7,<3",
-    module="flash_attn.flash_attn_interface",
+    module="flash_attn_2_cuda",
     hint="build https://github.com/Dao-AILab/flash-attention from source with ROCm's torch installed",
 )
+FLASH_ATTN_TRITON = Requirement(
+    "flash-attn",
+    ">=2.7.4,<3",
+    module="flash_attn.flash_attn_interface",
+    hint="FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE pip install --no-build-isolation flash-attn, and set it to run, too",
+)
+"""The build without an extension."""

@@ -27,7 +27,9 @@ from .common import (
     CAUSAL,
     CK_ARCHS,
     FLASH_ATTN,
+    FLASH_ATTN_TRITON,
     HALF,
+    LENGTHS,
     RDNA,
     SINKS,
     TRAINABLE,
@@ -88,6 +90,25 @@ FLASH_ATTN_ROWS = tuple(
     )
 )
 
+
+def _flash_attn_triton() -> tuple[Row, ...]:
+    """Of both Triton builds. flash-attn's own, to 2.8, drops windows and softcaps and draws one dropout mask for ever.
+    To queries before the first key it writes rows as wide as a power of two; in a packed batch, and to sequences of no
+    query, LSEs past their ends and those of the tensor."""
+    causal: dict[str, Any] = {"family": "dense", "causal": "bottom_right"}
+    limits: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({"causal": "none"}, {"causal": "none"}),
+        ({"causal": "bottom_right", "s_relation": ("equal", "one", "fewer")}, causal),
+        ({"causal": "bottom_right", "s_relation": "more"}, {**causal, "head_dim": (16, 32, 64, 128, 256)}),
+    )
+    statistics: dict[str, Any] = {"lse": True, "grad": TRAINABLE_LSE, "lowered": SINKS}
+    common = {**FLASH_ATTN_COMMON, **statistics}
+    return tuple(
+        row(**{**common, **limit, "s_relation": when.get("s_relation", LENGTHS), "when": {**common["when"], **when}})
+        for when, limit in limits
+    )
+
+
 FA = BackendInfo(
     "fa",
     "rocm",
@@ -95,6 +116,12 @@ FA = BackendInfo(
         Provider("aiter", AITER_DENSE, MHA, (AITER_0_1_20,)),
         Provider("aiter-0.1.7", AITER_DENSE_0_1_7, MHA, (AITER,)),
         Provider("fa2/flash-attn", FLASH_ATTN_ROWS, "polyattn_rocm.flash_attention:FlashAttention2", (FLASH_ATTN,)),
+        Provider(
+            "fa2/flash-attn-triton",
+            _flash_attn_triton(),
+            "polyattn_rocm.flash_attention:FlashAttention2Triton",
+            (FLASH_ATTN_TRITON,),
+        ),
     ),
     summary="FlashAttention on ROCm: AITER, or flash-attn 2",
     priority=60,

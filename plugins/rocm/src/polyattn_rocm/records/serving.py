@@ -131,9 +131,10 @@ AITER_BACKEND = BackendInfo(
     "aiter",
     "rocm",
     (
+        Provider("amd-aiter/triton", _unified(), "polyattn_rocm.aiter.serving:Aiter", (AITER_0_1_20,)),
         Provider(
             "amd-aiter",
-            (*LATENT, *_batch_prefill(sinks=True), *_unified(), *AITER_DENSE),
+            (*LATENT, *_batch_prefill(sinks=True), *AITER_DENSE),
             "polyattn_rocm.aiter.serving:Aiter",
             (AITER_0_1_20,),
         ),
