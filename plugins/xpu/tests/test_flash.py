@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -252,7 +253,7 @@ PLANTED = [
     ("sgl", 1, BATCHES, "blind", lambda real: lambda request, query, *_: torch.zeros(len(query), dtype=torch.bool)),
     ("sgl", 1, BATCHES, "without_free_slots", lambda real: lambda request, caches, table, *_: (caches, table)),
     ("sgl", 1, BATCHES, "_scalar", lambda real: lambda scale, device: torch.ones(1)),
-    ("sgl", 2, SGL, "_scale", lambda real: lambda request: request.head_dim**-0.5),
+    ("sgl", 2, SGL, "_Latent", lambda real: lambda request: real(dataclasses.replace(request, scale=None))),
     ("vllm", 0, VLLM, "_call", _given(softmax_scale=None)),
     ("vllm", 0, VLLM, "_call", _given(causal=False)),
     ("vllm", 0, BATCHES, "blind", lambda real: lambda request, query, *_: torch.zeros(len(query), dtype=torch.bool)),

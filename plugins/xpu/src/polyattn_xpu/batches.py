@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.backends.flash_attention import Packed, Result, Tables, starts
+from polyattn.backends.flash_attention import Packed, Result, Tables, dense_by_packed
 from polyattn.backends.free_slots import without_free_slots
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
@@ -22,22 +22,12 @@ from polyattn.contract import Bound
 from polyattn.errors import UnsupportedRequestError
 from polyattn.records import AttentionRequest
 
-__all__ = ["Pages", "Unpaged", "bind_paged", "blind", "idle_last"]
+from .visibility import blind
+
+__all__ = ["Pages", "Unpaged", "bind_paged", "idle_last"]
 
 Pages = Callable[..., Tensor]
 """(query [T_q, H_q, D], keys and values [pages, page_size, H_kv, D], `Tables`, sinks=, scales=, out=) -> an output."""
-
-
-def blind(request: AttentionRequest, query: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    """bool [T_q]: queries that see no key (S7). Nothing waits for the device."""
-    token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
-    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), token, right=True)
-    keys = seq_lens[sequence]
-    right = 0 if request.causal != "none" else request.window[1]
-    if right < 0:
-        return keys == 0
-    position = keys - (cu_seqlens_q[sequence + 1] - token)
-    return (position + right < 0) | (keys == 0)
 
 
 def idle_last(query: Tensor, where: Tables) -> tuple[Tensor, Tables]:
@@ -59,6 +49,7 @@ class Unpaged(abc.ABC):
 
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
+        self.dense = dense_by_packed(request, self.packed)
 
     @abc.abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> Result:
@@ -74,15 +65,6 @@ class Unpaged(abc.ABC):
             result = result.masked_fill_(hidden[:, None, None], 0.0)
             stats = None if stats is None else stats.masked_fill_(hidden, -torch.inf)
         return result, stats
-
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> Result:
-        """By the packed call: a batch of sequences of one length."""
-        (B, S_q), S_k = query.shape[:2], key.shape[1]
-        starts_q, starts_k = (starts(self.request, B, S, query.device) for S in (S_q, S_k))
-        flat = (t.flatten(0, 1) for t in (query, key, value))
-        result, found = self.packed(*flat, Packed(starts_q, starts_k, S_q, S_k), lse=lse)
-        result = result.view(B, S_q, *result.shape[1:])
-        return result, None if found is None else found.view(-1, B, S_q).transpose(0, 1)
 
 
 def bind_paged(request: AttentionRequest, library: str, pages: Callable[[AttentionRequest], Pages]) -> Bound:

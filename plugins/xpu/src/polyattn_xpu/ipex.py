@@ -15,8 +15,8 @@ from polyattn import adapters
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 
-from .batches import blind
 from .records.common import IPEX
+from .visibility import blind
 
 __all__ = ["VarlenIPEX"]
 
@@ -49,7 +49,7 @@ class VarlenIPEX:
             attend(
                 query=query, key=key, value=value, out=room, seqlen_q=cu_seqlens_q, seqlen_k=cu_seqlens_k,
                 alibi_slopes=None, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, pdropout=0.0,
-                softmax_scale=request.head_dim**-0.5, zero_tensors=False, is_causal=causal, return_softmax=False,
+                softmax_scale=request.softmax_scale, zero_tensors=False, is_causal=causal, return_softmax=False,
                 gen_=None, window_size_left=-1, window_size_right=-1, softcap=-1.0,
             )  # fmt: skip
             hidden = blind(request, query, cu_seqlens_k.diff(), cu_seqlens_q)

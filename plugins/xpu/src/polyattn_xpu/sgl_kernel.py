@@ -22,8 +22,9 @@ from polyattn.contract import Bound
 from polyattn.errors import UnsupportedRequestError
 from polyattn.records import AttentionRequest
 
-from .batches import Unpaged, bind_paged, blind, idle_last
+from .batches import Unpaged, bind_paged, idle_last
 from .records.common import SGL_KERNEL_XPU
+from .visibility import blind
 
 __all__ = ["FlashAttentionSglKernel", "LatentSglKernel", "PagedSglKernel"]
 
@@ -34,13 +35,9 @@ def _load(target: str, needs: dict[str, str] | None = None) -> Any:
     return adapters.load(SGL_KERNEL_XPU, target, needs)
 
 
-def _scale(request: AttentionRequest) -> float:
-    return request.head_dim**-0.5 if request.scale is None else request.scale
-
-
 def _options(request: AttentionRequest) -> dict[str, Any]:
     return {
-        "softmax_scale": _scale(request),
+        "softmax_scale": request.softmax_scale,
         "causal": request.causal != "none",
         "window_size": request.window,
     }
@@ -160,7 +157,7 @@ class _Latent:
             "q_pe": rope,
             "kv_c_and_k_pe_cache": rows,
             "page_table": table,
-            "sm_scale": _scale(self.request),
+            "sm_scale": self.request.softmax_scale,
             "num_kv_splits": -1,
         }
         room = (self._room if one else self._prefill_room)(**sizes, num_kv_splits=-1)

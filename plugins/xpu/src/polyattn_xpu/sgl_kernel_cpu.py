@@ -196,7 +196,7 @@ class _Batch:
             "req_to_token": self.table,
             "req_pool_indices": mine,
             "seq_lens": self.seq_lens,
-            "sm_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+            "sm_scale": request.softmax_scale,
             "logit_cap": request.softcap,
         }
 
@@ -222,13 +222,16 @@ def _decode(operator: _Operator, batch: _Batch, result: Tensor) -> None:
     N, H, width = batch.mine.numel(), batch.query.shape[1], batch.values.shape[-1]
     rows, loc = batch.starts.long(), batch.slots()
     output = result.new_empty(N, H, width)
+    parts = torch.empty(N, H, _SPLITS, width + 1, dtype=torch.float32)
+    # Builds before May 2026 leave the LSE of a part without keys as they find it, and count it.
+    parts[..., -1] = -torch.inf
     operator(
         query=batch.query[rows],
         output=output,
         key=batch.keys[loc],
         value=batch.values[loc],
         loc=loc,
-        attn_logits=torch.empty(N, H, _SPLITS, width + 1, dtype=torch.float32),
+        attn_logits=parts,
         **batch.given,
     )
     result[rows] = output

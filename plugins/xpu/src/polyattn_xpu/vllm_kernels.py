@@ -29,7 +29,7 @@ def _call(request: AttentionRequest, needs: dict[str, str]) -> Any:
     target = "vllm_xpu_kernels.flash_attn_interface:flash_attn_varlen_func"
     return functools.partial(
         adapters.load(VLLM_XPU_KERNELS, target, needs),
-        softmax_scale=request.head_dim**-0.5 if request.scale is None else request.scale,
+        softmax_scale=request.softmax_scale,
         causal=request.causal != "none",
     )
 

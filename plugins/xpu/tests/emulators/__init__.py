@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyattn.testing.emulators import Signatures
+from polyattn.testing.emulators.arithmetic import band, lse_of, scores, weighted, weights_of
 
 __all__ = ["SIGNATURES", "attend", "check", "poisoned"]
 
@@ -41,25 +42,8 @@ def attend(
     Bottom-right: query i is at i + S_k - S_q. Weights are rounded to the queries' dtype before they meet the values, as
     matrix engines want them. A row that sees no key gets NaN.
     """
-    group = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (t.float().repeat_interleave(group, 1) for t in (k, v))
-    s = torch.einsum("qhd,khd->hqk", q.float(), wide_k) * scale
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    position = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0]
-    gap = torch.arange(k.shape[0]) - position
-    left, right = window
-    seen = torch.ones_like(gap, dtype=torch.bool)
-    if causal:
-        right = 0
-    if right >= 0:
-        seen &= gap <= right
-    if left >= 0:
-        seen &= gap >= -left
-    s = s.masked_fill(~seen, -torch.inf)
-    if sink is not None:
-        s = torch.cat([s, sink.float()[:, None, None].expand(-1, s.shape[1], 1)], -1)
-    lse = s.logsumexp(-1) if s.shape[-1] else s.new_full(s.shape[:2], -torch.inf)
-    weights = (s - lse[..., None]).exp()[..., : k.shape[0]].to(q.dtype).float()
-    out = torch.einsum("hqk,khd->qhd", weights, wide_v)
+    seen = band(q.shape[0], k.shape[0], window[0], 0 if causal else window[1])
+    s = scores(q, k, scale, seen, softcap)
+    lse = lse_of(s, sink)
+    out = weighted(weights_of(s, lse).to(q.dtype).float(), v)
     return out.masked_fill(~seen.any(-1)[:, None, None], torch.nan).to(q.dtype), lse

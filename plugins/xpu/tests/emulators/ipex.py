@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from polyattn.testing.emulators import Library
+from polyattn.testing.emulators.arithmetic import scores, weighted
 
 from . import SIGNATURES
 
@@ -48,20 +49,16 @@ def library() -> Library:
             }
             for name, value_ in off.items():
                 assert more[name] == value_, f"ipex do not support {name}"
-            group = query.shape[1] // key.shape[1]
             starts, ends = seqlen_q.tolist(), seqlen_k.tolist()
             for n in range(len(starts) - 1):
                 rows, keys = slice(starts[n], starts[n + 1]), slice(ends[n], ends[n + 1])
                 size = keys.stop - keys.start
                 room = (0, 0, 0, 0, 0, max_seqlen_k - size)
-                k, v = (
-                    torch.nn.functional.pad(t[keys].float().repeat_interleave(group, 1), room) for t in (key, value)
-                )
-                s = torch.einsum("qhd,khd->hqk", query[rows].float(), k) * query.shape[2] ** -0.5
+                k, v = (torch.nn.functional.pad(t[keys], room) for t in (key, value))
                 place = torch.arange(max_seqlen_k)
-                hidden = place > torch.arange(s.shape[1])[:, None] if is_causal else place >= size
-                weights = s.masked_fill(hidden, -torch.inf).softmax(-1)
-                out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
+                seen = place <= torch.arange(rows.stop - rows.start)[:, None] if is_causal else place < size
+                weights = scores(query[rows], k, query.shape[2] ** -0.5, seen).softmax(-1)
+                out[rows] = weighted(weights, v).to(out.dtype)
             return out
 
     lib.add(MODULE, VarlenAttention=VarlenAttention)

@@ -45,18 +45,17 @@ SGL_KERNEL_CPU = Requirement(
     impostor="sgl-kernel, a build for CUDA",
     also=("sglang-kernel-cpu", "sgl-kernel"),
 )
+IPEX_HINT = (
+    "use torch_sdpa: Intel moved these kernels to PyTorch and ended the project, whose last version imports beside "
+    "torch 2.8 only; polyattn's own backends need a newer one"
+)
 IPEX = Requirement(
     "intel-extension-for-pytorch",
     ">=2.8,<2.9",
     module="intel_extension_for_pytorch",
-    hint="use torch_sdpa: its project has ended, and Intel moved its kernels to PyTorch",
+    hint=IPEX_HINT,
     also=("intel_extension_for_pytorch", "ipex"),
     warning="its project was archived in March 2026 with known security issues open, and gets no more mends; uninstall "
     "it unless something else needs it: polyattn uses it only where it is asked for by name",
 )
-TORCH_OF_IPEX = Requirement(
-    "torch",
-    ">=2.8,<2.9",
-    hint="use torch_sdpa: intel-extension-for-pytorch 2.8.0 imports beside torch 2.8 only, and polyattn's own backends "
-    "need a newer one",
-)
+TORCH_OF_IPEX = Requirement("torch", ">=2.8,<2.9", hint=IPEX_HINT)

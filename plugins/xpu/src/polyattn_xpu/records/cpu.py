@@ -1,8 +1,9 @@
 """Intel CPUs: `intel_amx` by SGLang's CPU kernels, and `ipex`, which is there by name only.
 
 From the kernels' sources (sgl-kernel/csrc/cpu/{decode,extend}.cpp): 16-bit dtypes, token-level caches, no LSE, no
-window; extend is causal, wants widths that are multiples of 32 and, in newer builds, ignores a softcap; decode stores
-the new rows by itself. Newer builds take windows, sinks and tree masks too, which no published source describes yet.
+window; extend is causal, wants widths that are multiples of 32 and ignores a softcap; decode stores the new rows by
+itself. Builds since 0.4.5 take windows, sinks and tree masks too; others of the same time take scales in their place,
+and a version does not tell them apart, so neither is declared.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ INTEL_AMX = BackendInfo(
     ),
     evidence="emulator",
     upstream="https://github.com/sgl-project/sglang/tree/main/sgl-kernel",
-    note="newer builds also take windows, sinks and tree masks; they are declared once their source can be read",
+    note="some builds also take windows, sinks and tree masks: not declared, a version does not tell which",
 )
 
 IPEX_VARLEN = BackendInfo(
