@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import reference, what_if
+from polyattn.backends import flash_attention
 from polyattn.errors import BackendUnavailableError, PolyattnError
 from polyattn.merging import merge
 from polyattn.records import AttentionRequest
@@ -165,25 +166,43 @@ def test_sinks_that_the_kernel_takes_as_they_are(build: str, install: Callable[[
     assert (fused is None) is (build != "fa4")
 
 
-def test_sequences_of_one_length_are_counted_once(install: Callable[[str], Library]) -> None:
+def test_sequences_of_one_length_are_counted_once(
+    install: Callable[[str], Library], monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = install("sgl")
     q, k, v = tensors(*QKV)
-    for capture, kept in ((False, True), (True, False)):
-        bound = dense("sgl", graph_capture=capture)
+    for name in ("_kept", "_in_graphs"):
+        monkeypatch.setattr(flash_attention, name, {})
+    eager, recorded = dense("sgl"), dense("sgl", graph_capture=True)
+    # What a graph makes is its own; what was there before it is read by it, and outlives the others.
+    for bound in (recorded, recorded, eager, eager, recorded):
         bound.forward(q, k, v)
-        bound.forward(q, k, v)
-        first, second = (call.given["cu_seqlens_q"] for call in library.calls[-2:])
-        assert first.tolist() == [0, 9, 18]
-        assert (first is second) is kept
+    flash_attention._kept.clear()
+    recorded.forward(q, k, v)
+    first, second, *kept = (call.given["cu_seqlens_q"] for call in library.calls)
+    assert first.tolist() == [0, 9, 18]
+    assert len({id(t) for t in (first, second, *kept)}) == 3
+    assert len({id(t) for t in kept}) == 1
+
+
+def test_fewer_are_kept_than_there_may_be_lengths(
+    install: Callable[[str], Library], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("sgl")
+    monkeypatch.setattr(flash_attention, "_kept", {})
+    for length in range(1, 70):
+        flash_attention.starts(AttentionRequest(), 2, length, torch.device("cpu"))
+    assert 0 < len(flash_attention._kept) <= 64
 
 
 # What a bound call costs beside the library, at most: torch operations, and calls of Python functions of ours.
 COSTS = {
     "fa2": {"dense": (0, 0), "varlen": (0, 3), "paged": (2, 3)},
     "fa3": {"dense": (0, 0), "varlen": (0, 4), "paged": (0, 4)},
-    "sgl": {"dense": (4, 12), "varlen": (0, 3), "paged": (0, 4)},
+    "sgl": {"dense": (4, 5), "varlen": (0, 3), "paged": (0, 4)},
     "vllm": {"dense": (0, 1), "varlen": (0, 5), "paged": (0, 6)},
-    "fa4": {"dense": (0, 2), "varlen": (0, 3), "paged": (0, 3)},
+    # Of these one is a kernel: the page table in parts of pages.
+    "fa4": {"dense": (0, 2), "varlen": (0, 3), "paged": (5, 4)},
 }
 
 
@@ -216,7 +235,7 @@ def test_what_a_bound_call_costs_beside_the_library(build: str, family: str, ins
     call()
     with Operations() as operations:
         call()
-    ours = str(Path(fa3.__file__).parents[1])
+    ours = (str(Path(fa3.__file__).parents[1]), str(flash_attention.__file__))
     calls = []
     sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
     call()
@@ -275,7 +294,8 @@ class cached:  # noqa: N801 - reads as the call that it makes
             "head_dim": 64,
             "page_size": page,
         }
-        self.bound = target(build, serving=True).bind(**{**usual, **fields})
+        self.fields = {**usual, **fields}
+        self.bound = target(build, serving=True).bind(**self.fields)
         self.query, self.keys, self.values = tensors((sum(queries), 4, 64), *[(pages, page, 2, 64)] * 2)
         self.tables: dict[str, Any] = {
             "page_table": torch.tensor([[2], [0]], dtype=torch.int32),
@@ -411,6 +431,26 @@ def test_rows_that_no_sequence_has_are_not_read(
     assert bound.forward(query[:10], *inputs, **given).isfinite().all()
 
 
+@pytest.mark.parametrize("step", [4, 8])
+def test_fa4_is_given_parts_of_pages_that_it_would_load_whole(step: int, install: Callable[[str], Library]) -> None:
+    library = install("fa4")
+    call = cached("fa4", queries=(2, 3))
+    pool = torch.stack([call.keys, call.values], 1) if step == 8 else None
+    if pool is not None:
+        # Keys and values of a page side by side.
+        call.keys, call.values = pool.unbind(1)
+    for cache in (call.keys, call.values):
+        cache[2, 30:], cache[0, 9:], cache[1] = torch.nan, torch.nan, torch.nan
+    assert call.run().isfinite().all()
+    given = library.calls[-1].given
+    assert given["k"].shape[1] == 32
+    assert given["k"].data_ptr() == call.keys.data_ptr()
+    assert given["page_table"].tolist() == [[2 * step + i for i in range(4)], [0, 1, 2, 3]]
+    call.bound = target("fa4", serving=True).bind(**{**call.fields, "options": (("free_slots", "finite"),)})
+    assert not call.run().isfinite().all()
+    assert library.calls[-1].given["k"].shape[1] == 128
+
+
 def test_queries_beside_an_e4m3_cache_have_a_scale_for_each_sequence_and_head(
     install: Callable[[str], Library],
 ) -> None:
@@ -435,6 +475,17 @@ def test_queries_beside_an_e4m3_cache_have_a_scale_for_each_sequence_and_head(
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.parametrize("window", [(-1, 9), (2, -1), (2, 9)])
+def test_fa2_has_other_windows_before_the_first_key(window: tuple[int, int], install: Callable[[str], Library]) -> None:
+    install("fa2")
+    q, k, v = tensors((1, 14, 4, 64), (1, 6, 2, 64), (1, 6, 2, 64))
+    found = dense("fa2", causal="none", window=window, s_relation="more").forward(q, k, v).double()
+    right = reference.attention(q.double(), k.double(), v.double(), window=window)
+    wrong = (found - right).abs().amax((0, 2, 3)) > 0.05
+    assert wrong.any()
+    assert not wrong[8:].any(), "queries among the keys"
+
+
 def test_the_beta_of_fa3_has_no_lse_and_no_such_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     emulators.fa3("sdist").install(monkeypatch)
     dense("fa3").forward(*tensors(*QKV))
@@ -454,7 +505,11 @@ def test_both_versions_of_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [call.name for call in library.calls] == ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 
-REFUSED = [
+MORE = {"s_relation": "more", "window": (9, -1)}
+MORE_PAGED = {**MORE, "family": "paged", "layout": "THD", "page_size": 256, "phase": "extend"}
+REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
+    ("cuda:sm80", "fa", "flash-attn", MORE, "s_relation='more' is not one of equal, one, fewer"),
+    ("cuda:sm80", "fa2", "flash-attn", MORE_PAGED, "s_relation='more' is not one of equal, one, fewer"),
     ("cuda:sm80", "fa", "flash-attn==2.6.3", {}, "flash-attn 2.6.3 is installed, >=2.7,<3 is needed"),
     ("cuda:sm90", "fa", "flash-attn-4==4.0.0b30", {}, "flash-attn-4 4.0.0b30 is installed, >=4.0.0b36 is needed"),
     ("cuda:sm80", "fa", "flash-attn", {"alibi": True}, "alibi=True is not declared"),

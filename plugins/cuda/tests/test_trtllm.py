@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BackendUnavailableError
+from polyattn.records import Accepted, Rejected, judge
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated
 from polyattn_cuda.flashinfer import memory
@@ -104,6 +105,31 @@ def test_drafts_of_xqa_are_a_packed_mask(counts: tuple[int, ...], monkeypatch: p
     assert given["q_len_per_req"] == max(counts)
     assert ("q_cu_seq_lens" in given) is (len(set(counts)) > 1)
     assert given["mask"].is_contiguous()
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_xqa_is_given_what_it_can_find_its_way_in(drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator says what: it reads the query as one block, and both caches by the keys' strides in whole rows."""
+    library = emulator.library(arch=90).install(monkeypatch)
+    bound = MHA[90].bind(**STEP, **(ONE if drafts == 1 else CHAIN))
+    wide = [torch.randn(4, 16, 2, 80).bfloat16() for _ in range(2)]
+    caches = [wide[0][..., :64], wide[1][..., :64]], [wide[0][..., :64].contiguous(), wide[1][..., :64]]
+    # One block of both, as a pool may have it: read where it lies.
+    pool = torch.stack([wide[0][..., :64], wide[1][..., :64]], 1)
+    query = torch.randn(2 * drafts, 8, 96).bfloat16()[..., :64]
+    tables = {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2), "max_seqlen_q": drafts, "max_seqlen_k": 20}
+    tables |= {"seq_lens": torch.full((2,), 20, dtype=torch.int32)}
+    tables |= {"cu_seqlens_q": torch.arange(3, dtype=torch.int32) * drafts}
+    wanted = bound.forward(query.contiguous(), *(t.contiguous() for t in caches[0]), **tables)
+    for given in (*caches, pool.unbind(1)):
+        assert torch.equal(bound.forward(query, *given, **tables), wanted)
+    assert library.calls[-1].given["kv_cache"][0].data_ptr() == pool.data_ptr()
+
+
+def test_a_group_is_one_tile_of_xqa() -> None:
+    heads = {"heads": 66, "kv_heads": 2}
+    assert isinstance(judge(MHA[90].rows, MHA[90].request(**{**STEP, **ONE, **heads})), Rejected)
+    assert isinstance(judge(MHA[90].rows, MHA[90].request(**{**STEP, **ONE, **heads, "heads": 64})), Accepted)
 
 
 def bits(mask: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def _one_key(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of one query with one key, which no mask hides and cuDNN's backward refuses ("s_q = s_kv = 1 is
     not supported"). All [B, H, 1, D], but lse [B, H_q, 1]."""
-    scale = request.head_dim**-0.5 if request.scale is None else request.scale
+    scale = request.softmax_scale
     k, v = (t.float().repeat_interleave(request.group, 1) for t in (key, value))
     q, dout = query.float(), dout.float()
     weight = torch.exp(scale * (q * k).sum(-1) - lse).unsqueeze(-1)
@@ -151,7 +151,7 @@ def _band(request: AttentionRequest) -> dict[str, Any]:
 
 
 def _frontend(request: AttentionRequest) -> _Kernel:
-    scale = request.head_dim**-0.5 if request.scale is None else request.scale
+    scale = request.softmax_scale
     band, with_lse = _band(request), request.lse or bool(request.grad)
     packed = request.family == "varlen"
     lens_of = _packed_lens if packed else dict

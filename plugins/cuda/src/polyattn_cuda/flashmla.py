@@ -118,7 +118,7 @@ class _Attention:
         self._request, self._kernels = request, kernels
         self._causal = request.causal != "none"
         self._rows_of_bytes = request.kv_storage == "fp8_e4m3"
-        scale = request.head_dim**-0.5 if request.scale is None else request.scale
+        scale = request.softmax_scale
         # The kernels take the largest unscaled logit: instead of the scale's the queries take the sign.
         self._scale = abs(scale) or 1.0
         self._sign = None if scale > 0 else -1.0 if scale < 0 else 0.0

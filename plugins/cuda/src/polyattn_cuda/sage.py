@@ -48,7 +48,7 @@ class Sage2:
             **how,
             "tensor_layout": _LAYOUT[request.layout],
             "is_causal": request.causal != "none",
-            "sm_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+            "sm_scale": request.softmax_scale,
             "smooth_k": True,
             "return_lse": request.lse,
         }
@@ -71,7 +71,7 @@ class Sage1:
         given = {
             "tensor_layout": _LAYOUT[request.layout],
             "is_causal": request.causal != "none",
-            "sm_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+            "sm_scale": request.softmax_scale,
             "smooth_k": False,
         }
         kernel = functools.partial(

@@ -29,7 +29,7 @@ class Sparge:
         options: dict[str, Any] = dict(request.options)
         given: dict[str, Any] = {
             "is_causal": False,
-            "scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+            "scale": request.softmax_scale,
             "smooth_k": True,
             "topk": float(options.get("topk", 0.5)),
             "pvthreshd": options.get("pvthreshd", 50),

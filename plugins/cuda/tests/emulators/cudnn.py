@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn.testing.emulators import Library, signature_of_schema
+from polyattn.testing.emulators.arithmetic import gradients, lse_of, scores, weighted, weights_of
 
 from . import SIGNATURES
 
@@ -196,31 +197,24 @@ def _seen(
 
 
 def _weights(q: Tensor, k: Tensor, scale: float, lse: Tensor | None, band: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    logits = q.float() @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * scale
     seen = _seen(q.shape[2], k.shape[2], **band)
     if not bool(seen.any(-1).all()):
         raise RuntimeError("a row without keys: not written down what becomes of it")
-    logits = logits.masked_fill(~seen, -torch.inf)
-    lse = logits.logsumexp(-1) if lse is None else lse
-    return torch.exp(logits - lse[..., None]), lse
+    logits = scores(q.transpose(1, 2), k.transpose(1, 2), scale, seen)
+    lse = lse_of(logits) if lse is None else lse
+    return weights_of(logits, lse), lse
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, **band: Any) -> tuple[Tensor, Tensor]:
     weights, lse = _weights(q, k, scale, None, band)
-    values = v.float().repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return (weights.to(q.dtype).float() @ values).to(q.dtype), lse
+    out = weighted(weights.to(q.dtype).float(), v.transpose(1, 2)).transpose(1, 2)
+    return out.to(q.dtype), lse
 
 
 def _gradient(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, **band: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group = q.shape[1] // k.shape[1]
     weights, _ = _weights(q, k, scale, lse, band)
-    dv = weights.to(q.dtype).float().transpose(2, 3) @ dout.float()
-    dp = dout.float() @ v.float().repeat_interleave(group, 1).transpose(2, 3)
-    delta = (dout.float() * out.float()).sum(-1, keepdim=True)
-    ds = (weights * (dp - delta)).to(q.dtype).float()
-    dq = ds @ k.float().repeat_interleave(group, 1) * scale
-    dk = ds.transpose(2, 3) @ q.float() * scale
-    dk, dv = (t.unflatten(1, (k.shape[1], group)).sum(2) for t in (dk, dv))
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    sides = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    dq, dk, dv = gradients(*sides, weights, scale, rounded=q.dtype)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -1,7 +1,8 @@
 """FlashAttention 2, 3 and 4 as their sources describe them: checks, alignment, LSE, and gradients from (out, lse).
 
-What differs: FA2 writes LSE = +inf for a row without keys, the others -inf; FA4 counts its sinks in the LSE; pages of
-FA2 are multiples of 256 tokens; FA4's windows are off by None; FA3 multiplies rows of a page that no sequence has by 0.
+What differs: FA2 writes LSE = +inf for a row without keys, the others -inf, and its windows are off from S_k on; FA4
+counts its sinks in the LSE; pages of FA2 are multiples of 256 tokens; FA4's windows are off by None; FA3 and FA4
+multiply rows of a page that no sequence has by 0.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.testing.emulators import Library
+from polyattn.testing.emulators import Library, arithmetic
+from polyattn.testing.emulators.windows import fa2_window
 
 from . import SIGNATURES
 
@@ -31,32 +33,17 @@ class Rule(NamedTuple):
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """[H_q, S_q, S_k] in float32 from [S_q, H_q, D] and [S_k, H_kv, D]; -inf where a key is not seen."""
-        s = torch.einsum("qhd,khd->hqk", q.float(), _per_head(k, q.shape[1])) * self.scale
-        if self.softcap:
-            s = self.softcap * torch.tanh(s / self.softcap)
-        return s.masked_fill(~self.seen(q.shape[0], k.shape[0]), -torch.inf)
+        return arithmetic.scores(q, k, self.scale, self.seen(q.shape[0], k.shape[0]), self.softcap)
 
     def seen(self, s_q: int, s_k: int) -> Tensor:
         """Bottom-right: query i is at position i + S_k - S_q."""
-        left, right = self.window
-        if self.causal:
-            right = 0
-        gap = torch.arange(s_k) - (torch.arange(s_q)[:, None] + s_k - s_q)
-        seen = torch.ones(s_q, s_k, dtype=torch.bool)
-        if right >= 0:
-            seen &= gap <= right
-        if left >= 0:
-            seen &= gap >= -left
+        seen = arithmetic.band(s_q, s_k, self.window[0], 0 if self.causal else self.window[1])
         if self.chunk:
             position = torch.arange(s_q)[:, None] + s_k - s_q
             first = torch.div(position, self.chunk, rounding_mode="floor") * self.chunk
             key = torch.arange(s_k)
             seen &= (key >= first) & (key < first + self.chunk)
         return seen
-
-
-def _per_head(t: Tensor, heads: int) -> Tensor:
-    return t.float().repeat_interleave(heads // t.shape[1], dim=1)
 
 
 def forward(
@@ -66,14 +53,11 @@ def forward(
     if qv is not None:
         q, k = torch.cat([q, qv], -1), torch.cat([k, v], -1)
     s = rule.scores(q, k)
-    if sink is not None:
-        s = torch.cat([s, sink.float()[:, None, None].expand(-1, s.shape[1], 1)], -1)
-    lse = s.logsumexp(-1) if s.shape[-1] else s.new_full(s.shape[:2], -torch.inf)
-    weights = (s - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()[..., : k.shape[0]]
+    lse = arithmetic.lse_of(s, sink)
+    weights = arithmetic.weights_of(s, lse)
     if rule.dropout:
         weights = torch.nn.functional.dropout(weights, rule.dropout)
-    out = torch.einsum("hqk,khd->qhd", weights, _per_head(v, q.shape[1]))
-    return out.to(v.dtype), lse
+    return arithmetic.weighted(weights, v).to(v.dtype), lse
 
 
 class Descales(NamedTuple):
@@ -101,7 +85,7 @@ def forward_fp8(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Te
     weights = (s - top.masked_fill(top == -torch.inf, 0.0)).exp()
     total = weights.sum(-1)
     rounded = (weights * 256).to(torch.float8_e4m3fn).float() / 256
-    out = torch.einsum("hqk,khd->qhd", rounded, _per_head(v, q.shape[1])) / total.clamp(min=1e-30).T[..., None]
+    out = arithmetic.weighted(rounded, v) / total.clamp(min=1e-30).T[..., None]
     return out.bfloat16(), total.log() + top[..., 0]
 
 
@@ -110,19 +94,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one sequence as the kernels have them: weights from the LSE, their sum from dout and out."""
     s = rule.scores(q, k)
-    hidden = s == -torch.inf
-    p = (s - lse[..., None]).masked_fill(hidden, -torch.inf).exp()
-    dp = torch.einsum("qhd,khd->hqk", dout.float(), _per_head(v, q.shape[1]))
-    delta = (dout.float() * out.float()).sum(-1).transpose(0, 1)
-    ds = p * (dp - delta[..., None])
-    if rule.softcap:
-        ds = ds * (1 - (s.masked_fill(hidden, 0.0) / rule.softcap).square())
-    ds = ds * rule.scale
-    dq = torch.einsum("hqk,khd->qhd", ds, _per_head(k, q.shape[1]))
-    groups = (k.shape[1], -1)
-    dk = torch.einsum("hqk,qhd->khd", ds, q.float()).unflatten(1, groups).sum(2)
-    dv = torch.einsum("hqk,qhd->khd", p, dout.float()).unflatten(1, groups).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    slope = 1 - (s.masked_fill(s == -torch.inf, 0.0) / rule.softcap).square() if rule.softcap else 1.0
+    return arithmetic.gradients(dout, q, k, v, out, arithmetic.weights_of(s, lse), rule.scale, slope=slope)
 
 
 # ---------------------------------------------------------------------------------------------------------- batches
@@ -212,7 +185,8 @@ def paged(
             out, lse = forward_fp8(*descales.real(i, q[rows], keys, values), rule)
         else:
             out, lse = forward(q[rows], keys, values, rule, None if qv is None else qv[rows], sink)
-        outs.append(out + _per_head(0 * behind.float(), q.shape[1]).sum(0).to(out.dtype))
+        spoilt = (0 * behind.float()).sum(0).repeat_interleave(q.shape[1] // behind.shape[1], 0)
+        outs.append(out + spoilt.to(out.dtype))
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses, -1)
 
@@ -241,11 +215,13 @@ def fa2(version: str = "2.8.3.post2") -> Library:
     module = "flash_attn.flash_attn_interface"
     library = Library("flash-attn", version, module, signatures=SIGNATURES)
 
-    def rule(a: dict[str, Any]) -> Rule:
+    def rule(a: dict[str, Any], keys: int) -> Rule:
+        """keys: of a sequence, at most."""
         check(not (a["softcap"] and a.get("dropout_p")), "Softcapping does not support dropout for now")
         window = a["window_size"] if "window_size" in a else (a["window_size_left"], a["window_size_right"])
+        left, right = (window[0], 0) if a["causal"] else window
         scale = a["q"].shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"]
-        return Rule(scale, a["causal"], window, a["softcap"], 0, a.get("dropout_p", 0.0))
+        return Rule(scale, a["causal"], fa2_window(left, right, keys), a["softcap"], 0, a.get("dropout_p", 0.0))
 
     def same(q: Tensor, k: Tensor, v: Tensor) -> None:
         check(q.shape[-1] == k.shape[-1] == v.shape[-1], "query, key and value must have one head_size")
@@ -256,7 +232,7 @@ def fa2(version: str = "2.8.3.post2") -> Library:
     @library.function(module, "flash_attn.flash_attn_func")
     def flash_attn_func(**a: Any) -> Any:
         same(a["q"], a["k"], a["v"])
-        out, lse = dense(a["q"], a["k"], a["v"], rule(a))
+        out, lse = dense(a["q"], a["k"], a["v"], rule(a, a["k"].shape[1]))
         return (out, empties(lse), None) if a["return_attn_probs"] else out
 
     @library.function(module, "flash_attn.flash_attn_varlen_func")
@@ -268,11 +244,11 @@ def fa2(version: str = "2.8.3.post2") -> Library:
             # seqlenq_ngroups_swapped
             q.view(a["cu_seqlens_q"].numel() - 1, k.shape[-2], -1, q.shape[2])
         if a["block_table"] is None:
-            out, lse = packed(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], rule(a))
+            out, lse = packed(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], rule(a, a["max_seqlen_k"]))
         else:
             check(k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256")
             lengths = a["cu_seqlens_k"].diff()
-            out, lse = paged(q, k, v, a["block_table"], lengths, a["cu_seqlens_q"], rule(a))
+            out, lse = paged(q, k, v, a["block_table"], lengths, a["cu_seqlens_q"], rule(a, a["max_seqlen_k"]))
         return (out, empties(lse), None) if a["return_attn_probs"] else out
 
     @library.function(module, "flash_attn.flash_attn_with_kvcache")
@@ -281,23 +257,25 @@ def fa2(version: str = "2.8.3.post2") -> Library:
         same(q, k, v)
         check(k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256")
         starts = torch.arange(q.shape[0] + 1, dtype=torch.int32) * q.shape[1]
-        out, lse = paged(q.flatten(0, 1), k, v, a["block_table"], a["cache_seqlens"], starts, rule(a))
+        table = a["block_table"]
+        given = rule(a, table.shape[1] * k.shape[1])
+        out, lse = paged(q.flatten(0, 1), k, v, table, a["cache_seqlens"], starts, given)
         out, lse = out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
         return (out, empties(lse)) if a["return_softmax_lse"] else out
 
-    def differentiate(a: dict[str, Any], where: Any = None) -> Tensor:
+    def differentiate(a: dict[str, Any], keys: int, where: Any = None) -> Tensor:
         tensors = (a[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse"))
-        for name, gradient in zip(("dq", "dk", "dv"), gradients(*tensors, rule(a), where), strict=True):
+        for name, gradient in zip(("dq", "dk", "dv"), gradients(*tensors, rule(a, keys), where), strict=True):
             a[name].copy_(gradient)
         return a["softmax_lse"]
 
     @library.function(module, "flash_attn._flash_attn_backward")
     def _flash_attn_backward(**a: Any) -> Tensor:
-        return differentiate(a)
+        return differentiate(a, a["k"].shape[1])
 
     @library.function(module, "flash_attn._flash_attn_varlen_backward")
     def _flash_attn_varlen_backward(**a: Any) -> Tensor:
-        return differentiate(a, (a["cu_seqlens_q"], a["cu_seqlens_k"]))
+        return differentiate(a, a["max_seqlen_k"], (a["cu_seqlens_q"], a["cu_seqlens_k"]))
 
     return library
 
@@ -506,6 +484,18 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
         left, right = (-1 if bound is None else bound for bound in window)
         return Rule(scale, a["causal"], (left, right), a["softcap"])
 
+    def tile(q: Tensor, v: Tensor, rule: Rule) -> int:
+        """Keys that are loaded at once (_tile_size_fwd_sm90, _resolve_causal_local_window)."""
+        width, (left, right) = q.shape[-1], rule.window
+        local = left >= 0 or (right >= 0 and not rule.causal)
+        if arch != 90 or width <= 64 or 96 < width <= 128:
+            return 128
+        if width <= 96:
+            return 128 if rule.causal or local else 144
+        if width <= 192:
+            return 96 if local else 128 if v.shape[-1] <= 128 else 112
+        return 64 if local else 80
+
     def check_widths(q: Tensor, v: Tensor) -> None:
         d, d_v = q.shape[-1], v.shape[-1]
         standard = d <= 128 and d_v <= 128
@@ -535,7 +525,10 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
         assert arch not in (80, 120), "paged KV not supported"
         assert qv is None or (arch // 10 in (10, 11) and not a["softcap"]), "only support Blackwell arch with qv"
         table, lengths = a["page_table"], a["seqused_k"]
-        out, lse = paged(q, k, v, table, lengths, a["cu_seqlens_q"], given, qv, a["learnable_sink"])
+        whole = k.shape[1] == tile(q, v, given) and qv is None
+        assert whole or not (q.shape[-1] % 16 or v.shape[-1] % 16), "Paged KV does not support irregular head dim"
+        rows = k.shape[1] if whole else 1
+        out, lse = paged(q, k, v, table, lengths, a["cu_seqlens_q"], given, qv, a["learnable_sink"], tile=rows)
         lse = lse.transpose(0, 1).contiguous() if qv is not None else lse
         return out, lse if a["return_lse"] else None
 

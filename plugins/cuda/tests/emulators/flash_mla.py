@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn.testing.emulators import Library
+from polyattn.testing.emulators.arithmetic import lse_of, scores, weighted, weights_of
 
 from . import SIGNATURES
 
@@ -137,13 +138,12 @@ def _unpacked(rows: Tensor) -> Tensor:
 
 def _attend(q: Tensor, keys: Tensor, seen: Tensor, width: int, scale: float) -> tuple[Tensor, Tensor]:
     """q [rows, heads, dim], keys [S, dim], seen [rows, S] -> out [rows, heads, width], lse [heads, rows]."""
-    logits = torch.einsum("rhd,sd->hrs", q.float(), keys) * scale
-    weights, lse = _finished(logits.masked_fill(~seen, -torch.inf), q.dtype)
-    return torch.einsum("hrs,sd->rhd", weights, keys[:, :width]).to(q.dtype), lse
+    weights, lse = _finished(scores(q, keys[:, None], scale, seen), q.dtype)
+    return weighted(weights, keys[:, None, :width]).to(q.dtype), lse
 
 
 def _finished(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(weights as `dtype` holds them, LSE); of a row without keys 0 and +inf."""
-    lse = logits.logsumexp(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    return torch.exp(logits - lse[..., None]).to(dtype).float(), lse
+    lse = lse_of(logits)
+    weights = weights_of(logits, lse).to(dtype).float()
+    return weights, lse.masked_fill(lse == -torch.inf, torch.inf)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyattn.testing.emulators import Library
+from polyattn.testing.emulators.arithmetic import lse_of, scores, weighted
 
 from . import SIGNATURES
 
@@ -32,15 +33,9 @@ def attention(
     Args:
         query: [S_q, H_q, D]; key: [S_k, H_kv, D]; value: [S_k, H_kv, D_v]; seen: bool [S_q, S_k].
     """
-    group = query.shape[1] // key.shape[1]
-    k, v = (t.float().repeat_interleave(group, 1) for t in (key, value))
-    logits = torch.einsum("qhd,khd->hqk", query.float(), k) * scale
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~seen, -torch.inf)
-    weights = logits.softmax(-1)
-    lse = logits.logsumexp(-1).masked_fill(~seen.any(-1), torch.nan)
-    return torch.einsum("hqk,khd->qhd", weights, v), lse.T / math.log(2.0)
+    logits = scores(query, key, scale, seen, softcap)
+    lse = lse_of(logits).masked_fill(~seen.any(-1), torch.nan)
+    return weighted(logits.softmax(-1), value), lse.T / math.log(2.0)
 
 
 def visible(s_q: int, s_k: int, causal: bool, left: int) -> Tensor:

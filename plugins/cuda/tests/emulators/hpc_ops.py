@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from polyattn.testing.emulators import Library
+from polyattn.testing.emulators.arithmetic import scores, weighted
 
 from . import SIGNATURES
 
@@ -71,20 +72,16 @@ def _attend(
     _check(q.shape[2] == 128 and vcache.shape[3] == 128, "expected dim_qk=128 and dim_v=128")
     _check(q.stride()[1:] == (128, 1) and q.data_ptr() % 16 == 0, "heads of a token lie one after the other")
     _check(kcache.shape[1] == 64, "kvcache paged blocksize")
-    group = q.shape[1] // kcache.shape[2]
-    _check(group in (4, 8), "we only support num_head_q / num_head_k == 4 or 8.")
+    _check(q.shape[1] // kcache.shape[2] in (4, 8), "we only support num_head_q / num_head_k == 4 or 8.")
     _check(block_ids.dtype == torch.int32, "block_ids dtype must be int32")
     _check(output is None or output.is_contiguous(), "output tensor must be contiguous")
     y = torch.empty_like(q) if output is None else output
     for n, length in enumerate(lengths):
         rows = slice(starts[n], starts[n + 1])
         pages = block_ids[n, : -(-length // 64)].long()
-        keys, values = (cache[pages].flatten(0, 1).float().repeat_interleave(group, 1) for cache in (kcache, vcache))
-        logits = torch.einsum("qhd,khd->hqk", q[rows].float(), keys) * 128**-0.5
-        place = torch.arange(keys.shape[0])
+        keys, values = (cache[pages].flatten(0, 1) for cache in (kcache, vcache))
         last = torch.arange(rows.stop - rows.start) + length - (rows.stop - rows.start)
-        logits = logits.masked_fill(place > last[:, None], -torch.inf)
+        logits = scores(q[rows], keys, 128**-0.5, torch.arange(keys.shape[0]) <= last[:, None])
         # Of no keys at all 0 / 0.
-        weights = torch.softmax(logits, -1).bfloat16().float() if length else logits.new_full((1,), torch.nan)
-        y[rows] = torch.einsum("hqk,khd->qhd", weights, values).bfloat16() if length else torch.nan
+        y[rows] = weighted(logits.softmax(-1).bfloat16().float(), values).bfloat16() if length else torch.nan
     return y

@@ -159,6 +159,12 @@ def _xqa(lib: Library, key: str, arch: int) -> None:
         check_paged(a)
         query, caches, lens, drafts = a["query"], a["kv_cache"], a["seq_lens"], a["q_len_per_req"]
         assert caches[0].dtype == caches[1].dtype
+        assert query.is_contiguous(), "it knows no strides of the query"
+        assert caches[0].stride() == caches[1].stride(), "V is read by the strides of K"
+        strides = zip(caches[0].shape[:-1], caches[0].stride()[:-1], strict=True)
+        assert not any(n > 1 and stride % query.shape[-1] for n, stride in strides), "strides are counted in rows"
+        if query.shape[-2] // caches[0].shape[1 if a["kv_layout"] == "HND" else 2] > 32:
+            raise RuntimeError("static assertion failed: persistentQ")
         assert not (caches[0].dtype == torch.float8_e4m3fn and arch == 90), "its Hopper kernel quantises Q"
         ragged, T = a["q_cu_seq_lens"], query.shape[0]
         starts = [n * drafts for n in range(len(lens) + 1)] if ragged is None else ragged.tolist()

@@ -2,7 +2,8 @@
 
 From its source (csrc/flash_attn/flash_api.cpp): pages of a multiple of 256 tokens; a row without keys has LSE = +inf;
 softcap excludes dropout; keys are split among the chip only by `flash_attn_with_kvcache`, whose queries are one length
-for all; with one query each, the packed call takes the queries for [N, H_q, D].
+for all; with one query each, the packed call takes the queries for [N, H_q, D]. Windows are not S4's before the first
+key (mha_fwd, set_params_fprop): see `FA2_WINDOWS`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _load(name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
 def _options(request: AttentionRequest) -> dict[str, Any]:
     """What forward and backward are told alike."""
     return {
-        "softmax_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+        "softmax_scale": request.softmax_scale,
         "causal": request.causal != "none",
         "softcap": request.softcap,
     }

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Packed, Result, Tables, bind, filled, starts
+from polyattn.backends.flash_attention import Packed, Result, Tables, bind, dense_by_packed, filled
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 
@@ -80,7 +80,7 @@ class _Kernels(abc.ABC):
         self.request = request
         self.simple: Callable[..., Tensor] | None = None
         self.options: dict[str, Any] = {
-            "softmax_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+            "softmax_scale": request.softmax_scale,
             # Inside its chunk a query sees what is before it (S4).
             "causal": request.causal != "none" or request.chunk > 0,
             "softcap": request.softcap,
@@ -194,15 +194,7 @@ class SglKernelBuild(_Cached):
         if request.family in ("dense", "varlen"):
             needs = {"sinks": "the sinks"} if request.sinks else {}
             self._packed = functools.partial(self.load("flash_attn_varlen_func", needs), **self.options)
-
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> Result:
-        """By the packed call: a batch of sequences of one length."""
-        (B, S_q), S_k = query.shape[:2], key.shape[1]
-        starts_q, starts_k = (starts(self.request, B, S, query.device) for S in (S_q, S_k))
-        query, key, value = (t.flatten(0, 1) for t in (query, key, value))
-        result, found = self.packed(query, key, value, Packed(starts_q, starts_k, S_q, S_k), lse=lse, **extra)
-        result = result.view(B, S_q, *result.shape[1:])
-        return result, None if found is None else found.view(-1, B, S_q).transpose(0, 1)
+        self.dense = dense_by_packed(request, self.packed)
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
         result = self._packed(query, key, value, **where._asdict(), return_softmax_lse=lse, **extra)

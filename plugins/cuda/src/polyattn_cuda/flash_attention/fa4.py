@@ -3,6 +3,10 @@
 From its source: a window is off by None, not by -1; every call returns (out, lse or None); sinks of any floating dtype
 are taken as they are, and are then part of the LSE; pages exclude cu_seqlens_k; the latent of absorbed MLA goes in as
 `qv` on Blackwell, and its LSE then has the heads last.
+
+A page that is a tile of keys, 128 of them, is loaded whole by TMA, with the rows behind a sequence's last token; these
+get weights of 0, and "must be finite" (flash_attn_varlen_func), which a cache need not be there (S9). So such pages are
+given to it as smaller ones, whose rows are loaded one by one, unless the option `free_slots` promises finite numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Packed, Result, Tables, bind
+from polyattn.backends.flash_attention import Packed, Result, Tables, bind, starts
 from polyattn.contract import Bound
+from polyattn.lowering.finer_pages import cut_pages
 from polyattn.records import AttentionRequest
 
 from ..records.common import FLASH_ATTN_4
@@ -24,6 +29,8 @@ from ..records.common import FLASH_ATTN_4
 __all__ = ["FlashAttention4"]
 
 _MODULE = "flash_attn.cute.interface"
+_TILE, _PART = 128, 32
+"""Keys of a tile, and of the pages that one is cut into: fewer than any tile has."""
 _SINKS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -51,11 +58,13 @@ class _Kernels:
         left, right = (None if bound < 0 else bound for bound in request.window)
         self.window = {"window_size_left": left, "window_size_right": right}
         self.options: dict[str, Any] = {
-            "softmax_scale": request.head_dim**-0.5 if request.scale is None else request.scale,
+            "softmax_scale": request.softmax_scale,
             "causal": request.causal != "none",
             "softcap": request.softcap,
         }
         given = {**self.options, "window_size": (left, right)}
+        finite = dict(request.options).get("free_slots", "any") == "finite"
+        self._whole = request.page_size == _TILE and not finite
         if request.family == "dense":
             self._dense = functools.partial(_load("flash_attn_func"), **given)
         else:
@@ -89,6 +98,11 @@ class _Kernels:
         **latent: Tensor,
     ) -> Result:
         table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = where
+        if self._whole:
+            cut, step = cut_pages({"key": key, "value": value}, _TILE, _PART)
+            key, value = cut["key"], cut["value"]
+            parts = starts(self.request, _TILE // _PART - 1, 1, table.device)  # 0, 1, 2 ...
+            table = torch.add(parts, table.unsqueeze(-1), alpha=step).flatten(1)
         result: Result = self._packed(
             query, key, value, page_table=table, seqused_k=seq_lens, cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, learnable_sink=sinks, return_lse=lse, **latent,

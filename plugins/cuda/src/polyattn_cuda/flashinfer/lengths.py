@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,11 +26,12 @@ class Lengths:
 
     Attributes:
         host: name -> int32, made when it is asked for: cu_seqlens_q [N+1]; seq_lens [N]; kv_indptr [N+1], pages counted
-            up; last_page_len [N], 0 for a row without keys.
+            up; last_page_len [N], 0 for a row without keys. listed: the same as lists.
         single: whether every sequence has one query.
     """
 
     host: Callable[[str], Tensor]
+    listed: Callable[[str], list[int]]
     single: bool
 
     @classmethod
@@ -37,8 +39,8 @@ class Lengths:
         made = {
             "cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens, "kv_indptr": kv_indptr, "last_page_len": last_page_len,
         }  # fmt: skip
-        one_each = torch.arange(cu_seqlens_q.shape[0], dtype=torch.int32)
-        return cls(made.__getitem__, torch.equal(cu_seqlens_q, one_each))
+        starts = cu_seqlens_q.tolist()
+        return cls(made.__getitem__, lambda name: made[name].tolist(), starts == list(range(len(starts))))
 
     @classmethod
     def read(cls, cu_seqlens_q: Tensor, seq_lens: Tensor, page_size: int) -> Lengths:
@@ -51,7 +53,7 @@ class Lengths:
     @classmethod
     def of(cls, step: Any) -> Lengths:
         """Those of a serving step, as the host knows them."""
-        return cls(step.host, step.max_seqlen_q == 1 and step.tokens == step.sequences)
+        return cls(step.host, step.listed, step.max_seqlen_q == 1 and step.tokens == step.sequences)
 
     @property
     def cu_seqlens_q(self) -> Tensor:
@@ -76,11 +78,11 @@ class Lengths:
 
     @functools.cached_property
     def tokens(self) -> int:
-        return int(self.cu_seqlens_q[-1])
+        return self.listed("cu_seqlens_q")[-1]
 
     @functools.cached_property
     def pages(self) -> int:
-        return int(self.kv_indptr[-1])
+        return self.listed("kv_indptr")[-1]
 
     def page_list(self, page_table: Tensor) -> Tensor:
         """int32, the pages of all sequences, from a table [N, max_pages] on the device."""
@@ -98,7 +100,12 @@ def sighted(request: AttentionRequest, lens: Lengths, device: torch.device) -> T
     """bool [T_q], the queries that see some key, without a mask; None = all. Decided on the host."""
     causal = request.causal != "none"
     # Under a causal mask the first of more queries than keys see none.
-    blind = bool((lens.queries > lens.seq_lens).any()) if causal else not int(lens.last_page_len.min())
+    lengths = lens.listed("seq_lens")
+    if causal and not lens.single:
+        starts = lens.listed("cu_seqlens_q")
+        blind = any(map(operator.lt, lengths, map(operator.sub, starts[1:], starts)))
+    else:
+        blind = 0 in lengths
     if not blind:
         return None
     queries, keys = lens.queries, lens.seq_lens

@@ -17,7 +17,7 @@ __all__ = ["HostScale", "readable", "scale_of", "unscaled"]
 def scale_of(request: AttentionRequest) -> tuple[float, float | None]:
     """(a scale above 0, what the queries are multiplied with instead, None = nothing). The kernels take the largest
     unscaled logit of a row before they scale: NaN for a scale of 0 or less (S2)."""
-    scale = request.head_dim**-0.5 if request.scale is None else request.scale
+    scale = request.softmax_scale
     if scale > 0:
         return scale, None
     return (-scale, -1.0) if scale else (1.0, 0.0)

@@ -50,7 +50,7 @@ class Planner(Protocol):
 
 class PlannedSession:
     """`polyattn.contract.Session`. It plans from the host's lengths, so that nothing waits for the device; the list of
-    pages, which only the kernels read, is filled by `prepare`.
+    pages, which only the kernels read, is filled when the step is prepared.
 
     Args:
         nbytes: of the workspace. mask_bytes: of the packed masks of a recorded step, 0 = none.
@@ -61,12 +61,11 @@ class PlannedSession:
         self._bench = bench = Workbench.of(slot)
         bench.workspace(nbytes)
         N = slot.max_sequences
-        self._pages = bench.indices("pages", N * slot.max_pages)
         self._fixed: dict[str, Tensor] | None = None
         if slot.recorded:
             counts = {"cu_seqlens_q": N + 1, "kv_indptr": N + 1, "seq_lens": N, "last_page_len": N}
             self._fixed = {name: bench.indices(name, count) for name, count in counts.items()}
-            self._fixed["pages"] = self._pages
+            self._fixed["pages"] = bench.indices("pages", N * slot.max_pages)
             if mask_bytes:
                 self._fixed["mask"] = slot.workspace("flashinfer mask", mask_bytes)
                 self._fixed["mask_indptr"] = bench.indices("mask_indptr", N + 1)
@@ -79,20 +78,22 @@ class PlannedSession:
         self._wrapper = self._alive = None
         if not step.tokens or not (lens.pages or self._recorded):
             return
-        pages = self._pages[: lens.pages]
+        # Memory of the step, which nothing may take while a graph is recorded.
+        pages = step.kv_indices
+        if self._fixed is not None:
+            pages = self._fixed["pages"][: lens.pages]
+            for name in self._planner.tables:
+                getattr(step, name)
         planned = self._planner.plan_step(self._bench, lens, pages, self._nbytes, step, self._fixed)
         self._wrapper, self._alive = planned
-        if self._recorded:
-            for name in ("kv_indices", *self._planner.tables):
-                getattr(step, name)  # memory for it, which nothing may take while a graph is recorded
 
     def prepare(self, step: Any) -> None:
-        if self._wrapper is not None:
-            pages = step.kv_indices[: self._pages.shape[0]]
-            self._pages[: pages.shape[0]].copy_(pages)
-            if self._fixed is not None:
-                for name in self._planner.tables:
-                    self._fixed[name].copy_(getattr(step, name))
+        if self._wrapper is not None and self._fixed is not None:
+            fixed = self._fixed["pages"]
+            pages = step.kv_indices[: fixed.shape[0]]
+            fixed[: pages.shape[0]].copy_(pages)
+            for name in self._planner.tables:
+                self._fixed[name].copy_(getattr(step, name))
         if self._places is not None:
             self._places.take(step)
 

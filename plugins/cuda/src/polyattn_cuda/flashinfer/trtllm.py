@@ -6,23 +6,25 @@ No plan: they read page tables and lengths on the device. Their scale is one num
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyattn import adapters
+from polyattn.backends.flash_attention import Tables
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound, Session, Slot
-from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
 from ..records.flashinfer import FLASHINFER
 from .memory import WORKSPACE, counters, workspace_of
 from .results import delivered, natural, writable
 from .saving import Places
-from .scales import scale_of, unscaled
+from .scales import readable, scale_of, unscaled
 from .workbench import processors
 
 __all__ = ["TRTLLM", "drafts_mask"]
@@ -43,7 +45,12 @@ class _Call:
         r = self.request = request
         self.scale, self.factor = scale_of(r)
         self.causal = r.causal != "none"
-        self.layout = r.kv_layout or "NHD"
+        self.fixed = {
+            "bmm1_scale": self.scale,
+            "bmm2_scale": 1.0,
+            "window_left": r.window[0],
+            "kv_layout": r.kv_layout or "NHD",
+        }
 
     def forward(
         self,
@@ -79,25 +86,32 @@ class _Call:
                 unscaled(key, k_scale),
                 unscaled(value, v_scale),
             )
-        query = placed(query if self.factor is None else query * self.factor)
-        tables = _Tables(page_table.contiguous(), seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        query, page_table = readable(query, self.factor), page_table.contiguous()
+        tables = Tables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         given: dict[str, Any] = {
+            **self.fixed,
             "query": query,
-            "kv_cache": tuple(caches),
+            "kv_cache": caches,
             "workspace_buffer": workspace_of(query.device) if memory is None else memory.workspace,
-            "block_tables": tables.page_table,
+            "block_tables": page_table,
             "seq_lens": seq_lens,
-            "bmm1_scale": self.scale if k_scale is None else (k_scale.float() * self.scale).reshape(1),
-            "bmm2_scale": 1.0 if v_scale is None else v_scale.float().reshape(1),
-            "window_left": r.window[0],
-            "out": writable(out),
-            "sinks": None if sinks is None else sinks.float(),
-            "kv_layout": self.layout,
         }
+        if k_scale is not None:
+            given["bmm1_scale"] = (k_scale.float() * self.scale).reshape(1)
+        if v_scale is not None:
+            given["bmm2_scale"] = v_scale.float().reshape(1)
+        if sinks is not None:
+            given["sinks"] = sinks.float()
+        if out is not None:
+            given["out"] = writable(out)
         found, lse = self.run(given, tables, memory)
-        return delivered(r, found, natural(lse), _seeing(tables, query, memory), None, out)
+        # Of recorded steps only padding sees nothing, and of others the plan knows whether something does.
+        alive = None if memory is not None and not memory.blind else _seeing(tables, query)
+        if alive is lse is out is None:
+            return found
+        return delivered(r, found, natural(lse), alive, None, out)
 
-    def run(self, given: dict[str, Any], tables: _Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
+    def run(self, given: dict[str, Any], tables: Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
         """(out, LSE of base 2 or None)."""
         raise NotImplementedError
 
@@ -109,23 +123,14 @@ class _Call:
         return _Session(self, slot)
 
 
-class _Tables:
-    """The lengths of a call."""
-
-    def __init__(self, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, longest_q: int, longest_k: int):
-        self.page_table, self.seq_lens, self.cu_seqlens_q = page_table, seq_lens, cu_seqlens_q
-        self.max_seqlen_q, self.max_seqlen_k = longest_q, longest_k
-
-    def uniform(self, tokens: int) -> bool:
-        """Whether every sequence has `max_seqlen_q` queries."""
-        return tokens == self.seq_lens.shape[0] * self.max_seqlen_q
+def _uniform(tables: Tables, query: Tensor) -> bool:
+    """Whether every sequence has `max_seqlen_q` queries."""
+    return query.shape[0] == tables.seq_lens.shape[0] * tables.max_seqlen_q
 
 
-def _seeing(tables: _Tables, query: Tensor, memory: _Memory | None) -> Tensor | None:
-    """bool [T_q], the queries of sequences that have keys; None = all, or nobody asks (padding of recorded steps)."""
-    if memory is not None and not memory.blind:
-        return None
-    if tables.uniform(query.shape[0]):
+def _seeing(tables: Tables, query: Tensor) -> Tensor:
+    """bool [T_q], the queries of sequences that have keys."""
+    if _uniform(tables, query):
         return (tables.seq_lens > 0).repeat_interleave(tables.max_seqlen_q, output_size=query.shape[0])
     token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     return tables.seq_lens[torch.searchsorted(tables.cu_seqlens_q[1:].contiguous(), token, right=True)] > 0
@@ -147,13 +152,13 @@ class _Generated(_Call):
             {"return_lse": "an LSE", "causal": "attention without a diagonal"},
         )
 
-    def run(self, given: dict[str, Any], tables: _Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
-        r, T = self.request, given["query"].shape[0]
+    def run(self, given: dict[str, Any], tables: Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
+        r = self.request
         if memory is not None:
             given["multi_ctas_kv_counter_buffer"] = memory.counters
         if r.phase in ("decode", "verify"):
             drafts: dict[str, Any] = {"q_len_per_req": tables.max_seqlen_q}
-            if not tables.uniform(T):
+            if not _uniform(tables, given["query"]):
                 drafts = {
                     "q_len_per_req": None,
                     "max_q_len": tables.max_seqlen_q,
@@ -189,24 +194,26 @@ class _XQA(_Call):
         if drafts > 1:
             self._mask(drafts, device)
 
-    def run(self, given: dict[str, Any], tables: _Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
-        query, longest = given["query"], tables.max_seqlen_q
+    def run(self, given: dict[str, Any], tables: Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
+        query, longest = given["query"].contiguous(), tables.max_seqlen_q
+        given |= {"query": query, "kv_cache": _in_rows(given["kv_cache"])}
         drafts: dict[str, Any] = {}
-        if not tables.uniform(query.shape[0]):
+        if not _uniform(tables, query):
             # Packed queries are drafts to it, also where no sequence has two.
             longest = max(longest, 2)
             token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
             starts = tables.cu_seqlens_q
             row = token - starts[torch.searchsorted(starts[1:].contiguous(), token, right=True)]
-            mask = self._mask(longest, query.device)[row]
+            # Not every version of torch indexes unsigned numbers on a GPU.
+            mask = self._mask(longest, query.device).view(torch.int16)[row].view(torch.uint16)
             drafts = {"q_len_per_req": longest, "mask": mask, "q_cu_seq_lens": starts}
         elif longest > 1:
             mask = self._mask(longest, query.device).expand(tables.seq_lens.shape[0], -1, -1).contiguous()
             drafts = {"q_len_per_req": longest, "mask": mask}
             # It makes an axis of the drafts, and wants it in `out` too.
-            given |= {"query": query.contiguous(), "out": None}
-        found = self.decode(max_seq_len=tables.max_seqlen_k, **drafts, **given)
-        return found.flatten(0, -3), None
+            given["out"] = None
+        found: Tensor = self.decode(max_seq_len=tables.max_seqlen_k, **drafts, **given)
+        return found if longest == 1 else found.flatten(0, -3), None
 
     def _mask(self, drafts: int, device: torch.device) -> Tensor:
         """`drafts_mask`, kept; one that is made while a graph is recorded belongs to that graph."""
@@ -230,6 +237,16 @@ def drafts_mask(drafts: int, causal: bool, device: torch.device) -> Tensor:
     return bits.sum(-1, dtype=torch.int32).to(torch.uint16)
 
 
+def _in_rows(caches: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Caches as XQA finds its way in them: by the keys' strides alone, in whole rows. Others it reads wrong."""
+    key, value = caches
+    if key.is_contiguous() and value.is_contiguous():
+        return caches
+    if key.stride() == value.stride() and not any(stride % key.shape[-1] for stride in key.stride()[:-1]):
+        return caches
+    return key.contiguous(), value.contiguous()
+
+
 class _Memory:
     """What a session keeps: memory that no other session sees, and whether some query of the step sees nothing."""
 
@@ -245,10 +262,13 @@ class _Session:
     def __init__(self, call: _Call, slot: Slot) -> None:
         self._call, self._recorded, self._memory = call, slot.recorded, _Memory(call, slot)
         self._places, self._device = Places.of(call.request, slot), slot.device
+        self.forward: Callable[..., Any] = self._writing
+        if self._places is None:
+            self.forward = functools.partial(call.forward, memory=self._memory)
 
     def plan(self, step: Any) -> None:
         # Of recorded steps only padding sees nothing, and its rows have no meaning.
-        self._memory.blind = not self._recorded and bool((step.host("seq_lens") == 0).any())
+        self._memory.blind = not self._recorded and 0 in step.listed("seq_lens")
         self._call.ready(step.max_seqlen_q, self._device)
 
     def prepare(self, step: Any) -> None:
@@ -256,7 +276,7 @@ class _Session:
         if self._places is not None:
             self._places.take(step)
 
-    def forward(
+    def _writing(
         self, query: Tensor, *caches: Tensor, key: Tensor | None = None, value: Tensor | None = None, **given: Any
     ) -> Any:
         if self._places is not None:

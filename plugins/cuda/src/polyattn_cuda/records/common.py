@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import AtLeast, Range, Requirement
+from polyattn.records import AtLeast, ConfigField, OneOf, Range, Requirement, Window
 
 HALF = ("bfloat16", "float16")
 TRAINABLE = ("query", "key", "value")
@@ -36,6 +36,13 @@ CUDA_12_3 = AtLeast((12, 3))
 # Head dims of the FlashAttention generations: to 256, K and V of one width or 192 with 128; fa4 on Blackwell less.
 WIDE: dict[str, Any] = {"head_dim": Range(8, 256, multiple_of=8)}
 FA_WIDTHS: tuple[dict[str, Any], ...] = (WIDE, {"dims": ((192, 128),)})
+# FA2 takes a bound of S_k keys or more for none, and a missing right bound beside a left one for S_k: neither is what
+# it says for queries before the first key.
+FA2_WINDOWS: tuple[dict[str, Any], ...] = (
+    {"s_relation": ("equal", "one", "fewer"), "window": Window()},
+    {"s_relation": "more", "causal": OneOf(("bottom_right",)), "window": Window()},
+    {"s_relation": "more", "window": False},
+)
 FA4_BLACKWELL_WIDTHS: tuple[dict[str, Any], ...] = (
     {"head_dim": Range(8, 128, multiple_of=8)},
     {"dims": ((192, 128),)},
@@ -56,6 +63,19 @@ TREE = {"tree": "tree_by_lse"}
 
 # FA3 keeps sinks in shared memory for 64 heads: vLLM's build says so, sgl-kernel's does not look.
 SINK_HEADS = Range(1, 64)
+
+
+def free_slots(otherwise: str) -> ConfigField:
+    """The option of a backend that multiplies free slots of a page by 0; `otherwise`: what it does to spare them."""
+    return ConfigField(
+        "free_slots",
+        "str",
+        "any",
+        f"what a cache holds where no token is: any = {otherwise}; finite = a promise that it is a number, so that "
+        "pages are read as they are",
+        choices=("any", "finite"),
+    )
+
 
 FLASH_ATTENTION = "https://github.com/Dao-AILab/flash-attention"
 FLASH_ATTN_2 = Requirement(

@@ -23,6 +23,7 @@ from .common import (
     BLACKWELL,
     CAUSAL,
     CUDA_12_3,
+    FA2_WINDOWS,
     FA4_BLACKWELL_WIDTHS,
     FA_WIDTHS,
     FLASH_ATTENTION,
@@ -99,17 +100,18 @@ FA4_ROWS = (
     *_fa4_dense(("sm80", "sm120"), {"head_dim": Range(8, 128, multiple_of=8)}),
 )
 
-FA2_ROWS = (
-    _dense({"arch": AMPERE_AND_LATER}, **WIDE, lse=True, grad=TRAINABLE_LSE),
-    # Dropout excludes softcap; its random state is the library's, so that neither LSE nor sinks go with it.
-    _dense(
-        {"arch": AMPERE_AND_LATER},
-        head_dim=Range(8, 192, multiple_of=8),
-        dropout=True,
-        grad=TRAINABLE,
-        softcap=False,
-        deterministic=False,
-    ),
+# Dropout excludes softcap; its random state is the library's, so that neither LSE nor sinks go with it.
+FA2_DROPOUT: dict[str, Any] = {
+    "head_dim": Range(8, 192, multiple_of=8),
+    "dropout": True,
+    "grad": TRAINABLE,
+    "softcap": False,
+    "deterministic": False,
+}
+FA2_ROWS = tuple(
+    _dense({"arch": AMPERE_AND_LATER}, **limits, **windows)
+    for limits in ({**WIDE, "lse": True, "grad": TRAINABLE_LSE}, FA2_DROPOUT)
+    for windows in FA2_WINDOWS
 )
 
 

@@ -30,6 +30,7 @@ from .common import (
     BY_TOKENS,
     CUDA_12_3,
     DEQUANTISE,
+    FA2_WINDOWS,
     FA4_BLACKWELL_WIDTHS,
     FA_WIDTHS,
     FLASH_ATTENTION,
@@ -48,6 +49,7 @@ from .common import (
     UNABSORBED,
     VLLM,
     WIDE,
+    free_slots,
 )
 
 FA3_TARGET = "polyattn_cuda.flash_attention.fa3:FlashAttention3"
@@ -211,6 +213,15 @@ FA4_SERVING: dict[str, Any] = {
     "zero_size": True,
     "misaligned": True,
 }
+# "Paged KV does not support irregular head dim", where it is not loaded by TMA.
+FA4_PAGED_HOPPER: tuple[dict[str, Any], ...] = (
+    {"head_dim": Range(16, 256, multiple_of=16)},
+    {"dims": (UNABSORBED,)},
+)
+FA4_PAGED_BLACKWELL: tuple[dict[str, Any], ...] = (
+    {"head_dim": Range(16, 128, multiple_of=16)},
+    *FA4_BLACKWELL_WIDTHS[1:],
+)
 
 
 def _fa4_paged(
@@ -254,9 +265,9 @@ FA4 = BackendInfo(
             "flash-attn-4",
             (
                 # Hopper takes pages of 128 only; Blackwell is fastest at 128, takes others without TMA, trees at 1.
-                *(r for w in FA_WIDTHS for r in _fa4_paged(HOPPER, w, 128, NO_TREE)),
-                *(r for w in FA4_BLACKWELL_WIDTHS for r in _fa4_paged(BLACKWELL, w, ANY_PAGE, NO_TREE)),
-                *(r for w in FA4_BLACKWELL_WIDTHS for r in _fa4_paged(BLACKWELL, w, 1, ANY_TREE)),
+                *(r for w in FA4_PAGED_HOPPER for r in _fa4_paged(HOPPER, w, 128, NO_TREE)),
+                *(r for w in FA4_PAGED_BLACKWELL for r in _fa4_paged(BLACKWELL, w, ANY_PAGE, NO_TREE)),
+                *(r for w in FA4_PAGED_BLACKWELL for r in _fa4_paged(BLACKWELL, w, 1, ANY_TREE)),
                 _fa4_mla(BLACKWELL, ABSORBED, UNABSORBED),
                 _fa4_mla(HOPPER, UNABSORBED),
             ),
@@ -284,9 +295,29 @@ FA4 = BackendInfo(
     ),
     evidence="emulator",
     upstream=f"{FLASH_ATTENTION}/tree/main/flash_attn/cute",
-    note="the first call compiles; decode on Hopper has no split-KV and slows down with length",
+    config=(free_slots("pages of 128 are read row by row, not by TMA"),),
+    note="the first call compiles; decode on Hopper has no split-KV and slows down with length; pages of 128 are read "
+    "row by row unless the option free_slots says finite: TMA would bring free slots, which are multiplied by 0",
     compiles=True,
 )
+
+FA2_SERVING: dict[str, Any] = {
+    **SERVING,
+    **WIDE,
+    "family": "paged",
+    "page_size": Range(256, multiple_of=256),
+    "kv_dtype": "auto",
+    "kv_layout": STRIDED,
+    "softcap": True,
+    "lse": True,
+    "cross": True,
+    "multimodal": True,
+    "spec_topk": NO_TREE,
+    "deterministic": True,
+    "graph_capture": True,
+    "zero_size": True,
+    "misaligned": True,
+}
 
 FA2 = BackendInfo(
     "fa2",
@@ -294,27 +325,13 @@ FA2 = BackendInfo(
     (
         Provider(
             "flash-attn",
-            (
+            tuple(
                 row(
                     when={"arch": AMPERE_AND_LATER, "kv_dtype": KV_DTYPES},
                     lowered={**DEQUANTISE, **SINKS},
-                    **SERVING,
-                    **WIDE,
-                    family="paged",
-                    page_size=Range(256, multiple_of=256),
-                    kv_dtype="auto",
-                    kv_layout=STRIDED,
-                    window=Window(),
-                    softcap=True,
-                    lse=True,
-                    cross=True,
-                    multimodal=True,
-                    spec_topk=NO_TREE,
-                    deterministic=True,
-                    graph_capture=True,
-                    zero_size=True,
-                    misaligned=True,
-                ),
+                    **{**FA2_SERVING, **windows},
+                )
+                for windows in FA2_WINDOWS
             ),
             "polyattn_cuda.flash_attention.fa2:FlashAttention2",
             (FLASH_ATTN_2,),

@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import SESSION, Alias, AutoRule, BackendInfo, Provider, Requirement, Row, Window, conditions, row
+from polyattn.records import (
+    SESSION,
+    Alias,
+    AutoRule,
+    BackendInfo,
+    Provider,
+    Range,
+    Requirement,
+    Row,
+    Window,
+    conditions,
+    row,
+)
 
 from .common import (
     ABSORBED,
@@ -224,6 +236,8 @@ def _trtllm(archs: tuple[str, ...], step: dict[str, Any], lse: bool, **more: Any
 
 BF16: dict[str, Any] = {"dtype": "bfloat16", **FP8_KV}
 SAME: dict[str, Any] = {"kv_dtype": "auto"}
+# The queries of a group are one tile of XQA's, of at most 32 rows.
+XQA: dict[str, Any] = {"group": Range(1, 32)}
 
 TRTLLM_MHA = BackendInfo(
     "trtllm_mha",
@@ -238,8 +252,8 @@ TRTLLM_MHA = BackendInfo(
                 *(made for step in (DECODE, VERIFY) for made in _trtllm(BLACKWELL, step, True, **BF16)),
                 *(made for step in (PREFILL, ENCODED) for made in _trtllm(BLACKWELL, step, True)),
                 # XQA elsewhere: decode and verification, no LSE. Over an FP8 cache its Hopper kernel quantises Q too.
-                *(made for step in (DECODE, VERIFY) for made in _trtllm(HOPPER, step, False, **SAME)),
-                *(made for step in (DECODE, VERIFY) for made in _trtllm(("sm120",), step, False, **FP8_KV)),
+                *(made for step in (DECODE, VERIFY) for made in _trtllm(HOPPER, step, False, **SAME, **XQA)),
+                *(made for step in (DECODE, VERIFY) for made in _trtllm(("sm120",), step, False, **FP8_KV, **XQA)),
             ),
             target="polyattn_cuda.flashinfer.trtllm:TRTLLM",
             requires=(FLASHINFER,),

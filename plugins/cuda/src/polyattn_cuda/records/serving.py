@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import SESSION, Alias, BackendInfo, ConfigField, OneOf, Provider, Range, Requirement, row
+from polyattn.records import SESSION, Alias, BackendInfo, OneOf, Provider, Range, Requirement, row
 
 from .common import (
     ABSORBED,
@@ -24,6 +24,7 @@ from .common import (
     SERVING,
     SGL_KERNEL,
     UNABSORBED,
+    free_slots,
 )
 from .flashinfer import FLASHINFER_MLA_LIBRARY, LATENT_HEADS, SHAPES
 
@@ -183,16 +184,7 @@ HPC_OPS = BackendInfo(
     summary="HPC-Ops on paged caches",
     priority=None,
     evidence="emulator",
-    config=(
-        ConfigField(
-            "free_slots",
-            "str",
-            "any",
-            "what a cache holds where no token is: any = pages are copied without it; finite = a promise that it is a "
-            "number, so that pages are read where they are",
-            choices=("any", "finite"),
-        ),
-    ),
+    config=(free_slots("pages are copied without it"),),
     upstream="https://github.com/Tencent/hpc-ops",
     note="by name only: it multiplies free slots of a page by 0, so pages are copied unless the option free_slots "
     "says finite; its FP8 kernels quantise the queries too and are not used",
