@@ -73,22 +73,29 @@ def described(*box: int) -> str:
 
 
 def extend(
-    width: int, page_size: int, group: int, causal: bool, left: bool, tree: bool, sinks: bool, uniform: bool
-) -> dict[str, Any]:
+    width: int, page_size: int, group: int, causal: bool, left: bool, tree: bool, sinks: bool, uniform: bool,
+    cuts: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     """As `hopper.extend.extend` launches it, for bfloat16 with an LSE."""
     from polyattn_triton.hopper import extend as hopper
     from polyattn_triton.hopper.extend_kernel import attend
 
     config = hopper.config_for(torch.device("cpu"), torch.bfloat16, width, page_size, group)
     pages = described(hopper.piece_of(page_size, config.keys), 64)
-    signature = {"q": described(64 // group, group, width), "k": pages, "v": pages, "out": "*bf16", "lse": "*fp32"}
-    signature |= {"table": "*i32", "lens": "*i32", "starts": "*i32", "scale": "fp32"}
+    signature = {"q": described(64 // group, group, width), "k": pages, "v": pages, "lse": "*fp32"}
+    signature |= {
+        "out": "*fp32" if cuts else "*bf16",
+        "table": "*i32",
+        "lens": "*i32",
+        "starts": "*i32",
+        "scale": "fp32",
+    }
     optional = {"sinks": "*fp32" if sinks else None, "mask": "*i1" if tree else None}
     signature |= {name: kind for name, kind in optional.items() if kind}
     constants = {name: None for name, kind in optional.items() if not kind} | {
         "CAUSAL": causal, "LEFT": left, "TREE": tree, "GROUP": group, "PAGE": page_size, "UNIFORM": uniform, "D": width,
         "BLOCK_N": config.keys, "WARPGROUPS": config.warpgroups, "STAGES": config.stages, "OVERLAP": config.overlap,
-        "TURNS": config.turns, "REGISTERS": config.registers,
+        "TURNS": config.turns, "REGISTERS": config.registers, "CUTS": cuts,
     }  # fmt: skip
     return compiled(attend, signature, constants)
 

@@ -92,6 +92,10 @@ def _hopper_extend(width: int) -> None:
             query, *caches, **_lens(70), max_seqlen_q=70, page_size=16, hnd=False, scale=0.1, **more,
             out=torch.empty_like(query), lse=torch.empty(140, 8),
         )  # fmt: skip
+    extend.extend(
+        query, *caches, **_lens(70), max_seqlen_q=70, page_size=16, hnd=False, scale=0.1, causal=False, cuts=3,
+        out=torch.empty(3, 140, 8, width), lse=torch.empty(3, 140, 8),
+    )  # fmt: skip
 
 
 def _hopper_sparse(block: int) -> None:

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from polyattn import tuning
+from polyattn.contract import KVPart
 from polyattn.records import AttentionRequest
 from polyattn.reference import attention
 from polyattn.testing.conforming import FULL
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton import paged
 from polyattn_triton.hopper import extend as hopper
+from polyattn_triton.kernels.merge import merge
 from polyattn_triton.kernels.pools import pools_of
 from polyattn_triton.records.tuned import HOPPER_EXTEND
 
@@ -198,6 +200,20 @@ def test_outputs_of_any_steps(emulated: None) -> None:
     problem.lse = torch.full((4, 40), float("nan")).T
     problem.run(causal=True)
     problem.check(causal=True)
+
+
+def test_keys_in_ranges(emulated: None) -> None:
+    """Each range is a part of its own; some have no keys."""
+    problem = Problem([(20, 800), (3, 9), (4, 0)], heads=(4, 2), width=64, page_size=48)
+    outs = torch.full((3, *problem.out.shape), float("nan"))
+    lses = torch.full((3, *problem.lse.shape), float("nan"))
+    problem.out, problem.lse, whole = outs, lses, (problem.out, problem.lse)
+    problem.run(causal=False, cuts=3)
+    assert bool((lses[1] == float("-inf"))[20:].all()), "a range has whole blocks and pages"
+    assert bool((lses > float("-inf"))[:, :20].all())
+    problem.out, problem.lse = whole
+    merge(outs, lses, out=problem.out, lse=problem.lse)
+    problem.check(causal=False)
 
 
 def test_same_bits_whatever_else_is_in_the_batch(emulated: None) -> None:
@@ -402,6 +418,21 @@ def test_the_adapter_keeps_to_the_request_for_batch_invariance(adapter: Callable
         problem = Problem(lens, heads=(4, 2), width=64, page_size=16)
         assert adapter(problem, invariant) == ["hopper"]
         problem.check(causal=True)
+
+
+def test_the_adapter_cuts_a_shared_prefix(adapter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "_RANGE", 64)
+    own = Problem([(1, 20)] * 5, heads=(16, 1), width=64, page_size=16)
+    prefix = Problem([(5, 300)], heads=(16, 1), width=64, page_size=16)
+    part = KVPart(**prefix.tables, max_seqlen_k=300, key_cache=prefix.key_cache, value_cache=prefix.value_cache)
+    request = dataclasses.replace(SMALL, heads=16, kv_heads=1, kv_parts=1, phase="decode")
+    assert hopper.cuts_for(own.query.device, 1, 5, 300, 1, 16, 64) == 4
+    assert adapter(own, request, kv_parts=(part,)) == ["decode", "hopper"]
+    keys = [[torch.cat(pair) for pair in zip(prefix.keys[0], mine, strict=True)] for mine in own.keys]
+    own.keys, own.lens = [(k, v) for k, v in keys], [(1, 320)] * 5
+    own.check(causal=True)
+    invariant = dataclasses.replace(request, batch_invariant=True)
+    assert paged._Call(invariant)._cuts(own.query, paged._Tables(*part[:5]), own.key_cache, own.value_cache) == 0
 
 
 def test_the_adapter_does_not_extend_where_it_would_mean_something_else(adapter: Callable[..., list[str]]) -> None:

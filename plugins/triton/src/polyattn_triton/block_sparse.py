@@ -22,7 +22,7 @@ class BlockSparse:
     """Binds requests with a map: forward with LSE, and a backward that accepts a substituted (out, lse)."""
 
     def bind(self, request: AttentionRequest) -> Bound:
-        scale = request.head_dim**-0.5 if request.scale is None else request.scale
+        scale = request.softmax_scale
         with_lse = request.lse or bool(request.grad)
         block_q, block_k = request.block_shape
         hopper_takes = request.platform == "cuda" and hopper.takes(

@@ -39,7 +39,7 @@ class Dense:
 def _spec(request: AttentionRequest) -> Spec:
     left, right = bounds(request.causal != "none", request.window, request.chunk)
     return Spec(
-        scale=request.head_dim**-0.5 if request.scale is None else request.scale,
+        scale=request.softmax_scale,
         softcap=request.softcap,
         left=left,
         right=right,

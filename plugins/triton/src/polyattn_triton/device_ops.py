@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .kernels.metadata import View, step_launches
 from .kernels.write import write_kv, write_latent
 
 if TYPE_CHECKING:
     from polyattn.serving import LayerCache
+    from polyattn.serving.device_ops import StepTables
 
 __all__ = ["DeviceOps"]
 
@@ -20,7 +23,8 @@ def _dense(rows: Tensor) -> Tensor:
 
 
 class DeviceOps:
-    """Rows of KV pools, quantised and with their scales, in one launch for keys and values."""
+    """Rows of KV pools, quantised and with their scales, in one launch for keys and values; the tables of a step, three
+    views of it in a launch."""
 
     name = "polyattn-triton"
 
@@ -46,3 +50,22 @@ class DeviceOps:
                 make_scales=cache.dynamic,
                 rows=rows,
             )
+
+    def writer(self, tables: StepTables) -> Callable[[], None]:
+        views = [
+            View(view.page_size, view.window, **view.tensors, columns=view.columns)  # type: ignore[arg-type]
+            for view in tables.views
+        ]
+        launches = step_launches(
+            tables.table, tables.rows, tables.seq_lens, tables.cu_seqlens_q, page_size=tables.page_size,
+            tokens=tables.tokens, columns=tables.columns, live=tables.live, lag=tables.lag,
+            positions=tables.positions, slots=tables.slots, views=views,
+        )  # fmt: skip
+        if len(launches) == 1:
+            return launches[0]
+
+        def write() -> None:
+            for launch in launches:
+                launch()
+
+        return write

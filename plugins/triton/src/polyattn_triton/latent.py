@@ -35,7 +35,7 @@ class _Attention:
         self._request, self._dtype = request, getattr(torch, request.dtype)
         self._width = request.dims[1]
         self._widths = (self._width, request.head_dim - self._width)
-        self._scale = request.head_dim**-0.5 if request.scale is None else request.scale
+        self._scale = request.softmax_scale
         self.rule: dict[str, Any] = {
             "causal": request.causal != "none",
             "window": request.window,

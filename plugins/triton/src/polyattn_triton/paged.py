@@ -3,7 +3,8 @@
 Few queries over many keys go to `kernels.decode`, which splits the keys among the chip; many queries to
 `kernels.extend`. Both read pages where they lie, of any size, NHD and HND, and take every option that the request can
 have. On a Hopper, `hopper.extend` serves what it takes of the latter. Further parts (`kv_parts`) are calls of their
-own, merged by their LSEs: a prefix that several sequences share is read once for all of their queries.
+own, merged by their LSEs: a prefix that several sequences share is read once for all of their queries, and `hopper`
+cuts its keys where their tiles alone would leave processors idle.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class _Call:
         r = self.request = request
         self.hnd = r.kv_layout == "HND"
         self.causal = r.causal != "none"
-        self.scale = r.head_dim**-0.5 if r.scale is None else r.scale
+        self.scale = r.softmax_scale
         self.storage: dict[str, Any] = {
             "page_size": r.page_size,
             "hnd": self.hnd,
@@ -78,6 +79,7 @@ class _Call:
         self.seen: dict[str, Any] = {"causal": self.causal, "window": r.window, "chunk": r.chunk, "tree": r.tree}
         self.window = bounds(self.causal, r.window, r.chunk)
         self.on_hopper = r.platform == "cuda" and hopper.takes(r)
+        self.parts_on_hopper = r.platform == "cuda" and not r.batch_invariant and hopper.takes_parts(r)
         self.mask = "" if r.mask == "none" else "tree" if r.tree and r.mask == "bool" else r.mask
 
     # ------------------------------------------------------------------------------------------------ which kernel
@@ -133,15 +135,27 @@ class _Call:
         if not kv_parts:
             self._attend(query, key_cache, value_cache, tables, sinks=sinks, out=out, lse=lse, **own)
         else:
-            outs = query.new_empty(1 + len(kv_parts), T_q, H_q, r.dims[1], dtype=torch.float32)
-            lses = query.new_empty(1 + len(kv_parts), T_q, H_q, dtype=torch.float32)
-            self._attend(query, key_cache, value_cache, tables, out=outs[0], lse=lses[0], **own)
-            for n, part in enumerate(kv_parts, 1):
-                pools = (
+            parts = [
+                (
+                    _Tables(*part[:5]),
                     key_cache if part.key_cache is None else part.key_cache,
                     value_cache if part.value_cache is None else part.value_cache,
                 )
-                self._attend(query, *pools, _Tables(*part[:5]), out=outs[n], lse=lses[n], causal=False, **scales)
+                for part in kv_parts
+            ]
+            cuts = [self._cuts(query, *part) for part in parts]
+            count = 1 + sum(max(n, 1) for n in cuts)
+            outs = query.new_empty(count, T_q, H_q, r.dims[1], dtype=torch.float32)
+            lses = query.new_empty(count, T_q, H_q, dtype=torch.float32)
+            self._attend(query, key_cache, value_cache, tables, out=outs[0], lse=lses[0], **own)
+            first = 1
+            for (theirs, *pools), n in zip(parts, cuts, strict=True):
+                if n:
+                    to = slice(first, first + n)
+                    self._extend_on_hopper(query, *pools, theirs, causal=False, out=outs[to], lse=lses[to], cuts=n)
+                else:
+                    self._attend(query, *pools, theirs, out=outs[first], lse=lses[first], causal=False, **scales)
+                first += max(n, 1)
             merge(outs, lses, sinks=sinks, out=out, lse=lse)
         return out if lse is None else (out, lse)
 
@@ -167,11 +181,9 @@ class _Call:
             given |= {**tables._asdict(), **self.storage, **self.logits}
             decode(query, key_cache, value_cache, invariant=r.batch_invariant, plan=plan, **given)
         elif self._fits_hopper(key_cache, value_cache, tables, given):
-            hopper.extend(
-                query, key_cache, value_cache, page_table=tables.page_table, seq_lens=tables.seq_lens,
-                cu_seqlens_q=tables.cu_seqlens_q, max_seqlen_q=tables.max_seqlen_q, page_size=r.page_size, hnd=self.hnd,
-                causal=self.causal, left=r.window[0], scale=self.scale, attn_mask=given["attn_mask"],
-                sinks=given["sinks"], out=given["out"], lse=given["lse"],
+            self._extend_on_hopper(
+                query, key_cache, value_cache, tables, causal=self.causal, left=r.window[0],
+                attn_mask=given["attn_mask"], sinks=given["sinks"], out=given["out"], lse=given["lse"],
             )  # fmt: skip
         else:
             given |= {**tables._asdict(), **self.storage, **self.logits}
@@ -180,6 +192,32 @@ class _Call:
                 mask = self.mask if given.get("attn_mask") is not None else ""
                 config = extend_config(query, key_cache, value_cache, 1 << 20, page_size=r.page_size, mask=mask)
             extend(query, key_cache, value_cache, config=config, **given)
+
+    def _extend_on_hopper(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: _Tables, **given: Any
+    ) -> None:
+        hopper.extend(
+            query, key_cache, value_cache, page_table=tables.page_table, seq_lens=tables.seq_lens,
+            cu_seqlens_q=tables.cu_seqlens_q, max_seqlen_q=tables.max_seqlen_q, page_size=self.request.page_size,
+            hnd=self.hnd, scale=self.scale, **given,
+        )  # fmt: skip
+
+    def _cuts(self, query: Tensor, tables: _Tables, key_cache: Tensor, value_cache: Tensor) -> int:
+        """Into how many ranges of keys `hopper.extend` cuts a further part; 0: it is not for this one."""
+        r = self.request
+        if not (
+            self.parts_on_hopper
+            and query.shape[0]
+            # Fewer are one tile of `decode`.
+            and tables.max_seqlen_q * r.group > _FEW
+            and tables.page_table.shape[1] > 0
+            and hopper.fits(key_cache, value_cache, None, hnd=self.hnd)
+        ):
+            return 0
+        sequences = tables.seq_lens.shape[0]
+        return hopper.cuts_for(
+            query.device, sequences, tables.max_seqlen_q, tables.max_seqlen_k, r.kv_heads, r.group, r.head_dim
+        )
 
     def _fits_hopper(self, key_cache: Tensor, value_cache: Tensor, tables: _Tables, given: dict[str, Any]) -> bool:
         """Whether `hopper.extend` computes this call. By the request and its caches alone, or where nothing depends on

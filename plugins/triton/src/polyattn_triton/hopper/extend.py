@@ -16,13 +16,15 @@ from polyattn_triton.kernels.pools import Matrix, Memory, pools_of
 from polyattn_triton.kernels.rules import LOG2E
 from polyattn_triton.records.tuned import HOPPER_EXTEND
 
-__all__ = ["Config", "config_for", "extend", "fits", "takes"]
+__all__ = ["Config", "config_for", "cuts_for", "extend", "fits", "takes", "takes_parts"]
 
 _ROWS = 64
 """Of a warpgroup, queries times heads of a group."""
 _STEPS = 3
 """Steps of keys that a tile must have for its loads and its epilogue to be hidden: of a window of 128 at D = 64 the
 portable kernel computes 116 TFLOP/s on an H200, this one 85; of one of 1024 at D = 128 333 and 460."""
+_RANGE, _CUTS = 1024, 32
+"""Keys of a range, at least, and the most ranges: each leaves a part to be merged."""
 _COLUMNS = 64
 """Of a box of keys: what 128 bytes hold."""
 
@@ -79,10 +81,24 @@ def short(request: AttentionRequest) -> bool:
 def takes(request: AttentionRequest) -> bool:
     """Whether `extend` is for calls like this on a Hopper: what is known before there are tensors.
 
-    It takes bf16 and fp16 with a cache of the same, D = D_v of 64, 128 and 256, pages of a multiple of 16 tokens,
-    groups of 1 to 64 heads that are a power of two, causal or full, a left window that is not `short`, sinks, the masks
-    of trees.
+    It takes what `takes_parts`, causal or full, a left window that is not `short`, sinks, the masks of trees.
     """
+    r = request
+    return (
+        takes_parts(r)
+        and not r.chunk
+        and r.window[1] < 0
+        and not short(r)
+        and (r.mask == "none" or (r.mask == "bool" and r.tree))
+        # Parts are float32 until they are merged.
+        and not r.kv_parts
+    )
+
+
+def takes_parts(request: AttentionRequest) -> bool:
+    """Whether `extend` is for further parts of such calls, all of whose keys are seen: bf16 and fp16 with a cache of
+    the same, D = D_v of 64, 128 and 256, pages of a multiple of 16 tokens, groups of 1 to 64 heads that are a power of
+    two."""
     r, group = request, request.group
     return (
         r.dtype in ("bfloat16", "float16")
@@ -96,25 +112,30 @@ def takes(request: AttentionRequest) -> bool:
         and group & (group - 1) == 0
         and (r.scale is None or r.scale > 0)
         and not r.softcap
-        and not r.chunk
-        and r.window[1] < 0
-        and not short(r)
-        and (r.mask == "none" or (r.mask == "bool" and r.tree))
-        # Parts are float32 until they are merged.
-        and not r.kv_parts
     )
 
 
-def fits(key_cache: Tensor, value_cache: Tensor, out: Tensor, *, hnd: bool) -> bool:
+def fits(key_cache: Tensor, value_cache: Tensor, out: Tensor | None, *, hnd: bool) -> bool:
     """Whether `extend`, which `takes` such a call, can be given these caches: on a Hopper, where TMA reaches them.
 
     Nothing here is of a batch. A query that TMA cannot read is copied.
+
+    Args:
+        out: None of parts, which are float32.
     """
     return (
         on_hopper(key_cache.device)
-        and out.dtype is key_cache.dtype
+        and (out is None or out.dtype is key_cache.dtype)
         and pools_of(key_cache, value_cache, hnd) is not None
     )
+
+
+def cuts_for(device: torch.device, sequences: int, max_seqlen_q: int, max_seqlen_k: int, heads: int, group: int,
+    head_dim: int,
+) -> int:  # fmt: skip
+    """Ranges that the keys of each sequence of a part are cut into, so that its tiles fill the device."""
+    tiles = sequences * -(-max_seqlen_q * group // _CONFIGS[head_dim].rows) * heads
+    return max(min(runtime.processors(device) // max(tiles, 1), max_seqlen_k // _RANGE, _CUTS), 1)
 
 
 def _placed(query: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -177,6 +198,7 @@ def extend(
     out: Tensor,
     lse: Tensor | None = None,
     config: Config | None = None,
+    cuts: int = 0,
 ) -> None:
     """As `kernels.extend.extend`, for a call that it `takes` and whose caches it `fits`. Waits for nothing.
 
@@ -184,6 +206,8 @@ def extend(
         left: keys seen before a query's own position, -1 = no bound.
         attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], bool, of a tree: read for the last queries' own columns.
         config: instead of that of the table.
+        cuts: above 0, all keys are seen, and those of each sequence are cut into so many ranges: out and lse are
+            float32 [cuts, T_q, H_q, D] and [cuts, T_q, H_q], a part of each.
     """
     from polyattn_triton.hopper.extend_kernel import attend
 
@@ -202,14 +226,17 @@ def extend(
         steps = zip(attn_mask.shape, attn_mask.stride(), strict=True)
         n, h, i, _ = (step if size > 1 else 0 for size, step in steps)
         mask_strides = (n, i, h)
-    attend[(min(runtime.processors(query.device), numbers * heads),)](
+    assert not cuts or not (causal or left >= 0 or attn_mask is not None or sinks is not None)
+    steps = out.stride()[-3:-1], (0, 0) if lse is None else lse.stride()[-2:]
+    out_part, lse_part = (out.stride(0), 0 if lse is None else lse.stride(0)) if cuts else (0, 0)
+    attend[(min(runtime.processors(query.device), numbers * heads * max(cuts, 1)),)](
         _query_boxes(Memory(query.data_ptr(), query.dtype), query.shape, strides, group),
         _page_boxes(Memory(key_cache.data_ptr(), key_cache.dtype), pools.key, rows),
         _page_boxes(Memory(value_cache.data_ptr(), value_cache.dtype), pools.value, rows),
         out, lse, sinks, attn_mask, *mask_strides, page_table, seq_lens, cu_seqlens_q, page_table.stride(0),
         pools.row, pools.column, pools.page_rows, N, tiles, numbers, heads, max(left, 0), scale * LOG2E.value,
-        *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+        out_part, *steps[0], lse_part, *steps[1],
         CAUSAL=causal, LEFT=left >= 0, TREE=attn_mask is not None, GROUP=group, PAGE=page_size, UNIFORM=uniform, D=D,
         BLOCK_N=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, OVERLAP=config.overlap,
-        TURNS=config.turns, REGISTERS=config.registers, num_warps=4,
+        TURNS=config.turns, REGISTERS=config.registers, CUTS=cuts, num_warps=4,
     )  # fmt: skip

@@ -5,7 +5,9 @@ boxes of 64 / GROUP tokens; the pools are matrices of rows, of which a page is P
 PIECE rows and 64 columns, side by side, are the tile that products take, so that a block may be of many pages.
 
 Tiles are found on the device: number floor(start * GROUP / M) + n is the first of sequence n, as in
-`kernels.extend`. A program computes many, one after the other.
+`kernels.extend`. A program computes many, one after the other. Where CUTS > 0 all keys are seen, and those of a
+sequence are cut into so many ranges, each with tiles of its own whose results are one of as many float32 parts: a
+prefix that many share has few tiles.
 """
 
 from __future__ import annotations
@@ -34,13 +36,22 @@ _ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def _tile(turn, schedule, M: gl.constexpr, GROUP: gl.constexpr, UNIFORM: gl.constexpr):
-    """(sequence, its first token, its queries, its keys, tile in it, key head) of round `turn`, for tiles of M rows; a
-    sequence's last tile, which sees most keys, is its first one. Tiles past the end are negative."""
+def _tile(
+    turn, schedule, M: gl.constexpr, GROUP: gl.constexpr, UNIFORM: gl.constexpr, CUTS: gl.constexpr, UNIT: gl.constexpr
+):  # fmt: skip
+    """(sequence, its first token, its queries, its keys, tile in it, key head, range of its keys, the key at which that
+    begins) of round `turn`, for tiles of M rows; a sequence's last tile, which sees most keys, is its first one. Tiles
+    past the end are negative. Where keys are cut, into ranges of a multiple of UNIT, `its keys` are those of the range.
+    """
     lens, starts, sequences, tiles, heads = schedule
     pid = tile_of(turn)
     number = pid // heads
     head = pid - number * heads
+    part = number * 0
+    if CUTS > 1:
+        whole = number // CUTS
+        part = number - whole * CUTS
+        number = whole
     if UNIFORM:
         n = number // tiles
         tile = number - n * tiles
@@ -59,7 +70,14 @@ def _tile(turn, schedule, M: gl.constexpr, GROUP: gl.constexpr, UNIFORM: gl.cons
     s_q = gl.load(starts + n + 1) - start
     s_k = gl.load(lens + n)
     count = (s_q * GROUP + M - 1) // M
-    return n, start, s_q, s_k, count - 1 - tile, head
+    first = part
+    if CUTS > 1:
+        each = (s_k + CUTS * UNIT - 1) // (CUTS * UNIT) * UNIT
+        first = part * each
+        s_k = gl.minimum(gl.maximum(s_k - first, 0), each)
+        # Without keys there is no page either, but for the first.
+        first = gl.where(s_k > 0, first, 0)
+    return n, start, s_q, s_k, count - 1 - tile, head, part, first
 
 
 @gluon.jit
@@ -123,6 +141,7 @@ def _clear(boxes, stage, first, last, CHUNKS: gl.constexpr, BLOCK_N: gl.constexp
 def _produce(
     given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
     UNIFORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    CUTS: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """The producer warp."""
     M: gl.constexpr = WARPGROUPS * _ROWS
@@ -136,11 +155,13 @@ def _produce(
     done = 0
     patched = 0
     for turn in range(tiles_here(numbers * heads)):
-        n, start, s_q, s_k, tile, head = _tile(turn, schedule, M, GROUP, UNIFORM)
+        n, start, s_q, s_k, tile, head, _part, first = _tile(turn, schedule, M, GROUP, UNIFORM, CUTS, UNIT)
         if tile >= 0:
             span, lowest = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)
             low, high = span[0], span[1]
             lines = table + n.to(gl.int64) * table_row
+            if CUTS > 1:
+                lines += first // PAGE
             pool = (head * box_row, page_rows)
             for index in gl.static_range(WARPGROUPS):
                 mbarrier.wait(q_free.index(index), done & 1 ^ 1)
@@ -197,15 +218,27 @@ def _leave(o, buffer, out, start, first, rows, steps, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _leave_part(o, out, start, first, rows, steps, GROUP: gl.constexpr):
+    """The float32 output of rows from `first` on to where it belongs."""
+    out_token, out_head = steps
+    D: gl.constexpr = o.shape[1]
+    r = first + gl.arange(0, _ROWS, gl.SliceLayout(1, o.type.layout))
+    line = out + (start + r // GROUP).to(gl.int64) * out_token + r % GROUP * out_head
+    c = gl.arange(0, D, gl.SliceLayout(0, o.type.layout))
+    gl.store(line[:, None] + c[None, :], o, (r < rows)[:, None])
+
+
+@gluon.jit
 def _consume(
     given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, UNIFORM: gl.constexpr,
-    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr, INDEX: gl.constexpr,
+    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr, CUTS: gl.constexpr,
+    UNIT: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """Consumer INDEX: its share of the rows of every query tile."""
     M: gl.constexpr = WARPGROUPS * _ROWS
     (
         rings, barriers, schedule, numbers, left, scale, mask, mask_sequence, mask_row, mask_head, sinks,
-        out, lse, out_token, out_head, lse_token, lse_head,
+        out, lse, out_part, out_token, out_head, lse_part, lse_token, lse_head,
     ) = given  # fmt: skip
     q_ring, k_ring, _v_ring = rings
     q_full, q_free = barriers[0], barriers[1]
@@ -216,7 +249,7 @@ def _consume(
     if TURNS:
         first_turn(INDEX, WARPGROUPS)
     for turn in range(tiles_here(numbers * heads)):
-        n, start, s_q, s_k, tile, head = _tile(turn, schedule, M, GROUP, UNIFORM)
+        n, start, s_q, s_k, tile, head, part, _first = _tile(turn, schedule, M, GROUP, UNIFORM, CUTS, UNIT)
         if tile >= 0:
             span = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)[0]
             row = tile * M + INDEX * _ROWS
@@ -236,35 +269,46 @@ def _consume(
             h = head * GROUP + r % GROUP
             if lse is not None:
                 line = lse + (start + r // GROUP).to(gl.int64) * lse_token + h * lse_head
+                if CUTS > 1:
+                    line += part.to(gl.int64) * lse_part
                 gl.store(line, natural_lse(top, total), r < s_q * GROUP)
             o = normalised(o, top, total, None if sinks is None else gl.load(sinks + h))
-            at, whole, wanted = _leave(
-                o[0], flat(q_ring[0].index(INDEX)), out + head * GROUP * out_head, start, row, s_q * GROUP,
-                (out_token, out_head), GROUP,
-            )  # fmt: skip
-            mbarrier.arrive(q_free.index(INDEX), count=1)
-            gl.store(at, whole, wanted)
+            to = out + head * GROUP * out_head
+            if CUTS == 0:
+                at, whole, wanted = _leave(
+                    o[0], flat(q_ring[0].index(INDEX)), to, start, row, s_q * GROUP, (out_token, out_head), GROUP
+                )
+                mbarrier.arrive(q_free.index(INDEX), count=1)
+                gl.store(at, whole, wanted)
+            else:
+                barrier()
+                mbarrier.arrive(q_free.index(INDEX), count=1)
+                to += part.to(gl.int64) * out_part
+                _leave_part(o[0], to, start, row, s_q * GROUP, (out_token, out_head), GROUP)
             done += 1
 
 
 @gluon.jit(
-    do_not_specialize=["mask_sequence", "mask_row", "mask_head", "table_row", "sequences", "tiles", "numbers", "left"],
-)
+    do_not_specialize=["mask_sequence", "mask_row", "mask_head", "table_row", "sequences", "tiles", "numbers", "left",
+                       "out_part", "lse_part"],
+)  # fmt: skip
 def attend(
     q, k, v, out, lse, sinks, mask, mask_sequence, mask_row, mask_head, table, lens, starts, table_row,
     box_row, box_column, page_rows, sequences, tiles, numbers, heads, left, scale,
-    out_token, out_head, lse_token, lse_head,
+    out_part, out_token, out_head, lse_part, lse_token, lse_head,
     CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
     UNIFORM: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+    OVERLAP: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, CUTS: gl.constexpr = 0,
 ):  # fmt: skip
     """At most one program per multiprocessor. q: in boxes [64 / GROUP, GROUP, D]; k, v: in boxes [PIECE, 64].
 
     A page p of head h begins at row p * page_rows + h * box_row and column h * box_column. `numbers`: of tiles, times
     heads the tiles that there may be. UNIFORM: all sequences have `tiles` of them.
-    WARPGROUPS: consumers, 2 or 3.
+    WARPGROUPS: consumers, 2 or 3. CUTS: of the keys of a sequence, `numbers` being of tiles that are not cut; out and
+    lse are then parts, float32, `out_part` and `lse_part` apart. 0: there are no parts.
     """
     PIECE: gl.constexpr = k.block_shape[0]
+    UNIT: gl.constexpr = PAGE * BLOCK_N // PIECE
     WIDTH: gl.constexpr = k.block_shape[1]
     BOXES: gl.constexpr = STAGES * (D // WIDTH) * (BLOCK_N // PIECE)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -283,33 +327,56 @@ def attend(
         made_barriers(STAGES, 1), made_barriers(STAGES, WARPGROUPS),
     )  # fmt: skip
     schedule = (lens, starts, sequences, tiles, heads)
+    if CUTS > 1:
+        numbers *= CUTS
     produced = (
         q, k, v, (q_box, k_box, v_box), barriers, made_barriers(1, 1), schedule, numbers, left, table, table_row,
         box_row, box_column, page_rows,
     )  # fmt: skip
     consumed = (
         rings, barriers, schedule, numbers, left, scale, mask, mask_sequence, mask_row, mask_head, sinks,
-        out, lse, out_token, out_head, lse_token, lse_head,
+        out, lse, out_part, out_token, out_head, lse_part, lse_token, lse_head,
     )  # fmt: skip
     # Constants lose their nature in a tuple that is a variable: they are written out.
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES, OVERLAP, TURNS, 0)),
-                (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES, OVERLAP, TURNS, 1)),
-                (_produce, (produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, BLOCK_N, WARPGROUPS, STAGES)),
+                (_consume, (
+                    consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES,
+                    OVERLAP, TURNS, CUTS, UNIT, 0,
+                )),
+                (_consume, (
+                    consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES,
+                    OVERLAP, TURNS, CUTS, UNIT, 1,
+                )),
+                (_produce, (
+                    produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM,
+                    BLOCK_N, WARPGROUPS, STAGES, CUTS, UNIT,
+                )),
             ],
             [4, 1],
             [REGISTERS, 24],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES, OVERLAP, TURNS, 0)),
-                (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES, OVERLAP, TURNS, 1)),
-                (_consume, (consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES, OVERLAP, TURNS, 2)),
-                (_produce, (produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, BLOCK_N, WARPGROUPS, STAGES)),
+                (_consume, (
+                    consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES,
+                    OVERLAP, TURNS, CUTS, UNIT, 0,
+                )),
+                (_consume, (
+                    consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES,
+                    OVERLAP, TURNS, CUTS, UNIT, 1,
+                )),
+                (_consume, (
+                    consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES,
+                    OVERLAP, TURNS, CUTS, UNIT, 2,
+                )),
+                (_produce, (
+                    produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM,
+                    BLOCK_N, WARPGROUPS, STAGES, CUTS, UNIT,
+                )),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
-        )
+        )  # fmt: skip

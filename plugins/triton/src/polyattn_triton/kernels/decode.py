@@ -454,10 +454,14 @@ def _default(device: torch.device, rows: int, width: int, bits: int) -> Config:
     where = architecture(device)
     where = "cuda" if where == "blackwell" else where
     warps, stages, resident, shortest = _CONFIGS[where, M]
-    if bits <= 8 and M == 16 and where == "hopper":
-        resident = 3  # turning bytes into numbers takes longer than reading them: more programs to hide it
     itemsize = max(bits // 8, 1)
     N = min(max(_TILE_BYTES[where] // (power_of_2(width) * itemsize), 16), 128)
+    if bits <= 8 and M == 16 and where == "hopper":
+        # Turning bytes into numbers takes longer than reading them: more programs to hide it, and smaller ones where
+        # that was measured.
+        resident = 3
+        if bits == 8 and power_of_2(width) == 128:
+            N, warps, stages, resident = 64, 2, 4, 4
     if itemsize == 4:
         N = max(N // 2, 16)  # multiplied without tensor cores, out of registers
     elif M == 64 and width > 128:

@@ -36,7 +36,8 @@ def _merge(
     acc = tl.zeros((ROWS, BLOCK_E), tl.float32)
     o_at = outs + (token * o_token + h * o_head)[:, None] + c[None, :]
     l_at = lses + token * l_token + h * l_head
-    for _ in range(parts):
+    # The loads of several parts are on their way together.
+    for _ in tl.range(0, parts, loop_unroll_factor=4):
         partial = tl.load(o_at, mask=kept, other=0.0).to(tl.float32)
         weight = tl.load(l_at, mask=valid, other=float("-inf")) * LOG2E
         o_at += o_part

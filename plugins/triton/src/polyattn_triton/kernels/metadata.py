@@ -11,7 +11,8 @@ Floor: one launch. All of it is a few hundred kilobytes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from polyattn_triton import runtime  # first: it decides how Triton is imported
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-__all__ = ["View", "step_metadata"]
+__all__ = ["Launch", "View", "step_launches", "step_metadata"]
 
 _COLUMNS, _TOKENS, _ROWS = 256, 128, 256
 """Of a program: columns of a table, new tokens, rows that are summed at once."""
@@ -227,6 +228,47 @@ def step_metadata(
         InvalidInputError: a page size that neither divides that of the table nor is a multiple of it, a table that is
             not contiguous, or indices of rows whose length is not said.
     """
+    for launch in step_launches(
+        table, rows, seq_lens, cu_seqlens_q, page_size=page_size, tokens=tokens, columns=columns, live=live, lag=lag,
+        positions=positions, slots=slots, views=views,
+    ):  # fmt: skip
+        launch()
+
+
+class Launch:
+    """A launch that is called again and again while its tensors stay where they are: what Triton finds out of its
+    arguments, which takes longer than the kernel runs, is found out once."""
+
+    def __init__(self, programs: int, arguments: tuple[Any, ...]) -> None:
+        self._grid, self._arguments = (programs, 4, 1), arguments
+        self._again: Callable[..., None] | None = None
+
+    def __call__(self) -> None:
+        with runtime.device_of(self._arguments[0]):
+            if self._again is not None:
+                self._again(*self._arguments)
+                return
+            kernel = _metadata[self._grid](*self._arguments, num_warps=4)
+            if not runtime.INTERPRETED:
+                self._again = kernel[self._grid]
+
+
+def step_launches(
+    table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    page_size: int,
+    tokens: int,
+    columns: int = 0,
+    live: Tensor | None = None,
+    lag: Tensor | None = None,
+    positions: Tensor | None = None,
+    slots: Tensor | None = None,
+    views: Sequence[View] = (),
+) -> list[Launch]:
+    """What `step_metadata` launches."""
     runtime.check_device(table.device)
     for view in views:
         if view.page_size < 1 or (page_size % view.page_size and view.page_size % page_size):
@@ -239,8 +281,9 @@ def step_metadata(
         if view.page_table is None and view.kv_indices is not None and not view.columns:
             raise InvalidInputError("step_metadata: kv_indices without a page_table needs columns, of the longest row")
     N, wanted = rows.shape[0], positions is not None or slots is not None
+    launches: list[Launch] = []
     if not N:
-        return
+        return launches
     for at in range(0, max(len(views), 1), 3):
         some = [*views[at : at + 3], _NONE, _NONE, _NONE][:3]
         widths = [v.columns or (0 if v.page_table is None else v.page_table.shape[1]) for v in some]
@@ -249,10 +292,11 @@ def step_metadata(
         if now:
             programs = max(programs, triton.cdiv(tokens, _TOKENS))
         (a, b, c), (width_a, width_b, width_c) = some, widths
-        with runtime.device_of(table):
-            _metadata[(programs, 4)](
-                table, rows, live, seq_lens, cu_seqlens_q, lag, positions if now else None, slots if now else None,
-                tokens, N, 1 << N.bit_length() >> 1, columns or table.shape[1], table.stride(0),
-                *a.tensors, width_a, a.window, *b.tensors, width_b, b.window, *c.tensors, width_c, c.window,
-                page_size, a.page_size, b.page_size, c.page_size, _COLUMNS, _TOKENS, _ROWS, num_warps=4,
-            )  # fmt: skip
+        arguments = (
+            table, rows, live, seq_lens, cu_seqlens_q, lag, positions if now else None, slots if now else None,
+            tokens, N, 1 << N.bit_length() >> 1, columns or table.shape[1], table.stride(0),
+            *a.tensors, width_a, a.window, *b.tensors, width_b, b.window, *c.tensors, width_c, c.window,
+            page_size, a.page_size, b.page_size, c.page_size, _COLUMNS, _TOKENS, _ROWS,
+        )  # fmt: skip
+        launches.append(Launch(programs, arguments))
+    return launches
