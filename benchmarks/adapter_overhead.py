@@ -4,11 +4,13 @@
     python benchmarks/adapter_overhead.py --render FILE     # a result file as the table of docs/benchmarks.md
 
 Host time per call, on calls so small that the device is not what is waited for; median of what is added, over rounds in
-one process, interleaved. By hand is a peer of `polyattn bench` (benchmarks/peers): its function is prepared for the
-problem and called. Dense: one token of 8 heads of 64, in the library's layout; `functional` is `polyattn.attention`,
-`bound` a `polyattn.bind`. Paged: a decode step of 4 sequences of 256 keys, planned once; `planned` is a layer's call of
-`AttentionBackend`. Both are recorded into device graphs too, where the device has them: `replayed` is what a call takes
-in a replay beyond the library's, on the device. Results are compared before anything is timed.
+one process, interleaved. By hand is a peer of `polyattn bench` (benchmarks/peers): the library's own Python function,
+prepared for the problem and called. Where that is more than a call of its operator, the operator is called as well, and
+what is added to it is given beside. Dense: one token of 8 heads of 64, in the library's layout; `functional` is
+`polyattn.attention`, `bound` a `polyattn.bind`. Paged: a decode step of 4 sequences of 256 keys, planned once:
+`planned` is a layer's call of `AttentionBackend`. Both are recorded into device graphs too, where there are such:
+`replayed` is what a call takes in a replay beyond the library's, on the device. Results are compared before anything is
+timed.
 """
 
 from __future__ import annotations
@@ -43,20 +45,26 @@ from polyattn.serving import (
 
 PEERS = os.path.join(os.path.dirname(__file__), "peers")
 PAIRS = {
-    "dense": {"sdpa": "torch_sdpa", "fa3": "fa3", "fa4": "fa4"},
-    "paged": {"fa3": "fa3", "fa4": "fa4", "flashinfer_fa2": "flashinfer", "xqa": "flashinfer"},
+    "dense": {"sdpa": "torch_sdpa", "fa3_varlen": "fa3", "fa4": "fa4"},
+    "paged": {"fa3": "fa3", "fa4": "fa4", "flashinfer_fa2": "flashinfer", "xqa": "trtllm_mha"},
 }
-"""Library by hand -> the backend of polyattn that calls it."""
+"""Library by hand -> the backend of polyattn that calls the same kernel."""
+OPERATORS = {("dense", "fa3_varlen"): "fa3"}
+"""Its operator without its Python."""
+PAGES = {"fa4": 128}
+"""Tokens of a page, where a library does not take 16."""
+OPTIONS = {"fa4": {"free_slots": "finite"}}
+"""What makes it the same kernel: the pools here hold numbers everywhere, as the library wants it."""
 BUDGETS = {"functional": 2.5, "bound": 1.5, "planned": 3.0}
 """Microseconds."""
-BY_HAND = "by hand"
+BY_HAND, OPERATOR = "by hand", "operator"
 IN_GRAPH = 32
 """Calls of one recording."""
 
 Call = Callable[[], Any]
 
 
-def dense(peer: peers.Peer, backend: str, device: torch.device) -> dict[str, Call]:
+def dense(peer: peers.Peer, operator: peers.Peer | None, backend: str, device: torch.device) -> dict[str, Call]:
     """By hand, functional and bound, each in the layout of the library."""
     dtype = "float32" if device.type == "cpu" else "bfloat16"
     row = Row(
@@ -69,18 +77,20 @@ def dense(peer: peers.Peer, backend: str, device: torch.device) -> dict[str, Cal
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         layout, by_hand = "BHSD", lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)
     site = polyattn.bind(layout=layout, backend=backend)
+    bare = {} if operator is None else {OPERATOR: functools.partial(operator.prepare(inputs), 0)}
     return {
         BY_HAND: by_hand,
+        **bare,
         "functional": lambda: polyattn.attention(q, k, v, layout=layout, backend=backend),
         "bound": lambda: site(q, k, v),
     }
 
 
-def paged(peer: peers.Peer, backend: str, device: torch.device) -> dict[str, Call]:
+def paged(peer: peers.Peer, operator: peers.Peer | None, backend: str, device: torch.device) -> dict[str, Call]:
     """By hand and planned: both over the pages and the tables of one engine."""
-    row = Row(
-        family="overhead", kind="paged", heads=32, kv_heads=8, head_dim=128, batch=4, q_len=1, kv_len=256, page_size=16
-    )
+    size = PAGES.get(backend, 16)
+    shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "batch": 4, "q_len": 1, "kv_len": 256}
+    row = Row(family="overhead", kind="paged", **shape, page_size=size)
     layer = AttentionLayer(0, row.heads, row.kv_heads, row.head_dim)
     pages = 1 + row.batch * row.kv_len // row.page_size
     pool = KVPool([layer], KVCacheConfig(page_size=row.page_size), pages, dtype=torch.bfloat16, device=device)
@@ -92,7 +102,7 @@ def paged(peer: peers.Peer, backend: str, device: torch.device) -> dict[str, Cal
         table.extend(number, row.kv_len)
     table.flush()
     limits = Limits(max_sequences=row.batch, max_tokens=row.batch, max_seqlen=row.kv_len)
-    engine = AttentionBackend([layer], pool, table, limits=limits, backend=backend)
+    engine = AttentionBackend([layer], pool, table, limits=limits, decode_backend=backend)
     batch = ForwardBatch(ForwardMode.DECODE, numbers, [row.kv_len] * row.batch, [1] * row.batch)
     (step,) = engine.plan(batch)
     engine.prepare()
@@ -129,15 +139,16 @@ def measured(device: torch.device, rounds: int, calls: int) -> Iterator[dict[str
         for name, backend in PAIRS[kind].items():
             row: dict[str, Any] = {"kind": kind, "library": libraries[name].library, "backend": backend}
             try:
-                ways = make(libraries[name], backend, device)
+                ways = make(libraries[name], libraries.get(OPERATORS.get((kind, name), "")), backend, device)
                 check(ways)
             except (ModuleNotFoundError, UnsupportedRequestError, BackendUnavailableError) as exc:
                 reason = str(exc).partition("\n")[0].partition(". Backends that can")[0]
                 yield {**row, "not_here": reason}
                 continue
-            times = added(interleaved(ways, rounds, calls, clock.synchronise), BY_HAND)
+            times = interleaved(ways, rounds, calls, clock.synchronise)
+            beside = added(times, OPERATOR) if OPERATOR in ways else {}
             graph = replayed(ways, clock) if clock.on_gpu else {}
-            yield {**row, "us": times, "replayed_us": graph}
+            yield {**row, "us": added(times, BY_HAND), "operator_us": beside, "replayed_us": graph}
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -145,13 +156,14 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         f"{report.caption(result)}; one thread.",
         "",
-        "| library | backend | by hand us | call | adds us | budget | replayed adds us |",
-        "|---|---|---:|---|---:|---:|---:|",
+        "| library | backend | by hand us | call | adds us | budget | adds to the operator us | replayed adds us |",
+        "|---|---|---:|---|---:|---:|---:|---:|",
     ]
     for row in result["rows"]:
         for name, found in row.get("us", {}).items():
-            if name == BY_HAND:
+            if name in (BY_HAND, OPERATOR):
                 continue
+            beside = row["operator_us"].get(name)
             by_hand = f"{row['us'][BY_HAND]['call']:.2f}"
             graph = f"{row['replayed_us'][name]:.2f}" if name in row["replayed_us"] else ""
             cells = [
@@ -161,6 +173,7 @@ def markdown(result: dict[str, Any]) -> str:
                 name,
                 f"{found['added']:.2f}",
                 f"{BUDGETS[name]:g}",
+                "" if beside is None else f"{beside['added']:.2f}",
                 graph,
             ]
             lines.append(f"| {' | '.join(cells)} |")
@@ -177,6 +190,7 @@ def main() -> None:
     if args is None:
         return
     torch.set_num_threads(1)
+    polyattn.configure(attention_backend_config=OPTIONS)
     device = torch.device(args.device)
     result = {
         **report.stamp("adapter-overhead", device, **peers.versions_of(peers.load([PEERS]))),

@@ -149,7 +149,7 @@ def measured(model: LlamaForCausalLM, count: int, args: argparse.Namespace) -> d
     rates: dict[str, list[float]] = {}
     for name, run in list(runs.items()):
         try:
-            seconds_of(run, 2, count)  # graphs are recorded, kernels compiled
+            seconds_of(run, new, count)  # graphs are recorded, kernels compiled, for all lengths that come
         except Exception as exc:  # an implementation may not be here, or fail in any way
             if name == OURS:
                 raise

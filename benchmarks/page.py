@@ -1,8 +1,8 @@
-"""docs/benchmarks.md from the committed result files: every block between `<!-- NAME -->` and `<!-- /NAME -->` is
-benchmarks/results/NAME.json as a table.
+"""The tables of docs/benchmarks.md and docs/kernels.md from the committed result files: every block between
+`<!-- NAME -->` and `<!-- /NAME -->` is benchmarks/results/NAME.json.
 
-    python benchmarks/page.py            # write the page
-    python benchmarks/page.py --check    # exit code 1 where it is not up to date
+    python benchmarks/page.py            # write the pages
+    python benchmarks/page.py --check    # exit code 1 where one is not up to date
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from polyattn.bench import pages
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGES = tuple(Path(__file__).parents[1] / "docs" / name for name in ("benchmarks.md", "kernels.md"))
 BLOCK = re.compile(r"(<!-- ([\w-]+) -->\n).*?(\n?<!-- /\2 -->)", re.S)
 
 
@@ -30,7 +30,7 @@ def table(name: str) -> str:
     """
     path = RESULTS / f"{name}.json"
     if not path.is_file():
-        raise SystemExit(f"{PAGE.name} shows {name}, but there is no {path.name} among the results")
+        raise SystemExit(f"a page shows {name}, but there is no {path.name} among the results")
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if result["benchmark"] == pages.BENCHMARK:
         return pages.markdown(result)
@@ -48,11 +48,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    before = PAGE.read_text(encoding="utf-8")
-    after = written(before)
-    if args.check:
-        sys.exit(0 if before == after else f"{PAGE.name} is not what the results say: python benchmarks/page.py")
-    PAGE.write_text(after, encoding="utf-8")
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        after = written(before)
+        if not args.check:
+            page.write_text(after, encoding="utf-8")
+        elif before != after:
+            sys.exit(f"{page.name} is not what the results say: python benchmarks/page.py")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,14 @@
 
 The kernel is one that does nothing but return its output, so that the rest is visible. `kernel by hand` is its bound
 forward called with the step's tables; `forward_decode`, `forward` and `paged_attention` reach the same function, and
-return the same tensor (checked before anything is timed). Added microseconds are medians over rounds, interleaved in
-one process; `spread` is their interquartile range. `step` is plan and prepare, once for all layers of a decode step.
+return the same tensor (checked before anything is timed). New keys and values are in the cache: what writes them is a
+kernel; `with new keys` is `forward` with them, which on a device is its launch. Added microseconds are medians over
+rounds, interleaved in one process; `spread` is their interquartile range. `step` is plan and prepare, once for all
+layers of a decode step, which is the one after the last (`ForwardBatch.next`, in the time too); rows have their pages
+already.
 On a device with graphs also `replay`: a whole step whose graph holds the preparing and no kernel, and `eager step`:
-plan, prepare, and what the calls of all layers add.
+plan, prepare, and what the calls of all layers add. `tables` says who writes them on the device: core's operators, or
+the kernels of a package.
 """
 
 from __future__ import annotations
@@ -41,9 +45,11 @@ from polyattn.serving import (
     Limits,
     PageAllocator,
     RequestTable,
+    Step,
 )
+from polyattn.serving.device_ops import device_ops
 
-HEADS, KV_HEADS, WIDTH, LAYERS, TOKENS = 8, 2, 64, 32, 512
+HEADS, KV_HEADS, WIDTH, LAYERS, TOKENS, PAGE = 8, 2, 64, 32, 512, 16
 BATCHES = (1, 8, 64)
 BUDGET = 2.5
 """Microseconds of `forward_decode` beyond the kernel."""
@@ -54,6 +60,7 @@ TITLES = {
     "kernel by hand": "kernel by hand us",
     "forward_decode": "forward_decode adds us",
     "forward": "forward adds us",
+    "with new keys": "with new keys adds us",
     "paged_attention": "paged_attention adds us",
     "step": "plan and prepare us",
     "eager step": "eager step us",
@@ -86,22 +93,21 @@ def polyattn_register_backends() -> Iterable[BackendInfo]:
 
 
 class Problem:
-    """A decode step of `count` requests, planned."""
+    """Decode steps of `count` requests, the first of them planned."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.count, self.device = count, device
         self.layers = [AttentionLayer(i, HEADS, KV_HEADS, WIDTH) for i in range(LAYERS)]
-        pages = 1 + count * (TOKENS // 16 + 1)
-        pool = KVPool(self.layers, KVCacheConfig(page_size=16), pages, dtype=torch.float32, device=device)
-        table = RequestTable(count, TOKENS + 16, 16, [-1], [PageAllocator(pages)], device=device)
+        pages = 1 + count * (TOKENS // PAGE + 1)
+        pool = KVPool(self.layers, KVCacheConfig(page_size=PAGE), pages, dtype=torch.float32, device=device)
+        table = RequestTable(count, TOKENS + PAGE, PAGE, [-1], [PageAllocator(pages)], device=device)
         rows = [table.add() for _ in range(count)]
         for number in rows:
-            table.extend(number, TOKENS)
-        limits = Limits(max_sequences=count, max_tokens=count, max_seqlen=TOKENS + 16)
+            table.extend(number, TOKENS + PAGE)
+        limits = Limits(max_sequences=count, max_tokens=count, max_seqlen=TOKENS + PAGE)
         self.backend = AttentionBackend(self.layers, pool, table, limits=limits, backend="nothing")
-        self.batch = ForwardBatch(ForwardMode.DECODE, rows, [TOKENS] * count, [1] * count)
-        (self.tables,) = ({**step.tables} for step in self.backend.plan(self.batch))
-        self.backend.prepare()
+        self.first = self._batch = ForwardBatch(ForwardMode.DECODE, rows, [TOKENS] * count, [1] * count)
+        self.tables = {**self.begin().tables}
         self.caches = pool.cache(0).tensors
         self.query = torch.randn(count, HEADS, WIDTH, device=device)
         self.new = torch.randn(2, count, KV_HEADS, WIDTH, device=device)
@@ -112,41 +118,56 @@ class Problem:
             Nothing().bind(AttentionRequest()).forward,
             self.layers[0],
             self.backend,
-            self.batch,
+            self.first,
         )
         query, caches, tables, (key, value) = self.query, self.caches, self.tables, self.new
         more: dict[str, Any] = {**tables, "causal": True, "backend": "nothing"}
         return {
-            "kernel by hand": lambda: bound(query, *caches, key=key, value=value, **tables),
-            "forward_decode": lambda: backend.forward_decode(query, key, value, layer, batch),
-            "forward": lambda: backend.forward(query, key, value, layer),
-            "paged_attention": lambda: polyattn.paged_attention(
-                query, *caches, key=key, value=value, save_kv_cache=True, **more
-            ),
+            "kernel by hand": lambda: bound(query, *caches, **tables),
+            "forward_decode": lambda: backend.forward_decode(query, None, None, layer, batch),
+            "forward": lambda: backend.forward(query, None, None, layer),
+            "with new keys": lambda: backend.forward(query, key, value, layer),
+            "paged_attention": lambda: polyattn.paged_attention(query, *caches, **more),
         }
 
+    def begin(self) -> Step:
+        """Plan the first step."""
+        self._batch = self.first
+        (step,) = self.backend.plan(self.first)
+        self.backend.prepare()
+        return step
+
+    def next(self) -> ForwardBatch:
+        """The step after the last, and the first again where that would need another page."""
+        whole = self._batch.seq_lens[0] == TOKENS + PAGE
+        self._batch = self.first if whole else self._batch.next()
+        return self._batch
+
     def step(self) -> None:
-        self.backend.plan(self.batch)
+        self.backend.plan(self.next())
         self.backend.prepare()
 
     def replay(self) -> Callable[[], Any]:
         """A replayed step of all layers, on a device with graphs. None of its replays waits for the device."""
 
         def model(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            query, (key, value) = self.query, self.new
             for layer in self.layers:
-                out = self.backend.forward(query, key, value, layer)
+                out = self.backend.forward(self.query, None, None, layer)
             return out
 
-        runner = GraphRunner(self.backend, model, max_sequences=self.count, buckets=[self.count], device=self.device)
+        runner = GraphRunner(
+            self.backend, model, max_sequences=self.count, buckets=[self.count], device=self.device,
+            planned_positions=True,
+        )  # fmt: skip
         ids = torch.zeros(self.count, dtype=torch.int64, device=self.device)
-        runner.run(self.batch, ids, ids)
+        runner.run(self.first, ids)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            runner.run(self.batch, ids, ids)
+            for _ in range(PAGE + 2):
+                runner.run(self.next(), ids)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        return lambda: runner.run(self.batch, ids, ids)
+        return lambda: runner.run(self.next(), ids)
 
 
 def timed(call: Callable[[], Any], calls: int) -> float:
@@ -169,6 +190,7 @@ def measured(count: int, rounds: int, calls: int, device: torch.device) -> dict[
     times: dict[str, list[float]] = {name: [] for name in ways}
     steps = []
     for _ in range(rounds):
+        problem.begin()
         for name, way in ways.items():
             # The functional call checks page tables on the CPU: its cost grows with the batch.
             times[name].append(timed(way, calls if name != "paged_attention" else max(calls // 20, 10)))
@@ -192,8 +214,9 @@ def _row(values: list[float]) -> dict[str, float]:
 def markdown(result: dict[str, Any]) -> str:
     """A result file as the table of docs/benchmarks.md."""
     names = list(result["rows"][0]["us"])
+    tables = f", tables by {result['tables']}" if "tables" in result else ""
     lines = [
-        f"{report.caption(result)}; one thread, {result['layers']} layers.",
+        f"{report.caption(result)}; one thread, {result['layers']} layers{tables}.",
         "",
         f"| requests | {' | '.join(TITLES[name] for name in names)} |",
         f"|---:|{'---:|' * len(names)}",
@@ -218,11 +241,13 @@ def main() -> None:
     device = torch.device(device.type, 0) if device.type != "cpu" and device.index is None else device
     OUT[device] = torch.zeros(0)
     polyattn.register_plugin(sys.modules[__name__], name="nothing")
+    ops = device_ops(device.type)
     result = {
         **report.stamp("serving-layer", device),
         "rounds": args.rounds,
         "calls": args.calls,
         "layers": LAYERS,
+        "tables": ops.name if hasattr(ops, "writer") else "polyattn",
         "budget": BUDGET,
         "budgets": STEP_BUDGETS,
         "rows": [{"requests": n, "us": measured(n, args.rounds, args.calls, device)} for n in args.requests],
