@@ -3,6 +3,7 @@ to what it must take."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 from polyattn import adapters
-from polyattn.errors import BackendUnavailableError
+from polyattn.errors import BackendUnavailableError, ConfigError
+from polyattn.evidence import Evidence
 from polyattn.plugins import get_manager
 from polyattn.records import Requirement
-from polyattn.testing import AttentionConformance
+from polyattn.testing import AttentionConformance, recording
 from polyattn.testing.emulators import OTHER, Emulated, Library, OnDevice, Signatures, device_suites
 from polyattn.testing.where import Place
 
@@ -236,3 +238,24 @@ def test_an_operator_is_called_in_the_order_of_its_schema(acme: Library) -> None
                 adapters.Operator(NEED, target, fixed, needs)
     with pytest.raises(BackendUnavailableError, match=r"no usable acme.attn:acme_operators.bwd: AttributeError"):
         adapters.Operator(NEED, "acme.attn:acme_operators.bwd", {}, {})
+
+
+def test_a_run_of_vendor_code_becomes_evidence_of_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Evidence] = []
+
+    def write(origin: str, evidence: Evidence) -> Path:
+        written.append(evidence)
+        return tmp_path / "evidence.json"
+
+    monkeypatch.setattr(recording, "write_evidence", write)
+    told: dict[str, Any] = {"versions": {"amd-aiter": "0.1.20"}, "command": "python run.py", "note": "interpreted"}
+    recording.record_vendor_code("aiter@rocm", ("amd-aiter/triton",), passed=56, **told)
+    (found,) = written
+    assert (found.level, found.passed, found.absent) == ("vendor code", 56, ("amd-aiter", "amd-aiter-0.1.7"))
+    assert "aiter/unified.py" in found.sources
+    assert str(dataclasses.replace(found, date="2026-11-22")) == "vendor code (2026-11-22, in part)"
+    for providers, passed in ((("amd-aiter/triton",), 0), (("gone",), 3)):
+        with pytest.raises(ConfigError, match=f"evidence of aiter@rocm is not written: {passed} cases of "):
+            recording.record_vendor_code("aiter@rocm", providers, passed=passed, **told)
+    with pytest.raises(ConfigError, match="there is some of the device itself, which shows more"):
+        recording.record_vendor_code("fa@cuda", ("fa2/flash-attn",), passed=3, **told)

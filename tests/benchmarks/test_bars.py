@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from polyattn.bench.bars import best, difference, verdicts
+from polyattn.bench.pages import breaking
 from polyattn.bench.sheets import read
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -53,6 +54,14 @@ def test_the_best_peer_is_compared_row_by_row(sheet):
     assert (said["verdict"], said["least"]) == ("missed", 0.923)
     assert said["least_row"] == f"decode/{rows[3]['name']}"
     assert said["geomean"] > 1
+    assert said["below"] == {"limit": 0.93, "rows": {said["least_row"]: 0.923}}, "that is the row that breaks it"
+    for row in rows[:6]:
+        row["entries"][OWN]["us"] = 15.0
+    said = verdict_of(sheet, "paged decode", rows)
+    assert said["geomean"] < 1
+    assert (said["below"]["limit"], list(said["below"]["rows"].values())) == (1.0, [0.8] * 6)
+    assert breaking(said).startswith("6 of 11 rows are below 1: decode/d128 ")
+    assert breaking(verdict_of(sheet, "paged decode", measured(sheet, "decode", own=10.0, fa3=11.0))) == ""
 
 
 def test_what_is_rejected_failed_or_missing_is_no_success(sheet):

@@ -29,11 +29,11 @@ def test_an_adapter_is_measured_beside_its_library(script):
     sdpa = rows["dense", "torch SDPA, the kernel that torch picks"]
     assert list(sdpa["us"]) == ["by hand", "functional", "bound"]
     assert sdpa["us"]["by hand"]["added"] == 0 < sdpa["us"]["functional"]["call"]
-    assert rows["dense", "FlashAttention 3"]["not_here"] == "No module named 'vllm'"
+    assert rows["dense", "FlashAttention 3, packed"]["not_here"] == "No module named 'vllm'"
     assert rows["paged", "FlashInfer, XQA"]["not_here"].endswith("has no backend on cpu (it is known on cuda)")
     text = module.markdown({**module.report.stamp("adapter-overhead"), "rows": list(rows.values())})
     assert "| torch SDPA, the kernel that torch picks | torch_sdpa |" in text
-    assert "- FlashAttention 3, dense: No module named 'vllm'" in text
+    assert "- FlashAttention 3, packed, dense: No module named 'vllm'" in text
 
 
 def test_an_adapter_that_computes_something_else_is_not_timed(script):
@@ -54,7 +54,7 @@ def test_a_layer_of_serving_costs_little_more_than_its_kernel(script, monkeypatc
         found = module.measured(2, rounds=3, calls=20, device=device)
     finally:
         reset_manager()
-    assert list(found) == ["kernel by hand", "forward_decode", "forward", "paged_attention", "step"]
+    assert list(found) == ["kernel by hand", "forward_decode", "forward", "with new keys", "paged_attention", "step"]
     assert all(figures["us"] > 0 for name, figures in found.items() if name in ("kernel by hand", "step"))
 
 

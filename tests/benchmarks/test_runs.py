@@ -11,12 +11,12 @@ import sys
 import pytest
 import torch
 
-from polyattn import inspection, tuning
+from polyattn import inspection, measuring, tuning
 from polyattn.bench import Peer, pages, plots, results, running
 from polyattn.bench.asking import Asked
 from polyattn.bench.entries import Seen, entries_of
 from polyattn.bench.rows import Row, Work
-from polyattn.bench.running import DeviceLost, Plan, ceiling, run, settled
+from polyattn.bench.running import DeviceLost, Plan, ceiling, run
 from polyattn.bench.sheets import read
 from polyattn.bench.workloads import workload
 from polyattn.errors import BackendUnavailableError, ConfigError
@@ -102,7 +102,7 @@ def asked(places):
 def begun(asked):
     """(plan, sheet, empty result)."""
     plan, sheet = asked.plan()
-    return plan, sheet, results.begin(sheet, plan.device, plan.peers, asked.words(), quick=plan.quick)
+    return plan, sheet, results.begin(sheet, plan.device, plan.peers, asked.words(), asked.settings(), quick=plan.quick)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -160,7 +160,7 @@ def test_a_result_says_where_it_is_from(done, places):
     assert "--candidates 'torch_*'" in done["command"]
     assert done["sheets"] == dict(read([places[0]]).digests)
     assert done["versions"]["torch"] == torch.__version__
-    assert done["rows"][0]["choice"] == {"tuned": "polyattn/torch_sdpa", "untuned": "polyattn/torch_sdpa"}
+    assert done["rows"][0]["choice"] == dict.fromkeys(("tuned", "shipped", "untuned"), "polyattn/torch_sdpa")
     (said,) = done["verdicts"]
     assert (said["verdict"], said["rows"]) == ("met", 2)
     assert json.loads(json.dumps(done)) == done
@@ -172,7 +172,7 @@ def test_a_killed_run_goes_on(asked, tmp_path):
     results.save(results.summed(next(run(plan, result, lambda row: None)), sheet, plan.rows), out)
     (first,) = results.load(out)["rows"]
     assert results.load(out)["verdicts"][0]["verdict"] == "incomplete"
-    plan, sheet, again = begun(dataclasses.replace(asked, seconds=0.002))
+    plan, sheet, again = begun(dataclasses.replace(asked, limit=99.0))
     again = results.resumed(again, out)
     told = []
     list(run(plan, again, lambda row: told.append(row["name"])))
@@ -199,6 +199,11 @@ def test_rows_that_changed_in_the_sheet_are_measured_again(asked, places, done):
         ("versions", {"polyattn": "0.0.1"}, "versions of .* differs from what is here .polyattn: 0.0.1 there, "),
         ("device", "another", "device of .* differs from what is here .another there, "),
         ("quick", False, "quick of .* differs"),
+        (
+            "settings",
+            {"seconds": 0.1},
+            "settings of .* differs from what is here .seconds: 0.1 there, 0.001 here, tune",
+        ),
     ],
 )
 def test_rows_measured_elsewhere_are_not_put_into_one_file(asked, done, tmp_path, name, value, said):
@@ -238,34 +243,43 @@ def looks(monkeypatch, *factors):
     found = iter(factors)
     monkeypatch.setattr(
         running,
-        "settled",
+        "anchors",
         lambda clock: {name: rate * next_ for next_ in [next(found)] for name, rate in RATES.items()},
     )
 
 
-def test_a_row_over_which_the_device_changed_is_measured_once_more(asked, monkeypatch):
+def test_a_row_over_which_the_device_changed_is_measured_again(asked, monkeypatch):
     plan, sheet, result = begun(asked)
     plan = dataclasses.replace(plan, rows=plan.rows[:2], quick=False, peers={})
-    looks(monkeypatch, 1.0, 0.96, 1.0, 1.0, 1.0, 0.96, 0.96, 1.0)
-    list(run(plan, result, lambda row: None))
+    # The first row once more, the second once more and, when all are done, twice again.
+    looks(monkeypatch, 1.0, 0.96, 1.0, 1.0, 1.0, 0.96, 0.96, 1.0, 1.0, 0.96, 1.0, 0.96)
+    told = []
+    list(run(plan, result, lambda row: told.append((row["name"], row["attempt"]))))
     first, second = result["rows"]
+    assert told == [(first["name"], 2), (second["name"], 2), (second["name"], 2)]
     assert (first["accepted"], first["attempt"], first["moved"]) == (True, 2, 0.0)
     assert (second["accepted"], second["attempt"], second["moved"]) == (False, 2, 0.04)
     assert second["anchors"]["matmul"] == pytest.approx(686)
     assert results.summed(result, sheet, plan.rows)["verdicts"][0]["verdict"] == "incomplete"
     assert results.kept(result, plan.rows[1]) is None, "a rejected row is measured again by --resume"
     assert "(rejected: the device changed by 4%)" in pages.markdown(results.summed(result, sheet, plan.rows))
+    looks(monkeypatch, 1.0, 1.0)
+    list(run(plan, result, lambda row: None))
+    assert [row["accepted"] for row in result["rows"]] == [True, True]
 
 
-def test_the_device_is_looked_at_until_it_is_steady(monkeypatch):
-    clock = Clock(torch.device("cpu"), 0.001)
-    clock.on_gpu = True
-    rates = iter([{"matmul": rate} for rate in (500.0, 600.0, 690.0, 695.0, 800.0)])
-    monkeypatch.setattr(running, "anchors", lambda clock: next(rates))
-    assert settled(clock) == {"matmul": 695.0}
-    powers = iter(range(1, 99))
-    monkeypatch.setattr(running, "anchors", lambda clock: {"matmul": 2.0 ** next(powers)})
-    assert settled(clock) == {"matmul": 2.0**9}, "one that never is, is taken as it is"
+def test_the_device_is_looked_at_between_the_checks_and_the_times(asked, monkeypatch):
+    plan, _, result = begun(dataclasses.replace(asked, rows=("*S48",)))
+    steps = []
+    looks(monkeypatch, 1.0, 1.0)
+    real = running.anchors
+    monkeypatch.setattr(running, "anchors", lambda clock: [steps.append("look"), real(clock)][1])
+    examined, timed = measuring.running._examined, measuring.running.interleaved
+    monkeypatch.setattr(measuring.running, "_examined", lambda *a, **k: [steps.append("check"), examined(*a, **k)][1])
+    monkeypatch.setattr(measuring.running, "interleaved", lambda *a, **k: [steps.append("time"), timed(*a, **k)][1])
+    list(run(plan, result, lambda row: None))
+    assert steps[: steps.index("look")] == ["check"] * steps.count("check")
+    assert steps[steps.index("look") :] == ["look", "time", "look"]
 
 
 def test_the_ceiling_is_what_takes_longer():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fnmatch
 from pathlib import Path
 
 import pytest
@@ -59,11 +60,26 @@ def test_every_row_is_a_request_of_polyattn(sheet):
             assert asked.softcap == sized.softcap
 
 
-def test_bars_of_a_sheet_are_on_its_own_families(sheet):
-    (dit,) = (bar for bar in sheet.bars if bar.name.startswith("DiT"))
-    (every,) = (bar for bar in sheet.bars if bar.name == "tuned choice")
-    assert set(dit.of) == {row.family for row in rows_of(sheet) if row.sheet == "dit_video"}
-    assert every.of == ("*",)
+def test_bars_on_the_whole_run_name_families_that_are_there(sheet):
+    families = {family.name: family.rows[0] for family in sheet.families}
+    bars = {bar.name: bar for bar in sheet.bars}
+    for bar in bars.values():
+        assert all(fnmatch.filter(families, pattern) for pattern in bar.of), bar.name
+    (torch_own,) = (bar for bar in bars.values() if bar.than == "sdpa")
+    held = {name for name in families if any(fnmatch.fnmatchcase(name, pattern) for pattern in torch_own.of)}
+    dense = {name for name, row in families.items() if row.kind == "dense"}
+    assert held == {name for name in dense if families[name].sheet in ("dit_video", "llm_prefill", "gqa")}
+    assert bars["tuned choice"].of == bars["choice by rules"].of == ("*",)
+    asked = {bar.name: (bar.each, bar.geomean) for bar in bars.values()}
+    assert set(asked.values()) == {(0.95, 0.99), (None, 0.97), (None, 1.8), (None, 1.35)}
+
+
+def test_bars_of_a_sheet_are_on_its_own_families(tmp_path):
+    for name, more in (("a", "bars: [{name: own, of: ['*'], than: peer, each: 1.0}]"), ("b", "")):
+        rows = "{kind: dense, of: {heads: 2, kv_heads: 2, head_dim: 32, causal: true, batch: 1}, rows: [{q_len: 8}]}"
+        (tmp_path / f"{name}.yaml").write_text(f"title: {name}\nfamilies: {{family_{name}: {rows}}}\n{more}\n")
+    (bar,) = read([tmp_path]).bars
+    assert bar.of == ("family_a",)
 
 
 def test_the_sheet_of_the_triton_kernels_keeps_its_rows():
@@ -160,7 +176,10 @@ WRONG = {
     "a key of a bar": (lambda s: s["bars"][0].update(mean=1), "a bar has no mean; it takes each"),
     "a bar without a name": (lambda s: s["bars"][0].pop("name"), "a bar lacks name"),
     "a family of a bar": (lambda s: s["bars"][0].update(of=["fill"]), "no family of this sheet is called fill"),
-    "who": (lambda s: s["bars"][0].update(who="fa3"), "who 'fa3' is neither tuned, untuned, best nor polyattn/BACKEND"),
+    "who": (
+        lambda s: s["bars"][0].update(who="fa3"),
+        "who 'fa3' is neither tuned, shipped, untuned, best nor polyattn/BACKEND",
+    ),
     "no limit": (lambda s: s["bars"][0].pop("each"), "asks for nothing: give each, geomean or spread"),
     "match": (lambda s: s["bars"][0].update(match=["batch"]), "match goes with a family, spread with one_another"),
     "work": (lambda s: s["bars"][0].update(than="prefill", match=["batch"], work="effort"), "a row has no effort"),

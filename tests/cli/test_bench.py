@@ -56,6 +56,27 @@ def test_a_quick_run_of_the_sheets(run: Run, tmp_path: Path) -> None:
     ]
 
 
+def test_parts_of_a_run_are_joined(run: Run, tmp_path: Path) -> None:
+    parts = [tmp_path / "0.json", tmp_path / "1.json"]
+    for part, rows in zip(parts, ("sd3_5_large", "decode_8b/*B1 KV2048*"), strict=True):
+        assert run("bench", str(SHEETS), *TINY, "--rows", rows, "--out", str(part)).code == 0
+    out = tmp_path / "joined.json"
+    named = [word for part in parts for word in ("--join", str(part))]
+    found = run("bench", str(SHEETS), *named, "--out", str(out))
+    assert found.code == 0, found.err
+    assert "sd3_5_large/d64 H38 kv38 B4 S4429 full" in found.out
+    joined = json.loads(out.read_text())
+    assert joined["rows"] == [row for part in parts for row in json.loads(part.read_text())["rows"]]
+    assert joined["verdicts"][0]["rows"] == 2
+    again = run("bench", str(SHEETS), *named, "--out", str(out))
+    assert again.code == 2
+    assert "joined.json is there already: name another file, or remove it" in " ".join(again.err.split())
+    resumed = run("bench", str(SHEETS), *named, "--resume", "--out", str(out))
+    assert "--join measures nothing that --resume could go on with" in " ".join(resumed.err.split())
+    alone = run("bench", "--join", str(parts[0]))
+    assert (alone.code, "which rows? polyattn bench SHEET..." in " ".join(alone.err.split())) == (2, True)
+
+
 @pytest.mark.parametrize(
     "words, said",
     [

@@ -68,13 +68,16 @@ def test_every_backend_of_this_machine_has_a_reason_and_a_remedy(run: Run) -> No
         assert bool(entry["why"]) == bool(entry["do"]) == (entry["status"] != "available")
 
 
-REMEDIES = {
-    "cuda": ("fa2", "pip install flash-attn"),
-    "rocm": ("aiter", "amd-aiter"),
-    "npu": ("ascend", "torch-npu"),
-    "xpu": ("intel_xpu", "vllm-xpu-kernels"),
-    "musa": ("fa", "https://github.com/MooreThreads/mate"),
-}
+REMEDIES = (
+    ("cuda", "fa2", "pip install flash-attn"),
+    ("rocm", "aiter", "amd-aiter"),
+    ("rocm", "wave", "pip install wave-lang; and pip install sglang"),
+    ("npu", "ascend", "torch-npu"),
+    ("xpu", "fa", "pip install vllm-xpu-kernels; or: build https://github.com/sgl-project/sgl-kernel-xpu"),
+    ("xpu", "intel_xpu", "pip install vllm-xpu-kernels; for mla: build https://github.com/sgl-project/sgl-kernel-xpu"),
+    ("musa", "fa", "https://github.com/MooreThreads/mate"),
+    ("musa", "sage_attn", "wrappers/SageAttention"),
+)
 
 
 def test_every_backend_of_other_devices_has_the_device_and_a_remedy(run: Run) -> None:
@@ -87,7 +90,7 @@ def test_every_backend_of_other_devices_has_the_device_and_a_remedy(run: Run) ->
         assert bool(entry["why"]) == bool(entry["do"]), entry
     impostor = "mate is not installed; the registry has mate, a library of matchers for unittest"
     assert found["musa", "fa"]["why"] == impostor
-    for platform_name, (name, package) in REMEDIES.items():
+    for platform_name, name, package in REMEDIES:
         assert package in found[platform_name, name]["do"], found[platform_name, name]
 
 
@@ -161,25 +164,31 @@ NOT_INSTALLED = """
 from polyattn.hookspecs import hookimpl
 from polyattn.records import BackendInfo, Provider, Range, Requirement, row
 
-def provider(name, distribution, hint):
-    rows = (row(family="dense", dtype="float32", head_dim=Range(1)),)
-    return Provider(name, rows, "nowhere:Adapter", (Requirement(distribution, hint=hint),))
+def provider(name, distribution, hint, family="dense", also=()):
+    rows = (row(family=family, dtype="float32", head_dim=Range(1)),)
+    return Provider(name, rows, "nowhere:Adapter", (Requirement(distribution, hint=hint), *also))
 
 @hookimpl
 def polyattn_register_backends():
     one = provider("hard", "acme-hard", "build it from source")
     two = provider("easy", "acme-easy", "pip install acme-easy")
-    yield BackendInfo("acme", "cpu", (one, two), summary="Acme")
+    caches = provider("caches", "acme-caches", "ask for it", ("dense", "paged"))
+    both = provider("both", "acme-easy", "pip install acme-easy", also=(Requirement("torch", "<1"),))
+    yield BackendInfo("acme", "cpu", (one, two, caches), summary="Acme")
     yield BackendInfo("acme_only", "cpu", (one,), summary="Acme's other one")
+    yield BackendInfo("acme_both", "cpu", (both,), summary="Acme's third one")
 """
 
 
-def test_what_is_not_installed_has_the_easiest_remedy(run: Run, plugin: Plugin) -> None:
+def test_what_is_not_installed_has_the_easiest_remedy_first(run: Run, plugin: Plugin) -> None:
     plugin("acme", NOT_INSTALLED)
     found = {entry["name"]: entry for entry in run("doctor", "--json").data["backends"]}
     assert found["acme"]["why"] == "acme-easy is not installed"
-    assert found["acme"]["do"] == "pip install acme-easy (or: hard)"
+    assert found["acme"]["do"] == "pip install acme-easy; or: build it from source; for paged: ask for it"
     assert found["acme_only"]["do"] == "build it from source"
+    assert found["acme_both"]["why"].startswith("acme-easy is not installed; torch ")
+    assert found["acme_both"]["why"].endswith(" is installed, <1 is needed")
+    assert found["acme_both"]["do"] == "pip install acme-easy; and pip install torch<1"
     text = flat(run("doctor").out)
     assert "acme-easy is not installed" in text
 
@@ -244,6 +253,16 @@ def test_an_accelerator_that_is_found_comes_first(run: Run, monkeypatch: pytest.
     data = run("doctor", "--json").data
     assert {entry["platform"] for entry in data["backends"]} == {"cuda", "cpu"}
     assert "found 1 NVIDIA GPU (sm90)" in flat(run("doctor").out)
+
+
+@pytest.mark.parametrize("features", [(), ("amx",)])
+def test_what_the_machine_itself_lacks(features: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent, cpu = DeviceReport(False, "none"), DeviceReport(True, "a CPU", features=features)
+    monkeypatch.setattr("polyattn.cli.doctor.detect", lambda name: cpu if name == "cpu" else absent)
+    found = {entry["name"]: entry["why"] for entry in run("doctor", "--json").data["backends"]}
+    said = "this CPU has no AMX, which the kernels need: torch_native serves in its place"
+    assert "sgl-kernel-cpu is not installed" in found["intel_amx"]
+    assert (said in found["intel_amx"]) is (not features)
 
 
 def test_an_evidence_file_that_is_damaged_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

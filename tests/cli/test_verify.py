@@ -86,7 +86,10 @@ def test_a_quick_run_is_no_evidence(run: Run, plugin: Plugin, tmp_path: Path) ->
     ("words", "code", "reason"),
     [
         (("--device", "cpu", "--backend", "acne"), 2, "--backend 'acne' names no backend of cpu"),
-        (("--device", "cuda:0"), 2, "torch has no such device here"),
+        (("--device", "xpu"), 2, "--device xpu: torch has no such device here: no Intel GPU: "),
+        (("--device", "npu:0"), 2, "--device npu:0: torch has no such device here: no Ascend NPU: "),
+        (("--device", "mps"), 2, "--device mps: torch has no such device here: no Apple GPU: "),
+        (("--device", "cpu:x"), 2, "--device cpu:x: torch has no such device here: Invalid device string: 'cpu:x'"),
         (("--device", "cpu", "--backend", "intel_amx"), 4, "nothing can be run on cpu: intel_amx: "),
     ],
 )

@@ -58,6 +58,18 @@ def test_a_call_that_was_seen_before(inputs):
     assert found["functional"] == ["attention", own[0], "get", "get", "__call__", *own]
 
 
+def test_a_gpu_is_asked_where_three_tensors_are_and_whether_it_records(inputs, monkeypatch):
+    site = polyattn.bind(layout="BHSD")
+    for _ in range(4):
+        site(*inputs)
+    for name in ("cuda", "watch"):
+        monkeypatch.setattr(site._fast, name, True)
+    monkeypatch.setattr("polyattn.dispatch.recording", torch.is_grad_enabled)
+    watched = ["check", "unmoved", *["data_ptr"] * 3, "is_grad_enabled", "_get_deterministic_algorithms"]
+    found = functions(lambda: site(*inputs))
+    assert found == ["__call__", "is_dynamo_compiling", *watched, "scaled_dot_product_attention"]
+
+
 def test_the_first_call_of_a_signature(inputs):
     for width in (24, 40):
         polyattn.attention(*(t[..., :width].contiguous() for t in inputs), layout="BHSD")

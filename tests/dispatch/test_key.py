@@ -258,6 +258,25 @@ def test_grad_mode_and_determinism_are_watched_after_the_guards(monkeypatch):
     assert len(misses) == 3
 
 
+def test_on_a_gpu_alignment_and_a_recording_are_watched_after_the_guards(monkeypatch):
+    site = DenseSite(Static())
+    for _ in range(3):
+        site(q, k, v)
+    seen, state = [], {"recording": False}
+    monkeypatch.setattr(site._fast, "call", lambda *tensors: seen.append("fast"))
+    monkeypatch.setattr(DenseSite, "_find", lambda *_: seen.append("found"))
+    monkeypatch.setattr("polyattn.dispatch.recording", lambda: state["recording"])
+    monkeypatch.setattr(site._fast, "cuda", True)
+    monkeypatch.setattr(site._fast, "watch", True)
+    aside = torch.zeros(2, 5, 4, 17)[..., :16]
+    wide = torch.zeros(2, 5, 4, 20)[..., :16]
+    for query in (q, misaligned(), aside, wide):
+        site(query, k, v)
+    state["recording"] = True
+    site(q, k, v)
+    assert seen == ["fast", "found", "found", "fast", "found"]
+
+
 def test_epoch_empties_every_site():
     site = polyattn.bind()
     x = torch.zeros(1, 2, 1, 8)

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md shows the committed result files and nothing else."""
+"""The pages show the committed result files and nothing else."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture
@@ -23,27 +24,32 @@ def committed(monkeypatch):
     return read
 
 
-def test_the_page_is_what_its_command_writes(monkeypatch):
+def test_the_pages_are_what_their_command_writes(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     page = importlib.import_module("page")
-    text = page.PAGE.read_text()
-    assert page.written(text) == text, "python benchmarks/page.py writes it"
-    shown = {name for _, name, _ in page.BLOCK.findall(text)}
+    texts = [path.read_text() for path in page.PAGES]
+    assert [page.written(text) for text in texts] == texts, "python benchmarks/page.py writes them"
+    shown = {name for text in texts for _, name, _ in page.BLOCK.findall(text)}
     with pytest.raises(SystemExit, match=r"shows no-such-run, but there is no no-such-run\.json among the results"):
         page.written("<!-- no-such-run -->\n<!-- /no-such-run -->")
     results = {path.stem for path in page.RESULTS.glob("*.json")}
     assert {name for name in results if not name.startswith("conformance-")} == shown, "every result is shown"
 
 
-def test_attention_kernels_are_held_to_the_bars_of_their_sheet():
+SHEETS = {"attention-kernels": "attention_kernels.yaml", "bench-h200": "sheets"}
+"""Results of `polyattn bench` -> what they are of."""
+
+
+@pytest.mark.parametrize("name", [name for name in SHEETS if (RESULTS / f"{name}.json").is_file()])
+def test_results_are_held_to_the_bars_of_their_sheets(name):
     from polyattn.bench import results
     from polyattn.bench.sheets import read
 
-    sheet = read([ROOT / "benchmarks" / "attention_kernels.yaml"])
-    result = results.load(ROOT / "benchmarks" / "results" / "attention-kernels.json")
+    sheet = read([ROOT / "benchmarks" / SHEETS[name]])
+    result = results.load(RESULTS / f"{name}.json")
     rows = [row for family in sheet.families for row in family.rows]
     assert result["sheets"] == dict(sheet.digests)
-    assert {(row["family"], row["name"]) for row in result["rows"]} == {(row.family, row.name) for row in rows}
+    assert {(row["family"], row["name"]) for row in result["rows"]} <= {(row.family, row.name) for row in rows}
     assert results.summed(result, sheet, rows)["verdicts"] == result["verdicts"]
 
 
@@ -91,3 +97,32 @@ def test_serving_layer_table_is_the_result_file(committed):
     _, result = committed("serving-layer")
     for row in result["rows"]:
         assert row["us"]["forward_decode"]["us"] <= result["budget"], "the committed run is over budget"
+
+
+def test_kernel_counters_are_read_from_what_ncu_writes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("kernel_counters")
+    stalls = {
+        "barrier": "1.00",
+        "wait": "0.50",
+        "selected": "1.00",
+        "math_pipe_throttle": "0.50",
+        "not_issued_wait": "9",
+    }
+    names = ["Kernel Name", *module.METRICS.values(), *(module.STALL.format(name) for name in stalls)]
+
+    def line(kernel, ns):
+        cells = [kernel, ns, *["50.0"] * (len(module.METRICS) - 1), *stalls.values()]
+        return ",".join(f'"{cell}"' for cell in cells)
+
+    mark = line(f"{module.MARK}(long)", "1")
+    rows = [mark, line("attend", "1,000"), line("_merge", "40")]
+    text = ["==PROF== Connected", ",".join(f'"{name}"' for name in names), ",".join('""' for _ in names)]
+    found = module.read(module.launches([*text, *rows * len(module.ROWS)]))
+    assert [row["row"] for row in found] == list(module.ROWS), "what takes a twentieth of a row is left out"
+    assert (found[0]["kernel"], found[0]["ns"], found[0]["tensor"]) == ("attend", 1000, 50)
+    assert found[0]["waits"] == {"barrier": 33.3, "wait": 16.7, "math_pipe": 16.7}
+    with pytest.raises(SystemExit, match="the first launch is attend"):
+        module.read(module.launches([*text, *rows[1:]]))
+    with pytest.raises(SystemExit, match=f"1 rows are marked, not {len(module.ROWS)}"):
+        module.read(module.launches([*text, *rows]))

@@ -81,8 +81,7 @@ class Acme:
     def bind(self, request):
         from polyattn.backends.reference_backend import Reference
 
-        scale = request.head_dim**-0.5 if request.scale is None else request.scale
-        return Reference().bind(dataclasses.replace(request, scale=FACTOR * scale))
+        return Reference().bind(dataclasses.replace(request, scale=FACTOR * request.softmax_scale))
 
 
 @hookimpl

@@ -46,6 +46,11 @@ def test_only_what_is_off_is_copied(storage, width):
         assert (got is tensor) == aligned(tensor)
 
 
+@pytest.mark.parametrize(("strides", "even"), [((16, 3, 1), True), ((16, 8, 1), True), ((17, 8, 1), False)])
+def test_the_stride_of_an_axis_of_one_moves_no_row(strides, even):
+    assert aligned(torch.empty_strided((2, 1, 8), strides, dtype=torch.bfloat16)) is even
+
+
 def test_what_it_offers():
     (rewrite,) = offers("realign", dense(misaligned=True))
     assert not rewrite.inner[0].misaligned

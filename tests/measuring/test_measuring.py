@@ -254,3 +254,46 @@ def test_the_device_has_rates():
     found = anchors(Clock(CPU, 0.002))
     assert set(found) == set(UNITS)
     assert min(found.values()) > 0
+
+
+def test_products_are_timed_once_the_device_is_warm_and_steady(monkeypatch):
+    from polyattn.measuring import device_rates
+
+    asked = []
+
+    class Metered:
+        """A clock of a device that takes other seconds at each look."""
+
+        on_gpu, device = True, CPU
+
+        def __init__(self, device=CPU, seconds=0.0):
+            self.seconds = seconds
+
+        def calls(self, calls):
+            asked.append(self.seconds)
+            return Time(next(found), 0.0, 5)
+
+    monkeypatch.setattr(device_rates, "Clock", Metered)
+    found = iter([0.5, 1.0, 1.03, 1.05, 1.06, 9.0])
+    assert device_rates._settled(Metered(), lambda: None) == pytest.approx(1.055)
+    assert asked == [device_rates._HEAT] + [device_rates._WINDOW] * 4, "what is cold does not count"
+    found = iter(2.0**n for n in range(99))
+    assert device_rates._settled(Metered(), lambda: None) == 2.0**device_rates._LOOKS, "it is taken as it is"
+
+
+def test_the_reference_is_worked_out_once_for_all_who_are_checked(monkeypatch):
+    from polyattn.measuring import checking
+
+    asked = []
+    real = checking._solve
+    monkeypatch.setattr(checking, "_solve", lambda *args, **how: [asked.append(1), real(*args, **how)][1])
+    inputs = make_inputs(workload("dense"), CPU, 1)
+    (first, *others) = candidates(inputs.workload, CPU)
+    assert others
+    assert not examine(inputs, first).kind
+    once = len(asked)
+    assert all(not examine(inputs, each).kind for each in others)
+    assert len(asked) == once > 0
+    inputs.renew()
+    assert not examine(inputs, first).kind
+    assert len(asked) == 2 * once, "of new tensors it is another"

@@ -65,7 +65,7 @@ def test_the_normal_form_is_one_spelling(request):
     assert normal.kv_storage == request.kv_storage
     assert normal.same_dims == request.same_dims
     effective = request.head_dim**-0.5 if request.scale is None else request.scale
-    assert (normal.head_dim**-0.5 if normal.scale is None else normal.scale) == effective
+    assert normal.softmax_scale == request.softmax_scale == effective
     assert not (normal.causal != "none" and normal.window[1] >= 0), "under causal a right bound says nothing"
 
 
@@ -190,6 +190,8 @@ def test_derived_values():
     request = AttentionRequest(head_dim=192, v_head_dim=128, dtype="float16", kv_dtype="fp8_e5m2")
     assert (request.dims, request.same_dims, request.kv_storage) == ((192, 128), False, "fp8_e5m2")
     assert AttentionRequest(head_dim=64).dims == (64, 64)
+    for scale, factor in ((None, 0.125), (0.0, 0.0), (-2.0, -2.0)):
+        assert AttentionRequest(head_dim=64, scale=scale).softmax_scale == factor
     assert AttentionRequest(dtype="float16").kv_storage == "float16"
 
 

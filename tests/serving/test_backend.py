@@ -68,7 +68,7 @@ def test_a_chain_is_verified_as_an_extend(layers: list[AttentionLayer], toys: An
     rig.step(EXTEND, {a: 6, b: 2})
     rig.step(VERIFY, {a: 3, b: 3})
     rig.step(VERIFY, {b: 3, a: 3}, tree=DraftTree.chain(2, 3))
-    tables = rig.backend._any[0].keywords
+    tables = rig.backend._any[0].step.keywords
     assert "attn_mask" not in tables, "a kernel that knows chains only is given no mask"
 
 

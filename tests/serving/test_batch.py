@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -75,6 +77,32 @@ def test_next_and_follows():
         assert not ForwardBatch(**{**DECODE, "seq_lens": [8, 4], **changed}, padding=1).follows(batch)
     assert not ForwardBatch(**{**DECODE, "seq_lens": [8, 4]}).follows(batch)
     assert not ForwardBatch(**{**DECODE, "mode": ForwardMode.EXTEND, "seq_lens": [8, 4]}, padding=1).follows(batch)
+
+
+def test_a_padded_batch_is_the_batch_made_with_padding():
+    tree = DraftTree.from_parents([[-1, 0, 0], [-1, 0, 1]])
+    for batch, tokens in ((ForwardBatch(**DECODE), 1), (ForwardBatch(**VERIFY, tree=tree), 3)):
+        _ = batch.tokens, batch.max_seqlen_k, batch.cu_seqlens_q, batch.all_query_lens, batch.sequences
+        padded, want = batch.padded(2, tokens), dataclasses.replace(batch, padding=2)
+        assert padded == want
+        for name in ("sequences", "tokens", "max_seqlen_q", "max_seqlen_k", "cu_seqlens_q", "all_query_lens"):
+            assert getattr(padded, name) == getattr(want, name), name
+        assert batch.padding == 0
+        assert batch.padded(0, tokens) is batch
+
+
+def test_what_follows_is_known_by_how_it_was_made(monkeypatch):
+    """Without a look at the lengths, which grow with the batch; what was made in another way is compared."""
+    batch = ForwardBatch(**DECODE)
+    first, following = batch.padded(2, 1), batch.next().padded(2, 1)
+    assert ForwardBatch(**{**DECODE, "seq_lens": [8, 4]}, padding=2).follows(first)
+    other = ForwardBatch(**{**DECODE, "rows": [4, 2]}).padded(2, 1)
+    monkeypatch.setattr(ForwardBatch, "rows", property(lambda batch: pytest.fail("compared")), raising=False)
+    assert following.follows(first)
+    assert not following.padded(0, 1).follows(batch), "other padding"
+    assert pickle.loads(pickle.dumps(following)).padding == 2
+    with pytest.raises(pytest.fail.Exception, match="compared"):
+        following.follows(other)
 
 
 def test_only_a_decode_step_has_a_next():

@@ -9,7 +9,19 @@ import types
 import pytest
 import torch
 
-from polyattn.serving import AttentionLayer, KVCacheConfig, KVPool, device_ops
+from polyattn.serving import (
+    AttentionBackend,
+    AttentionLayer,
+    ForwardBatch,
+    ForwardMode,
+    KVCacheConfig,
+    KVPool,
+    Limits,
+    PageAllocator,
+    RequestTable,
+    StepBuffers,
+    device_ops,
+)
 from polyattn.serving.device_ops import register_device_ops
 
 LAYERS = [AttentionLayer(0, 2, 1, 16), AttentionLayer(1, 2, 1, 32)]
@@ -77,6 +89,54 @@ def test_scales_alone_are_made_by_them_too(acme):
     register_device_ops("cpu", "acme_ops:Ops")
     pool(kv_dtype="fp4_e2m1").make_scales(0, SLOTS, rows(16), rows(16))
     assert [call[-1] for call in device_ops.device_ops("cpu").calls] == [False]
+
+
+def test_a_backend_that_writes_too_leaves_it_to_them(acme):
+    def written_by():
+        table = RequestTable(4, 64, 4, [-1], [PageAllocator(4)])
+        limits = Limits(max_sequences=4, max_tokens=8, max_seqlen=64)
+        backend = AttentionBackend(LAYERS[:1], KVPool(LAYERS[:1], KVCacheConfig("auto", 4), 4, dtype=torch.float32),
+                                   table, limits=limits, backend="torch_sdpa")  # fmt: skip
+        return {selection.notes[-1].partition("written by ")[2] for selection in backend.explain().values()}
+
+    assert written_by() == {"the kernel"}
+    register_device_ops("cpu", "acme_ops:Ops")
+    assert written_by() == {"the pool, before the kernel runs"}
+
+
+def test_kernels_write_the_tables_of_steps(acme):
+    """Made once for the steps of a kind, while nothing moves; they are told of all that is asked of a step."""
+    made, calls = [], []
+
+    def writer(ops, tables):
+        made.append(tables)
+        return lambda: calls.append(tables)
+
+    acme.Ops.writer = writer
+    try:
+        register_device_ops("cpu", "acme_ops:Ops")
+        table = RequestTable(4, 64, 4, [-1, 7], [PageAllocator(40), PageAllocator(40)])
+        numbers = [table.add(), table.add()]
+        for row in numbers:
+            table.extend(row, 20)
+        buffers = StepBuffers(4, 8, 16, 2)
+        steps = buffers.build(ForwardBatch(ForwardMode.DECODE, numbers, [9, 6], [1, 1]), table)
+        assert [one.table for one in made] == list(table.tables)
+        assert (made[0].positions is steps[0].positions, made[1].positions) == (True, None)
+        (view,) = made[1].views
+        assert (view.page_size, view.window, view.columns, list(view.tensors)) == (4, -1, 3, ["page_table"])
+        assert not steps[0].page_table.any(), "core wrote nothing"
+        buffers.advance()
+        assert (len(made), len(calls)) == (2, 4)
+        indices = steps[1].windowed(7).at(2).kv_indices
+        buffers.advance()
+        assert (len(made), len(calls)) == (4, 6)
+        _, windowed, finer = made[-1].views
+        assert (windowed.page_size, windowed.window, list(windowed.tensors)) == (4, 7, ["page_table", "seq_lens"])
+        assert (finer.page_size, finer.window, finer.columns) == (2, 7, 6)
+        assert finer.tensors["kv_indices"].data_ptr() == indices.data_ptr()
+    finally:
+        del acme.Ops.writer
 
 
 def test_rows_of_another_dtype_are_written_by_core(acme):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn.errors import GraphError, InvalidInputError
 from polyattn.serving.backend import AttentionBackend
@@ -345,5 +346,79 @@ def test_padding_holds_nothing_of_the_step_before(make: Callable[..., World]) ->
         batch = world.decode(rows[:count])
         ids, positions = world.inputs(batch)
         graphs.run(batch, ids % (V - 1) + 1, positions)
-        assert graphs._ids[:4].tolist() == [*(ids % (V - 1) + 1).tolist(), *[0] * padding]
-        assert graphs._positions[:4].tolist() == [*positions.tolist(), *[0] * padding]
+        assert graphs._inputs[0][:4].tolist() == [*(ids % (V - 1) + 1).tolist(), *[0] * padding]
+        assert graphs._inputs[1][:4].tolist() == [*positions.tolist(), *[0] * padding]
+
+
+class Played:
+    """A graph that ran once and is replayed without anything, so that what is left is the host's."""
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def replay(self) -> None:
+        return None
+
+
+class Operators(TorchDispatchMode):
+    """Names of those that ran, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += [] if func.is_view else [func.overloadpacket.__name__]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_the_host_does_few_operators_for_a_replayed_decode_step(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids, the positions if they are given, one key more in every row: each is a launch, and a step has little time
+    for them."""
+    monkeypatch.setattr("polyattn.serving.backend.capturing", lambda kind: True)
+    world = World("cpu", "torch_native", windows=(-1,))
+    rows = [world.table.add(), world.table.add()]
+    for row in rows:
+        world.table.extend(row, 20)
+    runner = GraphRunner(
+        world.backend, world.model, max_sequences=2, device="cpu", buckets=[2], graph=Played, planned_positions=planned
+    )
+    ids = torch.zeros(2, dtype=torch.int64)
+    given = (ids,) if planned else (ids, ids)
+    batch = ForwardBatch(DECODE, rows, [4, 9], [1, 1])
+    with torch.no_grad():
+        first = runner.run(batch, *given)
+        for _ in range(3):
+            batch = batch.next()
+            with Operators() as ran:
+                assert runner.run(batch, *given) is first, "a view of the graph's memory, made once"
+            assert ran.names == ["copy_"] * len(given) + ["add_"]
+
+
+@pytest.mark.parametrize("graph", [None, FakeGraph])
+def test_positions_of_the_plan_are_those_that_are_given(graph: Any) -> None:
+    given, planned = World("cpu", "torch_sdpa"), World("cpu", "torch_sdpa")
+    runners = [
+        GraphRunner(w.backend, w.model, max_sequences=2, device="cpu", graph=graph, planned_positions=w is planned)
+        for w in (given, planned)
+    ]
+    ids = torch.arange(10, dtype=torch.int64)
+    for world in (given, planned):
+        for row in (world.table.add(), world.table.add()):
+            world.table.extend(row, 20)
+    with torch.no_grad():
+        for batch in (
+            ForwardBatch(EXTEND, [0, 1], [4, 6], [4, 6]),
+            ForwardBatch(DECODE, [0, 1], [5, 7], [1, 1]),
+            ForwardBatch(DECODE, [1], [8], [1]),
+            ForwardBatch(ForwardMode.MIXED, [0, 1], [8, 9], [3, 1]),
+        ):
+            new, positions = ids[: batch.tokens], torch.tensor(batch.positions())
+            assert torch.equal(runners[0].run(batch, new, positions), runners[1].run(batch, new))
+        with pytest.raises(InvalidInputError, match="run\\(\\) is given no positions: give one for each token, or"):
+            runners[0].run(batch, new)
+        with pytest.raises(InvalidInputError, match="planned_positions=True\\): leave them out"):
+            runners[1].run(batch, new, positions)
+    with pytest.raises(InvalidInputError, match="positions are those of a planned step, and none is planned"):
+        _ = World("cpu", "torch_sdpa").backend.positions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -16,6 +17,7 @@ from polyattn.errors import UnsupportedRequestError
 from polyattn.plugins import get_manager
 from polyattn.records import AttentionRequest, Provider
 from polyattn.testing import Case, OffChip, generate, run_case
+from polyattn.testing.emulators.windows import fa2_window
 
 SIGNATURE = inspect.signature(varlen.varlen_attn)
 FACTS = {"platform": "cuda", "arch": "sm90"}
@@ -58,7 +60,7 @@ class Kernel:
             seq_lens=a["seqused_k"],
             cu_seqlens_q=a["cu_seq_q"],
             causal="none",
-            window=tuple(a["window_size"]),
+            window=fa2_window(*a["window_size"], a["max_k"]),
             scale=a["scale"],
             return_lse=True,
         )
@@ -175,6 +177,14 @@ def test_its_limits_are_named() -> None:
     with pytest.raises(UnsupportedRequestError) as refused:
         what_if(request, platform="cuda:sm90", installed=("torch==2.13.0",), backend="torch_native")
     assert "varlen-attn: page_size=64 is not >= 256, a multiple of 256" in str(refused.value)
+
+
+@pytest.mark.parametrize("window", [(9, -1), (-1, 9)])
+def test_windows_of_queries_before_the_first_key_are_not_its_own(window: tuple[int, int]) -> None:
+    where: dict[str, Any] = {"platform": "cuda:sm90", "installed": ("torch==2.13.0",), "backend": "torch_native"}
+    request = request_of(arch="", s_relation="more", causal="none", window=window)
+    assert what_if(request, **where).provider == "torch-serving"
+    assert what_if(dataclasses.replace(request, s_relation="fewer"), **where).provider == "varlen-attn"
 
 
 def test_an_older_torch_gathers() -> None:

@@ -13,7 +13,7 @@ from polyattn.errors import ConfigError
 from polyattn.records import AttentionRequest, request_fields
 from polyattn.request_text import plain_request, read_request
 from polyattn.tuning import BACKEND, Place, Quarantined, Row, TuningStore, advise, choices, current, request_key
-from polyattn.tuning.choices import backend_row, measured, with_lengths
+from polyattn.tuning.choices import Advice, backend_row, measured, shipped_advice, with_lengths
 
 HERE = Place("chip", "sm90", (("torch", "2.11"),))
 REQUEST = AttentionRequest(dtype="bfloat16", heads=8, kv_heads=2, causal="bottom_right")
@@ -204,6 +204,10 @@ def test_a_shipped_table_serves_such_a_device_whatever_its_versions(shipped):
     put((1, 1024, 1024), {"b": 1.0, "a": 2.0})
     assert order((1, 1024, 1024)) == ["b", "a"], "what was measured here is nearer"
     assert [one.shipped for one in measured(REQUEST, here)] == [False]
+    assert [name for name, _ in shipped_advice(with_lengths(REQUEST, 1, 1024, 1024), here).order] == ["a", "b"], (
+        "what polyattn ships says the same"
+    )
+    assert shipped_advice(dataclasses.replace(REQUEST, heads=4), here) == Advice()
 
 
 def test_a_shipped_table_that_is_none_is_an_error(shipped):

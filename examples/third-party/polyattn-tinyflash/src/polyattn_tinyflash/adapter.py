@@ -21,7 +21,7 @@ class TinyFlash:
 
     def bind(self, request: AttentionRequest) -> Bound:
         op = kernel()
-        scale = request.head_dim**-0.5 if request.scale is None else request.scale
+        scale = request.softmax_scale
         left, right = request.window
         if request.causal == "bottom_right":
             right = 0
