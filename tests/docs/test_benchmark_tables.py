@@ -121,7 +121,7 @@ def test_kernel_counters_are_read_from_what_ncu_writes(monkeypatch):
     found = module.read(module.launches([*text, *rows * len(module.ROWS)]))
     assert [row["row"] for row in found] == list(module.ROWS), "what takes a twentieth of a row is left out"
     assert (found[0]["kernel"], found[0]["ns"], found[0]["tensor"]) == ("attend", 1000, 50)
-    assert found[0]["waits"] == {"barrier": 33.3, "wait": 16.7, "math_pipe": 16.7}
+    assert found[0]["waits"] == {"barrier": 33.3, "wait": 16.7, "math_pipe_throttle": 16.7}
     with pytest.raises(SystemExit, match="the first launch is attend"):
         module.read(module.launches([*text, *rows[1:]]))
     with pytest.raises(SystemExit, match=f"1 rows are marked, not {len(module.ROWS)}"):

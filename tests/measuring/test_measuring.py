@@ -14,6 +14,7 @@ from polyattn.measuring import Clock, Workload, anchors, candidates, check, exam
 from polyattn.measuring.clock import Time, interleaved
 from polyattn.measuring.device_rates import UNITS
 from polyattn.measuring.inputs import _sets
+from polyattn.measuring.running import without_folders
 from polyattn.records import AttentionRequest
 from polyattn.selection import Selection
 
@@ -149,6 +150,21 @@ def test_who_writes_to_an_input_is_found_and_harms_nobody_else(odd):
     assert (found["scribbles"].kind, found["scribbles"].time) == ("wrong", None)
     assert found["scribbles"].reason == "it writes to key, which are not its to write"
     assert {name for name, said in found.items() if said.time} == {"torch_sdpa", "torch_native", "reference", "quick"}
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        (
+            "Error in 'operator()' at /somewhere/else/.cache/made/batch_decode.cu:63: no",
+            "Error in 'operator()' at batch_decode.cu:63: no",
+        ),
+        ("TFLOP/s and/or https://example.org/a/b", "TFLOP/s and/or https://example.org/a/b"),
+        ("'/a/b/c.py' is not here", "'c.py' is not here"),
+    ],
+)
+def test_reasons_name_files_and_not_where_they_lie(said, kept):
+    assert without_folders(said) == kept
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_vendor_that_core_has_never_heard_of(device: Path, fresh: Callable[...
         ("\n@hookimpl\ndef polyattn_register_backends(", PLATFORM),
         ("        (provider,),\n", '        (provider,),\n        evidence="emulator",\n'),
     )
-    made.run("python -m pip install -q --no-build-isolation -e ./polyattn-acme")
+    made.run("python -m pip install -q -e ./polyattn-acme")
     listed = made.run("polyattn list --platform acme")
     assert "acme" in listed
     assert "available" in listed

@@ -42,7 +42,8 @@ def order(lengths=(0, 0, 0), request=REQUEST):
     return [name for name, _ in said.order]
 
 
-def test_nothing_measured_says_nothing():
+def test_nothing_measured_says_nothing(shipped):
+    shipped()
     assert advise(REQUEST, lambda: pytest.fail("nobody asks where this is")) == choices.NOTHING
 
 

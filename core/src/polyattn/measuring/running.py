@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from .entrants import Call, Entrant
 from .inputs import Inputs
 
 __all__ = ["Measured", "examine", "measure", "peak_memory"]
+
+_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
 
 Trouble = Literal["", "refused", "memory", "wrong", "failed"]
 
@@ -89,12 +92,17 @@ def _examined(inputs: Inputs, entrant: Entrant, clock: Clock, *, recorded: bool)
         free = False  # it was asked, and did nothing
         return Measured(kind="refused", reason=str(exc).partition("\n")[0]), None
     except Exception as exc:  # noqa: BLE001 - a library may raise anything; it is reported in its place
-        reason = " ".join(f"{type(exc).__name__}: {exc}".split())[:400]
+        reason = without_folders(" ".join(f"{type(exc).__name__}: {exc}".split()))[:400]
         return Measured(kind="memory" if _out_of_memory(exc) else "failed", reason=reason), None
     finally:
         if free:
             _free(inputs.device)
     return _judged(verdict, timing)
+
+
+def without_folders(text: str) -> str:
+    """`text` with files by their names alone: where a library was built says nothing, and results are published."""
+    return _FOLDERS.sub("", text)
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
