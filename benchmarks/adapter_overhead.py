@@ -53,7 +53,7 @@ OPERATORS = {("dense", "fa3_varlen"): "fa3"}
 """Its operator without its Python."""
 PAGES = {"fa4": 128}
 """Tokens of a page, where a library does not take 16."""
-OPTIONS = {"fa4": {"free_slots": "finite"}}
+OPTIONS = {"paged": {"fa4": {"free_slots": "finite"}}}
 """What makes it the same kernel: the pools here hold numbers everywhere, as the library wants it."""
 BUDGETS = {"functional": 2.5, "bound": 1.5, "planned": 3.0}
 """Microseconds."""
@@ -136,6 +136,7 @@ def measured(device: torch.device, rounds: int, calls: int) -> Iterator[dict[str
     """A row for each pair: times of its calls, or why there are none."""
     clock, libraries = Clock(device), peers.load([PEERS])
     for kind, make in (("dense", dense), ("paged", paged)):
+        polyattn.configure(attention_backend_config=OPTIONS.get(kind, {}))
         for name, backend in PAIRS[kind].items():
             row: dict[str, Any] = {"kind": kind, "library": libraries[name].library, "backend": backend}
             try:
@@ -190,7 +191,6 @@ def main() -> None:
     if args is None:
         return
     torch.set_num_threads(1)
-    polyattn.configure(attention_backend_config=OPTIONS)
     device = torch.device(args.device)
     result = {
         **report.stamp("adapter-overhead", device, **peers.versions_of(peers.load([PEERS]))),

@@ -553,3 +553,11 @@ def test_a_cache_in_fp8_is_dequantised_not_read_with_rounded_queries() -> None:
     where: dict[str, Any] = {"platform": "cuda:sm90", "installed": ("flash-attn-3",)}
     assert what_if(request, **where, backend="fa3").lowerings == ("dequantise_kv",)
     assert what_if(request, **where).backend == "triton"
+
+
+@pytest.mark.parametrize(("width", "given"), [(72, 96), (80, 96), (104, 128), (88, 88), (128, 128)])
+def test_fa4_trains_on_hopper_only_at_widths_that_its_passes_round_alike(width: int, given: int) -> None:
+    request = AttentionRequest(head_dim=width, grad=("query", "key", "value"))
+    selection = what_if(request, platform="cuda:sm90", installed=("flash-attn-4",), backend="fa")
+    detail = selection.plan.rewrite.detail if selection.plan else "as it is"
+    assert detail == ("as it is" if given == width else f"D {width} -> {given}")

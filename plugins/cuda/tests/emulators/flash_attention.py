@@ -538,6 +538,11 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
         assert not (arch >= 100 and a["q"].shape[-1] == 256 and a["softcap"])
         given = rule(a, (a["window_size_left"], a["window_size_right"]))
         where = None if a["cu_seqlens_q"] is None else (a["cu_seqlens_q"], a["cu_seqlens_k"])
-        return tuple(gradients(a["dout"], a["q"], a["k"], a["v"], a["out"], a["lse"], given, where))
+        dq, dk, dv = gradients(a["dout"], a["q"], a["k"], a["v"], a["out"], a["lse"], given, where)
+        width = a["q"].shape[-1]
+        if arch == 90 and width <= 128 and -(-width // 16) % 2:
+            # The sums of dQ are kept in rows of D rounded up to 16, and read in rows of D rounded up to 32.
+            dq = dq.flatten().roll(16).view_as(dq)
+        return dq, dk, dv
 
     return library

@@ -10,6 +10,7 @@ from polyattn.records import (
     AutoRule,
     BackendInfo,
     Fallback,
+    OneOf,
     Provider,
     Range,
     Row,
@@ -94,8 +95,16 @@ def _fa4_training(archs: tuple[str, ...], width: Mapping[str, Any]) -> Row:
     return _dense({"arch": archs}, **width, lse=True, grad=TRAINABLE_LSE, softcap=softcap)
 
 
+# Up to 128 its Hopper backward keeps dQ in rows of D rounded up to 16, and reads them rounded up to 32.
+FA4_HOPPER_TRAINING: tuple[dict[str, Any], ...] = (
+    {"head_dim": OneOf((24, 32, 56, 64, 88, 96, 120, 128))},
+    {"head_dim": Range(136, 256, multiple_of=8)},
+    {"dims": ((192, 128),)},
+)
+
 FA4_ROWS = (
-    *(r for w in FA_WIDTHS for r in (*_fa4_dense(HOPPER, w), _fa4_training(HOPPER, w))),
+    *(r for w in FA_WIDTHS for r in _fa4_dense(HOPPER, w)),
+    *(_fa4_training(HOPPER, w) for w in FA4_HOPPER_TRAINING),
     *(r for w in FA4_BLACKWELL_WIDTHS for r in (*_fa4_dense(BLACKWELL, w), _fa4_training(BLACKWELL, w))),
     *_fa4_dense(("sm80", "sm120"), {"head_dim": Range(8, 128, multiple_of=8)}),
 )
