@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -69,7 +70,12 @@ def test_commands_run(command: str) -> None:
     if re.match(r"polyattn conform \S+ --quick", command):
         # All of its cases are tests of their own in tests/conformance: here, that the command is right.
         command += " --families varlen --dtypes float32"
-    run("bash", "-c", command.replace("polyattn", f'"{sys.executable}" -m polyattn', 1))
+    before = set(ROOT.iterdir())
+    try:
+        run("bash", "-c", command.replace("polyattn", f'"{sys.executable}" -m polyattn', 1))
+    finally:  # `polyattn verify` leaves a folder, and refuses one that is there
+        for folder in set(ROOT.glob("polyattn-verify-*")) - before:
+            shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=name)
