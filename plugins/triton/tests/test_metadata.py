@@ -1,4 +1,4 @@
-"""`step_metadata` writes in one launch the numbers that core's serving makes with torch operators."""
+"""`step_launches` write in one launch the numbers that core's serving makes with torch operators."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from polyattn.errors import InvalidInputError
 from polyattn.serving import DraftTree, ForwardBatch, ForwardMode, PageAllocator, RequestTable, StepBuffers
 from polyattn_triton import runtime
 from polyattn_triton.kernels import metadata
-from polyattn_triton.kernels.metadata import View, step_metadata
+from polyattn_triton.kernels.metadata import View, step_launches
 
 DEVICE = "cpu" if runtime.INTERPRETED else "cuda"
 MOST = 96
 NAMES = ("seq_lens", "page_table", "cu_seqlens_k", "kv_indptr", "kv_indices", "page_counts", "last_page_len")
+
+
+def written(*tables, **tokens_and_views):
+    for launch in step_launches(*tables, **tokens_and_views):
+        launch()
 
 
 def table_of(lens, page_size, *, in_order=False):
@@ -83,7 +88,7 @@ def test_tables_and_tokens(seed, page_size, mode):
     rows, _, seq_lens, cu = given(batch)
     view, T = room(step, page_size), batch.tokens
     positions, slots = torch.full((2, T + 2), -7, device=DEVICE)[:, :T]
-    step_metadata(
+    written(
         table.tables[0], rows, seq_lens, cu, page_size=page_size, tokens=T, positions=positions, slots=slots,
         views=[view], columns=step.page_table.shape[1],
     )  # fmt: skip
@@ -101,7 +106,7 @@ def test_windows_and_finer_pages_in_the_same_launch(window, mode):
         rows, _, seq_lens, cu = given(batch)
         steps = [step.windowed(window), step.windowed(window).at(2), step.at(1), step]
         views = [room(s, s.page_size, w) for s, w in zip(steps, (window, window, -1, -1), strict=True)]
-        step_metadata(
+        written(
             table.tables[0], rows, seq_lens, cu, page_size=8, tokens=batch.tokens, views=views,
             columns=step.page_table.shape[1],
         )  # fmt: skip
@@ -116,7 +121,7 @@ def test_coarser_pages():
     coarse = step.at(16)
     view = room(coarse, 16)
     numbers, _, seq_lens, cu = given(batch)
-    step_metadata(
+    written(
         table.tables[0], numbers, seq_lens, cu, page_size=4, tokens=12, views=[view], columns=step.page_table.shape[1]
     )
     # Past the pages of a row the table has whatever is there.
@@ -133,7 +138,7 @@ def test_padding_rows():
     rows, live, seq_lens, cu = given(padded, padding=2)
     view = room(step, 4)
     positions, slots = torch.full((2, padded.tokens), -7, device=DEVICE)
-    step_metadata(
+    written(
         table.tables[0], rows, seq_lens, cu, page_size=4, tokens=padded.tokens, live=live, positions=positions,
         slots=slots, views=[view],
     )  # fmt: skip
@@ -151,9 +156,7 @@ def test_drafts_of_a_tree():
     numbers, _, seq_lens, cu = given(batch)
     lag = (torch.arange(4, device=DEVICE) - tree.depths).int().flatten()
     positions, slots = torch.full((2, 8), -7, device=DEVICE)
-    step_metadata(
-        table.tables[0], numbers, seq_lens, cu, page_size=4, tokens=8, lag=lag, positions=positions, slots=slots
-    )
+    written(table.tables[0], numbers, seq_lens, cu, page_size=4, tokens=8, lag=lag, positions=positions, slots=slots)
     assert torch.equal(positions, step.positions)
     assert torch.equal(slots, step.slots)
 
@@ -168,7 +171,7 @@ def test_only_what_is_wanted(kept, monkeypatch):
     view = room(step, 4, kept=kept)
     rows, _, seq_lens, cu = given(batch)
     slots = torch.full((batch.tokens,), -7, device=DEVICE)
-    step_metadata(table.tables[0], rows, seq_lens, cu, page_size=4, tokens=batch.tokens, slots=slots, views=[view])
+    written(table.tables[0], rows, seq_lens, cu, page_size=4, tokens=batch.tokens, slots=slots, views=[view])
     check(view, step)
     assert torch.equal(slots, step.slots)
 
@@ -176,7 +179,7 @@ def test_only_what_is_wanted(kept, monkeypatch):
 def test_no_rows():
     none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
     table = torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)
-    step_metadata(table, none, none, table[0, :1], page_size=4, tokens=0, views=[View(4, seq_lens=none)])
+    written(table, none, none, table[0, :1], page_size=4, tokens=0, views=[View(4, seq_lens=none)])
 
 
 @pytest.mark.parametrize(
@@ -191,4 +194,4 @@ def test_no_rows():
 def test_views_that_cannot_be_written(view, message):
     one = torch.ones(2, dtype=torch.int32, device=DEVICE)
     with pytest.raises(InvalidInputError, match=message):
-        step_metadata(one[None], one[:1], one[:1], one, page_size=4, tokens=1, views=[view])
+        written(one[None], one[:1], one[:1], one, page_size=4, tokens=1, views=[view])

@@ -20,7 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -95,6 +95,10 @@ def sgl_kernel() -> Iterator[None]:
     yield
 
 
+class NotHereError(Exception):
+    """The vendor's code is not installed, or is another build."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Conformance of a backend by a provider over what `library` puts in place.
@@ -117,9 +121,13 @@ class Run:
         """What is wrong, a sentence for each case.
 
         Raises:
-            ImportError: the vendor's code is not here.
+            NotHereError: so the vendor's code is. An import that fails later is a failure.
         """
-        with self.library():
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.library())
+            except ImportError as exc:
+                raise NotHereError(str(exc)) from exc
             return self.target.caught(self.cases())
 
 
@@ -155,7 +163,7 @@ def main() -> int:
         began = time.perf_counter()
         try:
             failed = run.failed()
-        except ImportError as exc:
+        except NotHereError as exc:
             print(json.dumps({"backend": name, "not run": str(exc)}))
             continue
         count, version = len(run.cases()), distribution_version(run.distribution) or ""

@@ -22,7 +22,7 @@ from polyattn_triton import runtime  # first: it decides how Triton is imported
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-__all__ = ["Launch", "View", "step_launches", "step_metadata"]
+__all__ = ["Launch", "View", "step_launches"]
 
 _COLUMNS, _TOKENS, _ROWS = 256, 128, 256
 """Of a program: columns of a table, new tokens, rows that are summed at once."""
@@ -198,43 +198,6 @@ def _metadata(
 _NONE = View(0)
 
 
-def step_metadata(
-    table: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    page_size: int,
-    tokens: int,
-    columns: int = 0,
-    live: Tensor | None = None,
-    lag: Tensor | None = None,
-    positions: Tensor | None = None,
-    slots: Tensor | None = None,
-    views: Sequence[View] = (),
-) -> None:
-    """Write the tables of a step, three views and what is asked of its tokens in each launch. No wait for the device.
-
-    Args:
-        table: int32 [requests, max_pages], pages of all requests, dense last axis. rows: int32 [N], which of them.
-        seq_lens: int32 [N], keys, new ones included. cu_seqlens_q: int32 [N+1].
-        page_size: of the table. tokens: T_q. columns: how many of the table's the step has, 0 = all.
-        live: int32 [N], 0 for a row of padding: its pages are all page 0.
-        lag: int32 [T_q], how far a draft's place among the keys is from its position in the text.
-        positions, slots: int64 [T_q], to be written. 0 and a slot of the first page in a row without keys.
-        views: what else is written.
-
-    Raises:
-        InvalidInputError: a page size that neither divides that of the table nor is a multiple of it, a table that is
-            not contiguous, or indices of rows whose length is not said.
-    """
-    for launch in step_launches(
-        table, rows, seq_lens, cu_seqlens_q, page_size=page_size, tokens=tokens, columns=columns, live=live, lag=lag,
-        positions=positions, slots=slots, views=views,
-    ):  # fmt: skip
-        launch()
-
-
 class Launch:
     """A launch that is called again and again while its tensors stay where they are: what Triton finds out of its
     arguments, which takes longer than the kernel runs, is found out once."""
@@ -268,18 +231,33 @@ def step_launches(
     slots: Tensor | None = None,
     views: Sequence[View] = (),
 ) -> list[Launch]:
-    """What `step_metadata` launches."""
+    """What writes the tables of a step, three views and what is asked of its tokens in each launch. None waits for the
+    device.
+
+    Args:
+        table: int32 [requests, max_pages], pages of all requests, dense last axis. rows: int32 [N], which of them.
+        seq_lens: int32 [N], keys, new ones included. cu_seqlens_q: int32 [N+1].
+        page_size: of the table. tokens: T_q. columns: how many of the table's the step has, 0 = all.
+        live: int32 [N], 0 for a row of padding: its pages are all page 0.
+        lag: int32 [T_q], how far a draft's place among the keys is from its position in the text.
+        positions, slots: int64 [T_q], to be written. 0 and a slot of the first page in a row without keys.
+        views: what else is written.
+
+    Raises:
+        InvalidInputError: a page size that neither divides that of the table nor is a multiple of it, a table that is
+            not contiguous, or indices of rows whose length is not said.
+    """
     runtime.check_device(table.device)
     for view in views:
         if view.page_size < 1 or (page_size % view.page_size and view.page_size % page_size):
             raise InvalidInputError(
-                f"step_metadata: pages of {page_size} tokens are read as pages of a divisor or a multiple of that; got "
+                f"step_launches: pages of {page_size} tokens are read as pages of a divisor or a multiple of that; got "
                 f"{view.page_size}"
             )
         if view.page_table is not None and not view.page_table.is_contiguous():
-            raise InvalidInputError("step_metadata: a page_table that is written is contiguous; make it with new_empty")
+            raise InvalidInputError("step_launches: a page_table that is written is contiguous; make it with new_empty")
         if view.page_table is None and view.kv_indices is not None and not view.columns:
-            raise InvalidInputError("step_metadata: kv_indices without a page_table needs columns, of the longest row")
+            raise InvalidInputError("step_launches: kv_indices without a page_table needs columns, of the longest row")
     N, wanted = rows.shape[0], positions is not None or slots is not None
     launches: list[Launch] = []
     if not N:
