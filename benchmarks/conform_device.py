@@ -30,6 +30,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from polyattn.errors import ConfigError, PolyattnError
 from polyattn.testing import Case, Finding, Installed, Outcome, Report, plan, record, run
 from polyattn.testing.machine import device_name, versions
@@ -62,6 +64,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--level", choices=("quick", "full"), default="quick")
     parser.add_argument("--per-row", type=int, help="combinations for each capability row and dtype")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes at once")
+    parser.add_argument(
+        "--devices", type=int, default=1, help="devices of one kind that the processes share (default: 1)"
+    )
     parser.add_argument("--timeout", type=float, default=300, help="seconds that one case may take (default: 300)")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds that the whole run may take")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON")
@@ -76,11 +81,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 # ------------------------------------------------------------------------------------------------- a worker process
 
 
-def work(given: argparse.Namespace, backend: str, pipe: Connection, log: Path) -> None:
-    """Run the cases that are dealt, and say of each when it begins, and what was found when it has ended."""
+def work(given: argparse.Namespace, backend: str, pipe: Connection, log: Path, index: int) -> None:
+    """Run the cases that are dealt on device `index`, and say of each when it begins, and what was found when it has
+    ended."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
+    if index:
+        torch.accelerator.set_device_index(index)
 
     def dealt() -> Iterator[int]:
         while positions := pipe.recv():
@@ -100,11 +108,11 @@ def work(given: argparse.Namespace, backend: str, pipe: Connection, log: Path) -
     )
 
 
-def start(given: argparse.Namespace, backend: str, log: Path) -> tuple[Any, Connection]:
-    """A worker process and the pipe to it."""
+def start(given: argparse.Namespace, backend: str, log: Path, index: int) -> tuple[Any, Connection]:
+    """A worker process on device `index`, and the pipe to it."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=work, args=(given, backend, theirs, log))
+    process = spawn.Process(target=work, args=(given, backend, theirs, log, index))
     process.start()
     theirs.close()
     return process, ours
@@ -282,7 +290,7 @@ class Worker:
         self.run, self.job, self.number = run, job, number
         self.log = run.folder / f"{number}.log"
         self.log.touch()
-        self.process, self.pipe = start(run.given, job.backend, self.log)
+        self.process, self.pipe = start(run.given, job.backend, self.log, number % run.given.devices)
 
     def finish(self, positions: list[int]) -> bool:
         """Whether the process lives on, having run these cases. If not, somebody else runs what is left of them."""

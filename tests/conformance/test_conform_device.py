@@ -61,7 +61,7 @@ def test_run(tmp_path: Path) -> None:
 
 def given(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"workers": 2, "timeout": 0.05, "limit": float("inf"), "out": None, "level": "quick", **changes}
+        **{"workers": 2, "devices": 1, "timeout": 0.05, "limit": float("inf"), "out": None, "level": "quick", **changes}
     )
 
 
@@ -84,9 +84,11 @@ class Processes:
         self, script: ModuleType, plan: dict[int, str], wrong: tuple[int, ...] = (), never: bool = False
     ) -> None:
         self.script, self.plan, self.wrong, self.never, self.started = script, plan, wrong, never, 0
+        self.devices: list[int] = []
 
-    def __call__(self, given: argparse.Namespace, backend: str, log: Path) -> tuple[Any, Any]:
+    def __call__(self, given: argparse.Namespace, backend: str, log: Path, index: int) -> tuple[Any, Any]:
         self.started += 1
+        self.devices.append(index)
         log.write_text("Traceback\nSegmentation fault\n")
         return Process(), Pipe(self, blank(self.script, backend))
 
@@ -170,8 +172,8 @@ def test_what_compiles_comes_first_and_is_dealt_in_small_parts(script: ModuleTyp
 def test_a_lost_device_is_left_behind(script: ModuleType, processes: Callable[..., Processes], tmp_path: Path) -> None:
     """The case that took the device is a finding of the first process; a second goes on with the others."""
     used = processes({4: "lose"})
-    whole = ran(script, tmp_path).jobs[0].report()
-    assert used.started == 2
+    whole = ran(script, tmp_path, devices=2).jobs[0].report()
+    assert used.devices == [1, 0], "processes go round the devices"
     assert (whole.passed, whole.failed, whole.lost, whole.complete) == (11, 1, "", True)
     assert list(whole.findings) == [IDS[4]]
 
