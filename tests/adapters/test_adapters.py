@@ -17,9 +17,9 @@ from polyattn import adapters
 from polyattn.errors import BackendUnavailableError, ConfigError
 from polyattn.evidence import Evidence
 from polyattn.plugins import get_manager
-from polyattn.records import Requirement
+from polyattn.records import DeviceReport, Requirement
 from polyattn.testing import AttentionConformance, recording
-from polyattn.testing.emulators import OTHER, Emulated, Library, OnDevice, Signatures, device_suites
+from polyattn.testing.emulators import OTHER, Emulated, Library, OnDevice, Signatures, device_suites, emulated
 from polyattn.testing.where import Place
 
 NEED = Requirement("acme-attn", module="acme.attn", hint="pip install acme-attn")
@@ -193,6 +193,31 @@ def test_a_library_that_is_not_here_is_not_run_and_said_so(monkeypatch: pytest.M
 
     monkeypatch.setattr(AttentionConformance, "_place", absent)
     assert Suite._place(None, None).missing == "fa2@cuda is unavailable: flash-attn is not installed"
+
+
+@pytest.mark.parametrize(
+    ("archs", "missing", "other"),
+    [
+        (("sm90",), "trtllm_mla@cuda is for other architectures than sm90", True),
+        (("sm90", "sm100"), "it is not installed", False),
+        ((), "it is not installed", False),
+    ],
+)
+def test_no_device_of_this_machine_is_asked_for_what_is_for_others(
+    monkeypatch: pytest.MonkeyPatch, archs: tuple[str, ...], missing: str, other: bool
+) -> None:
+    """A strict run on one chip wants the libraries of that chip, not those of its successors."""
+
+    def absent(*_: object) -> Place:
+        raise BackendUnavailableError("it is not installed")
+
+    class Suite(OnDevice):
+        backend = "trtllm_mla@cuda"
+
+    monkeypatch.setattr(AttentionConformance, "_place", absent)
+    monkeypatch.setattr(emulated, "detect", lambda platform: DeviceReport(bool(archs), "", archs))
+    found = Suite._place(None, None)
+    assert (found.missing, found.other) == (missing, other)
 
 
 def test_a_suite_for_each_backend_with_an_adapter() -> None:

@@ -21,11 +21,13 @@ class Place:
 
     Attributes:
         info: the backend. device: for torch. missing: why it is not run here; empty when its device is.
+        other: the device that is here is one that the backend is not for: no run on it could find it.
     """
 
     info: BackendInfo
     device: str
     missing: str = ""
+    other: bool = False
 
 
 def place(backend: str, device: str = AUTO) -> Place:

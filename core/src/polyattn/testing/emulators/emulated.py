@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...errors import BackendUnavailableError
+from ...inspection import detect
 from ...platforms import parse_platform
 from ...plugins import _import_target, get_manager
 from ...records import FAMILIES as ALL_FAMILIES
@@ -78,7 +79,8 @@ class Emulated(OffChip):
 
 
 class OnDevice(AttentionConformance):
-    """Conformance on the real device with the real library; not run, and said so, where either is missing.
+    """Conformance on the real device with the real library; not run, and said so, where either is missing. What is
+    for another architecture than that of the device is no failure under `--polyattn-strict-device` either.
 
     Attributes:
         backend: name@platform.
@@ -90,7 +92,12 @@ class OnDevice(AttentionConformance):
             return super()._place(backend, device)
         except BackendUnavailableError as missing:
             name, _, platform = cls.backend.partition("@")
-            return Place(get_manager().backends[name, platform], AUTO, str(missing))
+            info = get_manager().backends[name, platform]
+            here = detect(platform).archs
+            named = [row.when.get("arch") for provider in info.providers for row in provider.rows]
+            if here and all(arch and arch.reason(one) for arch in named for one in here):
+                return Place(info, AUTO, f"{info.id} is for other architectures than {', '.join(here)}", other=True)
+            return Place(info, AUTO, str(missing))
 
 
 def device_suites(backends: Iterable[BackendInfo], module: str) -> dict[str, type[OnDevice]]:
