@@ -10,8 +10,9 @@ kernel; `with new keys` is `forward` with them, which on a device is its launch.
 rounds, interleaved in one process; `spread` is their interquartile range. `step` is plan and prepare, once for all
 layers of a decode step, which is the one after the last (`ForwardBatch.next`, in the time too); rows have their pages
 already.
-On a device with graphs also `replay`: a whole step whose graph holds the preparing and no kernel, and `eager step`:
-plan, prepare, and what the calls of all layers add. `tables` says who writes them on the device: core's operators, or
+On a device with graphs also `replay`: a whole step whose graph holds the preparing and no kernel, whose ids lie where
+the graph reads them, as a sampler on the device leaves them there; and `eager step`: plan, prepare, and what the calls
+of all layers add. `tables` says who writes them on the device: core's operators, or
 the kernels of a package.
 """
 
@@ -50,6 +51,8 @@ from polyattn.serving import (
 from polyattn.serving.device_ops import device_ops
 
 HEADS, KV_HEADS, WIDTH, LAYERS, TOKENS, PAGE = 8, 2, 64, 32, 512, 16
+STEPS = PAGE + 1
+"""Steps from the first one to the first again: fewer would be other steps in each round."""
 BATCHES = (1, 8, 64)
 BUDGET = 2.5
 """Microseconds of `forward_decode` beyond the kernel."""
@@ -159,7 +162,7 @@ class Problem:
             self.backend, model, max_sequences=self.count, buckets=[self.count], device=self.device,
             planned_positions=True,
         )  # fmt: skip
-        ids = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        ids = runner.input_ids[: self.count]
         runner.run(self.first, ids)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -194,7 +197,7 @@ def measured(count: int, rounds: int, calls: int, device: torch.device) -> dict[
         for name, way in ways.items():
             # The functional call checks page tables on the CPU: its cost grows with the batch.
             times[name].append(timed(way, calls if name != "paged_attention" else max(calls // 20, 10)))
-        steps.append(timed(problem.step, max(calls // 100, 5)))
+        steps.append(timed(problem.step, STEPS))
     base = times.pop("kernel by hand")
     rows = {name: _row([t - b for t, b in zip(each, base, strict=True)]) for name, each in times.items()}
     found = {"kernel by hand": _row(base), **rows, "step": _row(steps)}
@@ -202,7 +205,7 @@ def measured(count: int, rounds: int, calls: int, device: torch.device) -> dict[
         layers = [t - b for t, b in zip(times["forward"], base, strict=True)]
         found["eager step"] = _row([step + LAYERS * one for step, one in zip(steps, layers, strict=True)])
         replay = problem.replay()
-        found["replay"] = _row([timed(replay, max(calls // 100, 5)) for _ in range(rounds)])
+        found["replay"] = _row([timed(replay, STEPS) for _ in range(rounds)])
     return found
 
 

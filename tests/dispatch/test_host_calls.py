@@ -58,6 +58,20 @@ def test_a_call_that_was_seen_before(inputs):
     assert found["functional"] == ["attention", own[0], "get", "get", "__call__", *own]
 
 
+@pytest.mark.parametrize("one", [True, False])
+def test_a_packed_call_that_was_seen_before_is_not_checked_word_by_word(one):
+    query, key, value = torch.randn(7, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
+    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+    lens = {"cu_seqlens_q": starts, "cu_seqlens_k": starts if one else starts.clone(), "max_seqlen_q": 4}
+
+    def call() -> Any:
+        return polyattn.varlen_attention(query, key, value, **lens, max_seqlen_k=4, scale=0.3 + one)
+
+    with torch.inference_mode():
+        seen = [functions(call).count("check_varlen") for _ in range(4)]
+    assert seen == [1, 1, 0, 0]
+
+
 def test_a_gpu_is_asked_where_three_tensors_are_and_whether_it_records(inputs, monkeypatch):
     site = polyattn.bind(layout="BHSD")
     for _ in range(4):

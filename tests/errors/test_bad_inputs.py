@@ -790,6 +790,16 @@ AFTER_PACKED = [
     ("value", {"value": torch.ones(4, 2, 8)}, "key has 5 tokens, value 4"),
     ("sinks", {"sinks": torch.ones(3)}, "sinks has 3 entries"),
     ("mask", {"attn_mask": torch.ones(2, 1, 3, 4)}, "attn_mask has shape"),
+    ("length", {"max_seqlen_k": -1}, "max_seqlen_k=-1 must be a Python int"),
+    ("a switch", {"max_seqlen_q": True}, "max_seqlen_q=True must be a Python int"),
+    ("sequences", {"cu_seqlens_q": int32(0, 2, 4, 5)}, "cu_seqlens_q has 4 entries, cu_seqlens_k 3"),
+    ("none", dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), int32()), "cu_seqlens_q is empty"),
+    ("place", {"cu_seqlens_k": int32(0, 2, 5).to("meta")}, "cu_seqlens_k is on meta"),
+    ("heads", {"key": torch.ones(5, 3, 8)}, "key has 3 heads, value 2"),
+    ("rank", {"query": torch.ones(1, 5, 4, 8)}, "query has 4 dimensions"),
+    ("strides", {"query": torch.ones(5, 4, 16)[..., ::2]}, "query's last axis is not dense"),
+    ("type", {"value": [0.0]}, "value is a list"),
+    ("subclass", {"key": torch.ones(5, 2, 8).as_subclass(DTensor)}, "key is a DTensor"),
 ]
 
 

@@ -105,6 +105,18 @@ def test_what_follows_is_known_by_how_it_was_made(monkeypatch):
         following.follows(other)
 
 
+def test_the_longest_row_of_what_follows():
+    for lens, cross in (([8, 4], False), ([1, 1], False), ([0, 0], True), ([5, 0], True)):
+        batch = ForwardBatch(**{**DECODE, "seq_lens": lens}, cross=cross)
+        for _ in range(3):
+            batch = batch.next()
+            again = ForwardBatch(**{**DECODE, "seq_lens": batch.seq_lens}, cross=cross)
+            assert batch.max_seqlen_k == again.max_seqlen_k
+            assert batch.padded(2, 1).max_seqlen_k == again.max_seqlen_k
+    nobody = ForwardBatch(ForwardMode.DECODE, [], [], [])
+    assert nobody.next().max_seqlen_k == nobody.max_seqlen_k == 0
+
+
 def test_only_a_decode_step_has_a_next():
     with pytest.raises(InvalidInputError, match="what follows a step in mode EXTEND is not known"):
         ForwardBatch(**EXTEND).next()

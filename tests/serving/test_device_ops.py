@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+from polyattn.errors import InvalidInputError
 from polyattn.serving import (
     AttentionBackend,
     AttentionLayer,
@@ -36,11 +37,10 @@ class Ops:
     def __init__(self):
         self.calls = []
 
-    def writes(self, cache, dtype):
-        return cache.tensors[0].shape[-1] in (8, 16) and dtype == torch.float32
-
-    def write(self, cache, slots, key, value, *, rows):
-        self.calls.append((cache, slots, key, value, rows))
+    def rows_writer(self, cache, dtype):
+        if cache.tensors[0].shape[-1] not in (8, 16) or dtype != torch.float32:
+            return None
+        return lambda slots, key, value=None, *, rows=True: self.calls.append((cache, slots, key, value, rows))
 
 
 @pytest.fixture
@@ -102,6 +102,27 @@ def test_a_backend_that_writes_too_leaves_it_to_them(acme):
     assert written_by() == {"the kernel"}
     register_device_ops("cpu", "acme_ops:Ops")
     assert written_by() == {"the pool, before the kernel runs"}
+
+
+def test_a_layer_gives_them_what_it_checked(acme):
+    register_device_ops("cpu", "acme_ops:Ops")
+    caches = KVPool(LAYERS[:1], KVCacheConfig("fp8_e4m3", 4), 9, dtype=torch.float32)
+    table = RequestTable(4, 32, 4, [-1], [PageAllocator(9)])
+    backend = AttentionBackend(LAYERS[:1], caches, table, limits=Limits(4, 8, 32), backend="torch_sdpa")
+    table.extend(table.add(), 5)
+    with torch.no_grad():
+        backend.plan(ForwardBatch(ForwardMode.DECODE, [0], [5], [1]))
+        backend.prepare()
+        query, key, value = torch.randn(1, 2, 16), torch.randn(1, 1, 16), torch.randn(1, 1, 16)
+        backend.forward(query, key, value, LAYERS[0])
+        ((cache, slots, k, v, whole),) = device_ops.device_ops("cpu").calls
+        assert (cache is caches.cache(0), k is key, v is value, whole) == (True, True, True, True)
+        assert slots.tolist() == [table.pages(0, 0)[1] * 4]
+        with pytest.raises(InvalidInputError, match="layer 0 has rows that were stored with the scales it has"):
+            caches.set_scales(0, 2.0, 2.0)
+        with pytest.raises(InvalidInputError, match="a key or value on meta; the pool is on cpu: move what is new th"):
+            backend.forward(query, key, value.to("meta"), LAYERS[0])
+        assert len(device_ops.device_ops("cpu").calls) == 1
 
 
 def test_kernels_write_the_tables_of_steps(acme):

@@ -411,6 +411,25 @@ def test_static_buffers_keep_addresses_and_refill_what_was_asked():
     assert places(again)[0] == before
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_replayed_step_leaves_the_lengths_of_the_next(padding):
+    """`grow` is recorded, so that of a step that follows nothing is brought to the device."""
+    table, rows = table_of([30, 40], 4)
+    buffers = buffers_for(table, static=True)
+    batch = ForwardBatch(ForwardMode.DECODE, rows, [20, 31], [1, 1], padding=padding)
+    for turn in range(4):
+        (step,) = buffers.stage(batch, table)
+        assert step.seq_lens.tolist() == [*batch.seq_lens, *[0] * padding]
+        for _ in range(1 + turn % 2):  # a step is prepared once more, after its replay too
+            buffers.prepare()
+            want = StepBuffers(ROWS, 99, buffers.max_pages, static=True).build(batch, table)[0]
+            for name in ("seq_lens", "slots", "positions", "page_table", "kv_indptr"):
+                assert torch.equal(getattr(step, name), getattr(want, name)), name
+            buffers.grow()
+            buffers.grown()
+        batch = batch.next() if turn != 2 else ForwardBatch(ForwardMode.DECODE, rows, [9, 9], [1, 1], padding=padding)
+
+
 # ---------------------------------------------------------------------------------------------------------- coarser
 
 

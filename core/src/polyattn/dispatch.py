@@ -49,7 +49,7 @@ __all__ = ["DENSE_KEY", "DenseSite", "attention", "bind", "dense_request"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _scope = overrides.SCOPE.get
-_Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+_Guards = validate.TensorGuards
 overrides.tracing = _is_tracing
 
 # A site is found by its static arguments, the backend named and the scope of overrides; the epoch (plugins,

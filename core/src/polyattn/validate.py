@@ -16,6 +16,8 @@ from . import envvars
 from .errors import InvalidInputError
 
 __all__ = [
+    "PackedCheck",
+    "TensorGuards",
     "check_cu_seqlens",
     "check_dense",
     "check_new_keys",
@@ -30,6 +32,8 @@ __all__ = [
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LAYOUTS = ("BSHD", "BHSD")
+TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+"""What torch.compile knows tensors again by, in one call; None: this torch has none."""
 
 
 def _tensor(name: str, value: Any, rank: int, shape: str) -> None:
@@ -260,6 +264,55 @@ def check_varlen(
     _mask(attn_mask, query, cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k, "max_q, max_k")
     _sinks(sinks, query, query.shape[1])
     _out(out, query, (*query.shape[:2], value.shape[-1]), (query, key, value), grad)
+
+
+class PackedCheck:
+    """`check_varlen` for the calls of one site: tensors like those that passed twice are known by torch's guards, and
+    only what these do not see is looked at."""
+
+    __slots__ = ("_like", "_seen")
+
+    def __init__(self) -> None:
+        self._like: dict[bool, Any] = {}
+        self._seen: Any = None
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: Any,
+        max_seqlen_k: Any,
+        attn_mask: Any,
+        sinks: Any,
+        out: Any,
+    ) -> None:
+        one = cu_seqlens_q is cu_seqlens_k
+        tensors = (query, key, value, cu_seqlens_q) if one else (query, key, value, cu_seqlens_q, cu_seqlens_k)
+        plain = attn_mask is sinks is out is None
+        if (
+            plain
+            and (alike := self._like.get(one)) is not None
+            and alike(*tensors)
+            and key.shape[0] == value.shape[0]
+            and 0 < cu_seqlens_q.shape[0] == cu_seqlens_k.shape[0]
+            and type(max_seqlen_q) is type(max_seqlen_k) is int
+            and max_seqlen_q >= 0 <= max_seqlen_k
+        ):
+            return
+        grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (query, key, value))
+        check_varlen(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, sinks, out, grad
+        )
+        seen = one, *((t.dtype, t.shape[1:], t.requires_grad) for t in tensors)
+        # Guards never hold for one tensor passed twice, and those of calls that take turns would be made each time.
+        if seen == self._seen and plain and TensorGuards is not None and query is not key is not value is not query:
+            sizes = [[None, *t.shape[1:]] for t in tensors]
+            strides = [[*[None] * (t.ndim - 1), 1] for t in tensors]
+            self._like[one] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        self._seen = seen
 
 
 def _lengths(max_seqlen_q: Any, max_seqlen_k: Any) -> None:

@@ -27,7 +27,7 @@ _scope = overrides.SCOPE.get
 class VarlenSite:
     """A packed call with its static arguments bound."""
 
-    __slots__ = ("_argument", "_entries", "_epoch", "_scope", "static")
+    __slots__ = ("_argument", "_check", "_entries", "_epoch", "_scope", "static")
 
     def __init__(self, static: sig.Static, backend: str | None = None, scope: overrides.Scope | None = None) -> None:
         self.static = static.checked(("THD",))
@@ -36,6 +36,7 @@ class VarlenSite:
         overrides.reach(self._scope)
         self._epoch = -1
         self._entries: dict[Any, Callable[..., Any]] = {}
+        self._check = validate.PackedCheck()
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, **lens: Any
@@ -44,10 +45,9 @@ class VarlenSite:
             self._entries, self._epoch = {}, EPOCH.value
         entries = self._entries
         # Contents may differ at every call, so they are checked at every call; the shapes with them.
-        tensors = all(isinstance(t, Tensor) for t in (query, key, value))
-        grads = bool(sig.wanted_grads({"q": query, "k": key, "v": value}, False)) if tensors else False
+        tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
         q, k, v = sig.cast(query, key, value) if tensors and not sig.no_autocast(query) else (query, key, value)
-        validate.check_varlen(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, grad=grads, **lens)
+        self._check(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
         if validate.contents_readable(lens["cu_seqlens_q"]):
             for side, tensor in (("q", q), ("k", k)):
                 longest = lens[f"max_seqlen_{side}"]

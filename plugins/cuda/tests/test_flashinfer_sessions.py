@@ -348,6 +348,35 @@ def test_kernels_without_plans(target: Emulated, recorded: bool, monkeypatch: py
         assert all(not g["multi_ctas_kv_counter_buffer"].any() for g in given)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_decode_step_of_xqa_goes_straight_to_the_library(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but queries and caches is known since the step was prepared."""
+    library = emulator.library(arch=90).install(monkeypatch)
+    fields = {**DECODING, "graph_capture": "session" if recorded else False}
+    server = Server(XQA, recorded=recorded, rows=3, tokens=3, **fields)
+    a, b = server.table.add(), server.table.add()
+    server.give({a: 30, b: 4})
+    for _ in range(2):
+        server.step(DECODE, {a: 1, b: 1}, padding=1 if recorded else 0)
+        query = server.query()
+        server.layer(query)
+        wide = torch.cat([query, query], -1)
+        found = server.layer(wide[..., : query.shape[-1]])
+        assert library.calls[-1].given["query"].is_contiguous()
+        assert torch.equal(server.layer(query), found)
+    tables, seen, given = dict(server.now.tables), list[str](), list[dict[str, Any]]()
+    with monkeypatch.context() as patch:
+        patch.setattr(server.session._call, "decode", lambda **keywords: given.append(keywords))
+        sys.setprofile(lambda frame, event, argument: seen.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            server.session.forward(query, *server.caches, **tables)
+        finally:
+            sys.setprofile(None)
+    assert seen == ["_reading", "_in_rows", "<lambda>"]
+    assert given[0].keys() == library.calls[-1].given.keys() - {"out"}
+    server.layer(query, sinks=torch.randn(server.request.heads))
+
+
 def test_an_older_library_serves_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     library = wrappers.library("0.6.18.post1").install(monkeypatch)
     fields = {**VERIFYING, "mask": "bool", "tree": True, "spec_topk": 4, "graph_capture": "session"}

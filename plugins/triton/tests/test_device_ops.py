@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
+
 import pytest
 import torch
 
@@ -9,6 +12,8 @@ from polyattn.serving import AttentionLayer, KVCacheConfig, KVPool
 from polyattn.serving import device_ops as registry
 from polyattn.serving.device_ops import device_ops
 from polyattn_triton import plugin, runtime
+from polyattn_triton.device_ops import DeviceOps
+from polyattn_triton.kernels import launching, write
 
 DEVICE = "cpu" if runtime.INTERPRETED else "cuda"
 LAYERS = [AttentionLayer(0, 4, 2, 32, v_head_dim=16), AttentionLayer(1, 4, 1, 576, 512, scale=1.0, latent=True)]
@@ -46,6 +51,117 @@ def test_the_same_bits(kv_dtype, scales, layout, monkeypatch):
             a, b = (getattr(pool.cache(layer.layer_id), name) for pool in pools)
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+
+
+class Compiled:
+    """What Triton returns of a launch; of those that are repeated, the arguments are kept."""
+
+    function, packed_metadata = 7, (4, 1)
+
+    def __init__(self):
+        self.ran = []
+
+    def run(self, *given):
+        self.ran.append((given[:3], given[9:]))
+
+    def __getitem__(self, grid):
+        return lambda *given: self.ran.append(("told", grid, given))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """(a kernel, launches that Triton looked at), on a machine where it is compiled by nobody."""
+    kernel, looked = Compiled(), []
+
+    class Found:
+        def __getitem__(self, grid):
+            return lambda *given, **options: (looked.append((grid, given)), kernel)[1]
+
+    driver = types.SimpleNamespace(active=types.SimpleNamespace(get_current_stream=lambda device: 11))
+    monkeypatch.setattr(launching.triton.runtime, "driver", driver)
+    monkeypatch.setattr(launching, "_current", lambda: None)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(runtime, "check_device", lambda device: None)
+    monkeypatch.setattr(write, "_write", Found())
+    return kernel, looked
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="kernels that run are seen by test_rows_that_lie_otherwise")
+def test_a_launch_is_looked_at_once(compiled):
+    """Then what Triton compiled for is looked at: the arguments are those that it would be given, as addresses."""
+    kernel, looked = compiled
+    pool = KVPool(LAYERS[:1], KVCacheConfig("auto", 4), 8, dtype=torch.bfloat16, device=DEVICE)
+    writer = DeviceOps().rows_writer(pool.cache(0), torch.bfloat16)
+    slots = torch.arange(4, 36)
+
+    def rows(tokens, *, wide=0, off=0):
+        whole = torch.randn(2, off + tokens * (2 + wide) * 32).bfloat16()[:, off:].view(2, tokens, 2 + wide, 32)
+        return whole[0, :, :2], whole[1, :, :2, :16]
+
+    writer(slots[:5], *rows(5))
+    assert (len(looked), kernel.ran) == (1, [])
+    for tokens in (5, 32, 1):
+        key, value = rows(tokens)
+        writer(slots[:tokens], key, value)
+        (grid, given) = kernel.ran.pop()
+        assert grid == (-(-tokens * 2 // 64), 2, 1)
+        write.write_kv(key, value, *pool.cache(0).tensors, slots=slots[:tokens], page_size=4)
+        wanted = looked.pop()
+        assert grid[:2] == wanted[0]
+        assert list(given) == [
+            a.data_ptr() if isinstance(a, torch.Tensor) else a or 0 if n < 15 else a for n, a in enumerate(wanted[1])
+        ]
+    for other in (rows(5, wide=1), rows(5, off=1), rows(5, off=1)):
+        writer(slots[:5], *other)
+        assert not kernel.ran
+    assert len(looked) == 4
+    writer(slots[:5], *rows(5, wide=1))
+    assert (len(looked), len(kernel.ran)) == (4, 1), "those of other strides are known by now"
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="a kernel of Triton's own is launched there")
+def test_a_repeated_launch_is_on_its_device_and_profilers_are_told(compiled, monkeypatch):
+    kernel, device = compiled[0], [0]
+
+    @contextlib.contextmanager
+    def on(index):
+        before, device[0] = device[0], index
+        yield
+        device[0] = before
+
+    monkeypatch.setattr(launching, "_current", lambda: device[0])
+    monkeypatch.setattr(launching.torch.accelerator, "device_index", on)
+    monkeypatch.setattr(Compiled, "run", lambda self, *given: self.ran.append((device[0], given)))
+    again = launching.Repeated(kernel, torch.device("cuda", 1))
+    again((2, 1, 1), (5, 6))
+    assert kernel.ran.pop() == (1, (2, 1, 1, 11, 7, (4, 1), None, None, None, 5, 6))
+    assert device == [0]
+    hook = launching.triton.knobs.runtime.launch_enter_hook
+    hook.add(print)
+    try:
+        again((2, 1, 1), (5, 6))
+    finally:
+        hook.remove(print)
+    assert kernel.ran.pop() == ("told", (2, 1, 1), (5, 6))
+
+
+def test_rows_that_lie_otherwise(monkeypatch):
+    """One writer, many steps: whatever rows lie like, and wherever, the bits are core's."""
+    pools = []
+    for found in (None, device_ops("cuda")):
+        monkeypatch.setattr("polyattn.serving.pool.device_ops", lambda device_type, found=found: found)
+        pools.append(KVPool(LAYERS[:1], KVCacheConfig("fp8_e4m3", 4), 16, dtype=torch.bfloat16, device=DEVICE))
+    whole = torch.randn(9, 7, 32, device=DEVICE).bfloat16()
+    odd = torch.randn(9 * 2 * 32 + 1, device=DEVICE).bfloat16()[1:].view(9, 2, 32)
+    turned = torch.randn(9, 32, 2, device=DEVICE).bfloat16().mT
+    given = [whole[:, :2], whole[:, 3:5], whole[:3, :2], whole[:1, :2], odd, odd, turned]
+    slots = torch.arange(63, 4, -1, device=DEVICE)
+    for n, key in enumerate((*given, *given)):
+        at = slots[n : n + key.shape[0]]
+        for pool in pools:
+            pool.write(0, at, key, key[:, :, :16])
+        for a, b in zip(*(pool.cache(0).tensors for pool in pools), strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), n
 
 
 def test_float64_stays_with_core(monkeypatch):

@@ -15,6 +15,7 @@ from polyattn.reference import attention
 from polyattn.testing.conforming import FULL
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.hopper import block_sparse
+from polyattn_triton.hopper import forward as hopper_forward
 from polyattn_triton.hopper.forward import Config, config_for, forward, supports, takes
 from polyattn_triton.kernels.block_sparse import Lists
 from polyattn_triton.kernels.tiles import Spec
@@ -35,6 +36,7 @@ VARIANTS = {
     "no overlap": ((128, 128), PLAIN, False, False),
     "three warpgroups": ((128, 128), THREE, True, False),
     "output through the query's buffers": ((128, 128), INTO_Q, True, False),
+    "short": ((64, 64), config_for(64, 64, True), True, False),
 }
 LISTED = [
     # D, block_q, block_k, valid sizes
@@ -181,6 +183,57 @@ def configured(cases: list[Case]) -> list[Any]:
 @pytest.mark.parametrize(("case", "config"), configured(SMALL[:1]) + [(case, "table") for case in SMALL[1:]], ids=str)
 def test_emulated(case: Case, config: str, emulated: None) -> None:
     case.check("cpu", CONFIGS[config])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Some consumers see fewer blocks than their tile does, at either end, or none at all.
+        Case(200, 133, (1, 1), (64, 64), "bottom_right"),
+        Case(400, 400, (1, 1), (64, 64), "bottom_right", (150, 0)),
+        Case(500, 200, (1, 1), (64, 64), "top_left", (60, 0)),
+    ],
+    ids=str,
+)
+def test_three_consumers_emulated(case: Case, emulated: None) -> None:
+    case.check("cpu", config_for(*case.dims))
+
+
+def test_consumers_pass_blocks_that_they_do_not_see(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from . import gluon_emulator
+
+    made: list[None] = []
+
+    class Counted(gluon_emulator.Product):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(None)
+
+    monkeypatch.setattr(gluon_emulator, "Product", Counted)
+    query, key, value, out = torch.randn(4, 1, 256, 1, 64).bfloat16()
+    forward(query, key, value, out, spec=Spec(0.125, right=0), layout="BSHD", config=config_for(64, 64))
+    # Two products a block of 128 keys. Rows in 64s see 1, 1, 2 and 2 of them; two consumers of the second tile have no
+    # rows, and begin with a block all the same.
+    assert len(made) == 2 * (1 + 1 + 2 + 2 + 1 + 1)
+
+
+@pytest.mark.parametrize(("tokens", "batch", "heads_k"), [(1024, 16, 32), (4096, 4, 8), (4096, 4, 32), (16384, 1, 32)])
+def test_causal_tiles_are_shared_out_evenly(
+    tokens: int, batch: int, heads_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_forward.runtime, "processors", lambda device: 132)
+    sizes = [(batch, tokens, heads, 128) for heads in (32, heads_k, heads_k, 32)]
+    axes = [(size, (tokens * size[2] * 128, size[2] * 128, 128, 1)) for size in sizes]
+    plan = hopper_forward._Plan("BSHD", Spec(1.0, right=0), None, torch.device("cpu"), axes)
+    blocks, _, _, heads, together, *_ = plan.numbers
+    work = [0] * 132
+    for tile in range(blocks * heads):
+        # As `kernel._decode` and `common.tile_of` have it.
+        first = tile // (together * blocks) * together
+        block = blocks - 1 - (tile - first * blocks) // min(together, heads - first)
+        turn, place = divmod(tile, 132)
+        work[place if turn % 2 == 0 else 131 - place] += block + 2
+    assert max(work) < 1.02 * sum(work) / 132
 
 
 @pytest.mark.parametrize(("case", "config"), configured(LARGE))

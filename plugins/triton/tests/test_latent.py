@@ -203,6 +203,16 @@ def test_a_session_deals_out_the_keys_once_for_all_layers(monkeypatch: pytest.Mo
     assert not asked
 
 
+@pytest.mark.parametrize(("second", "each"), [(96, 100), (80, 90)])
+def test_shares_are_whole_sequences_where_that_costs_little(second: int, each: int) -> None:
+    launch = latent.Launch(latent.Config(16, 16, 4, 1), tiles=1, parts=2)
+    shares = torch.empty(launch.numbers(2), dtype=torch.int32)
+    seq_lens = 16 * torch.tensor([100, second], dtype=torch.int32)
+    latent.plan(launch, seq_lens, torch.arange(3, dtype=torch.int32), causal=True, out=shares)
+    assert shares[:9:3].tolist() == [0, each, 100 + second]
+    assert shares[9:].view(2, 2)[:, 1].tolist() == ([1, 1] if each == 100 else [2, 1])
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 def test_no_call_needs_more_memory_than_is_planned_for(monkeypatch: pytest.MonkeyPatch, invariant: bool) -> None:
     monkeypatch.setattr(runtime, "processors", lambda device: 132)

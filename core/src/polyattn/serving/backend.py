@@ -28,7 +28,7 @@ from .workspace import Limits, Workspaces
 if TYPE_CHECKING:
     from .pool import KVPool
     from .requests import RequestTable
-    from .step import Step
+    from .step import Step, StepBuffers
 
 __all__ = ["AttentionBackend"]
 
@@ -234,6 +234,22 @@ class AttentionBackend:
             self.prepare()
         else:
             self._again = planned, self._phase(batch)
+
+    def grow(self) -> None:
+        """The last of a recorded decode step, beside `prepare`, its first: it leaves the lengths of the step after it
+        on the device, which is then planned without a launch. Who replays a recording with this in it calls `grown`
+        each time. Of other steps nothing is to be left."""
+        if (buffers := self._growing()) is not None:
+            buffers.grow()
+
+    def grown(self) -> None:
+        """A recording with `grow` in it is replayed."""
+        if (buffers := self._growing()) is not None:
+            buffers.grown()
+
+    def _growing(self) -> StepBuffers | None:
+        decode = self._batch is not None and self._batch.mode is ForwardMode.DECODE
+        return self._planned[0][0].buffers.own if decode else None
 
     def _record(self, phases: frozenset[ServingPhase]) -> None:
         """Have these phases served by what can be recorded."""

@@ -209,7 +209,10 @@ class ForwardBatch:
                 "more token for each row: make a new batch"
             )
         # One more key keeps every rule.
-        return self._changed(seq_lens=[keys + 1 for keys in self.seq_lens], _after=self._mark)
+        found = self._changed(seq_lens=[keys + 1 for keys in self.seq_lens], _after=self._mark)
+        if self.rows and not self.cross:
+            found.__dict__["max_seqlen_k"] = self.max_seqlen_k + 1
+        return found
 
     def padded(self, padding: int, query_len: int) -> ForwardBatch:
         """The same batch, of which none is padding yet, with rows of padding behind it, of `query_len` tokens each:

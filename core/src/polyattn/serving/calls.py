@@ -75,8 +75,8 @@ class LayerCall:
     """
 
     __slots__ = (
-        *("_caches", "_dtype", "_dynamic", "_forward", "_id", "_pool", "_reader", "_without", "_writes"),
-        *("layer", "step"),
+        *("_caches", "_device", "_dtype", "_dynamic", "_forward", "_id", "_pool", "_reader", "_rows", "_without"),
+        *("_writes", "layer", "step"),
     )
 
     def __init__(
@@ -89,7 +89,8 @@ class LayerCall:
         without: Callable[..., Any],
     ) -> None:
         self.layer, self._id, self._pool, self.step = served.layer, served.layer.layer_id, pool, step
-        self._caches, self._dtype = served.cache.tensors, pool.dtype
+        self._caches, self._dtype, self._device = served.cache.tensors, pool.dtype, pool.device
+        self._rows = pool.rows_writer(self._id)
         self._dynamic = served.cache.dynamic
         if own := served.tensors:
             forward, reader, without = (functools.partial(call, **own) for call in (forward, reader, without))
@@ -107,13 +108,18 @@ class LayerCall:
         if k.shape != step.key or (None if v is None else v.shape) != step.value:
             self._refuse_new(k, v)
         for new in (k,) if v is None else (k, v):
-            if new.dtype is not self._dtype or new.requires_grad:
+            if new.dtype is not self._dtype or new.requires_grad or new.device != self._device:
                 self._refuse_kind(new)
         if save:
             if self._writes:
                 self._pool.note_written(self._id)
                 return self._forward(q, *self._caches, key=k, value=v, **step.keywords)
-            self._pool.write(self._id, step.slots, k, v)
+            if self._rows is None:
+                self._pool.write(self._id, step.slots, k, v)
+            else:
+                # They are checked by now.
+                self._pool.note_written(self._id)
+                self._rows(step.slots, k, v)
         elif not self.layer.latent:
             if self.layer.kind == "cross":
                 self._refuse("save_kv_cache=False with keys of another sequence; those are attended from the cache")
@@ -139,6 +145,8 @@ class LayerCall:
             self._refuse(
                 f"a key or value of {new.dtype}; the pool's model is in {self._dtype}: convert what is new to it"
             )
+        if new.device != self._device:
+            self._refuse(f"a key or value on {new.device}; the pool is on {self._device}: move what is new there")
         self._refuse_gradients("a key or value")
 
     def _refuse_gradients(self, what: str) -> None:

@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 
     from .pool import LayerCache
 
-__all__ = ["CORE", "WRITTEN", "DeviceOps", "StepTables", "StepView", "StepWriter", "device_ops", "register_device_ops"]
+__all__ = [
+    "CORE",
+    "WRITTEN",
+    "DeviceOps",
+    "RowsWriter",
+    "StepTables",
+    "StepView",
+    "StepWriter",
+    "device_ops",
+    "register_device_ops",
+]
 
 CORE = "polyattn"
 """Who writes where no package brings kernels."""
@@ -38,15 +48,19 @@ class DeviceOps(Protocol):
     name: str
     """For people: who writes."""
 
-    def writes(self, cache: LayerCache, dtype: torch.dtype) -> bool:
-        """Whether `write` takes rows of `dtype` for such a cache. Else core writes them."""
+    def rows_writer(self, cache: LayerCache, dtype: torch.dtype) -> RowsWriter | None:
+        """What writes rows of `dtype` into a cache of a pool, asked once for each; None: core does."""
 
-    def write(self, cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor | None, *, rows: bool) -> None:
-        """Store new rows bit for bit as `KVPool.write` of core does.
 
+class RowsWriter(Protocol):
+    """Stores new rows of one layer bit for bit as `KVPool.write` of core does."""
+
+    def __call__(self, slots: Tensor, key: Tensor, value: Tensor | None = None, *, rows: bool = True) -> None:
+        """
         Args:
-            cache: of a layer. slots: int64 [T], page * page_size + place; tokens of padding share slots.
-            key, value: [T, H_kv, D], [T, H_kv, D_v], any strides; of a latent layer rows [T, D_c + D_r] and None.
+            slots: int64 [T], page * page_size + place; tokens of padding share slots.
+            key, value: [T, H_kv, D], [T, H_kv, D_v], any strides; of a latent layer rows [T, D_c + D_r] and None. They
+                are of the dtype asked for, on the device of the cache, and fit it: the caller has looked.
             rows: False where scales belong to tokens: only those are made and stored.
         """
 

@@ -71,6 +71,12 @@ class PlansSteps(Protocol):
     def prepare(self) -> None:
         """The device's part of the plan; recorded."""
 
+    def grow(self) -> None:
+        """The last of a recorded step, for the decode step that follows it; nothing in other modes."""
+
+    def grown(self) -> None:
+        """A replay with `grow` in it has begun."""
+
     @property
     def positions(self) -> Tensor:
         """int64 [T_q], of the new tokens of the step that was prepared; for `GraphRunner(planned_positions=True)`."""
@@ -142,9 +148,16 @@ class GraphRunner:
         self._recordings: dict[tuple[ForwardMode, int, bool], _Recording] = {}
         self.eager_steps: collections.Counter[str] = collections.Counter()
         tokens = self.buckets[-1] * max(self.modes.values())
+        # Of all recordings: each reads the beginning.
         self._inputs = torch.zeros(1 if planned_positions else 2, tokens, dtype=torch.int64, device=self._device)
         if self._make is not None:
             backend.init_cuda_graph_state(self.buckets[-1], tokens)
+
+    @property
+    def input_ids(self) -> Tensor:
+        """int64, what replays read: ids that are written to its beginning, such as by a sampler on the device, and
+        given to `run` as that part of it, are not copied."""
+        return self._inputs[0]
 
     @property
     def recorded(self) -> tuple[tuple[ForwardMode, int], ...]:
@@ -195,9 +208,11 @@ class GraphRunner:
             if batch.padding != padded.padding:
                 buffer[tokens:].zero_()
                 buffer = buffer[:tokens]
-            buffer.copy_(given, non_blocking=True)
+            if given.data_ptr() != buffer.data_ptr() or not given.is_contiguous():
+                buffer.copy_(given, non_blocking=True)
         self._backend.init_forward_metadata_replay_cuda_graph(padded)
         recording.graph.replay()
+        self._backend.grown()
         return self._cut(recording, batch, padded)
 
     def eager_because(self, batch: ForwardBatch) -> str:
@@ -244,15 +259,18 @@ class GraphRunner:
             empty = ForwardBatch(padded.mode, [], [], [], tree, padded.sequences, self.modes[padded.mode])
             self._backend.init_forward_metadata_capture_cuda_graph(empty)
             inputs = tuple(buffer[: padded.tokens] for buffer in self._inputs)
-            for buffer in inputs:
-                buffer.zero_()
+            there = self._inputs.clone()  # `input_ids` may have those of the step that it is recorded for
+            self._inputs.zero_()
 
             def step() -> Any:
                 self._backend.prepare()
-                return self._forward(*inputs, *((self._backend.positions,) if self._planned_positions else ()))
+                found = self._forward(*inputs, *((self._backend.positions,) if self._planned_positions else ()))
+                self._backend.grow()
+                return found
 
             graph = make()
             self._recordings[key] = _Recording(graph, graph.capture(step), inputs)
+            self._inputs.copy_(there)
         return self._recordings[key]
 
     def _cut(self, recording: _Recording, batch: ForwardBatch, padded: ForwardBatch) -> Any:

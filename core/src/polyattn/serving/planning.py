@@ -194,6 +194,11 @@ class Buffers:
         for buffers in self._used:
             buffers.prepare()
 
+    @property
+    def own(self) -> StepBuffers:
+        """Those of the model's own tokens."""
+        return self._own
+
 
 _Key = tuple[int, bool]
 """Of layers that see one step: their group, and whether it begins with their window."""
@@ -228,7 +233,7 @@ class PlanSlot:
         limits: of its steps; recorded steps are all of this size.
 
     Attributes:
-        calls: of the planned step, by layer_id. prepare_recorded: replays prepare by themselves.
+        calls: of the planned step, by layer_id. prepare_recorded: replays prepare by themselves. buffers: of its steps.
     """
 
     def __init__(
@@ -237,7 +242,7 @@ class PlanSlot:
         self.calls: Mapping[int, LayerCall] = {}
         self.prepare_recorded = False
         self._name, self._tables, self._workspaces = name, tables, workspaces
-        self._buffers, self._limits = buffers, limits
+        self.buffers, self._limits = buffers, limits
         self._made: dict[ServingPhase, _Phase] = {}
         self._seen: dict[_Key, Step] = {}
         self._planned: _Planned
@@ -250,11 +255,11 @@ class PlanSlot:
         encoder: EncoderBatch | None,
     ) -> tuple[Step, ...]:
         """Plan a step for all layers; returns it for each group of the pool."""
-        steps, new_slots = self._buffers.stage(batch, encoder)
+        steps, new_slots = self.buffers.stage(batch, encoder)
         made = self._made.get(phase)
         if made is None:
             made = self._made[phase] = self._make(served)
-        elif self._buffers.static:
+        elif self.buffers.static:
             self._workspaces.fix(self._name)  # this phase was recorded
         self._seen = {key: self._view(steps[key[0]], *key) for key in made.keys}
         for session, key in made.sessions.values():
@@ -273,7 +278,7 @@ class PlanSlot:
 
     def prepare(self) -> None:
         """The device's part of the plan, and the tensors it made into the layers' calls."""
-        self._buffers.prepare()
+        self.buffers.prepare()
         phase, steps, new_slots = self._planned
         made, cross = self._made[phase], self._tables.cross
         for session, key in made.sessions.values():
@@ -319,7 +324,7 @@ class PlanSlot:
         if name not in made.sessions:
             slot = self._workspaces.slot(
                 self._name, (served.phase, name), self._limits, self._tables.columns(key[0]),
-                recorded=self._buffers.static,
+                recorded=self.buffers.static,
             )  # fmt: skip
             made.sessions[name] = make(slot), key
         return made.sessions[name][0]

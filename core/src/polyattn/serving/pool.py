@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..choose import dtype_name
 from ..errors import ConfigError, InvalidInputError
-from .device_ops import CORE, DeviceOps, device_ops
+from .device_ops import CORE, RowsWriter, device_ops
 from .layer import AttentionLayer
 from .storage import KVCacheConfig, RowFormat, Rows, formats
 
@@ -123,8 +123,11 @@ class KVPool:
             self._rows[layer_id] = tuple(Rows(k, count, self.page_size, layout, torch.device(device)) for k in kinds)
         self.device = next(iter(self._rows.values()))[0].cache.device  # "cuda" has become cuda:0
         self._caches = {layer_id: self._cache(layer_id) for layer_id in self._rows}
-        ops = device_ops(self.device.type)
-        self._ops = {} if ops is None else {i: ops for i, cache in self._caches.items() if ops.writes(cache, dtype)}
+        ops, self._writers = device_ops(self.device.type), dict[int, RowsWriter]()
+        self._package = CORE if ops is None else ops.name
+        for layer_id, cache in self._caches.items():
+            if ops is not None and (writer := ops.rows_writer(cache, dtype)) is not None:
+                self._writers[layer_id] = writer
 
     def _cache(self, layer_id: int) -> LayerCache:
         rows = self._rows[layer_id]
@@ -186,8 +189,8 @@ class KVPool:
             InvalidInputError: shapes or dtypes do not fit the layer.
         """
         new = self._new(layer_id, slots, key, value)
-        if (ops := self._ops_for(layer_id, new)) is not None:
-            ops.write(self._caches[layer_id], slots, key, value, rows=True)
+        if (writer := self._writer_for(layer_id, new)) is not None:
+            writer(slots, key, value)
         else:
             index = new[0][0].index(slots)
             for kind, given in new:
@@ -196,12 +199,16 @@ class KVPool:
 
     def writer(self, layer_id: int) -> str:
         """Who writes rows of a layer in `write`: the name of a package's kernels (`device_ops`), or polyattn."""
+        return CORE if self.rows_writer(layer_id) is None else self._package
+
+    def rows_writer(self, layer_id: int) -> RowsWriter | None:
+        """What `write` gives rows of `dtype` to once it has checked them, for who has checked them already and calls
+        `note_written`; None: core's operators write."""
         self._of(layer_id)
-        ops = self._ops.get(layer_id)
-        return CORE if ops is None else ops.name
+        return self._writers.get(layer_id)
 
     def note_written(self, layer_id: int) -> None:
-        """A kernel writes rows of a layer itself: its static scales stay as they are from here on."""
+        """Rows of a layer are written past `write`: its static scales stay as they are from here on."""
         self._kept.add(layer_id)
 
     def make_scales(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor | None = None) -> None:
@@ -209,16 +216,16 @@ class KVPool:
         and values without storing them (save_kv_cache=False) rounds them with these. As `write`; where scales are
         static nothing is done."""
         new = self._new(layer_id, slots, key, value)
-        if new[0][0].form.dynamic and (ops := self._ops_for(layer_id, new)) is not None:
-            ops.write(self._caches[layer_id], slots, key, value, rows=False)
+        if new[0][0].form.dynamic and (writer := self._writer_for(layer_id, new)) is not None:
+            writer(slots, key, value, rows=False)
         else:
             index = new[0][0].index(slots)
             for kind, given in new:
                 kind.make_scales(index, given.detach())
 
-    def _ops_for(self, layer_id: int, new: list[tuple[Rows, Tensor]]) -> DeviceOps | None:
+    def _writer_for(self, layer_id: int, new: list[tuple[Rows, Tensor]]) -> RowsWriter | None:
         """The kernels that write these rows, if there are any for the model's own dtype."""
-        return self._ops.get(layer_id) if all(given.dtype == self.dtype for _, given in new) else None
+        return self._writers.get(layer_id) if all(given.dtype == self.dtype for _, given in new) else None
 
     def _new(self, layer_id: int, slots: Any, key: Any, value: Any) -> list[tuple[Rows, Tensor]]:
         """New rows, checked, and what they belong to."""

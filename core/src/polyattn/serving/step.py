@@ -76,7 +76,8 @@ class StepBuffers:
         received = self._staging.received
         self.device = received.device
         self._rows, self._live, self._seq_lens, self._cu = (received[i * S : (i + 1) * S + (i == 3)] for i in range(4))
-        self._growing = self._seq_lens, self._live
+        self._growing: dict[int, tuple[Tensor, Tensor]] = {}
+        self._grown = False
         self._memory = Memory(self.device, static, S)
         self._sequence, self._places, self._cells, self._page_of, self._rest = torch.zeros(
             5, T, dtype=torch.int32, device=self.device
@@ -136,11 +137,12 @@ class StepBuffers:
         table.flush()
         N = batch.sequences
         if self._batch is not None and table is self._table and batch.follows(self._batch):
-            self._grow(N)
+            if not self._grown:
+                self.grow()
         else:
             self._send(batch)
             self._steps = self._steps_of(batch)
-        self._batch, self._table, self._memory.staged = batch, table, True
+        self._batch, self._table, self._memory.staged, self._grown = batch, table, True, False
         lens = [*batch.seq_lens, *self._padding_keys(batch)]
         longest = self.max_pages * table.page_size if self.static else self._longest(batch)
         columns = max(-(-longest // table.page_size), 1)
@@ -153,13 +155,6 @@ class StepBuffers:
             step._pages = functools.partial(_pages_of, table, group, batch.rows, step)
             step.replan()
         return self._steps
-
-    def _grow(self, rows: int) -> None:
-        """One key more in each row that is a request."""
-        if self._growing[0].shape[0] != rows:
-            self._growing = self._seq_lens[:rows], self._live[:rows]
-        lens, live = self._growing
-        lens.add_(live)
 
     def _padding_keys(self, batch: ForwardBatch) -> list[int]:
         """Keys of the rows of padding."""
@@ -245,6 +240,24 @@ class StepBuffers:
 
     # -------------------------------------------------------------------------------------------------- device side
 
+    def grow(self) -> None:
+        """One key more in each row that is a request: what the decode step after this one begins with. `stage` calls
+        it, unless a graph does, as its last work; `grown` says that the graph runs."""
+        lens, live = self._growing_lens()
+        lens.add_(live)
+
+    def _growing_lens(self) -> tuple[Tensor, Tensor]:
+        """int32 [N] each: keys of the rows, and how many more the next step has."""
+        rows = 0 if self._batch is None else self._batch.sequences
+        found = self._growing.get(rows)
+        if found is None:
+            found = self._growing[rows] = self._seq_lens[:rows], self._live[:rows]
+        return found
+
+    def grown(self) -> None:
+        """A graph that ends with `grow` is replayed: the tensors of this step have the lengths of the next one."""
+        self._grown = True
+
     def prepare(self) -> None:
         """Device side of the step that was staged: tables, slots, positions and every view that was asked of this step
         so far, in place. A graph may record it: it waits for nothing and allocates nothing but the memory of a view
@@ -256,7 +269,10 @@ class StepBuffers:
         if self._batch is None or self._table is None:
             raise InvalidInputError("prepare() writes the step that was staged, and none was: call stage() first")
         batch, table = self._batch, self._table
-        self._memory.staged = False
+        if self._grown:  # a step that was replayed is prepared once more
+            lens, live = self._growing_lens()
+            lens.sub_(live)
+        self._memory.staged = self._grown = False
         steps: Collection[Step]
         ops: Any = device_ops(self.device.type)
         if batch.sequences and hasattr(ops, "writer"):

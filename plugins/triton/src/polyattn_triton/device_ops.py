@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels.metadata import View, step_launches
-from .kernels.write import write_kv, write_latent
+from .kernels.write import Launched, Writer, write_kv, write_latent
 
 if TYPE_CHECKING:
     from polyattn.serving import LayerCache
@@ -18,27 +18,29 @@ if TYPE_CHECKING:
 __all__ = ["DeviceOps"]
 
 
-def _dense(rows: Tensor) -> Tensor:
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
 class DeviceOps:
     """Rows of KV pools, quantised and with their scales, in one launch for keys and values; the tables of a step, three
     views of it in a launch."""
 
     name = "polyattn-triton"
 
-    def writes(self, cache: LayerCache, dtype: torch.dtype) -> bool:
-        return dtype in (torch.float32, torch.bfloat16, torch.float16)
+    def rows_writer(self, cache: LayerCache, dtype: torch.dtype) -> Writer | None:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return None
+        if (latent := cache.cache) is not None:
 
-    def write(self, cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor | None, *, rows: bool) -> None:
-        if cache.cache is not None:
-            write_latent(_dense(key), cache.cache, slots=slots, page_size=cache.page_size)
-        elif cache.key_cache is not None:
-            write_kv(
-                _dense(key),
-                None if value is None else _dense(value),
-                cache.key_cache,
+            def write_rows(key: Tensor, value: Tensor | None, slots: Tensor, rows: bool) -> Launched | None:
+                return write_latent(key, latent, slots=slots, page_size=cache.page_size)
+
+            return Writer(write_rows, (latent, None, None, None))
+        if (key_cache := cache.key_cache) is None:
+            return None
+
+        def write(key: Tensor, value: Tensor | None, slots: Tensor, rows: bool) -> Launched | None:
+            return write_kv(
+                key,
+                value,
+                key_cache,
                 cache.value_cache,
                 slots=slots,
                 page_size=cache.page_size,
@@ -50,6 +52,8 @@ class DeviceOps:
                 make_scales=cache.dynamic,
                 rows=rows,
             )
+
+        return Writer(write, (key_cache, cache.value_cache, cache.k_scale, cache.v_scale))
 
     def writer(self, tables: StepTables) -> Callable[[], None]:
         views = [

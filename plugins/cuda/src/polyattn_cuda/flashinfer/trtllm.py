@@ -6,7 +6,6 @@ No plan: they read page tables and lengths on the device. Their scale is one num
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,8 +37,14 @@ class TRTLLM:
         return Bound(call.forward, session=call.session)
 
 
+_TABLES = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
+"""Keywords of every call under a plan."""
+
+
 class _Call:
     """Everything of a request that is no tensor."""
+
+    decode: Callable[..., Any]
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
@@ -118,6 +123,10 @@ class _Call:
     def ready(self, drafts: int, device: torch.device) -> None:
         """Make what a step with so many queries of a sequence needs, before one is recorded."""
 
+    def planned(self, step: Any, memory: _Memory) -> dict[str, Any] | None:
+        """What `decode` is given in every layer of a step beside queries and caches, None = `forward` finds out."""
+        return None
+
     def session(self, slot: Slot) -> Session:
         """A serving side: it has nothing to plan, and memory of its own."""
         return _Session(self, slot)
@@ -194,6 +203,18 @@ class _XQA(_Call):
         if drafts > 1:
             self._mask(drafts, device)
 
+    def planned(self, step: Any, memory: _Memory) -> dict[str, Any] | None:
+        plain = self.factor is None and not memory.blind and step.max_seqlen_q == 1 and step.tokens == step.sequences
+        if not (plain and step.sequences and step.page_table.shape[1] and step.max_seqlen_k):
+            return None
+        return {
+            **self.fixed,
+            "workspace_buffer": memory.workspace,
+            "block_tables": step.page_table.contiguous(),
+            "seq_lens": step.seq_lens,
+            "max_seq_len": step.max_seqlen_k,
+        }
+
     def run(self, given: dict[str, Any], tables: Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
         query, longest = given["query"].contiguous(), tables.max_seqlen_q
         given |= {"query": query, "kv_cache": _in_rows(given["kv_cache"])}
@@ -262,9 +283,9 @@ class _Session:
     def __init__(self, call: _Call, slot: Slot) -> None:
         self._call, self._recorded, self._memory = call, slot.recorded, _Memory(call, slot)
         self._places, self._device = Places.of(call.request, slot), slot.device
-        self.forward: Callable[..., Any] = self._writing
-        if self._places is None:
-            self.forward = functools.partial(call.forward, memory=self._memory)
+        self._table: Tensor | None = None
+        self._planned: dict[str, Any] | None = None
+        self.forward: Callable[..., Any] = self._reading if self._places is None else self._writing
 
     def plan(self, step: Any) -> None:
         # Of recorded steps only padding sees nothing, and its rows have no meaning.
@@ -273,8 +294,17 @@ class _Session:
 
     def prepare(self, step: Any) -> None:
         # The kernels read the step's own tensors.
+        self._table, self._planned = step.page_table, self._call.planned(step, self._memory)
         if self._places is not None:
             self._places.take(step)
+
+    def _reading(self, query: Tensor, *caches: Tensor, **given: Any) -> Any:
+        planned = self._planned
+        whole = query.is_contiguous() and not query.data_ptr() & 15
+        # With the keywords of a step and none beside, whole queries go straight to the library.
+        if whole and planned is not None and len(given) == len(_TABLES) and given["page_table"] is self._table:
+            return self._call.decode(query=query, kv_cache=_in_rows(caches), **planned)
+        return self._call.forward(query, *caches, memory=self._memory, **given)
 
     def _writing(
         self, query: Tensor, *caches: Tensor, key: Tensor | None = None, value: Tensor | None = None, **given: Any

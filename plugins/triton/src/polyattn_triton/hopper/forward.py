@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ __all__ = [
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
 
+_SHORT = 1024
+"""Queries up to which three consumers of 64 rows would see too much of a causal tile for nothing."""
 _TOGETHER = 32 << 20
 """Bytes of keys and values of the tiles that run at a time where rows differ in length: an L2 of 50 MiB with room."""
 
@@ -67,9 +70,11 @@ class Config:
 
 
 @functools.cache
-def config_for(width: int, v_width: int) -> Config:
-    """How heads of these dims run on an H200."""
+def config_for(width: int, v_width: int, short: bool = False) -> Config:
+    """How heads of these dims run on an H200. `short`: causal, and no more than `_SHORT` queries."""
     d, d_v = sum(parts(width)), sum(parts(v_width))
+    if max(d, d_v) <= 64 and short:
+        return Config(warpgroups=2, block_n=128, stages=2)
     if max(d, d_v) <= 64:
         # The exponentials take as long as the products: a third warpgroup hides them better than overlap within one.
         return Config(warpgroups=3, block_n=128, stages=2, overlap=False, registers=160)
@@ -120,6 +125,38 @@ def takes(dtype: torch.dtype, width: int, v_width: int, *, spec: Spec, layout: s
     )
 
 
+def _steps(blocks: int, config: Config, s_k: int, offset: int, left: int) -> list[int]:
+    """Key blocks of the tiles of a head, and one for what else a tile takes; in the order of `kernel._decode`."""
+    rows = config.rows * config.warpgroups
+    seen = [max(min(s_k, offset + (block + 1) * rows), 1) for block in reversed(range(blocks))]
+    if left >= 0:
+        seen = [min(keys, left + rows) for keys in seen]
+    return [1 - -keys // config.block_n for keys in seen]
+
+
+def _balanced(steps: Sequence[int], heads: int, most: int, unit: int, programs: int) -> int:
+    """Over how many heads at a time tiles go from long to short, so that the busiest program has least to do.
+
+    Programs take tiles there and back again (`common.tile_of`). Where a section is a little less than two rounds, or
+    four, the same programs get the longest tiles of every section, up to half as much again as the others. Sections of
+    whole rounds are even; where they are too large for the L2, more than three times `most` heads, the best of those
+    from `most` down to half by multiples of `unit`.
+    """
+    every = torch.tensor(steps)
+
+    def busiest(together: int) -> int:
+        sections, rest = divmod(heads, together)
+        tiles = torch.cat([every.repeat_interleave(together).repeat(sections), every.repeat_interleave(rest)])
+        rounds = torch.nn.functional.pad(tiles, (0, -len(tiles) % programs)).view(-1, programs)
+        rounds[1::2] = rounds[1::2].flip(1)
+        return int(rounds.sum(0).max())
+
+    whole = min(programs // math.gcd(programs, len(steps)), heads)
+    if whole <= 3 * most:
+        return min(most, whole, key=busiest)
+    return min(range(most, max(most // 2, 1) - 1, -unit), key=busiest)
+
+
 class _Plan:
     """A launch for tensors of these shapes, wherever they lie."""
 
@@ -129,7 +166,7 @@ class _Plan:
         query, key, value, _ = (_by_head(layout, shape) for shape, _ in axes)
         batch, heads, s_q, width = query
         heads_k, s_k, v_width = key[1], key[2], value[3]
-        config = config or config_for(width, v_width)
+        config = config or config_for(width, v_width, spec.right >= 0 and s_q <= _SHORT)
         group = heads // heads_k
         blocks = -(-s_q // (config.rows * config.warpgroups))
         offset = 0 if spec.top_left else s_k - s_q
@@ -143,7 +180,10 @@ class _Plan:
             # Longest tiles first, over as many heads at a time as keep their keys and values in the L2.
             together = min(batch * heads, group * max(1, _TOGETHER // (s_k * (width + v_width) * 2)))
         tiles = blocks * batch * heads
-        self.grid = (min(tiles, runtime.processors(device)) if config.persistent else tiles,)
+        programs = min(tiles, runtime.processors(device)) if config.persistent else tiles
+        if causal and config.persistent:
+            together = _balanced(_steps(blocks, config, s_k, offset, left), batch * heads, together, group, programs)
+        self.grid = (programs,)
         self.numbers = (
             blocks, heads, group, batch * heads, together, s_q, s_k, offset, max(left, 0), spec.scale * LOG2E.value,
         )  # fmt: skip

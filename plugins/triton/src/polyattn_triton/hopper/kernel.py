@@ -22,7 +22,7 @@ from polyattn_triton.hopper.common import (
     tile_of,
     tiles_here,
 )
-from polyattn_triton.hopper.loop import drained, fetch, first_turn, key_blocks, walked
+from polyattn_triton.hopper.loop import drained, fetch, first_turn, key_blocks, own_blocks, passed, walked
 
 from triton.experimental import gluon  # isort: skip
 from triton.experimental.gluon import language as gl  # isort: skip
@@ -114,6 +114,9 @@ def _consume(
     ROWS: gl.constexpr = q_ring[0].shape[3]
     BLOCK_M: gl.constexpr = WARPGROUPS * ROWS
     BLOCK_N: gl.constexpr = k_ring[0].shape[3]
+    # A tile of three has blocks that one or two of them do not see. With two, and blocks of as many keys as they have
+    # rows, both see all.
+    SKIPS: gl.constexpr = WARPGROUPS == 3 and not OVERLAP
     step = 0
     if TURNS:
         first_turn(INDEX, WARPGROUPS)
@@ -134,11 +137,18 @@ def _consume(
                 fetch(k, k_ring, batch, head // group, key, k_full, stage, high - ahead > low)
                 fetch(v, v_ring, batch, head // group, key, v_full, stage, high - ahead > low)
         mbarrier.wait(q_full.index(INDEX), turn & 1)
+        tiles_low = span[0]
+        if SKIPS:
+            tiles_high = span[1]
+            span = own_blocks(span, row, s_q, s_k, offset, left, CAUSAL, LEFT, ROWS, BLOCK_N)
+            step = passed(tiles_high - span[1], step, barriers, INDEX, WARPGROUPS, STAGES, TURNS)
         state = walked(
             span, step, row, inputs, barriers, feed, (s_k, offset, left, ()), scale, CAUSAL, LEFT, 1,
             INDEX, WARPGROUPS, STAGES, OVERLAP, TURNS,
         )  # fmt: skip
         step = state[0]
+        if SKIPS and LEFT:
+            step = passed(span[0] - tiles_low, step, barriers, INDEX, WARPGROUPS, STAGES, TURNS)
         if len(o_ring) != 0 and len(sources) == 0:
             # No products with Q any more: the next one may come.
             mbarrier.arrive(q_free.index(INDEX), count=1)

@@ -28,7 +28,7 @@ class Config(NamedTuple):
     boxes: bool = False
 
 
-# Copies by TMA are not measured yet.
+# Copies by TMA are slower.
 _CONFIG = Config()
 
 

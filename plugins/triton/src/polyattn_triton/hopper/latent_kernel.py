@@ -1,9 +1,11 @@
 """The Hopper latent (MLA) kernel: a tile of 64 queries, two consumer warpgroups, and a producer warpgroup that copies.
 
 The design is FlashMLA's (DeepSeek, 2025). Keys go by in pairs of blocks of 64. In a step each consumer makes the scores
-of one block, over all 576 columns; they tell each other their maxima, so that both make their weights against one
-maximum; then each adds the products of both blocks with one half of the values' 512 columns to its half of the output,
-[64, 256] in registers. Its own weights it has in registers, the other's come through shared memory. A block is in
+of one block, over all 576 columns, and each adds the products of both blocks with one half of the values' 512 columns
+to its half of the output, [64, 256] in registers. Its own weights it has in registers, the other's come through shared
+memory. The blocks count one after the other, as if one consumer went through them: the weights of the first block are
+made against the maximum so far and its own, those of the second against both. So the first consumer never waits for the
+second's scores, and runs half a step ahead: the softmax of one is beside the products of the other. A block is in
 shared memory once, for both products, in two halves by columns that go back to the producer one by one: half i of a
 block is last read by consumer i, which has that half of the output.
 
@@ -176,9 +178,9 @@ def _produce(
                 block = (ks, rs, k_box, boxes, full, free, cache, table, first, end, cache_page)
                 # In the order in which they come free.
                 _copy_half(block, page_0, phase, 0, 0, ROW, PAGE, WIDE, NARROW)
+                _copy_half(block, page_0, phase, 0, 1, ROW, PAGE, WIDE, NARROW)
                 _copy_half(block, page_1, phase, 1, 1, ROW, PAGE, WIDE, NARROW)
                 _copy_half(block, page_1, phase, 1, 0, ROW, PAGE, WIDE, NARROW)
-                _copy_half(block, page_0, phase, 0, 1, ROW, PAGE, WIDE, NARROW)
                 page_0 = next_0
                 page_1 = next_1
                 step += 1
@@ -213,6 +215,12 @@ def _leave(
     else:
         gl.store(piece_out + ((piece_row + r) * (2 * _HALF))[:, None] + c[None, :], acc, mask=(r < rows)[:, None])
         gl.store(piece_lse + piece_row + line, found, mask=(line < rows) & (INDEX == 0))
+
+
+@gluon.jit
+def _base(top, scale):
+    """What is subtracted from scaled scores. A row without keys subtracts 0: -inf - -inf would be NaN."""
+    return gl.where(top == float("-inf"), 0.0, top) * scale
 
 
 @gluon.jit
@@ -276,36 +284,67 @@ def _consume(
                     qs.index(OTHER + zero), ks.index(2 * INDEX + OTHER + zero).permute((1, 0)), s, is_async=True
                 )
                 s = hopper.warpgroup_mma_wait(0, deps=[s])
+                if pair + 1 == pairs:
+                    # The next query comes during the last softmax and the products after it.
+                    mbarrier.arrive(q_free, count=1)
                 if first + _N > gl.minimum(all_seen, end):
                     j = first + gl.arange(0, _N, gl.SliceLayout(0, SCORES))
                     s = gl.where(j[None, :] < gl.minimum(seen, end)[:, None], s, float("-inf"))
-                mine = gl.maximum(top, gl.max(s, 1))
-                maxima.index(INDEX).store(mine)
-                mbarrier.arrive(told.index(INDEX), count=1)
-                mbarrier.wait(told.index(OTHER), phase)
-                highest = gl.maximum(mine, maxima.index(OTHER).load(LINE))
-                # A row without keys subtracts 0: -inf - -inf would be NaN.
-                base = gl.where(highest == float("-inf"), 0.0, highest) * scale
-                weights = gl.exp2(s * scale - base[:, None])
-                factor = gl.exp2(top * scale - base)
-                top = highest
-                total = total * factor + gl.sum(weights, 1)
-                p = weights.to(dtype)
-                ps.index(INDEX).store(p)
-                fence_async_shared()
-                mbarrier.arrive(weighed.index(INDEX), count=1)
-                acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
-                p = gl.convert_layout(p, WEIGHTS, assert_trivial=True)
-                o = hopper.warpgroup_mma(p, ks.index(MINE + zero), acc, is_async=True)
-                mbarrier.wait(weighed.index(OTHER), phase)
-                mbarrier.wait(full.index(2 * OTHER + INDEX), phase)
-                o = hopper.warpgroup_mma(ps.index(OTHER + zero), ks.index(2 * OTHER + INDEX + zero), o, is_async=True)
-                o = hopper.warpgroup_mma_wait(1, deps=[o])
-                mbarrier.arrive(free.index(MINE), count=1)
-                acc = hopper.warpgroup_mma_wait(0, deps=[o])
-                mbarrier.arrive(free.index(2 * OTHER + INDEX), count=1)
+                found = gl.max(s, 1)
+                if INDEX == 0:
+                    # This consumer goes ahead, with a maximum of its own; the other's block comes on top of it.
+                    first_top = gl.maximum(top, found)
+                    maxima.index(0).store(first_top)
+                    mbarrier.arrive(told.index(0), count=1)
+                    weights = gl.exp2(s * scale - _base(first_top, scale)[:, None])
+                    factor = gl.exp2(top * scale - _base(first_top, scale))
+                    total = total * factor + gl.sum(weights, 1)
+                    p = weights.to(dtype)
+                    ps.index(0).store(p)
+                    fence_async_shared()
+                    mbarrier.arrive(weighed.index(0), count=1)
+                    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
+                    p = gl.convert_layout(p, WEIGHTS, assert_trivial=True)
+                    o = hopper.warpgroup_mma(p, ks.index(zero), acc, is_async=True)
+                    acc = hopper.warpgroup_mma_wait(0, deps=[o])
+                    mbarrier.arrive(free.index(0), count=1)
+                    mbarrier.wait(told.index(1), phase)
+                    top = maxima.index(1).load(LINE)
+                    factor = gl.exp2(first_top * scale - _base(top, scale))
+                    total = total * factor
+                    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
+                    mbarrier.wait(weighed.index(1), phase)
+                    mbarrier.wait(full.index(2), phase)
+                    o = hopper.warpgroup_mma(ps.index(1 + zero), ks.index(2 + zero), acc, is_async=True)
+                    acc = hopper.warpgroup_mma_wait(0, deps=[o])
+                    mbarrier.arrive(free.index(2), count=1)
+                else:
+                    mbarrier.wait(told.index(0), phase)
+                    first_top = maxima.index(0).load(LINE)
+                    highest = gl.maximum(first_top, found)
+                    maxima.index(1).store(highest)
+                    mbarrier.arrive(told.index(1), count=1)
+                    factor = gl.exp2(top * scale - _base(first_top, scale))
+                    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
+                    mbarrier.wait(weighed.index(0), phase)
+                    mbarrier.wait(full.index(1), phase)
+                    o = hopper.warpgroup_mma(ps.index(zero), ks.index(1 + zero), acc, is_async=True)
+                    weights = gl.exp2(s * scale - _base(highest, scale)[:, None])
+                    total = total * gl.exp2(top * scale - _base(highest, scale)) + gl.sum(weights, 1)
+                    factor = gl.exp2(first_top * scale - _base(highest, scale))
+                    top = highest
+                    p = weights.to(dtype)
+                    acc = hopper.warpgroup_mma_wait(0, deps=[o])
+                    mbarrier.arrive(free.index(1), count=1)
+                    ps.index(1).store(p)
+                    fence_async_shared()
+                    mbarrier.arrive(weighed.index(1), count=1)
+                    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
+                    p = gl.convert_layout(p, WEIGHTS, assert_trivial=True)
+                    o = hopper.warpgroup_mma(p, ks.index(3 + zero), acc, is_async=True)
+                    acc = hopper.warpgroup_mma_wait(0, deps=[o])
+                    mbarrier.arrive(free.index(3), count=1)
                 step += 1
-            mbarrier.arrive(q_free, count=1)
             sums.index(INDEX).store(total)
             mbarrier.arrive(summed.index(INDEX), count=1)
             mbarrier.wait(summed.index(OTHER), segment & 1)

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl  # isort: skip
 from triton.experimental.gluon.language.nvidia import hopper  # isort: skip
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier  # isort: skip
 
-__all__ = ["drained", "fetch", "first_turn", "key_blocks", "walked"]
+__all__ = ["drained", "fetch", "first_turn", "key_blocks", "own_blocks", "passed", "walked"]
 
 _TURN = gl.constexpr(8)
 """First named barrier of the warpgroups' turns; Triton itself uses the low numbers."""
@@ -44,6 +44,24 @@ def key_blocks(first, last, s_k, plain, left, CAUSAL: gl.constexpr, LEFT: gl.con
     inner_high = gl.minimum(gl.maximum(gl.maximum(whole, 0) // BLOCK_N, low), high)
     inner_low = gl.minimum(gl.maximum(inner_low, low), inner_high)
     return low, high, inner_low, inner_high
+
+
+@gluon.jit
+def own_blocks(
+    span, row, s_q, s_k, offset, left, CAUSAL: gl.constexpr, LEFT: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Of a tile's `key_blocks` those that the ROWS query rows from `row` on see; at least one."""
+    low, high = span[0], span[1]
+    first = row + offset
+    own_low, own_high, inner_low, inner_high = key_blocks(
+        first, first + ROWS - 1, s_k, s_k, left, CAUSAL, LEFT, BLOCK_N
+    )
+    # Nobody reads what becomes of rows past the end.
+    own_low = gl.where(row < s_q, gl.minimum(own_low, high - 1), low)
+    own_high = gl.where(row < s_q, gl.minimum(gl.maximum(own_high, own_low + 1), high), low + 1)
+    inner_high = gl.minimum(gl.maximum(inner_high, own_low), own_high)
+    return own_low, own_high, gl.minimum(gl.maximum(inner_low, own_low), inner_high), inner_high
 
 
 @gluon.jit
@@ -74,6 +92,27 @@ def first_turn(INDEX: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Before the first tile of consumers that take turns: the last one lets the first one begin."""
     if INDEX == WARPGROUPS - 1:
         _turn(_TURN, False)
+
+
+@gluon.jit
+def passed(
+    count, step, barriers, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr
+):
+    """Lets `count` blocks go by that others see and consumer INDEX does not: it gives them back as they come, and its
+    turns to the next. Returns the next step."""
+    _, _, k_full, k_free, v_full, v_free = barriers
+    for _ in range(count):
+        stage = step % STAGES
+        phase = step // STAGES & 1
+        if TURNS:
+            _turn(_TURN + INDEX, True)
+            _turn(_TURN + (INDEX + 1) % WARPGROUPS, False)
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_free.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_free.index(stage), count=1)
+        step += 1
+    return step
 
 
 @gluon.jit

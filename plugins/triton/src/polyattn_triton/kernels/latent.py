@@ -60,6 +60,10 @@ GROUP = tl.constexpr(128)
 """Numbers of an FP8 row that share a scale."""
 
 
+SLACK = tl.constexpr(40)
+"""A share may be longer than the shortest possible by one in so many of its blocks."""
+
+
 @triton.jit
 def _sequence(
     n, sequences, seq_lens, cu_seqlens_q, left, right, chunk,
@@ -269,6 +273,28 @@ def _piece(
         tl.store(piece_lse + row, log, inside_q)
 
 
+@triton.jit
+def _each(
+    total, sequences, seq_lens, cu_seqlens_q, parts, left, right, chunk, N: tl.constexpr, LEAST: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Key blocks of a share. Where that costs little they are as many as whole sequences of the longest kind have, or
+    whole fractions of one: a share that begins or ends inside of another sequence has one more query to wait for, and
+    leaves pieces."""
+    each = tl.maximum((total + parts - 1) // parts, LEAST)
+    longest = 1
+    for base in range(0, sequences, LANES):
+        n = base + tl.arange(0, LANES)
+        counts = _counts(n, sequences, seq_lens, cu_seqlens_q, left, right, chunk, 1, 1, N, True, LEFT, RIGHT, CHUNK)
+        longest = tl.maximum(longest, tl.max(counts))
+    if each < longest:
+        fraction = longest // each
+        even = (longest + fraction - 1) // fraction
+    else:
+        even = (each + longest - 1) // longest * longest
+    return tl.where(even - each <= each // SLACK, even, each)
+
+
 @triton.jit(do_not_specialize=["sequences", "parts", "left", "right", "chunk"])
 def _plan(
     shares, cuts, seq_lens, cu_seqlens_q, sequences, parts, left, right, chunk,
@@ -278,7 +304,7 @@ def _plan(
     Sequence n is cut into cuts[n, 1] pieces, the first in share cuts[n, 0]; 0 pieces: it has no keys."""
     i = tl.program_id(0)
     total = _total(sequences, sequences, seq_lens, cu_seqlens_q, left, right, chunk, 1, 1, N, True, LEFT, RIGHT, CHUNK)
-    each = tl.maximum((total + parts - 1) // parts, LEAST)
+    each = _each(total, sequences, seq_lens, cu_seqlens_q, parts, left, right, chunk, N, LEAST, LEFT, RIGHT, CHUNK)
     if i <= parts:
         item = tl.minimum(i * each, total)
         n, before = _find(
@@ -622,15 +648,16 @@ def attend(
     if launch.cut:
         most = launch.tiles * config.rows if launch.parts else min(T, CUT_TOKENS.value) * heads
         wide = sequences * most <= 2048
-        some, width = (64, 512) if runtime.INTERPRETED else (1, 128) if wide else (4, 256)
+        # Few rows have many pieces each: small programs, with the loads of all pieces on their way.
+        some, width, warps = (64, 512, 4) if runtime.INTERPRETED else (1, 64, 2) if wide else (8, 256, 4)
         width = min(width, _power(d_c))
         cuts = None if shares is None else shares[3 * (launch.parts + 1) :]
         with runtime.device_of(query):
             _merge[triton.cdiv(most, some), sequences, triton.cdiv(d_c, width)](
                 seq_lens, cu_seqlens_q, out, lse, *pieces, cuts, out.stride(0), out.stride(1),
                 sequences, launch.tiles, *limits,
-                HEADS=heads, D_C=d_c, M=config.rows, N=config.keys, ROWS=some, TOGETHER=32 if wide else 4, WIDTH=width,
-                **which, **_cutting(launch), num_warps=4,
+                HEADS=heads, D_C=d_c, M=config.rows, N=config.keys, ROWS=some, TOGETHER=32 if wide else 2, WIDTH=width,
+                **which, **_cutting(launch), num_warps=warps,
             )  # fmt: skip
 
 

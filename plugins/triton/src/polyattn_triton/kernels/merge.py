@@ -71,9 +71,10 @@ def merge(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None, out: Tenso
     if not T:
         return
     block = max(triton.next_power_of_2(E), 16)
-    rows = max((65536 if rules.INTERPRETED else 2048) // block, 1)
+    # Four numbers of each part for a thread: few rows in a program, and all loads of a row's parts are on their way.
+    rows = max((65536 if rules.INTERPRETED else 256) // block, 1)
     with device_of(out):
         _merge[(triton.cdiv(T * H, rows),)](
             outs, lses, sinks, out, lse, T * H, P, H, *outs.stride()[:3], *lses.stride(), *out.stride()[:2],
-            *((0, 0) if lse is None else lse.stride()), E=E, BLOCK_E=block, ROWS=rows, num_warps=4,
+            *((0, 0) if lse is None else lse.stride()), E=E, BLOCK_E=block, ROWS=rows, num_warps=2,
         )  # fmt: skip

@@ -11,7 +11,7 @@ Floor: one launch. All of it is a few hundred kilobytes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,8 @@ from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
+
+from .launching import Repeated, repeated
 
 __all__ = ["Launch", "View", "step_launches"]
 
@@ -199,21 +201,20 @@ _NONE = View(0)
 
 
 class Launch:
-    """A launch that is called again and again while its tensors stay where they are: what Triton finds out of its
-    arguments, which takes longer than the kernel runs, is found out once."""
+    """A launch that is called again and again while its tensors stay where they are."""
 
     def __init__(self, programs: int, arguments: tuple[Any, ...]) -> None:
         self._grid, self._arguments = (programs, 4, 1), arguments
-        self._again: Callable[..., None] | None = None
+        self._addresses = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
+        self._again: Repeated | None = None
 
     def __call__(self) -> None:
-        with runtime.device_of(self._arguments[0]):
-            if self._again is not None:
-                self._again(*self._arguments)
-                return
-            kernel = _metadata[self._grid](*self._arguments, num_warps=4)
-            if not runtime.INTERPRETED:
-                self._again = kernel[self._grid]
+        if self._again is not None:
+            self._again(self._grid, self._addresses)
+            return
+        table = self._arguments[0]
+        with runtime.device_of(table):
+            self._again = repeated(_metadata[self._grid](*self._arguments, num_warps=4), table.device)
 
 
 def step_launches(

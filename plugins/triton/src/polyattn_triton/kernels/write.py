@@ -10,6 +10,8 @@ read and as many written, 17 MB in FP8, 9.4 MB in FP4 with scales.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +23,17 @@ from polyattn_triton import runtime  # first: it decides how Triton is imported
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
+from .launching import Repeated, repeated
 from .rounding import cast, e2m1_codes, e4m3_value, fp8_codes, int8_codes, native_fp8
 
-__all__ = ["write_kv", "write_latent"]
+__all__ = ["Launched", "Writer", "write_kv", "write_latent"]
 
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _KINDS = {"auto": "copy", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "int8": "int8", "fp4_e2m1": "e2m1"}
 _ELEMENTS = 2048
 """Numbers of a program: with 4 warps two loads of 16 bytes by each thread for bfloat16."""
+_KEPT = 64
+"""Launches of a `Writer`."""
 
 
 @triton.jit
@@ -269,7 +274,7 @@ def write_kv(
     positions: Tensor | None = None,
     query: Tensor | None = None,
     query_out: Tensor | None = None,
-) -> None:
+) -> Launched | None:
     """Store the keys and values of new tokens, the last of their sequences, in one launch.
 
     Args:
@@ -288,6 +293,9 @@ def write_kv(
             rounded once: number i with i + R/2 (neox), with `interleaved` 2i with 2i + 1. positions: int [T]; without
             them a token's place among the keys, which `slots` do not tell.
         query: [T, H_q, D], rotated too, into query_out [T, H_q, D], which shares no memory with it.
+
+    Returns:
+        The launch, which a `Writer` repeats; None where there was nothing to write.
 
     Raises:
         InvalidInputError: tensors that do not fit together. UnsupportedRequestError: a dtype that is not written.
@@ -312,7 +320,7 @@ def write_kv(
         raise InvalidInputError(
             f"write_kv: fp4_e2m1 has scales by block16 and head dims that are multiples of 16; got {kv_scales!r}, {D}"
         )
-    _launch(
+    return _launch(
         key, value, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, slots, page_size, hnd,
         kind, kv_scales, k_scale, v_scale, make_scales, rows, cos, sin, interleaved, positions, query, query_out, 0,
     )  # fmt: skip
@@ -332,14 +340,14 @@ def write_latent(
     sin: Tensor | None = None,
     interleaved: bool = False,
     positions: Tensor | None = None,
-) -> None:
+) -> Launched | None:
     """Store the latent rows of new tokens, in one launch.
 
     Args:
         rows: [T, D_c + D_r]. cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656] for FP8 rows.
         cos, sin: [positions, R/2]: the last R numbers of a row are rotated. Others: as `write_kv`.
 
-    Raises:
+    Returns, raises:
         As `write_kv`.
     """
     runtime.check_device(rows.device)
@@ -354,7 +362,7 @@ def write_latent(
     start = 0 if cos is None else D - 2 * cos.shape[1]
     if packed and cos is not None and start != MLA_WIDTHS[1]:
         raise InvalidInputError(f"write_latent: FP8 rows rotate {D - MLA_WIDTHS[1]} numbers, cos has {D - start}")
-    _launch(
+    return _launch(
         rows.unsqueeze(1), None, cache.unsqueeze(2), None, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, slots,
         page_size, False, "latent" if packed else "copy", "", None, None, False, True, cos, sin, interleaved, positions,
         None, None, start,
@@ -378,10 +386,10 @@ def _launch(
     hnd: bool, kind: str, scales: str, k_scale: Tensor | None, v_scale: Tensor | None, make: bool, rows: bool,
     cos: Tensor | None, sin: Tensor | None, interleaved: bool, positions: Tensor | None, query: Tensor | None,
     query_out: Tensor | None, start: int,
-) -> None:  # fmt: skip
+) -> Launched | None:  # fmt: skip
     T, H, D = key.shape
     if not T or not key_cache.shape[0]:
-        return
+        return None
     if slots is None and (page_table is None or seq_lens is None or cu_seqlens_q is None):
         raise InvalidInputError("write: where the tokens go is said by slots, or by page_table, seq_lens, cu_seqlens_q")
     if cos is not None and slots is not None and positions is None:
@@ -409,18 +417,97 @@ def _launch(
     N = 0 if seq_lens is None else seq_lens.shape[0]
     sides = 1 if value is None else 2
     more = 0 if query is None else query.shape[1] // H
+    # In the order of `_write`; a Writer repeats what follows the tokens.
+    arguments = (
+        key, value, query, key_cache, value_cache, query_out, k_scale, v_scale, cos, sin,
+        page_table, seq_lens, cu_seqlens_q, slots, positions, T, N, 1 << N.bit_length() >> 1,
+        0 if page_table is None else page_table.shape[1], 0 if page_table is None else page_table.stride(0),
+        0 if cos is None else cos.stride(0),
+        *key.stride()[:2], *((0, 0) if value is None else value.stride()[:2]),
+        *((0, 0) if query is None else query.stride()[:2]),
+        *((0, 0) if query_out is None else query_out.stride()[:2]),
+        *strides(key_cache), *strides(value_cache), *strides(k_scale), *strides(v_scale),
+        H, D, D_v, block, block_v, m, page_size, not (max_seqlen_q == 1 and T == N), sides, kind, scales, make,
+        rows, key.device.type == "cpu", native, start, 0 if cos is None else 2 * cos.shape[1], interleaved,
+    )  # fmt: skip
     with runtime.device_of(key):
-        _write[(triton.cdiv(T * H, m), sides + more)](
-            key, value, query, key_cache, value_cache, query_out, k_scale, v_scale, cos, sin,
-            page_table, seq_lens, cu_seqlens_q, slots, positions, T, N, 1 << N.bit_length() >> 1,
-            0 if page_table is None else page_table.shape[1], 0 if page_table is None else page_table.stride(0),
-            0 if cos is None else cos.stride(0),
-            *key.stride()[:2], *((0, 0) if value is None else value.stride()[:2]),
-            *((0, 0) if query is None else query.stride()[:2]),
-            *((0, 0) if query_out is None else query_out.stride()[:2]),
-            *strides(key_cache), *strides(value_cache), *strides(k_scale), *strides(v_scale),
-            H, D, D_v, block, block_v, m, page_size, not (max_seqlen_q == 1 and T == N), sides, kind, scales, make,
-            rows, key.device.type == "cpu", native, start, 0 if cos is None else 2 * cos.shape[1], interleaved,
-            # A product is rounded before it is added to, as torch does it.
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        # A product is rounded before it is added to, as torch does it.
+        kernel = _write[(triton.cdiv(T * H, m), sides + more)](*arguments, num_warps=4, enable_fp_fusion=False)
+    return Launched(kernel, H, m, sides, arguments[16:])
+
+
+class Launched(NamedTuple):
+    """A launch by slots, to be repeated.
+
+    Attributes:
+        kernel: as Triton returns it. heads: of a token. rows: of a program. sides: of the grid. rest: of the arguments,
+            what follows the number of tokens.
+    """
+
+    kernel: Any
+    heads: int
+    rows: int
+    sides: int
+    rest: tuple[Any, ...]
+
+
+class Writer:
+    """Rows of one dtype into one cache, by slots: for calls of every layer of every step.
+
+    What Triton compiles for is the strides of the rows, those of the cache, and whether all of it begins at a multiple
+    of 16 bytes. Rows that lie as some did before are written by the same launch again, wherever they and the cache are
+    now; others, and those that begin elsewhere, by a launch that Triton looks at.
+
+    Args:
+        write: (key, value, slots, rows) -> the launch. tensors: key_cache, value_cache, k_scale, v_scale of it.
+    """
+
+    __slots__ = ("_k_scale", "_key_cache", "_known", "_v_scale", "_value_cache", "_write")
+
+    def __init__(
+        self,
+        write: Callable[[Tensor, Tensor | None, Tensor, bool], Launched | None],
+        tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    ) -> None:
+        self._write = write
+        self._key_cache, self._value_cache, self._k_scale, self._v_scale = tensors
+        self._known: dict[Any, tuple[Repeated, Launched]] = {}
+
+    def __call__(self, slots: Tensor, key: Tensor, value: Tensor | None = None, *, rows: bool = True) -> None:
+        """As `polyattn.serving.device_ops.RowsWriter`."""
+        lies = key.stride(), None if value is None else value.stride(), rows
+        found = self._known.get(lies)
+        if found is None:
+            self._first(lies, slots, key, value, rows)
+            return
+        k, v, cache = key.data_ptr(), 0 if value is None else value.data_ptr(), self._key_cache.data_ptr()
+        more = 0 if self._value_cache is None else self._value_cache.data_ptr()
+        k_scale = 0 if self._k_scale is None else self._k_scale.data_ptr()
+        v_scale = 0 if self._v_scale is None else self._v_scale.data_ptr()
+        if (k | v | cache | more | k_scale | v_scale) & 15:
+            self._first(None, slots, key, value, rows)
+            return
+        again, (_, heads, tile, sides, rest) = found
+        tokens = key.shape[0]
+        again(
+            (-(-tokens * heads // tile), sides, 1),
+            (k, v, 0, cache, more, 0, k_scale, v_scale, 0, 0, 0, 0, 0, slots.data_ptr(), 0, tokens, *rest),
+        )
+
+    def _first(self, lies: Any, slots: Tensor, key: Tensor, value: Tensor | None, rows: bool) -> None:
+        """Rows as Triton has not seen them: kept if others of their strides may be written as they are."""
+        own, own_value = _dense(key), None if value is None else _dense(value)
+        done = self._write(own, own_value, slots, rows)
+        tensors = (key, value, self._key_cache, self._value_cache, self._k_scale, self._v_scale)
+        aligned = not any(t is not None and t.data_ptr() & 15 for t in tensors)
+        if done is None or lies is None or not aligned or own is not key or own_value is not value:
+            return
+        again = repeated(done.kernel, key.device)
+        if again is not None:
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            self._known[lies] = again, done
+
+
+def _dense(rows: Tensor) -> Tensor:
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
