@@ -1,25 +1,30 @@
 """polyattn's engine beside transformers' own continuous batching: tokens per second of one model, in one run.
 
     python benchmarks/engine.py [--device cuda] [--json FILE]     # a Llama of 1.2 billion random weights, context 4096
+    python benchmarks/engine.py --json FILE --resume              # goes on with what is in the file
+    python benchmarks/engine.py --join A --join B --json FILE     # rows that processes measured side by side
     python benchmarks/engine.py --quick                           # a tiny one, on a CPU: the figures mean nothing
     python benchmarks/engine.py --render FILE                     # a result file as the table of docs/benchmarks.md
 
-Both serve the same prompts of random tokens, all of one length, greedily and to the same number of new tokens. The rate
-is that of decoding: tokens after the first of each request, over the time that a run to the last of them takes longer
-than a run to the first. Runs of all alternate in rounds, and the middle counts. transformers runs with each attention
-implementation that is named and works here, and the best of them counts. On a device with graphs polyattn's decode
+Both serve the same prompts of random tokens, all of one length, greedily. The rate is that of decoding: tokens after
+the first of each request, over the time that a run to the last of them takes longer than a run to the first. Runs of
+all alternate in rounds, and the fastest of each kind counts: one in which somebody still compiles or records is in no
+figure. transformers runs with each attention implementation that is named and works here, and the best of them counts;
+--their-new has it make fewer new tokens, where it takes minutes for a batch. On a device with graphs polyattn's decode
 steps are replayed, and one run has every wait of the host inside a replayed step raise. Host time per step is measured
-apart, with a kernel that does nothing: serving_layer.py --device cuda.
+apart, with a kernel that does nothing: serving_layer.py --device cuda. The file is written after every run.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
-import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,10 +41,12 @@ from polyattn.serving.engine import Engine, EngineConfig, SamplingParams
 BAR = 1.2
 """Times the best of transformers that is asked for, at the batches of `BAR_FROM` and more."""
 BAR_FROM = 32
-IMPLEMENTATIONS = ("sdpa", "flash_attention_3", "flash_attention_2")
+IMPLEMENTATIONS = ("sdpa", "flash_attention_4", "flash_attention_3", "flash_attention_2")
 FULL = {"hidden": 2048, "heads": 32, "kv_heads": 8, "intermediate": 4096, "vocab": 32000, "layers": 32}
 TINY = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 128, "vocab": 256, "layers": 2}
 OURS = "polyattn"
+SAME = ("benchmark", "machine", "versions", "context", "parameters", "quick")
+"""What the rows of one file have in common."""
 
 Generate = Callable[[int], Sequence[Sequence[int]]]
 """From a number of new tokens to those of each request."""
@@ -134,36 +141,66 @@ def seconds_of(generate: Generate, new: int, count: int) -> float:
         raise RuntimeError(
             f"{new} tokens of each of {count} requests are wanted; got {[len(t) for t in found][:8]} ..."
         )
-    return took
+    return round(took, 3)
 
 
-def measured(model: LlamaForCausalLM, count: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One batch size: tokens per second of everybody, or why there are none."""
-    new, more = args.new, small() if args.quick else {}
+def begun(count: int, new: int, theirs: int) -> dict[str, Any]:
+    """A row before it is measured. new, theirs: new tokens of polyattn and of transformers."""
+    tokens = {"new_tokens": new, "their_new_tokens": theirs}
+    return {"requests": count, **tokens, "failed": {}, "seconds": {}, "tokens_per_second": {}}
+
+
+def new_tokens(row: Mapping[str, Any], name: str) -> int:
+    """Of each request, by who serves."""
+    found: int = row["new_tokens" if name == OURS else "their_new_tokens"]
+    return found
+
+
+def measured(model: LlamaForCausalLM, row: dict[str, Any], args: argparse.Namespace) -> Iterator[None]:
+    """One batch size: into `row` go, run after run, seconds to the first and to the last token, tokens per second of
+    everybody, or why there are none. Runs that are there already are not made again."""
+    count, new, more = row["requests"], row["new_tokens"], small() if args.quick else {}
+    names = (OURS, *(f"transformers {name}" for name in args.implementations))
+    if all(name in row["failed"] or len(row["seconds"].get(name, ())) >= args.rounds for name in names):
+        return
     prompts = prompts_of(count, args.context - new, model.config.vocab_size)
     generate, engine = ours(model, prompts, args.context, args.backend)
-    runs: dict[str, Generate] = {OURS: generate}
-    row: dict[str, Any] = {"requests": count, "backends": dict(engine.backends), "failed": {}}
-    for name in args.implementations:
-        runs[f"transformers {name}"] = theirs(model, prompts, name, more)
-    rates: dict[str, list[float]] = {}
-    for name, run in list(runs.items()):
-        try:
-            seconds_of(run, new, count)  # graphs are recorded, kernels compiled, for all lengths that come
-        except Exception as exc:  # an implementation may not be here, or fail in any way
-            if name == OURS:
-                raise
-            row["failed"][name] = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
-            del runs[name]
+    runs = dict(
+        zip(names, (generate, *(theirs(model, prompts, name, more) for name in args.implementations)), strict=True)
+    )
+    row["backends"] = dict(engine.backends)
+    # Graphs are recorded, kernels compiled, for all lengths that come: seconds for polyattn, a round for transformers.
+    seconds_of(generate, new, count)
     row["replayed"] = without_waiting(generate, engine)
-    for _ in range(args.rounds):
+    yield
+    for number in range(args.rounds):
         for name, run in runs.items():
-            longer = seconds_of(run, new, count) - seconds_of(run, 1, count)
-            rates.setdefault(name, []).extend([count * (new - 1) / longer] if longer > 0 else [])
-    row["tokens_per_second"] = {name: round(statistics.median(found), 1) for name, found in rates.items() if found}
-    for name in (name for name, found in rates.items() if not found):
+            taken = row["seconds"].setdefault(name, [])
+            if len(taken) > number or name in row["failed"]:
+                continue
+            try:
+                taken.append([seconds_of(run, 1, count), seconds_of(run, new_tokens(row, name), count)])
+            except Exception as exc:  # an implementation may not be here, or fail in any way
+                if name == OURS:
+                    raise
+                row["failed"][name] = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
+            row["tokens_per_second"] = rates(row)
+            yield
+    for name in (name for name, taken in row["seconds"].items() if taken and name not in row["tokens_per_second"]):
         row["failed"][name] = "its runs to the last token took no longer than those to the first"
-    return row
+    yield
+
+
+def rates(row: Mapping[str, Any]) -> dict[str, float]:
+    """Tokens per second by who serves, from the fastest runs to the first and to the last token."""
+    fastest = {
+        name: [min(runs) for runs in zip(*taken, strict=True)] for name, taken in row["seconds"].items() if taken
+    }
+    return {
+        name: round(row["requests"] * (new_tokens(row, name) - 1) / (all_ - first), 1)
+        for name, (first, all_) in fastest.items()
+        if all_ > first
+    }
 
 
 def ratio(row: dict[str, Any]) -> tuple[float, str] | None:
@@ -180,8 +217,8 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         f"{report.caption(result)}; {result['parameters'] / 1e9:.2g} billion weights, context {result['context']}.",
         "",
-        f"| requests | {' | '.join(names)} | over the best | asked | replayed without a wait |",
-        f"|---:|{'---:|' * len(names)}---|---:|---|",
+        f"| requests | new tokens, theirs | {' | '.join(names)} | over the best | asked | replayed without a wait |",
+        f"|---:|---:|{'---:|' * len(names)}---|---:|---|",
     ]
     for row in result["rows"]:
         found = ratio(row)
@@ -189,18 +226,46 @@ def markdown(result: dict[str, Any]) -> str:
         best = f"{found[0]:.2f} x {found[1]}" if found else ""
         asked = f"{BAR:g}" if row["requests"] >= BAR_FROM else ""
         lines.append(
-            f"| {row['requests']} | {' | '.join(cells)} | {best} | {asked} | {'yes' if row['replayed'] else 'no'} |"
+            f"| {row['requests']} | {row['new_tokens']}, {row['their_new_tokens']} | {' | '.join(cells)} | {best} "
+            f"| {asked} | {'yes' if row['replayed'] else 'no'} |"
         )
     reasons = dict.fromkeys(f"- {name}: {why}" for row in result["rows"] for name, why in row["failed"].items())
     return "\n".join([*lines, *([""] if reasons else []), *reasons])
 
 
-def rows_of(args: argparse.Namespace, model: LlamaForCausalLM) -> Iterator[dict[str, Any]]:
+def before(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
+    """A result file of the same machine, versions and model.
+
+    Raises:
+        SystemExit: it is of another.
+    """
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if other := [name for name in SAME if found.get(name) != head[name]]:
+        sys.exit(f"{path} is of another {', '.join(other)}: rows measured apart are not put into one file")
+    return found
+
+
+def joined(paths: Sequence[Path]) -> dict[str, Any]:
+    """The rows of several processes as one result."""
+    head: dict[str, Any] = json.loads(paths[0].read_text(encoding="utf-8"))
+    parts = [before(path, head) for path in paths]
+    rows = {row["requests"]: row for part in parts for row in part["rows"]}
+    commands = dict.fromkeys(part["command"] for part in parts)
+    return {**head, "command": "; ".join(commands), "rows": [rows[count] for count in sorted(rows)]}
+
+
+def run(result: dict[str, Any], model: LlamaForCausalLM, args: argparse.Namespace) -> None:
+    """Measure what the result lacks; what there is so far is written after every run."""
+    known = {row["requests"]: row for row in result["rows"]}
     for count in args.requests:
-        yield measured(model, count, args)
+        row = known.setdefault(count, begun(count, args.new, args.their_new or args.new))
+        result["rows"] = [known[each] for each in sorted(known)]
+        for _ in measured(model, row, args):
+            report.save(result, args.json)
         gc.collect()
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
+    report.finish(result, markdown, args.json)
 
 
 def main() -> None:
@@ -209,12 +274,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=(1, 32, 128), metavar="N")
     parser.add_argument("--context", type=int, default=4096, help="prompt and new tokens")
     parser.add_argument("--new", type=int, default=128, help="new tokens of each request")
+    parser.add_argument("--their-new", type=int, metavar="N", help="the same of transformers, where it is slow")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--backend", help="polyattn's; without it the one it chooses")
     parser.add_argument("--implementations", nargs="*", default=IMPLEMENTATIONS, metavar="NAME", help="of transformers")
     parser.add_argument("--quick", action="store_true", help="a tiny model and a batch of 2: does everything run?")
+    parser.add_argument("--resume", action="store_true", help="go on with the file of --json")
+    parser.add_argument("--join", type=Path, action="append", metavar="FILE", help="measure nothing; may be repeated")
     args = report.arguments(parser, markdown)
     if args is None:
+        return
+    if args.join:
+        report.finish(joined(args.join), markdown, args.json)
         return
     if args.quick:
         args.requests, args.context, args.new, args.rounds, args.implementations = (2,), 64, 24, 1, ("sdpa",)
@@ -223,14 +294,13 @@ def main() -> None:
     result = {
         **report.stamp("engine", device, transformers=transformers.__version__),
         "context": args.context,
-        "new_tokens": args.new,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "quick": args.quick,
         "rows": [],
     }
-    for row in rows_of(args, model):
-        result["rows"].append(row)
-        report.finish(result, markdown, args.json)
+    if args.resume and args.json and args.json.exists():
+        result["rows"] = before(args.json, result)["rows"]
+    run(result, model, args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The tables of docs/benchmarks.md and docs/kernels.md from the committed result files: every block between
-`<!-- NAME -->` and `<!-- /NAME -->` is benchmarks/results/NAME.json.
+`<!-- NAME -->` and `<!-- /NAME -->` is benchmarks/results/NAME.json; `<!-- NAME: summary -->`, of a result of `polyattn
+bench`, is a line for each family.
 
     python benchmarks/page.py            # write the pages
     python benchmarks/page.py --check    # exit code 1 where one is not up to date
@@ -19,21 +20,22 @@ from polyattn.bench import pages
 
 RESULTS = Path(__file__).parent / "results"
 PAGES = tuple(Path(__file__).parents[1] / "docs" / name for name in ("benchmarks.md", "kernels.md"))
-BLOCK = re.compile(r"(<!-- ([\w-]+) -->\n).*?(\n?<!-- /\2 -->)", re.S)
+BLOCK = re.compile(r"(<!-- ([\w-]+(?:: summary)?) -->\n).*?(\n?<!-- /\2 -->)", re.S)
 
 
-def table(name: str) -> str:
-    """A result file as Markdown, by `polyattn bench` or by the script that measured it.
+def table(block: str) -> str:
+    """A result file as Markdown, by `polyattn bench` or by the script that measured it. block: what its marks say.
 
     Raises:
         SystemExit: there is no such result file.
     """
+    name, _, view = block.partition(": ")
     path = RESULTS / f"{name}.json"
     if not path.is_file():
         raise SystemExit(f"a page shows {name}, but there is no {path.name} among the results")
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if result["benchmark"] == pages.BENCHMARK:
-        return pages.markdown(result)
+        return pages.summary(result) if view else pages.markdown(result)
     module = importlib.import_module(name.replace("-", "_"))
     text: str = module.markdown(result)
     return text

@@ -15,7 +15,7 @@ import torch
 
 from polyattn.testing.machine import device_name, versions
 
-__all__ = ["arguments", "caption", "finish", "parser", "stamp"]
+__all__ = ["arguments", "caption", "finish", "parser", "save", "stamp"]
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -53,8 +53,15 @@ def caption(result: dict[str, Any]) -> str:
     return f"{result['date']}, {result['machine']}; {named}"
 
 
+def save(result: dict[str, Any], path: Path | None) -> None:
+    """Write the result file, where one is asked for; a process that is killed here leaves the one before."""
+    if path:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+
+
 def finish(result: dict[str, Any], markdown: Callable[[dict[str, Any]], str], path: Path | None) -> None:
     """Show the table, and write the result file where one is asked for."""
     print(markdown(result))
-    if path:
-        path.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, path)

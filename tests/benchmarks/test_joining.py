@@ -72,6 +72,19 @@ def part(sheet, family, **rates):
     }  # fmt: skip
 
 
+def test_a_family_is_a_line_of_the_summary(sheet, parts):
+    slow, rejected = parts["step.json"]["rows"]
+    slow["entries"]["peer"]["us"], rejected["accepted"] = 5.0, False
+    text = pages.summary(joined(parts, sheet))
+    fast = parts["prefill.json"]["rows"][0]["name"]
+    assert f"| prefill | 2 | 1 TFLOP/s | peer 2 | 2.00 | 2.00 | {fast} |" in text
+    assert f"| step | 1 of 2 | 1 {slow['unit']} | peer 1 | 0.50 | 0.50 | {slow['name']} |" in text
+    assert "| over the peer | tuned: geomean 1.5 x peer | missed, 1 of 4 rows missing | 1.26 | 0.50 |" in text
+    for row in parts["step.json"]["rows"]:
+        row["accepted"] = False
+    assert "| step | 0 of 2 |  |  |  |  |  |" in pages.summary(joined(parts, sheet))
+
+
 def test_parts_become_one_result_with_verdicts_over_all_rows(sheet, parts):
     before = copy.deepcopy(parts)
     found = joined(dict(reversed(parts.items())), sheet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
@@ -74,13 +75,64 @@ def test_both_engines_run_in_the_quick_form(script, monkeypatch, tmp_path, capsy
 def test_the_best_of_transformers_counts(script):
     module = script("engine")
     rates = {"polyattn": 300.0, "transformers sdpa": 100.0, "transformers flash_attention_3": 200.0}
-    row = {"requests": 32, "tokens_per_second": rates, "failed": {"transformers x": "not here"}, "replayed": True}
+    row = {**module.begun(32, 128, 16), "tokens_per_second": rates, "failed": {"transformers x": "not here"}}
+    row["replayed"] = True
     assert module.ratio(row) == (1.5, "transformers flash_attention_3")
     head = {**module.report.stamp("engine"), "parameters": 1.2e9, "context": 4096}
     text = module.markdown({**head, "rows": [row]})
-    assert "| 32 | 300 | 100 | 200 | 1.50 x transformers flash_attention_3 | 1.2 | yes |" in text
+    assert "| 32 | 128, 16 | 300 | 100 | 200 | 1.50 x transformers flash_attention_3 | 1.2 | yes |" in text
     assert text.endswith("- transformers x: not here")
     assert module.ratio({**row, "tokens_per_second": {"polyattn": 300.0}}) is None
+
+
+def test_an_engine_run_goes_on_where_it_was_stopped(script, monkeypatch, tmp_path):
+    module = script("engine")
+    path = tmp_path / "engine.json"
+    head = {**module.report.stamp("engine"), "parameters": 1e9, "context": 9, "quick": False}
+    model = argparse.Namespace(config=argparse.Namespace(vocab_size=9), device=torch.device("cpu"))
+    engine = argparse.Namespace(backends={"prefill": "a"}, memory=argparse.Namespace(graphs=None))
+    args = argparse.Namespace(
+        requests=(2,),
+        context=9,
+        new=5,
+        their_new=3,
+        rounds=2,
+        implementations=("sdpa",),
+        backend=None,
+        quick=False,
+        json=path,
+    )
+    runs = []
+
+    def seconds_of(run, new, count):
+        if len(runs) == stop:
+            raise KeyboardInterrupt
+        runs.append((run, new))
+        return {1: 1.0, 3: 1.0 + len(runs), 5: 1.0 + len(runs)}[new]
+
+    monkeypatch.setattr(module, "seconds_of", seconds_of)
+    monkeypatch.setattr(module, "ours", lambda *_: ("ours", engine))
+    monkeypatch.setattr(module, "theirs", lambda model, prompts, name, more: name)
+    stop = 4  # one run to be warm, a round of ours, half of one of theirs
+    with pytest.raises(KeyboardInterrupt):
+        module.run({**head, "rows": []}, model, args)
+    stopped = module.before(path, head)
+    assert stopped["rows"][0]["seconds"] == {"polyattn": [[1.0, 4.0]]}
+    runs.clear()
+    stop = 99
+    module.run({**head, "rows": stopped["rows"]}, model, args)
+    assert runs == [("ours", 5), ("sdpa", 1), ("sdpa", 3), ("ours", 1), ("ours", 5), ("sdpa", 1), ("sdpa", 3)]
+    (row,) = module.before(path, head)["rows"]
+    assert row["tokens_per_second"] == {"polyattn": 2.7, "transformers sdpa": 1.3}, "of the fastest rounds"
+    runs.clear()
+    module.run(module.before(path, head), model, args)
+    assert not runs, "all is there"
+    other = tmp_path / "other.json"
+    module.report.save({**head, "rows": [{**row, "requests": 1}]}, other)
+    assert [each["requests"] for each in module.joined([path, other])["rows"]] == [1, 2]
+    module.report.save({**head, "context": 8, "rows": []}, other)
+    with pytest.raises(SystemExit, match=r"other\.json is of another context: rows measured apart"):
+        module.joined([path, other])
 
 
 def test_a_run_that_stops_early_is_an_error(script):

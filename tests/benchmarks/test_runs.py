@@ -238,14 +238,20 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
 RATES = {"matmul": 700.0, "copy": 4200.0, "read": 4600.0}
 
 
+class Looks:
+    """`Anchors` whose looks find what is given."""
+
+    def __init__(self, clock, factors):
+        self.clock, self.factors = clock, iter(factors)
+
+    def __call__(self):
+        factor = next(self.factors)
+        return {name: rate * factor for name, rate in RATES.items()}
+
+
 def looks(monkeypatch, *factors):
     """What looks at the device find, one after another."""
-    found = iter(factors)
-    monkeypatch.setattr(
-        running,
-        "anchors",
-        lambda clock: {name: rate * next_ for next_ in [next(found)] for name, rate in RATES.items()},
-    )
+    monkeypatch.setattr(running, "Anchors", lambda clock: Looks(clock, factors))
 
 
 def test_a_row_over_which_the_device_changed_is_measured_again(asked, monkeypatch):
@@ -272,8 +278,8 @@ def test_the_device_is_looked_at_between_the_checks_and_the_times(asked, monkeyp
     plan, _, result = begun(dataclasses.replace(asked, rows=("*S48",)))
     steps = []
     looks(monkeypatch, 1.0, 1.0)
-    real = running.anchors
-    monkeypatch.setattr(running, "anchors", lambda clock: [steps.append("look"), real(clock)][1])
+    real = Looks.__call__
+    monkeypatch.setattr(Looks, "__call__", lambda self: [steps.append("look"), real(self)][1])
     examined, timed = measuring.running._examined, measuring.running.interleaved
     monkeypatch.setattr(measuring.running, "_examined", lambda *a, **k: [steps.append("check"), examined(*a, **k)][1])
     monkeypatch.setattr(measuring.running, "interleaved", lambda *a, **k: [steps.append("time"), timed(*a, **k)][1])
@@ -329,7 +335,7 @@ def test_a_row_that_nobody_serves_has_its_reason():
         family="f", kind="block_sparse", heads=2, kv_heads=2, head_dim=32, batch=1, q_len=128, block=64, density=0.5
     )
     plan = Plan([row], {}, ["torch_sdpa"], torch.device("cpu"), 0.001, 60, True)
-    found = running.measured(row, plan, Clock(plan.device, 0.001), {})
+    found = running.measured(row, plan, Looks(Clock(plan.device, 0.001), [1.0, 1.0]), {})
     assert found["entries"] == {}
 
 

@@ -18,19 +18,7 @@ from polyattn.records import AttentionRequest
 from .conftest import Run
 
 ODD = Path(__file__).parents[1] / "measuring"
-
-GENERATE = """
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from polyattn.integrations.transformers import install
-install()
-torch.manual_seed(0)
-sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, eos_token_id=None, pad_token_id=0, **sizes)
-model = LlamaForCausalLM(config).eval()
-model.set_attn_implementation("polyattn")
-print(model.generate(torch.tensor([[5, 17, 3, 42]]), max_new_tokens=6, do_sample=False).tolist())
-"""
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 MINILM = """
 import torch
@@ -44,37 +32,6 @@ model = AutoModel.from_pretrained(path, attn_implementation="polyattn").eval()
 with torch.no_grad():
     for texts in (["A short one."] * 2, ["Rather a long sentence, which has many more words than the first."] * 3):
         print(model(**tokenizer(texts, return_tensors="pt", padding=True)).last_hidden_state.norm())
-"""
-
-DIT = """
-import torch
-import polyattn
-
-class Block(torch.nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads, self.qkv = heads, torch.nn.Linear(width, 3 * width)
-        self.q, self.kv = torch.nn.Linear(width, width), torch.nn.Linear(width, 2 * width)
-        self.norm, self.shift = torch.nn.LayerNorm(width), torch.nn.Linear(width, 2 * width)
-
-    def forward(self, x, text, time):
-        scale, shift = self.shift(time).chunk(2, -1)
-        mixed = self.qkv(self.norm(x) * scale + shift)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in mixed.chunk(3, -1))
-        x = x + polyattn.attention(q, k, v).flatten(-2)
-        q = self.q(x).unflatten(-1, (self.heads, -1))
-        k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.kv(text).chunk(2, -1))
-        return x + polyattn.attention(q, k, v).flatten(-2)
-
-torch.manual_seed(0)
-blocks = [Block(64, 2) for _ in range(2)]
-x, text = torch.randn(1, 96, 64), torch.randn(1, 7, 64)
-with torch.no_grad():
-    for step in range(4):
-        time = torch.full((1, 1, 64), float(step))
-        for block in blocks:
-            x = x - 0.1 * block(x, text, time)
-print(x.norm())
 """
 
 
@@ -102,7 +59,7 @@ def asked(data: dict) -> dict:
 
 
 def test_generate_is_recorded(run: Run) -> None:
-    result = run("trace", "--json", "--", program(GENERATE))
+    result = run("trace", "--json", "--", str(EXAMPLES / "transformers_generate.py"))
     assert result.code == 0, result.err
     data = result.data
     # Two layers: the prompt once, then five steps over one more key each, in buckets.
@@ -133,7 +90,7 @@ def test_tuning_from_a_trace_changes_the_choices_and_the_time(run: Run, monkeypa
     monkeypatch.setenv("POLYATTN_EXTRA_PLUGINS", "odd_plugin")
     monkeypatch.setenv("ODD_BACKENDS", "sleepy")
     reset_manager()
-    name = program(DIT)
+    name = str(EXAMPLES / "diffusion_transformer.py")
     first = run("trace", "--json", "--", name).data
     self_attention = next(one for one in first["requests"] if one["lengths"] == [[96, 96]])
     cross = next(one for one in first["requests"] if one["lengths"] == [[96, 7]])

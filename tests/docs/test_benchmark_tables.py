@@ -29,7 +29,7 @@ def test_the_pages_are_what_their_command_writes(monkeypatch):
     page = importlib.import_module("page")
     texts = [path.read_text() for path in page.PAGES]
     assert [page.written(text) for text in texts] == texts, "python benchmarks/page.py writes them"
-    shown = {name for text in texts for _, name, _ in page.BLOCK.findall(text)}
+    shown = {name.partition(":")[0] for text in texts for _, name, _ in page.BLOCK.findall(text)}
     with pytest.raises(SystemExit, match=r"shows no-such-run, but there is no no-such-run\.json among the results"):
         page.written("<!-- no-such-run -->\n<!-- /no-such-run -->")
     results = {path.stem for path in page.RESULTS.glob("*.json")}

@@ -31,7 +31,7 @@ class Asked:
     device: str = "auto"
     quick: bool = False
     tune: bool = False
-    seconds: float = 0.1
+    seconds: float = 0.03
     limit: float = 3600.0
 
     def words(self) -> list[str]:

@@ -1,7 +1,9 @@
-"""A result file as Markdown: the bars, then a table for each family."""
+"""A result file as Markdown: the bars, then a table for each family; or a line for each."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ __all__ = [
     "parts_line",
     "rejected",
     "said_of",
+    "summary",
     "title_of",
     "verdict_of",
 ]
@@ -37,16 +40,51 @@ _SHORT = {"tuned": "tuned", "shipped": "untuned", "untuned": "by rules"}
 
 def markdown(result: Result) -> str:
     """The run in a line, its bars, a table of rates for each family; what failed, with its reason."""
-    lines = [f"{caption(result)}.", ""]
-    if result["quick"]:
-        lines += [QUICK, ""]
-    for line in (result.get("note"), device_line(result), parts_line(result)):
-        lines += [line, ""] if line else []
+    lines = _head(result)
     if result["verdicts"]:
         lines += _bars(result["verdicts"])
     for name in dict.fromkeys(row["family"] for row in result["rows"]):
         lines += ["", *_family(name, [row for row in result["rows"] if row["family"] == name])]
     return "\n".join(lines)
+
+
+def summary(result: Result) -> str:
+    """The run in a line; each family in one, the fastest candidate beside the fastest peer; the bars."""
+    lines = _head(result)
+    lines += ["| family | rows | fastest candidate | fastest peer, in rows | geometric mean | least | of row |"]
+    lines += ["|---|---:|---|---|---:|---:|---|"]
+    for name in dict.fromkeys(row["family"] for row in result["rows"]):
+        lines.append(_in_a_line(name, [row for row in result["rows"] if row["family"] == name]))
+    return "\n".join([*lines, "", *_bars(result["verdicts"])])
+
+
+def _in_a_line(family: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """A family: rates from the least to the most, ratios of its accepted rows to the fastest peer."""
+    rates, peers, ratios = [], Counter[str](), {}
+    for row in (row for row in rows if row["accepted"]):
+        own, peer = best(row, peers=False), best(row, peers=True)
+        if own is not None:
+            rates.append(row["entries"][own]["rate"])
+        if peer is not None:
+            peers[peer] += 1
+        if own is not None and peer is not None:
+            ratios[row["name"]] = row["entries"][peer]["us"] / row["entries"][own]["us"]
+    least = min(ratios, key=lambda name: ratios[name], default="")
+    mean = math.exp(math.fsum(map(math.log, ratios.values())) / len(ratios)) if ratios else None
+    count = str(len(rates)) if len(rates) == len(rows) else f"{len(rates)} of {len(rows)}"
+    said = f"{' to '.join(dict.fromkeys(map(figure, (min(rates), max(rates)))))} {rows[0]['unit']}" if rates else ""
+    named = ", ".join(f"{name} {n}" for name, n in peers.most_common())
+    cells = ["" if mean is None else f"{mean:.2f}", f"{ratios[least]:.2f}" if least else "", least]
+    return f"| {' | '.join([family, count, said, named, *cells])} |"
+
+
+def _head(result: Result) -> list[str]:
+    lines = [f"{caption(result)}.", ""]
+    if result["quick"]:
+        lines += [QUICK, ""]
+    for line in (result.get("note"), device_line(result), parts_line(result)):
+        lines += [line, ""] if line else []
+    return lines
 
 
 def caption(result: Result) -> str:

@@ -19,7 +19,8 @@ import torch
 
 from ..errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError
 from ..inspection import catalogue, explain
-from ..measuring import Clock, Measured, Workload, anchors, measure
+from ..measuring import Anchors, Clock, Measured, Workload, measure
+from ..measuring.clock import ROUNDS
 from ..measuring.probe import Prober
 from ..measuring.tuner import tune_one
 from ..overrides import current_settings
@@ -36,10 +37,8 @@ __all__ = ["ATTEMPTS", "DeviceLost", "Plan", "ceiling", "measured", "run"]
 
 ATTEMPTS = 2
 """At a row, one after another; and so many again for those that were rejected, when the others are done."""
-_ROUNDS, _ROUNDS_WITHIN = 3, 30.0
-"""How often the entries of a row are timed; after so many seconds no other round of it begins."""
 _TUNED_WITHIN = 45.0
-"""The same of tuning it, checks included."""
+"""Seconds of tuning a row, checks included, after which no other round begins."""
 
 
 class DeviceLost(RuntimeError):  # noqa: N818 - a message to the process that starts this one, no error to catch
@@ -88,8 +87,9 @@ def run(plan: Plan, result: dict[str, Any], tell: Callable[[dict[str, Any]], Non
     Raises:
         DeviceLost: at an entry that the result's `lost` names from then on; this process can measure no more.
     """
-    clock = Clock(plan.device, plan.seconds)
     began = time.monotonic()
+    clock = Clock(plan.device, plan.seconds)
+    anchors = Anchors(clock)
     with Prober(str(plan.device)) if plan.tune else contextlib.nullcontext() as prober:
         for row in (*plan.rows, *plan.rows):
             if kept(result, row) is not None:
@@ -97,7 +97,7 @@ def run(plan: Plan, result: dict[str, Any], tell: Callable[[dict[str, Any]], Non
             if time.monotonic() - began > plan.limit:
                 return
             untuned = _tuned(row, plan, prober) if prober is not None else ""
-            found = _best_of_attempts(row, plan, clock, result["lost"])
+            found = _best_of_attempts(row, plan, anchors, result["lost"])
             if untuned:
                 found["note"] = "; ".join(filter(None, (found.get("note"), f"not tuned: {untuned}")))
             others = [one for one in result["rows"] if (one["family"], one["name"]) != (row.family, row.name)]
@@ -123,11 +123,11 @@ def _tuned(row: Row, plan: Plan, prober: Prober) -> str:
     return ""
 
 
-def _best_of_attempts(row: Row, plan: Plan, clock: Clock, lost: dict[str, str]) -> dict[str, Any]:
+def _best_of_attempts(row: Row, plan: Plan, anchors: Anchors, lost: dict[str, str]) -> dict[str, Any]:
     """The first accepted one, else the last."""
     found: dict[str, Any] = {}
     for attempt in range(1, ATTEMPTS + 1):
-        found = {**measured(row, plan, clock, lost), "attempt": attempt}
+        found = {**measured(row, plan, anchors, lost), "attempt": attempt}
         if found["accepted"]:
             break
     return found
@@ -136,31 +136,27 @@ def _best_of_attempts(row: Row, plan: Plan, clock: Clock, lost: dict[str, str]) 
 class _Looks:
     """The two looks at the device around the times of a row."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._start, self._began = clock, dict[str, float](), 0.0
+    def __init__(self, anchors: Anchors) -> None:
+        self._anchors, self._start = anchors, dict[str, float]()
 
     def first(self) -> None:
-        self._start, self._began = anchors(self._clock), time.monotonic()
-
-    def late(self) -> bool:
-        """Whether no other round is to begin."""
-        return time.monotonic() - self._began > _ROUNDS_WITHIN
+        self._start = self._anchors()
 
     def last(self) -> tuple[float, dict[str, float]]:
         """(how far the rates are from those of the first look, the middle of both). Where nothing was timed there was
         no first."""
-        end = anchors(self._clock)
+        end = self._anchors()
         return difference(self._start, end), {n: (self._start.get(n, rate) + rate) / 2 for n, rate in end.items()}
 
 
-def measured(row: Row, plan: Plan, clock: Clock, lost: dict[str, str]) -> dict[str, Any]:
+def measured(row: Row, plan: Plan, anchors: Anchors, lost: dict[str, str]) -> dict[str, Any]:
     """One row, once. lost: "row id/entry" -> why it is left out, of entries that took the device with them."""
     began = time.monotonic()
     small = plan.sized(row)
     entries: dict[str, dict[str, Any]] = {}
     choice: dict[str, str] = {}
     note = ""
-    looks, seen = _Looks(clock), Seen()
+    clock, looks, seen = anchors.clock, _Looks(anchors), Seen()
     try:
         gone = {place.removeprefix(f"{row.id}/"): why for place, why in lost.items() if place.startswith(f"{row.id}/")}
         entries, choice = _measured(small, plan, clock, gone, seen, looks)
@@ -224,9 +220,8 @@ def _measured(
         inputs,
         going,
         clock=clock,
-        rounds=1 if plan.quick else _ROUNDS,
+        rounds=1 if plan.quick else ROUNDS,
         recorded=row.recorded,
-        late=looks.late,
         ready=looks.first,
     )
     # What is lost may be noticed by whoever comes next.

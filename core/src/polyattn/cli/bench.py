@@ -45,7 +45,9 @@ def bench(
         str, typer.Option("--device", metavar="DEVICE", help="A torch device; auto: a GPU, else the CPU.")
     ] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Rows as small as they get: does everything run?")] = False,
-    seconds: Annotated[float, typer.Option(min=0.001, metavar="N", help="Measuring time of an entry.")] = 0.1,
+    seconds: Annotated[
+        float, typer.Option(min=0.001, metavar="N", help="Measuring time of an entry, in a round.")
+    ] = 0.03,
     limit: Annotated[
         float, typer.Option(min=0, metavar="N", help="Seconds from the start after which no row is begun.")
     ] = 3600.0,

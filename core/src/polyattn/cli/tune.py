@@ -51,7 +51,7 @@ def tune(
     ] = 600.0,
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="How often everybody is timed.", rich_help_panel=HOW)
-    ] = 3,
+    ] = 9,
     again: Annotated[bool, typer.Option("--again", help="Measure what is known too.", rich_help_panel=HOW)] = False,
     isolate: Annotated[
         str,

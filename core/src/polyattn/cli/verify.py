@@ -29,7 +29,9 @@ def verify(
         list[str] | None, typer.Option(metavar="GLOB", help="Only these backends; may be repeated.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first answer: fewer cases, and no evidence.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.001, metavar="N", help="Measuring time of an entry.")] = 0.05,
+    seconds: Annotated[
+        float, typer.Option(min=0.001, metavar="N", help="Measuring time of an entry, in a round.")
+    ] = 0.02,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the files go; it must be empty.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
 ) -> None:

@@ -10,6 +10,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 _WHERE = {
+    "Anchors": "device_rates",
     "Call": "entrants",
     "Candidate": "entrants",
     "Clock": "clock",
@@ -19,7 +20,6 @@ _WHERE = {
     "Time": "clock",
     "Verdict": "checking",
     "Workload": "workload",
-    "anchors": "device_rates",
     "candidates": "entrants",
     "check": "checking",
     "examine": "running",
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .clock import Clock as Clock
     from .clock import Time as Time
     from .clock import interleaved as interleaved
-    from .device_rates import anchors as anchors
+    from .device_rates import Anchors as Anchors
     from .entrants import Call as Call
     from .entrants import Candidate as Candidate
     from .entrants import Entrant as Entrant

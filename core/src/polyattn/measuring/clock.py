@@ -4,6 +4,7 @@ its clock."""
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +12,16 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Clock", "Time", "Timing", "interleaved"]
+__all__ = ["ROUNDS", "Clock", "Time", "Timing", "interleaved"]
 
-_WARM = 0.025
-"""Seconds of work before the first time that counts."""
+ROUNDS, _ROUNDS_WITHIN = 9, 12.0
+"""How often everybody is timed; after so many seconds no other round begins.
+
+A GPU at the limit of its power runs as fast as the last tenth of a second allows, so a window of one entry depends on
+who ran before it, by up to 10%. Many short windows in ever other orders meet everybody in the same states; few long
+ones do not."""
+_WARM, _WARM_MOST = 0.4, 0.025
+"""Work before the first time that counts: a share of the window, and seconds."""
 _FEWEST, _MOST = 5, 200
 _LONG = 3
 """Times taken of a call that is longer than the whole budget."""
@@ -52,11 +59,12 @@ Timing = Callable[[], Time]
 class Clock:
     """
     Args:
-        device: of the calls. seconds: of measuring for one entry in one round, after the warm-up.
+        device: of the calls. seconds: of measuring for one entry in one round (a window), after the warm-up.
     """
 
-    def __init__(self, device: torch.device, seconds: float = 0.08) -> None:
+    def __init__(self, device: torch.device, seconds: float = 0.03) -> None:
         self.device, self.seconds, self.on_gpu = device, seconds, device.type == "cuda"
+        self._warm = min(_WARM * seconds, _WARM_MOST)
 
     def synchronise(self) -> None:
         """Wait for the device."""
@@ -70,7 +78,7 @@ class Clock:
         if not self.on_gpu:
             return self._on_host(calls)
         count, once = self._counts(calls[0])
-        for _ in range(round(_WARM / (once * len(calls)))):
+        for _ in range(round(self._warm / (once * len(calls)))):
             for call in calls:
                 call()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
@@ -105,7 +113,7 @@ class Clock:
 
     def _replays(self, graph: torch.cuda.CUDAGraph, calls: int) -> Time:
         count, once = self._counts(graph.replay)
-        for _ in range(round(_WARM / once)):
+        for _ in range(round(self._warm / once)):
             graph.replay()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
         torch.cuda._sleep(min(count * _ISSUE_CYCLES // 8, _ISSUE_MOST))  # type: ignore[no-untyped-call]
@@ -148,7 +156,9 @@ class Clock:
 _N = TypeVar("_N")
 
 
-def interleaved(timings: Mapping[_N, Timing], rounds: int, late: Callable[[], bool] = lambda: False) -> dict[_N, Time]:
+def interleaved(
+    timings: Mapping[_N, Timing], rounds: int = ROUNDS, late: Callable[[], bool] = lambda: False
+) -> dict[_N, Time]:
     """Time several entries in rounds, each of which times all of them: a drift of the clock meets everybody alike.
 
     Whoever is far slower than the fastest in the first round is not in the others.
@@ -156,13 +166,14 @@ def interleaved(timings: Mapping[_N, Timing], rounds: int, late: Callable[[], bo
     Args:
         late: whether the time is up; then the round is finished and no other begun.
     """
+    began = time.monotonic()
     found: dict[_N, list[Time]] = {name: [timing()] for name, timing in timings.items()}
     fastest = min((times[0].seconds for times in found.values()), default=0.0)
     close = [name for name, times in found.items() if times[0].seconds <= _FAR * fastest]
-    for number in range(1, rounds):
-        if late():
+    orders = random.Random(0)  # always the same ones
+    for _ in range(1, rounds):
+        if late() or time.monotonic() - began > _ROUNDS_WITHIN:
             break
-        # There and back, so that nobody always follows the same neighbour.
-        for name in close if number % 2 == 0 else reversed(close):
+        for name in orders.sample(close, len(close)):
             found[name].append(timings[name]())
     return {name: Time.middle(times) for name, times in found.items()}

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import UnsupportedRequestError
 from .checking import Verdict, check
-from .clock import Clock, Time, Timing, interleaved
+from .clock import ROUNDS, Clock, Time, Timing, interleaved
 from .entrants import Call, Entrant
 from .inputs import Inputs
 
@@ -45,7 +45,7 @@ def measure(
     entrants: Iterable[Entrant],
     *,
     clock: Clock,
-    rounds: int = 3,
+    rounds: int = ROUNDS,
     recorded: bool = False,
     late: Callable[[], bool] = lambda: False,
     ready: Callable[[], None] = lambda: None,

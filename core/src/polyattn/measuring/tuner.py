@@ -17,7 +17,7 @@ from ..facts import device_facts
 from ..plugins import get_manager
 from ..policies import tuning_place
 from ..tuning import Place, Quarantined, advise, backend_row, measured, mode, quarantine, record, request_key
-from .clock import Clock
+from .clock import ROUNDS, Clock
 from .entrants import Candidate, candidates
 from .inputs import make_inputs
 from .probe import Prober
@@ -70,7 +70,7 @@ def tune_all(
     device: torch.device,
     *,
     seconds: float = 600.0,
-    rounds: int = 3,
+    rounds: int = ROUNDS,
     again: bool = False,
     isolation: Isolation = "auto",
     probe_seconds: float = 180.0,
@@ -102,7 +102,7 @@ def tune_one(
     device: torch.device,
     prober: Prober,
     *,
-    rounds: int = 3,
+    rounds: int = ROUNDS,
     again: bool = False,
     isolation: Isolation = "auto",
     deadline: float | None = None,
