@@ -274,7 +274,7 @@ def test_a_row_over_which_the_device_changed_is_measured_again(asked, monkeypatc
     assert [row["accepted"] for row in result["rows"]] == [True, True]
 
 
-def test_the_device_is_looked_at_between_the_checks_and_the_times(asked, monkeypatch):
+def test_the_device_is_looked_at_between_the_checks_and_the_times_and_before_memory_is_given_back(asked, monkeypatch):
     plan, _, result = begun(dataclasses.replace(asked, rows=("*S48",)))
     steps = []
     looks(monkeypatch, 1.0, 1.0)
@@ -283,9 +283,10 @@ def test_the_device_is_looked_at_between_the_checks_and_the_times(asked, monkeyp
     examined, timed = measuring.running._examined, measuring.running.interleaved
     monkeypatch.setattr(measuring.running, "_examined", lambda *a, **k: [steps.append("check"), examined(*a, **k)][1])
     monkeypatch.setattr(measuring.running, "interleaved", lambda *a, **k: [steps.append("time"), timed(*a, **k)][1])
+    monkeypatch.setattr(running, "_free", lambda device: steps.append("free"))
     list(run(plan, result, lambda row: None))
     assert steps[: steps.index("look")] == ["check"] * steps.count("check")
-    assert steps[steps.index("look") :] == ["look", "time", "look"]
+    assert steps[steps.index("look") :] == ["look", "time", "look", "free"]
 
 
 def test_the_ceiling_is_what_takes_longer():
