@@ -121,6 +121,22 @@ def test_a_comparison_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3.00 s without, 2.00 s with: 1.50 x (the whole program, its start too)" in " ".join(shown.split())
 
 
+@pytest.mark.parametrize("now_by, words", [
+    ("torch_native@cpu", "kernels that were compiled or loaded for the first time are in it, so run it again"),
+    ("sleepy@cpu", "no choice is another, so this is how much two runs of the program differ"),
+])  # fmt: skip
+def test_a_program_that_became_slower_is_told_so(capsys: pytest.CaptureFixture[str], now_by: str, words: str) -> None:
+    asked = Workload(AttentionRequest(dtype="float32"), ((96, 96),))
+    before, now = trace._Run(0, 2.0, [trace_of(asked, "sleepy@cpu")]), trace._Run(0, 2.5, [trace_of(asked, now_by)])
+    trace._compare(before, now, as_json=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"The program as a whole was slower with measurements, by 0.50 s (25%): {words}" in shown
+    trace._compare(before, now, as_json=True)
+    assert words in json.loads(capsys.readouterr().out)["slower"]
+    trace._compare(now, before, as_json=True)
+    assert json.loads(capsys.readouterr().out)["slower"] == ""
+
+
 def trace_of(workload: Workload, backend: str) -> Traced:
     return Traced(workload, 8, backend)
 

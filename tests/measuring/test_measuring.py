@@ -238,6 +238,126 @@ def test_inputs_leave_the_cache_of_a_gpu(monkeypatch):
     assert torch.equal(first["query"], make_inputs(asked, CPU, sets=1).tensors[0]["query"]), "always the same ones"
 
 
+GROWING = {"s_relation": "one", "dtype": "float32", "heads": 4, "kv_heads": 2}
+
+
+class Host:
+    """The time module of a host where nothing takes time but what says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    perf_counter = monotonic
+
+
+@pytest.fixture
+def host(monkeypatch):
+    made = Host()
+    monkeypatch.setattr("polyattn.measuring.clock.time", made)
+    return made
+
+
+class Entrant:
+    """Right, by torch, and it notes how many keys it was asked for: 30 us a call. delay: more seconds at lengths that
+    were not met yet, of whomever they were."""
+
+    def __init__(self, name, host, met=None, delay=0.0):
+        self.name, self.host, self.met, self.delay, self.asked = name, host, set() if met is None else met, delay, []
+
+    def prepare(self, inputs):
+        axis = 1 if inputs.workload.request.layout == "BSHD" else 2
+
+        def call(number):
+            given = inputs.tensors[number]
+            self.asked.append(given["key"].shape[axis])
+            if self.asked[-1] not in self.met:
+                self.met.add(self.asked[-1])
+                self.host.now += self.delay
+            self.host.now += 3e-5
+            q, k, v = (given[name] if axis == 2 else given[name].transpose(1, 2) for name in QKV)
+            mask = given.get("attn_mask")
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+            return out if axis == 2 else out.transpose(1, 2)
+
+        return call
+
+
+@pytest.mark.parametrize("fields", [{}, {"layout": "BHSD", "mask": "bool"}])
+def test_what_a_new_length_costs_the_host_is_measured(host, fields):
+    """Plans by length, that two libraries share: each pays at every new length, and not once for all."""
+    inputs = make_inputs(Workload(AttentionRequest(**GROWING, **fields), ((1, 300),)), CPU)
+    plans: set[int] = set()
+    both = [Entrant("plans", host, plans, 0.07), Entrant("plans too", host, plans, 0.07), Entrant("plain", host)]
+    found = measure(inputs, both, clock=Clock(CPU, 0.002), rounds=1, issued=True)
+    for name, took in (("plans", 0.07003), ("plans too", 0.07003), ("plain", 3e-5)):
+        assert found[name].time.seconds == pytest.approx(3e-5)
+        assert found[name].host.seconds == pytest.approx(took)
+    assert found["plain"].host.count == 27
+    lengths = [{s_k for s_k in one.asked if s_k != 300} for one in both]
+    assert [len(one) for one in lengths][2] >= 27 > min(map(len, lengths)) >= 9, "who is far slower is not asked again"
+    assert not lengths[0] & lengths[1] | lengths[1] & lengths[2]
+    assert all(151 <= s_k < 300 for one in lengths for s_k in one)
+
+
+@pytest.mark.parametrize(("layout", "misaligned"), [("BSHD", False), ("BHSD", True)])
+def test_few_keys_grow_within_what_there_are(layout, misaligned):
+    request = AttentionRequest(**GROWING, layout=layout, misaligned=misaligned, mask="bool", head_dim=8, v_head_dim=4)
+    inputs = make_inputs(Workload(request, ((1, 5),) * 2), CPU)
+    sets, axis = inputs.growing(3, 4).tensors, 1 if layout == "BSHD" else 2
+    assert [one["key"].shape[axis] for one in sets] == [one["value"].shape[axis] for one in sets] == [4, 5, 4, 5]
+    assert [one["attn_mask"].shape for one in sets] == [(2, 1, 1, 4), (2, 1, 1, 5)] * 2
+    for name, tensor in sets[0].items():
+        assert tensor.data_ptr() == inputs.tensors[1][name].data_ptr(), "a view"
+        assert tensor.is_contiguous(), "as the keys of a cache that grows by concatenation"
+
+
+def test_the_host_of_a_call_that_is_waited_for_is_in_its_time(monkeypatch, host):
+    inputs = make_inputs(Workload(AttentionRequest(**{**GROWING, "s_relation": "equal"}), ((9, 9),)), CPU)
+    clock = Clock(CPU, 0.002)
+    entrants = [Entrant("plain", host)]
+    assert measure(inputs, entrants, clock=clock, rounds=1, issued=True)["plain"].host is None
+    queue = Clock(CPU, 0.002)
+    queue.on_gpu = True
+    monkeypatch.setattr(queue, "calls", clock.calls)  # a device that has a queue, and no events here
+    monkeypatch.setattr(queue, "synchronise", lambda: None)
+    found = measure(inputs, entrants, clock=queue, rounds=1, issued=True)["plain"]
+    assert found.host.seconds == pytest.approx(3e-5)
+    assert measure(inputs, entrants, clock=queue, rounds=1)["plain"].host is None, "nobody asked"
+    monkeypatch.setattr(queue, "calls", lambda calls: Time(0.02, 0.0, 9))
+    found = measure(inputs, entrants, clock=queue, rounds=1, issued=True)["plain"]
+    assert found.host is None, "it says nothing beside that"
+
+
+@pytest.mark.parametrize("at", [300, 290, 280])
+@pytest.mark.parametrize(
+    ("error", "kind"), [(RuntimeError("no plan"), "failed"), (UnsupportedRequestError("no"), "refused")]
+)
+def test_who_fails_at_another_length_has_no_time(host, error, kind, at):
+    """At once, in the first round, or in a later one."""
+
+    class Fails(Entrant):
+        def prepare(self, inputs):
+            run = super().prepare(inputs)
+
+            def call(number):
+                if inputs.count > 2 and inputs.tensors[number]["key"].shape[1] == at:
+                    raise error
+                return run(number)
+
+            return call
+
+    inputs = make_inputs(Workload(AttentionRequest(**GROWING), ((1, 300),)), CPU)
+    assert inputs.count == 2
+    found = measure(
+        inputs, [Fails("fails", host), Entrant("plain", host)], clock=Clock(CPU, 0.002), rounds=1, issued=True
+    )
+    assert (found["fails"].kind, found["fails"].time, found["fails"].host) == (kind, None, None)
+    assert found["plain"].host.count == 27
+
+
 def test_rounds_meet_everybody_alike():
     order = []
 

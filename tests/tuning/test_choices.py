@@ -92,6 +92,44 @@ def test_what_tells_measurements_apart(other):
     assert request_key(dataclasses.replace(REQUEST, **other)) != request_key(REQUEST)
 
 
+HOST = {"a": 150.0, "b": 20.0}
+
+
+def costly(lengths, times, host=HOST, rule="", request=REQUEST):
+    tuning.record(backend_row(HERE, request, lengths, times, "a test", host=host, rule=rule))
+
+
+def test_a_call_costs_what_device_or_host_take_longer_for_unless_it_is_recorded():
+    costly((1, 64, 64), {"a": 27.3, "b": 40.0, "c": 300.0})
+    recorded = dataclasses.replace(REQUEST, graph_capture=True)
+    assert order((1, 64, 64)) == order() == ["b", "a", "c"]
+    assert order((1, 64, 64), recorded) == order(request=recorded) == ["a", "b", "c"]
+    said = dict(advise(with_lengths(REQUEST, 1, 64, 64), here).order)
+    assert said["b"].startswith("40 us (others: a 27.3 us, 150 us of the host, c 300 us) at batch 1")
+    costly((1, 1024, 1024), {"a": 900.0, "b": 1000.0, "c": 1100.0})
+    assert order((1, 1024, 1024)) == ["a", "b", "c"], "the device takes longer than any host"
+    assert (order()[0], order(request=recorded)[0]) == ("b", "a"), "over both"
+
+
+@pytest.mark.parametrize("least, first", [(97.0, "ab"), (98.0, "ba")])
+def test_the_rule_stays_where_nothing_is_faster_by_more_than_measurements_differ(least, first):
+    costly((1, 64, 64), {"a": least, "b": 100.0, "c": 400.0}, {}, rule="b")
+    (row,) = tuning.store().rows(subject=BACKEND)
+    assert (row.value["backend"], row.microseconds) == (first[0], row.value["times"][first[0]])
+    assert order((1, 64, 64)) == order() == [*first, "c"]
+    costly((1, 128, 128), {"a": least, "b": 100.0}, {}, rule="b")
+    assert order() == [*first], "over both"
+
+
+def test_rows_from_before_the_host_was_timed_are_read(own_store):
+    put((1, 64, 64), {"b": 2.0, "a": 1.99})
+    (row,) = TuningStore(own_store).rows(subject=BACKEND)
+    assert row.value == {"backend": "a", "times": {"a": 1.99, "b": 2.0}}
+    (found,) = measured(REQUEST, here)
+    assert (found.host, found.rule) == ({}, "")
+    assert order((1, 64, 64)) == ["a", "b"]
+
+
 def test_spellings_of_one_request_share_measurements():
     assert request_key(dataclasses.replace(REQUEST, causal="none", window=(-1, 0))) == request_key(REQUEST)
 
@@ -168,6 +206,9 @@ def test_measurements_can_be_taken_out(own_store):
         ({"backend": "a", "times": {"c": 1.0}}, "no backend 'c' is registered here"),
         ({"backend": "a", "times": {"a": -1.0}}, "the time of a is -1.0; a time is finite and above 0"),
         ({"backend": "a", "times": [1]}, r"times is \[1\]; microseconds by backend it is"),
+        ({"backend": "a", "host": [1]}, r"host is \[1\]; microseconds by backend it is"),
+        ({"backend": "a", "times": {"a": 1.0}, "host": {"c": 1.0}}, "no backend 'c' is registered here"),
+        ({"backend": "a", "times": {"a": 1.0}, "host": {"a": 0}}, "the time of a is 0; a time is finite and above 0"),
     ],
 )
 def test_an_import_names_only_backends_that_are_here(own_store, value, message):

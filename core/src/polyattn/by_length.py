@@ -21,7 +21,7 @@ from .inspection import catalogue
 from .policies import measured_policy, tuning_place
 from .records import AttentionRequest
 from .selection import Policy, Selection, select
-from .tuning import measured, mode, with_lengths
+from .tuning import bucket, measured, mode, with_lengths
 
 if TYPE_CHECKING:
     from .choose import Chosen
@@ -87,6 +87,7 @@ class _Switch:
         self._chosen, self._policy, self._load = chosen, policy, load
         self._extent = extent_of(chosen.request)
         self._runs: dict[Extent, Callable[..., Any]] = {}
+        self._buckets: dict[Extent, Callable[..., Any]] = {}
         self._bound: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def __call__(self, *tensors: Any, **keywords: Any) -> Any:
@@ -116,6 +117,18 @@ class _Switch:
         return _at(self._chosen.selection.request, self._policy, extent).id
 
     def _find(self, extent: Extent) -> Callable[..., Any]:
+        """Lengths that were not met yet: keys that grow by one with each call are, every time. What is chosen holds for
+        their bucket, and is chosen once for it."""
+        buckets = (bucket(extent[0]), bucket(extent[1]), bucket(extent[2]))
+        run = self._buckets.get(buckets)
+        if run is None:
+            run = self._buckets[buckets] = self._choose(extent)
+        if len(self._runs) >= _KEPT:
+            self._runs.clear()
+        self._runs[extent] = run
+        return run
+
+    def _choose(self, extent: Extent) -> Callable[..., Any]:
         selection = _at(self._chosen.selection.request, self._policy, extent)
         name = _served(selection)
         if name not in self._bound:
@@ -123,7 +136,4 @@ class _Switch:
             trains = bound.backward is not None and bool(request.grad)
             run = differentiable(bound, request.lse, head_axis(request)) if trains else bound.forward
             self._bound[name] = run
-        if len(self._runs) >= _KEPT:
-            self._runs.clear()
-        self._runs[extent] = self._bound[name]
         return self._bound[name]

@@ -118,10 +118,19 @@ def _compare(before: _Run, now: _Run, as_json: bool) -> None:
     was = {canonical(one.workload.key()): one.backend for one in before.found}
     both = [(one, old) for one in now.found if (old := was.get(canonical(one.workload.key())))]
     ratio = before.seconds / now.seconds
+    changed = sum(one.backend != old for one, old in both)
+    slower = ""
+    if ratio < 1:
+        slower = f"slower with measurements, by {now.seconds - before.seconds:.2f} s ({1 / ratio - 1:.0%}): " + (
+            "kernels that were compiled or loaded for the first time are in it, so run it again; if it stays, "
+            "POLYATTN_TUNING=off runs the program as before, and a backend can be named"
+            if changed
+            else "no choice is another, so this is how much two runs of the program differ"
+        )
     if as_json:
         rows = [{**_plain(one), "before": old} for one, old in both]
         seconds = {"without": round(before.seconds, 3), "with": round(now.seconds, 3), "ratio": round(ratio, 3)}
-        show_json({"exit_code": now.code, "seconds": seconds, "requests": rows})
+        show_json({"exit_code": now.code, "seconds": seconds, "slower": slower, "requests": rows})
         return
     console = screen()
     console.print(title("Without measurements, and with them"))
@@ -131,4 +140,6 @@ def _compare(before: _Run, now: _Run, as_json: bool) -> None:
         table.add_row(one.workload.id, str(one.count), old, Text(one.backend, style=style))
     console.print(table)
     took = f"{before.seconds:.2f} s without, {now.seconds:.2f} s with: {ratio:.2f} x (the whole program, its start too)"
-    console.print(facts([("changed", str(sum(one.backend != old for one, old in both))), ("took", took)]))
+    console.print(facts([("changed", str(changed)), ("took", took)]))
+    if slower:
+        console.print(Text(f"The program as a whole was {slower}.", style="warn" if changed else "quiet"))

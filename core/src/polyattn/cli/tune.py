@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -163,6 +164,7 @@ def _plain(one: Tried) -> dict[str, Any]:
         "rule": one.rule,
         "gain": round(one.gain, 3),
         "times": dict(one.times),
+        "host": dict(one.host),
         "trouble": dict(one.trouble),
         "quarantined": list(one.quarantined),
         "reason": one.reason,
@@ -173,13 +175,19 @@ def _say(console: Console, one: Tried) -> None:
     console.print(Text(one.workload.id, style="name"))
     if one.times:
         gain = f", {one.gain:.2f} x {one.rule}, the choice without measuring" if one.best != one.rule else ", as before"
-        beside = "; ".join(f"{name} {time:.4g} us" for name, time in one.times.items())
+        beside = "; ".join(f"{name} {_took(one.times, one.host, name)}" for name in one.times)
         console.print(Text.assemble(f"  {one.outcome}: ", (one.best, "good"), f"{gain} ({beside})"))
     else:
         console.print(Text(f"  {one.outcome}: {one.reason}", style="quiet"))
     for name, reason in one.trouble.items():
         held = " [quarantined]" if name in one.quarantined else ""
         console.print(Text(f"  not {name}: {reason}{held}", style="warn"))
+
+
+def _took(times: Mapping[str, float], host: Mapping[str, float], name: str) -> str:
+    """Of the device; and of the host, where that takes longer."""
+    time, issued = times[name], host.get(name, 0.0)
+    return f"{time:.4g} us, {issued:.4g} us of the host" if issued > tuning.SAME * time else f"{time:.4g} us"
 
 
 def _summary(console: Console, tried: list[Tried]) -> None:
@@ -239,13 +247,14 @@ def _show(as_json: bool) -> None:
         return
     console = screen()
     console.print(title("Measurements", str(store.path)))
-    table = grid("request", "!fastest", "others", "!date", "place")
+    table = grid("request", "!chosen", "others", "!date", "place")
     for row in (row for row in rows if row.subject == tuning.BACKEND):
-        times = row.value.get("times", {})
-        others = ", ".join(f"{name} {time:.4g}" for name, time in times.items() if name != row.value["backend"])
+        best = row.value["backend"]
+        times, host = row.value.get("times", {best: row.microseconds}), row.value.get("host", {})
+        others = ", ".join(f"{name} {_took(times, host, name)}" for name in times if name != best)
         table.add_row(
             _shown(row.key),
-            Text(f"{row.value['backend']} {row.microseconds:.4g} us", style="good"),
+            Text(f"{best} {_took(times, host, best)}", style="good"),
             others,
             row.date[:10],
             str(row.place),

@@ -90,6 +90,21 @@ class Clock:
         self.synchronise()
         return Time.of([start.elapsed_time(end) / 1e3 for start, end in events])
 
+    def issues(self, calls: Sequence[Callable[[], Any]]) -> Time:
+        """Of the host alone: until a call returns, which nobody waits for. Where a device has no queue that is all of
+        it.
+
+        Args:
+            calls: each is issued once; few, so that no queue is full.
+        """
+        seconds: list[float] = []
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        self.synchronise()
+        return Time.of(seconds)
+
     def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Timing, list[Any]]:
         """Record the calls, one after another, and replay them once. Without device graphs they are timed one by one.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,10 +75,33 @@ class Inputs:
         for field in dataclasses.fields(made):
             setattr(self, field.name, getattr(made, field.name))
 
+    @property
+    def grows(self) -> bool:
+        """Whether such calls come with one key more each time, as those of a loop that appends to K and V."""
+        request = self.workload.request
+        return request.family == "dense" and request.s_relation == "one" and not self.workload.training
+
+    def growing(self, first: int, count: int) -> Inputs:
+        """These sets with other numbers of keys each: `first` fewer, one fewer than that, and so on, down to half of
+        them. They are views, as dense as tensors that were made so, and their values are in other places."""
+        axis, s_k = 1 if self.workload.request.layout == "BSHD" else 2, self.workload.longest[1]
+        sets = []
+        for number in range(first, first + count):
+            given, keys = self.tensors[number % self.count], s_k - number % max(s_k // 2, 1)
+            axes = {"key": axis, "value": axis, "attn_mask": 3}
+            sets.append({name: _cut(t, axes[name], keys) if name in axes else t for name, t in given.items()})
+        return dataclasses.replace(self, tensors=sets, known={})
+
     def leaves(self, number: int) -> dict[str, Tensor]:
         """A set whose tensors require the gradients that the request wants."""
         wanted = {_ARGUMENT.get(name, name) for name in self.workload.request.grad}
         return {n: t.detach().requires_grad_() if n in wanted else t for n, t in self.tensors[number].items()}
+
+
+def _cut(tensor: Tensor, axis: int, length: int) -> Tensor:
+    """The first elements of a contiguous tensor, in its shape with another length."""
+    shape = [length if i == axis else size for i, size in enumerate(tensor.shape)]
+    return tensor.view(-1)[: math.prod(shape)].view(shape)
 
 
 _ARGUMENT = {"mask": "attn_mask"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -21,6 +23,11 @@ __all__ = ["Measured", "examine", "measure", "peak_memory"]
 
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
 
+_ISSUED, _ISSUE_ROUNDS = 9, 3
+"""Calls of one entrant issued at once, and how often."""
+_HOST_MOST = 0.01
+"""Seconds of a call, beside which those of issuing it say nothing."""
+
 Trouble = Literal["", "refused", "memory", "wrong", "failed"]
 
 
@@ -30,11 +37,13 @@ class Measured:
 
     Attributes:
         time: of one call, None where it was not timed. margin: of the check, 1 is all that is allowed.
+        host: until one call returns, while nobody waits for it; None where nobody asked, or beside a far longer `time`.
         kind: why it was not: it `refused`, there was not `memory` enough, its result was `wrong`, or it `failed` in
             another way. reason: the same for people.
     """
 
     time: Time | None = None
+    host: Time | None = None
     kind: Trouble = ""
     reason: str = ""
     margin: float = 0.0
@@ -47,6 +56,7 @@ def measure(
     clock: Clock,
     rounds: int = ROUNDS,
     recorded: bool = False,
+    issued: bool = False,
     late: Callable[[], bool] = lambda: False,
     ready: Callable[[], None] = lambda: None,
 ) -> dict[str, Measured]:
@@ -55,12 +65,13 @@ def measure(
     Args:
         rounds: how often everybody is timed; the middle counts.
         recorded: into a device graph of one call for each input set, as an engine replays a decode step.
+        issued: also what a call costs the host.
         late: whether the time is up: no other round begins then.
         ready: called when all are checked, before the first is timed.
     """
     found: dict[str, Measured] = {}
     timings: dict[str, Timing] = {}
-    for entrant in entrants:
+    for entrant in (entrants := list(entrants)):
         said, timing = _examined(inputs, entrant, clock, recorded=recorded)
         found[entrant.name] = said
         if timing is not None:
@@ -68,7 +79,50 @@ def measure(
     ready()
     for name, took in interleaved(timings, rounds, late).items():
         found[name] = dataclasses.replace(found[name], time=took)
+    if issued and (clock.on_gpu or inputs.grows):  # elsewhere the times are of whole calls, which were waited for
+        _issue(inputs, entrants, found, clock, late)
     return found
+
+
+def _issue(
+    inputs: Inputs, entrants: Sequence[Entrant], found: dict[str, Measured], clock: Clock, late: Callable[[], bool]
+) -> None:
+    """Add what calls cost the host.
+
+    Where keys grow, no call has the lengths of another, of whichever entrant: some libraries build a plan for each new
+    length, and share it.
+    """
+    timings: dict[str, _Issues] = {}
+    for number, entrant in enumerate(entrants):
+        took = found[entrant.name].time
+        if took is not None and took.seconds <= _HOST_MOST:
+            count = 1 + _ISSUED * _ISSUE_ROUNDS
+            given = inputs.growing(number * count, count) if inputs.grows else inputs
+            timings[entrant.name] = _Issues(given, entrant, clock)
+    for name, took in interleaved(timings, _ISSUE_ROUNDS, late).items():
+        error = timings[name].error
+        found[name] = dataclasses.replace(found[name], host=took) if error is None else _failed(error)
+
+
+class _Issues:
+    """Times the host, on the next sets in turn. Who was right at one length may fail at another: it takes for ever."""
+
+    def __init__(self, inputs: Inputs, entrant: Entrant, clock: Clock) -> None:
+        self._inputs, self._entrant, self._clock = inputs, entrant, clock
+        self._order = itertools.cycle(range(inputs.count))
+        self._call: Call | None = None
+        self.error: Exception | None = None
+
+    def __call__(self) -> Time:
+        try:
+            if self._call is None:
+                self._call = self._entrant.prepare(self._inputs)
+                self._call(next(self._order))
+                self._clock.synchronise()
+            return self._clock.issues([functools.partial(self._call, next(self._order)) for _ in range(_ISSUED)])
+        except Exception as exc:  # noqa: BLE001 - a library may raise anything; it is reported in its place
+            self.error = exc
+            return Time(math.inf, 0.0, 0)
 
 
 def examine(inputs: Inputs, entrant: Entrant) -> Measured:
@@ -90,14 +144,20 @@ def _examined(inputs: Inputs, entrant: Entrant, clock: Clock, *, recorded: bool)
         free = not verdict.ok
     except UnsupportedRequestError as exc:
         free = False  # it was asked, and did nothing
-        return Measured(kind="refused", reason=str(exc).partition("\n")[0]), None
+        return _failed(exc), None
     except Exception as exc:  # noqa: BLE001 - a library may raise anything; it is reported in its place
-        reason = without_folders(" ".join(f"{type(exc).__name__}: {exc}".split()))[:400]
-        return Measured(kind="memory" if _out_of_memory(exc) else "failed", reason=reason), None
+        return _failed(exc), None
     finally:
         if free:
             _free(inputs.device)
     return _judged(verdict, timing)
+
+
+def _failed(exc: Exception) -> Measured:
+    if isinstance(exc, UnsupportedRequestError):
+        return Measured(kind="refused", reason=str(exc).partition("\n")[0])
+    reason = without_folders(" ".join(f"{type(exc).__name__}: {exc}".split()))[:400]
+    return Measured(kind="memory" if _out_of_memory(exc) else "failed", reason=reason)
 
 
 def without_folders(text: str) -> str:

@@ -16,7 +16,18 @@ from ..errors import ConfigError, InvalidInputError, PolyattnError
 from ..facts import device_facts
 from ..plugins import get_manager
 from ..policies import tuning_place
-from ..tuning import Place, Quarantined, advise, backend_row, measured, mode, quarantine, record, request_key
+from ..tuning import (
+    Measured,
+    Place,
+    Quarantined,
+    advise,
+    backend_row,
+    measured,
+    mode,
+    quarantine,
+    record,
+    request_key,
+)
 from .clock import ROUNDS, Clock
 from .entrants import Candidate, candidates
 from .inputs import make_inputs
@@ -42,13 +53,15 @@ class Tried:
     Attributes:
         outcome: it was `measured` now, is `known` from before, has one backend `alone`, was `refused` (see reason), or
             was `not begun` within the time.
-        times: microseconds by backend, the fastest first. rule: who serves it without measurements.
+        times: microseconds of the device by backend, who is chosen first. host: of the host, where that was measured.
+        rule: who serves it without measurements.
         trouble: why other candidates have no time. quarantined: those that were not so before.
     """
 
     workload: Workload
     outcome: Outcome
     times: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    host: Mapping[str, float] = dataclasses.field(default_factory=dict)
     rule: str = ""
     trouble: Mapping[str, str] = dataclasses.field(default_factory=dict)
     quarantined: tuple[str, ...] = ()
@@ -56,13 +69,14 @@ class Tried:
 
     @property
     def best(self) -> str:
-        """The fastest; without times, who serves it anyway."""
+        """Who is chosen; without times, who serves it anyway."""
         return next(iter(self.times), self.rule)
 
     @property
     def gain(self) -> float:
-        """How many times as fast as without measurements."""
-        return self.times[self.rule] / self.times[self.best] if self.rule in self.times else 1.0
+        """How many times as fast as without measurements, by the device or the host, whichever takes longer."""
+        costs = {name: max(time, self.host.get(name, 0.0)) for name, time in self.times.items()}
+        return costs[self.rule] / costs[self.best] if self.rule in costs else 1.0
 
 
 def tune_all(
@@ -119,7 +133,7 @@ def tune_one(
         return Tried(workload, "refused", reason=str(exc).partition("\n")[0])
     rule = next((c.name for c in able if c.chosen), "")
     if known and not known[0].shipped:
-        return Tried(workload, "known", known[0].times, rule)
+        return Tried(workload, "known", *_chosen_first(known[0], workload), rule)
     avoided = set(advise(workload.request, lambda: place).avoid)
     able = tuple(c for c in able if c.name not in avoided)
     if len(able) < 2:
@@ -150,6 +164,7 @@ def _tune(
             rounds=rounds,
             # A layer of a step that goes into a graph is timed as it is replayed.
             recorded=workload.request.graph_capture == "session",
+            issued=not workload.request.graph_capture,
             late=lambda: deadline is not None and time.monotonic() > deadline,
         )
     trouble |= {name: (said.kind, said.reason) for name, said in found.items() if said.time is None}
@@ -159,16 +174,21 @@ def _tune(
         batch, (s_q, s_k) = workload.batch, workload.longest
         where = f"at batch {batch}, S_q {s_q}, S_k {s_k}"
         quarantine(*(Quarantined(place, name, key, f"{reason} ({where})", now) for name, reason in bad.items()))
-    times = {name: said.time.seconds * 1e6 for name, said in found.items() if said.time is not None}
-    ranked = {name: round(times[name], 3) for name in sorted(times, key=lambda name: (times[name], name))}
-    if ranked:
-        record(backend_row(place, workload.request, workload.buckets, ranked, source))
+    times = {name: round(one.time.seconds * 1e6, 3) for name, one in found.items() if one.time is not None}
+    host = {name: round(one.host.seconds * 1e6, 3) for name, one in found.items() if one.host is not None}
     said = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items()}
-    return Tried(workload, "measured" if ranked else "refused", ranked, rule, said, tuple(bad), _why(ranked))
+    if not times:
+        why = "not one backend could be measured"
+        return Tried(workload, "refused", rule=rule, trouble=said, quarantined=tuple(bad), reason=why)
+    row = backend_row(place, workload.request, workload.buckets, times, source, host=host, rule=rule)
+    record(row)
+    return Tried(workload, "measured", row.value["times"], host, rule, said, tuple(bad))
 
 
-def _why(ranked: Mapping[str, float]) -> str:
-    return "" if ranked else "not one backend could be measured"
+def _chosen_first(known: Measured, workload: Workload) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """(times, host) of what was measured before."""
+    costs = known.costs(recorded=bool(workload.request.graph_capture))
+    return {name: known.times[name] for name in costs}, known.host
 
 
 def _probed(

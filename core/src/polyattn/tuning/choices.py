@@ -24,6 +24,7 @@ from .store import FORMAT
 
 __all__ = [
     "NEAR",
+    "SAME",
     "Advice",
     "Lengths",
     "Measured",
@@ -40,6 +41,10 @@ Lengths = tuple[int, int, int]
 
 NEAR = 4
 """Lengths that were not measured have the choice of the nearest that were, if none is further off than this factor."""
+
+SAME = 1.025
+"""Times nearer than this factor tell nothing apart: on an H200, two measurements of one kernel, by the tuner and by the
+benchmark, differed by 0.7%, one pair of seven by 2.3%."""
 
 _WHERE = {"platform", "arch", "toolkit", "features"}
 """Fields that say which machine it is: the place of a measurement does."""
@@ -65,22 +70,43 @@ class Measured:
     """Times of one request at one set of lengths.
 
     Attributes:
-        lengths: in buckets. times: microseconds by backend, the fastest first. date: ISO 8601, UTC.
+        lengths: in buckets. times: microseconds of the device by backend. date: ISO 8601, UTC.
         shipped: measured by polyattn's authors on such a device, not on this machine.
+        host: microseconds until a call returns, by backend, where that was measured. rule: who is chosen without
+            measurements; "" where that was not written down.
     """
 
     lengths: Lengths
     times: Mapping[str, float]
     date: str
     shipped: bool = False
+    host: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    rule: str = ""
+
+    def costs(self, *, recorded: bool) -> dict[str, float]:
+        """Microseconds by backend, who is to be chosen first. The host issues a call while the device works on those
+        before it, so the slower of both counts; a `recorded` one is issued with its graph."""
+        found = {name: time if recorded else max(time, self.host.get(name, 0.0)) for name, time in self.times.items()}
+        return _ranked(found, self.rule)
 
     def why(self, backend: str) -> str:
         """The figures behind a choice, and how old they are."""
-        beside = ", ".join(f"{name} {_us(time)}" for name, time in self.times.items() if name != backend)
+        beside = ", ".join(f"{name} {self._took(name)}" for name in self.times if name != backend)
         batch, s_q, s_k = self.lengths
         where = "shipped with polyattn" if self.shipped else f"measured {_age(self.date)}"
-        took = f"{_us(self.times[backend])}{f' (others: {beside})' if beside else ''}"
+        took = f"{self._took(backend)}{f' (others: {beside})' if beside else ''}"
         return f"{took} at batch {batch}, S_q {s_q}, S_k {s_k}, {where}"
+
+    def _took(self, backend: str) -> str:
+        time, host = self.times[backend], self.host.get(backend, 0.0)
+        return f"{_us(time)}, {_us(host)} of the host" if host > SAME * time else _us(time)
+
+
+def _ranked(costs: Mapping[str, float], rule: str) -> dict[str, float]:
+    """What costs least first; before it what is chosen anyway, where nothing is faster by more than `SAME`."""
+    least = SAME * min(costs.values(), default=0.0)
+    kept = rule if costs.get(rule, math.inf) <= least else ""
+    return dict(sorted(costs.items(), key=lambda item: (item[0] != kept, item[1], item[0])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +136,27 @@ class _Known:
 
 
 def backend_row(
-    place: Place, request: AttentionRequest, lengths: Lengths, times: Mapping[str, float], source: str
+    place: Place,
+    request: AttentionRequest,
+    lengths: Lengths,
+    times: Mapping[str, float],
+    source: str,
+    *,
+    host: Mapping[str, float] | None = None,
+    rule: str = "",
 ) -> Row:
-    """A measurement as it is recorded. times: microseconds by backend."""
+    """A measurement as it is recorded. times, host: microseconds by backend. rule: as `Measured`."""
     batch, s_q, s_k = lengths
-    ranked = dict(sorted(times.items(), key=lambda item: (item[1], item[0])))
-    best, least = next(iter(ranked.items()))
     key = {"request": request_key(request), "batch": batch, "q": s_q, "k": s_k}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
-    return Row(place, BACKEND, key, {"backend": best, "times": ranked}, least, now, source)
+    costs = Measured(lengths, times, now, host=host or {}, rule=rule).costs(recorded=bool(request.graph_capture))
+    best = next(iter(costs))
+    value: dict[str, Any] = {"backend": best, "times": {name: times[name] for name in costs}}
+    if host:
+        value["host"] = {name: host[name] for name in costs if name in host}
+    if rule:
+        value["rule"] = rule
+    return Row(place, BACKEND, key, value, times[best], now, source)
 
 
 def measured(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[Measured]:
@@ -156,17 +194,17 @@ def shipped_advice(request: AttentionRequest, place: Callable[[], Place]) -> Adv
 
 
 def _order(request: AttentionRequest, found: Sequence[Measured]) -> list[tuple[str, str]]:
-    lengths = (request.batch_bucket, request.q_bucket, request.k_bucket)
-    return _overall(found) if not any(lengths) else _near(found, lengths)
+    lengths, recorded = (request.batch_bucket, request.q_bucket, request.k_bucket), bool(request.graph_capture)
+    return _near(found, lengths, recorded) if any(lengths) else _overall(found, recorded)
 
 
-def _near(found: Sequence[Measured], lengths: Lengths) -> list[tuple[str, str]]:
+def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool) -> list[tuple[str, str]]:
     """The order at the nearest lengths that were measured."""
     off = [(distance, i) for i, m in enumerate(found) if (distance := _distance(m.lengths, lengths)) is not None]
     if not off:
         return []
     best = found[min(off)[1]]
-    return [(name, best.why(name)) for name in best.times]
+    return [(name, best.why(name)) for name in best.costs(recorded=recorded)]
 
 
 def _distance(a: Lengths, b: Lengths) -> float | None:
@@ -177,16 +215,17 @@ def _distance(a: Lengths, b: Lengths) -> float | None:
     return sum(off) if max(off) <= math.log2(NEAR) else None
 
 
-def _overall(found: Sequence[Measured]) -> list[tuple[str, str]]:
+def _overall(found: Sequence[Measured], recorded: bool) -> list[tuple[str, str]]:
     """The order where lengths are not known: by the geometric mean of what each loses to the fastest."""
     if len(found) == 1:
-        return [(name, found[0].why(name)) for name in found[0].times]
-    names = [name for name in (found[0].times if found else ()) if all(name in m.times for m in found)]
+        return [(name, found[0].why(name)) for name in found[0].costs(recorded=recorded)]
+    costs = [m.costs(recorded=recorded) for m in found]
+    names = [name for name in (costs[0] if costs else ()) if all(name in one for one in costs)]
     losses = {
-        name: math.exp(sum(math.log(m.times[name] / min(m.times.values())) for m in found) / len(found))
-        for name in names
+        name: math.exp(sum(math.log(one[name] / min(one.values())) for one in costs) / len(costs)) for name in names
     }
-    ranked = sorted(losses, key=lambda name: (losses[name], name))
+    rules = {m.rule for m in found}
+    ranked = _ranked(losses, rules.pop() if len(rules) == 1 else "")
     dates = min((m.date for m in found), default="")
     return [
         (name, f"{losses[name]:.2f} x the fastest over {len(found)} measured lengths, measured {_age(dates)}")
@@ -256,8 +295,8 @@ def _tables(here: Place) -> dict[str, dict[Lengths, Measured]]:
 def _keep(found: dict[str, dict[Lengths, Measured]], row: Row, *, shipped: bool) -> None:
     lengths = (row.key.get("batch", 0), row.key.get("q", 0), row.key.get("k", 0))
     times = row.value.get("times") or {row.value["backend"]: row.microseconds}
-    ranked = dict(sorted(times.items(), key=lambda item: (item[1], item[0])))
-    found.setdefault(_key(row), {})[lengths] = Measured(lengths, ranked, row.date, shipped)
+    host, rule = row.value.get("host", {}), row.value.get("rule", "")
+    found.setdefault(_key(row), {})[lengths] = Measured(lengths, times, row.date, shipped, host, rule)
 
 
 def _key(row: Row) -> str:

@@ -160,17 +160,18 @@ def check_row(row: Row, where: str, backends: Collection[str] | None) -> None:
 
 def _check_backends(value: Mapping[str, Any], where: str, backends: Collection[str] | None) -> None:
     """The backends that a row names: the fastest, and those it was measured beside."""
-    times = value.get("times", {})
-    if not isinstance(times, dict):
-        raise ConfigError(f"{where}: times is {_shown(times)}; microseconds by backend it is")
-    for name in (value.get("backend"), *times):
+    figures = {what: value.get(what, {}) for what in ("times", "host")}
+    for what, times in figures.items():
+        if not isinstance(times, dict):
+            raise ConfigError(f"{where}: {what} is {_shown(times)}; microseconds by backend it is")
+    for name in (value.get("backend"), *(name for times in figures.values() for name in times)):
         if not isinstance(name, str) or (backends is not None and name not in backends):
             known = sorted(backends or ())
             raise ConfigError(
                 f"{where}: no backend {name!r} is registered here.{did_you_mean(str(name), known)} Known: "
                 f"{', '.join(known) or 'any name'}"
             )
-    for name, time in times.items():
+    for name, time in (item for times in figures.values() for item in times.items()):
         if not isinstance(time, (int, float)) or isinstance(time, bool) or not 0 < time < math.inf:
             raise ConfigError(f"{where}: the time of {name} is {_shown(time)}; a time is finite and above 0")
 
