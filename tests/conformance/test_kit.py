@@ -7,6 +7,7 @@ import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ import torch
 from polyattn.errors import BackendUnavailableError, ConfigError, PluginError, UnsupportedRequestError
 from polyattn.evidence import read_evidence
 from polyattn.plugins import get_manager
-from polyattn.records import AttentionRequest, Provider, row
-from polyattn.testing import Case, Installed, OffChip, Report, plan, record, run, run_case
+from polyattn.records import AttentionRequest, Provider, Rejected, judge, row
+from polyattn.testing import Case, Installed, OffChip, Report, plan, record, refusals, run, run_case
 from polyattn.testing.calls import out_of, sayable
 from polyattn.testing.checks import Outcome
 from polyattn.testing.poison import poisoned
@@ -211,6 +212,23 @@ def test_accepting_what_is_not_declared_is_found() -> None:
 def test_refusing_without_a_reason_is_found() -> None:
     (finding,) = run_case(Vague("torch_sdpa"), refusal()).findings
     assert str(finding) == "refusal: no reason names alibi: no"
+
+
+def test_a_pair_of_widths_is_refused_by_what_either_row_says_of_widths() -> None:
+    """(192, 192) is outside of both rows, and the nearest one has a limit for one width."""
+    common: dict[str, Any] = {"family": "dense", "dtype": "float32"}
+    rows = row(**common, head_dim=(64, 128)), row(**common, dims=((192, 128),))
+
+    class Judged(Installed):
+        def refuse(self, case: Case) -> UnsupportedRequestError:
+            verdict = judge(rows, case.request.normalised())
+            assert isinstance(verdict, Rejected)
+            return UnsupportedRequestError("; ".join(verdict.reasons))
+
+    beyond = refusals(rows, {"platform": "cpu"}, families=("dense",), dtypes=("float32",))
+    square = [case for case in beyond if case.request.dims == (192, 192)]
+    assert square
+    assert {run_case(Judged("torch_sdpa"), case).verdict for case in square} == {"refused"}
 
 
 def test_adapters_off_chip_are_not_asked_to_refuse() -> None:

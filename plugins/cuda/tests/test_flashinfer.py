@@ -86,9 +86,26 @@ def test_the_template_is_named(library: Library) -> None:
     call(PAGED, kv_dtype="fp8_e4m3")
     plan = given(library, ".plan")
     assert (plan["q_data_type"], plan["kv_data_type"]) == (torch.bfloat16, torch.float8_e4m3fn)
+    # Its paged kernels find V where K is, so that pages of two widths are not for it.
+    latent = {**EXTEND, "head_dim": 192, "v_head_dim": 128}
+    assert paged.template(PAGED.request(**latent)) == "fa2"
+    assert paged.template(PAGED.request(**{**latent, "family": "varlen"})) == "fa3"
     assert paged.template(AMPERE.request(**EXTEND)) == "fa2"
     assert paged.template(Emulated("flashinfer", "ragged", "cuda:sm90@12.1").request(**EXTEND)) == "fa2"
     assert not [c for c in library.calls if c.positional], "everything is given by name"
+
+
+@pytest.mark.parametrize("tokens", [3, 1])
+def test_caches_of_unlike_strides_go_to_kernels_that_read_them(tokens: int, library: Library) -> None:
+    """fa3, and decode without tensor cores, read V by the strides of K: the emulator refuses others as they do."""
+    one = {"phase": "decode", "s_relation": "one", "causal": "none"} if tokens == 1 else {}
+    key, value = torch.randn(4, 16, 8, 64).bfloat16(), torch.randn(4, 16, 8, 80).bfloat16()[..., :64]
+    tables: dict[str, Any] = {"page_table": torch.tensor([[2, 1]], dtype=torch.int32), "max_seqlen_k": 20}
+    tables |= {"seq_lens": torch.tensor([20], dtype=torch.int32), "max_seqlen_q": tokens}
+    tables |= {"cu_seqlens_q": torch.tensor([0, tokens], dtype=torch.int32)}
+    query, bound = torch.randn(tokens, 8, 64).bfloat16(), PAGED.bind(**{**EXTEND, **one, "kv_heads": 8})
+    wanted = bound.forward(query, key, value.contiguous(), **tables)
+    assert torch.equal(bound.forward(query, key, value, **tables), wanted)
 
 
 def test_a_scale_of_zero_or_less_goes_into_the_queries(library: Library) -> None:

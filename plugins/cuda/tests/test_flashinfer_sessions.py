@@ -53,8 +53,8 @@ class Server:
         assert self.bound.session is not None
         self.session = self.bound.session(slot)
         dtype = getattr(torch, r.dtype)
-        shape = (PAGES, SIZE, r.head_dim) if self.latent else (PAGES, SIZE, r.kv_heads, r.head_dim)
-        self.caches = [torch.randn(shape).to(dtype) for _ in range(1 if self.latent else 2)]
+        shapes = [(PAGES, SIZE, r.head_dim)] if self.latent else [(PAGES, SIZE, r.kv_heads, width) for width in r.dims]
+        self.caches = [torch.randn(shape).to(dtype) for shape in shapes]
 
     def give(self, new: Mapping[int, int]) -> None:
         for row, count in new.items():
@@ -138,6 +138,33 @@ def test_layers_share_the_plan_of_a_step(library: Library, fields: dict[str, Any
     server.layer(**given)
     assert len(plans(library)) == 2
     assert not [call for call in library.calls if call.positional], "everything is given by name"
+
+
+def test_a_layer_whose_caches_are_of_unlike_strides_plans_for_itself(library: Library) -> None:
+    """The plan of the step is for fa3, which cannot read them."""
+    server = Server(PAGED, **EXTENDING)
+    server.step(EXTEND, {server.table.add(): 40})
+    server.layer()
+    server.caches[1] = torch.randn(PAGES, SIZE, 2, 80).bfloat16()[..., :64]
+    server.layer()
+    server.caches[1] = server.caches[1].contiguous()
+    server.layer()
+    assert len(plans(library)) == 2
+
+
+def test_kernels_of_two_widths_are_loaded_before_a_step_is_recorded(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer loads them when they are first called, which it refuses while a graph is recorded."""
+    fields = {**VERIFYING, "head_dim": 192, "v_head_dim": 128, "graph_capture": "session"}
+    server = Server(PAGED, recorded=True, rows=2, tokens=6, **fields)
+    server.give(dict.fromkeys((server.table.add(), server.table.add()), 20))
+    for _ in range(2):
+        server.step(VERIFY, {0: 3, 1: 3})
+        with monkeypatch.context() as capturing:
+            capturing.setattr(wrappers.Planned, "capturing", True)
+            server.layer()
+    assert sum("prewarm" in call.name for call in library.calls) == 1
 
 
 def test_decode_plans_from_the_host_and_reads_the_pages_of_the_step(library: Library) -> None:

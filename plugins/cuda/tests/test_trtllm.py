@@ -126,6 +126,33 @@ def test_xqa_is_given_what_it_can_find_its_way_in(drafts: int, monkeypatch: pyte
     assert library.calls[-1].given["kv_cache"][0].data_ptr() == pool.data_ptr()
 
 
+@pytest.mark.parametrize("counts", [(12, 12), (12, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize(("group", "filled"), [(3, 4), (8, 8), (31, 32)])
+def test_sinks_of_xqa_are_those_of_their_heads(
+    group: int, filled: int, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the group: the last draft of a sequence gives what decoding it gives. The emulator takes the head of a
+    sink from the row in a tile of 32 where there are drafts, as the kernel does."""
+    library = emulator.library(arch=90).install(monkeypatch)
+    fields = {**STEP, "heads": 2 * group, "sinks": True}
+    caches = [torch.randn(4, 16, 2, 64).bfloat16() for _ in range(2)]
+    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    query, sinks = torch.randn(int(starts[-1]), 2 * group, 64).bfloat16(), 3 * torch.randn(2 * group)
+    tables: dict[str, Any] = {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2), "max_seqlen_k": 20}
+    tables |= {"seq_lens": torch.tensor([20, 17], dtype=torch.int32), "sinks": sinks}
+    out = torch.empty_like(query)
+    found = MHA[90].bind(**fields, **CHAIN).forward(
+        query, *caches, cu_seqlens_q=starts, max_seqlen_q=max(counts), out=out, **tables
+    )  # fmt: skip
+    ends = starts[1:].long() - 1
+    alone = {"cu_seqlens_q": torch.arange(3, dtype=torch.int32), "max_seqlen_q": 1}
+    wanted = MHA[90].bind(**fields, **ONE).forward(query[ends], *caches, **alone, **tables)
+    assert found is out
+    torch.testing.assert_close(found[ends], wanted)
+    asked = [call.given["query"].shape[-2] // 2 for call in library.calls]
+    assert asked == [filled if max(counts) * group > 32 else group, group], "as it is where no tile cuts it"
+
+
 def test_a_group_is_one_tile_of_xqa() -> None:
     heads = {"heads": 66, "kv_heads": 2}
     assert isinstance(judge(MHA[90].rows, MHA[90].request(**{**STEP, **ONE, **heads})), Rejected)

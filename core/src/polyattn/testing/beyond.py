@@ -16,7 +16,7 @@ __all__ = ["refusals"]
 
 _NAMED_AS = {
     "head_dim": ("head_dim", "dims"),
-    "v_head_dim": ("v_head_dim", "dims"),
+    "v_head_dim": ("v_head_dim", "head_dim", "dims"),
     "window": ("window", "causal"),
     "causal": ("causal", "window"),
 }

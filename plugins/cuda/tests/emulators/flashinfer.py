@@ -3,7 +3,8 @@
 Traps that are here as they are there: an LSE has base 2; sinks are dropped in silence; a row without keys and a scale
 of 0 or less give no numbers (0.6.18 and before); queries are float16 unless a plan says otherwise; a plan holds for one
 batch, and its workspace for one wrapper: two that are planned over one memory spoil each other; recorded wrappers have
-one batch size and buffers that were given; a mask takes the place of the causal rule, and is one for all heads.
+one batch size and buffers that were given; a mask takes the place of the causal rule, and is one for all heads; only
+the fa2 template reads V by strides of its own, by kernels that 0.7 loads when they are first called.
 """
 
 from __future__ import annotations
@@ -61,8 +62,29 @@ def rows_of(cache: Tensor, layout: str, pages: Tensor, count: int) -> Tensor:
     return taken.flatten(0, 1)[:count]
 
 
+def check_strides(caches: tuple[Tensor, Tensor], axes: tuple[int, ...]) -> None:
+    """K and V are found by the same strides."""
+    key, value = caches
+    for axis in axes:
+        if key.stride(axis) != value.stride(axis):
+            found = f"{key.stride(axis)} vs. {value.stride(axis)}"
+            raise RuntimeError(f"Check failed: K and V must have same stride of axis {axis} ({found})")
+
+
 class Planned:
     """What the wrappers share."""
+
+    capturing = False
+    """Whether a graph is being recorded: set by tests."""
+    strided = False
+    """Whether the kernels of 0.7 for caches of unlike strides are loaded."""
+
+    def load_strided(self, caches: tuple[Tensor, Tensor]) -> None:
+        """Before the fa2 template runs."""
+        if caches[0].stride() != caches[1].stride() and not self.strided:
+            if self.capturing:
+                raise RuntimeError("The lazy independent paged-KV-stride module cannot be compiled or loaded")
+            self.strided = True
 
     def begin(self, workspace: Tensor, graph: bool) -> None:
         if workspace.dtype != torch.uint8 or workspace.data_ptr() % 16:
@@ -122,7 +144,7 @@ def library(version: str = "0.7.2.post1") -> Library:
         "flashinfer-python", version, "flashinfer", "flashinfer.prefill", "flashinfer.decode", signatures=SIGNATURES
     )
     where = "flashinfer@0.6.18" if old else "flashinfer"
-    _prefill(lib, f"{where}.prefill.BatchPrefillWithPagedKVCacheWrapper")
+    _prefill(lib, f"{where}.prefill.BatchPrefillWithPagedKVCacheWrapper", old)
     _ragged(lib, f"{where}.prefill.BatchPrefillWithRaggedKVCacheWrapper")
     _decode(lib, f"{where}.decode.BatchDecodeWithPagedKVCacheWrapper", old)
 
@@ -141,8 +163,20 @@ def library(version: str = "0.7.2.post1") -> Library:
     return lib
 
 
-def _prefill(lib: Library, key: str) -> None:
+def _prefill(lib: Library, key: str, old: bool) -> None:
     class BatchPrefillWithPagedKVCacheWrapper(Planned):
+        strided = old
+
+        if not old:
+
+            @lib.method(f"{key}.prewarm_paged_kv_stride_variant")
+            def prewarm_paged_kv_stride_variant(self, variant: str) -> None:
+                assert variant == "independent"
+                assert self.plans, "plan() must complete before prewarming a paged-KV-stride variant."
+                if self.made["backend"] != "fa2":
+                    raise RuntimeError("Paged-KV-stride prewarm requires a standard FA2 plan")
+                self.strided = True
+
         @lib.method(f"{key}.__init__")
         def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
             self.begin(float_workspace_buffer, use_cuda_graph)
@@ -194,6 +228,10 @@ def _prefill(lib: Library, key: str) -> None:
             if q.shape[0] != starts[-1]:
                 raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({starts[-1]})")
             assert q.data_ptr() % 16 == 0
+            if self.made["backend"] == "fa3":
+                check_strides(paged_kv_cache, (0, 2 if layout == "HND" else 1))
+            else:
+                self.load_strided(paged_kv_cache)
             k_scale, v_scale = scale_given(a)
             outs, lses, at = [], [], 0
             for n, s_k in enumerate(lens):
@@ -225,6 +263,8 @@ def _dtype(given: Any) -> torch.dtype:
 
 def _decode(lib: Library, key: str, old: bool) -> None:
     class BatchDecodeWithPagedKVCacheWrapper(Planned):
+        strided = old
+
         @lib.method(f"{key}.__init__")
         def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
             self.begin(float_workspace_buffer, use_cuda_graph)
@@ -258,6 +298,10 @@ def _decode(lib: Library, key: str, old: bool) -> None:
                 raise ValueError("q and caches are not of the dtypes planned")
             if q.shape[0] != len(p["last_page_len"]):
                 raise ValueError("decode takes one query for each sequence")
+            if self.made["use_tensor_cores"]:
+                self.load_strided(paged_kv_cache)
+            else:
+                check_strides(paged_kv_cache, (0, 1, 2))
             k_scale, v_scale = scale_given(a)
             lens = (p["indptr"].diff() - 1).clamp(min=0) * p["page_size"] + p["last_page_len"]
             outs, lses = [], []

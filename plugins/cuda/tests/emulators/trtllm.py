@@ -2,7 +2,7 @@
 
 Traps that are here as they are there: the default scale is 1 and the default layout HND; a workspace that is not zero
 when it is new gives no numbers; an LSE has base 2 and the sink in it; rows without keys are not written; latent outputs
-are bfloat16, and their queries causal among themselves.
+are bfloat16, and their queries causal among themselves; XQA counts the heads of sinks from the start of each tile.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def attend(
     v_scale: Any,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, LSE of base 2 with the sink in it), packed. `rule(n, s_q, s_k)`: who sees whom in sequence n."""
+    """(out, LSE of base 2 with the sink in it), packed. `rule(n, s_q, s_k)`: who sees whom in sequence n. `sinks`:
+    [H_q], or [S, H_q] of each query of a sequence."""
     assert query.is_contiguous() or query.stride(-1) == 1
     for tables in (block_tables, seq_lens):
         assert tables.dtype == torch.int32
@@ -70,7 +71,8 @@ def attend(
         out, lse = attention(queries, k, v, float(scale), rule(n, queries.shape[0], s_k))
         if sinks is not None:
             assert sinks.dtype == torch.float32
-            with_sink = torch.logaddexp(lse * math.log(2.0), sinks)
+            own = sinks if sinks.ndim == 1 else sinks[: len(queries)]
+            with_sink = torch.logaddexp(lse * math.log(2.0), own)
             out = out * torch.exp(lse * math.log(2.0) - with_sink)[..., None]
             lse = with_sink / math.log(2.0)
         outs.append(out * float(v_scale))
@@ -163,10 +165,11 @@ def _xqa(lib: Library, key: str, arch: int) -> None:
         assert caches[0].stride() == caches[1].stride(), "V is read by the strides of K"
         strides = zip(caches[0].shape[:-1], caches[0].stride()[:-1], strict=True)
         assert not any(n > 1 and stride % query.shape[-1] for n, stride in strides), "strides are counted in rows"
-        if query.shape[-2] // caches[0].shape[1 if a["kv_layout"] == "HND" else 2] > 32:
+        group = query.shape[-2] // caches[0].shape[1 if a["kv_layout"] == "HND" else 2]
+        if group > 32:
             raise RuntimeError("static assertion failed: persistentQ")
         assert not (caches[0].dtype == torch.float8_e4m3fn and arch == 90), "its Hopper kernel quantises Q"
-        ragged, T = a["q_cu_seq_lens"], query.shape[0]
+        sinks, ragged, T = a["sinks"], a["q_cu_seq_lens"], query.shape[0]
         starts = [n * drafts for n in range(len(lens) + 1)] if ragged is None else ragged.tolist()
         mask, words = a["mask"], (drafts + 31) // 32 * 2
         shape = tuple(query.shape)
@@ -174,6 +177,10 @@ def _xqa(lib: Library, key: str, arch: int) -> None:
             assert mask is not None, "Mask is required for speculative decoding"
             assert mask.dtype == torch.uint16
             assert tuple(mask.shape) == ((len(lens), drafts, words) if ragged is None else (T, words))
+            if sinks is not None:
+                # `addAttentionSinksSpecDec` of mha.cu: the row in its tile of 32, not the row, by the heads of a group.
+                head = torch.arange(drafts * group) % 32 % group
+                sinks = sinks.view(-1, group)[:, head].view(-1, drafts, group).transpose(0, 1).flatten(1)
             if ragged is None:
                 query = query.view(len(lens), drafts, *query.shape[1:])
                 shape = tuple(query.shape)
@@ -191,7 +198,7 @@ def _xqa(lib: Library, key: str, arch: int) -> None:
 
         found, lse = attend(
             query.flatten(0, -3), caches, a["kv_layout"], a["block_tables"], lens, starts, rule,
-            a["bmm1_scale"], a["bmm2_scale"], a["sinks"],
+            a["bmm1_scale"], a["bmm2_scale"], sinks,
         )  # fmt: skip
         return finish(found, lse, query, a, shape)
 

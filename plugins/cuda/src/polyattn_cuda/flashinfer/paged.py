@@ -40,11 +40,13 @@ _STORED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def template(request: AttentionRequest) -> str:
-    """Which of FlashInfer's templates serves: fa3 reads no FP8 caches beside 16-bit queries and takes no masks. Said to
-    the wrappers, because what they choose by themselves depends on the version and, on Blackwell, has no LSE."""
+    """Which of FlashInfer's templates serves: fa3 reads no FP8 caches beside 16-bit queries, takes no masks, and finds
+    the rows of V in pages by the strides of K, so that both are of one width. Said to the wrappers, because what they
+    choose by themselves depends on the version and, on Blackwell, has no LSE."""
     recent = not request.toolkit or request.toolkit >= (12, 3)
     hopper = request.arch == "sm90" and recent and request.dims in FA3_DIMS
-    return "fa3" if hopper and request.mask == "none" and request.kv_dtype == "auto" else "fa2"
+    plain = request.mask == "none" and request.kv_dtype == "auto"
+    return "fa3" if hopper and plain and (request.same_dims or request.family != "paged") else "fa2"
 
 
 class Paged:
@@ -92,6 +94,10 @@ class _Call:
         self.dtypes = {"q_data_type": dtype, "kv_data_type": _STORED.get(r.kv_dtype, dtype)}
         self.decodes = r.s_relation == "one" and r.mask == "none" and r.same_dims
         self.tensor_cores = r.group >= _TENSOR_CORES or r.kv_dtype != "auto" or r.batch_invariant
+        # Whether what is planned reads V by strides of its own: fa3, and decode without tensor cores, do not.
+        self.strided = template(r) == "fa2" and (self.tensor_cores or not self.decodes)
+        # 0.7 loads its kernels for such caches when they are first called, and not while a graph is recorded.
+        self.load_strided = not r.same_dims and hasattr(self.prefill, "prewarm_paged_kv_stride_variant")
 
     # ---------------------------------------------------------------------------------------------------------- plans
 
@@ -106,12 +112,13 @@ class _Call:
         heads: tuple[int, int] | None = None,
         causal: bool | None = None,
         fixed: dict[str, Tensor] | None = None,
+        alike: bool = True,
     ) -> Any:
         """A wrapper with a plan.
 
         Args:
             pages: int32, of all sequences. nbytes: of its workspace. heads: H_q and H_kv where not the request's.
-            causal: where not the request's. fixed: buffers of recorded steps.
+            causal: where not the request's. fixed: buffers of recorded steps. alike: K and V have the same strides.
         """
         r = self.request
         head = dict(zip(("num_qo_heads", "num_kv_heads"), heads or (r.heads, r.kv_heads), strict=True))
@@ -121,7 +128,7 @@ class _Call:
         if r.batch_invariant:
             common["disable_split_kv"] = True
         decode = self.decodes and causal is None and lens.single
-        wrapper = self._wrapper(bench, decode, mask is not None, nbytes, fixed)
+        wrapper = self._wrapper(bench, decode, mask is None and alike, nbytes, fixed)
         with bench.planning(wrapper):
             if decode:
                 common |= {"indptr": lens.kv_indptr, "indices": pages, "last_page_len": lens.last_page_len}
@@ -143,12 +150,14 @@ class _Call:
                 causal=mask is None and (r.causal != "none" if causal is None else causal),
                 **common,
             )
+            if fixed and self.load_strided and not bench.planned(wrapper):
+                wrapper.prewarm_paged_kv_stride_variant()
         return wrapper
 
     def _wrapper(
-        self, bench: Workbench, decoding: bool, masked: bool, nbytes: int, fixed: dict[str, Tensor] | None
+        self, bench: Workbench, decoding: bool, plain: bool, nbytes: int, fixed: dict[str, Tensor] | None
     ) -> Any:
-        backend = "fa2" if masked else template(self.request)
+        backend, tensor_cores = template(self.request) if plain else "fa2", self.tensor_cores or not plain
         shared: dict[str, Any] = {"kv_layout": self.layout, "use_cuda_graph": fixed is not None}
 
         def decode(workspace: Tensor) -> Any:
@@ -156,7 +165,7 @@ class _Call:
                      "paged_kv_last_page_len_buffer": "last_page_len"}  # fmt: skip
             buffers = {name: fixed[own] for name, own in names.items()} if fixed else {}
             return self.decode(
-                float_workspace_buffer=workspace, use_tensor_cores=self.tensor_cores, backend="fa2", **shared, **buffers
+                float_workspace_buffer=workspace, use_tensor_cores=tensor_cores, backend="fa2", **shared, **buffers
             )
 
         def prefill(workspace: Tensor) -> Any:
@@ -167,7 +176,7 @@ class _Call:
             return self.prefill(float_workspace_buffer=workspace, backend=backend, **shared, **buffers)
 
         if decoding:
-            return bench.wrapper((self.decode, self.layout, self.tensor_cores), decode, nbytes)
+            return bench.wrapper((self.decode, self.layout, tensor_cores), decode, nbytes)
         return bench.wrapper((self.prefill, self.layout, backend), prefill, nbytes)
 
     def run(
@@ -266,7 +275,8 @@ class _Call:
         alive = sighted(asked, lens, device) if mask is None else mask.alive
         heads = query.shape[1], keys.caches[0].shape[1 if self.layout == "HND" else 2]
         nbytes = float_bytes(r, device, lens.seq_lens.shape[0], lens.tokens)
-        wrapper = self.plan(bench, lens, keys.pages, nbytes, mask=mask, heads=heads, causal=causal)
+        alike = self.strided or keys.caches[0].stride() == keys.caches[1].stride()
+        wrapper = self.plan(bench, lens, keys.pages, nbytes, mask=mask, heads=heads, causal=causal, alike=alike)
         return (*self.run(wrapper, query, keys.caches, scales, out), alive)
 
     def _attend_by_head(
@@ -329,6 +339,9 @@ class _Call:
         given: Mapping[str, Any],
     ) -> Any:
         """A layer of a planned step: little is done here beyond the library's call, once for each layer and step."""
+        if not self.strided and caches[0].stride() != caches[1].stride():
+            # The kernels that were planned read V by the strides of K.
+            return self.forward(query, *caches, out=out, **given)
         query = readable(query, self.factor)
         target = out if out is None else writable(out)
         if self.scaled:

@@ -190,6 +190,10 @@ class _Generated(_Call):
         return found if r.lse else (found, None)
 
 
+_TILE = 32
+"""Rows of a tile of XQA's drafts: (draft, head of the group), draft by draft."""
+
+
 class _XQA(_Call):
     """XQA. Drafts of a sequence see the prefix and, among themselves, what a packed mask says."""
 
@@ -233,8 +237,16 @@ class _XQA(_Call):
             drafts = {"q_len_per_req": longest, "mask": mask}
             # It makes an axis of the drafts, and wants it in `out` too.
             given["out"] = None
+        group = filled = self.request.group
+        if longest > 1 and "sinks" in given and longest * group > _TILE:
+            # The head of a sink is the row in its tile, modulo the group: true where groups divide a tile.
+            filled = 1 << (group - 1).bit_length()
+        if filled != group:
+            query, sinks = _filled(query, 1, group, filled), _filled(given["sinks"], 0, group, filled)
+            given |= {"query": query, "sinks": sinks, "out": None}
         found: Tensor = self.decode(max_seq_len=tables.max_seqlen_k, **drafts, **given)
-        return found if longest == 1 else found.flatten(0, -3), None
+        found = found if longest == 1 else found.flatten(0, -3)
+        return found if filled == group else found.unflatten(1, (-1, filled))[:, :, :group].flatten(1, 2), None
 
     def _mask(self, drafts: int, device: torch.device) -> Tensor:
         """`drafts_mask`, kept; one that is made while a graph is recorded belongs to that graph."""
@@ -256,6 +268,12 @@ def drafts_mask(drafts: int, causal: bool, device: torch.device) -> Tensor:
     seen = (column < drafts) & (row >= (column if causal else 0))
     bits = seen.expand(drafts, -1).int().view(drafts, words, 16) << column[:16]
     return bits.sum(-1, dtype=torch.int32).to(torch.uint16)
+
+
+def _filled(heads: Tensor, axis: int, group: int, filled: int) -> Tensor:
+    """`heads`, [H_q] at `axis`, with groups of `filled` heads: the further ones are zeros."""
+    further = (0, 0) * (heads.ndim - axis - 1) + (0, filled - group)
+    return torch.nn.functional.pad(heads.unflatten(axis, (-1, group)), further).flatten(axis, axis + 1)
 
 
 def _in_rows(caches: Sequence[Tensor]) -> Sequence[Tensor]:
