@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from polyattn.serving.batch import ForwardMode
 from polyattn.serving.layer import AttentionLayer
 from polyattn.serving.tree import DraftTree
 
+from . import rig as rig_module
 from .rig import Rig, decoder
 
 pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
@@ -57,6 +59,28 @@ def test_every_mode_equals_dense_attention(
     rig.step(DECODE, {a: 1, b: 1, c: 1})
     if topk:
         rig.step(VERIFY, {a: 4, c: 4}, tree=DraftTree.from_parents([[-1, 0, 0, 1], [-1, 0, 1, 1]]))
+
+
+@pytest.mark.parametrize("config", [{}, {"dtype": "fp8_e4m3", "scales": "token"}], ids=["plain", "fp8"])
+def test_the_default_device_of_a_program_moves_nothing(
+    config: dict[str, str], toys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs make their models under `torch.device(...)`; what went to "meta" would have no numbers."""
+
+    def here(call: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        with torch.device("cpu"):
+            return call(*args)
+
+    for name in ("dense", "tree_mask"):
+        monkeypatch.setattr(rig_module, name, functools.partial(here, getattr(rig_module, name)))
+    tree = DraftTree.from_parents([[-1, 0, 0, 1], [-1, 0, 1, 1]])
+    with torch.device("meta"):
+        rig = Rig(decoder(), config=config, topk=2)
+        a, b = rig.add(2)
+        rig.step(EXTEND, {a: 7, b: 3})
+        rig.step(DECODE, {b: 1, a: 1})
+        rig.step(MIXED, {a: 1, b: 4})
+        rig.step(VERIFY, {a: 4, b: 4}, tree=tree)
 
 
 @pytest.mark.parametrize(

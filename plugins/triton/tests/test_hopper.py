@@ -224,7 +224,8 @@ def test_causal_tiles_are_shared_out_evenly(
     monkeypatch.setattr(hopper_forward.runtime, "processors", lambda device: 132)
     sizes = [(batch, tokens, heads, 128) for heads in (32, heads_k, heads_k, 32)]
     axes = [(size, (tokens * size[2] * 128, size[2] * 128, 128, 1)) for size in sizes]
-    plan = hopper_forward._Plan("BSHD", Spec(1.0, right=0), None, torch.device("cpu"), axes)
+    with torch.device("meta"):  # a program's default device, which a plan asks nothing of
+        plan = hopper_forward._Plan("BSHD", Spec(1.0, right=0), None, torch.device("cpu"), axes)
     blocks, _, _, heads, together, *_ = plan.numbers
     work = [0] * 132
     for tile in range(blocks * heads):

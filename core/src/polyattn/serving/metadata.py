@@ -180,7 +180,11 @@ class Step:
         found = self._hosts.get(name)
         if found is None:
             numbers = self.listed(name)
-            found = torch.frombuffer(array("i", numbers), dtype=torch.int32) if numbers else torch.empty(0).int()
+            found = (
+                torch.frombuffer(array("i", numbers), dtype=torch.int32)
+                if numbers
+                else torch.empty(0, dtype=torch.int32, device="cpu")
+            )
             if name == "page_table":
                 found = found.view(self.page_table.shape)
             self._hosts[name] = found

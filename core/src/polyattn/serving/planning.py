@@ -82,7 +82,7 @@ def tokens_of(batch: ForwardBatch, indices: Sequence[int], device: torch.device)
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """int64, by a copy that nobody waits for."""
-    found = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    found = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return found.to(device, non_blocking=True)
 
 

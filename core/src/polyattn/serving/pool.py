@@ -364,7 +364,7 @@ def _named(groups: Sequence[CacheGroup]) -> str:
 
 
 def _index(numbers: Sequence[int], device: torch.device) -> Tensor:
-    index = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    index = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return index.to(device, non_blocking=True)
 
 

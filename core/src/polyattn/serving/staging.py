@@ -68,7 +68,9 @@ class Staging:
         self._pinned = device.type in ("cuda", "xpu")
         self._device = torch.zeros(count, dtype=torch.int32, device=device)
         turns = 2 if self._pinned else 1
-        self._hosts = [torch.zeros(count, dtype=torch.int32, pin_memory=self._pinned) for _ in range(turns)]
+        self._hosts = [
+            torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=self._pinned) for _ in range(turns)
+        ]
         memory = [(ctypes.c_int32 * count).from_address(host.data_ptr()) for host in self._hosts]
         self._cells = [memoryview(cells).cast("B").cast("i") for cells in memory]
         self._sent = [torch.Event(device) for _ in range(turns)] if self._pinned else []

@@ -87,8 +87,8 @@ class Lengths:
     def page_list(self, page_table: Tensor) -> Tensor:
         """int32, the pages of all sequences, from a table [N, max_pages] on the device."""
         counts = self.kv_indptr.diff().long()
-        row = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
-        place = row * page_table.shape[1] + torch.arange(self.pages) - self.kv_indptr[row]
+        row = torch.repeat_interleave(torch.arange(counts.shape[0], device="cpu"), counts)
+        place = row * page_table.shape[1] + torch.arange(self.pages, device="cpu") - self.kv_indptr[row]
         return page_table.reshape(-1)[place.to(page_table.device, non_blocking=True)]
 
 
@@ -109,10 +109,10 @@ def sighted(request: AttentionRequest, lens: Lengths, device: torch.device) -> T
     if not blind:
         return None
     queries, keys = lens.queries, lens.seq_lens
-    sequence = torch.repeat_interleave(torch.arange(keys.shape[0]), queries.long())
+    sequence = torch.repeat_interleave(torch.arange(keys.shape[0], device="cpu"), queries.long())
     seen = keys[sequence] > 0
     if causal:
-        seen &= keys[sequence] - (lens.cu_seqlens_q[sequence + 1] - torch.arange(lens.tokens)) >= 0
+        seen &= keys[sequence] - (lens.cu_seqlens_q[sequence + 1] - torch.arange(lens.tokens, device="cpu")) >= 0
     return seen.to(device, non_blocking=True)
 
 

@@ -71,7 +71,7 @@ class _Call:
         bhsd = self.request.layout == "BHSD"
         q, k, v = (t.transpose(1, 2) if bhsd else t for t in (query, key, value))
         (B, S_q), S_k = q.shape[:2], k.shape[1]
-        starts = [torch.arange(B + 1, dtype=torch.int32) * length for length in (S_q, S_k)]
+        starts = [torch.arange(B + 1, dtype=torch.int32, device="cpu") * length for length in (S_q, S_k)]
         found = self._attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts[0], starts[1], sinks, None)
         result, lse = found if self.request.lse else (found, None)
         result = result.unflatten(0, (B, S_q))

@@ -142,7 +142,7 @@ def _balanced(steps: Sequence[int], heads: int, most: int, unit: int, programs: 
     whole rounds are even; where they are too large for the L2, more than three times `most` heads, the best of those
     from `most` down to half by multiples of `unit`.
     """
-    every = torch.tensor(steps)
+    every = torch.tensor(steps, device="cpu")  # whatever a program's default device is
 
     def busiest(together: int) -> int:
         sections, rest = divmod(heads, together)
