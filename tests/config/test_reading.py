@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from polyattn.config import parse_backend_config, read_config_file
@@ -357,6 +357,8 @@ def test_json_and_yaml_round_trip(tmp_path: Path, tree: dict[str, Any]) -> None:
 
 
 @settings(max_examples=150, deadline=None)
+@example("~\0")
+@example("~\0.json")
 @given(st.one_of(st.text(max_size=30), st.text("ab=,[]{}'\".1e- \\", max_size=20)))
 def test_any_text_is_options_or_a_config_error(text: str) -> None:
     try:

@@ -60,7 +60,8 @@ def parse_backend_config(
 def _is_path(text: str) -> bool:
     """Pairs often end in '.json' (`mask_strategy_file_path=/m.json`): text with '=' is a path only if it exists."""
     known = text.lower().endswith(SUFFIXES)
-    exists = os.path.exists(os.path.expanduser(text))
+    # `expanduser` looks a name up, which has no NUL; a path with one is said to be none when it is read.
+    exists = "\0" not in text and os.path.exists(os.path.expanduser(text))
     return exists and known if "=" in text else exists or known or os.sep in text
 
 
@@ -70,7 +71,8 @@ def read_config_file(path: str | os.PathLike[str], *, where: str = "config file"
     Raises:
         ConfigError: missing, unreadable, not UTF-8, wrong suffix, malformed (with line and column), not a mapping.
     """
-    file = Path(os.path.expanduser(os.fspath(path)))
+    named = os.fspath(path)
+    file = Path(named if "\0" in named else os.path.expanduser(named))
     suffix = file.suffix.lower()
     if suffix not in SUFFIXES:
         raise ConfigError(f"{where}: {file} has the suffix {file.suffix!r}; allowed: {', '.join(SUFFIXES)}")
