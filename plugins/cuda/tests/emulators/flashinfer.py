@@ -216,6 +216,11 @@ def _prefill(lib: Library, key: str, old: bool) -> None:
                     assert int(((sizes + 7) // 8).sum()) <= len(made["custom_mask_buf"])
             if masked and (a["custom_mask"].dim() != 1 or a["custom_mask"].dtype != torch.bool):
                 raise ValueError("custom_mask is a flat bool tensor")
+            if masked:
+                # Not what `run` takes for lengths: a sequence without pages counts less than nothing here.
+                pages = a["paged_kv_indptr"].diff() - 1
+                sizes = a["qo_indptr"].diff() * (pages * a["page_size"] + a["paged_kv_last_page_len"])
+                a["mask_indptr"] = [0, *sizes.cumsum(0).tolist()]
             self.a = a
             self.stamp()
 
@@ -233,7 +238,7 @@ def _prefill(lib: Library, key: str, old: bool) -> None:
             else:
                 self.load_strided(paged_kv_cache)
             k_scale, v_scale = scale_given(a)
-            outs, lses, at = [], [], 0
+            outs, lses = [], []
             for n, s_k in enumerate(lens):
                 queries = q[starts[n] : starts[n + 1]]
                 s_q = queries.shape[0]
@@ -242,8 +247,8 @@ def _prefill(lib: Library, key: str, old: bool) -> None:
                 if p["custom_mask"] is None:
                     seen = visible(s_q, s_k, p["causal"], p["window_left"])
                 else:
+                    at = p["mask_indptr"][n]
                     seen = p["custom_mask"][at : at + s_q * s_k].view(s_q, s_k)
-                    at += s_q * s_k
                 out, lse = attention(queries, k, v, p["sm_scale"] * k_scale, seen, p["logits_soft_cap"] or 0.0)
                 outs.append(out * v_scale)
                 lses.append(lse)
@@ -254,7 +259,8 @@ def _prefill(lib: Library, key: str, old: bool) -> None:
 
 def _lens(p: dict[str, Any]) -> Tensor:
     """[N], keys by what a plan says of pages."""
-    return (p["paged_kv_indptr"].diff() - 1).clamp(min=0) * p["page_size"] + p["paged_kv_last_page_len"]
+    counts = p["paged_kv_indptr"].diff()
+    return torch.where(counts > 0, (counts - 1) * p["page_size"] + p["paged_kv_last_page_len"], 0)
 
 
 def _dtype(given: Any) -> torch.dtype:

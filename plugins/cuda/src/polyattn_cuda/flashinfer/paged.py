@@ -72,6 +72,15 @@ _Part = tuple[Tensor, Tensor | None, Tensor | None]
 """(out, LSE of base 2 if the call needs one, the queries that see a key or None = all) over one set of keys."""
 
 
+def _masked_last_page_len(lens: Lengths, page_size: int) -> Tensor:
+    """int32 [N], as a plan with a mask needs them.
+
+    FlashInfer finds where a sequence's mask begins by (pages - 1) * page_size + last_page_len, which is its length for
+    a sequence without pages only if that is a whole page; its kernels take such a sequence for empty either way.
+    """
+    return lens.last_page_len.masked_fill(lens.kv_indptr.diff() == 0, page_size)
+
+
 class _Call:
     """Everything of a request that is no tensor."""
 
@@ -143,7 +152,7 @@ class _Call:
                 qo_indptr=lens.cu_seqlens_q,
                 paged_kv_indptr=lens.kv_indptr,
                 paged_kv_indices=pages,
-                paged_kv_last_page_len=lens.last_page_len,
+                paged_kv_last_page_len=lens.last_page_len if mask is None else _masked_last_page_len(lens, r.page_size),
                 head_dim_qk=r.head_dim,
                 head_dim_vo=r.dims[1],
                 custom_mask=None if mask is None else mask.flat,
