@@ -36,7 +36,7 @@ def table(block: str) -> str:
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if result["benchmark"] == pages.BENCHMARK:
         return pages.summary(result) if view else pages.markdown(result)
-    module = importlib.import_module(name.replace("-", "_"))
+    module = importlib.import_module(result["benchmark"].replace("-", "_"))
     text: str = module.markdown(result)
     return text
 

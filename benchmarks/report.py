@@ -7,7 +7,7 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,22 @@ def stamp(name: str, device: torch.device | None = None, **more: str) -> dict[st
     device = device or torch.device("cpu")
     return {
         "benchmark": name,
-        "command": f"python {shlex.join(['benchmarks/' + Path(sys.argv[0]).name, *sys.argv[1:]])}",
+        "command": f"python {shlex.join(['benchmarks/' + Path(sys.argv[0]).name, *_asked(sys.argv[1:])])}",
         "date": datetime.date.today().isoformat(),
         "machine": device_name(device),
         "versions": {**versions(device), **more},
     }
+
+
+def _asked(words: Sequence[str]) -> list[str]:
+    """What a command line asks to be measured: not where its result goes, nor whether one was begun before."""
+    asked, words = [], iter(words)
+    for word in words:
+        if word == "--json":
+            next(words, None)
+        elif word != "--resume" and not word.startswith("--json="):
+            asked.append(word)
+    return asked
 
 
 def caption(result: dict[str, Any]) -> str:

@@ -37,6 +37,13 @@ def test_an_adapter_is_measured_beside_its_library(script):
     assert "- FlashAttention 3, packed, dense: No module named 'vllm'" in text
 
 
+def test_a_result_says_what_was_asked_and_not_where_it_went(script, monkeypatch):
+    report = script("report")
+    words = ["engine.py", "--json", "/somewhere/engine.json", "--requests", "32", "--resume", "--json=/elsewhere"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert report.stamp("engine")["command"] == "python benchmarks/engine.py --requests 32"
+
+
 def test_an_adapter_that_computes_something_else_is_not_timed(script):
     module = script("adapter_overhead")
     with pytest.raises(SystemExit, match=r"bound differs from the library by hand by 1\.0e.00; nothing is timed"):
