@@ -507,6 +507,8 @@ def test_both_versions_of_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MORE = {"s_relation": "more", "window": (9, -1)}
 MORE_PAGED = {**MORE, "family": "paged", "layout": "THD", "page_size": 256, "phase": "extend"}
+FA4_PAGED = {"family": "paged", "layout": "THD", "page_size": 128, "phase": "decode", "s_relation": "one"}
+FA4_WIDTHS = "is not one of 16, 32, 48, 64, 112, 128, 192, 256"
 REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
     ("cuda:sm80", "fa", "flash-attn", MORE, "s_relation='more' is not one of equal, one, fewer"),
     ("cuda:sm80", "fa2", "flash-attn", MORE_PAGED, "s_relation='more' is not one of equal, one, fewer"),
@@ -524,6 +526,9 @@ REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
         "fa3/flash-attn-3: grad=('query',) is not declared",
     ),
     ("cuda:sm90", "fa", "sgl-kernel", {"grad": ("query",)}, "grad=('query',) is not declared"),
+    # Widths whose rows FA4's loads without TMA misplace: 96 and 240 gave wrong results on an H200.
+    ("cuda:sm90", "fa4", "flash-attn-4", {**FA4_PAGED, "head_dim": 96}, f"head_dim=96 {FA4_WIDTHS}"),
+    ("cuda:sm90", "fa4", "flash-attn-4", {**FA4_PAGED, "head_dim": 240}, f"head_dim=240 {FA4_WIDTHS}"),
     ("cuda:sm100", "fa", "flash-attn-4", {"head_dim": 264}, "head_dim=264 is not 8 to 128"),
     (
         "cuda:sm100",

@@ -7,6 +7,7 @@ multiply rows of a page that no sequence has by 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -528,6 +529,9 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
         whole = k.shape[1] == tile(q, v, given) and qv is None
         assert whole or not (q.shape[-1] % 16 or v.shape[-1] % 16), "Paged KV does not support irregular head dim"
         rows = k.shape[1] if whole else 1
+        if arch == 90 and not whole and tile(q, v, given) % (1024 // math.gcd(q.shape[-1], v.shape[-1], 64)):
+            # 128 threads load so many rows at a time; those of the last time lie beyond the tile.
+            v = v.roll(1, 0)
         out, lse = paged(q, k, v, table, lengths, a["cu_seqlens_q"], given, qv, a["learnable_sink"], tile=rows)
         lse = lse.transpose(0, 1).contiguous() if qv is not None else lse
         return out, lse if a["return_lse"] else None

@@ -213,9 +213,12 @@ FA4_SERVING: dict[str, Any] = {
     "zero_size": True,
     "misaligned": True,
 }
-# "Paged KV does not support irregular head dim", where it is not loaded by TMA.
+# "Paged KV does not support irregular head dim", where it is not loaded by TMA. Without TMA 128 threads load, and
+# 1024 / gcd(D, D_v, 64) rows at a time must divide a tile of keys, which on Hopper the width and the mask decide: 144
+# up to D = 96, 112 up to 192, 80 up to 256 (PagedKVManager.create, select_sm90_tile). Other widths give wrong rows or
+# read beyond memory there.
 FA4_PAGED_HOPPER: tuple[dict[str, Any], ...] = (
-    {"head_dim": Range(16, 256, multiple_of=16)},
+    {"head_dim": (16, 32, 48, 64, 112, 128, 192, 256)},
     {"dims": (UNABSORBED,)},
 )
 FA4_PAGED_BLACKWELL: tuple[dict[str, Any], ...] = (
