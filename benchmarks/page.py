@@ -1,6 +1,6 @@
-"""The tables of docs/benchmarks.md and docs/kernels.md from the committed result files: every block between
-`<!-- NAME -->` and `<!-- /NAME -->` is benchmarks/results/NAME.json; `<!-- NAME: summary -->`, of a result of `polyattn
-bench`, is a line for each family.
+"""The tables of docs/benchmarks.md, docs/kernels.md and the README from the committed result files: every block between
+`<!-- NAME -->` and `<!-- /NAME -->` is benchmarks/results/NAME.json. Of a result of `polyattn bench`,
+`<!-- NAME: summary -->` is a line for each family, `<!-- NAME: ratios -->` one for each bar.
 
     python benchmarks/page.py            # write the pages
     python benchmarks/page.py --check    # exit code 1 where one is not up to date
@@ -19,8 +19,22 @@ from typing import Any
 from polyattn.bench import pages
 
 RESULTS = Path(__file__).parent / "results"
-PAGES = tuple(Path(__file__).parents[1] / "docs" / name for name in ("benchmarks.md", "kernels.md"))
-BLOCK = re.compile(r"(<!-- ([\w-]+(?:: summary)?) -->\n).*?(\n?<!-- /\2 -->)", re.S)
+PAGES = tuple(Path(__file__).parents[1] / name for name in ("README.md", "docs/benchmarks.md", "docs/kernels.md"))
+BLOCK = re.compile(r"(<!-- ([\w-]+(?:: \w+)?) -->\n).*?(\n?<!-- /\2 -->)", re.S)
+
+
+def ratios(result: dict[str, Any]) -> str:
+    """What the bars of a run compare, without what they ask."""
+    versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("polyattn", "torch"))
+    head = ["| | rows | geometric mean | least |", "|---|---:|---:|---:|"]
+    lines = [f"{result['date']}, {result['device']}; {versions}.", "", *head]
+    for said in result["verdicts"]:
+        figures = [f"{said[name]:.2f}" for name in ("geomean", "least") if name in said]
+        lines += [f"| {' | '.join([said['bar'], str(said['rows']), *figures])} |"] if len(figures) == 2 else []
+    return "\n".join(lines)
+
+
+VIEWS = {"": pages.markdown, "summary": pages.summary, "ratios": ratios}
 
 
 def table(block: str) -> str:
@@ -35,7 +49,7 @@ def table(block: str) -> str:
         raise SystemExit(f"a page shows {name}, but there is no {path.name} among the results")
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if result["benchmark"] == pages.BENCHMARK:
-        return pages.summary(result) if view else pages.markdown(result)
+        return VIEWS[view](result)
     module = importlib.import_module(result["benchmark"].replace("-", "_"))
     text: str = module.markdown(result)
     return text
