@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from polyattn.errors import BackendUnavailableError, ConfigError, PluginError, UnsupportedRequestError
-from polyattn.evidence import read_evidence
+from polyattn.evidence import read_evidence, row_hash
 from polyattn.plugins import get_manager
-from polyattn.records import AttentionRequest, Provider, Rejected, judge, row
+from polyattn.records import Accuracy, AttentionRequest, Provider, Rejected, Row, judge, row
 from polyattn.testing import Case, Installed, OffChip, Report, plan, record, refusals, run, run_case
 from polyattn.testing.calls import out_of, sayable
 from polyattn.testing.checks import Outcome
 from polyattn.testing.poison import poisoned
 from polyattn.testing.problems import build, off_boundary, stored
+from polyattn.testing.recording import evidence_of
 from polyattn.testing.running import _blank
 from polyattn.testing.sources import sources_of
 from polyattn.testing.tolerances import Finding
@@ -28,6 +29,8 @@ from polyattn.testing.tolerances import Finding
 from .conftest import ADAPTER, Acme
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+EVIDENCE = sorted(path for part in ("core", "plugins/*") for path in ROOT.glob(f"{part}/src/**/evidence/*@*.json"))
 SMALL = {"device": "cpu", "dtypes": ["float32"], "families": ["varlen"], "per_row": 3}
 
 
@@ -394,6 +397,64 @@ def test_evidence_is_written_and_goes_stale(plugin_elsewhere: Path, monkeypatch:
         ConfigError, match=r"torch_native@cpu is not written: adapter\.py are not what ran on .* Run again"
     ):
         record(found)
+
+
+def test_evidence_goes_stale_when_something_else_is_declared(
+    plugin_elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plugin_elsewhere / "adapter.py").write_text("import torch\n")
+    monkeypatch.setattr("polyattn.testing.running.sources_of", lambda origin, providers: ("adapter.py",))
+    found = run("torch_native", **SMALL)
+    record(found)
+    info = get_manager().backends["torch_native", "cpu"]
+    evidence = read_evidence(str(plugin_elsewhere / "plugin.py"), "torch_native", "cpu")
+    assert evidence.rows
+    assert not evidence.beside(info.providers).stale
+
+    first, *rest = info.providers
+    more = row(family="dense", dtype="float32", alibi=True)
+    wider = (dataclasses.replace(first, rows=(*first.rows, more)), *rest)
+    assert evidence.beside(wider).stale
+    assert not dataclasses.replace(evidence, rows="").beside(wider).stale, "from before rows were kept"
+    monkeypatch.setitem(get_manager().backends, ("torch_native", "cpu"), dataclasses.replace(info, providers=wider))
+    with pytest.raises(ConfigError, match=r"it declares other capabilities than were tried on .* Run again"):
+        evidence_of(found)
+
+
+def test_what_counts_as_declared() -> None:
+    rows = (
+        row(when={"arch": ("sm90", "sm100")}, family="dense", dtype="float16", head_dim=(64, 128)),
+        row(when={"arch": "sm80"}, family="dense", dtype="float16", head_dim=64, lowered={"sinks": "sinks_from_lse"}),
+    )
+
+    def hashed(*changed: Row, arch: str = "sm90") -> str:
+        return row_hash([Provider("acme", changed)], arch)
+
+    assert hashed(rows[1], rows[0]) == hashed(*rows) == hashed(rows[0]), "neither order nor rows of another arch"
+    assert hashed(*rows, arch="") != hashed(rows[0], arch="")
+    assert hashed(dataclasses.replace(rows[0], note="why")) == hashed(rows[0])
+    others = (
+        row(when={"arch": "sm90"}, family="varlen", dtype="float16", head_dim=(64, 128)),
+        row(when={"arch": "sm90"}, family="dense", dtype="float16", head_dim=(64, 96, 128)),
+        row(when={"arch": "sm90"}, family="dense", dtype="float16", head_dim=(64, 128), lse=True),
+        row(when={"arch": "sm90"}, family="dense", dtype="float16", head_dim=(64, 128), lowered={"mask": "any"}),
+    )
+    assert len({hashed(rows[0]), *map(hashed, others)}) == 5
+    looser = dataclasses.replace(Provider("acme", rows), accuracy=Accuracy(0.99, 0.1))
+    assert row_hash([looser], "sm90") != hashed(*rows)
+
+
+def test_evidence_of_a_later_polyattn_is_read(plugin_elsewhere: Path) -> None:
+    (plugin_elsewhere / "evidence").mkdir()
+    said = {"backend": "torch_native", "platform": "cpu", "level": "hardware", "passed": 7, "of a later time": [1]}
+    (plugin_elsewhere / "evidence" / "torch_native@cpu.json").write_text(json.dumps(said))
+    assert read_evidence(str(plugin_elsewhere / "plugin.py"), "torch_native", "cpu").passed == 7
+
+
+@pytest.mark.parametrize("path", EVIDENCE, ids=lambda path: path.name)
+def test_committed_evidence_says_what_was_declared(path: Path) -> None:
+    evidence = json.loads(path.read_text())
+    assert evidence["rows"], f"run {evidence['command']} again"
 
 
 def test_kernels_interpreted_on_a_cpu_are_evidence_of_that(acme: Acme) -> None:

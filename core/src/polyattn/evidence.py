@@ -1,7 +1,8 @@
 """Evidence files: what a conformance run showed for a backend on a device, kept beside the plugin that owns it.
 
-`evidence/<name>@<platform>.json` next to the plugin's module holds level, device, versions, date, counts and a hash
-of the sources that ran. When those sources change the evidence reads *stale* until it is run again.
+`evidence/<name>@<platform>.json` next to the plugin's module holds level, device, versions, date, counts, and hashes of
+the sources that ran and of the capability rows that were tried. When either changes the evidence reads *stale* until it
+is run again.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .errors import PluginError
-from .records import EvidenceLevel
+from .records import EvidenceLevel, Provider, Row
 
-__all__ = ["LEVELS", "Evidence", "read_evidence", "source_hash", "write_evidence"]
+__all__ = ["LEVELS", "Evidence", "read_evidence", "row_hash", "source_hash", "write_evidence"]
 
 LEVELS: tuple[str, ...] = get_args(EvidenceLevel)
 """Strongest first."""
@@ -26,7 +27,8 @@ LEVELS: tuple[str, ...] = get_args(EvidenceLevel)
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """What was run. `sources`: files relative to the plugin's folder; `digest`: their hash when it ran; `absent`:
-    providers of the backend that were not there, of which it shows nothing."""
+    providers of the backend that were not there, of which it shows nothing; `rows`: the hash of what the others
+    declared for `arch` ("" = anywhere), "" = not known."""
 
     backend: str
     platform: str
@@ -42,7 +44,16 @@ class Evidence:
     sources: tuple[str, ...] = ()
     digest: str = ""
     absent: tuple[str, ...] = ()
+    arch: str = ""
+    rows: str = ""
     stale: bool = False
+
+    def beside(self, providers: Iterable[Provider]) -> Evidence:
+        """The same, and stale where `providers`, those of the backend now, declare something else than was tried."""
+        if not self.rows or self.stale:
+            return self
+        tried = [provider for provider in providers if provider.name not in self.absent and not provider.planned]
+        return dataclasses.replace(self, stale=self.rows != row_hash(tried, self.arch))
 
     def to_json(self) -> str:
         """The text of an evidence file."""
@@ -68,6 +79,33 @@ def source_hash(folder: Path, sources: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
+_FIELDS = dataclasses.fields(Evidence)
+
+
+def row_hash(providers: Iterable[Provider], arch: str = "") -> str:
+    """sha256 over what `providers` declare for `arch` ("" = anywhere) and the accuracy they are held to.
+
+    What cannot apply there, notes, and the order of rows and providers do not count.
+    """
+    said = [
+        f"{provider.name} {provider.accuracy} {_declared(row)}"
+        for provider in providers
+        for row in provider.rows
+        if not (arch and "arch" in row.when and row.when["arch"].reason(arch))
+    ]
+    return hashlib.sha256("\n".join(sorted(said)).encode()).hexdigest()[:16]
+
+
+def _declared(row: Row) -> str:
+    parts = [
+        f"{kind} {name} {type(limit).__name__} {limit.describe()}"
+        for kind, limits in (("when", row.when), ("allows", row.allows))
+        for name, limit in limits.items()
+        if (kind, name) != ("when", "arch")
+    ]
+    return "; ".join(sorted([*parts, *(f"lowered {name} {by}" for name, by in row.lowered.items())]))
+
+
 @functools.lru_cache(maxsize=256)
 def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
     """The evidence of a backend whose plugin was loaded from file `origin`; level `declared` when there is none.
@@ -84,7 +122,8 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
     try:
         data: dict[str, Any] = json.loads(path.read_text())
         data |= {name: tuple(data.get(name, ())) for name in ("sources", "absent")}
-        evidence = Evidence(**data)
+        # A later polyattn may have written more.
+        evidence = Evidence(**{field.name: data[field.name] for field in _FIELDS if field.name in data})
     except (ValueError, TypeError) as exc:
         raise PluginError(
             f"{path.name} is not an evidence file: {exc}; run `polyattn conform {backend}` again"

@@ -236,7 +236,7 @@ def list_backends(platform: str | None = None) -> list[BackendStatus]:
         if platform is not None and info.platform != platform:
             continue
         status, reasons = _status(offer)
-        evidence = read_evidence(owner.origin, info.name, info.platform)
+        evidence = read_evidence(owner.origin, info.name, info.platform).beside(info.providers)
         found.append(
             BackendStatus(
                 name=info.name,

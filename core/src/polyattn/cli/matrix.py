@@ -38,7 +38,7 @@ LEVELS = (
     ("emulator", "checked against an emulator of the documented operation"),
     ("declared", "read from documentation and source; nothing was run"),
     ("in part", "some of its providers were not run; `polyattn explain` has the evidence of the one that it takes"),
-    ("stale", "the sources have changed since"),
+    ("stale", "the sources, or what they declare, have changed since"),
 )
 CELLS = (
     ("native", "the kernel does it"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..evidence import Evidence, read_evidence, source_hash, write_evidence
+from ..evidence import Evidence, read_evidence, row_hash, source_hash, write_evidence
 from ..plugins import get_manager
 from .report import Report
 from .sources import sources_of
@@ -59,6 +59,7 @@ def record_vendor_code(
             note=note,
             sources=sources_of(origin, chosen),
             absent=tuple(p.name for p in info.providers if p not in chosen and not p.planned),
+            rows=row_hash(chosen),
         ),
     )
 
@@ -86,9 +87,9 @@ def evidence_of(report: Report) -> Evidence:
     info = get_manager().backends[report.backend, report.platform]
     if stale(report):
         raise ConfigError(f"{which}: {', '.join(report.sources)} are not what ran on {report.date}. Run again")
-    tried = f"families: {', '.join(report.families)}; dtypes: {', '.join(report.dtypes)}"
+    said = f"families: {', '.join(report.families)}; dtypes: {', '.join(report.dtypes)}"
     interpreted = report.platform == "cpu" and info.evidence == "interpreter"
-    return Evidence(
+    evidence = Evidence(
         backend=report.backend,
         platform=report.platform,
         level="interpreter" if interpreted else "hardware",
@@ -99,11 +100,16 @@ def evidence_of(report: Report) -> Evidence:
         passed=report.passed,
         refused=report.refused,
         xfailed=report.xfailed,
-        note="; ".join([tried, *(f"not run: {reason}" for reason in report.not_run)]),
+        note="; ".join([said, *(f"not run: {reason}" for reason in report.not_run)]),
         sources=report.sources,
         digest=report.digest,
         absent=report.absent,
+        arch=report.arch,
+        rows=report.rows,
     )
+    if evidence.beside(info.providers).stale:
+        raise ConfigError(f"{which}: it declares other capabilities than were tried on {report.date}. Run again")
+    return evidence
 
 
 def stale(report: Report) -> bool:

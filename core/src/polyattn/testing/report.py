@@ -23,7 +23,8 @@ class Report:
         backend, platform, device, level, dtypes, families: what was run. versions: of everything involved.
         date: of the run. seconds: it took. command: that repeats it.
         sources, digest: the files that ran, relative to the plugin's folder, and their hash. unrecorded: why there are
-            none, so that the run cannot become evidence.
+            none, so that the run cannot become evidence. arch, rows: of the device, and the hash of what is declared
+            for it.
         counts: "family dtype", "witnesses" or "refusals" -> passed, refused, xfailed, failed.
         findings: case -> what is wrong with it. xfails: the same of cases that are expected to fail.
         margins: "check dtype" -> (the largest share of its allowance that was used, the case).
@@ -44,6 +45,8 @@ class Report:
     command: str
     sources: tuple[str, ...] = ()
     digest: str = ""
+    arch: str = ""
+    rows: str = ""
     unrecorded: str = ""
     seconds: float = 0.0
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)

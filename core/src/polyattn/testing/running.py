@@ -12,7 +12,7 @@ import torch
 
 from ..distributions import distribution_version
 from ..errors import BackendUnavailableError, ConfigError, PluginError, did_you_mean
-from ..evidence import source_hash
+from ..evidence import row_hash, source_hash
 from ..inspection import catalogue
 from ..plugins import get_manager
 from ..records import FAMILIES as ALL_FAMILIES
@@ -193,6 +193,8 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
         command=f"polyattn conform {target.name} --{level} --device {target.device.type}",
         sources=sources,
         digest=source_hash(Path(origin).parent, sources),
+        arch=target.facts.get("arch", ""),
+        rows=row_hash(target.providers, target.facts.get("arch", "")),
         unrecorded=unrecorded,
         not_run=not_run,
         absent=absent,
