@@ -34,6 +34,15 @@ BUILDS: dict[str, tuple[Callable[[], Library], str, str, tuple[str, str]]] = {
     "fa4": (emulators.fa4, HOPPER, "fa4/flash-attn-4", ("fa4", "flash-attn-4")),
     "fa4-blackwell": (lambda: emulators.fa4(arch=100), BLACKWELL, "fa4/flash-attn-4", ("fa4", "flash-attn-4")),
 }
+# Builds of whose chip one backend is tried.
+ALONE: dict[str, tuple[Callable[[], Library], Emulated]] = {
+    f"fa4-{chip}": (
+        functools.partial(emulators.fa4, arch=int(chip[2:])),
+        Emulated("fa", "fa4/flash-attn-4", f"cuda:{chip}@13.0"),
+    )
+    for chip in ("sm80", "sm120")
+}
+ALONE["sgl-sm80"] = functools.partial(emulators.sgl_kernel, arch=80), Emulated("fa3", "sgl-kernel", AMPERE)
 TRAINING = ("fa2", "fa3", "fa4")
 FUSED = {"sgl": "sinks", "vllm": "s_aux", "fa4": "learnable_sink"}
 
@@ -54,19 +63,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     full = metafunc.config.getoption("--polyattn-full")
     given: dict[str, Any] = {"per_row": 24} if full else {"per_row": 3, "dtypes": ("bfloat16",)}
+    every = {build: targets(build) for build in BUILDS} | {build: [tried] for build, (_, tried) in ALONE.items()}
     metafunc.parametrize(
         ("build", "tried", "case"),
         [
             pytest.param(build, tried, case, id=f"{build}-{case.id}")
-            for build in BUILDS
-            for tried in targets(build)
+            for build, those in every.items()
+            for tried in those
             for case in tried.cases(**given)
         ],
     )
 
 
 def test_conformance(build: str, tried: Emulated, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried.passes(case, BUILDS[build][0]().install(monkeypatch))
+    emulator = BUILDS[build][0] if build in BUILDS else ALONE[build][0]
+    tried.passes(case, emulator().install(monkeypatch))
 
 
 @pytest.fixture
@@ -257,6 +268,23 @@ def test_vllm_reads_a_batch_where_it_lies(layout: str, install: Callable[[str], 
     assert [first[name].data_ptr() for name in "qkv"] == [t.data_ptr() for t in (q, k, v)]
     assert first["seqused_k"].tolist() == [9, 9]
     assert first["seqused_k"] is second["seqused_k"]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_one_query_of_some_sequences(build: str, install: Callable[[str], Library]) -> None:
+    """FA2 would take the queries for [N, H_q, D], which they are not where a sequence has none."""
+    install(build)
+    q, k, v = tensors((2, 4, 64), (9, 2, 64), (9, 2, 64))
+    bound = dense(build, family="varlen", s_relation="one", causal="none")
+    where = {"max_seqlen_q": 1, "max_seqlen_k": 4}
+    starts = ([0, 1, 1, 2], [0, 3, 5, 9])
+    some = {
+        f"cu_seqlens_{side}": torch.tensor(given, dtype=torch.int32) for side, given in zip("qk", starts, strict=True)
+    }
+    found = bound.forward(q, k, v, **some, **where)
+    for row, keys in ((0, slice(0, 3)), (1, slice(5, 9))):
+        right = reference.attention(q[None, row : row + 1].double(), *(t[None, keys].double() for t in (k, v)))
+        assert float((found[row].double() - right[0, 0]).norm() / right.norm()) < 8e-3
 
 
 def test_fa4_is_told_none_for_no_bound(install: Callable[[str], Library]) -> None:
@@ -508,6 +536,8 @@ def test_both_versions_of_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 MORE = {"s_relation": "more", "window": (9, -1)}
 MORE_PAGED = {**MORE, "family": "paged", "layout": "THD", "page_size": 256, "phase": "extend"}
 FA4_PAGED = {"family": "paged", "layout": "THD", "page_size": 128, "phase": "decode", "s_relation": "one"}
+FA4_TRAINS = {"head_dim": 256, "grad": ("query",)}
+FA4_ABSORBED = {**FA4_PAGED, "family": "mla", "head_dim": 576, "v_head_dim": 512, "heads": 16, "scale": 192**-0.5}
 FA4_WIDTHS = "is not one of 16, 32, 48, 64, 112, 128, 192, 256"
 REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
     ("cuda:sm80", "fa", "flash-attn", MORE, "s_relation='more' is not one of equal, one, fewer"),
@@ -530,13 +560,20 @@ REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
     ("cuda:sm90", "fa4", "flash-attn-4", {**FA4_PAGED, "head_dim": 96}, f"head_dim=96 {FA4_WIDTHS}"),
     ("cuda:sm90", "fa4", "flash-attn-4", {**FA4_PAGED, "head_dim": 240}, f"head_dim=240 {FA4_WIDTHS}"),
     ("cuda:sm100", "fa", "flash-attn-4", {"head_dim": 264}, "head_dim=264 is not 8 to 128"),
+    # Its Blackwell backward at 256 knows neither.
     (
         "cuda:sm100",
         "fa",
         "flash-attn-4",
-        {"head_dim": 256, "softcap": 30.0, "grad": ("query",)},
-        "fa4/flash-attn-4: head_dim=256 is not 8 to 128",
+        {**FA4_TRAINS, "softcap": 30.0},
+        "flash-attn-4: grad=('query',) is not declared",
     ),
+    ("cuda:sm100", "fa", "flash-attn-4", {**FA4_TRAINS, "window": (9, -1)}, "flash-attn-4: grad=('query',) is not"),
+    # Of its kernels before Hopper.
+    ("cuda:sm80@12.4", "fa3", "sgl-kernel", {**FA4_PAGED, "head_dim": 192, "v_head_dim": 128}, "v_head_dim=128"),
+    # Which of its two absorbed kernels serves, and so the order of its sums, follows from the batch.
+    ("cuda:sm100", "fa4", "flash-attn-4", {**FA4_ABSORBED, "batch_invariant": True}, "batch_invariant=True"),
+    ("cuda:sm100", "fa4", "flash-attn-4", {**FA4_ABSORBED, "heads": 40}, "heads=40 is not one of 1, 2, 4, 8"),
 ]
 
 
@@ -566,3 +603,67 @@ def test_fa4_trains_on_hopper_only_at_widths_that_its_passes_round_alike(width: 
     selection = what_if(request, platform="cuda:sm90", installed=("flash-attn-4",), backend="fa")
     detail = selection.plan.rewrite.detail if selection.plan else "as it is"
     assert detail == ("as it is" if given == width else f"D {width} -> {given}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({}, "as it is"),
+        ({"window": (9, -1)}, "D 40 -> 64"),
+        ({"family": "varlen", "layout": "THD"}, "D 40 -> 64"),
+    ],
+)
+def test_fa4_trains_on_blackwell_only_where_its_zeros_stay_in_their_row(fields: dict[str, Any], given: str) -> None:
+    request = AttentionRequest(head_dim=40, grad=("query", "key", "value"), **fields)
+    selection = what_if(request, platform="cuda:sm100", installed=("flash-attn-4",), backend="fa")
+    assert (selection.plan.rewrite.detail if selection.plan else "as it is") == given
+
+
+def test_fa4_writes_zeros_beyond_its_width_on_blackwell(install: Callable[[str], Library]) -> None:
+    """What the rows above avoid: the first sequence has no query, and its keys' zeros reach into the second's."""
+    library = install("fa4-blackwell")
+    generator = torch.Generator().manual_seed(7)
+    module = library.modules["flash_attn.cute.interface"]
+    where = {
+        "cu_seqlens_q": torch.tensor([0, 0, 5], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 4, 9], dtype=torch.int32),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 5,
+    }
+    for width in (40, 64):
+        q, k, v = (torch.randn(length, 2, width, generator=generator).bfloat16() for length in (5, 9, 9))
+        out, lse = module.flash_attn_varlen_func(q, k, v, **where, return_lse=True)
+        _, dk, dv = module._flash_attn_bwd(q, k, v, out, out, lse, **where)
+        for gradient in (dk, dv):
+            assert not gradient[:4].any()
+            assert int((gradient[4, 0] == 0).sum()) == -width % 32
+            assert bool(gradient[4, 1].all())
+
+
+@pytest.mark.parametrize("chip", ["sm80", "sm120"])
+def test_sinks_of_fa4_are_made_from_the_lse_where_its_kernel_knows_none(
+    chip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ALONE[f"fa4-{chip}"][0]().install(monkeypatch).modules["flash_attn.cute.interface"]
+    request = AttentionRequest(sinks=True, head_dim=64)
+    selection = what_if(request, platform=f"cuda:{chip}", installed=("flash-attn-4",), backend="fa")
+    assert selection.lowerings == ("sinks_from_lse",)
+    with pytest.raises(AssertionError, match="Learnable sink is not supported in this kernel"):
+        module.flash_attn_func(*tensors(*QKV), learnable_sink=torch.zeros(4))
+
+
+def test_sinks_of_sgl_kernel_are_made_from_the_lse_where_its_kernel_does_not_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build, tried = ALONE["sgl-sm80"]
+    library = build().install(monkeypatch)
+    request = AttentionRequest(**FA4_PAGED, sinks=True)
+    for chip, lowerings in (("cuda:sm80@12.4", ("sinks_from_lse",)), (HOPPER, ())):
+        selection = what_if(request, platform=chip, installed=("sgl-kernel",), backend="fa3")
+        assert selection.lowerings == lowerings
+    call = cached("sgl", sinks=True)
+    sinks = torch.full((4,), 9.0, dtype=torch.bfloat16)
+    with_sinks = call.run(sinks=sinks)
+    assert library.calls[-1].given["sinks"] is sinks
+    call.bound = tried.bind(**call.fields)
+    assert torch.equal(call.run(), with_sinks), "which it did not read"

@@ -74,6 +74,23 @@ def test_it_writes_into_the_output_it_is_given(library: Library) -> None:
     assert bool(out.isfinite().all())
 
 
+def test_a_decode_step_skips_sequences_without_a_query(library: Library) -> None:
+    """Its kernel has a query for each sequence."""
+    caches, query = torch.randn(2, 3, 64, 2, 128).bfloat16(), torch.randn(2, 8, 128).bfloat16()
+    table, lens = torch.tensor([[1], [0], [2]], dtype=torch.int32), torch.tensor([9, 30, 20], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+    forward = TARGET.bind(**DECODE).forward
+    found = forward(
+        query, *caches, page_table=table, seq_lens=lens, cu_seqlens_q=starts, max_seqlen_q=1, max_seqlen_k=30
+    )
+    assert library.calls[-1].given["num_seq_kvcache"].tolist() == [9, 20]
+    wanted = forward(
+        query, *caches, page_table=table[::2], seq_lens=lens[::2].contiguous(), max_seqlen_q=1, max_seqlen_k=20,
+        cu_seqlens_q=torch.arange(3, dtype=torch.int32),
+    )  # fmt: skip
+    assert torch.equal(found, wanted)
+
+
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"head_dim": 64}, "cuda:sm90", "head_dim=64"),
     ({"kv_heads": 8}, "cuda:sm90", "group"),

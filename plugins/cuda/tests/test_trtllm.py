@@ -181,6 +181,18 @@ def test_a_latent_lse_is_asked_for_in_its_base(monkeypatch: pytest.MonkeyPatch) 
         assert (given["backend"], given["return_lse_base"]) == (base, "basee")
 
 
+@pytest.mark.parametrize("name", ["trtllm_mla", "cutedsl_mla"])
+def test_a_latent_decode_skips_sequences_without_a_query(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With numbers of queries that differ trtllm-gen has no LSE."""
+    library = emulator.library().install(monkeypatch)
+    found, lse = run(MLA[name], (1, 0, 1), family="mla", **ONE, lse=True)
+    given = library.calls[-1].given
+    assert "cum_seq_lens_q" not in given
+    assert given["block_tables"].tolist() == [[0, 1], [4, 5]]
+    assert given["seq_lens"].tolist() == [20, 20]
+    assert (found.shape, lse.shape) == ((2, 16, 512), (2, 16))
+
+
 def test_an_older_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     library = emulator.library().install(monkeypatch)
     library.version = "0.7.0"

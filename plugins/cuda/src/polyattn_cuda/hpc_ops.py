@@ -20,6 +20,7 @@ from polyattn.contract import Bound
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
+from .owners import owners
 from .records.serving import HPC_OPS_PACKAGE
 
 __all__ = ["HpcOps"]
@@ -58,6 +59,10 @@ class HpcOps:
                 caches, page_table = with_new(
                     request, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
                 )
+            if decode and query.shape[0] != seq_lens.shape[0]:
+                # Sequences without a query in this step: the kernel has one for each.
+                owner = owners(query, cu_seqlens_q)
+                page_table, seq_lens = page_table[owner], seq_lens[owner]
             if not finite:
                 caches, page_table = without_free_slots(request, caches, page_table, seq_lens, max_seqlen_k)
             keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)

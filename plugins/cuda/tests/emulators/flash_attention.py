@@ -360,14 +360,17 @@ def _descales3(a: dict[str, Any], count: int, heads: int) -> Descales | None:
     return found if a["q"].dtype == torch.float8_e4m3fn else None
 
 
-def _cached3(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _cached3(a: dict[str, Any], arch: int = 90) -> tuple[Tensor, Tensor]:
     q, k, v, qv, sink = a["q"], a["k_cache"], a["v_cache"], a["qv"], a.get("sinks")
     _widths3(q, v, qv)
     check(sink is None or sink.dtype == torch.bfloat16, "sinks must have dtype bfloat16")
+    check(arch == 90 or q.shape[-1] == v.shape[-1], "Only Hopper supports different V headdim")
+    # flash_fwd_kernel_sm80.h has them among its parameters, and calls no `set_row_sink`.
+    sink = sink if arch == 90 else None
     check(isinstance(a["max_seqlen_q"], int), "max_seqlen_q must be provided if cu_seqlens_q is provided")
     table, lengths = a["page_table"], a["cache_seqlens"]
     longest = (a["max_seqlen_q"], table.shape[1] * k.shape[1])
-    tile = _whole_pages3((q, k, v), longest, _rule3(a), a["cache_leftpad"])
+    tile = _whole_pages3((q, k, v), longest, _rule3(a), a["cache_leftpad"]) if arch == 90 else 1
     descales = _descales3(a, lengths.shape[0], k.shape[2])
     return paged(q, k, v, table, lengths, a["cu_seqlens_q"], _rule3(a), qv, sink, descales, tile)
 
@@ -407,8 +410,9 @@ def fa3(source: str = "git") -> Library:
     return library
 
 
-def sgl_kernel(version: str = "0.3.21") -> Library:
-    """`sgl_kernel.flash_attn`: its packed call drops the page table, its cached call does not."""
+def sgl_kernel(version: str = "0.3.21", arch: int = 90) -> Library:
+    """`sgl_kernel.flash_attn`: its packed call drops the page table, its cached call does not; and before Hopper that
+    drops its sinks."""
     module, keys = "sgl_kernel.flash_attn", f"sgl_kernel.flash_attn@{version}"
     library = Library("sgl-kernel", version, module, signatures=SIGNATURES)
 
@@ -426,7 +430,7 @@ def sgl_kernel(version: str = "0.3.21") -> Library:
     @library.function(module, f"{keys}.flash_attn_with_kvcache")
     def flash_attn_with_kvcache(**a: Any) -> Any:
         check(a["ver"] == 3, "FA4 is not available")
-        out, lse = _cached3(a)
+        out, lse = _cached3(a, arch)
         return (out, lse, None, None) if a["return_softmax_lse"] else out
 
     return library
@@ -505,6 +509,29 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
 
     def check_sink(sink: Tensor | None) -> None:
         assert sink is None or sink.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        assert sink is None or arch not in (80, 120), "Learnable sink is not supported in this kernel"
+
+    def spill(gradient: Tensor, heads: int, given: Rule, where: Any, lengths: tuple[int, int]) -> None:
+        """`should_zero_dKV` of flash_bwd_sm100.py: zeros for tiles of keys that no query sees, in rows of D rounded up
+        to 32. Other blocks write what lies there; here the zeros come last."""
+        width, (left, right) = gradient.shape[-1], given.window
+        local = left >= 0 or (right >= 0 and not given.causal)
+        if heads != gradient.shape[-2] or not width % 32 or (where is None and not local):
+            return
+        flat, S_q, S_k = gradient.view(-1), *lengths
+        batch = range(gradient.shape[0]) if where is None else ()
+        spans = [(n * S_q, (n + 1) * S_q, n * S_k, (n + 1) * S_k) for n in batch] or [
+            (a.start, a.stop, b.start, b.stop) for a, b in parts(*where)
+        ]
+        for first_q, end_q, first_k, end_k in spans:
+            more = end_q - first_q - (end_k - first_k)
+            for tile in range(first_k, end_k, 128):
+                lowest = tile - first_k + more - max(right, 0) if given.causal or right >= 0 else 0
+                highest = min(end_q - first_q, tile - first_k + 128 + more + left if left >= 0 else end_q - first_q)
+                if max(lowest, 0) // 128 < -(-highest // 128):
+                    continue
+                for row in range(tile * heads, min(tile + 128, end_k) * heads):
+                    flat[(row + 1) * width : row * width + -(-width // 32) * 32] = 0
 
     @library.function(module, f"{keys}.flash_attn_func")
     def flash_attn_func(**a: Any) -> Any:
@@ -525,6 +552,7 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
         assert a["cu_seqlens_k"] is None, "page_table is not supported with cu_seqlens_k"
         assert arch not in (80, 120), "paged KV not supported"
         assert qv is None or (arch // 10 in (10, 11) and not a["softcap"]), "only support Blackwell arch with qv"
+        assert qv is None or 128 % q.shape[-2] == 0, "a tile of 128 rows of whole tokens"
         table, lengths = a["page_table"], a["seqused_k"]
         whole = k.shape[1] == tile(q, v, given) and qv is None
         assert whole or not (q.shape[-1] % 16 or v.shape[-1] % 16), "Paged KV does not support irregular head dim"
@@ -539,11 +567,15 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
     @library.function(module, f"{keys}._flash_attn_bwd")
     def _flash_attn_bwd(**a: Any) -> Any:
         assert arch // 10 in (9, 10, 11)
-        assert not (arch >= 100 and a["q"].shape[-1] == 256 and a["softcap"])
         given = rule(a, (a["window_size_left"], a["window_size_right"]))
+        width, blackwell = a["q"].shape[-1], arch // 10 in (10, 11)
+        plain = not a["softcap"] and given.window[0] < 0 and (given.causal or given.window[1] < 0)
+        assert not (blackwell and width == 256) or plain, "SM100 backward with head_dim=256 does not support"
         where = None if a["cu_seqlens_q"] is None else (a["cu_seqlens_q"], a["cu_seqlens_k"])
         dq, dk, dv = gradients(a["dout"], a["q"], a["k"], a["v"], a["out"], a["lse"], given, where)
-        width = a["q"].shape[-1]
+        if blackwell:
+            for gradient in (dk, dv):
+                spill(gradient, a["q"].shape[-2], given, where, (a["q"].shape[1], a["k"].shape[1]))
         if arch == 90 and width <= 128 and -(-width // 16) % 2:
             # The sums of dQ are kept in rows of D rounded up to 16, and read in rows of D rounded up to 32.
             dq = dq.flatten().roll(16).view_as(dq)

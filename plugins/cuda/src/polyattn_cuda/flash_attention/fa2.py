@@ -79,6 +79,9 @@ class _Kernels:
         return (result[0], result[1]) if lse else (result, None)
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **table: Any) -> Result:
+        if where.max_seqlen_q == 1 and query.shape[0] != where.cu_seqlens_q.shape[0] - 1:
+            # Some sequence has no query.
+            where = where._replace(max_seqlen_q=2)
         result = self._packed(query, key, value, **where._asdict(), **table, return_attn_probs=lse)
         return (result[0], result[1]) if lse else (result, None)
 
@@ -90,8 +93,7 @@ class _Kernels:
             return (result[0].squeeze(1), result[1].squeeze(2).transpose(0, 1)) if lse else (result.squeeze(1), None)
         # How many keys there are it reads from where they would start, if they were packed.
         ends = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        packed = Packed(starts, ends, max(longest_q, 2), longest_k)
-        return self.packed(query, key, value, packed, lse=lse, block_table=table)
+        return self.packed(query, key, value, Packed(starts, ends, longest_q, longest_k), lse=lse, block_table=table)
 
     def gradient(self, *tensors: Tensor, where: Packed | None) -> tuple[Tensor, Tensor, Tensor]:
         dout, query, key, value, out, lse = tensors

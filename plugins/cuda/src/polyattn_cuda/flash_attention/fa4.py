@@ -51,7 +51,6 @@ def _load(name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
 class _Kernels:
     empty = -torch.inf
     writes_out = False
-    simple = None
 
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
@@ -65,8 +64,10 @@ class _Kernels:
         given = {**self.options, "window_size": (left, right)}
         finite = dict(request.options).get("free_slots", "any") == "finite"
         self._whole = request.page_size == _TILE and not finite
+        self.simple: Callable[..., Tensor] | None = None
         if request.family == "dense":
-            self._dense = functools.partial(_load("flash_attn_func"), **given)
+            dense = self._dense = functools.partial(_load("flash_attn_func"), **given)
+            self.simple = lambda query, key, value: dense(query, key, value)[0]
         else:
             needs = {"qv": "a latent cache"} if request.family == "mla" else {}
             self._packed = functools.partial(_load("flash_attn_varlen_func", needs), **given)

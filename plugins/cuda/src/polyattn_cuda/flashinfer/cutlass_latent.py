@@ -12,6 +12,7 @@ from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound, Session, Slot
 from polyattn.records import AttentionRequest
 
+from ..owners import owners
 from ..records.common import ABSORBED, SGL_KERNEL
 from .latent import Latent
 from .results import delivered
@@ -66,8 +67,7 @@ class _Decode:
             return nothing(r, query, out)
         if query.shape[0] != sequences:
             # Sequences without a query in this step: the kernel has a row of the page table for each query.
-            token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
-            owner = torch.searchsorted(cu_seqlens_q[1:].contiguous(), token, right=True)
+            owner = owners(query, cu_seqlens_q)
             page_table, seq_lens, sequences = page_table[owner], seq_lens[owner], query.shape[0]
         if workspace is None:
             nbytes = self.nbytes(max_seqlen_k, sequences)

@@ -18,6 +18,7 @@ from polyattn.contract import Bound, KVPart, Session, Slot
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
+from ..owners import owners
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
 from .memory import WORKSPACE, workspace_of
 from .results import delivered, writable
@@ -83,6 +84,11 @@ class _Call:
         if not (T and page_table.shape[1] and max_seqlen_k):
             return nothing(r, query, out)
         width, compressed = r.dims
+        owner = owners(query, cu_seqlens_q)
+        keys = seq_lens[owner]
+        if max_seqlen_q == 1 and T != N:
+            # Sequences without a query in this step: with numbers of queries that differ trtllm-gen has no LSE.
+            page_table, seq_lens, N = page_table[owner], keys, T
         query = placed(query if self.factor is None else query * self.factor)
         target = writable(out)
         drafts: dict[str, Any] = {}
@@ -111,9 +117,7 @@ class _Call:
             **drafts,
         )
         found, lse = found if r.lse else (found, None)
-        token = torch.arange(T, device=query.device, dtype=torch.int32)
-        owner = torch.searchsorted(cu_seqlens_q[1:].contiguous(), token, right=True)
-        return delivered(r, found.view(T, *found.shape[-2:]), lse, seq_lens[owner] > 0, None, out)
+        return delivered(r, found.view(T, *found.shape[-2:]), lse, keys > 0, None, out)
 
     def _table(self, page_table: Tensor) -> Tensor:
         """A page table as wide as whole tiles; what is added is page 0, and masked."""

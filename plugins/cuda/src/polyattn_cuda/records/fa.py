@@ -89,10 +89,8 @@ def _fa4_dense(archs: tuple[str, ...], width: Mapping[str, Any]) -> tuple[Row, .
     return (_dense(when, **width, sinks=True), _dense(when, **width, lse=True))
 
 
-def _fa4_training(archs: tuple[str, ...], width: Mapping[str, Any]) -> Row:
-    # Its Blackwell backward at 256 has no softcap.
-    softcap = archs == HOPPER or width.get("dims") != ((256, 256),)
-    return _dense({"arch": archs}, **width, lse=True, grad=TRAINABLE_LSE, softcap=softcap)
+def _fa4_training(archs: tuple[str, ...], limits: Mapping[str, Any]) -> Row:
+    return _dense({"arch": archs}, **{"lse": True, "grad": TRAINABLE_LSE, **limits})
 
 
 # Up to 128 its Hopper backward keeps dQ in rows of D rounded up to 16, and reads them rounded up to 32.
@@ -101,12 +99,23 @@ FA4_HOPPER_TRAINING: tuple[dict[str, Any], ...] = (
     {"head_dim": Range(136, 256, multiple_of=8)},
     {"dims": ((192, 128),)},
 )
+# To keys that no query sees its Blackwell backward writes zeros in rows of D rounded up to 32, which may be the next
+# head's or the next token's (flash_bwd_sm100.py, should_zero_dKV): only packed batches and windows have such tiles.
+# At 256 it has neither windows nor softcap (sm100_hd256_2cta_fmha_backward.py).
+FA4_BLACKWELL_TRAINING: tuple[dict[str, Any], ...] = (
+    {"head_dim": (32, 64, 96, 128)},
+    {"head_dim": Range(8, 128, multiple_of=8), "family": "dense", "window": False},
+    {"dims": ((192, 128),)},
+    {"dims": ((256, 256),), "window": False, "softcap": False},
+)
 
 FA4_ROWS = (
     *(r for w in FA_WIDTHS for r in _fa4_dense(HOPPER, w)),
     *(_fa4_training(HOPPER, w) for w in FA4_HOPPER_TRAINING),
-    *(r for w in FA4_BLACKWELL_WIDTHS for r in (*_fa4_dense(BLACKWELL, w), _fa4_training(BLACKWELL, w))),
-    *_fa4_dense(("sm80", "sm120"), {"head_dim": Range(8, 128, multiple_of=8)}),
+    *(r for w in FA4_BLACKWELL_WIDTHS for r in _fa4_dense(BLACKWELL, w)),
+    *(_fa4_training(BLACKWELL, w) for w in FA4_BLACKWELL_TRAINING),
+    # "Learnable sink is not supported in this kernel" (flash_fwd.py): its sinks are made from the LSE.
+    _dense({"arch": ("sm80", "sm120")}, head_dim=Range(8, 128, multiple_of=8), lse=True),
 )
 
 # Dropout excludes softcap; its random state is the library's, so that neither LSE nor sinks go with it.

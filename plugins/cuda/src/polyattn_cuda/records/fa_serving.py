@@ -51,6 +51,7 @@ from .common import (
     WIDE,
     free_slots,
 )
+from .flashinfer import LATENT_HEADS
 
 FA3_TARGET = "polyattn_cuda.flash_attention.fa3:FlashAttention3"
 
@@ -76,13 +77,15 @@ def _fa3_paged(
     archs: tuple[str, ...],
     *,
     page: Range = ANY_PAGE,
+    widths: tuple[dict[str, Any], ...] = FA_WIDTHS,
     chunk: bool = False,
     sinks: tuple[dict[str, Any], ...] = (),
 ) -> tuple[Row, ...]:
     """Paged rows of one FA3 build.
 
     Args:
-        archs: what it was compiled for. page: the sizes it takes. chunk: it has attention_chunk.
+        archs: what it was compiled for. page: the sizes it takes. widths: those of the keys and values that it takes.
+        chunk: it has attention_chunk.
         sinks: the widths at which it takes them; its LSE then includes them, so a call that wants the LSE as well gets
             its sinks by the lowering.
     """
@@ -95,7 +98,7 @@ def _fa3_paged(
         "multimodal": True,
     }
     rows = []
-    for width in FA_WIDTHS:
+    for width in widths:
         chain = {**when, "spec_topk": NO_TREE}
         windowed = {**base, **width, "window": Window(), "chunk": chunk}
         if width in sinks:
@@ -133,7 +136,9 @@ FA3 = BackendInfo(
             "sgl-kernel",
             (
                 *_fa3_paged(HOPPER, chunk=True, sinks=FA_WIDTHS),
-                *_fa3_paged(("sm80", "sm86", "sm89"), chunk=True, sinks=FA_WIDTHS),
+                # "Only Hopper supports different V headdim" (flash_api.cpp), and its kernel before Hopper is given
+                # sinks that it never reads (flash_fwd_kernel_sm80.h): here they are made from the LSE.
+                *_fa3_paged(("sm80", "sm86", "sm89"), widths=(WIDE,), chunk=True),
                 *_fa3_mla(),
             ),
             f"{FA3_TARGET}SglKernel",
@@ -247,13 +252,18 @@ def _fa4_paged(
     )
 
 
-def _fa4_mla(archs: tuple[str, ...], *dims: tuple[int, int]) -> Row:
+# Two kernels share the absorbed calls: the one of pairs of blocks wants heads that divide its tile of 128 rows
+# (flash_fwd_mla_sm100.py), and the other reads other numbers of keys at a time, so that a sequence's sums follow from
+# which it is, and that from the batch (_mla_1cta_route).
+FA4_ABSORBED: dict[str, Any] = {"dims": (ABSORBED,), "heads": LATENT_HEADS, "batch_invariant": False}
+
+
+def _fa4_mla(archs: tuple[str, ...], **limits: Any) -> Row:
     return row(
         when={"arch": archs, "kv_dtype": LATENT_DTYPES},
         lowered={**DEQUANTISE, **BY_TOKENS},
-        **FA4_SERVING,
+        **{**FA4_SERVING, **limits},
         family="mla",
-        dims=dims,
         page_size=1,
         lse=True,
         chunked_prefix=True,
@@ -271,8 +281,8 @@ FA4 = BackendInfo(
                 *(r for w in FA4_PAGED_HOPPER for r in _fa4_paged(HOPPER, w, 128, NO_TREE)),
                 *(r for w in FA4_PAGED_BLACKWELL for r in _fa4_paged(BLACKWELL, w, ANY_PAGE, NO_TREE)),
                 *(r for w in FA4_PAGED_BLACKWELL for r in _fa4_paged(BLACKWELL, w, 1, ANY_TREE)),
-                _fa4_mla(BLACKWELL, ABSORBED, UNABSORBED),
-                _fa4_mla(HOPPER, UNABSORBED),
+                _fa4_mla(BLACKWELL, **FA4_ABSORBED),
+                _fa4_mla((*HOPPER, *BLACKWELL), dims=(UNABSORBED,)),
             ),
             "polyattn_cuda.flash_attention.fa4:FlashAttention4",
             (FLASH_ATTN_4,),
