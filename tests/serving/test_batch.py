@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 
 from polyattn.errors import InvalidInputError
 from polyattn.records import AttentionRequest
@@ -158,3 +159,31 @@ def test_keys_of_an_encoder_may_be_fewer_than_queries():
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(InvalidInputError, match=message):
         ForwardBatch(**{**EXTEND, **changes})
+
+
+def test_a_scheduler_goes_on_with_its_own_lists():
+    running, lens, new = [4, 1], [7, 3], [1, 1]
+    batch = ForwardBatch(ForwardMode.DECODE, running, lens, new)
+    running[1], lens[1] = 2, 9
+    assert (batch.rows, batch.seq_lens, batch.query_lens) == ([4, 1], [7, 3], [1, 1])
+    assert not ForwardBatch(ForwardMode.DECODE, running, [8, 4], new).follows(batch), "row 2 is not row 1 a token later"
+
+
+def test_numbers_are_those_of_the_host():
+    batch = ForwardBatch(ForwardMode.DECODE, range(2), torch.tensor([7, 3]).numpy(), [1, 1])
+    assert (batch.rows, batch.seq_lens) == ([0, 1], [7, 3])
+    with pytest.raises(InvalidInputError, match=r"rows is a tensor, and a batch is made of host numbers: pass rows.to"):
+        ForwardBatch(ForwardMode.DECODE, torch.tensor([0, 1]), [7, 3], [1, 1])
+
+
+def test_sequences_may_attend_one_encoder():
+    assert ForwardBatch(ForwardMode.DECODE, [2, 2], [5, 5], [1, 1], cross=True).rows == [2, 2]
+
+
+def test_more_padding_and_padding_that_cannot_be():
+    batch = ForwardBatch(**DECODE)
+    assert batch.padded(2, 1).padded(1, 1) == ForwardBatch(**DECODE, padding=3)
+    with pytest.raises(InvalidInputError, match="padding=-1: it counts rows, 0 or more"):
+        batch.padded(-1, 1)
+    with pytest.raises(InvalidInputError, match="padding_query_len=3: every row of this DECODE batch has 1 new tokens"):
+        batch.padded(2, 3)

@@ -72,6 +72,15 @@ def test_every_mode(arguments: dict[str, str], toys: Any) -> None:
     rig.run(DECODE, {a: 1, b: 1, c: 1})
 
 
+def test_beams_share_the_keys_of_one_encoder(toys: Any) -> None:
+    rig = EncoderRig()
+    a, b = rig.add(2)
+    rig.run(EXTEND, {a: 3}, {a: 9})
+    rig.encoded[b] = rig.encoded[a]
+    rig.run(MIXED, {a: 1, b: 4})
+    rig.run(DECODE, {a: 1, b: 1})
+
+
 def refused(words: str) -> Any:
     return pytest.raises(InvalidInputError, match=words)
 

@@ -11,6 +11,9 @@ from polyattn.errors import InvalidInputError
 from polyattn.serving.backend import AttentionBackend
 from polyattn.serving.batch import ForwardBatch, ForwardMode
 from polyattn.serving.layer import AttentionLayer
+from polyattn.serving.pages import PageAllocator
+from polyattn.serving.pool import KVCacheConfig, KVPool
+from polyattn.serving.requests import RequestTable
 from polyattn.serving.tree import DraftTree
 from polyattn.serving.workspace import Limits
 
@@ -32,6 +35,11 @@ WRONG = [
     ({**GOOD, "kind": "encoder"}, "kind='encoder'; it is one of decoder, encoder_only, cross. Did you mean"),
     ({**GOOD, "kind": "cross", "window": 3}, "window=3; keys of another sequence have no distance"),
     ({**GOOD, "sinks": torch.zeros(2)}, r"sinks=\(2,\); one logit per head is needed, \[4\]"),
+    ({**GOOD, "sinks": [0.0] * 4}, r"sinks='list'; one logit per head is needed, \[4\]"),
+    ({**GOOD, "softcap": float("nan")}, "softcap=nan; a number above 0 is needed, or 0"),
+    ({**GOOD, "softcap": "3"}, "softcap='3'; a number above 0 is needed, or 0"),
+    ({**GOOD, "scale": float("inf")}, "scale=inf; a finite number is needed, or None"),
+    ({**GOOD, "scale": "x"}, "scale='x'; a finite number is needed, or None"),
     ({**LATENT, "kind": "encoder_only"}, "kind='encoder_only'; a latent layer is a decoder's"),
     ({**LATENT, "kv_heads": 2}, "kv_heads=2; a latent layer has one row for all heads"),
     ({**LATENT, "scale": None}, "scale=None; a latent layer needs that of the uncompressed heads"),
@@ -197,3 +205,48 @@ def test_parts_that_do_not_belong_together() -> None:
         AttentionBackend([elsewhere], other.pool, other.table, limits=LIMITS)
     with refused("the pool has no layer 5"):
         AttentionBackend([AttentionLayer(5, 4, 2, 16)], other.pool, other.table, limits=LIMITS)
+
+
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"window": 3}, "layer 0 has window=3, and the pool was made for one of window=-1: give both the same layers"),
+    ({"kv_heads": 4}, "kv_heads=4, and the pool was made for one of kv_heads=2"),
+    ({"head_dim": 32}, r"widths=\[32, 32\], and the pool was made for one of widths=\[16, 16\]"),
+    ({"v_head_dim": 8}, r"widths=\[16, 8\], and the pool"),
+    ({"kind": "cross"}, "cross=True, and the pool"),
+    ({"kv_heads": 1, "latent": True, "v_head_dim": 8, "scale": 0.2}, "latent=True, and the pool"),
+]
+
+
+@pytest.mark.parametrize("fields, words", OTHERS)
+def test_a_layer_that_the_pool_was_not_made_for(fields: dict[str, Any], words: str) -> None:
+    rig = Rig(decoder())
+    layer = AttentionLayer(**{"layer_id": 0, "heads": 4, "kv_heads": 2, "head_dim": 16, **fields})
+    with refused(words):
+        AttentionBackend([layer, rig.layers[1]], rig.pool, rig.table, limits=LIMITS)
+
+
+def test_layers_are_there_once() -> None:
+    rig = Rig(decoder())
+    with refused("at least one layer; got none"):
+        AttentionBackend([], rig.pool, rig.table, limits=LIMITS)
+    with refused("two layers have layer_id 1"):
+        AttentionBackend([*rig.layers, AttentionLayer(1, 4, 2, 16, scale=0.5)], rig.pool, rig.table, limits=LIMITS)
+    assert AttentionBackend(rig.layers[1:], rig.pool, rig.table, limits=LIMITS).explain(), "some of the pool's will do"
+
+
+def test_pages_that_the_pool_does_not_have() -> None:
+    rig = Rig(decoder(), pages=20)
+    table = RequestTable(8, 64, 4, [-1], [PageAllocator(21)])
+    with refused(r"gives out pages up to 20, and the pool has 20 of that group: build it with PageAllocator\(20\)"):
+        AttentionBackend(rig.layers, rig.pool, table, limits=LIMITS)
+    fewer = RequestTable(8, 64, 4, [-1], [PageAllocator(7)])
+    AttentionBackend(rig.layers, rig.pool, fewer, limits=LIMITS)
+    layers = [*decoder(1), AttentionLayer(1, 4, 2, 16, kind="cross")]
+    pool = KVPool(layers, KVCacheConfig(page_size=4), [21, 20], dtype=torch.float32)
+    with refused("the allocator of group 1 gives out pages up to 20, and the pool has 20"):
+        AttentionBackend(layers, pool, table, limits=LIMITS, encoder_table=table)
+
+
+def test_keys_of_padding_under_the_name_of_engines() -> None:
+    rig = Rig(decoder(), limits=Limits(4, 16, 32, padding_seq_len=2))
+    assert rig.backend.get_cuda_graph_seq_len_fill_value() == 2

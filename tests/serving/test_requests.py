@@ -237,6 +237,8 @@ def test_a_match_fits_or_is_refused():
     for other, said in (
         (table(windows=(-1, 4)), "32 tokens in 1 groups does not fit a table of 2 groups and pages of 16"),
         (table(64), "does not fit a table of 1 groups and pages of 64"),
+        (table(8), "does not fit a table of 1 groups and pages of 8"),
+        (table(windows=(4,)), r"does not fit a table of 1 groups and pages of 16, with windows \[4\]"),
         (table(max_tokens=16), "would have 32 tokens and the table has room for 16"),
     ):
         with pytest.raises(InvalidInputError, match=said):
@@ -245,6 +247,17 @@ def test_a_match_fits_or_is_refused():
     with pytest.raises(InvalidInputError, match="the match was released, so its pages may hold other tokens"):
         rows.adopt(empty, match)
     check_pages(rows.allocators, rows, cache)
+
+
+def test_a_match_of_a_window_does_not_fit_full_attention():
+    rows, full = table(windows=(4,)), table()
+    cache = PrefixCache(16, (4,), rows.allocators)
+    row = row_of(rows, 48)
+    cache.insert(list(range(48)), [rows.pages(row, 0)])
+    match = cache.match(list(range(48)))
+    assert match.pages[0][0] == 0, "before what the window sees"
+    with pytest.raises(InvalidInputError, match=r"does not fit a table of 1 groups and pages of 16, with windows \[-1"):
+        full.adopt(full.add(), match)
 
 
 def test_the_device_has_what_the_host_has():

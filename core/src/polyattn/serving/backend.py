@@ -208,6 +208,10 @@ class AttentionBackend:
         self._buffers.clear()
         self._forget(None)
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Keys of a row of padding: `Limits.padding_seq_len`."""
+        return self.limits.padding_seq_len
+
     def init_forward_metadata_capture_cuda_graph(
         self, batch: ForwardBatch, encoder: EncoderBatch | None = None
     ) -> None:

@@ -80,10 +80,16 @@ class ForwardBatch:
         if not isinstance(self.mode, ForwardMode):
             allowed = ", ".join(mode.name for mode in ForwardMode)
             raise InvalidInputError(f"mode={self.mode!r} is no ForwardMode: use one of {allowed}")
-        counts = {name: len(getattr(self, name)) for name in ("rows", "seq_lens", "query_lens")}
-        if len(set(counts.values())) > 1:
-            given = ", ".join(f"{count} {name}" for name, count in counts.items())
+        rows, seq_lens, query_lens = self.rows, self.seq_lens, self.query_lens
+        if not len(rows) == len(seq_lens) == len(query_lens):
+            given = f"{len(rows)} rows, {len(seq_lens)} seq_lens, {len(query_lens)} query_lens"
             raise InvalidInputError(f"a batch has one row, one sequence length and one query length each, not {given}")
+        # A scheduler's own lists go on changing, and the step after this one is told by what this one ran.
+        for name, numbers in (("rows", rows), ("seq_lens", seq_lens), ("query_lens", query_lens)):
+            if type(numbers) is list:
+                object.__setattr__(self, name, numbers[:])
+            elif type(numbers) is not tuple:
+                object.__setattr__(self, name, self._numbers(name, numbers))
         if self.padding < 0:
             raise InvalidInputError(f"padding={self.padding}: it counts rows, 0 or more")
         self._check_rows()
@@ -101,8 +107,16 @@ class ForwardBatch:
                 f"tokens, those of padding too; leave it out"
             )
 
+    @staticmethod
+    def _numbers(name: str, given: Sequence[int]) -> list[int]:
+        """Of anything but a list or a tuple: host numbers, not those of a device, which would be waited for."""
+        if hasattr(given, "data_ptr"):  # a tensor, and no import of torch to say so
+            raise InvalidInputError(f"{name} is a tensor, and a batch is made of host numbers: pass {name}.tolist()")
+        return [operator.index(number) for number in given]
+
     def _check_rows(self) -> None:
-        if len(set(self.rows)) < len(self.rows) or min(self.rows, default=0) < 0:
+        # Several sequences may attend one encoder's keys, which they only read.
+        if (len(set(self.rows)) < len(self.rows) and not self.cross) or min(self.rows, default=0) < 0:
             raise InvalidInputError(
                 f"rows={list(self.rows)}: every row is 0 or more and comes once; its tokens of one step go together"
             )
@@ -215,10 +229,12 @@ class ForwardBatch:
         return found
 
     def padded(self, padding: int, query_len: int) -> ForwardBatch:
-        """The same batch, of which none is padding yet, with rows of padding behind it, of `query_len` tokens each:
-        as many as every row has where a mode fixes that."""
+        """The same batch with so many more rows of padding behind it, of `query_len` tokens each: as many as every row
+        has where a mode fixes that."""
         if not padding:
             return self
+        if padding < 0 or self.padding or (query_len != 1 and self.mode is ForwardMode.DECODE):
+            return dataclasses.replace(self, padding=self.padding + padding, padding_query_len=query_len)
         # Rows of padding break no rule of the others, and what follows what stays.
         after = self.__dict__.get("_after")
         return self._changed(_COUNTED, padding=padding, padding_query_len=query_len, _mark=self._mark, _after=after)

@@ -120,8 +120,9 @@ class FakeGraph:
             found = self._function()
         if broken := [*now.broken, *differences(self._recorded, now)]:
             raise refusal("the recording does not hold for this step", broken)
-        for output, new in zip(self._outputs, _tensors(found), strict=True):
-            output.copy_(new)
+        with torch.inference_mode():  # where tensors of both modes may be written
+            for output, new in zip(self._outputs, _tensors(found), strict=True):
+                output.copy_(new)
 
 
 def graphs_of(device: torch.device) -> Callable[[], DeviceGraph] | None:

@@ -149,7 +149,8 @@ class GraphRunner:
         self.eager_steps: collections.Counter[str] = collections.Counter()
         tokens = self.buckets[-1] * max(self.modes.values())
         # Of all recordings: each reads the beginning.
-        self._inputs = torch.zeros(1 if planned_positions else 2, tokens, dtype=torch.int64, device=self._device)
+        with torch.inference_mode(False):
+            self._inputs = torch.zeros(1 if planned_positions else 2, tokens, dtype=torch.int64, device=self._device)
         if self._make is not None:
             backend.init_cuda_graph_state(self.buckets[-1], tokens)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import InvalidInputError, did_you_mean
@@ -54,15 +56,18 @@ class AttentionLayer:
         self._whole("window", -1)
         if self.heads % self.kv_heads:
             self._refuse("heads", self.heads, f"a multiple of kv_heads={self.kv_heads} is needed")
-        if self.softcap < 0:
+        if not _finite(self.softcap) or self.softcap < 0:
             self._refuse("softcap", self.softcap, "a number above 0 is needed, or 0 for none")
+        if self.scale is not None and not _finite(self.scale):
+            self._refuse("scale", self.scale, "a finite number is needed, or None for head_dim ** -0.5")
         if self.kind not in get_args(LayerKind):
             known = get_args(LayerKind)
             self._refuse("kind", self.kind, f"it is one of {', '.join(known)}.{did_you_mean(str(self.kind), known)}")
         if self.window >= 0 and self.kind == "cross":
             self._refuse("window", self.window, "keys of another sequence have no distance to a query: leave it -1")
-        if self.sinks is not None and tuple(self.sinks.shape) != (self.heads,):
-            self._refuse("sinks", tuple(self.sinks.shape), f"one logit per head is needed, [{self.heads}]")
+        if (sinks := self.sinks) is not None and getattr(sinks, "shape", None) != (self.heads,):
+            shown = tuple(getattr(sinks, "shape", ())) or type(sinks).__name__
+            self._refuse("sinks", shown, f"one logit per head is needed, [{self.heads}]")
         if self.latent:
             self._check_latent()
 
@@ -91,3 +96,7 @@ class AttentionLayer:
     def dims(self) -> tuple[int, int]:
         """(D, D_v)."""
         return self.head_dim, self.v_head_dim or self.head_dim
+
+
+def _finite(number: Any) -> bool:
+    return isinstance(number, Real) and math.isfinite(number)

@@ -60,6 +60,11 @@ class PageAllocator:
         return f"PageAllocator(capacity={self.capacity}, free={self.free})"
 
     @property
+    def pages(self) -> int:
+        """Pages of the pool that this allocator is for, the reserved ones included."""
+        return len(self._references)
+
+    @property
     def free(self) -> int:
         """Pages that can be given out now."""
         return len(self._free)

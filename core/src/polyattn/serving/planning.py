@@ -15,6 +15,7 @@ from .batch import ForwardBatch, ForwardMode
 from .calls import LayerCall, StepOfLayers, Tokens
 from .choosing import Served
 from .phases import ServingPhase
+from .pool import groups_of
 from .step import Step, StepBuffers
 from .tree_windows import windowed_tree_mask
 from .workspace import Limits, Workspaces
@@ -32,7 +33,8 @@ class EncoderBatch:
     """What cross layers attend: the encoder tokens of the sequences of a `ForwardBatch`, in its order.
 
     Attributes:
-        rows: of the encoder table, one for each row of the batch. seq_lens: encoder tokens of each.
+        rows: of the encoder table, one for each row of the batch; beams of one request may share one. seq_lens: encoder
+            tokens of each.
         new: the sequences (0 is the first) whose encoder has just run: in this step the layers are given the keys and
             values of all their tokens, packed in this order. Empty: layers are given None.
 
@@ -106,6 +108,9 @@ class Tables:
         limits: Limits,
     ) -> None:
         self.pool, self.table, self.encoder_table = pool, table, encoder_table
+        groups_of(layers)  # at least one, and none twice
+        for layer in layers:
+            pool.check_layer(layer)
         self.group = {layer.layer_id: pool.group_of(layer.layer_id) for layer in layers}
         self.own = [g for g, group in enumerate(pool.groups) if not group.cross]
         self.cross = next((g for g, group in enumerate(pool.groups) if group.cross), None)
@@ -123,6 +128,13 @@ class Tables:
         for name, given in (("table", table), ("encoder_table", encoder_table)):
             if given is not None and given.page_size != pool.page_size:
                 raise InvalidInputError(f"{name} has pages of {given.page_size} tokens, the pool of {pool.page_size}")
+        cross = [] if encoder_table is None or self.cross is None else [(self.cross, encoder_table.allocators[0])]
+        for g, allocator in (*zip(self.own, table.allocators, strict=True), *cross):
+            if allocator.pages > pool.pages[g]:
+                raise InvalidInputError(
+                    f"the allocator of group {g} gives out pages up to {allocator.pages - 1}, and the pool has "
+                    f"{pool.pages[g]} of that group: build it with PageAllocator({pool.pages[g]})"
+                )
         for layer in layers:
             if layer.sinks is not None and layer.sinks.device != pool.cache(layer.layer_id).tensors[0].device:
                 raise InvalidInputError(
@@ -258,7 +270,8 @@ class PlanSlot:
         steps, new_slots = self.buffers.stage(batch, encoder)
         made = self._made.get(phase)
         if made is None:
-            made = self._made[phase] = self._make(served)
+            with torch.inference_mode(False):  # what sessions keep is written in any mode
+                made = self._made[phase] = self._make(served)
         elif self.buffers.static:
             self._workspaces.fix(self._name)  # this phase was recorded
         self._seen = {key: self._view(steps[key[0]], *key) for key in made.keys}

@@ -153,6 +153,29 @@ class KVPool:
             known = ", ".join(map(str, self._rows))
             raise InvalidInputError(f"the pool has no layer {layer_id!r}; it was made for {known}") from None
 
+    def check_layer(self, layer: AttentionLayer) -> None:
+        """Check that a layer is the one of its number that this pool was made for, as far as caches and pages go.
+
+        Raises:
+            InvalidInputError: there is none, or its rows or its group are others.
+        """
+        forms, group = [rows.form for rows in self._of(layer.layer_id)], self.groups[self._group[layer.layer_id]]
+        latent = layer.layer_id in self._latent
+        widths = [layer.head_dim] if layer.latent else [*layer.dims]
+        facts = {
+            "latent": (layer.latent, latent),
+            "kv_heads": (layer.kv_heads, forms[0].heads),
+            "widths": (widths, [form.width for form in forms]),
+            "window": (layer.window, group.window),
+            "cross": (layer.kind == "cross", group.cross),
+        }
+        for name, (given, kept) in facts.items():
+            if given != kept:
+                raise InvalidInputError(
+                    f"layer {layer.layer_id} has {name}={given}, and the pool was made for one of {name}={kept}: give "
+                    f"both the same layers"
+                )
+
     def group_of(self, layer_id: int) -> int:
         """Index in `groups` of a layer."""
         self._of(layer_id)

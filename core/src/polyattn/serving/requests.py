@@ -71,6 +71,7 @@ class RequestTable:
         InvalidInputError: a count is under 1, or windows and allocators do not pair up.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         requests: int,
@@ -263,10 +264,11 @@ class RequestTable:
             raise InvalidInputError(f"row {row} has {found.length} tokens: only an empty row can begin with a prefix")
         if match.released:
             raise InvalidInputError("the match was released, so its pages may hold other tokens by now: match again")
-        if len(match.pages) != len(self.windows) or match.length % self.page_size:
+        if len(match.pages) != len(self.windows) or not all(map(self._fits, self.windows, match.pages, repeat(match))):
             raise InvalidInputError(
                 f"a match of {match.length} tokens in {len(match.pages)} groups does not fit a table of "
-                f"{len(self.windows)} groups and pages of {self.page_size}: build both with the same"
+                f"{len(self.windows)} groups and pages of {self.page_size}, with windows {list(self.windows)}: build "
+                "both with the same"
             )
         self._check_room(row, match.length)
         share_all(self.allocators, match.pages)
@@ -274,6 +276,11 @@ class RequestTable:
         for group, window in enumerate(self.windows):
             found.first[group] = first_visible_page(match.length, window, self.page_size)
             self._change(row, group, 0, len(found.pages[group]))
+
+    def _fits(self, window: int, pages: Sequence[int], match: Match) -> bool:
+        """Whether a match has a page for every page of tokens that `window` sees, and for no other."""
+        first = first_visible_page(match.length, window, self.page_size)
+        return len(pages) * self.page_size == match.length and 0 not in pages[first:] and not any(pages[:first])
 
     def flush(self) -> None:
         """Bring what changed since the last flush to the device: one copy of the changed entries, in the order of the

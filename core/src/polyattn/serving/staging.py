@@ -43,7 +43,8 @@ class Memory:
         flat, need = self._flat.get(name), rows * width
         if flat is None or flat.numel() < need:
             room = (self._rows + 1) * width if self.static else 2 * need
-            flat = self._flat[name] = torch.zeros(max(room, need), dtype=dtype, device=self.device)
+            with torch.inference_mode(False):  # written in any mode from here on
+                flat = self._flat[name] = torch.zeros(max(room, need), dtype=dtype, device=self.device)
             self.changed += 1
         taken = self._taken[name] = flat[:need].view(rows, *row)
         return taken

@@ -52,6 +52,7 @@ class StepBuffers:
         InvalidInputError: a count is too small.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         max_sequences: int,

@@ -256,6 +256,7 @@ class Rows:
             D as stored. scale: None, [1], [H_kv], or one per token in the cache's layout (block16: D/16 wide).
     """
 
+    @torch.inference_mode(False)
     def __init__(self, form: RowFormat, pages: int, page_size: int, layout: str, device: torch.device) -> None:
         self.form, self.page_size = form, page_size
         self._flat = form.latent or layout == "NHD"

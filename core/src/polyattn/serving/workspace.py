@@ -80,7 +80,8 @@ class Workspaces:
                 f"slot's bounds can need when the session is made"
             )
         # Allocators of devices align to 256 bytes or more; the CPU's to 64.
-        made = torch.empty(nbytes + 255, dtype=torch.uint8, device=self._device)
+        with torch.inference_mode(False):  # written in any mode from here on
+            made = torch.empty(nbytes + 255, dtype=torch.uint8, device=self._device)
         start = -made.data_ptr() % 256
         self._memory[plan_slot, session, name] = made = made[start : start + nbytes]
         return made
