@@ -247,6 +247,8 @@ def test_every_word_for_a_dtype_is_a_request_dtype() -> None:
         ({"spec_topk": -1}, "--spec-topk -1 is too small"),
         ({"softcap": -1.0}, "--softcap -1 is not a number of 0 (off) or more"),
         ({"softcap": float("nan")}, "--softcap nan"),
+        ({"scale": float("nan")}, "--scale nan is no finite number"),
+        ({"scale": float("inf")}, "--scale inf is no finite number"),
         ({"dropout": 1.0}, "--dropout 1 is no probability below 1"),
     ],
 )

@@ -68,6 +68,7 @@ def test_json(run: Run, somewhere: Path) -> None:
         (["--seconds", "soon"], 2, "'--seconds'"),
         (["--device", "acme"], 2, "no device of torch"),
         (["--number", "-1"], 2, "'--number'"),
+        (["--out", __file__], 2, "is a file; give a folder"),
     ],
 )
 def test_wrong_usage(run: Run, words: list[str], code: int, said: str) -> None:

@@ -266,3 +266,102 @@ def test_bad_input_while_tracing_names_itself(change, message):
     call, _ = compile_(lambda q, k, v: polyattn.attention(q, k, v))
     with pytest.raises(Exception, match=message):
         call(*change(*qkv()))
+
+
+@pytest.mark.parametrize(("s_q", "s_k"), [(0, 4), (4, 0), (0, 0)])
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"causal": "top_left", "return_lse": True}])
+def test_sizes_of_zero_are_part_of_a_traced_request(s_q, s_k, options):
+    # PyTorch's flash kernel divides by the lengths: asked for as usual, it ends the process.
+    call, _ = compile_(lambda q, k, v: polyattn.attention(q, k, v, **options), dynamic=True)
+    for lengths in ((5, 5), (s_q, s_k)):
+        args = qkv(*lengths)
+        torch.testing.assert_close(call(*args), polyattn.attention(*args, **options))
+
+
+def test_large_tensors_are_part_of_a_traced_request():
+    q, k = torch.empty(1, 2**20, 32, 64, device="meta"), torch.empty(1, 8, 32, 64, device="meta")
+    call, _ = compile_(lambda q, k: polyattn.attention(q, k, k, backend="flex_attention"))
+    with pytest.raises(Exception, match="large=True is not declared"):
+        call(q, k)
+
+
+def packed(q, k, v, cu_q, cu_k, longest=5, **options):
+    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return polyattn.varlen_attention(q, k, v, **given, **options)
+
+
+def test_float64_stays_float64_in_a_compiled_packed_call_under_autocast():
+    call, _ = compile_(packed)
+    q, cu = torch.randn(5, 4, 16, dtype=torch.float64), torch.tensor([0, 2, 5], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = call(q, q, q, cu, cu), packed(q, q, q, cu, cu)
+    assert out.dtype == expected.dtype == torch.float64
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": (1, 2, 3)}, r"window=\(1, 2, 3\) must be a pair"),
+        ({"window": (1.5, 0)}, r"window=\(1\.5, 0\): the left bound must be an integer"),
+        ({"attn_mask": torch.zeros(1, 1, 5, 5, dtype=torch.int32)}, "attn_mask is torch.int32; bool"),
+        ({"sinks": torch.zeros(1)}, r"sinks must be \[4\]"),
+        ({"out": torch.empty(2, 5, 4, 16)}, "out .* must be torch.float32 and shaped like query"),
+        ({"out": torch.empty(1, 5, 4, 16, dtype=torch.float64)}, "out .* must be torch.float32"),
+    ],
+)
+def test_what_eager_calls_refuse_is_refused_while_tracing(change, message):
+    call, _ = compile_(lambda q, k, v: polyattn.attention(q, k, v, **change))
+    with pytest.raises(Exception, match=message):
+        call(*qkv())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_k": torch.tensor([0, 1, 2, 5], dtype=torch.int32)}, "cu_seqlens_q has 3 entries, cu_seqlens_k 4"),
+        ({"v": torch.randn(4, 4, 16)}, "key has 5 tokens, value 4"),
+        ({"cu_q": torch.tensor([0, 2, 4], dtype=torch.int32)}, "cu_seqlens_q ends at 4, the packed batch has 5"),
+        ({"longest": 2}, "max_seqlen_q=2 is less than the longest sequence, 3"),
+    ],
+)
+def test_a_compiled_packed_call_is_checked_when_it_runs(change, message):
+    call, _ = compile_(packed)
+    q, cu = torch.randn(5, 4, 16), torch.tensor([0, 2, 5], dtype=torch.int32)
+    with pytest.raises(polyattn.InvalidInputError, match=message):
+        call(**{"q": q, "k": q, "v": q, "cu_q": cu, "cu_k": cu.clone(), **change})
+
+
+class Packed(torch.nn.Module):
+    def forward(self, q, cu):
+        return packed(q, q, q, cu, cu, causal=True)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_packed_call_is_exported(strict):
+    q, cu = torch.randn(5, 4, 16), torch.tensor([0, 2, 5], dtype=torch.int32)
+    program = torch.export.export(Packed(), (q, cu), dynamic_shapes=({0: torch.export.Dim.AUTO}, None), strict=strict)
+    longer, other = torch.randn(8, 4, 16), torch.tensor([0, 5, 8], dtype=torch.int32)
+    torch.testing.assert_close(program.module()(longer, other), Packed()(longer, other))
+
+
+class Dense(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x, x, x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "layer",
+    [polyattn.nn.LocalAttention(causal=True, window=(2, 0)), lambda q, k, v: polyattn.attention(q, k, v, causal=True)],
+)
+def test_a_dense_call_is_exported_with_lengths_that_change(strict, layer):
+    lengths = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2)},)
+    model = Dense(layer)
+    program = torch.export.export(model, (torch.randn(2, 4, 4, 16),), dynamic_shapes=lengths, strict=strict)
+    other = torch.randn(3, 9, 4, 16)
+    torch.testing.assert_close(program.module()(other), model(other))

@@ -94,3 +94,24 @@ def test_explain():
     found = polyattn.explain(polyattn.scaled_dot_product_attention, q, k, v, is_causal=True)
     assert found.backend == "torch_sdpa"
     assert found.request.causal == "top_left"
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ((5, 8), (0, 8), (0, 8)),
+        ((2, 0, 8), (2, 3, 8), (2, 3, 8)),
+        ((1, 5, 8), (0, 3, 8), (1, 3, 8)),
+        ((2, 1, 3, 0, 8), (2, 1, 3, 4, 8), (2, 1, 3, 4, 8)),
+        ((2, 3, 4, 8), (2, 3, 5, 8), (1, 3, 5, 8)),
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_sizes_of_zero_and_one_broadcast_as_in_torch(q, k, v, masked):
+    args = [torch.randn(shape) for shape in (q, k, v)]
+    mask = torch.ones(q[-2], k[-2], dtype=torch.bool) if masked else None
+    lead = torch.broadcast_shapes(q[:-2], k[:-2], v[:-2])
+    expected = F.scaled_dot_product_attention(*(t.expand(*lead, *t.shape[-2:]) for t in args), mask)
+    out = polyattn.scaled_dot_product_attention(*args, mask)
+    assert out.shape == (*lead, q[-2], v[-1])
+    torch.testing.assert_close(out, expected)

@@ -560,6 +560,7 @@ SDPA: list[Case] = [
         r"attn_mask has shape \(3, 3, 4\), it must broadcast to \(2, 3, 4\)",
     ),
     ("head dims", lambda: sdpa((3, 8), (4, 6), (4, 6)), "query has head dim 8, key 6"),
+    ("mask no tensor", lambda: sdpa(*[(3, 8)] * 3, attn_mask=[[True]]), "attn_mask is a list; a tensor, bool or float"),
 ]
 
 NAMES: list[tuple[str, Callable[[], Any], type[PolyattnError], str]] = [
@@ -627,7 +628,7 @@ NAMES: list[tuple[str, Callable[[], Any], type[PolyattnError], str]] = [
         "list_backends",
         lambda: polyattn.list_backends("cdua"),
         BackendUnavailableError,
-        "no platform 'cdua'. Did you mean 'cuda'",
+        "no platform 'cdua'. Did you mean 'cuda'.* Known: .*cpu, cuda",
     ),
     (
         "unknown setting",

@@ -12,7 +12,6 @@ Traceable forwards are inlined. Others, and trainable ones that bring their own 
 from __future__ import annotations
 
 import itertools
-import math
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,6 +25,8 @@ from .epoch import EPOCH
 from .errors import InvalidInputError
 from .ops import op_plan
 from .records import AttentionRequest
+from .traced_facts import constants, fixed, mask_fits, tensor_facts
+from .validate import FLOATS
 
 __all__ = ["trace_dense", "trace_varlen"]
 
@@ -66,15 +67,15 @@ def trace_dense(
     s, h = (1, 2) if bshd else (2, 1)
     s_q, s_k = query.shape[s], key.shape[s]
     facts = (
-        *_tensor_facts(query, key, value, attn_mask, sinks, out),
-        _fixed(query.shape[h], key.shape[h], value.shape[h], query.shape[3], key.shape[3], value.shape[3]),
+        *tensor_facts(query, key, value, attn_mask, sinks, out, h),
+        fixed(query.shape[h], key.shape[h], value.shape[h], query.shape[3], key.shape[3], value.shape[3]),
         "equal" if s_q == s_k else "one" if s_q == 1 else "fewer" if s_q < s_k else "more",
         "agree"
         if query.shape[0] == key.shape[0] and key.shape[0] == value.shape[0] and s_k == value.shape[s]
         else "differ",
-        None if attn_mask is None else "fits" if _mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit",
+        None if attn_mask is None else "fits" if mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit",
     )
-    plan = getattr(_plans, _plan_dense(facts, _constants(static), backend, _scope_now(scope), EPOCH.token))
+    plan = getattr(_plans, _plan_dense(facts, constants(static), backend, _scope_now(scope), EPOCH.token))
     return plan(query, key, value, attn_mask, sinks, out)
 
 
@@ -83,58 +84,6 @@ def _check_ranks(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
         raise InvalidInputError(
             f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} dimensions; {rank} are needed"
         )
-
-
-def _fixed(*sizes: int) -> tuple[int, ...]:
-    """Sizes that must be constants (heads, head dims): the length of a range is where dynamo fixes a symbol."""
-    return tuple([len(range(size)) for size in sizes])
-
-
-def _constants(static: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The static arguments with their numbers fixed: dynamo may hold a float attribute or default as a symbol, and
-    `math.ldexp(x, 0)`, which is exactly x, is where it becomes a constant."""
-    causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic = static
-    return (
-        causal,
-        (int(math.ldexp(window[0], 0)), int(math.ldexp(window[1], 0))),
-        math.ldexp(softcap, 0),
-        None if scale is None else math.ldexp(scale, 0),
-        *(layout, math.ldexp(dropout_p, 0), return_lse, deterministic),
-    )
-
-
-def _mask_fits(attn_mask: Tensor, query: Tensor, h: int, s_q: int, s_k: int) -> bool:
-    return (
-        attn_mask.ndim == 4
-        and (attn_mask.shape[0] == 1 or attn_mask.shape[0] == query.shape[0])
-        and (attn_mask.shape[1] == 1 or attn_mask.shape[1] == query.shape[h])
-        and attn_mask.shape[2] == s_q
-        and attn_mask.shape[3] == s_k
-    )
-
-
-def _tensor_facts(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, out: Tensor | None
-) -> tuple[Any, ...]:
-    kind = query.device.type
-    grad = torch.is_grad_enabled()
-    return (
-        str(query.device),
-        (query.dtype, key.dtype, value.dtype),
-        (query.device == key.device and query.device == value.device),
-        None if attn_mask is None else attn_mask.dtype,
-        None if sinks is None else sinks.dtype,
-        out is not None,
-        (
-            grad and query.requires_grad,
-            grad and key.requires_grad,
-            grad and value.requires_grad,
-            grad and attn_mask is not None and attn_mask.requires_grad,
-            grad and sinks is not None and sinks.requires_grad,
-        ),
-        torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
-        torch.are_deterministic_algorithms_enabled(),
-    )
 
 
 @_constant
@@ -146,7 +95,7 @@ def _plan_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | 
 
 
 def _make_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> str:
-    common, (sizes, relation, lengths, mask) = facts[:9], facts[9:]
+    common, (sizes, relation, lengths, mask) = facts[:10], facts[10:]
     h_q, h_k, h_v, d, dk, dv = sizes
     if lengths != "agree" or mask == "does not fit":
         raise InvalidInputError(
@@ -160,25 +109,31 @@ def _make_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | 
         )
     from .signature import Static
 
-    fixed = Static(*static).checked()
-    fields = _request_fields(common, fixed, h_q, h_k, d, dv)
+    bound = Static(*static).checked()
+    fields = _request_fields(common, bound, h_q, h_k, d, dv)
     request = AttentionRequest(family="dense", s_relation=relation, **fields).normalised()
     chosen = choose(request, backend, scope, eager=False)
-    axis = 2 if fixed.layout == "BSHD" else 1
+    axis = 2 if bound.layout == "BSHD" else 1
     return _publish(_inline(chosen, axis, common[7]) if _traceable(chosen) else _opaque_dense(chosen, common[7]))
 
 
 def _request_fields(common: tuple[Any, ...], static: Any, h_q: int, h_k: int, d: int, dv: int) -> dict[str, Any]:
-    device, dtypes, one_device, mask, sinks, out, grads, autocast, _ = common
+    device, dtypes, one_device, mask, sinks, out, grads, autocast, _, (empty, large) = common
     if not one_device:
-        raise InvalidInputError("query, key and value are on different devices; move them to one")
+        raise InvalidInputError("the tensors of the call are on different devices; move them to one")
+    if mask is not None and mask != torch.bool and mask not in FLOATS:
+        raise InvalidInputError(f"attn_mask is {mask}; bool (True = attend) or a float to be added is needed")
+    if sinks is not None and (sinks[0] != "fits" or sinks[1] not in FLOATS):
+        raise InvalidInputError(f"sinks must be [{h_q}] (H_q) and of a float dtype ({sinks[1]}): one per query head")
     if autocast is None and len(set(dtypes)) != 1:
         raise InvalidInputError(f"query, key and value have dtypes {dtypes}; cast them to one, or use autocast")
     names = ("query", "key", "value", "mask", "sinks")
     wanted = [n for n, g in zip(names, grads, strict=True) if g]
-    if wanted and out:
+    if wanted and out is not None:
         raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
     dtype = dtypes[0] if autocast is None or dtypes[0] == torch.float64 else autocast
+    if out is not None and out != ("fits", dtype):
+        raise InvalidInputError(f"out ({out[1]}) must be {dtype} and shaped like query, with the last size of value")
     return {
         **static.fields(),
         **device_facts(torch.device(device)),
@@ -189,6 +144,8 @@ def _request_fields(common: tuple[Any, ...], static: Any, h_q: int, h_k: int, d:
         "v_head_dim": dv,
         "mask": "none" if mask is None else "bool" if mask == torch.bool else "additive",
         "sinks": sinks is not None,
+        "zero_size": empty,
+        "large": large,
         "grad": tuple([*wanted, "lse"] if wanted and static.return_lse else wanted),
     }
 
@@ -245,12 +202,12 @@ def trace_varlen(
     cu_q, cu_k = lens["cu_seqlens_q"], lens["cu_seqlens_k"]
     max_q, max_k = lens["max_seqlen_q"], lens["max_seqlen_k"]
     facts = (
-        *_tensor_facts(query, key, value, attn_mask, sinks, out),
-        _fixed(query.shape[1], key.shape[1], value.shape[1], query.shape[2], key.shape[2], value.shape[2]),
+        *tensor_facts(query, key, value, attn_mask, sinks, out, 1),
+        fixed(query.shape[1], key.shape[1], value.shape[1], query.shape[2], key.shape[2], value.shape[2]),
         "equal" if cu_q is cu_k else "one" if max_q == 1 else "more",
         (cu_q.dtype, cu_k.dtype),
     )
-    plan = getattr(_plans, _plan_varlen(facts, _constants(static), backend, _scope_now(None), EPOCH.token))
+    plan = getattr(_plans, _plan_varlen(facts, constants(static), backend, _scope_now(None), EPOCH.token))
     return plan(query, key, value, attn_mask, sinks, out, cu_q, cu_k, max_q, max_k)
 
 
@@ -263,7 +220,7 @@ def _plan_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str |
 
 
 def _make_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> str:
-    common, (sizes, relation, index) = facts[:9], facts[9:]
+    common, (sizes, relation, index) = facts[:10], facts[10:]
     h_q, h_k, h_v, d, dk, dv = sizes
     if set(index) != {torch.int32} or h_k != h_v or d != dk or not h_k or h_q % h_k:
         raise InvalidInputError(
@@ -272,12 +229,12 @@ def _make_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str |
         )
     from .signature import Static
 
-    fixed = Static(*static).checked(("THD",))
-    fields = _request_fields(common, fixed, h_q, h_k, d, dv)
+    bound = Static(*static).checked(("THD",))
+    fields = _request_fields(common, bound, h_q, h_k, d, dv)
     request = AttentionRequest(family="varlen", s_relation=relation, **fields).normalised()
     chosen = choose(request, backend, scope, eager=False)
     text, lse = op_plan(chosen.request, chosen.selection), chosen.request.lse
-    autocast = common[7]
+    autocast = None if chosen.request.dtype == "float64" else common[7]
 
     def plan(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any,

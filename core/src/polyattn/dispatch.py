@@ -210,6 +210,10 @@ class DenseSite:
         self._fast: _Fast | None = None
         self._masked: _Fast | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Kernels that were found and the guards before them are a process's own; what they were found by is not.
+        return type(self), (self.static, self._argument, self._scope)
+
     def __call__(
         self,
         query: Tensor,
@@ -245,6 +249,10 @@ class DenseSite:
         return self._find(query, key, value, attn_mask, sinks, out)
 
     def _find(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
+        if torch.compiler.is_compiling():  # an export without dynamo, whose tensors no guard holds for
+            return trace_dense(
+                query, key, value, attn_mask, sinks, out, _constants(self.static), self._argument, self._scope
+            )
         if self._epoch != EPOCH.value:
             self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
         entries = self._entries

@@ -229,7 +229,10 @@ def list_backends(platform: str | None = None) -> list[BackendStatus]:
     """
     manager = get_manager()
     if platform is not None and platform not in manager.platforms:
-        raise BackendUnavailableError(f"no platform {platform!r}.{did_you_mean(platform, manager.platforms)}")
+        known = ", ".join(sorted(manager.platforms))
+        raise BackendUnavailableError(
+            f"no platform {platform!r}.{did_you_mean(platform, manager.platforms)} Known: {known}"
+        )
     found = []
     for offer in ordered_offers(catalogue()):
         info, owner = offer.info, manager.owner(offer.info)

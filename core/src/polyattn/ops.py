@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import validate
 from .autograd import attention_backward
 from .contract import Bound
 from .epoch import EPOCH
@@ -27,7 +28,7 @@ from .request_text import plain_request, read_request
 from .selection import Selection
 from .tracing import observed
 
-__all__ = ["op_plan"]
+__all__ = ["check_lengths", "op_plan"]
 
 
 def op_plan(request: AttentionRequest, selection: Selection) -> str:
@@ -73,8 +74,23 @@ def _no_helper(helper: Any) -> Bound:
     raise PluginError(f"{helper} helps calls over a cache only, which are not compiled")
 
 
+def _dense_axes(*tensors: Tensor) -> list[Tensor]:
+    """Strides are the compiler's choice; kernels need a dense last axis (S1)."""
+    return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
+
+
+def check_lengths(query: Tensor, key: Tensor, **lens: Any) -> None:
+    """Check the contents of a packed call's lengths, where they can be read."""
+    if validate.contents_readable(lens["cu_seqlens_q"]):
+        for side, tensor in (("q", query), ("k", key)):
+            longest = lens[f"max_seqlen_{side}"]
+            cu = lens[f"cu_seqlens_{side}"]
+            validate.check_cu_seqlens(f"cu_seqlens_{side}", cu, tensor.shape[0], longest, f"max_seqlen_{side}")
+
+
 def _call(plan: str, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     bound = _bound(plan, EPOCH.token)[1]
+    query, key, value = _dense_axes(query, key, value)
     result = bound.forward(query, key, value, **given)
     out, lse = result if isinstance(result, tuple) else (result, query.new_empty(0, dtype=torch.float32))
     inputs = (query, key, value)
@@ -150,6 +166,10 @@ def _varlen_op(
     plan: str,
 ) -> tuple[Tensor, Tensor]:
     given = _lens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    query, key, value = _dense_axes(query, key, value)
+    # A trace sees neither contents nor the counts that become known when the graph runs.
+    validate.check_varlen(query, key, value, attn_mask=attn_mask, sinks=sinks, out=None, grad=False, **given)
+    check_lengths(query, key, **given)
     return _call(plan, query, key, value, attn_mask=attn_mask, sinks=sinks, **given)
 
 
@@ -209,6 +229,7 @@ def _backward(
     given: dict[str, Any],
 ) -> list[Tensor]:
     request, bound = _bound(plan, EPOCH.token)
+    query, key, value = _dense_axes(query, key, value)
     axis = 2 if request.family == "dense" and request.layout == "BSHD" else 1
     if bound.backward is not None:
         found: tuple[Tensor | None, ...] = attention_backward(

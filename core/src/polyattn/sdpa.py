@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -38,10 +39,14 @@ def scaled_dot_product_attention(
         InvalidInputError: shapes or a combination torch refuses too; else as `polyattn.attention`.
     """
     causal = "top_left" if is_causal else False
-    if attn_mask is None and isinstance(query, Tensor) and isinstance(key, Tensor):
-        q_shape, k_shape = query.shape, key.shape
+    if attn_mask is None and isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
+        q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
         # The usual call needs nothing of what follows.
-        if len(q_shape) == len(k_shape) == 4 and q_shape[0] == k_shape[0] and (enable_gqa or q_shape[1] == k_shape[1]):
+        if (
+            len(q_shape) == len(k_shape) == len(v_shape) == 4
+            and q_shape[0] == k_shape[0] == v_shape[0]
+            and (enable_gqa or q_shape[1] == k_shape[1])
+        ):
             usual: Tensor = attention(query, key, value, causal=causal, scale=scale, layout="BHSD", dropout_p=dropout_p)
             return usual
     q, k, v, mask, lead = _four(query, key, value, attn_mask, is_causal, enable_gqa)
@@ -83,7 +88,7 @@ def _lead(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
     last = -3 if query.ndim >= 4 else -2
     lead = []
     for sizes in zip(query.shape[:last], key.shape[:last], value.shape[:last], strict=True):
-        widest = max(sizes)
+        widest = next((n for n in sizes if n != 1), 1)
         if any(n not in (1, widest) for n in sizes):
             raise InvalidInputError(f"batch axes of query, key and value do not broadcast: sizes {sizes}")
         lead.append(widest)
@@ -91,15 +96,18 @@ def _lead(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
 
 
 def _collapse(tensor: Tensor, batch: tuple[int, ...]) -> Tensor:
+    # A size of -1 could not be inferred beside one of 0.
     if tensor.ndim >= 4:
-        return tensor.expand(*batch, *tensor.shape[-3:]).reshape(-1, *tensor.shape[-3:])
-    return tensor.expand(*batch, *tensor.shape[-2:]).reshape(-1, 1, *tensor.shape[-2:])
+        return tensor.expand(*batch, *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:])
+    return tensor.expand(*batch, *tensor.shape[-2:]).reshape(math.prod(batch), 1, *tensor.shape[-2:])
 
 
 def _mask(attn_mask: Tensor | None, lead: tuple[int, ...], four: tuple[int, ...], s_q: int, s_k: int) -> Tensor | None:
     """The mask as [B|1, H|1, S_q, S_k]."""
     if attn_mask is None:
         return None
+    if not isinstance(attn_mask, Tensor):
+        raise InvalidInputError(f"attn_mask is a {type(attn_mask).__name__}; a tensor, bool or float, is needed")
     shape = tuple(attn_mask.shape)
     if not 1 <= len(shape) <= len(lead) + 2 or any(
         have not in (1, want) for have, want in zip(shape[::-1], (*lead, s_q, s_k)[::-1], strict=False)
@@ -110,7 +118,7 @@ def _mask(attn_mask: Tensor | None, lead: tuple[int, ...], four: tuple[int, ...]
     if full.ndim == 4 and len(lead) == 2:
         return full
     if len(lead) < 2:
-        return full.expand(1, *lead, s_q, s_k).reshape(-1, 1, s_q, s_k) if lead else full
+        return full.expand(1, *lead, s_q, s_k).reshape(lead[0], 1, s_q, s_k) if lead else full
     return full.expand(*lead, s_q, s_k).reshape(*four, s_q, s_k)
 
 

@@ -14,13 +14,15 @@ from .call_shapes import extent_of
 from .choose import choose, select_here
 from .compiled import trace_varlen
 from .epoch import EPOCH
+from .ops import check_lengths
 from .placement import aligned
 from .records import AttentionRequest
 from .selection import Selection
 
 __all__ = ["VarlenSite", "varlen_attention", "varlen_request"]
 
-_is_tracing = torch.compiler.is_dynamo_compiling
+# By dynamo, or by an export without it.
+_is_tracing = torch.compiler.is_compiling
 _scope = overrides.SCOPE.get
 
 
@@ -48,11 +50,7 @@ class VarlenSite:
         tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
         q, k, v = sig.cast(query, key, value) if tensors and not sig.no_autocast(query) else (query, key, value)
         self._check(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
-        if validate.contents_readable(lens["cu_seqlens_q"]):
-            for side, tensor in (("q", q), ("k", k)):
-                longest = lens[f"max_seqlen_{side}"]
-                cu = lens[f"cu_seqlens_{side}"]
-                validate.check_cu_seqlens(f"cu_seqlens_{side}", cu, tensor.shape[0], longest, f"max_seqlen_{side}")
+        check_lengths(q, k, **lens)
         relation = _packed_relation(lens)
         signature = (
             *(type(query), type(key), type(value), query.dtype, key.dtype, value.dtype, query.device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -99,7 +100,7 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         "sinks": question.sinks,
         "spec_topk": _at_least("--spec-topk", topk, 0),
         "tree": phase == "verify" and (topk or 0) > 1,
-        "scale": MLA_SCALE if question.scale is None and family == "mla" else question.scale,
+        "scale": MLA_SCALE if question.scale is None and family == "mla" else _finite("--scale", question.scale),
         "mask": _one_of("--mask", question.mask, MASKS),
         "lse": question.lse,
         "grad": _gradients(question.grad),
@@ -178,6 +179,12 @@ def _at_least(flag: str, value: int | None, low: int) -> int:
     if value is not None and value < low:
         raise ConfigError(f"{flag} {value} is too small: give a whole number, {low} or more")
     return value or 0
+
+
+def _finite(flag: str, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise ConfigError(f"{flag} {value:g} is no finite number")
+    return value
 
 
 def _not_negative(flag: str, value: float) -> float:

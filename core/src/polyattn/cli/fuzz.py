@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from ..errors import ConfigError
 from .rendering import grid, progress, screen, show_json, title
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def fuzz(
     """
     from ..testing import fuzz as fuzzing  # it needs torch
 
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder, or a name that is free")
     seed = random.randrange(2**31) if seed is None else seed
     console = screen()
     if not as_json:

@@ -1,0 +1,102 @@
+"""What a trace says of a call's tensors, as constants: a plan is made of these (`polyattn.compiled`).
+
+dynamo inlines these functions. A comparison of sizes becomes a guard where it decides a branch, and stays a symbol
+where it is a result; so results are words that a branch gives.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .signature import LARGE
+
+__all__ = ["constants", "fixed", "mask_fits", "tensor_facts"]
+
+
+def fixed(*sizes: int) -> tuple[int, ...]:
+    """Sizes that must be constants (heads, head dims): the length of a range is where dynamo fixes a symbol."""
+    return tuple([len(range(size)) for size in sizes])
+
+
+def constants(static: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The static arguments with their numbers fixed: dynamo may hold a float attribute or default as a symbol, and
+    `math.ldexp(x, 0)`, which is exactly x, is where it becomes a constant."""
+    causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic = static
+    if isinstance(window, (tuple, list)):
+        window = tuple([int(math.ldexp(side, 0)) if isinstance(side, int) else side for side in window])
+    return (
+        *(causal, window, _fixed_number(softcap), _fixed_number(scale)),
+        *(layout, _fixed_number(dropout_p), return_lse, deterministic),
+    )
+
+
+def _fixed_number(number: Any) -> Any:
+    """What is no number is left to the check that eager calls make."""
+    return math.ldexp(number, 0) if isinstance(number, (int, float)) else number
+
+
+def mask_fits(attn_mask: Tensor, query: Tensor, h: int, s_q: int, s_k: int) -> bool:
+    return (
+        attn_mask.ndim == 4
+        and (attn_mask.shape[0] == 1 or attn_mask.shape[0] == query.shape[0])
+        and (attn_mask.shape[1] == 1 or attn_mask.shape[1] == query.shape[h])
+        and attn_mask.shape[2] == s_q
+        and attn_mask.shape[3] == s_k
+    )
+
+
+def _out_fits(out: Tensor, query: Tensor, value: Tensor) -> str:
+    fits = out.ndim == query.ndim and out.shape[:-1] == query.shape[:-1] and out.shape[-1] == value.shape[-1]
+    return "fits" if fits else "does not fit"
+
+
+def _sinks_fit(sinks: Tensor, query: Tensor, heads: int) -> str:
+    return "fits" if sinks.ndim == 1 and sinks.shape[0] == query.shape[heads] else "does not fit"
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[bool, bool]:
+    """Whether a tensor has no elements, and whether one has 2**31 or more. Of sizes that nobody knows while tracing,
+    neither is assumed; an export is held to no bound for the second."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+
+    counts = (query.numel(), key.numel(), value.numel())
+    known = statically_known_true if torch.compiler.is_exporting() else guard_or_false
+    return (
+        guard_or_false(counts[0] == 0) or guard_or_false(counts[1] == 0) or guard_or_false(counts[2] == 0),
+        known(counts[0] >= LARGE) or known(counts[1] >= LARGE) or known(counts[2] >= LARGE),
+    )
+
+
+def tensor_facts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    heads: int,
+) -> tuple[Any, ...]:
+    kind = query.device.type
+    grad = torch.is_grad_enabled()
+    return (
+        str(query.device),
+        (query.dtype, key.dtype, value.dtype),
+        [t.device for t in (key, value, attn_mask, sinks, out) if t is not None and t.device != query.device] == [],
+        None if attn_mask is None else attn_mask.dtype,
+        None if sinks is None else (_sinks_fit(sinks, query, heads), sinks.dtype),
+        None if out is None else (_out_fits(out, query, value), out.dtype),
+        (
+            grad and query.requires_grad,
+            grad and key.requires_grad,
+            grad and value.requires_grad,
+            grad and attn_mask is not None and attn_mask.requires_grad,
+            grad and sinks is not None and sinks.requires_grad,
+        ),
+        torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
+        torch.are_deterministic_algorithms_enabled(),
+        _sizes(query, key, value),
+    )
