@@ -224,9 +224,7 @@ class DenseSite:
         out: Tensor | None = None,
     ) -> Any:
         if _is_tracing():
-            return trace_dense(
-                query, key, value, attn_mask, sinks, out, _constants(self.static), self._argument, self._scope
-            )
+            return self._trace(query, key, value, attn_mask, sinks, out)
         fast = self._fast
         if sinks is None and out is None:
             if attn_mask is None:
@@ -248,11 +246,13 @@ class DenseSite:
                 return fast.call(query, key, value, attn_mask=attn_mask)
         return self._find(query, key, value, attn_mask, sinks, out)
 
+    def _trace(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
+        static = _constants(self.static)
+        return trace_dense(query, key, value, attn_mask, sinks, out, static, self._argument, self._scope)
+
     def _find(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
         if torch.compiler.is_compiling():  # an export without dynamo, whose tensors no guard holds for
-            return trace_dense(
-                query, key, value, attn_mask, sinks, out, _constants(self.static), self._argument, self._scope
-            )
+            return self._trace(query, key, value, attn_mask, sinks, out)
         if self._epoch != EPOCH.value:
             self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
         entries = self._entries

@@ -28,7 +28,7 @@ from .request_text import plain_request, read_request
 from .selection import Selection
 from .tracing import observed
 
-__all__ = ["check_lengths", "op_plan"]
+__all__ = ["op_plan"]
 
 
 def op_plan(request: AttentionRequest, selection: Selection) -> str:
@@ -79,18 +79,8 @@ def _dense_axes(*tensors: Tensor) -> list[Tensor]:
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
 
 
-def check_lengths(query: Tensor, key: Tensor, **lens: Any) -> None:
-    """Check the contents of a packed call's lengths, where they can be read."""
-    if validate.contents_readable(lens["cu_seqlens_q"]):
-        for side, tensor in (("q", query), ("k", key)):
-            longest = lens[f"max_seqlen_{side}"]
-            cu = lens[f"cu_seqlens_{side}"]
-            validate.check_cu_seqlens(f"cu_seqlens_{side}", cu, tensor.shape[0], longest, f"max_seqlen_{side}")
-
-
 def _call(plan: str, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     bound = _bound(plan, EPOCH.token)[1]
-    query, key, value = _dense_axes(query, key, value)
     result = bound.forward(query, key, value, **given)
     out, lse = result if isinstance(result, tuple) else (result, query.new_empty(0, dtype=torch.float32))
     inputs = (query, key, value)
@@ -120,6 +110,7 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
 def _dense_op(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, plan: str
 ) -> tuple[Tensor, Tensor]:
+    query, key, value = _dense_axes(query, key, value)
     return _call(plan, query, key, value, attn_mask=attn_mask, sinks=sinks)
 
 
@@ -169,7 +160,7 @@ def _varlen_op(
     query, key, value = _dense_axes(query, key, value)
     # A trace sees neither contents nor the counts that become known when the graph runs.
     validate.check_varlen(query, key, value, attn_mask=attn_mask, sinks=sinks, out=None, grad=False, **given)
-    check_lengths(query, key, **given)
+    validate.check_lengths(query, key, **given)
     return _call(plan, query, key, value, attn_mask=attn_mask, sinks=sinks, **given)
 
 

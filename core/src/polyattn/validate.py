@@ -20,6 +20,7 @@ __all__ = [
     "TensorGuards",
     "check_cu_seqlens",
     "check_dense",
+    "check_lengths",
     "check_new_keys",
     "check_page_table",
     "check_paged",
@@ -213,6 +214,14 @@ def _index(name: str, value: Any, rank: int, shape: str) -> None:
     _tensor(name, value, rank, shape)
     if value.dtype != torch.int32:
         raise InvalidInputError(f"{name} is {value.dtype}; int32 is needed: {name}.to(torch.int32)")
+
+
+def check_lengths(query: Tensor, key: Tensor, **lens: Any) -> None:
+    """Check the contents of a packed call's lengths, where they can be read."""
+    if contents_readable(lens["cu_seqlens_q"]):
+        for side, tensor in (("q", query), ("k", key)):
+            longest, cu = lens[f"max_seqlen_{side}"], lens[f"cu_seqlens_{side}"]
+            check_cu_seqlens(f"cu_seqlens_{side}", cu, tensor.shape[0], longest, f"max_seqlen_{side}")
 
 
 def check_cu_seqlens(name: str, cu: Tensor, tokens: int, longest: int, max_name: str) -> list[int]:

@@ -14,7 +14,6 @@ from .call_shapes import extent_of
 from .choose import choose, select_here
 from .compiled import trace_varlen
 from .epoch import EPOCH
-from .ops import check_lengths
 from .placement import aligned
 from .records import AttentionRequest
 from .selection import Selection
@@ -50,7 +49,7 @@ class VarlenSite:
         tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
         q, k, v = sig.cast(query, key, value) if tensors and not sig.no_autocast(query) else (query, key, value)
         self._check(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
-        check_lengths(q, k, **lens)
+        validate.check_lengths(q, k, **lens)
         relation = _packed_relation(lens)
         signature = (
             *(type(query), type(key), type(value), query.dtype, key.dtype, value.dtype, query.device),
