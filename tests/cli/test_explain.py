@@ -236,6 +236,7 @@ def test_every_word_for_a_dtype_is_a_request_dtype() -> None:
         ({"phase": "decoding"}, "--phase 'decoding' is not known. Did you mean 'decode'"),
         ({"dtype": "bf61"}, "--dtype 'bf61' is not known. Did you mean 'bf16'"),
         ({"kv_dtype": "fp8"}, "--kv-dtype 'fp8' is not known"),
+        ({"kv_scales": "tensors"}, "--kv-scales 'tensors' is not known. Did you mean 'tensor'"),
         ({"mask": "boolean"}, "--mask 'boolean' is not known. Did you mean 'bool'"),
         ({"grad": "query,values"}, "--grad 'values' is not known. Did you mean 'value'"),
         ({"causal_alignment": "left"}, "--causal-alignment 'left' is not known"),

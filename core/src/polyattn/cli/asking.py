@@ -12,7 +12,7 @@ from ..config import KV_CACHE_DTYPES
 from ..errors import ConfigError, did_you_mean
 from ..records import FAMILIES, PHASES, AttentionRequest
 
-__all__ = ["QUERY_DTYPES", "Question", "ask"]
+__all__ = ["QUERY_DTYPES", "SCALES", "Question", "ask"]
 
 QUERY_DTYPES: dict[str, str] = {
     "fp64": "float64",
@@ -22,6 +22,7 @@ SERVING = ("paged", "mla")
 RELATIONS = {"prefill": "equal", "extend": "fewer", "decode": "one", "verify": "fewer"}
 ALIGNMENTS = ("bottom_right", "top_left")
 MASKS = ("none", "bool", "additive")
+SCALES = ("", "tensor", "head", "token", "block128", "block16")
 RECORDINGS: Mapping[str, Any] = {"none": False, "call": True, "session": "session"}
 GRADIENTS = ("query", "key", "value", "mask", "sinks", "lse")
 MLA_SCALE = 192**-0.5
@@ -111,7 +112,9 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         "multimodal": question.multimodal,
         "chunked_prefix": question.chunked_prefix,
         "save_kv_cache": question.save_kv_cache,
-        "kv_scales": question.kv_scales or ONE_KIND_OF_SCALES.get((family, kv_dtype), ""),
+        "kv_scales": _one_of("--kv-scales", question.kv_scales, SCALES[1:])
+        if question.kv_scales
+        else ONE_KIND_OF_SCALES.get((family, kv_dtype), ""),
         "method": question.method or ("gdn" if family == "linear" else ""),
         **(where or {}),
     }

@@ -14,12 +14,11 @@ from typing import Any
 from ..inspection import catalogue, ordered_offers
 from ..records import Accepted, AttentionRequest, BackendInfo, Has, OneOf, Provider, Rejected, Row, judge
 from ..selection import Catalogue
-from .asking import MLA_SCALE
+from .asking import MLA_SCALE, SCALES
 
 __all__ = ["Limits", "Sheet", "limits"]
 
 PAGES = (1, 16, 32, 64, 128, 256)
-SCALES = ("", "tensor", "head", "token", "block128", "block16")
 LLM = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
 LATENT = {"heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "scale": MLA_SCALE}
 UNABSORBED = {"heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128, "scale": None}
