@@ -416,7 +416,7 @@ def test_samples_that_were_forked_in_a_failed_step(monkeypatch: pytest.MonkeyPat
 
 def test_a_row_that_finds_no_prefix_is_given_back() -> None:
     made = engine()
-    with pytest.raises(TypeError, match="unhashable"):
+    with pytest.raises(InvalidInputError, match="namespace is a list"):
         made.memory.begin(PROMPT, [])  # type: ignore[arg-type]
     assert made.memory.table.rows == []
 

@@ -114,6 +114,12 @@ def test_counts_are_whole_and_not_negative():
     with pytest.raises(InvalidInputError, match="-1 pages cannot be allocated"):
         PageAllocator(5).allocate(-1)
     assert PageAllocator(5).allocate(0) == []
+    with pytest.raises(InvalidInputError, match=r"count=1\.0 is a float; a whole number is needed"):
+        PageAllocator(5).allocate(1.0)
+    with pytest.raises(InvalidInputError, match="pages='5' is a str"):
+        PageAllocator("5")
+    with pytest.raises(InvalidInputError, match="reserved=None is a NoneType"):
+        PageAllocator(5, reserved=None)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +216,8 @@ def test_the_first_page_that_is_still_seen(length, window, page_size, first):
         (16, (), "0 windows and 1 allocators"),
         (16, (-1, 4), "2 windows and 1 allocators"),
         (16, (-2,), "window -2: it is the number of earlier keys a query sees, or -1"),
+        (4.5, [-1], "page_size=4.5 is a float"),
+        (4, [None], "window=None is a NoneType"),
     ],
 )
 def test_geometry_is_checked(page_size, windows, said):

@@ -391,6 +391,14 @@ def test_token_ids_are_numbers():
         cache.insert("ab", [[1, 2]])
 
 
+def test_a_namespace_can_be_looked_up():
+    filled = Filled(1)
+    with pytest.raises(InvalidInputError, match="namespace is a list, which cannot be looked up"):
+        filled.cache.match([1, 2], namespace=["tenant"])
+    with pytest.raises(InvalidInputError, match="namespace is a dict"):
+        filled.cache.insert([1, 2], [[1, 2]], namespace={})
+
+
 @pytest.mark.parametrize(
     "pages, said",
     [

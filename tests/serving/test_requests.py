@@ -86,18 +86,35 @@ def test_nothing_is_taken_in_any_group_when_one_has_too_few():
         (lambda t, r: t.truncate(r, -1), "cannot be cut to -1"),
         (lambda t, r: t.length(3), "row 3 is no request: rows in use are"),
         (lambda t, r: t.remove(-1), "row -1 is no request"),
+        (lambda t, r: t.remove([r]), r"row \[0\] is no request"),
+        (lambda t, r: t.extend(r, 1.5), "tokens=1.5 is a float; a whole number is needed"),
+        (lambda t, r: t.wanted(r, "1"), "tokens='1' is a str"),
+        (lambda t, r: t.truncate(r, None), "length=None is a NoneType"),
     ],
 )
 def test_wrong_numbers(call, said):
     rows = table()
+    row = rows.add()
     with pytest.raises(InvalidInputError, match=said):
-        call(rows, rows.add())
+        call(rows, row)
+    assert rows.length(row) == 0
+
+
+def test_counts_of_other_kinds_become_ints():
+    rows = table()
+    row = rows.add()
+    rows.extend(row, torch.tensor(3))
+    assert type(rows.length(row)) is int
+    assert rows.length(row) == 3
 
 
 @pytest.mark.parametrize("given, said", [({"requests": 0}, "requests=0"), ({"max_tokens": 0}, "max_tokens=0")])
 def test_a_table_has_room(given, said):
     with pytest.raises(InvalidInputError, match=f"{said}: a request table has room for 1 or more"):
         table(**given)
+    (name,) = given
+    with pytest.raises(InvalidInputError, match=rf"{name}=1\.5 is a float; a whole number is needed"):
+        table(**{name: 1.5})
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

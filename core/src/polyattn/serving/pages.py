@@ -6,10 +6,11 @@ no torch: an allocator knows numbers, the pool of its group has the tensors.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import InternalError, InvalidInputError, OutOfPagesError
 
@@ -23,6 +24,7 @@ __all__ = [
     "held",
     "release_all",
     "share_all",
+    "whole",
 ]
 
 
@@ -40,10 +42,11 @@ class PageAllocator:
         capacity: pages that can be given out at all, `pages` - `reserved`.
 
     Raises:
-        InvalidInputError: `reserved` is under 1, or leaves no page.
+        InvalidInputError: `reserved` is under 1, or leaves no page; one of the two is no whole number.
     """
 
     def __init__(self, pages: int, *, reserved: int = 1) -> None:
+        pages, reserved = whole("pages", pages), whole("reserved", reserved)
         if reserved < 1:
             raise InvalidInputError(f"reserved={reserved}: page 0 is the padding page, so 1 or more are reserved")
         if pages <= reserved:
@@ -85,7 +88,9 @@ class PageAllocator:
 
         Raises:
             OutOfPagesError: fewer are free; none is taken.
+            InvalidInputError: `count` is negative, or no whole number.
         """
+        count = whole("count", count)
         if count < 0:
             raise InvalidInputError(f"{count} pages cannot be allocated; 0 or more are asked for")
         if count > len(self._free):
@@ -257,15 +262,28 @@ def check_geometry(page_size: int, windows: Sequence[int], allocators: Sequence[
     """Check what a request table and a prefix cache are made of.
 
     Raises:
-        InvalidInputError: `page_size` is under 1, a window is under -1, or groups and allocators do not pair up.
+        InvalidInputError: `page_size` is under 1, a window is under -1, one of them is no whole number, or groups and
+            allocators do not pair up.
     """
-    if page_size < 1:
+    if whole("page_size", page_size) < 1:
         raise InvalidInputError(f"page_size={page_size}: a page holds 1 token or more")
     if not windows or len(windows) != len(allocators):
         raise InvalidInputError(
             f"{len(windows)} windows and {len(allocators)} allocators: each group of layers has one of both, and there "
             "is one group or more"
         )
-    wrong = [window for window in windows if window < -1]
+    wrong = [window for window in windows if whole("window", window) < -1]
     if wrong:
         raise InvalidInputError(f"window {wrong[0]}: it is the number of earlier keys a query sees, or -1 for all")
+
+
+def whole(name: str, number: Any) -> int:
+    """`number` as an int, of whatever kind it is.
+
+    Raises:
+        InvalidInputError: it is no whole number.
+    """
+    try:
+        return operator.index(number)
+    except TypeError as exc:
+        raise InvalidInputError(f"{name}={number!r} is a {type(number).__name__}; a whole number is needed") from exc

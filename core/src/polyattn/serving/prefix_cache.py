@@ -15,7 +15,7 @@ from numbers import Integral
 from ..errors import InternalError, InvalidInputError
 from .pages import PageAllocator, check_geometry, first_visible_page, held, release_all, share_all
 
-__all__ = ["Match", "PrefixCache"]
+__all__ = ["Match", "PrefixCache", "check_namespace"]
 
 
 class _Node:
@@ -103,8 +103,9 @@ class PrefixCache:
             namespace: what else the KV depends on, such as an adapter's name, an image's hash or a tenant.
 
         Raises:
-            InvalidInputError: the token ids are no whole numbers.
+            InvalidInputError: the token ids are no whole numbers, or the namespace cannot be looked up.
         """
+        check_namespace(namespace)
         tokens = _ids(tokens)
         path, count = self._walk(namespace, tokens, max(len(tokens) - 1, 0) // self.page_size)
         pages = [list(chain.from_iterable(node.pages[group] for node in path)) for group in range(len(self.windows))]
@@ -152,9 +153,10 @@ class PrefixCache:
             How many of the tokens were cached already.
 
         Raises:
-            InvalidInputError: a group has too few pages, a page is free, one of full attention is 0, or the token ids
-                are no whole numbers.
+            InvalidInputError: a group has too few pages, a page is free, one of full attention is 0, the token ids
+                are no whole numbers, or the namespace cannot be looked up.
         """
+        check_namespace(namespace)
         tokens = _ids(tokens)
         count = len(tokens) // self.page_size
         self._check_pages(pages, count)
@@ -451,3 +453,16 @@ def _ids(tokens: Sequence[int]) -> list[int]:
     if ids and not isinstance(ids[0], Integral):
         raise InvalidInputError(f"token ids are of {type(ids[0])}; whole numbers are needed: pass tokens.tolist()")
     return ids
+
+
+def check_namespace(namespace: Hashable) -> None:
+    """
+    Raises:
+        InvalidInputError: `namespace` cannot be looked up.
+    """
+    try:
+        hash(namespace)
+    except TypeError as exc:
+        raise InvalidInputError(
+            f"namespace is a {type(namespace).__name__}, which cannot be looked up; give a string or a tuple"
+        ) from exc

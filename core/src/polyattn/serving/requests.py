@@ -20,6 +20,7 @@ from .pages import (
     held,
     release_all,
     share_all,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class RequestTable:
         page_size, windows, allocators, max_tokens: as given.
 
     Raises:
-        InvalidInputError: a count is under 1, or windows and allocators do not pair up.
+        InvalidInputError: a count is under 1 or no whole number, or windows and allocators do not pair up.
     """
 
     @torch.inference_mode(False)
@@ -83,7 +84,7 @@ class RequestTable:
     ) -> None:
         check_geometry(page_size, windows, allocators)
         for name, count in (("requests", requests), ("max_tokens", max_tokens)):
-            if count < 1:
+            if whole(name, count) < 1:
                 raise InvalidInputError(f"{name}={count}: a request table has room for 1 or more")
         self.page_size, self.max_tokens = page_size, max_tokens
         self.windows, self.allocators = tuple(windows), tuple(allocators)
@@ -155,9 +156,9 @@ class RequestTable:
         """Pages of each group that `extend(row, tokens)` would take now.
 
         Raises:
-            InvalidInputError: `tokens` is negative, or `row` would be longer than `max_tokens`.
+            InvalidInputError: `tokens` is negative or no whole number, or `row` would be longer than `max_tokens`.
         """
-        found = self._row(row)
+        found, tokens = self._row(row), whole("tokens", tokens)
         new = self._new_pages(row, found, tokens)
         return tuple(new + self._copies(found, group, tokens) for group in range(len(self.windows)))
 
@@ -171,10 +172,12 @@ class RequestTable:
             The copies; empty where nothing was shared.
 
         Raises:
-            InvalidInputError: `tokens` is negative, or `row` would be longer than `max_tokens`.
+            InvalidInputError: `tokens` is negative or no whole number, or `row` would be longer than `max_tokens`.
             OutOfPagesError: a group has too few free pages; nothing was taken in any.
         """
         found = self._row(row)
+        if type(tokens) is not int:  # most are, for every row of every step
+            tokens = whole("tokens", tokens)
         if 0 < tokens <= len(found.pages[0]) * self.page_size - found.length and not self._shares_last(found):
             # In the last page, as most decode steps are.
             self._check_room(row, found.length + tokens)
@@ -199,9 +202,10 @@ class RequestTable:
         """Forget the tokens of `row` from `length` on, such as drafts that were not accepted.
 
         Raises:
-            InvalidInputError: `row` has fewer tokens, or `slide` gave back pages that a query at `length` sees.
+            InvalidInputError: `row` has fewer tokens, `slide` gave back pages that a query at `length` sees, or
+                `length` is no whole number.
         """
-        found = self._row(row)
+        found, length = self._row(row), whole("length", length)
         if not 0 <= length <= found.length:
             raise InvalidInputError(f"row {row} has {found.length} tokens and cannot be cut to {length}")
         kept = -(-length // self.page_size)
@@ -347,12 +351,12 @@ class RequestTable:
                 raise InternalError(f"row {row}, group {group}: the table on the device is not the one on the host")
 
     def _row(self, row: int) -> _Row:
-        found = self._rows.get(row)
-        if found is None:
-            raise self._no_request(row)
-        return found
+        try:
+            return self._rows[row]
+        except (KeyError, TypeError):
+            raise self._no_request(row) from None
 
-    def _no_request(self, row: int) -> InvalidInputError:
+    def _no_request(self, row: object) -> InvalidInputError:
         return InvalidInputError(f"row {row} is no request: rows in use are {sorted(self._rows)}")
 
     def _check_room(self, row: int, length: int) -> None:

@@ -15,6 +15,7 @@ from ..batch import ForwardMode
 from ..graphs import DeviceGraph
 from ..memory import Memory, Runner
 from ..pool import KVCacheConfig
+from ..prefix_cache import check_namespace
 from ..speculative import commit, greedy_accept, sampled_accept
 from .drafting import Drafter, Speculative
 from .sampling import SamplingParams, distributions, sample, uniforms
@@ -149,7 +150,7 @@ class Engine:
         params = params or SamplingParams()
         tokens = _token_ids(prompt)
         self._check_request(tokens, params, n)
-        _check_namespace(namespace)
+        check_namespace(namespace)
         numbers = itertools.count()
         made = [self._made(tokens, len(tokens), params, numbers, namespace) for _ in range(n)]
         for sibling in made[1:]:
@@ -478,12 +479,3 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
                 f"of them (of a tensor, tokens.tolist())"
             )
     return [int(token) for token in prompt]
-
-
-def _check_namespace(namespace: Hashable) -> None:
-    try:
-        hash(namespace)
-    except TypeError as exc:
-        raise InvalidInputError(
-            f"namespace is a {type(namespace).__name__}, which cannot be looked up; give a string or a tuple"
-        ) from exc
