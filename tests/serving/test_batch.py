@@ -139,6 +139,8 @@ def test_keys_of_an_encoder_may_be_fewer_than_queries():
         ({"query_lens": [0, 3]}, "row 4 has seq_len 7 and query_len 0: a row has 1 new token or more"),
         ({"query_lens": [2, 4]}, "row 1 has seq_len 3 and query_len 4.*new tokens included"),
         ({"seq_lens": [7, -1], "cross": True}, "row 1 has seq_len -1"),
+        ({"seq_lens": [7, 3.0]}, r"seq_lens=\[7, 3.0\]: 'float' object.*a batch is made of whole numbers"),
+        ({"rows": ("a", "b")}, r"rows=\('a', 'b'\): 'str' object"),
         ({"mode": ForwardMode.IDLE}, "an IDLE batch has no rows, not 2"),
         ({"mode": ForwardMode.DECODE}, "a DECODE batch has 1 new token for each row, not 3"),
         ({"padding": 1}, r"query_lens are \[2, 3\], and rows of padding need a length: give padding_query_len"),
@@ -172,6 +174,8 @@ def test_a_scheduler_goes_on_with_its_own_lists():
 def test_numbers_are_those_of_the_host():
     batch = ForwardBatch(ForwardMode.DECODE, range(2), torch.tensor([7, 3]).numpy(), [1, 1])
     assert (batch.rows, batch.seq_lens) == ([0, 1], [7, 3])
+    batch = ForwardBatch(ForwardMode.DECODE, (0, 1), list(torch.tensor([7, 3]).numpy()), [True, 1])
+    assert {type(number) for numbers in (batch.rows, batch.seq_lens) for number in numbers} == {int}
     with pytest.raises(InvalidInputError, match=r"rows is a tensor, and a batch is made of host numbers: pass rows.to"):
         ForwardBatch(ForwardMode.DECODE, torch.tensor([0, 1]), [7, 3], [1, 1])
 

@@ -98,6 +98,8 @@ def test_what_does_not_belong_together() -> None:
         EncoderBatch([0, 1], [3])
     with refused("new=2 of 1 sequences"):
         EncoderBatch([0], [3], [2])
+    with refused("EncoderBatch: new='a' is a str"):
+        EncoderBatch([0], [3], ["a"])  # type: ignore[list-item]
     with refused("encoder_table is for models with cross layers"):
         AttentionBackend(rig.layers, rig.pool, rig.table, limits=LIMITS)
     plain = Rig(decoder())
@@ -113,3 +115,5 @@ def test_keys_that_are_not_there_cannot_be_attended() -> None:
     q, k, v = rig.random(4, 4, 16), rig.random(3, 2, 16), rig.random(3, 2, 8)
     with refused("save_kv_cache=False with keys of another sequence"):
         rig.backend.forward(q, k, v, CROSS, save_kv_cache=False)
+    with refused("no keys, and EncoderBatch.new says that encoders have just run: 3 tokens are to be written"):
+        rig.backend.forward(q, None, None, CROSS)

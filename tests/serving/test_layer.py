@@ -112,6 +112,12 @@ def test_another_batch_than_the_planned_one(rig: Rig) -> None:
         rig.backend.forward_extend(*qkv(), rig.layers[0], other)
 
 
+@pytest.mark.parametrize("name", ["forward", "forward_extend", "forward_decode"])
+def test_the_number_of_a_layer_is_no_layer(rig: Rig, name: str) -> None:
+    with refused(r"layer=0 is no AttentionLayer: the layer itself is needed, one of this backend's `layers`, \[0, 1\]"):
+        getattr(rig.backend, name)(*qkv(), 0)
+
+
 def test_a_layer_of_another_model(rig: Rig) -> None:
     with refused(r"no attention layer 9 here.* Known: \[0, 1\]"):
         rig.backend.forward(*qkv(), AttentionLayer(9, 4, 2, 16))

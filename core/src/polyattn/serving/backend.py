@@ -152,7 +152,10 @@ class AttentionBackend:
         Raises:
             InvalidInputError: no step is planned, a layer that is not of this model, or shapes that do not fit.
         """
-        run = self._any.get(layer.layer_id)
+        try:
+            run = self._any.get(layer.layer_id)
+        except AttributeError:
+            self._no_layer(layer)
         if run is None:
             self._refuse("forward", layer)
         return run(q, k, v, save_kv_cache)
@@ -167,7 +170,10 @@ class AttentionBackend:
         save_kv_cache: bool = True,
     ) -> Tensor:
         """`forward` of a decode step."""
-        run = self._decode.get(layer.layer_id)
+        try:
+            run = self._decode.get(layer.layer_id)
+        except AttributeError:
+            self._no_layer(layer)
         if run is None or (batch is not self._batch and batch is not None):
             self._refuse("forward_decode", layer, batch)
         return run(q, k, v, save_kv_cache)
@@ -182,7 +188,10 @@ class AttentionBackend:
         save_kv_cache: bool = True,
     ) -> Tensor:
         """`forward` of any other step: prefill, extend, mixed, target-verify, draft-extend."""
-        run = self._extend.get(layer.layer_id)
+        try:
+            run = self._extend.get(layer.layer_id)
+        except AttributeError:
+            self._no_layer(layer)
         if run is None or (batch is not self._batch and batch is not None):
             self._refuse("forward_extend", layer, batch)
         return run(q, k, v, save_kv_cache)
@@ -425,6 +434,12 @@ class AttentionBackend:
         right = "forward_decode" if self._batch.mode is ForwardMode.DECODE else "forward_extend"
         raise InvalidInputError(
             f"{name}: the planned batch is of mode {self._batch.mode.name}; call {right} or forward"
+        )
+
+    def _no_layer(self, layer: Any) -> NoReturn:
+        raise InvalidInputError(
+            f"layer={layer!r} is no AttentionLayer: the layer itself is needed, one of this backend's "
+            f"`layers`, {list(self.layers)}"
         )
 
     def _unknown(self, layer_id: Any) -> NoReturn:

@@ -86,10 +86,11 @@ class ForwardBatch:
             raise InvalidInputError(f"a batch has one row, one sequence length and one query length each, not {given}")
         # A scheduler's own lists go on changing, and the step after this one is told by what this one ran.
         for name, numbers in (("rows", rows), ("seq_lens", seq_lens), ("query_lens", query_lens)):
-            if type(numbers) is list:
-                object.__setattr__(self, name, numbers[:])
-            elif type(numbers) is not tuple:
+            kind = type(numbers)
+            if kind not in (list, tuple) or not _are_ints(numbers):
                 object.__setattr__(self, name, self._numbers(name, numbers))
+            elif kind is list:
+                object.__setattr__(self, name, list(numbers))
         if self.padding < 0:
             raise InvalidInputError(f"padding={self.padding}: it counts rows, 0 or more")
         self._check_rows()
@@ -109,10 +110,13 @@ class ForwardBatch:
 
     @staticmethod
     def _numbers(name: str, given: Sequence[int]) -> list[int]:
-        """Of anything but a list or a tuple: host numbers, not those of a device, which would be waited for."""
+        """As ints: host numbers, not those of a device, which would be waited for."""
         if hasattr(given, "data_ptr"):  # a tensor, and no import of torch to say so
             raise InvalidInputError(f"{name} is a tensor, and a batch is made of host numbers: pass {name}.tolist()")
-        return [operator.index(number) for number in given]
+        try:
+            return [operator.index(number) for number in given]
+        except TypeError as exc:
+            raise InvalidInputError(f"{name}={given!r}: {exc}; a batch is made of whole numbers") from exc
 
     def _check_rows(self) -> None:
         # Several sequences may attend one encoder's keys, which they only read.
@@ -266,6 +270,14 @@ class ForwardBatch:
             kept.pop(name, None)
         kept.update(fields)
         return found
+
+
+def _are_ints(numbers: Sequence[Any]) -> bool:
+    """Whether every one is an int: their sum is of another kind where one of them is, and adding is quick."""
+    try:
+        return type(sum(numbers)) is int
+    except TypeError:
+        return False
 
 
 _COUNTED = ("sequences", "all_query_lens", "tokens", "max_seqlen_q", "cu_seqlens_q")

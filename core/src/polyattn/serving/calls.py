@@ -104,6 +104,11 @@ class LayerCall:
         if k is None:
             if v is not None:
                 self._refuse("a value without its key; give both, or None for both where the cache has them")
+            if self.layer.kind == "cross" and step.key[0]:
+                self._refuse(
+                    f"no keys, and EncoderBatch.new says that encoders have just run: {step.key[0]} tokens are to be "
+                    "written; give key and value, or leave `new` empty where the cache has them"
+                )
             return self._without(q, *self._caches, **step.keywords)
         if k.shape != step.key or (None if v is None else v.shape) != step.value:
             self._refuse_new(k, v)

@@ -14,6 +14,7 @@ from ..errors import InvalidInputError
 from .batch import ForwardBatch, ForwardMode
 from .calls import LayerCall, StepOfLayers, Tokens
 from .choosing import Served
+from .pages import whole
 from .phases import ServingPhase
 from .pool import groups_of
 from .step import Step, StepBuffers
@@ -51,7 +52,7 @@ class EncoderBatch:
             raise InvalidInputError(
                 f"EncoderBatch has {len(self.rows)} rows and {len(self.seq_lens)} seq_lens; one each"
             )
-        if wrong := [i for i in self.new if not 0 <= i < len(self.rows)]:
+        if wrong := [i for i in self.new if not 0 <= whole("EncoderBatch: new", i) < len(self.rows)]:
             raise InvalidInputError(f"EncoderBatch: new={wrong[0]} of {len(self.rows)} sequences; 0 is the first")
 
     def attended(self, batch: ForwardBatch) -> ForwardBatch:
