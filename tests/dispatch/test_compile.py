@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polyattn
 from polyattn import ops
@@ -288,6 +289,19 @@ def test_large_tensors_are_part_of_a_traced_request():
 def packed(q, k, v, cu_q, cu_k, longest=5, **options):
     given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest, "max_seqlen_k": longest}
     return polyattn.varlen_attention(q, k, v, **given, **options)
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_a_packed_call_on_tensors_without_contents_gives_shapes(kind):
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        for tokens in (7, 9, 9, 9):
+            q, k, v = (torch.randn(tokens, h, d, requires_grad=True) for h, d in ((4, 16), (2, 16), (2, 8)))
+            cu = torch.empty(3, dtype=torch.int32)
+            out, lse = packed(q, k, v, cu, cu, causal=True, return_lse=True)
+            out.sum().backward()
+            assert (out.shape, lse.shape, q.grad.shape) == ((tokens, 4, 8), (tokens, 4), q.shape)
+        with pytest.raises(polyattn.InvalidInputError, match="key has 9 tokens, value 7"):
+            packed(q, k, v[:7], cu, cu)
 
 
 def test_float64_stays_float64_in_a_compiled_packed_call_under_autocast():

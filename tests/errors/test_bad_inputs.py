@@ -412,6 +412,18 @@ PAGED: list[Case] = [
         "page_table is on meta, query on cpu; move it",
     ),
     (
+        "tables without contents",
+        lambda: paged(
+            **{name: torch.ones(6, 4, 2, 8, device="meta") for name in ("key_cache", "value_cache")},
+            query=torch.ones(3, 4, 8, device="meta"),
+            **{
+                name: torch.ones(shape, dtype=torch.int32, device="meta")
+                for name, shape in (("page_table", (2, 2)), ("seq_lens", (2,)), ("cu_seqlens_q", (3,)))
+            },
+        ),
+        "page_table is a meta or fake tensor, and calls over a cache read what is in it: pass tensors with contents",
+    ),
+    (
         "page id past the cache",
         lambda: paged(page_table=int32([0, 1], [2, 6])),
         r"page_table\[1, 1\]=6 is not a page of the cache, 0 to 5",

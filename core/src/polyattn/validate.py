@@ -28,6 +28,7 @@ __all__ = [
     "check_statics",
     "check_varlen",
     "contents_readable",
+    "has_shapes_only",
     "shares_memory",
 ]
 
@@ -208,6 +209,11 @@ def contents_readable(tensor: Tensor) -> bool:
     return envvars.flag("POLYATTN_VALIDATE") and not (
         tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     )
+
+
+def has_shapes_only(tensor: Any) -> bool:
+    """Whether a tensor, meta or fake, has no contents: a packed call then gives what its custom op gives in a trace."""
+    return getattr(tensor, "is_meta", False) or type(tensor).__name__ == "FakeTensor"
 
 
 def _index(name: str, value: Any, rank: int, shape: str) -> None:
@@ -420,6 +426,10 @@ def check_page_table(
         raise InvalidInputError(
             f"page_table has {count} rows, seq_lens {seq_lens.shape[0]} entries, cu_seqlens_q {cu_seqlens_q.shape[0]}; "
             f"N, N and N + 1 are needed"
+        )
+    if has_shapes_only(page_table):
+        raise InvalidInputError(
+            "page_table is a meta or fake tensor, and calls over a cache read what is in it: pass tensors with contents"
         )
     if not contents_readable(seq_lens):
         return

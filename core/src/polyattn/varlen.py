@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,9 @@ class VarlenSite:
         tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
         q, k, v = sig.cast(query, key, value) if tensors and not sig.no_autocast(query) else (query, key, value)
         self._check(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
+        if validate.has_shapes_only(query):
+            static = dataclasses.astuple(self.static)
+            return trace_varlen(query, key, value, attn_mask, sinks, out, lens, static, self._argument)
         validate.check_lengths(q, k, **lens)
         relation = _packed_relation(lens)
         signature = (
