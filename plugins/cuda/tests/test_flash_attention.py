@@ -479,6 +479,31 @@ def test_fa4_is_given_parts_of_pages_that_it_would_load_whole(step: int, install
     assert library.calls[-1].given["k"].shape[1] == 128
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "fields"),
+    [
+        pytest.param((2, 3), (0, 9), {}, id="an empty first sequence"),
+        pytest.param((300, 3), (9, 9), {"s_relation": "more"}, id="300 queries of 9 keys"),
+        pytest.param((300, 3), (0, 9), {"s_relation": "more", "causal": "none", "window": (9, 4)}, id="a window"),
+    ],
+)
+def test_fa4_asks_the_table_for_no_page_before_it(
+    queries: tuple[int, int], keys: tuple[int, int], fields: dict[str, Any], install: Callable[[str], Library]
+) -> None:
+    """With pages that are read as they are: the emulator does so for queries that see no key."""
+    library = install("fa4")
+    call = cached("fa4", queries=queries, **fields)
+    call.tables |= {"seq_lens": torch.tensor(keys, dtype=torch.int32), "max_seqlen_k": max(keys)}
+    wanted = call.run()
+    call.bound = target("fa4", serving=True).bind(**{**call.fields, "options": (("free_slots", "finite"),)})
+    assert torch.equal(call.run(), wanted)
+    given = library.calls[-1].given
+    assert given["k"].shape[1] == 128
+    assert torch.equal(given["page_table"], call.tables["page_table"])
+    before = given["page_table"].as_strided((2, 1), (given["page_table"].stride(0), 1), 0)
+    assert not before.any(), "the page before a row is the first of the cache"
+
+
 def test_queries_beside_an_e4m3_cache_have_a_scale_for_each_sequence_and_head(
     install: Callable[[str], Library],
 ) -> None:

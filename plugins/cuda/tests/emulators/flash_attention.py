@@ -501,6 +501,16 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
             return 96 if local else 128 if v.shape[-1] <= 128 else 112
         return 64 if local else 80
 
+    def check_first_pages(table: Tensor, lengths: Tensor, starts: Tensor, group: int, given: Rule) -> None:
+        """The page of a tile's last block, which TMA asks for also where that is before block 0 (flash_fwd_sm90.py,
+        get_n_block_min_max)."""
+        for n, (s_q, s_k) in enumerate(zip(starts.diff().tolist(), lengths.tolist(), strict=True)):
+            end, right = -(-s_k // 128), 0 if given.causal else given.window[1]
+            if right >= 0:
+                end = min(end, -(-(-(-128 // group) + s_k - s_q + right) // 128))
+            at = table.storage_offset() + n * table.stride(0) + end - 1
+            check(not s_q or at >= 0, "CUDA error: an illegal memory access was encountered")
+
     def check_widths(q: Tensor, v: Tensor) -> None:
         d, d_v = q.shape[-1], v.shape[-1]
         standard = d <= 128 and d_v <= 128
@@ -557,6 +567,8 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
         whole = k.shape[1] == tile(q, v, given) and qv is None
         assert whole or not (q.shape[-1] % 16 or v.shape[-1] % 16), "Paged KV does not support irregular head dim"
         rows = k.shape[1] if whole else 1
+        if arch == 90 and whole:
+            check_first_pages(table, lengths, a["cu_seqlens_q"], q.shape[1] // k.shape[2], given)
         if arch == 90 and not whole and tile(q, v, given) % (1024 // math.gcd(q.shape[-1], v.shape[-1], 64)):
             # 128 threads load so many rows at a time; those of the last time lie beyond the tile.
             v = v.roll(1, 0)

@@ -63,7 +63,8 @@ class _Kernels:
         }
         given = {**self.options, "window_size": (left, right)}
         finite = dict(request.options).get("free_slots", "any") == "finite"
-        self._whole = request.page_size == _TILE and not finite
+        whole = request.page_size == _TILE
+        self._cut, self._spared = whole and not finite, whole and finite and request.arch == "sm90"
         self.simple: Callable[..., Tensor] | None = None
         if request.family == "dense":
             dense = self._dense = functools.partial(_load("flash_attn_func"), **given)
@@ -99,11 +100,16 @@ class _Kernels:
         **latent: Tensor,
     ) -> Result:
         table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = where
-        if self._whole:
+        if self._cut:
             cut, step = cut_pages({"key": key, "value": value}, _TILE, _PART)
             key, value = cut["key"], cut["value"]
             parts = starts(self.request, _TILE // _PART - 1, 1, table.device)  # 0, 1, 2 ...
             table = torch.add(parts, table.unsqueeze(-1), alpha=step).flatten(1)
+        elif self._spared:
+            # For queries that see no key Hopper's TMA asks the table for the page of a tile before the first
+            # (flash_fwd_sm90.py, n_block_max - 1): here that is page 0, and not what lies before the table.
+            before = max_seqlen_q // _TILE + 1
+            table = torch.nn.functional.pad(table, (before, 0))[:, before:]
         result: Result = self._packed(
             query, key, value, page_table=table, seqused_k=seq_lens, cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, learnable_sink=sinks, return_lse=lse, **latent,
