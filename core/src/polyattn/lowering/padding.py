@@ -7,6 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ..packing import owners
+
 __all__ = ["Padded"]
 
 
@@ -29,7 +31,7 @@ class Padded:
             cu_seqlens = cu_seqlens.expand(2)
         longest = max(longest, 1)
         token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+        sequence = owners(tokens, cu_seqlens)
         return cls(cu_seqlens.diff(), longest, sequence * longest + token - cu_seqlens[sequence])
 
     @property

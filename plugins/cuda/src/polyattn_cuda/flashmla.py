@@ -20,6 +20,7 @@ from torch import Tensor
 from polyattn.adapters import load
 from polyattn.backends.gathering import deliver, nothing
 from polyattn.contract import Bound, Slot
+from polyattn.packing import owners
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest, Requirement
 from polyattn.signature import capturing
@@ -81,13 +82,13 @@ class _Rows:
 
     @classmethod
     def of(cls, query: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> _Rows:
-        starts, ends = cu_seqlens_q[:-1], cu_seqlens_q[1:].contiguous()
+        ends = cu_seqlens_q[1:]
         if query.shape[0] == ends.shape[0] * max_seqlen_q:
             return cls(max_seqlen_q)
         first = ends - max_seqlen_q
         source = first[:, None] + torch.arange(max_seqlen_q, device=query.device)
-        token = torch.arange(query.shape[0], device=query.device, dtype=starts.dtype)
-        sequence = torch.searchsorted(ends, token, right=True)
+        token = torch.arange(query.shape[0], device=query.device, dtype=ends.dtype)
+        sequence = owners(query.shape[0], cu_seqlens_q)
         return cls(max_seqlen_q, source.clamp(min=0), sequence, (token - first[sequence]).long())
 
     def padded(self, packed: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from polyattn.backends.free_slots import without_free_slots
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound
+from polyattn.packing import owners
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
-from .owners import owners
 from .records.serving import HPC_OPS_PACKAGE
 
 __all__ = ["HpcOps"]
@@ -61,7 +61,7 @@ class HpcOps:
                 )
             if decode and query.shape[0] != seq_lens.shape[0]:
                 # Sequences without a query in this step: the kernel has one for each.
-                owner = owners(query, cu_seqlens_q)
+                owner = owners(query.shape[0], cu_seqlens_q)
                 page_table, seq_lens = page_table[owner], seq_lens[owner]
             if not finite:
                 caches, page_table = without_free_slots(request, caches, page_table, seq_lens, max_seqlen_k)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from ...packing import owners
 from .keywords import More, asked_by
 
 __all__ = ["fitted", "make_mask", "with_more"]
@@ -87,7 +88,7 @@ def _same_sequence(more: More, query: Tensor, key: Tensor, module: Any, backend:
                 f"cu_seq_lens_q reached {asked_by(module, backend)} with a mask and a batch of {batch}; "
                 f"pack into a batch of 1, or leave out one of the two"
             )
-        rows, columns = _numbers(more.cu_q, s_q), _numbers(more.cu_k, s_k)
+        rows, columns = owners(s_q, more.cu_q)[None], owners(s_k, more.cu_k)[None]
     if rows is None or columns is None:
         return None
     if rows.shape[-1] != s_q or columns.shape[-1] != s_k:
@@ -96,9 +97,3 @@ def _same_sequence(more: More, query: Tensor, key: Tensor, module: Any, backend:
             f"keys; packed sequences cannot go with a KV cache"
         )
     return rows[:, None, :, None] == columns[:, None, None, :]
-
-
-def _numbers(starts: Tensor, tokens: int) -> Tensor:
-    """The sequence each of `tokens` belongs to, [1, tokens], from cumulative lengths [N+1]."""
-    places = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
-    return torch.searchsorted(starts[1:].contiguous(), places, right=True)[None]

@@ -10,9 +10,9 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound, Session, Slot
+from polyattn.packing import owners
 from polyattn.records import AttentionRequest
 
-from ..owners import owners
 from ..records.common import ABSORBED, SGL_KERNEL
 from .latent import Latent
 from .results import delivered
@@ -67,7 +67,7 @@ class _Decode:
             return nothing(r, query, out)
         if query.shape[0] != sequences:
             # Sequences without a query in this step: the kernel has a row of the page table for each query.
-            owner = owners(query, cu_seqlens_q)
+            owner = owners(query.shape[0], cu_seqlens_q)
             page_table, seq_lens, sequences = page_table[owner], seq_lens[owner], query.shape[0]
         if workspace is None:
             nbytes = self.nbytes(max_seqlen_k, sequences)

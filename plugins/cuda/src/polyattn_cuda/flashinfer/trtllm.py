@@ -17,6 +17,7 @@ from polyattn.backends.flash_attention import Tables
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound, Session, Slot
+from polyattn.packing import owners
 from polyattn.records import AttentionRequest
 
 from ..records.flashinfer import FLASHINFER
@@ -141,8 +142,7 @@ def _seeing(tables: Tables, query: Tensor) -> Tensor:
     """bool [T_q], the queries of sequences that have keys."""
     if _uniform(tables, query):
         return (tables.seq_lens > 0).repeat_interleave(tables.max_seqlen_q, output_size=query.shape[0])
-    token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
-    return tables.seq_lens[torch.searchsorted(tables.cu_seqlens_q[1:].contiguous(), token, right=True)] > 0
+    return tables.seq_lens[owners(query.shape[0], tables.cu_seqlens_q)] > 0
 
 
 class _Generated(_Call):
@@ -228,7 +228,7 @@ class _XQA(_Call):
             longest = max(longest, 2)
             token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
             starts = tables.cu_seqlens_q
-            row = token - starts[torch.searchsorted(starts[1:].contiguous(), token, right=True)]
+            row = token - starts[owners(query.shape[0], starts)]
             # Not every version of torch indexes unsigned numbers on a GPU.
             mask = self._mask(longest, query.device).view(torch.int16)[row].view(torch.uint16)
             drafts = {"q_len_per_req": longest, "mask": mask, "q_cu_seq_lens": starts}

@@ -15,10 +15,10 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound, KVPart, Session, Slot
+from polyattn.packing import owners
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
-from ..owners import owners
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
 from .memory import WORKSPACE, workspace_of
 from .results import delivered, writable
@@ -84,7 +84,7 @@ class _Call:
         if not (T and page_table.shape[1] and max_seqlen_k):
             return nothing(r, query, out)
         width, compressed = r.dims
-        owner = owners(query, cu_seqlens_q)
+        owner = owners(T, cu_seqlens_q)
         keys = seq_lens[owner]
         if max_seqlen_q == 1 and T != N:
             # Sequences without a query in this step: with numbers of queries that differ trtllm-gen has no LSE.

@@ -1,0 +1,18 @@
+"""Sequences packed along one axis: whose a token is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["owners"]
+
+
+def owners(tokens: int, cu_seqlens: Tensor) -> Tensor:
+    """int64 [tokens], the sequence of each packed token; one without tokens owns none. Nothing waits for the device.
+
+    Args:
+        cu_seqlens: [N+1], of any integer dtype.
+    """
+    token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
