@@ -133,10 +133,35 @@ def test_splits_depend_on_nothing_else_where_that_is_asked(library: Library) -> 
     assert given(library, "_plan_impl")["disable_split_kv"] is True
 
 
+@pytest.mark.parametrize("counts", [(1, 0, 1), (0, 1, 1), (1, 1, 0)], ids=str)
+@pytest.mark.parametrize("lse", [False, True])
+def test_a_sequence_without_a_query_changes_no_other(counts: tuple[int, ...], lse: bool, library: Library) -> None:
+    """The decode wrapper serves the others as it serves them alone."""
+    one = {"phase": "decode", "s_relation": "one", "batch_invariant": True, "lse": lse}
+    bound = PAGED.bind(**STEP, **one)
+    caches = [torch.randn(9, 16, 2, 64).bfloat16() for _ in range(2)]
+    table, lens = torch.randperm(9, dtype=torch.int32).view(3, 3), torch.tensor([20, 0, 40], dtype=torch.int32)
+    starts = torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32)
+    query = torch.randn(2, 8, 64).bfloat16()
+    most = {"max_seqlen_q": 1, "max_seqlen_k": 40}
+    found = bound.forward(query, *caches, page_table=table, seq_lens=lens, cu_seqlens_q=starts, **most)
+    assert given(library, "_plan_impl")["disable_split_kv"] is True
+    assert not [c for c in library.calls if "Prefill" in c.name]
+    row = torch.tensor([0, 1], dtype=torch.int32)
+    for i, n in enumerate(n for n, count in enumerate(counts) if count):
+        own = {"page_table": table[n : n + 1], "seq_lens": lens[n : n + 1], "cu_seqlens_q": row, **most}
+        alone = bound.forward(query[i : i + 1], *caches, **own)
+        for whole, part in zip(found if lse else (found,), alone if lse else (alone,), strict=True):
+            assert torch.equal(whole[i : i + 1], part)
+
+
 def test_kernels_write_where_they_can(library: Library) -> None:
     out = torch.empty(3, 8, 64).bfloat16()
     assert call(PAGED, out=out) is out
     assert given(library, ".run")["out"] is out
+    off = torch.empty(3 * 8 * 64 + 1).bfloat16()[1:].view(3, 8, 64)
+    assert call(PAGED, out=off) is off
+    assert given(library, ".run")["out"] is None, "they write 16 bytes at a time"
     strided = torch.empty(3, 8, 70).bfloat16()[..., :64]
     assert call(PAGED, out=strided) is strided
     assert given(library, ".run")["out"] is None

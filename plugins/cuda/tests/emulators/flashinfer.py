@@ -53,6 +53,8 @@ def visible(s_q: int, s_k: int, causal: bool, left: int) -> Tensor:
 def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if out is not None and (tuple(out.shape) != shape or out.dtype != dtype):
         raise ValueError(f"Invalid out: expected {shape} {dtype}, got {tuple(out.shape)} {out.dtype}")
+    if out is not None and out.data_ptr() % 16:
+        raise RuntimeError("CUDA error: misaligned address")
 
 
 def rows_of(cache: Tensor, layout: str, pages: Tensor, count: int) -> Tensor:

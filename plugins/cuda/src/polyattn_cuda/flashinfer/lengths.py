@@ -84,6 +84,13 @@ class Lengths:
     def pages(self) -> int:
         return self.listed("kv_indptr")[-1]
 
+    def asked(self, page_table: Tensor) -> tuple[Lengths, Tensor]:
+        """Those of the sequences with a query, and their rows of a table [N, max_pages] on the device."""
+        kept = self.queries > 0
+        pages = self.kv_indptr.diff()[kept]
+        lens = self.given(_starts(self.queries[kept]), self.seq_lens[kept], _starts(pages), self.last_page_len[kept])
+        return lens, page_table[kept.nonzero()[:, 0].to(page_table.device, non_blocking=True)]
+
     def page_list(self, page_table: Tensor) -> Tensor:
         """int32, the pages of all sequences, from a table [N, max_pages] on the device."""
         counts = self.kv_indptr.diff().long()

@@ -245,6 +245,9 @@ class _Call:
                     unscaled(key, k_scale),
                     unscaled(value, v_scale),
                 )
+            if self.decodes and not lens.single:
+                # The decode wrapper has a query for each sequence; another kernel may give the same rows other bits.
+                lens, page_table = lens.asked(page_table)
             heads_of_masks = 1 if attn_mask is None else attn_mask.shape[1]
             q, scales = readable(query, self.factor), (k_scale, v_scale)
             attend = self._attend if heads_of_masks == 1 else self._attend_by_head
