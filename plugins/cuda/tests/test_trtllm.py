@@ -159,6 +159,106 @@ def test_a_group_is_one_tile_of_xqa() -> None:
     assert isinstance(judge(MHA[90].rows, MHA[90].request(**{**STEP, **ONE, **heads, "heads": 64})), Accepted)
 
 
+@pytest.mark.parametrize(
+    ("name", "taken", "refused"),
+    [
+        ("trtllm_mla", (1, 20, 64, 128), {65: "heads=65 is not", 127: "heads=127 is not", 192: "heads=192 is not"}),
+        ("cutedsl_mla", (1, 65, 127, 128), {129: "heads=129 is not 1 to 128"}),
+        ("cutlass_mla", (1, 65, 127, 128), {129: "heads=129 is not 1 to 128"}),
+    ],
+)
+def test_latent_kernels_have_a_tile_for_so_many_heads(name: str, taken: tuple[int, ...], refused: Any) -> None:
+    fields = {**LATENTS, **ONE, "page_size": 128 if name == "cutlass_mla" else 64}
+    for heads in taken:
+        assert isinstance(judge(MLA[name].rows, MLA[name].request(**{**fields, "heads": heads})), Accepted)
+    for heads, words in refused.items():
+        assert words in str(judge(MLA[name].rows, MLA[name].request(**{**fields, "heads": heads})))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({**ONE, "heads": 129, "kv_heads": 1}, "group=129 is not 1 to 128"),
+        ({"phase": "extend", "s_relation": "more", "causal": "bottom_right"}, "s_relation='more' is not"),
+    ],
+)
+def test_what_trtllm_gen_does_not_say(fields: dict[str, Any], words: str) -> None:
+    assert words in str(judge(MHA[100].rows, MHA[100].request(**{**STEP, **fields})))
+
+
+def test_an_encoder_may_have_fewer_keys_than_there_are_queries() -> None:
+    fields = {"phase": "extend", "s_relation": "more", "cross": True}
+    assert isinstance(judge(MHA[100].rows, MHA[100].request(**{**STEP, **fields})), Accepted)
+
+
+EXTEND = {"phase": "extend", "s_relation": "fewer", "causal": "bottom_right"}
+
+
+@pytest.mark.parametrize("step", [ONE, CHAIN, EXTEND], ids=["decode", "verify", "extend"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_trtllm_gen_is_given_what_it_can_find_its_way_in(
+    layout: str, step: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V by the strides of K, and rows on 16-byte boundaries, as the emulator says."""
+    library = emulator.library().install(monkeypatch)
+    bound, count = MHA[100].bind(**STEP, **step, kv_layout=layout), 1 if step is ONE else 3
+    shape = (4, 16, 2) if layout == "NHD" else (4, 2, 16)
+    key, value = (torch.randn(*shape, 64).bfloat16() for _ in range(2))
+    wide = [torch.nn.functional.pad(cache, (0, 16))[..., :64] for cache in (key, value)]
+    odd = [torch.nn.functional.pad(cache, (0, 3))[..., :64] for cache in (key, value)]
+    off = [torch.nn.functional.pad(cache.flatten(), (1, 0))[1:].view_as(cache) for cache in (key, value)]
+    tables: dict[str, Any] = {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2), "max_seqlen_k": 20}
+    tables |= {"seq_lens": torch.tensor([20, 9], dtype=torch.int32), "max_seqlen_q": count}
+    tables |= {"cu_seqlens_q": torch.arange(3, dtype=torch.int32) * count}
+    query = torch.randn(2 * count, 8, 64).bfloat16()
+    wanted = bound.forward(query, key, value, **tables)
+    for given in ((key, wide[1]), (wide[0], value), odd, off, wide):
+        assert torch.equal(bound.forward(query, *given, **tables), wanted)
+    assert library.calls[-1].given["kv_cache"][1].data_ptr() == wide[1].data_ptr(), "as it lies where it can be read"
+
+
+@pytest.mark.parametrize("arch", [100, 90])
+@pytest.mark.parametrize("counts", [(1, 1), (3, 3), (3, 1)], ids=str)
+def test_lengths_and_sinks_may_have_strides(
+    arch: int, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels read them one after another."""
+    emulator.library(arch=arch).install(monkeypatch)
+    step = ONE if max(counts) == 1 else CHAIN
+    bound = MHA[arch].bind(**STEP, **step, sinks=True)
+    caches = [torch.randn(4, 16, 2, 64).bfloat16() for _ in range(2)]
+    tables: dict[str, Any] = {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2), "sinks": torch.randn(8)}
+    tables |= {"seq_lens": torch.tensor([20, 9], dtype=torch.int32)}
+    tables |= {"cu_seqlens_q": torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)}
+    most, query = {"max_seqlen_q": max(counts), "max_seqlen_k": 20}, torch.randn(sum(counts), 8, 64).bfloat16()
+    strided = {name: t.repeat_interleave(2, -1)[..., ::2] for name, t in tables.items()}
+    wanted = bound.forward(query, *caches, **tables, **most)
+    assert torch.equal(bound.forward(query, *caches, **strided, **most), wanted)
+
+
+@pytest.mark.parametrize("name", list(MLA))
+@pytest.mark.parametrize("counts", [(1, 1), (3, 1)], ids=str)
+def test_latent_rows_and_tables_may_lie_anywhere(
+    name: str, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.library().install(monkeypatch)
+    emulator.cutlass().install(monkeypatch)
+    step = ONE if max(counts) == 1 else CHAIN
+    size = 128 if name == "cutlass_mla" else 64
+    bound = MLA[name].bind(**{**LATENTS, **step, "page_size": size})
+    cache, query = torch.randn(4, size, 576).bfloat16(), torch.randn(sum(counts), 16, 576).bfloat16()
+    tables: dict[str, Any] = {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2)}
+    tables |= {"seq_lens": torch.tensor([20, 9], dtype=torch.int32)}
+    tables |= {"cu_seqlens_q": torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)}
+    most = {"max_seqlen_q": max(counts), "max_seqlen_k": 20}
+    wanted = bound.forward(query, cache, **tables, **most)
+    strided = {name: t.repeat_interleave(2, -1)[..., ::2] for name, t in tables.items()}
+    off = {name: torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view_as(t) for name, t in tables.items()}
+    for rows in (torch.nn.functional.pad(cache, (0, 16))[..., :576], torch.nn.functional.pad(cache, (0, 3))[..., :576]):
+        for given in (strided, off):
+            assert torch.equal(bound.forward(query, rows, **given, **most), wanted)
+
+
 def bits(mask: Tensor) -> Tensor:
     """What a packed mask says, [drafts, drafts]."""
     rows = (mask.to(torch.int32)[..., None] >> torch.arange(16)) & 1

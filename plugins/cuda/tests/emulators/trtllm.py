@@ -2,7 +2,8 @@
 
 Traps that are here as they are there: the default scale is 1 and the default layout HND; a workspace that is not zero
 when it is new gives no numbers; an LSE has base 2 and the sink in it; rows without keys are not written; latent outputs
-are bfloat16, and their queries causal among themselves; XQA counts the heads of sinks from the start of each tile.
+are bfloat16, and their queries causal among themselves; XQA counts the heads of sinks from the start of each tile; of
+lengths and sinks no strides are known, and of V those of K.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.placement import aligned
 from polyattn.testing.emulators import Library
 
 from . import SIGNATURES
@@ -71,6 +73,7 @@ def attend(
         out, lse = attention(queries, k, v, float(scale), rule(n, queries.shape[0], s_k))
         if sinks is not None:
             assert sinks.dtype == torch.float32
+            assert sinks.is_contiguous()
             own = sinks if sinks.ndim == 1 else sinks[: len(queries)]
             with_sink = torch.logaddexp(lse * math.log(2.0), own)
             out = out * torch.exp(lse * math.log(2.0) - with_sink)[..., None]
@@ -103,13 +106,24 @@ def check_paged(a: dict[str, Any]) -> None:
         raise ValueError(f"page_size must be one of {PAGES}, got {size}")
 
 
+def check_generated(a: dict[str, Any]) -> None:
+    """What trtllm-gen's launcher takes from the keys' strides, and TMA from an address."""
+    check_paged(a)
+    key, value = a["kv_cache"]
+    assert key.stride() == value.stride(), "V is read by the strides of K"
+    assert aligned(key, value), "cuTensorMapEncodeTiled"
+    assert a["cum_seq_lens_q"] is None or a["cum_seq_lens_q"].is_contiguous()
+
+
 def _decode(lib: Library, key: str, arch: int) -> None:
     @lib.function("flashinfer.decode", key, mistyped=_SINKS)
     def trtllm_batch_decode_with_kv_cache(**a: Any) -> Any:
         assert a["backend"] == "trtllm-gen"
         assert arch in (100, 103), "no cubin for this chip"
-        check_paged(a)
+        check_generated(a)
         query, caches, lens = a["query"], a["kv_cache"], a["seq_lens"]
+        if query.shape[1] // caches[0].shape[1 if a["kv_layout"] == "HND" else 2] > 128:
+            raise RuntimeError("The numHeadsQ/numHeadsKv is not supported.")
         if caches[0].dtype == torch.float8_e4m3fn and query.dtype != torch.bfloat16:
             raise RuntimeError("no cubin for this pair of dtypes")
         if a["q_len_per_req"] is None:
@@ -135,7 +149,7 @@ def _context(lib: Library, key: str, arch: int) -> None:
     @lib.function("flashinfer.prefill", key, mistyped=_SINKS)
     def trtllm_batch_context_with_kv_cache(**a: Any) -> Any:
         assert arch in (100, 103), "no cubin for this chip"
-        check_paged(a)
+        check_generated(a)
         query, caches, lens, left = a["query"], a["kv_cache"], a["seq_lens"], a["window_left"]
         if not a["causal"] and left >= 0:
             raise NotImplementedError("Sliding-window non-causal attention is not supported")
@@ -145,7 +159,10 @@ def _context(lib: Library, key: str, arch: int) -> None:
         assert a["batch_size"] == len(lens) == len(starts) - 1
         assert a["cum_seq_lens_kv"].tolist() == [0, *lens.cumsum(0).tolist()]
         assert a["cum_seq_lens_kv"].dtype == torch.int32
-        assert a["max_q_len"] >= max(b - s for s, b in itertools.pairwise(starts))
+        counts = [b - s for s, b in itertools.pairwise(starts)]
+        assert a["max_q_len"] >= max(counts)
+        before = any(0 < keys < new for keys, new in zip(lens.tolist(), counts, strict=True))
+        assert not (a["causal"] and before), "what queries before the first key get is said nowhere"
         found, lse = attend(
             query, caches, a["kv_layout"], a["block_tables"], lens, starts,
             lambda n, s_q, s_k: visible(s_q, s_k, a["causal"], left), a["bmm1_scale"], a["bmm2_scale"], a["sinks"],
@@ -170,6 +187,7 @@ def _xqa(lib: Library, key: str, arch: int) -> None:
             raise RuntimeError("static assertion failed: persistentQ")
         assert not (caches[0].dtype == torch.float8_e4m3fn and arch == 90), "its Hopper kernel quantises Q"
         sinks, ragged, T = a["sinks"], a["q_cu_seq_lens"], query.shape[0]
+        assert all(t is None or t.is_contiguous() for t in (sinks, ragged))
         starts = [n * drafts for n in range(len(lens) + 1)] if ragged is None else ragged.tolist()
         mask, words = a["mask"], (drafts + 31) // 32 * 2
         shape = tuple(query.shape)
@@ -214,6 +232,13 @@ def _latent(lib: Library) -> None:
             raise ValueError("Unsupported MLA dimensions")
         if generated and 64 < query.shape[-2] < 128:
             raise ValueError("trtllm-gen MLA decode does not support 64 < num_heads_q < 128")
+        if not generated and query.shape[-2] > 128:
+            raise ValueError("cute_dsl_mla_decode: unsupported configuration")
+        assert aligned(cache), "cuTensorMapEncodeTiled"
+        indices = [t for t in (table, lens, a["cum_seq_lens_q"]) if t is not None]
+        assert all(t.is_contiguous() for t in indices)
+        if not generated and any(t.data_ptr() % 16 for t in indices):
+            raise ValueError("Misaligned Tensor data: the kernel assumes 16 bytes")
         if size not in (32, 64):
             raise ValueError(f"trtllm-gen requires block_size in (32, 64), got {size}")
         if not generated and table.shape[1] % (128 // size):
@@ -264,6 +289,9 @@ def cutlass(version: str = "0.3.21") -> Library:
     ) -> Tensor:
         cache = kv_c_and_k_pe_cache
         assert q_nope.ndim == q_pe.ndim == cache.ndim == 3
+        assert q_nope.shape[1] <= 128, f"H must be <= 128, but got {q_nope.shape[1]}"
+        assert cache.is_contiguous(), "the kernel makes strides of its own"
+        assert aligned(cache)
         assert (q_nope.shape[2], q_pe.shape[2], cache.shape[2]) == (512, 64, 576)
         assert page_table.shape[0] == q_nope.shape[0]
         assert page_table.shape[1] % (128 / cache.shape[1]) == 0

@@ -11,6 +11,7 @@ from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound, Session, Slot
 from polyattn.packing import owners
+from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
 from ..records.common import ABSORBED, SGL_KERNEL
@@ -77,8 +78,9 @@ class _Decode:
         found = self.kernel(
             q_nope=query[..., :compressed].contiguous(),
             q_pe=query[..., compressed:].contiguous(),
-            kv_c_and_k_pe_cache=cache,
-            seq_lens=seq_lens,
+            # It knows no strides of either.
+            kv_c_and_k_pe_cache=placed(cache.contiguous()),
+            seq_lens=seq_lens.contiguous(),
             page_table=page_table.contiguous(),
             workspace=workspace,
             sm_scale=self.scale,

@@ -18,6 +18,7 @@ from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound, Session, Slot
 from polyattn.packing import owners
+from polyattn.placement import aligned
 from polyattn.records import AttentionRequest
 
 from ..records.flashinfer import FLASHINFER
@@ -93,21 +94,22 @@ class _Call:
                 unscaled(value, v_scale),
             )
         query, page_table = readable(query, self.factor), page_table.contiguous()
-        tables = Tables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        # The kernels know no strides of lengths, nor of sinks.
+        tables = Tables(page_table, seq_lens.contiguous(), cu_seqlens_q.contiguous(), max_seqlen_q, max_seqlen_k)
         given: dict[str, Any] = {
             **self.fixed,
             "query": query,
             "kv_cache": caches,
             "workspace_buffer": workspace_of(query.device) if memory is None else memory.workspace,
             "block_tables": page_table,
-            "seq_lens": seq_lens,
+            "seq_lens": tables.seq_lens,
         }
         if k_scale is not None:
             given["bmm1_scale"] = (k_scale.float() * self.scale).reshape(1)
         if v_scale is not None:
             given["bmm2_scale"] = v_scale.float().reshape(1)
         if sinks is not None:
-            given["sinks"] = sinks.float()
+            given["sinks"] = sinks.float().contiguous()
         if out is not None:
             given["out"] = writable(out)
         found, lse = self.run(given, tables, memory)
@@ -163,6 +165,7 @@ class _Generated(_Call):
 
     def run(self, given: dict[str, Any], tables: Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
         r = self.request
+        given["kv_cache"] = _alike(given["kv_cache"])
         if memory is not None:
             given["multi_ctas_kv_counter_buffer"] = memory.counters
         if r.phase in ("decode", "verify"):
@@ -188,6 +191,14 @@ class _Generated(_Call):
                 **given,
             )
         return found if r.lse else (found, None)
+
+
+def _alike(caches: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Caches as trtllm-gen finds its way in them: V by the strides of K, both by TMA. Others it reads wrong or not."""
+    key, value = caches
+    if key.stride() == value.stride() and aligned(key, value):
+        return caches
+    return tuple(cache.clone(memory_format=torch.contiguous_format) for cache in caches)
 
 
 _TILE = 32

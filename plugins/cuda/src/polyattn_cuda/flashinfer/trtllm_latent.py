@@ -96,17 +96,17 @@ class _Call:
             query = torch.unflatten(query, 0, (N, max_seqlen_q))
             target = None if target is None else torch.unflatten(target, 0, (N, max_seqlen_q))
         else:
-            drafts = {"cum_seq_lens_q": cu_seqlens_q, "max_q_len": max_seqlen_q}
+            drafts = {"cum_seq_lens_q": _whole(cu_seqlens_q), "max_q_len": max_seqlen_q}
         found = self.decode(
             query=query,
-            kv_cache=cache,
+            kv_cache=placed(cache),
             workspace_buffer=workspace_of(query.device) if workspace is None else workspace,
             # Of the heads before absorption; the kernels do not use it.
             qk_nope_head_dim=compressed // 4,
             kv_lora_rank=compressed,
             qk_rope_head_dim=width - compressed,
             block_tables=self._table(page_table),
-            seq_lens=seq_lens,
+            seq_lens=_whole(seq_lens),
             max_seq_len=max_seqlen_k,
             out=target,
             bmm1_scale=self.scale,
@@ -122,11 +122,16 @@ class _Call:
     def _table(self, page_table: Tensor) -> Tensor:
         """A page table as wide as whole tiles; what is added is page 0, and masked."""
         missing = -page_table.shape[1] % (_TILE // self.request.page_size) if self.kernel == "cute-dsl" else 0
-        return torch.nn.functional.pad(page_table, (0, missing)) if missing else page_table.contiguous()
+        return torch.nn.functional.pad(page_table, (0, missing)) if missing else _whole(page_table)
 
     def session(self, slot: Slot) -> Session:
         """A serving side: it has nothing to plan, and a workspace of its own."""
         return _Session(self, slot)
+
+
+def _whole(index: Tensor) -> Tensor:
+    """Lengths and tables as the kernels read them: without a gap, and for CuTe DSL from a 16-byte boundary on."""
+    return placed(index.contiguous())
 
 
 class _Session:

@@ -222,8 +222,17 @@ TRTLLM: dict[str, Any] = {
 FP8_KV: dict[str, Any] = {"kv_dtype": ("auto", "fp8_e4m3"), "kv_scales": ("", "tensor")}
 LEFT: dict[str, Any] = {"window": Window(right=False)}
 DECODE: dict[str, Any] = {"phase": "decode", "s_relation": "one", "causal": "none", **LEFT}
+# Of trtllm-gen's generation kernels a block has all heads of a group, in at most 128 rows (fmhaKernels.cuh).
+GENERATION: dict[str, Any] = {"group": Range(1, 128)}
 VERIFY: dict[str, Any] = {"phase": "verify", "s_relation": ("equal", "fewer"), "causal": "bottom_right", **LEFT}
-PREFILL: dict[str, Any] = {"phase": ("prefill", "extend"), "causal": "bottom_right", "kv_dtype": "auto", **LEFT}
+# What its context kernels write for queries before the first key is said nowhere.
+PREFILL: dict[str, Any] = {
+    "phase": ("prefill", "extend"),
+    "s_relation": ("equal", "one", "fewer"),
+    "causal": "bottom_right",
+    "kv_dtype": "auto",
+    **LEFT,
+}
 ENCODED: dict[str, Any] = {"phase": ("prefill", "extend"), "causal": "none", "kv_dtype": "auto", "cross": True}
 
 
@@ -248,8 +257,8 @@ TRTLLM_MHA = BackendInfo(
             (
                 # trtllm-gen on data-centre Blackwell: every phase. FP8 keys are turned into bfloat16 in its decode
                 # kernels only; elsewhere it would want FP8 queries.
-                *(made for step in (DECODE, VERIFY) for made in _trtllm(BLACKWELL, step, True, **SAME)),
-                *(made for step in (DECODE, VERIFY) for made in _trtllm(BLACKWELL, step, True, **BF16)),
+                *(made for step in (DECODE, VERIFY) for made in _trtllm(BLACKWELL, step, True, **SAME, **GENERATION)),
+                *(made for step in (DECODE, VERIFY) for made in _trtllm(BLACKWELL, step, True, **BF16, **GENERATION)),
                 *(made for step in (PREFILL, ENCODED) for made in _trtllm(BLACKWELL, step, True)),
                 # XQA elsewhere: decode and verification, no LSE. Over an FP8 cache its Hopper kernel quantises Q too.
                 *(made for step in (DECODE, VERIFY) for made in _trtllm(HOPPER, step, False, **SAME, **XQA)),
@@ -301,6 +310,10 @@ SEVERAL: dict[str, Any] = {
     "causal": "bottom_right",
 }
 FEW: dict[str, Any] = {**SEVERAL, "phase": "verify"}
+TRTLLM_HEADS = (Range(1, 64), 128)
+"""Those with a tile: "trtllm-gen MLA decode does not support 64 < num_heads_q < 128"."""
+CUTE_HEADS = Range(1, 128)
+"""The heads of a query are rows of one tile of 128."""
 
 TRTLLM_MLA = BackendInfo(
     "trtllm_mla",
@@ -309,9 +322,9 @@ TRTLLM_MLA = BackendInfo(
         Provider(
             "flashinfer-python",
             (
-                _latent(**ONE, lse=True),
+                *(_latent(**ONE, lse=True, heads=heads) for heads in TRTLLM_HEADS),
                 # With numbers of queries that differ between sequences it has no LSE.
-                _latent(**SEVERAL),
+                *(_latent(**SEVERAL, heads=heads) for heads in TRTLLM_HEADS),
             ),
             target="polyattn_cuda.flashinfer.trtllm_latent:Generated",
             requires=(FLASHINFER_MLA_LIBRARY,),
@@ -332,7 +345,7 @@ CUTEDSL_MLA = BackendInfo(
     (
         Provider(
             "cutedsl/flashinfer-python",
-            (_latent(**ONE, lse=True), _latent(**FEW, lse=True)),
+            tuple(_latent(**step, lse=True, heads=CUTE_HEADS) for step in (ONE, FEW)),
             target="polyattn_cuda.flashinfer.trtllm_latent:CuteDSL",
             requires=(FLASHINFER_MLA_LIBRARY,),
         ),

@@ -109,6 +109,7 @@ CUTLASS_DECODE = row(
     lowered=DEQUANTISE,
     **{**CUTLASS, "phase": "decode", "s_relation": "one"},
     dims=(ABSORBED,),
+    heads=Range(1, 128),
 )
 CUTLASS_REST = row(
     when={"arch": BLACKWELL, "kv_dtype": LATENT_DTYPES, "heads": LATENT_HEADS},
