@@ -262,10 +262,11 @@ def test_on_a_gpu_alignment_and_a_recording_are_watched_after_the_guards(monkeyp
     site = DenseSite(Static())
     for _ in range(3):
         site(q, k, v)
-    seen, state = [], {"recording": False}
+    seen, state = [], {"recording": False, "stream": 7}
     monkeypatch.setattr(site._fast, "call", lambda *tensors: seen.append("fast"))
     monkeypatch.setattr(DenseSite, "_find", lambda *_: seen.append("found"))
     monkeypatch.setattr("polyattn.dispatch.recording", lambda: state["recording"])
+    monkeypatch.setattr("polyattn.dispatch.raw_stream", lambda index: state["stream"])
     monkeypatch.setattr(site._fast, "cuda", True)
     monkeypatch.setattr(site._fast, "watch", True)
     aside = torch.zeros(2, 5, 4, 17)[..., :16]
@@ -275,6 +276,19 @@ def test_on_a_gpu_alignment_and_a_recording_are_watched_after_the_guards(monkeyp
     state["recording"] = True
     site(q, k, v)
     assert seen == ["fast", "found", "found", "fast", "found"]
+
+
+def test_the_default_stream_is_not_asked_whether_it_records(monkeypatch):
+    site = DenseSite(Static())
+    for _ in range(3):
+        site(q, k, v)
+    asked = []
+    monkeypatch.setattr("polyattn.dispatch.recording", lambda: asked.append("recording") or False)
+    monkeypatch.setattr("polyattn.dispatch.raw_stream", lambda index: asked.append(index) or 0)
+    for name, value in (("cuda", True), ("watch", True), ("index", 3)):
+        monkeypatch.setattr(site._fast, name, value)
+    site(q, k, v)
+    assert asked == [3]
 
 
 def test_epoch_empties_every_site():

@@ -36,6 +36,7 @@ from .signature import (
     mask_key,
     no_autocast,
     out_key,
+    raw_stream,
     recording,
     request_facts,
     runner,
@@ -129,7 +130,7 @@ class _Fast:
     """
 
     __slots__ = (
-        *("alike", "call", "cuda", "deterministic", "epoch", "grad"),
+        *("alike", "call", "cuda", "deterministic", "epoch", "grad", "index"),
         *("lengths", "relation", "rooms", "same", "seen", "watch"),
     )
 
@@ -142,6 +143,7 @@ class _Fast:
         self.alike = _Guards(q, k, v, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         self.call, self.lengths, self.relation = call, lengths, key["relation"]
         self.epoch, self.deterministic, self.cuda = EPOCH.value, key["deterministic"], q.device.type == "cuda"
+        self.index = q.device.index
         # The guards hold requires_grad; grad mode matters only where some input requires it.
         self.grad = grad_on() if any(t is not None and t.requires_grad for t in (q, k, v, mask)) else None
         width = max(key["query D"], key["value D"])
@@ -157,8 +159,11 @@ class _Fast:
 
     def unmoved(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """`still`, where `same` holds for the strides too, and the caller has looked at the rest."""
-        elsewhere = self.cuda and ((q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or recording())
-        return not elsewhere and (self.grad is None or self.grad is grad_on())
+        if self.cuda and (
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or (raw_stream(self.index) and recording())
+        ):
+            return False
+        return self.grad is None or self.grad is grad_on()
 
     def still(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """What the guards do not see: grad mode, torch's deterministic switch, capture and alignment on a GPU.

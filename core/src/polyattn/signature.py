@@ -18,6 +18,8 @@ from .placement import aligned
 grad_on = torch.is_grad_enabled
 # Its Python name is a call more; builds without CUDA have that alone.
 recording = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+# By a device's index its current stream: 0 is the default one, which no graph records, and is told sooner.
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 torch_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 
 LARGE = 2**31
