@@ -181,6 +181,23 @@ def test_a_killed_run_goes_on(asked, tmp_path):
     assert again["command"].count("polyattn bench") == 2
 
 
+def test_rows_are_measured_once_more_where_that_is_asked_for(asked, done, tmp_path):
+    out = tmp_path / "result.json"
+    results.save({**done, "parts": [{"rows": 3}]}, out)
+    plan, sheet, now = begun(dataclasses.replace(asked, rows=(done["rows"][0]["family"],), again=True))
+    result = results.resumed(now, out)
+    told = []
+    list(run(plan, result, lambda row: told.append(row["name"])))
+    assert told == [row.name for row in plan.rows], "each of them once"
+    every = [row for family in sheet.families for row in family.rows]
+    result = results.summed(result, sheet, every)
+    assert [row["name"] for row in result["rows"]] == [row["name"] for row in done["rows"]], "in the order of the sheet"
+    assert result["rows"][-1] == done["rows"][-1], "what was not asked for is kept"
+    assert result["rows"][0]["entries"]["right"] != done["rows"][0]["entries"]["right"]
+    assert result["parts"] == [{"rows": 3}]
+    assert "--again" in result["command"]
+
+
 def test_rows_that_changed_in_the_sheet_are_measured_again(asked, places, done):
     sheet = places[0]
     plan, _, result = begun(asked)

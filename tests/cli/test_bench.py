@@ -82,6 +82,10 @@ def test_parts_of_a_run_are_joined(run: Run, tmp_path: Path) -> None:
     [
         ((), "which rows? polyattn bench SHEET..."),
         ((str(SHEETS), "--quick", "--resume"), "--resume goes on with a result file: name it with --out"),
+        (
+            (str(SHEETS), "--quick", "--again"),
+            "--again measures rows of a result once more: name it with --out, and add --resume",
+        ),
         ((str(SHEETS), "--device", "cpu"), "take hours on a CPU: --quick"),
         ((str(SHEETS), "--quick", "--rows", "fluxx"), "--rows 'fluxx' names no row. Did you mean 'flux'?"),
         ((str(SHEETS), "--quick", "--peers", "no_such_place"), "--peers no_such_place: neither a folder nor a module"),

@@ -33,6 +33,7 @@ class Asked:
     tune: bool = False
     seconds: float = 0.03
     limit: float = 3600.0
+    again: bool = False
 
     def words(self) -> list[str]:
         """The command line that asks for the same, without `polyattn`; defaults are left out."""
@@ -81,7 +82,8 @@ class Asked:
                 "the rows of a sheet take hours on a CPU: --quick makes them tiny, --device names another"
             )
         named = {name: known[name] for name in wanted}
-        return Plan(rows, named, self.candidates, device, self.seconds, self.limit, self.quick, self.tune), sheet
+        how = (self.seconds, self.limit, self.quick, self.tune, self.again)
+        return Plan(rows, named, self.candidates, device, *how), sheet
 
 
 def _device(word: str) -> torch.device:

@@ -54,7 +54,6 @@ def joined(parts: Mapping[str, Mapping[str, Any]], sheet: Sheet) -> dict[str, An
     rates = {place: _rates(part) for place, part in parts.items()}
     rows = _rows({place: _held(part, _apart(place, rates)) for place, part in parts.items()})
     every = [row for family in sheet.families for row in family.rows]
-    order = {(row.family, row.name): number for number, row in enumerate(every)}
     told = [
         {"command": part["command"], "rows": len(part["rows"]), "anchors": rates[place]}
         for place, part in parts.items()
@@ -66,7 +65,7 @@ def joined(parts: Mapping[str, Mapping[str, Any]], sheet: Sheet) -> dict[str, An
         "libraries": {name: text for part in parts.values() for name, text in part["libraries"].items()},
         "lost": {place: why for part in parts.values() for place, why in part["lost"].items()},
         "parts": told,
-        "rows": sorted(rows, key=lambda row: order[row["family"], row["name"]]),
+        "rows": rows,
     }
     return results.summed(found, sheet, every)
 

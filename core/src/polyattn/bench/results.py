@@ -108,6 +108,7 @@ def resumed(now: dict[str, Any], path: Path) -> dict[str, Any]:
         "titles": {**before["titles"], **now["titles"]},
         "libraries": {**before["libraries"], **now["libraries"]},
         "lost": before["lost"],
+        **{name: before[name] for name in ("parts",) if name in before},
         "rows": before["rows"],
     }
 
@@ -136,8 +137,11 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def summed(result: dict[str, Any], sheet: Sheet, rows: Iterable[Row]) -> dict[str, Any]:
-    """The result with its verdicts. rows: all that a complete run has."""
-    return {**result, "verdicts": verdicts(sheet.bars, list(rows), result["rows"])}
+    """The result with its verdicts, in the order of the sheets. rows: all that a complete run has."""
+    every = list(rows)
+    order = {(row.family, row.name): number for number, row in enumerate(every)}
+    found = sorted(result["rows"], key=lambda row: order.get((row["family"], row["name"]), len(every)))
+    return {**result, "rows": found, "verdicts": verdicts(sheet.bars, every, found)}
 
 
 def difference_of(one: Any, other: Any, places: tuple[str, str]) -> str:

@@ -59,6 +59,7 @@ class Plan:
         tune: each row's request is tuned before it is measured, unless the store knows it.
         quick: rows as small as they get, timed once, without what is compiled first; the times mean nothing, and no
             row is rejected.
+        again: rows that the result has are measured all the same, and take their place.
     """
 
     rows: Sequence[Row]
@@ -69,6 +70,7 @@ class Plan:
     limit: float
     quick: bool
     tune: bool = False
+    again: bool = False
 
     def sized(self, row: Row) -> Row:
         """The row as this run measures it."""
@@ -91,8 +93,8 @@ def run(plan: Plan, result: dict[str, Any], tell: Callable[[dict[str, Any]], Non
     clock = Clock(plan.device, plan.seconds)
     anchors = Anchors(clock)
     with Prober(str(plan.device)) if plan.tune else contextlib.nullcontext() as prober:
-        for row in (*plan.rows, *plan.rows):
-            if kept(result, row) is not None:
+        for number, row in enumerate((*plan.rows, *plan.rows)):
+            if kept(result, row) is not None and not (plan.again and number < len(plan.rows)):
                 continue
             if time.monotonic() - began > plan.limit:
                 return

@@ -57,6 +57,9 @@ def bench(
     ] = 0,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the result goes, after every row.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the file of --out.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="With --resume: measure the rows of --rows once more, and keep that.")
+    ] = False,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw a PNG and an SVG for each sheet.")] = None,
     show: Annotated[Path | None, typer.Option(metavar="FILE", help="Show a result file; measure nothing.")] = None,
     join: Annotated[
@@ -83,7 +86,7 @@ def bench(
     if show is not None:
         _finish(results.load(show), plots, as_json)
         return
-    _agree(sheets, out, resume, join)
+    _agree(sheets, out, resume, join, again=again)
     if plots is not None:
         drawing.library()  # before hours of measuring, not after them
     if join:
@@ -103,6 +106,7 @@ def bench(
         tune=tune,
         seconds=seconds,
         limit=limit,
+        again=again,
     )
     end = time.monotonic() + limit
     plan, sheet = asked.plan()
@@ -135,7 +139,7 @@ def _again(words: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "polyattn", *words])
 
 
-def _agree(sheets: list[Path] | None, out: Path | None, resume: bool, join: list[Path] | None) -> None:
+def _agree(sheets: list[Path] | None, out: Path | None, resume: bool, join: list[Path] | None, *, again: bool) -> None:
     """Check that the words of a command line fit together."""
     if not sheets:
         raise ConfigError(
@@ -145,6 +149,8 @@ def _agree(sheets: list[Path] | None, out: Path | None, resume: bool, join: list
         raise ConfigError("--join measures nothing that --resume could go on with: leave one of them out")
     if resume and out is None:
         raise ConfigError("--resume goes on with a result file: name it with --out")
+    if again and not resume:
+        raise ConfigError("--again measures rows of a result once more: name it with --out, and add --resume")
     if out is not None and out.exists() and not resume:
         more = "" if join else "--resume goes on with it; or "
         raise ConfigError(f"--out {out} is there already: {more}name another file, or remove it")
