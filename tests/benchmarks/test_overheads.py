@@ -66,6 +66,41 @@ def test_a_layer_of_serving_costs_little_more_than_its_kernel(script, monkeypatc
     assert all(figures["us"] > 0 for name, figures in found.items() if name in ("kernel by hand", "step"))
 
 
+PROGRAM = """
+import torch, polyattn
+x = torch.randn(1, 64, 2, 32)
+for _ in range(2):
+    polyattn.attention(x, x, x)
+    print("attended in 0.125 s; done")
+"""
+
+
+def test_a_program_is_traced_tuned_and_compared(script, monkeypatch, tmp_path, capsys):
+    module = script("tuned_programs")
+    program, path = tmp_path / "program.py", tmp_path / "tuned.json"
+    program.write_text(PROGRAM)
+    monkeypatch.setattr(sys, "argv", ["tuned_programs.py", "--json", str(path), str(program)])
+    module.main()
+    result = json.loads(path.read_text())
+    (row,) = result["rows"]
+    assert row["work"] == {"without": 0.125, "with": 0.125}
+    assert all(seconds > 0 for seconds in row["process"].values())
+    ((before, count),) = [(one["before"], one["count"]) for one in row["requests"]]
+    assert (before, count) == ("torch_sdpa@cpu", 2)
+    assert module.markdown(result) in capsys.readouterr().out
+
+
+def test_a_program_that_says_no_time_is_not_compared(script, tmp_path):
+    module = script("tuned_programs")
+    program = tmp_path / "program.py"
+    program.write_text("import torch, polyattn; x = torch.randn(1, 64, 2, 32); polyattn.attention(x, x, x)")
+    with pytest.raises(SystemExit, match=r"program.py was run twice and is to say .* how long it took; it said \[\]"):
+        module.measured(program, tmp_path)
+    program.write_text("raise SystemExit(3)")
+    with pytest.raises(SystemExit, match=r"polyattn trace .* ended with 3"):
+        module.measured(program, tmp_path)
+
+
 def test_both_engines_run_in_the_quick_form(script, monkeypatch, tmp_path, capsys):
     module = script("engine")
     path = tmp_path / "engine.json"
