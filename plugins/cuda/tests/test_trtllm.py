@@ -217,6 +217,22 @@ def test_trtllm_gen_is_given_what_it_can_find_its_way_in(
     assert library.calls[-1].given["kv_cache"][1].data_ptr() == wide[1].data_ptr(), "as it lies where it can be read"
 
 
+@pytest.mark.parametrize("step", [CHAIN, EXTEND], ids=["verify", "extend"])
+def test_the_lse_of_many_queries_has_a_workspace(step: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """trtllm-gen keeps room for it by the longest sequence that it is told of."""
+    library = emulator.library().install(monkeypatch)
+    bound, caches = MHA[100].bind(**STEP, **step, lse=True), [torch.randn(4, 16, 2, 64).bfloat16() for _ in range(2)]
+    tables: dict[str, Any] = {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2), "max_seqlen_k": 20}
+    tables |= {"seq_lens": torch.tensor([20, 9], dtype=torch.int32)}
+    tables |= {"cu_seqlens_q": torch.tensor([0, 3, 4], dtype=torch.int32)}
+    query, found = torch.randn(4, 8, 64).bfloat16(), []
+    for longest, room in ((3, 128 << 20), (1 << 20, 256 << 20)):
+        found += bound.forward(query, *caches, **tables, max_seqlen_q=longest)
+        assert library.calls[-1].given["workspace_buffer"].numel() == room
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
 @pytest.mark.parametrize("arch", [100, 90])
 @pytest.mark.parametrize("counts", [(1, 1), (3, 3), (3, 1)], ids=str)
 def test_lengths_and_sinks_may_have_strides(
@@ -325,7 +341,7 @@ def test_a_stream_has_a_workspace_and_a_recorded_call_its_own(monkeypatch: pytes
 
     def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         made.append(str(device))
-        return torch.empty(1, dtype=dtype)
+        return torch.empty(1, dtype=dtype).expand(size)
 
     recording = [False]
     monkeypatch.setattr(memory, "_kept", {})
@@ -340,3 +356,7 @@ def test_a_stream_has_a_workspace_and_a_recorded_call_its_own(monkeypatch: pytes
     recording[0] = True
     assert memory.workspace_of(gpu) is not memory.workspace_of(gpu)
     assert len(made) == 4
+    recording[0] = False
+    larger = memory.workspace_of(gpu, 2 * memory.WORKSPACE)
+    assert larger.numel() == 2 * memory.WORKSPACE
+    assert memory.workspace_of(gpu) is larger

@@ -110,6 +110,12 @@ def check_generated(a: dict[str, Any]) -> None:
     """What trtllm-gen's launcher takes from the keys' strides, and TMA from an address."""
     check_paged(a)
     key, value = a["kv_cache"]
+    longest = -(-(a["max_q_len"] or a["q_len_per_req"]) // 256) * 256
+    if (
+        a["return_lse"]
+        and a["workspace_buffer"].numel() < 8 * a["query"].shape[1] * len(a["seq_lens"]) * longest + 2**20
+    ):
+        raise RuntimeError("Failed to allocate memory for trtllm_gen_softmax_workspace in AlignedAllocator")
     assert key.stride() == value.stride(), "V is read by the strides of K"
     assert aligned(key, value), "cuTensorMapEncodeTiled"
     assert a["cum_seq_lens_q"] is None or a["cum_seq_lens_q"].is_contiguous()

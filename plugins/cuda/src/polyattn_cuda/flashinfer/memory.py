@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-__all__ = ["WORKSPACE", "counters", "workspace_of"]
+__all__ = ["WORKSPACE", "counters", "lse_bytes", "workspace_of"]
 
 WORKSPACE = 128 << 20
 """Bytes, what FlashInfer recommends; the first 8 MiB are XQA's semaphores."""
@@ -15,16 +15,20 @@ WORKSPACE = 128 << 20
 _kept: dict[Hashable, Tensor] = {}
 
 
-def workspace_of(device: torch.device) -> Tensor:
+def lse_bytes(heads: int, sequences: int, max_seqlen_q: int) -> int:
+    """What trtllm-gen keeps of a workspace for the LSE: two numbers for each head and query, where each sequence has
+    the queries of the longest, rounded up to 256 (trtllm_paged_attention_launcher)."""
+    return 8 * heads * sequences * -(-max_seqlen_q // 256) * 256
+
+
+def workspace_of(device: torch.device, nbytes: int = WORKSPACE) -> Tensor:
     """The workspace of calls by themselves, one for each device, stream: calls of a stream run one after another. A
     recorded call gets one of its own, in the memory of its graph, since that may be replayed on any stream."""
-    if device.type != "cuda":
-        return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _kept:
-        _kept[key] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+    if key not in _kept or _kept[key].numel() < nbytes:
+        _kept[key] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     return _kept[key]
 
 

@@ -22,7 +22,7 @@ from polyattn.placement import aligned
 from polyattn.records import AttentionRequest
 
 from ..records.flashinfer import FLASHINFER
-from .memory import WORKSPACE, counters, workspace_of
+from .memory import WORKSPACE, counters, lse_bytes, workspace_of
 from .results import delivered, natural, writable
 from .saving import Places
 from .scales import readable, scale_of, unscaled
@@ -166,6 +166,9 @@ class _Generated(_Call):
     def run(self, given: dict[str, Any], tables: Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
         r = self.request
         given["kv_cache"] = _alike(given["kv_cache"])
+        wanted = lse_bytes(r.heads, tables.seq_lens.shape[0], tables.max_seqlen_q) if r.lse else 0
+        if wanted > WORKSPACE // 2:
+            given["workspace_buffer"] = workspace_of(given["query"].device, WORKSPACE + wanted)
         if memory is not None:
             given["multi_ctas_kv_counter_buffer"] = memory.counters
         if r.phase in ("decode", "verify"):
