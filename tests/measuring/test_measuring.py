@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -398,6 +399,22 @@ def test_no_round_is_begun_after_a_while(monkeypatch):
     now = iter((0.0, 5.0, 11.0, 13.0))
     monkeypatch.setattr("polyattn.measuring.clock.time.monotonic", lambda: next(now))
     assert interleaved({"a": lambda: Time(1.0, 0.0, 1)})["a"].count == 3
+
+
+def test_who_is_near_the_fastest_is_timed_until_the_rounds_agree():
+    def timing(*seconds):
+        given = itertools.cycle(seconds)
+        return lambda: Time(next(given), 0.0, 1)
+
+    noisy = {"a": timing(1.0, 1.2, 1.0), "b": timing(1.05), "slow": timing(2.0), "far": timing(9.0)}
+    counts = {name: took.count for name, took in interleaved(noisy, 4, settle=True).items()}
+    assert counts == {"a": 12, "b": 12, "slow": 4, "far": 1}
+    counts = {name: took.count for name, took in interleaved(noisy, 4).items()}
+    assert counts == {"a": 4, "b": 4, "slow": 4, "far": 1}
+    calm = {"a": timing(1.0, 1.01), "b": timing(1.05), "slow": timing(2.0, 3.0)}
+    assert {took.count for took in interleaved(calm, 4, settle=True).values()} == {4}
+    alone = {"a": timing(1.0, 2.0, 3.0), "b": timing(3.0)}
+    assert {took.count for took in interleaved(alone, 4, settle=True).values()} == {4}, "nothing is near it"
 
 
 def test_a_slow_call_is_not_repeated_for_long():

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+# It takes torch's own function when it is imported: let that be before a program puts the one below in its place.
+from .backends import torch_sdpa as _torch_sdpa  # noqa: F401
 from .dispatch import attention, dense_request
 from .errors import InvalidInputError
 from .inspection import explain

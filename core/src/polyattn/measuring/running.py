@@ -77,7 +77,7 @@ def measure(
         if timing is not None:
             timings[entrant.name] = timing
     ready()
-    for name, took in interleaved(timings, rounds, late).items():
+    for name, took in interleaved(timings, rounds, late, settle=clock.on_gpu).items():
         found[name] = dataclasses.replace(found[name], time=took)
     if issued and (clock.on_gpu or inputs.grows):  # elsewhere the times are of whole calls, which were waited for
         _issue(inputs, entrants, found, clock, late)
