@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import polyattn
 
@@ -55,6 +59,30 @@ def test_causal_is_top_left_with_more_keys():
     torch.testing.assert_close(out[:, :, 0], v[:, :, 0])
 
 
+@pytest.mark.parametrize("backend", ["torch_sdpa", "reference"])
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+def test_a_bias_of_torchs_is_an_alignment(bias, backend):
+    """S3: a `CausalBias` holds no numbers, so that read as a mask it would give any result."""
+    q, k, v = inputs("4-D")
+    want = F.scaled_dot_product_attention(q, k, v, bias(5, 7))
+    with polyattn.use_backend(backend):
+        torch.testing.assert_close(polyattn.scaled_dot_product_attention(q, k, v, bias(5, 7)), want)
+        found = polyattn.explain(polyattn.scaled_dot_product_attention, q, k, v, bias(5, 7))
+    assert found.request.causal == ("top_left" if bias is causal_upper_left else "bottom_right")
+
+
+def test_in_the_place_of_torchs_own():
+    """Programs that call torch's function are given this one by putting it there, before anything else is called."""
+    program = """
+import torch, torch.nn.functional as F, polyattn
+q = torch.randn(1, 2, 5, 8)
+want = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+F.scaled_dot_product_attention = polyattn.scaled_dot_product_attention
+torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q, is_causal=True), want)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_gqa_is_asked_for():
     q, k, v = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 16)
     want = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -76,12 +104,14 @@ def test_dropout_is_drawn_like_torchs():
     [
         (lambda q, k, v: (q, k, v, torch.ones(5, 7, dtype=torch.bool), 0.0, True), "exclude each other"),
         (lambda q, k, v: (q, k, v, torch.ones(5, 6, dtype=torch.bool)), "must broadcast"),
+        (lambda q, k, v: (q, k, v, causal_upper_left(5, 5)), r"CausalBias for lengths \(5, 5\).*have \(5, 7\)"),
+        (lambda q, k, v: (q, k, v, causal_upper_left(5, 7), 0.0, True), "exclude each other"),
         (lambda q, k, v: (q, k[0], v), "dimensions; they must be equal"),
         (lambda q, k, v: (q[0, 0, 0], k, v), "2 to 5 dimensions"),
         (lambda q, k, v: ("q", k, v), "2 to 5 dimensions"),
         (lambda q, k, v: (torch.cat([q, q, q]), torch.cat([k, k]), v), "do not broadcast"),
     ],
-    ids=["mask and causal", "mask shape", "ranks", "rank", "type", "batch"],
+    ids=["mask and causal", "mask shape", "bias of other lengths", "bias and causal", "ranks", "rank", "type", "batch"],
 )
 def test_refusals(call, message):
     q, k, v = inputs("4-D")

@@ -33,14 +33,17 @@ def scaled_dot_product_attention(
     Args:
         query: [..., S_q, D], 2-D to 5-D, heads before the length where there are any: [B, H_q, S_q, D].
         key, value: [..., S_k, D], [..., S_k, D_v]; leading axes broadcast against the query's, heads do not.
-        attn_mask: broadcastable to [..., S_q, S_k]; bool (True = attend) or float. Not with is_causal.
+        attn_mask: broadcastable to [..., S_q, S_k]; bool (True = attend) or float; or a `CausalBias` of
+            torch.nn.attention.bias. Not with is_causal.
         dropout_p, is_causal, scale: as torch's.
         enable_gqa: allow fewer heads in key and value than in query.
 
     Raises:
         InvalidInputError: shapes or a combination torch refuses too; else as `polyattn.attention`.
     """
-    causal = "top_left" if is_causal else False
+    causal: Any = "top_left" if is_causal else False
+    if attn_mask is not None:
+        attn_mask, causal = _alignment(query, key, attn_mask, causal)
     if attn_mask is None and isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
         q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
         # The usual call needs nothing of what follows.
@@ -54,6 +57,16 @@ def scaled_dot_product_attention(
     q, k, v, mask, lead = _four(query, key, value, attn_mask, is_causal, enable_gqa)
     out: Tensor = attention(q, k, v, causal=causal, attn_mask=mask, scale=scale, layout="BHSD", dropout_p=dropout_p)
     return out.reshape(*lead, out.shape[-2], out.shape[-1])
+
+
+def _alignment(query: Tensor, key: Tensor, attn_mask: Any, causal: bool | str) -> tuple[Any, bool | str]:
+    """The mask and `causal` (S3). torch's `CausalBias` is the name of an alignment: there are no numbers in it."""
+    if causal or type(attn_mask).__name__ != "CausalBias":
+        return attn_mask, causal
+    made_for, given = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if made_for != given:
+        raise InvalidInputError(f"attn_mask is a CausalBias for lengths {made_for}, query and key have {given}")
+    return None, attn_mask.variant.name == "LOWER_RIGHT" or "top_left"
 
 
 def _four(
@@ -134,8 +147,9 @@ def _explain_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Selection:
-    q, k, v, mask, _ = _four(query, key, value, attn_mask, is_causal, enable_gqa)
     causal: Any = "top_left" if is_causal else False
+    attn_mask, causal = _alignment(query, key, attn_mask, causal)
+    q, k, v, mask, _ = _four(query, key, value, attn_mask, is_causal, enable_gqa)
     static = Static(causal=causal, scale=scale, layout="BHSD", dropout_p=dropout_p).checked()
     return explain(dense_request(static, q, k, v, mask, None, None))
 
