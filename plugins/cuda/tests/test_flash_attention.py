@@ -502,6 +502,11 @@ def test_fa4_asks_the_table_for_no_page_before_it(
     assert torch.equal(given["page_table"], call.tables["page_table"])
     before = given["page_table"].as_strided((2, 1), (given["page_table"].stride(0), 1), 0)
     assert not before.any(), "the page before a row is the first of the cache"
+    table = call.tables["page_table"]
+    spacious = torch.nn.functional.pad(table.flatten(), (64, 0))[64:].view(table.shape)
+    call.tables["page_table"] = spacious
+    assert torch.equal(call.run(), wanted)
+    assert library.calls[-1].given["page_table"].data_ptr() == spacious.data_ptr(), "there is something before it"
 
 
 def test_queries_beside_an_e4m3_cache_have_a_scale_for_each_sequence_and_head(

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Step", "StepBuffers"]
 
+_ROOM = 64
+"""Entries in front of the page tables."""
+
 
 class _Written(NamedTuple):
     """What writes the steps of one kind, while what it was made for stays."""
@@ -86,7 +89,9 @@ class StepBuffers:
         self._base = torch.zeros(S, dtype=torch.int32, device=self.device)
         self._positions = torch.zeros(T, dtype=torch.int64, device=self.device)
         self._slots = torch.zeros(groups, T, dtype=torch.int64, device=self.device)
-        self._page_tables = torch.zeros(groups, S * max_pages, dtype=torch.int32, device=self.device)
+        # With room in front: there are kernels that ask for pages before the first, of queries that see no key.
+        tables = torch.zeros(_ROOM + groups * S * max_pages, dtype=torch.int32, device=self.device)
+        self._page_tables = tables[_ROOM:].view(groups, S * max_pages)
         self._memory.counting(max(S, T))
         self._known: dict[Hashable, tuple[Step, ...]] = {}
         self._key: Hashable = None

@@ -107,9 +107,11 @@ class _Kernels:
             table = torch.add(parts, table.unsqueeze(-1), alpha=step).flatten(1)
         elif self._spared:
             # For queries that see no key Hopper's TMA asks the table for the page of a tile before the first
-            # (flash_fwd_sm90.py, n_block_max - 1): here that is page 0, and not what lies before the table.
+            # (flash_fwd_sm90.py, n_block_max - 1). Whatever it finds is in bounds for TMA, and weighted by 0; so there
+            # only has to be something. Serving's tables have room in front.
             before = max_seqlen_q // _TILE + 1
-            table = torch.nn.functional.pad(table, (before, 0))[:, before:]
+            if table.storage_offset() < before:
+                table = torch.nn.functional.pad(table, (before, 0))[:, before:]
         result: Result = self._packed(
             query, key, value, page_table=table, seqused_k=seq_lens, cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, learnable_sink=sinks, return_lse=lse, **latent,
