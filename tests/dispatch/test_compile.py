@@ -291,6 +291,18 @@ def packed(q, k, v, cu_q, cu_k, longest=5, **options):
     return polyattn.varlen_attention(q, k, v, **given, **options)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("packed_call", [False, True])
+def test_a_jit_trace_is_refused(packed_call):
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+
+    def call(q):
+        return packed(q[0], q[0], q[0], cu, cu) if packed_call else polyattn.attention(q, q, q)
+
+    with pytest.raises(polyattn.InvalidInputError, match=r"under torch.jit.trace, .*; use torch.export.export or"):
+        torch.jit.trace(call, (torch.randn(1, 5, 4, 16),))
+
+
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_a_packed_call_on_tensors_without_contents_gives_shapes(kind):
     with FakeTensorMode() if kind == "fake" else torch.device("meta"):

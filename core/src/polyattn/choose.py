@@ -8,10 +8,13 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
+
 from .by_length import unasked
 from .call_shapes import Extent
 from .config import check_options
 from .contract import Bound
+from .errors import InvalidInputError
 from .facts import device_facts, dtype_name
 from .inspection import catalogue
 from .lowering import Plan, bind
@@ -56,8 +59,14 @@ def choose(request: AttentionRequest, argument: str | None, scope: Scope, *, eag
 
     Raises:
         BackendUnavailableError, UnsupportedRequestError, PluginError, ConfigError: see `polyattn.selection.select`,
-            `PluginManager.load_forward` and the backend's typed options.
+            `PluginManager.load_forward` and the backend's typed options. InvalidInputError: under torch.jit.trace.
     """
+    if torch._C._get_tracing_state() is not None:
+        # Sizes are tensors there, and what a choice decides would be written into the trace.
+        raise InvalidInputError(
+            "attention is called under torch.jit.trace, which cannot record how a call depends on its sizes; use "
+            "torch.export.export or torch.compile"
+        )
     policy = current_policy(argument, scope, request)
     selection = select(request, catalogue(), policy)
     _announce(selection)
