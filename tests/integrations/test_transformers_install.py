@@ -135,6 +135,8 @@ def test_uninstalling_what_is_not_there():
         polyattn.ConfigError, match=r"uninstall\('polyatn'\): .*Did you mean 'polyattn'\? Installed: polyattn"
     ):
         host.uninstall("polyatn")
+    with pytest.raises(polyattn.ConfigError, match=r"uninstall\(3\): that name is not installed"):
+        host.uninstall(3)
 
 
 def test_transformers_missing_or_old(monkeypatch):

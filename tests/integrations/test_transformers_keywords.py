@@ -346,6 +346,14 @@ def test_sequence_numbers_go_without_a_cache():
         make_forward(None, HARMLESS)(Layer(is_causal=False), q, k, v, seq_idx=SEQUENCES)
 
 
+@pytest.mark.parametrize("given, found", [("x", "str"), (torch.zeros(S), rf"\({S},\)")], ids=["word", "1-D"])
+def test_sequence_numbers_are_those_of_a_batch(given, found):
+    with pytest.raises(
+        polyattn.InvalidInputError, match=rf"seq_idx of Layer .* is {found}; a tensor \[B, S\] is needed"
+    ):
+        make_forward(None, HARMLESS)(Layer(), *tensors(), seq_idx=given)
+
+
 def test_a_last_axis_that_is_not_dense_is_copied(relative):
     q, k, v = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in tensors())
     assert q.stride(-1) != 1

@@ -91,6 +91,11 @@ def _same_sequence(more: More, query: Tensor, key: Tensor, module: Any, backend:
         rows, columns = owners(s_q, more.cu_q)[None], owners(s_k, more.cu_k)[None]
     if rows is None or columns is None:
         return None
+    if not isinstance(rows, Tensor) or rows.ndim != 2:
+        found = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise InvalidInputError(
+            f"seq_idx of {asked_by(module, backend)} is {found}; a tensor [B, S] is needed, the sequence of each token"
+        )
     if rows.shape[-1] != s_q or columns.shape[-1] != s_k:
         raise InvalidInputError(
             f"seq_idx of {asked_by(module, backend)} covers {rows.shape[-1]} tokens, there are {s_q} queries and {s_k} "

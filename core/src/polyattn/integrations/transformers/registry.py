@@ -122,7 +122,7 @@ def uninstall(name: str | None = None) -> None:
     """
     if name is not None and name not in _entries:
         raise ConfigError(
-            f"uninstall({name!r}): that name is not installed.{did_you_mean(name, _entries)} "
+            f"uninstall({name!r}): that name is not installed.{did_you_mean(str(name), _entries)} "
             f"Installed: {', '.join(_entries) or 'none'}"
         )
     if not _entries:
