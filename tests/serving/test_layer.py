@@ -235,6 +235,8 @@ def test_layers_are_there_once() -> None:
     rig = Rig(decoder())
     with refused("at least one layer; got none"):
         AttentionBackend([], rig.pool, rig.table, limits=LIMITS)
+    with refused("layers has 1, which is no AttentionLayer: "):
+        AttentionBackend([rig.layers[0], 1], rig.pool, rig.table, limits=LIMITS)  # type: ignore[list-item]
     with refused("two layers have layer_id 1"):
         AttentionBackend([*rig.layers, AttentionLayer(1, 4, 2, 16, scale=0.5)], rig.pool, rig.table, limits=LIMITS)
     assert AttentionBackend(rig.layers[1:], rig.pool, rig.table, limits=LIMITS).explain(), "some of the pool's will do"

@@ -75,9 +75,9 @@ class AttentionBackend:
         encoder_table: RequestTable | None = None,
     ) -> None:
         note_serving("AttentionBackend")
+        self._tables = Tables(tuple(layers), pool, table, encoder_table, limits)
         self.layers = {layer.layer_id: layer for layer in layers}
         self.pool, self.limits = pool, limits
-        self._tables = Tables(tuple(layers), pool, table, encoder_table, limits)
         self._asked = Asked(backend, prefill_backend, decode_backend, verify, topk)
         self._served = choose_layers(layers, pool, self._asked)
         self._workspaces = Workspaces(pool.device)

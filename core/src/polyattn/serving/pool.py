@@ -351,10 +351,12 @@ def groups_of(layers: Sequence[AttentionLayer]) -> tuple[CacheGroup, ...]:
     """Layers by page table, in order of their first layer.
 
     Raises:
-        InvalidInputError: no layers, or two with one layer_id.
+        InvalidInputError: no layers, what is no layer, or two with one layer_id.
     """
     if not layers:
         raise InvalidInputError("a pool is for at least one layer; got none")
+    if wrong := [layer for layer in layers if not isinstance(layer, AttentionLayer)]:
+        raise InvalidInputError(f"layers has {wrong[0]!r}, which is no AttentionLayer: give the layers themselves")
     ids = [layer.layer_id for layer in layers]
     if twice := [i for i in ids if ids.count(i) > 1]:
         raise InvalidInputError(f"two layers have layer_id {twice[0]}; number the layers of a model")
