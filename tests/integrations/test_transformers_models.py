@@ -227,6 +227,34 @@ def test_pinned_names_and_scopes_reach_the_layers(build, ids):
     polyattn.check_components()
 
 
+def test_parts_of_a_model_have_names_of_their_own(relative):
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(vocab_size=120, **size),
+        vision_config=transformers.CLIPVisionConfig(image_size=8, patch_size=4, **size),
+        image_token_index=110, vision_feature_layer=-1,
+    )  # fmt: skip
+    ids, pixels = torch.tensor([[5, *[110] * 4, 6, 7]]), torch.randn(1, 3, 8, 8)
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    out = {}
+
+    def served(name):
+        model.set_attn_implementation("eager")
+        model.set_attn_implementation(name)
+        out[str(name)] = model(ids, pixel_values=pixels).logits
+        assert relative(out[str(name)], out["eager"]) < GATE
+        lines = host.report(model, ids, pixel_values=pixels)
+        return {(line.layer.split(".")[1], line.selection.backend) for line in lines}
+
+    model.set_attn_implementation("eager")
+    out["eager"] = model(ids, pixel_values=pixels).logits
+    both = {("vision_tower", "reference"), ("language_model", "torch_sdpa")}
+    assert served({"text_config": "polyattn", "vision_config": "polyattn|reference"}) == both
+    assert served({"": "polyattn", "vision_config": "polyattn|reference"}) == {("vision_tower", "reference")}
+    assert served("polyattn|reference") == {("vision_tower", "reference"), ("language_model", "reference")}
+
+
 def test_a_pinned_backend_that_cannot_serve_refuses(build, ids):
     model = build("gemma2", **SHAPES["gemma2"])
     model.set_attn_implementation("polyattn|torch_sdpa")
