@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_upper_left
 
 import polyattn
 from polyattn import dispatch, envvars, validate
@@ -572,6 +573,11 @@ SDPA: list[Case] = [
         r"attn_mask has shape \(3, 3, 4\), it must broadcast to \(2, 3, 4\)",
     ),
     ("head dims", lambda: sdpa((3, 8), (4, 6), (4, 6)), "query has head dim 8, key 6"),
+    (
+        "bias of other lengths",
+        lambda: sdpa((3, 8), (4, 8), (4, 8), attn_mask=causal_upper_left(3, 3)),
+        r"attn_mask is a CausalBias for lengths \(3, 3\), query and key have \(3, 4\); make it for those",
+    ),
     ("mask no tensor", lambda: sdpa(*[(3, 8)] * 3, attn_mask=[[True]]), "attn_mask is a list; a tensor, bool or float"),
 ]
 

@@ -65,7 +65,9 @@ def _alignment(query: Tensor, key: Tensor, attn_mask: Any, causal: bool | str) -
         return attn_mask, causal
     made_for, given = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[-2], key.shape[-2])
     if made_for != given:
-        raise InvalidInputError(f"attn_mask is a CausalBias for lengths {made_for}, query and key have {given}")
+        raise InvalidInputError(
+            f"attn_mask is a CausalBias for lengths {made_for}, query and key have {given}; make it for those"
+        )
     return None, attn_mask.variant.name == "LOWER_RIGHT" or "top_left"
 
 
