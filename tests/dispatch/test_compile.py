@@ -316,6 +316,18 @@ def test_a_packed_call_on_tensors_without_contents_gives_shapes(kind):
             packed(q, k, v[:7], cu, cu)
 
 
+def test_a_dense_call_on_fake_tensors_gives_shapes():
+    """torch warns of whoever asks where a fake tensor is; here a warning is an error."""
+    with FakeTensorMode():
+        for length in (5, 6, 6, 6):
+            q, k, v = (torch.randn(2, length, h, d, requires_grad=True) for h, d in ((4, 16), (2, 16), (2, 8)))
+            out, lse = polyattn.attention(q, k, v, causal=True, return_lse=True)
+            out.sum().backward()
+            assert (out.shape, lse.shape, q.grad.shape) == ((2, length, 4, 8), (2, length, 4), q.shape)
+        with pytest.raises(polyattn.InvalidInputError, match="heads 4, 2, 2 and head dims 16, 8, 8"):
+            polyattn.attention(q, v, v)
+
+
 def test_float64_stays_float64_in_a_compiled_packed_call_under_autocast():
     call, _ = compile_(packed)
     q, cu = torch.randn(5, 4, 16, dtype=torch.float64), torch.tensor([0, 2, 5], dtype=torch.int32)

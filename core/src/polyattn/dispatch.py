@@ -256,7 +256,8 @@ class DenseSite:
         return trace_dense(query, key, value, attn_mask, sinks, out, static, self._argument, self._scope)
 
     def _find(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
-        if torch.compiler.is_compiling():  # an export without dynamo, whose tensors no guard holds for
+        # An export without dynamo, whose tensors no guard holds for; or fake tensors, which are at no address.
+        if torch.compiler.is_compiling() or (type(query) is not Tensor and validate.has_shapes_only(query)):
             return self._trace(query, key, value, attn_mask, sinks, out)
         if self._epoch != EPOCH.value:
             self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
