@@ -333,6 +333,11 @@ def test_masks_of_another_form_are_refused(mask, what):
         make_forward(None, HARMLESS)(Layer(), *tensors(), mask)
 
 
+def test_what_is_no_mask_is_refused_beside_other_keywords():
+    with pytest.raises(polyattn.InvalidInputError, match=r"attention_mask of Layer .* is object; "):
+        make_forward(None, HARMLESS)(Layer(), *tensors(), object(), seq_idx=SEQUENCES)
+
+
 def test_a_window_holds_a_key():
     with pytest.raises(polyattn.InvalidInputError, match=r"sliding_window=0 reached Layer .*1 key or more"):
         make_forward(None, HARMLESS)(Layer(), *tensors(), sliding_window=0)

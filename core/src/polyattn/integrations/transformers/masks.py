@@ -66,6 +66,8 @@ def with_more(mask: Tensor | None, more: More, query: Tensor, key: Tensor, modul
     Returns:
         None, bool or float, broadcasting to [B, H_q, S_q, S_k]; what a bool mask hides becomes -inf in a float one.
     """
+    if mask is not None and not isinstance(mask, Tensor):
+        return mask  # which `fitted` refuses
     allowed = mask if mask is not None and mask.dtype == torch.bool else None
     added = mask if mask is not None and mask.dtype != torch.bool else None
     if more.bias is not None:
