@@ -225,6 +225,7 @@ def test_a_suite_for_each_backend_with_an_adapter() -> None:
     suites = device_suites(mine, "somewhere")
     assert suites["TestTorchSdpa"].backend == "torch_sdpa@musa"
     assert suites["TestTorchSdpa"].__module__ == "somewhere"
+    assert [mark.name for mark in suites["TestTorchSdpa"].pytestmark] == ["filterwarnings"]
 
 
 def test_the_chip_says_the_platform() -> None:

@@ -102,13 +102,17 @@ class OnDevice(AttentionConformance):
 
 def device_suites(backends: Iterable[BackendInfo], module: str) -> dict[str, type[OnDevice]]:
     """One `OnDevice` for each of these backends that has an adapter: `globals().update(device_suites(..., __name__))`.
+    What a vendor's import or compiler warns of is told, and fails no case where a test run makes errors of warnings.
 
     Args:
         backends: the records of a plugin. module: the test module that they become part of.
     """
+    import pytest
+
+    shared = {"__module__": module, "pytestmark": [pytest.mark.filterwarnings("default")]}
     suites = {}
     for info in backends:
         if not info.planned:
             title = "Test" + "".join(word.capitalize() for word in info.name.split("_"))
-            suites[title] = type(title, (OnDevice,), {"backend": info.id, "__module__": module})
+            suites[title] = type(title, (OnDevice,), {"backend": info.id, **shared})
     return suites
