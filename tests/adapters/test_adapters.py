@@ -140,6 +140,33 @@ def test_operators_are_held_to_their_schema(acme: Library) -> None:
         adapters.load(NEED, "torch:ops.acme.op", {"sinks": "sinks"})
 
 
+def test_operators_make_room_for_those_of_the_real_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device both are met in one process, in any order."""
+    schema = "fwd(Tensor q, float scale=1.) -> Tensor"
+    entries = {"torch.ops.acme_kernels.fwd": {"schema": f"acme_kernels::{schema}"}}
+    (tmp_path / "signatures.json").write_text(json.dumps(entries))
+    library = Library("acme-attn", "1.2.3", "acme.attn", signatures=Signatures(tmp_path / "signatures.json"))
+
+    @library.operator("torch.ops.acme_kernels.fwd")
+    def fwd(q: torch.Tensor, scale: float) -> torch.Tensor:
+        return q * scale
+
+    suite = device_suites([get_manager().backends["torch_sdpa", "musa"]], __name__)["TestTorchSdpa"]
+    real = torch.library.Library("acme_kernels", "DEF")
+    try:
+        for _ in range(2):
+            library.install(monkeypatch)
+            assert torch.equal(torch.ops.acme_kernels.fwd(T, scale=2.0), 2 * T)
+            suite.setup_class()
+            if not hasattr(torch.ops.acme_kernels, "fwd"):  # the first time
+                real.define(schema)
+                real.impl("fwd", lambda q, scale: q, "CUDA")
+            with pytest.raises(NotImplementedError, match="CPU"):
+                torch.ops.acme_kernels.fwd(T)
+    finally:
+        real._destroy()
+
+
 def test_signatures_that_are_not_there(acme: Library) -> None:
     with pytest.raises(KeyError, match=r"signatures\.json has no entry 'acme\.gone'"):
         acme.function("acme.attn", "acme.gone")(lambda: None)

@@ -20,7 +20,7 @@ from ..families import FAMILIES
 from ..generation import generate
 from ..running import FLOATS
 from ..where import AUTO, Place
-from .library import Library
+from .library import Library, release
 
 __all__ = ["Emulated", "OnDevice", "device_suites"]
 
@@ -85,6 +85,11 @@ class OnDevice(AttentionConformance):
     Attributes:
         backend: name@platform.
     """
+
+    @classmethod
+    def setup_class(cls) -> None:
+        """Before its first case, which may load the real library."""
+        release()
 
     @classmethod
     def _place(cls, backend: str | None, device: str | None) -> Place:

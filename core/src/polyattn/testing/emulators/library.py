@@ -17,7 +17,7 @@ from .typed import mismatches
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["Call", "Library"]
+__all__ = ["Call", "Library", "release"]
 
 _OPERATORS = "torch.ops."
 
@@ -39,6 +39,14 @@ class Call(NamedTuple):
     positional: int
     given: Mapping[str, Any]
     arguments: Mapping[str, Any]
+
+
+def release() -> None:
+    """Give the names of all operators back to torch: a real library registers its own when it is loaded, and ends the
+    process where they are taken."""
+    while _REGISTERED:
+        fragment, _ = _REGISTERED.popitem()[1]
+        fragment._destroy()
 
 
 class Library:
@@ -81,6 +89,7 @@ class Library:
             else:
                 monkeypatch.setitem(sys.modules, dotted, module)
         for key, body in self._operators.items():
+            self._registered(key)
             monkeypatch.setitem(_INSTALLED, key, body)
         real = distributions.distribution_version
         mine = {self.distribution: self.version}
@@ -149,7 +158,8 @@ class Library:
         return decorate
 
     def _registered(self, key: str) -> Any:
-        """The operator, which torch has for as long as the process lives: what it does changes with the library."""
+        """The operator, which torch has until `release`: what it does changes with the library. Where the real library
+        is loaded it is that one's, on CPU tensors."""
         import torch
 
         if key not in _REGISTERED:
@@ -157,7 +167,8 @@ class Library:
             assert self.signatures is not None
             namespace, name = key.removeprefix(_OPERATORS).split(".")
             fragment: Any = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
-            fragment.define(self.signatures.entries[key]["schema"].removeprefix(f"{namespace}::"))
+            if not hasattr(getattr(torch.ops, namespace), name):
+                fragment.define(self.signatures.entries[key]["schema"].removeprefix(f"{namespace}::"))
             fragment.impl(name, lambda *args: _INSTALLED[key](*args), "CPU")
             _REGISTERED[key] = fragment, getattr(getattr(torch.ops, namespace), name).default
         return _REGISTERED[key][1]
