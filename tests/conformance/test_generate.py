@@ -66,6 +66,15 @@ def test_bounds_of_ranges_are_tried_from_both_sides() -> None:
     assert {112, 17, 40, 1} <= beyond
 
 
+def test_a_family_that_is_for_other_machines_is_refused_for_what_this_one_is() -> None:
+    elsewhere = row(family="dense", dtype="float32", head_dim=64, when={"arch": ("sm100",)})
+    cases = refusals([elsewhere], {**FACTS, "arch": "sm90"}, families=("dense", "varlen"), dtypes=("float32",))
+    assert {field(case, "family"): case.fields for case in cases} == {
+        "dense": (*FACTS, "arch"),
+        "varlen": ("family",),
+    }
+
+
 def test_values_of_sets_are_tried_from_both_sides() -> None:
     assert {field(c, "causal") for c in made(SMALL)} == {"none", "bottom_right"}
     assert {field(c, "dtype") for c in made(SMALL)} == {"float32", "bfloat16"}

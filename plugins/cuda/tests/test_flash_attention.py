@@ -567,6 +567,7 @@ MORE = {"s_relation": "more", "window": (9, -1)}
 MORE_PAGED = {**MORE, "family": "paged", "layout": "THD", "page_size": 256, "phase": "extend"}
 FA4_PAGED = {"family": "paged", "layout": "THD", "page_size": 128, "phase": "decode", "s_relation": "one"}
 FA4_TRAINS = {"head_dim": 256, "grad": ("query",)}
+FA4_MLA = {"head_dim": 192, "v_head_dim": 128, "heads": 8, "kv_heads": 8, "grad": ("query",)}
 FA4_ABSORBED = {**FA4_PAGED, "family": "mla", "head_dim": 576, "v_head_dim": 512, "heads": 16, "scale": 192**-0.5}
 FA4_WIDTHS = "is not one of 16, 32, 48, 64, 112, 128, 192, 256"
 REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
@@ -617,6 +618,18 @@ def test_refusals(platform: str, name: str, installed: str, changes: dict[str, A
     else:
         said = f"served by {selection.id} with {selection.lowerings}"
     assert words in said
+
+
+@pytest.mark.parametrize(
+    ("platform", "kv_heads", "steps"),
+    [("cuda:sm90", 8, ()), ("cuda:sm90", 2, ("pad_value_dim",)), ("cuda:sm100", 2, ())],
+)
+def test_fa4_trains_192_and_128_on_hopper_as_it_is_with_keys_for_each_head(
+    platform: str, kv_heads: int, steps: tuple[str, ...]
+) -> None:
+    request = AttentionRequest(**{**FA4_MLA, "kv_heads": kv_heads})
+    selection = what_if(request, platform=platform, installed=("flash-attn-4",), backend="fa", strict=True)
+    assert (selection.provider, selection.lowerings) == ("fa4/flash-attn-4", steps)
 
 
 def test_a_cache_in_fp8_is_dequantised_not_read_with_rounded_queries() -> None:

@@ -37,7 +37,9 @@ def refusals(
     for family in families:
         if not served[family]:
             request = request_of({**facts, "family": family, "dtype": dtypes[0], "head_dim": 64})
-            found[request] = Case(request=request, check="refusal", fields=("family",))
+            # Rows of the family that are for other machines say what of this one they are not for.
+            elsewhere = any(family in inside("family", row) for row in rows)
+            found[request] = Case(request=request, check="refusal", fields=tuple(facts) if elsewhere else ("family",))
         for row in served[family]:
             mine = [dtype for dtype in inside("dtype", row) if dtype in dtypes]
             if mine:

@@ -583,6 +583,8 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
         width, blackwell = a["q"].shape[-1], arch // 10 in (10, 11)
         plain = not a["softcap"] and given.window[0] < 0 and (given.causal or given.window[1] < 0)
         assert not (blackwell and width == 256) or plain, "SM100 backward with head_dim=256 does not support"
+        alike = width == a["v"].shape[-1] or a["q"].shape[-2] == a["k"].shape[-2]
+        assert blackwell or alike, "GQA backward requires head_dim == head_dim_v"
         where = None if a["cu_seqlens_q"] is None else (a["cu_seqlens_q"], a["cu_seqlens_k"])
         dq, dk, dv = gradients(a["dout"], a["q"], a["k"], a["v"], a["out"], a["lse"], given, where)
         if blackwell:

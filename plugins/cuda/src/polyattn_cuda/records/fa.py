@@ -93,11 +93,12 @@ def _fa4_training(archs: tuple[str, ...], limits: Mapping[str, Any]) -> Row:
     return _dense({"arch": archs}, **{"lse": True, "grad": TRAINABLE_LSE, **limits})
 
 
-# Up to 128 its Hopper backward keeps dQ in rows of D rounded up to 16, and reads them rounded up to 32.
+# Up to 128 its Hopper backward keeps dQ in rows of D rounded up to 16, and reads them rounded up to 32. It adds up the
+# gradients of a group's keys only where K and V have one width ("GQA backward requires head_dim == head_dim_v").
 FA4_HOPPER_TRAINING: tuple[dict[str, Any], ...] = (
     {"head_dim": OneOf((24, 32, 56, 64, 88, 96, 120, 128))},
     {"head_dim": Range(136, 256, multiple_of=8)},
-    {"dims": ((192, 128),)},
+    {"dims": ((192, 128),), "group": 1},
 )
 # To keys that no query sees its Blackwell backward writes zeros in rows of D rounded up to 32, which may be the next
 # head's or the next token's (flash_bwd_sm100.py, should_zero_dKV): only packed batches and windows have such tiles.
