@@ -101,6 +101,20 @@ def test_a_program_that_says_no_time_is_not_compared(script, tmp_path):
         module.measured(program, tmp_path)
 
 
+def test_batch_invariance_is_timed_beside_what_it_replaces(script, monkeypatch, tmp_path, capsys):
+    module = script("batch_invariance")
+    path = tmp_path / "invariance.json"
+    monkeypatch.setattr(module, "ROWS", module.ROWS[:1])
+    monkeypatch.setattr(sys, "argv", ["batch_invariance.py", "--quick", "--device", "cpu", "--json", str(path)])
+    module.main()
+    result = json.loads(path.read_text())
+    (row,) = result["rows"]
+    assert list(row["us"]) == list(module.WAYS)
+    assert module.markdown(result) in capsys.readouterr().out
+    lacking = {**row, "us": {"batch-invariant": 2.0}, "not_timed": {"as the batch fills the chip": "no memory"}}
+    assert module.markdown({**result, "rows": [lacking]}).endswith("| - | 2.0 | - |")
+
+
 def test_both_engines_run_in_the_quick_form(script, monkeypatch, tmp_path, capsys):
     module = script("engine")
     path = tmp_path / "engine.json"
