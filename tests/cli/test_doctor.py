@@ -193,6 +193,19 @@ def test_what_is_not_installed_has_the_easiest_remedy_first(run: Run, plugin: Pl
     assert "acme-easy is not installed" in text
 
 
+def test_what_is_left_out_counts_as_not_installed(run: Run, plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    def why() -> tuple[str, str]:
+        (entry,) = (entry for entry in run("doctor", "--json").data["backends"] if entry["name"] == "acme")
+        return entry.get("why", ""), entry.get("do", "")
+
+    plugin("acme", NOT_INSTALLED.replace("acme-easy", "pluggy"))
+    assert "pluggy" not in why()[0]
+    monkeypatch.setenv("POLYATTN_WITHOUT", "nothing, Pluggy")
+    reset_manager()
+    assert why()[0] == "pluggy is left out by POLYATTN_WITHOUT"
+    assert why()[1].startswith("take pluggy out of it; or: build it from source")
+
+
 DETECTION_RAISES = """
 from polyattn.hookspecs import hookimpl
 from polyattn.records import PlatformInfo

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from polyattn.errors import BackendUnavailableError, ConfigError, PluginError, UnsupportedRequestError
-from polyattn.evidence import read_evidence, row_hash
+from polyattn.evidence import Evidence, read_evidence, row_hash, write_evidence
 from polyattn.plugins import get_manager
 from polyattn.records import Accuracy, AttentionRequest, Provider, Rejected, Row, judge, row
 from polyattn.testing import Case, Installed, OffChip, Report, plan, record, refusals, run, run_case
@@ -449,6 +449,46 @@ def test_evidence_of_a_later_polyattn_is_read(plugin_elsewhere: Path) -> None:
     said = {"backend": "torch_native", "platform": "cpu", "level": "hardware", "passed": 7, "of a later time": [1]}
     (plugin_elsewhere / "evidence" / "torch_native@cpu.json").write_text(json.dumps(said))
     assert read_evidence(str(plugin_elsewhere / "plugin.py"), "torch_native", "cpu").passed == 7
+
+
+def test_runs_of_one_provider_after_the_other_are_kept_together(plugin_elsewhere: Path) -> None:
+    """Where two builds of a library take the same calls, a run has the first of them only."""
+    origin, sources = str(plugin_elsewhere / "plugin.py"), {"old": "old.py", "new": "new.py", "third": "third.py"}
+    providers = [Provider(n, (row(family="dense", dtype="float16", head_dim=64),), target="acme:Acme") for n in sources]
+    for name in sources.values():
+        (plugin_elsewhere / name).write_text(f"import {name[:-3]}\n")
+
+    def ran(name: str, passed: int) -> None:
+        absent = tuple(other for other in sources if other != name)
+        rows = row_hash([provider for provider in providers if provider.name == name])
+        given: dict[str, Any] = {"passed": passed, "sources": (sources[name],), "absent": absent, "rows": rows}
+        write_evidence(origin, Evidence("acme", "cpu", "hardware", **given))
+
+    def known() -> Evidence:
+        return read_evidence(origin, "acme", "cpu").beside(providers)
+
+    ran("old", 1)
+    assert (known().unseen, known().others) == (("new", "third"), ())
+    ran("new", 2)
+    assert (known().passed, [one.passed for one in known().others], known().unseen) == (2, [1], ("third",))
+    assert "in part" in str(known())
+    ran("third", 3)
+    assert ([one.passed for one in known().others], known().unseen) == ([2, 1], ())
+    assert "in part" not in str(known())
+    ran("new", 4)
+    assert ([one.passed for one in known().others], known().unseen) == ([3, 1], ()), "the run before it is replaced"
+
+    (plugin_elsewhere / "old.py").write_text("import another\n")
+    read_evidence.cache_clear()
+    assert (known().stale, known().unseen) == (False, ("old",))
+    providers[2] = dataclasses.replace(providers[2], rows=(row(family="dense", dtype="float32", head_dim=64),))
+    assert known().unseen == ("old", "third"), "it declares something else now"
+    ran("third", 5)
+    assert [one.passed for one in known().others] == [4], "what is stale is not kept"
+    (plugin_elsewhere / "evidence" / "acme@cpu.json").write_text("{")
+    read_evidence.cache_clear()
+    ran("new", 6)
+    assert (known().passed, known().others) == (6, ())
 
 
 @pytest.mark.parametrize("path", EVIDENCE, ids=lambda path: path.name)

@@ -9,9 +9,10 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
+from . import envvars
 from .records import Provider, Requirement
 
-__all__ = ["Availability", "availability", "distribution_version", "normalise_distribution"]
+__all__ = ["Availability", "availability", "distribution_version", "left_out", "normalise_distribution"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +33,18 @@ def normalise_distribution(name: str) -> str:
 
 @functools.cache
 def distribution_version(name: str) -> str | None:
-    """Installed version of a distribution, read from metadata, or None."""
+    """Installed version of a distribution, read from metadata, or None. One that `left_out` names counts as absent."""
+    if left_out(name):
+        return None
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def left_out(name: str) -> bool:
+    """Whether POLYATTN_WITHOUT names a distribution."""
+    return normalise_distribution(name) in map(normalise_distribution, envvars.names("POLYATTN_WITHOUT") or ())
 
 
 def _module_findable(dotted: str) -> bool:
@@ -68,7 +76,9 @@ def availability(provider: Provider, installed: Mapping[str, str] | None = None)
         reason = _amiss(need, version, installed is None)
         if reason:
             reasons.append(reason)
-            hints.append(need.hint or f"pip install {need.distribution}{need.versions}")
+            left = installed is None and left_out(need.distribution)
+            remedy = need.hint or f"pip install {need.distribution}{need.versions}"
+            hints.append(f"take {need.distribution} out of it" if left else remedy)
         else:
             found.append(f"{need.distribution} {version}".strip())
     return Availability(not reasons, ", ".join(found), "; ".join(reasons), "; and ".join(dict.fromkeys(hints)))
@@ -76,6 +86,8 @@ def availability(provider: Provider, installed: Mapping[str, str] | None = None)
 
 def _amiss(need: Requirement, version: str | None, here: bool) -> str:
     """Why an installed `version` of a distribution (None: not installed) is not what is needed; empty when it is."""
+    if version is None and here and left_out(need.distribution):
+        return f"{need.distribution} is left out by POLYATTN_WITHOUT"
     if version is None:
         impostor = f"; the registry has {need.impostor}" if need.impostor else ""
         return f"{need.distribution}{need.versions} is not installed{impostor}"

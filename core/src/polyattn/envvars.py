@@ -14,6 +14,7 @@ ENVVARS: dict[str, str] = {
     "POLYATTN_PLUGINS": "allow-list of plugin entry names, comma separated; set but empty loads none but core",
     "POLYATTN_DISABLE": "plugin entry names that are never imported, comma separated",
     "POLYATTN_EXTRA_PLUGINS": "plugin modules to load by path (machines without entry points), comma separated",
+    "POLYATTN_WITHOUT": "distributions that count as not installed, comma separated: those of another build serve then",
     "POLYATTN_STRICT": "1: a broken plugin, or a documented fallback being taken, is an error",
     "POLYATTN_VALIDATE": "1: also check tensor contents (cu_seqlens, page ids) that live on a device",
     "POLYATTN_CONFIG": "path of a JSON, YAML or TOML configuration file",

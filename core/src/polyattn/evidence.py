@@ -28,7 +28,7 @@ LEVELS: tuple[str, ...] = get_args(EvidenceLevel)
 class Evidence:
     """What was run. `sources`: files relative to the plugin's folder; `digest`: their hash when it ran; `absent`:
     providers of the backend that were not there, of which it shows nothing; `rows`: the hash of what the others
-    declared for `arch` ("" = anywhere), "" = not known."""
+    declared for `arch` ("" = anywhere), "" = not known; `others`: earlier runs, of providers that this one had not."""
 
     backend: str
     platform: str
@@ -47,25 +47,31 @@ class Evidence:
     arch: str = ""
     rows: str = ""
     stale: bool = False
+    others: tuple[Evidence, ...] = ()
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Providers of which no run shows anything, one that is stale apart."""
+        seen_elsewhere = [{*one.absent} for one in self.others if not one.stale]
+        return tuple(name for name in self.absent if all(name in absent for absent in seen_elsewhere))
 
     def beside(self, providers: Iterable[Provider]) -> Evidence:
         """The same, and stale where `providers`, those of the backend now, declare something else than was tried."""
+        others = tuple(one.beside(providers) for one in self.others)
         if not self.rows or self.stale:
-            return self
+            return dataclasses.replace(self, others=others)
         tried = [provider for provider in providers if provider.name not in self.absent and not provider.planned]
-        return dataclasses.replace(self, stale=self.rows != row_hash(tried, self.arch))
+        return dataclasses.replace(self, stale=self.rows != row_hash(tried, self.arch), others=others)
 
     def to_json(self) -> str:
         """The text of an evidence file."""
-        data = dataclasses.asdict(self)
-        data.pop("stale")
-        return json.dumps(data, indent=1, sort_keys=True) + "\n"
+        return json.dumps(_plain(self), indent=1, sort_keys=True) + "\n"
 
     def __str__(self) -> str:
         if self.level == "declared":
             return "declared"
         xfailed = f"{self.xfailed} xfailed" if self.xfailed else ""
-        partly = "in part" if self.absent else ""
+        partly = "in part" if self.unseen else ""
         where = ", ".join(part for part in (self.device, self.date, xfailed, partly) if part)
         return f"{self.level}{' (' + where + ')' if where else ''}{', stale' if self.stale else ''}"
 
@@ -79,7 +85,20 @@ def source_hash(folder: Path, sources: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-_FIELDS = dataclasses.fields(Evidence)
+_FIELDS = [field for field in dataclasses.fields(Evidence) if field.name not in ("stale", "others")]
+
+
+def _plain(evidence: Evidence) -> dict[str, Any]:
+    data = {field.name: getattr(evidence, field.name) for field in _FIELDS}
+    return {**data, "others": [_plain(one) for one in evidence.others]} if evidence.others else data
+
+
+def _of(data: Mapping[str, Any], folder: Path) -> Evidence:
+    """A run as its file has it; a later polyattn may have written more."""
+    known: dict[str, Any] = {field.name: data[field.name] for field in _FIELDS if field.name in data}
+    known |= {name: tuple(data.get(name, ())) for name in ("sources", "absent")}
+    stale = known.get("digest") != source_hash(folder, known["sources"])
+    return Evidence(**known, stale=stale, others=tuple(_of(one, folder) for one in data.get("others", ())))
 
 
 def row_hash(providers: Iterable[Provider], arch: str = "") -> str:
@@ -120,23 +139,27 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
     if not path.is_file():
         return Evidence(backend, platform, "declared")
     try:
-        data: dict[str, Any] = json.loads(path.read_text())
-        data |= {name: tuple(data.get(name, ())) for name in ("sources", "absent")}
-        # A later polyattn may have written more.
-        evidence = Evidence(**{field.name: data[field.name] for field in _FIELDS if field.name in data})
-    except (ValueError, TypeError) as exc:
+        evidence = _of(json.loads(path.read_text()), folder)
+    except (AttributeError, ValueError, TypeError) as exc:
         raise PluginError(
             f"{path.name} is not an evidence file: {exc}; run `polyattn conform {backend}` again"
         ) from exc
     if evidence.level not in LEVELS:
         raise PluginError(f"{path.name}: level {evidence.level!r} is not one of {', '.join(LEVELS)}")
-    return dataclasses.replace(evidence, stale=evidence.digest != source_hash(folder, evidence.sources))
+    return evidence
 
 
 def write_evidence(origin: str, evidence: Evidence) -> Path:
-    """Write `evidence` beside the plugin, with the hash of its sources as they are now."""
+    """Write `evidence` beside the plugin, with the hash of its sources as they are now. Earlier runs of its level stay
+    where they are not stale and show something of a provider that this one had not."""
     folder = Path(origin).parent
-    current = dataclasses.replace(evidence, digest=source_hash(folder, evidence.sources))
+    try:
+        before = read_evidence(origin, evidence.backend, evidence.platform)
+        runs = [dataclasses.replace(before, others=()), *before.others]
+    except PluginError:
+        runs = []
+    kept = [one for one in runs if one.level == evidence.level and not one.stale and {*evidence.absent} - {*one.absent}]
+    current = dataclasses.replace(evidence, digest=source_hash(folder, evidence.sources), others=tuple(kept))
     target = folder / "evidence" / f"{evidence.backend}@{evidence.platform}.json"
     target.parent.mkdir(exist_ok=True)
     target.write_text(current.to_json())

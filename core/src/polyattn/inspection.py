@@ -58,7 +58,7 @@ def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catal
                 missing[provider.name] = f"{found.reason}; {found.hint}"
         evidence = read_evidence(owner.origin, info.name, info.platform)
         level = evidence.level if evidence.level != "declared" else info.evidence
-        unseen = [p for p in info.providers if p.planned or p.name in evidence.absent]
+        unseen = [p for p in info.providers if p.planned or p.name in evidence.unseen]
         levels = {p.name: "declared" if p.planned else info.evidence for p in unseen}
         offers.append(Offer(info, owner.name, level, missing, levels))
     # A plugin left out on purpose is named when its backend is asked for, but it is no failure of its device.
