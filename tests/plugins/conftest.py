@@ -22,8 +22,13 @@ def info(name, platform="cpu", dtype=("float32",), target="polyattn.backends.ref
     rows = (row(family="dense", dtype=dtype, head_dim=Range(1)),)
     more = {"providers": (Provider("own", rows, target),), "summary": "made for a test", **more}
     return BackendInfo(name, platform, **more)
+
+
+def needs(*requires):
+    return (Provider("own", (row(family="dense", head_dim=Range(1)),), "m:C", requires),)
 """
-"""What every fake plugin starts with: `info(...)` makes a record that is fine as it stands."""
+"""What every fake plugin starts with: `info(...)` makes a record that is fine as it stands, `needs(...)` the providers of
+one that requires something."""
 
 
 class Site:

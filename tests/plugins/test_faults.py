@@ -102,6 +102,72 @@ FAULTS = [
         "'causl', which is no request field. Did you mean 'causal'",
     ),
     Fault(
+        "priority is no number",
+        registers("return [info('acme', priority='high')]"),
+        "acme@cpu: BackendInfo.priority='high' must be of type int",
+    ),
+    Fault(
+        "rank is no number",
+        registers("return [info('acme', auto=(AutoRule(None, 'always'),))]"),
+        "acme@cpu: AutoRule.rank=None must be of type int",
+    ),
+    Fault(
+        "evidence of no level",
+        registers("return [info('acme', evidence='excellent')]"),
+        "BackendInfo.evidence='excellent' must be one of 'hardware', .*'declared'",
+    ),
+    Fault(
+        "an alias that is a string",
+        registers("return [info('acme', aliases=('a',))]"),
+        r"BackendInfo.aliases\[0\]='a' must be of type Alias",
+    ),
+    Fault(
+        "one rule, no tuple of them",
+        registers("return [info('acme', auto=AutoRule(1, 'always'))]"),
+        r"BackendInfo.auto=AutoRule\(.* must be a tuple",
+    ),
+    Fault(
+        "a condition that is no constraint",
+        registers("return [info('acme', auto=(AutoRule(1, 'always', {'dtype': 'float32'}),))]"),
+        r"AutoRule.when\['dtype'\]='float32' must be a constraint such as OneOf",
+    ),
+    Fault(
+        "a condition on an unknown field",
+        registers("return [info('acme', auto=(AutoRule(1, 'always', {'causl': OneOf((1,))}),))]"),
+        "'causl', which is no request field. Did you mean 'causal'",
+    ),
+    Fault(
+        "conditions that are no mapping",
+        registers("return [info('acme', auto=(AutoRule(1, 'always', ('dtype',)),))]"),
+        r"AutoRule.when=\('dtype',\) must be a mapping",
+    ),
+    Fault(
+        "rows from a generator",
+        registers("return [info('acme', providers=(Provider('own', (r for r in ()), 'm:C'),))]"),
+        "Provider.rows=<generator .* must be a tuple",
+    ),
+    Fault(
+        "a requirement that is a string",
+        registers("return [info('acme', providers=needs('b'))]"),
+        r"Provider.requires\[0\]='b' must be of type Requirement",
+    ),
+    Fault(
+        "a requirement of nothing",
+        registers("return [info('acme', providers=needs(Requirement('')))]"),
+        "Requirement.distribution='' must be a distribution's name",
+    ),
+    Fault(
+        "versions that are no specifier",
+        registers("return [info('acme', providers=needs(Requirement('torch', 'at least 2')))]"),
+        "Requirement.versions='at least 2' must read like '>=2,<3'",
+    ),
+    Fault(
+        "a platform's plugin that is no name",
+        "@hookimpl\ndef polyattn_register_platforms():\n    return [PlatformInfo('b', 'b', 'm:f', plugin=['acme'])]\n"
+        + GOOD,
+        r"plugin 'acme': PlatformInfo.plugin=\['acme'\] must be of type str",
+    ),
+    Fault(
         "misspelt hook",
         GOOD + "@hookimpl\ndef polyattn_report_capabilities(backend, request):\n    return None\n",
         "polyattn_report_capabilities is no hook of polyattn. Did you mean 'polyattn_report_capability'",

@@ -24,7 +24,8 @@ from .contract import API_VERSION, Bound
 from .distributions import distribution_version, normalise_distribution
 from .errors import PluginError, PolyattnError, did_you_mean
 from .hookspecs import ENTRY_POINT_GROUP, PROJECT, PolyattnSpecs
-from .records import Accepted, AttentionRequest, BackendInfo, PlatformInfo, Provider, Rejected, Verdict, Witness
+from .record_types import typed
+from .records import Accepted, AttentionRequest, BackendInfo, PlatformInfo, Provider, Rejected, Verdict
 
 __all__ = [
     "PluginManager",
@@ -312,8 +313,8 @@ class PluginManager:
 
     def _collect(self, name: str) -> tuple[str, ...]:
         """Read the plugin's records, check them, and only then make any of them visible."""
-        platforms = [_typed(p, PlatformInfo, name) for p in self._call(name, "polyattn_register_platforms")]
-        backends = [_typed(b, BackendInfo, name) for b in self._call(name, "polyattn_register_backends")]
+        platforms = [typed(p, PlatformInfo, name) for p in self._call(name, "polyattn_register_platforms")]
+        backends = [typed(b, BackendInfo, name) for b in self._call(name, "polyattn_register_backends")]
         for platform in platforms:
             if platform.name in self.platforms:
                 owner = self._platform_owner[platform.name]
@@ -407,12 +408,6 @@ def _check_api(module: ModuleType) -> None:
         raise _IncompatibleError(f"speaks plugin API {wanted}, the oldest supported is 1; upgrade the plugin")
 
 
-def _typed(record: Any, kind: type[Any], plugin: str) -> Any:
-    if not isinstance(record, kind):
-        raise PluginError(f"plugin {plugin!r} registered {record!r}, a {kind.__name__} is needed")
-    return record
-
-
 def _check_backend(backend: BackendInfo, platforms: set[str]) -> None:
     if backend.platform not in platforms:
         raise PluginError(f"{backend.id}: no such platform.{did_you_mean(backend.platform, platforms)}")
@@ -428,8 +423,6 @@ def _check_backend(backend: BackendInfo, platforms: set[str]) -> None:
             raise PluginError(f"{backend.id}: provider {provider.name!r} declares no capability row")
         if provider.target and ":" not in provider.target:
             raise PluginError(f"{backend.id}: target {provider.target!r} must read 'package.module:Class'")
-    for witness in backend.narrowed:
-        _typed(witness, Witness, backend.id)
     rules = [r.when for r in backend.auto] + [f.when for f in backend.fallbacks] + [p.when for p in backend.pairs]
     for when in rules:
         for name, constraint in when.items():

@@ -1,0 +1,90 @@
+"""Are the values of a record of the types it declares? Asked when a plugin registers it, not in each selection."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from .errors import PluginError
+from .records import AttentionRequest, Constraint, Requirement
+from .records.capability import _known
+
+__all__ = ["check_types", "typed"]
+
+T = TypeVar("T")
+
+
+def typed(record: Any, kind: type[T], plugin: str) -> T:
+    """`record`, when it is one of `kind` and well formed.
+
+    Raises:
+        PluginError: it is another thing, or as `check_types`.
+    """
+    if not isinstance(record, kind):
+        raise PluginError(f"plugin {plugin!r} registered {record!r}, a {kind.__name__} is needed")
+    check_types(record, str(getattr(record, "id", "")) or f"plugin {plugin!r}")
+    return record
+
+
+def check_types(record: Any, where: str) -> None:
+    """Check a record and all records in it. Lists pass for tuples.
+
+    Raises:
+        PluginError: a value is of another type than its field, or a condition is on no field of a request.
+    """
+    for name, hint in _hints(type(record)).items():
+        _check(getattr(record, name), hint, f"{where}: {type(record).__name__}.{name}", where)
+    if isinstance(record, Requirement):
+        _check_requirement(record, where)
+
+
+@functools.cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _check(value: Any, hint: Any, what: str, where: str) -> None:
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is Any or (kind is UnionType and value is None):
+        return
+    if kind is UnionType:
+        _check(value, parts[0], what, where)
+    elif kind is tuple:
+        _need(isinstance(value, (tuple, list)), value, "a tuple", what)
+        for place, one in enumerate(value):
+            _check(one, parts[0], f"{what}[{place}]", where)
+    elif kind is Mapping:
+        _need(isinstance(value, Mapping), value, "a mapping", what)
+        for name, one in value.items():
+            _check(one, parts[1], f"{what}[{_known(name) if parts[1] is Constraint else name!r}]", where)
+    elif kind is Constraint:
+        _need(hasattr(value, "reason") and hasattr(value, "describe"), value, "a constraint such as OneOf", what)
+    elif kind is Literal:
+        _need(value in parts, value, f"one of {', '.join(map(repr, parts))}", what)
+    else:
+        _need(isinstance(value, (int, float) if kind is float else kind), value, f"of type {kind.__name__}", what)
+        if dataclasses.is_dataclass(kind) and kind is not AttentionRequest:
+            check_types(value, where)
+
+
+def _need(good: bool, value: Any, wanted: str, what: str) -> None:
+    if not good:
+        raise PluginError(f"{what}={value!r:.200} must be {wanted}")
+
+
+def _check_requirement(need: Requirement, where: str) -> None:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    _need(
+        bool(need.distribution.strip()),
+        need.distribution,
+        "a distribution's name",
+        f"{where}: Requirement.distribution",
+    )
+    try:
+        SpecifierSet(need.versions)
+    except InvalidSpecifier as exc:
+        raise PluginError(f"{where}: Requirement.versions={need.versions!r} must read like '>=2,<3'") from exc
