@@ -27,8 +27,8 @@ def info(name, platform="cpu", dtype=("float32",), target="polyattn.backends.ref
 def needs(*requires):
     return (Provider("own", (row(family="dense", head_dim=Range(1)),), "m:C", requires),)
 """
-"""What every fake plugin starts with: `info(...)` makes a record that is fine as it stands, `needs(...)` the providers of
-one that requires something."""
+"""What every fake plugin starts with: `info(...)` makes a record that is fine as it stands, `needs(...)` providers that
+require something."""
 
 
 class Site:

@@ -35,14 +35,15 @@ def check_types(record: Any, where: str) -> None:
     Raises:
         PluginError: a value is of another type than its field, or a condition is on no field of a request.
     """
-    for name, hint in _hints(type(record)).items():
-        _check(getattr(record, name), hint, f"{where}: {type(record).__name__}.{name}", where)
+    kind: Any = type(record)
+    for name, hint in _hints(kind).items():
+        _check(getattr(record, name), hint, f"{where}: {kind.__name__}.{name}", where)
     if isinstance(record, Requirement):
         _check_requirement(record, where)
 
 
 @functools.cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
