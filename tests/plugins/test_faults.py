@@ -34,6 +34,8 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault("raises at import", "raise RuntimeError('no driver 470')", "RuntimeError: no driver 470", RuntimeError),
+    Fault("leaves at import", "raise SystemExit(3)", "SystemExit: 3", SystemExit),
+    Fault("backends hook leaves", registers("raise SystemExit(4)"), "SystemExit: 4", SystemExit),
     Fault("does not parse", "def broken(:", "SyntaxError", SyntaxError),
     Fault("imports what is not there", "import acme_sdk_that_is_not_here", "acme_sdk", ModuleNotFoundError),
     Fault("backends hook raises", registers("raise OSError('no device')"), "OSError: no device", OSError),
@@ -284,3 +286,12 @@ def test_strict_raises_at_every_load(site, fault):
             manager.load()
         assert re.search(fault.reason, str(caught.value), re.DOTALL)
         assert isinstance(caught.value.__cause__, fault.cause)
+
+
+def test_the_interrupt_of_a_person_is_no_fault_of_the_plugin(site):
+    module = site.add("acme", "raise KeyboardInterrupt")
+    manager = site.host()
+    with pytest.raises(KeyboardInterrupt):
+        manager.load()
+    (site.folder / f"{module}.py").write_text("")
+    assert manager.load().plugins["acme"].state == "ready", "the next load starts over"

@@ -45,6 +45,7 @@ def test_this_plugin_is_chosen_when_nothing_is_wrong(site):
 
 BROKEN_CAPABILITY = [
     ("raise RuntimeError('no such sku')", "its capability hook raised RuntimeError: no such sku", RuntimeError),
+    ("raise SystemExit(5)", "its capability hook raised SystemExit: 5", SystemExit),
     ("return request.no_such_field", "its capability hook raised AttributeError", AttributeError),
     ("return True", "its capability hook returned True, neither Accepted nor Rejected nor None", PluginError),
     ("return False", "its capability hook returned False, neither Accepted nor Rejected nor None", PluginError),
@@ -115,6 +116,7 @@ def test_a_capability_hook_is_asked_about_its_own_backends_only(site):
 ADAPTER = "\nclass K:\n    def bind(self, request): "
 BROKEN_LOAD = [
     ("raises", loads("raise OSError('libacme.so.3 is gone')"), "OSError: libacme.so.3 is gone", OSError),
+    ("leaves", loads("raise SystemExit('no licence')"), "SystemExit: no licence", SystemExit),
     ("returns a function", loads("return print"), "acme@cpu returned builtin_function_or_method", None),
     ("target's module is missing", first(target="acme_gone.kernel:K"), "No module named 'acme_gone'", ImportError),
     ("target's class is missing", first(target="polyattn.errors:K"), "has no attribute 'K'", AttributeError),
@@ -250,6 +252,7 @@ def test_a_provider_that_is_installed(site, need):
     "detection, reason",
     [
         ("def find(): raise OSError('no /dev/board')", "its detection failed: OSError: no /dev/board"),
+        ("def find(): raise SystemExit(2)", "its detection failed: SystemExit: 2"),
         ("def find(): return True", "TypeError: fake_board:find returned True, a DeviceReport is needed"),
         ("", "its detection failed: AttributeError"),
     ],

@@ -17,7 +17,7 @@ from .evidence import read_evidence
 from .hybrid import select_pair
 from .overrides import SCOPE
 from .platforms import parse_platform
-from .plugins import PluginManager, get_manager
+from .plugins import FAILURES, PluginManager, _import_target, get_manager
 from .policies import current_policy
 from .records import FAMILIES, AttentionRequest, DeviceReport
 from .selection import Catalogue, Choice, Offer, Policy, Selection, select
@@ -76,14 +76,12 @@ def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catal
 @functools.lru_cache(maxsize=32)
 def detect(platform: str) -> DeviceReport:
     """Whether a platform's device is here, found without initialising it."""
-    from .plugins import _import_target
-
     target = get_manager().platforms[platform].detect
     try:
         report = _import_target(target)()
         if not isinstance(report, DeviceReport):
             raise TypeError(f"{target} returned {report!r}, a DeviceReport is needed")
-    except Exception as exc:  # noqa: BLE001 - a stranger's detection may raise anything; the others are still listed
+    except FAILURES as exc:  # a stranger's detection may raise anything; the others are still listed
         return DeviceReport(False, f"its detection failed: {type(exc).__name__}: {exc}")
     return report
 

@@ -40,6 +40,8 @@ log = logging.getLogger("polyattn.plugins")
 State = Literal["ready", "not allowed", "incompatible", "duplicate", "broken"]
 CORE = "core"
 CORE_MODULE = "polyattn.backends.plugin"
+FAILURES = (Exception, SystemExit)
+"""What a plugin may raise and be contained: a script's `sys.exit()` too, never the interrupt of a person."""
 
 
 @dataclasses.dataclass
@@ -165,7 +167,7 @@ class PluginManager:
             return None
         try:
             verdict: Verdict | None = implementation(backend=backend, request=request)
-        except Exception as exc:  # noqa: BLE001 - a stranger's hook may raise anything; it is kept and reported
+        except FAILURES as exc:  # a stranger's hook may raise anything; it is kept and reported
             self._remember(backend, exc)
             return BrokenHook(f"its capability hook raised {type(exc).__name__}: {exc}", exc)
         if verdict is not None and not isinstance(verdict, (Accepted, Rejected)):
@@ -190,7 +192,7 @@ class PluginManager:
                 bound = _import_target(provider.target)().bind(request)
         except PolyattnError:
             raise
-        except Exception as exc:
+        except FAILURES as exc:
             self._remember(backend, exc)
             raise PluginError(
                 f"plugin {label} could not load {backend.id} (provider {provider.name}): {type(exc).__name__}: {exc}. "
@@ -212,7 +214,7 @@ class PluginManager:
                 return function
         return None
 
-    def _remember(self, backend: BackendInfo, exc: Exception) -> None:
+    def _remember(self, backend: BackendInfo, exc: BaseException) -> None:
         report = self.owner(backend)
         if report.error is None:
             report.error, report.traceback = exc, _trace(exc)
@@ -289,7 +291,7 @@ class PluginManager:
             self._verify_hooks(source.name, module)
             self._pm.check_pending()
             report.backends = self._collect(source.name)
-        except Exception as exc:  # noqa: BLE001 - a stranger's module may raise anything; it is kept and reported
+        except FAILURES as exc:  # a stranger's module may raise anything; it is kept and reported
             if self._pm.has_plugin(source.name):
                 self._pm.unregister(name=source.name)
             report.state = "incompatible" if isinstance(exc, _IncompatibleError) else "broken"
