@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -34,6 +36,11 @@ def capability(body: str) -> str:
 
 def loads(body: str) -> str:
     return first(f"\n@hookimpl\ndef polyattn_load_forward(backend, provider, request):\n    {body}\n")
+
+
+def evidence(**more: object) -> str:
+    """The text of an evidence file that is fine as it stands."""
+    return json.dumps({"backend": "acme", "platform": "cpu", "level": "hardware", **more})
 
 
 def test_this_plugin_is_chosen_when_nothing_is_wrong(site):
@@ -270,3 +277,27 @@ def test_a_platform_whose_detection_fails_is_a_device_that_is_not_here(site, det
     assert reason in status.reasons[0]
     assert any(s.status == "available" for s in polyattn.list_backends("cpu"))
     inspection.detect.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("[]", "acme@cpu.json is not an evidence file: 'list' object has no attribute 'get'"),
+        ("[" * 100_000, "acme@cpu.json is not an evidence file: maximum recursion depth"),
+        (evidence(others=5), "acme@cpu.json is not an evidence file: 'int' object is not iterable"),
+        (evidence(device=5), "acme@cpu.json: Evidence.device=5 must be of type str; run `polyattn conform acme` again"),
+        (evidence(level="great"), "acme@cpu.json: level 'great' is not one of hardware, "),
+        (evidence(others=[json.loads(evidence(level="great"))]), "acme@cpu.json: level 'great' is not one of hardware"),
+    ],
+    ids=["a list", "deep", "others is no list", "a number for a name", "a level of its own", "another's level"],
+)
+def test_evidence_that_cannot_be_read_shows_nothing_and_stops_nobody(site, text, reason, caplog):
+    site.add("acme", first().replace(', evidence="hardware"', ""))
+    (site.folder / "evidence").mkdir()
+    (site.folder / "evidence" / "acme@cpu.json").write_text(text)
+    manager = site.use()
+    assert polyattn.explain(AttentionRequest(dtype="float32")).backend == "torch_sdpa"
+    assert torch.isfinite(call(backend="acme")).all()
+    assert [s.evidence for s in polyattn.list_backends("cpu") if s.name == "acme"] == ["declared"]
+    assert reason in manager.plugins["acme"].reason
+    assert caplog.text.count("plugin acme (fake-acme 1.0): acme@cpu: PluginError: acme@cpu.json") == 1

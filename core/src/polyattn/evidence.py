@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .errors import PluginError
+from .record_types import check_types
 from .records import EvidenceLevel, Provider, Row
 
 __all__ = ["LEVELS", "Evidence", "read_evidence", "row_hash", "source_hash", "write_evidence"]
@@ -140,12 +141,14 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
         return Evidence(backend, platform, "declared")
     try:
         evidence = _of(json.loads(path.read_text()), folder)
-    except (AttributeError, ValueError, TypeError) as exc:
+        check_types(evidence, path.name)
+    except (AttributeError, OSError, PluginError, RecursionError, TypeError, ValueError) as exc:
         raise PluginError(
             f"{path.name} is not an evidence file: {exc}; run `polyattn conform {backend}` again"
         ) from exc
-    if evidence.level not in LEVELS:
-        raise PluginError(f"{path.name}: level {evidence.level!r} is not one of {', '.join(LEVELS)}")
+    for one in (evidence, *evidence.others):
+        if one.level not in LEVELS:
+            raise PluginError(f"{path.name}: level {one.level!r} is not one of {', '.join(LEVELS)}")
     return evidence
 
 

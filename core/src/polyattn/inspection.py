@@ -12,14 +12,14 @@ from typing import Any
 
 from . import epoch
 from .distributions import availability, normalise_distribution
-from .errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
-from .evidence import read_evidence
+from .errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError, did_you_mean
+from .evidence import Evidence, read_evidence
 from .hybrid import select_pair
 from .overrides import SCOPE
 from .platforms import parse_platform
 from .plugins import FAILURES, PluginManager, _import_target, get_manager
 from .policies import current_policy
-from .records import FAMILIES, AttentionRequest, DeviceReport
+from .records import FAMILIES, AttentionRequest, BackendInfo, DeviceReport
 from .selection import Catalogue, Choice, Offer, Policy, Selection, select
 
 __all__ = [
@@ -56,7 +56,7 @@ def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catal
             found = availability(provider, installed)
             if not found.ok:
                 missing[provider.name] = f"{found.reason}; {found.hint}"
-        evidence = read_evidence(owner.origin, info.name, info.platform)
+        evidence = _evidence(manager, info)
         level = evidence.level if evidence.level != "declared" else info.evidence
         unseen = [p for p in info.providers if p.planned or p.name in evidence.unseen]
         levels = {p.name: "declared" if p.planned else info.evidence for p in unseen}
@@ -71,6 +71,15 @@ def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catal
     }
     errors = {p.label: p.error for p in manager.broken()}
     return Catalogue(tuple(offers), manager.platforms, broken, errors, vendors, manager.narrow)
+
+
+def _evidence(manager: PluginManager, info: BackendInfo) -> Evidence:
+    """A backend's evidence; a file that is none shows nothing, and is a failure of its plugin alone."""
+    try:
+        return read_evidence(manager.owner(info).origin, info.name, info.platform)
+    except PluginError as exc:
+        manager.remember(info, exc)
+        return Evidence(info.name, info.platform, "declared")
 
 
 @functools.lru_cache(maxsize=32)
@@ -237,7 +246,7 @@ def list_backends(platform: str | None = None) -> list[BackendStatus]:
         if platform is not None and info.platform != platform:
             continue
         status, reasons = _status(offer)
-        evidence = read_evidence(owner.origin, info.name, info.platform).beside(info.providers)
+        evidence = _evidence(manager, info).beside(info.providers)
         found.append(
             BackendStatus(
                 name=info.name,

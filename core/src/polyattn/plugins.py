@@ -168,11 +168,11 @@ class PluginManager:
         try:
             verdict: Verdict | None = implementation(backend=backend, request=request)
         except FAILURES as exc:  # a stranger's hook may raise anything; it is kept and reported
-            self._remember(backend, exc)
+            self.remember(backend, exc)
             return BrokenHook(f"its capability hook raised {type(exc).__name__}: {exc}", exc)
         if verdict is not None and not isinstance(verdict, (Accepted, Rejected)):
             wrong = PluginError(f"its capability hook returned {verdict!r}, neither Accepted nor Rejected nor None")
-            self._remember(backend, wrong)
+            self.remember(backend, wrong)
             return BrokenHook(str(wrong), wrong)
         return verdict
 
@@ -193,7 +193,7 @@ class PluginManager:
         except PolyattnError:
             raise
         except FAILURES as exc:
-            self._remember(backend, exc)
+            self.remember(backend, exc)
             raise PluginError(
                 f"plugin {label} could not load {backend.id} (provider {provider.name}): {type(exc).__name__}: {exc}. "
                 f"Choose another backend, or see `polyattn doctor`"
@@ -202,7 +202,7 @@ class PluginManager:
             wrong = PluginError(
                 f"plugin {label}: {backend.id} returned {type(bound).__name__}, a polyattn.contract.Bound is needed"
             )
-            self._remember(backend, wrong)
+            self.remember(backend, wrong)
             raise wrong
         return bound
 
@@ -214,7 +214,8 @@ class PluginManager:
                 return function
         return None
 
-    def _remember(self, backend: BackendInfo, exc: BaseException) -> None:
+    def remember(self, backend: BackendInfo, exc: BaseException) -> None:
+        """Keep the first failure of the owner of `backend`, for `polyattn doctor`, and say it."""
         report = self.owner(backend)
         if report.error is None:
             report.error, report.traceback = exc, _trace(exc)
