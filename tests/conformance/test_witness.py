@@ -137,7 +137,7 @@ def test_witnesses_are_asked_of_the_families_and_dtypes_of_a_run(acme: Acme) -> 
 
 
 def test_what_is_no_witness_is_refused_at_registration(acme: Acme) -> None:
-    with pytest.raises(PluginError, match=r"acme.* registered 'bfloat16', a Witness is needed"):
+    with pytest.raises(PluginError, match=r"acme@cpu: BackendInfo\.narrowed\[0\]='bfloat16' must be of type Witness"):
         acme('NARROWED = ["bfloat16"]')
 
 
