@@ -67,6 +67,11 @@ FAULTS = [
         "@hookimpl\ndef polyattn_register_platforms():\n    return [PlatformInfo('cpu', 'cpu', 'm:f')]\n" + GOOD,
         "platform 'cpu' is registered already by plugin 'core'",
     ),
+    Fault(
+        "tensors of a platform of core's",
+        "@hookimpl\ndef polyattn_register_platforms():\n    return [PlatformInfo('board', 'cpu', 'm:f')]\n" + GOOD,
+        "'board': device_type='cpu' is that of platform 'cpu' already .plugin 'core'.; give the device's own type",
+    ),
     Fault("unknown platform", registers("return [info('acme', 'cdua')]"), "acme@cdua: no such platform.*'cuda'"),
     Fault(
         "bad name", registers("return [info('Acme-3')]"), "'Acme-3' must be lower case letters, digits and underscor"

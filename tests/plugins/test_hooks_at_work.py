@@ -56,6 +56,11 @@ BROKEN_CAPABILITY = [
     ("return request.no_such_field", "its capability hook raised AttributeError", AttributeError),
     ("return True", "its capability hook returned True, neither Accepted nor Rejected nor None", PluginError),
     ("return False", "its capability hook returned False, neither Accepted nor Rejected nor None", PluginError),
+    (
+        "return Rejected([1, None])",
+        "its capability hook returned Rejected(reasons=(1, None)), whose reasons are no sentences",
+        PluginError,
+    ),
     ("return 'no'", "its capability hook returned 'no', neither Accepted nor Rejected nor None", PluginError),
 ]
 
@@ -120,11 +125,24 @@ def test_a_capability_hook_is_asked_about_its_own_backends_only(site):
     assert manager.plugins["acme"].error is None
 
 
+def test_a_refusal_without_a_reason_is_told_as_that(site):
+    site.add("acme", capability("return Rejected([])"))
+    site.use()
+    with pytest.raises(UnsupportedRequestError, match="its plugin refused without a reason"):
+        call(backend="acme")
+
+
 ADAPTER = "\nclass K:\n    def bind(self, request): "
 BROKEN_LOAD = [
     ("raises", loads("raise OSError('libacme.so.3 is gone')"), "OSError: libacme.so.3 is gone", OSError),
     ("leaves", loads("raise SystemExit('no licence')"), "SystemExit: no licence", SystemExit),
     ("returns a function", loads("return print"), "acme@cpu returned builtin_function_or_method", None),
+    (
+        "binds no function",
+        loads("from polyattn.contract import Bound; return Bound(None)"),
+        "acme@cpu returned Bound(None), a polyattn.contract.Bound of a function is needed",
+        None,
+    ),
     ("target's module is missing", first(target="acme_gone.kernel:K"), "No module named 'acme_gone'", ImportError),
     ("target's class is missing", first(target="polyattn.errors:K"), "has no attribute 'K'", AttributeError),
     ("target is no adapter", first(target="polyattn.errors:did_you_mean"), "missing 2 required", TypeError),

@@ -170,8 +170,10 @@ class PluginManager:
         except FAILURES as exc:  # a stranger's hook may raise anything; it is kept and reported
             self.remember(backend, exc)
             return BrokenHook(f"its capability hook raised {type(exc).__name__}: {exc}", exc)
-        if verdict is not None and not isinstance(verdict, (Accepted, Rejected)):
-            wrong = PluginError(f"its capability hook returned {verdict!r}, neither Accepted nor Rejected nor None")
+        mute = isinstance(verdict, Rejected) and not all(isinstance(reason, str) for reason in verdict.reasons)
+        if mute or not (verdict is None or isinstance(verdict, (Accepted, Rejected))):
+            what = "whose reasons are no sentences" if mute else "neither Accepted nor Rejected nor None"
+            wrong = PluginError(f"its capability hook returned {verdict!r}, {what}")
             self.remember(backend, wrong)
             return BrokenHook(str(wrong), wrong)
         return verdict
@@ -198,9 +200,10 @@ class PluginManager:
                 f"plugin {label} could not load {backend.id} (provider {provider.name}): {type(exc).__name__}: {exc}. "
                 f"Choose another backend, or see `polyattn doctor`"
             ) from exc
-        if not isinstance(bound, Bound):
+        if not isinstance(bound, Bound) or not callable(bound.forward):
+            what = f"Bound({bound.forward!r})" if isinstance(bound, Bound) else type(bound).__name__
             wrong = PluginError(
-                f"plugin {label}: {backend.id} returned {type(bound).__name__}, a polyattn.contract.Bound is needed"
+                f"plugin {label}: {backend.id} returned {what}, a polyattn.contract.Bound of a function is needed"
             )
             self.remember(backend, wrong)
             raise wrong
@@ -322,6 +325,13 @@ class PluginManager:
             if platform.name in self.platforms:
                 owner = self._platform_owner[platform.name]
                 raise PluginError(f"platform {platform.name!r} is registered already by plugin {owner!r}")
+            # Tensors of one type belong to one platform; those of "cuda" are told apart by torch's build.
+            rivals = [p.name for p in self.platforms.values() if p.device_type == platform.device_type != "cuda"]
+            if rivals:
+                raise PluginError(
+                    f"platform {platform.name!r}: device_type={platform.device_type!r} is that of platform "
+                    f"{rivals[0]!r} already (plugin {self._platform_owner[rivals[0]]!r}); give the device's own type"
+                )
         identities: set[tuple[str, str]] = set()
         for backend in backends:
             identity = (backend.name, backend.platform)

@@ -249,7 +249,7 @@ class _Judge:
                 return said
             said.reasons += [prefix + reason for reason in verdict.reasons]
         if not said.reasons:
-            said.reasons.append(f"it has no provider {only!r}")
+            said.reasons.append("its plugin refused without a reason" if here else f"it has no provider {only!r}")
         # One provider that is here and refuses is a limit of the backend, not a missing installation.
         said.missing = not here
         return said
