@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -251,6 +252,7 @@ FAULTS: dict[str, tuple[Callable[[Kernel], Kernel], str]] = {
     ),
     "dropout drawn anew in backward": (dropout_anew, "dropout"),
     "it raises": (lambda kernel: lambda *args: 1 / 0, "call"),
+    "it leaves": (lambda kernel: lambda *args: sys.exit(7), "call"),
 }
 
 

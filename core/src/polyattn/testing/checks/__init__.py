@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ...plugins import FAILURES
 from ..calls import Installed, Target
 from ..cases import Case
 from ..problems import build
@@ -62,7 +63,7 @@ def _measured(target: Target, case: Case) -> Outcome:
     try:
         with one_thread():
             _CHECKS[case.check](target, problem, notes)
-    except Exception as exc:  # noqa: BLE001
+    except FAILURES as exc:
         # A declared case that cannot be run is what the kit is there to find, whatever the adapter raises.
         notes.wrong("call", f"raised {type(exc).__name__}: {exc}")
     verdict: Verdict = "failed" if notes.findings else "passed"
