@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import NamedTuple
 
@@ -300,3 +301,12 @@ def test_the_interrupt_of_a_person_is_no_fault_of_the_plugin(site):
         manager.load()
     (site.folder / f"{module}.py").write_text("")
     assert manager.load().plugins["acme"].state == "ready", "the next load starts over"
+
+
+@pytest.mark.parametrize("module", ["..odd", "polyattn_"])
+def test_a_plugin_without_a_name_is_no_devices_vendor(site, module):
+    """The CPU has no vendor's plugin: "" is nobody's name."""
+    manager = site.use(POLYATTN_EXTRA_PLUGINS=module, POLYATTN_PLUGINS=",")
+    manager.plugins[""] = dataclasses.replace(manager.plugins[""], state="broken", reason="no such module")
+    q = torch.randn(1, 3, 2, 8)
+    assert torch.isfinite(polyattn.attention(q, q, q)).all()

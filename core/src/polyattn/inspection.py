@@ -67,7 +67,7 @@ def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catal
     vendors = {
         name: manager.plugins[info.plugin].label
         for name, info in manager.platforms.items()
-        if info.plugin in manager.plugins and manager.plugins[info.plugin].label in failed
+        if info.plugin and info.plugin in manager.plugins and manager.plugins[info.plugin].label in failed
     }
     errors = {p.label: p.error for p in manager.broken()}
     return Catalogue(tuple(offers), manager.platforms, broken, errors, vendors, manager.narrow)
