@@ -226,6 +226,27 @@ def test_rows_that_fail_to_judge_are_a_refusal_and_by_name_an_error(site):
     assert isinstance(caught.value.__cause__, TypeError)
 
 
+ODD_RULE = """
+class Odd:
+    def reason(self, value): return None if value == "bfloat16" else str(1 / 0)
+    def describe(self): return "odd"
+
+@hookimpl
+def polyattn_register_backends():
+    return [info("acme", evidence="hardware", auto=(AutoRule(1, "odd dtypes", conditions(dtype=Odd())),))]
+"""
+
+
+def test_a_rule_that_fails_on_a_later_request_is_a_refusal(site):
+    site.add("acme", ODD_RULE)
+    site.use()
+    selection = polyattn.explain(AttentionRequest(dtype="float32"))
+    assert selection.backend == "torch_sdpa"
+    assert selection.rejected["acme"] == ["its rule 'odd dtypes' failed: ZeroDivisionError: division by zero"]
+    assert torch.isfinite(call()).all()
+    assert polyattn.explain(AttentionRequest(dtype="float32"), backend="acme").backend == "acme"
+
+
 PROVIDER = """
 ROWS = (row(family="dense", dtype="float32", head_dim=Range(1)),)
 

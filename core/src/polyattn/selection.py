@@ -17,6 +17,7 @@ from .lowering import Plan, Planner
 from .records import (
     Accepted,
     AttentionRequest,
+    AutoRule,
     BackendInfo,
     Constraint,
     Fallback,
@@ -254,6 +255,15 @@ class _Judge:
         said.missing = not here
         return said
 
+    def claims(self, offer: Offer, rule: AutoRule) -> bool:
+        """Whether a rule chooses its backend, which refuses where the rule cannot be judged."""
+        try:
+            return holds(rule.when, self.request)
+        except Exception as exc:  # noqa: BLE001 - a plugin's own constraint may raise anything; others still serve
+            why = f"its rule {rule.why!r} failed: {type(exc).__name__}: {exc}"
+            self._said[offer.info.name, ""] = _Judgement(offer, reasons=[why], error=exc)
+            return False
+
     def take(self, offer: Offer, only: str = "") -> _Judgement:
         """The judgement of a backend: as the request is, else by an exact rewrite."""
         said = self.ask(offer, only)
@@ -350,7 +360,7 @@ def _automatic(asked: _Judge) -> Selection:
             return _selection(asked, said, "tuned", choice.source)
     rules = [(rule.rank, o.info.name, i, rule, o) for o in ranked for i, rule in enumerate(o.info.auto)]
     for *_, rule, offer in sorted(rules, key=lambda r: r[:3]):
-        if holds(rule.when, request) and (said := asked.ask(offer)).provider is not None:
+        if asked.claims(offer, rule) and (said := asked.ask(offer)).provider is not None:
             return _selection(asked, said, "platform rule", rule.why)
     # A negative priority is a last resort: an exact rewrite for another backend comes before it.
     usual = [o for o in ranked if (o.info.priority or 0) >= 0]
