@@ -137,7 +137,7 @@ def listed(width: int, block_q: int, block_k: int, sizes: bool) -> dict[str, Any
     return compiled(attend_listed, signature, constants | ({} if sizes else {"valid": None}))
 
 
-def latent(page_size: int, boxes: bool, causal: bool) -> dict[str, Any]:
+def latent(page_size: int, causal: bool) -> dict[str, Any]:
     """As `hopper.latent.attend` launches it, for bfloat16 and 128 heads."""
     from polyattn_triton.hopper import latent as hopper
     from polyattn_triton.hopper.latent_kernel import attend
@@ -145,11 +145,7 @@ def latent(page_size: int, boxes: bool, causal: bool) -> dict[str, Any]:
     numbers = ("page_table", "seq_lens", "cu_seqlens_q", "shares")
     signature = {"query": "*bf16", "cache": "*bf16", "out": "*bf16", "scale": "fp32"} | dict.fromkeys(numbers, "*i32")
     signature |= dict.fromkeys(("lse", "piece_out", "piece_lse"), "*fp32")
-    signature |= {"boxes": described(64, 64)} if boxes else {}
-    constants = {
-        "HEADS": 128, "ROW": 576, "PAGE": page_size, "CAUSAL": causal, "REGISTERS": hopper.Config().registers,
-        **({} if boxes else {"boxes": None}),
-    }  # fmt: skip
+    constants = {"HEADS": 128, "ROW": 576, "PAGE": page_size, "CAUSAL": causal, "REGISTERS": hopper.REGISTERS}
     return compiled(attend, signature, constants, aligned=("query", "cache", "query_token", "query_head", "cache_page"))
 
 

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from polyattn_triton.hopper.forward import on_hopper
-from polyattn_triton.kernels.pools import Memory
 
-__all__ = ["Config", "attend", "takes"]
+__all__ = ["REGISTERS", "attend", "takes"]
 
 _WIDTHS, _BLOCK = (512, 64), 64
-
-
-class Config(NamedTuple):
-    """One way to run the kernel.
-
-    Attributes:
-        registers: of a consumer's thread; the producer has what is left.
-        boxes: blocks that lie whole in a page are copied by TMA.
-    """
-
-    registers: int = 208
-    boxes: bool = False
-
-
-# Copies by TMA are slower.
-_CONFIG = Config()
+REGISTERS = 216
+"""Of a consumer's thread; the producer has what is left."""
 
 
 def takes(query: Tensor, cache: Tensor, out: Tensor, rows: int, keys: int) -> bool:
@@ -56,32 +38,16 @@ def takes(query: Tensor, cache: Tensor, out: Tensor, rows: int, keys: int) -> bo
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def _boxes(memory: Memory, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any | None:
-    """The cache as a matrix of rows, in boxes of 64 rows and columns; None where it is none, or pages cut blocks."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    (pages, tokens, width), (page, row, _) = sizes, strides
-    rows = (pages - 1) * (page // row) + tokens
-    if tokens % _BLOCK or page % row or not 0 < rows < 2**31:
-        return None
-    swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(memory, [rows, width], [row, 1], [_BLOCK, 64], swizzled)
-
-
 def attend(
     query: Tensor, cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, shares: Tensor,
     out: Tensor, lse: Tensor | None, pieces: tuple[Tensor, Tensor], tiles: int, parts: int, scale: float, causal: bool,
-    config: Config = _CONFIG,
 ) -> None:  # fmt: skip
     """The shares of `kernels.latent.plan`, in one launch. Arguments as there; `scale` has log2(e) in it."""
     from polyattn_triton.hopper.latent_kernel import attend as kernel
 
-    boxes = _boxes(Memory(cache.data_ptr(), cache.dtype), cache.shape, cache.stride()) if config.boxes else None
     kernel[(parts * tiles,)](
-        query, cache, boxes, page_table, seq_lens, cu_seqlens_q, shares, out, lse, *pieces,
+        query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, *pieces,
         tiles, query.stride(0), query.stride(1), cache.stride(0), page_table.stride(0), out.stride(0), out.stride(1),
         scale, HEADS=query.shape[1], ROW=cache.stride(1), PAGE=cache.shape[1], CAUSAL=causal,
-        REGISTERS=config.registers, num_warps=4,
+        REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip
