@@ -2,20 +2,21 @@
 
     ncu --profile-from-start off --clock-control none --csv --page raw --section WarpStateStats \\
         --metrics "$(python benchmarks/kernel_counters.py --metrics)" --log-file counters.csv \\
-        python benchmarks/kernel_counters.py
-    python benchmarks/kernel_counters.py --csv counters.csv --json benchmarks/results/kernel-counters.json
+        python benchmarks/kernel_counters.py --json kernel-counters.json
+    python benchmarks/kernel_counters.py --csv counters.csv --json kernel-counters.json
     python benchmarks/kernel_counters.py --render FILE     # a result file as the table of docs/kernels.md
 
-Alone it calls the backend `triton` twice for each row: the first call compiles, the profiler sees the second. It runs
-each kernel as often as it needs, with cold caches and at the clock that the device has then: shares count, and times
-are no benchmark. Kernels that take less than a twentieth of their row's time are left out. `--csv` needs no GPU.
+Without `--csv` it calls the backend `triton` twice for each row: the first call compiles, the profiler sees the second.
+It runs each kernel as often as it needs, with cold caches and at the clock that the device has then: shares count, and
+times are no benchmark. The result file then says what ran; `--csv`, which needs no GPU, puts the counters in. Kernels
+that take less than a twentieth of their row's time are left out.
 """
 
 from __future__ import annotations
 
 import csv
-import datetime
 import gc
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,21 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def filled(result: Path | None, counters: Path) -> dict[str, Any]:
+    """The result file that the run wrote, with the counters that ncu wrote.
+
+    Raises:
+        SystemExit: there is no such file, or it is of something else.
+    """
+    if result is None or not result.is_file():
+        raise SystemExit(f"--json {result}: the run under ncu writes this file first; give its path to both commands")
+    head = json.loads(result.read_text(encoding="utf-8"))
+    if head.get("benchmark") != "kernel-counters":
+        raise SystemExit(f"--json {result}: this is a result of {head.get('benchmark')}, not of kernel-counters")
+    with counters.open(encoding="utf-8", newline="") as file:
+        return {**head, "rows": read(launches(file))}
+
+
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--metrics", action="store_true", help="the list that ncu is given")
@@ -166,13 +182,9 @@ def main() -> None:
         print(",".join(METRICS.values()))
     elif args.csv is None:
         call_rows()
+        report.save({**report.stamp("kernel-counters", torch.device("cuda")), "rows": []}, args.json)
     else:
-        with args.csv.open(encoding="utf-8", newline="") as file:
-            found = launches(file)
-        written = datetime.date.fromtimestamp(args.csv.stat().st_mtime).isoformat()
-        head = report.stamp("kernel-counters")
-        head |= {"date": written, "machine": found[0]["device__attribute_display_name"]}
-        report.finish({**head, "rows": read(found)}, markdown, args.json)
+        report.finish(filled(args.json, args.csv), markdown, args.json)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_serving_layer_table_is_the_result_file(committed):
         assert row["us"]["forward_decode"]["us"] <= result["budget"], "the committed run is over budget"
 
 
-def test_kernel_counters_are_read_from_what_ncu_writes(monkeypatch):
+def test_kernel_counters_are_read_from_what_ncu_writes(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("kernel_counters")
     stalls = {
@@ -126,3 +126,13 @@ def test_kernel_counters_are_read_from_what_ncu_writes(monkeypatch):
         module.read(module.launches([*text, *rows[1:]]))
     with pytest.raises(SystemExit, match=f"1 rows are marked, not {len(module.ROWS)}"):
         module.read(module.launches([*text, *rows]))
+    result, counters = tmp_path / "kernel-counters.json", tmp_path / "counters.csv"
+    counters.write_text("\n".join([*text, *rows * len(module.ROWS)]))
+    with pytest.raises(SystemExit, match="the run under ncu writes this file first"):
+        module.filled(result, counters)
+    result.write_text(json.dumps({"benchmark": "engine"}))
+    with pytest.raises(SystemExit, match="this is a result of engine"):
+        module.filled(result, counters)
+    result.write_text(json.dumps({"benchmark": "kernel-counters", "machine": "a GPU", "rows": []}))
+    filled = module.filled(result, counters)
+    assert (filled["machine"], filled["rows"]) == ("a GPU", found), "what ran is what the run wrote"
