@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Idle", "LayerCall", "Run", "Split", "StepOfLayers", "Tokens"]
 
+PLAIN = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
+"""The tables of a step without a mask."""
+
 Tokens = slice | Tensor
 """Some of the packed tokens of a step: a slice, or int64 indices."""
 
@@ -33,15 +36,17 @@ class StepOfLayers:
     of them at once.
 
     Attributes:
-        keywords: the tables. slots: int64, where the new tokens go.
+        keywords: the tables. plain: their values where they are `PLAIN` and no more, else None. slots: int64, where the
+            new tokens go.
         query, key, value: shapes; that of the value is None where the layers are latent.
     """
 
-    __slots__ = ("_layer", "key", "keywords", "query", "slots", "value")
+    __slots__ = ("_layer", "key", "keywords", "plain", "query", "slots", "value")
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer
         self.keywords: Mapping[str, Any] = {}
+        self.plain: tuple[Any, ...] | None = None
         self.slots: Tensor
         self.query: tuple[int, ...] = ()
         self.key: tuple[int, ...] = ()
@@ -57,6 +62,7 @@ class StepOfLayers:
         layer = self._layer
         width, v_width = layer.dims
         self.keywords, self.slots = tables, slots
+        self.plain = tuple(tables.values()) if tuple(tables) == PLAIN else None
         self.query = (tokens, layer.heads, width)
         if layer.latent:
             self.key = (new_tokens, width)
@@ -75,8 +81,8 @@ class LayerCall:
     """
 
     __slots__ = (
-        *("_caches", "_device", "_dtype", "_dynamic", "_forward", "_id", "_pool", "_reader", "_rows", "_without"),
-        *("_writes", "layer", "step"),
+        *("_caches", "_device", "_dtype", "_dynamic", "_forward", "_id", "_pair", "_pool", "_reader", "_rows"),
+        *("_without", "_writes", "layer", "step"),
     )
 
     def __init__(
@@ -91,6 +97,7 @@ class LayerCall:
         self.layer, self._id, self._pool, self.step = served.layer, served.layer.layer_id, pool, step
         self._caches, self._dtype, self._device = served.cache.tensors, pool.dtype, pool.device
         self._rows = pool.rows_writer(self._id)
+        self._pair = len(self._caches) == 2
         self._dynamic = served.cache.dynamic
         if own := served.tensors:
             forward, reader, without = (functools.partial(call, **own) for call in (forward, reader, without))
@@ -109,29 +116,39 @@ class LayerCall:
                     f"no keys, and EncoderBatch.new says that encoders have just run: {step.key[0]} tokens are to be "
                     "written; give key and value, or leave `new` empty where the cache has them"
                 )
-            return self._without(q, *self._caches, **step.keywords)
-        if k.shape != step.key or (None if v is None else v.shape) != step.value:
-            self._refuse_new(k, v)
-        for new in (k,) if v is None else (k, v):
-            if new.dtype is not self._dtype or new.requires_grad or new.device != self._device:
-                self._refuse_kind(new)
-        if save:
-            if self._writes:
-                self._pool.note_written(self._id)
-                return self._forward(q, *self._caches, key=k, value=v, **step.keywords)
-            if self._rows is None:
-                self._pool.write(self._id, step.slots, k, v)
-            else:
-                # They are checked by now.
-                self._pool.note_written(self._id)
-                self._rows(step.slots, k, v)
-        elif not self.layer.latent:
-            if self.layer.kind == "cross":
-                self._refuse("save_kv_cache=False with keys of another sequence; those are attended from the cache")
-            if self._dynamic:
-                self._pool.make_scales(self._id, step.slots, k, v)
-            return self._reader(q, *self._caches, key=k, value=v, **step.keywords)
-        return self._reader(q, *self._caches, **step.keywords)
+            forward = self._without
+        else:
+            if k.shape != step.key or (None if v is None else v.shape) != step.value:
+                self._refuse_new(k, v)
+            for new in (k,) if v is None else (k, v):
+                if new.dtype is not self._dtype or new.requires_grad or new.device != self._device:
+                    self._refuse_kind(new)
+            if save:
+                if self._writes:
+                    self._pool.note_written(self._id)
+                    return self._forward(q, *self._caches, key=k, value=v, **step.keywords)
+                if self._rows is None:
+                    self._pool.write(self._id, step.slots, k, v)
+                else:
+                    # They are checked by now.
+                    self._pool.note_written(self._id)
+                    self._rows(step.slots, k, v)
+            elif not self.layer.latent:
+                if self.layer.kind == "cross":
+                    self._refuse("save_kv_cache=False with keys of another sequence; those are attended from the cache")
+                if self._dynamic:
+                    self._pool.make_scales(self._id, step.slots, k, v)
+                return self._reader(q, *self._caches, key=k, value=v, **step.keywords)
+            forward = self._reader
+        if step.plain is None or not self._pair:
+            return forward(q, *self._caches, **step.keywords)
+        # Named one by one: that spares two dicts a call.
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = step.plain
+        keys, values = self._caches
+        return forward(
+            q, keys, values, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        )  # fmt: skip
 
     def _refuse_query(self, q: Tensor) -> None:
         wanted = self.step.query
