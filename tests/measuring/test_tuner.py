@@ -361,6 +361,33 @@ def test_each_call_is_served_by_who_was_fastest_at_its_lengths(served):
     assert served == ["torch_sdpa", "torch_native", "torch_sdpa", "torch_sdpa", "torch_native", "torch_sdpa"]
 
 
+def test_the_short_way_of_a_kernel_is_taken_where_it_serves(monkeypatch):
+    from polyattn.backends import torch_sdpa
+
+    short: list[int] = []
+
+    def bind(self, request, before=torch_sdpa.TorchSDPA.bind):
+        bound = before(self, request)
+
+        def simple(query, key, value):
+            short.append(query.shape[1])
+            return bound.forward(query, key, value)
+
+        return dataclasses.replace(bound, simple=simple)
+
+    monkeypatch.setattr(torch_sdpa.TorchSDPA, "bind", bind)
+    polyattn.plugins.reset_manager()
+    measured(64, "torch_sdpa")
+    measured(1024, "torch_native")  # by a rewrite, which has no short way
+    site = polyattn.bind(causal=True)
+    for _ in range(2):
+        site(*tensors(64))
+    assert short == [], "the third call of a kind is the first that may take it"
+    for length in (64, 1000, 33):
+        site(*tensors(length))
+    assert short == [64, 33]
+
+
 @pytest.mark.parametrize("way", ["store", "shipped", "online"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_keys_that_grow_are_chosen_for_once_in_a_bucket(served, monkeypatch, way, packed):

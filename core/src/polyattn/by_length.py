@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .agreement import agree, distributed
 from .autograd import differentiable
@@ -80,6 +80,13 @@ def _at(request: AttentionRequest, policy: Policy, extent: Extent) -> Selection:
     return select(request, catalogue(), measured_policy(policy, with_lengths(request, *extent)))
 
 
+class _Ways(NamedTuple):
+    """How a choice is called: with everything optional as keywords, and with three tensors alone."""
+
+    run: Callable[..., Any]
+    simple: Callable[..., Any]
+
+
 class _Switch:
     """`Bound.forward` of several choices. Gradients flow through it whoever serves the call."""
 
@@ -87,13 +94,15 @@ class _Switch:
         self._chosen, self._policy, self._load = chosen, policy, load
         self._extent = extent_of(chosen.request)
         self._runs: dict[Extent, Callable[..., Any]] = {}
-        self._buckets: dict[Extent, Callable[..., Any]] = {}
-        self._bound: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._buckets: dict[Extent, _Ways] = {}
+        self._bound: dict[tuple[Any, ...], _Ways] = {}
 
     def __call__(self, *tensors: Any, **keywords: Any) -> Any:
         extent = self._extent(*tensors, **keywords)
         run = self._runs.get(extent)
-        return (run or self._find(extent))(*tensors, **keywords)
+        if run is None:
+            run = _kept(self._runs, extent, self._find(extent).run)
+        return run(*tensors, **keywords)
 
     def simple(self) -> Callable[..., Any] | None:
         """The short way of dense calls: the shapes as they are lead to the kernel."""
@@ -105,9 +114,7 @@ class _Switch:
             shapes = (query.shape, key.shape)
             run = runs.get(shapes)
             if run is None:
-                if len(runs) >= _KEPT:
-                    runs.clear()
-                run = runs[shapes] = self._find(self._extent(query, key))
+                run = _kept(runs, shapes, self._find(self._extent(query, key)).simple)
             return run(query, key, value)
 
         return call
@@ -116,24 +123,31 @@ class _Switch:
         """Who serves calls of these lengths."""
         return _at(self._chosen.selection.request, self._policy, extent).id
 
-    def _find(self, extent: Extent) -> Callable[..., Any]:
+    def _find(self, extent: Extent) -> _Ways:
         """Lengths that were not met yet: keys that grow by one with each call are, every time. What is chosen holds for
         their bucket, and is chosen once for it."""
         buckets = (bucket(extent[0]), bucket(extent[1]), bucket(extent[2]))
-        run = self._buckets.get(buckets)
-        if run is None:
-            run = self._buckets[buckets] = self._choose(extent)
-        if len(self._runs) >= _KEPT:
-            self._runs.clear()
-        self._runs[extent] = run
-        return run
+        ways = self._buckets.get(buckets)
+        if ways is None:
+            ways = self._buckets[buckets] = self._choose(extent)
+        return ways
 
-    def _choose(self, extent: Extent) -> Callable[..., Any]:
+    def _choose(self, extent: Extent) -> _Ways:
         selection = _at(self._chosen.selection.request, self._policy, extent)
         name = _served(selection)
         if name not in self._bound:
             request, bound = self._chosen.request, self._load(selection).bound
-            trains = bound.backward is not None and bool(request.grad)
-            run = differentiable(bound, request.lse, head_axis(request)) if trains else bound.forward
-            self._bound[name] = run
+            if bound.backward is not None and request.grad:
+                run = differentiable(bound, request.lse, head_axis(request))
+                self._bound[name] = _Ways(run, run)
+            else:
+                self._bound[name] = _Ways(bound.forward, bound.simple or bound.forward)
         return self._bound[name]
+
+
+def _kept(runs: dict[Any, Callable[..., Any]], key: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, found by `key` from now on."""
+    if len(runs) >= _KEPT:
+        runs.clear()
+    runs[key] = run
+    return run
