@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError
+from .metadata import TABLES
 
 if TYPE_CHECKING:
     from .choosing import Served
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from .pool import KVPool
 
 __all__ = ["Idle", "LayerCall", "Run", "Split", "StepOfLayers", "Tokens"]
-
-PLAIN = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
-"""The tables of a step without a mask."""
 
 Tokens = slice | Tensor
 """Some of the packed tokens of a step: a slice, or int64 indices."""
@@ -36,8 +34,8 @@ class StepOfLayers:
     of them at once.
 
     Attributes:
-        keywords: the tables. plain: their values where they are `PLAIN` and no more, else None. slots: int64, where the
-            new tokens go.
+        keywords: the tables. plain: their values where they are `TABLES` and no more, else None.
+        slots: int64, where the new tokens go.
         query, key, value: shapes; that of the value is None where the layers are latent.
     """
 
@@ -62,7 +60,7 @@ class StepOfLayers:
         layer = self._layer
         width, v_width = layer.dims
         self.keywords, self.slots = tables, slots
-        self.plain = tuple(tables.values()) if tuple(tables) == PLAIN else None
+        self.plain = tuple(tables.values()) if tuple(tables) == TABLES else None
         self.query = (tokens, layer.heads, width)
         if layer.latent:
             self.key = (new_tokens, width)

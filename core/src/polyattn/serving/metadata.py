@@ -18,7 +18,10 @@ from .pages import first_visible_page
 from .staging import Memory
 from .views import OF_LENGTHS, VIEWS
 
-__all__ = ["Step"]
+__all__ = ["TABLES", "Step"]
+
+TABLES = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
+"""What the contract's keywords say of any step; one with a tree has `attn_mask` beside."""
 
 
 class Step:
@@ -123,8 +126,7 @@ class Step:
     def tables(self) -> Mapping[str, Any]:
         """The keywords of the contract that speak of the step: tables, lengths and, with a tree, `attn_mask`."""
         if self._tables is None:
-            names = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
-            found = {name: getattr(self, name) for name in names}
+            found = {name: getattr(self, name) for name in TABLES}
             self._tables = found if self.tree_mask is None else {**found, "attn_mask": self.attn_mask}
         return self._tables
 
