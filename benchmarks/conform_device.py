@@ -34,17 +34,18 @@ import torch
 
 from polyattn.errors import ConfigError, PolyattnError
 from polyattn.testing import Case, Finding, Installed, Outcome, Report, plan, record, run
-from polyattn.testing.machine import device_name, versions
+from polyattn.testing.machine import device_name
 from polyattn.testing.recording import stale
 from polyattn.testing.report import VERDICTS
+from polyattn.testing.running import versions_of
 
 BACKENDS = ("torch_sdpa", "flex_attention", "torch_native")
 RESTARTS = 100
 """Processes that a backend may cost before the rest of its cases is given up (and said to be)."""
 
-DEALT = {True: (1, 16), False: (64, 256)}
-"""Fewest and most cases that a process is dealt at a time, by whether each compiles a program. Neighbours in a plan
-share programs, and starting a process costs what some hundred cases cost that compile nothing."""
+DEALT = {True: 16, False: 256}
+"""Most cases that a process is dealt at a time, by whether each compiles a program: neighbours in a plan share
+programs. Towards the end it is one case, so that no process is waited for: a library may compile as well."""
 
 SAVED = 5.0
 """Seconds between two states of the result in its file."""
@@ -222,9 +223,8 @@ class Run:
         with self.lock:
             for job in self.jobs:
                 if job.waiting and time.perf_counter() < self.ends:
-                    least, most = DEALT[job.compiles]
-                    size = max(least, min(most, len(job.waiting) // (2 * self.given.workers)))
-                    return job, [job.waiting.popleft() for _ in range(min(size, len(job.waiting)))]
+                    size = max(1, min(DEALT[job.compiles], len(job.waiting) // (2 * self.given.workers)))
+                    return job, [job.waiting.popleft() for _ in range(size)]
         return None
 
     def serve(self) -> None:
@@ -352,7 +352,7 @@ def jobs(given: argparse.Namespace) -> list[Job]:
 
 def _same_machine(found: dict[str, Any], target: Installed) -> None:
     """Raises ConfigError where a result is of another device or software: a report is of one of each."""
-    here = {"device": device_name(target.device), "versions": versions(target.device)}
+    here = {"device": device_name(target.device), "versions": versions_of(target)}
     then = {name: found[name] for name in here}
     if found["device"] != "none" and here != then:
         raise ConfigError(

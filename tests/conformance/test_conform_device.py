@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from polyattn.errors import ConfigError
-from polyattn.records import AttentionRequest
+from polyattn.records import AttentionRequest, Requirement
 from polyattn.testing import Case, Finding, Outcome, Report, record
+from polyattn.testing.machine import device_name, versions
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "conform_device.py"
 
@@ -157,16 +158,16 @@ def processes(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
 
 def test_what_compiles_comes_first_and_is_dealt_in_small_parts(script: ModuleType, tmp_path: Path) -> None:
-    few, many = (script.Job(str(n), [], n == 200, deque(range(n))) for n in (100, 200))
+    few, many = (script.Job(str(n), [], n == 200, deque(range(n))) for n in (1000, 200))
     run = script.Run(given(workers=4), [few, many], tmp_path, time.perf_counter(), 0.0)
     dealt = []
     while taken := run.take():
         dealt.append((taken[0].backend, len(taken[1])))
-    compiled = [size for name, size in dealt if name == "200"]
-    assert [name for name, _ in dealt] == ["200"] * len(compiled) + ["100"] * 2
-    assert compiled[0] == 16
-    assert compiled[-4:] == [1, 1, 1, 1], "processes end at one time"
-    assert sum(compiled) == 200
+    compiled, other = ([size for name, size in dealt if name == one] for one in ("200", "1000"))
+    assert [name for name, _ in dealt] == ["200"] * len(compiled) + ["1000"] * len(other)
+    assert (compiled[0], other[0]) == (16, 125)
+    assert compiled[-4:] == other[-4:] == [1, 1, 1, 1], "processes end at one time"
+    assert (sum(compiled), sum(other)) == (200, 1000)
 
 
 def test_a_lost_device_is_left_behind(script: ModuleType, processes: Callable[..., Processes], tmp_path: Path) -> None:
@@ -265,9 +266,14 @@ def test_results_of_other_cases_or_sources_are_not_gone_on_with(
 
 
 def test_a_result_is_gone_on_with_on_its_own_machine(script: ModuleType) -> None:
-    target = argparse.Namespace(device=torch.device("cpu"))
+    needs = Requirement("pytest")
+    target = argparse.Namespace(device=torch.device("cpu"), providers=[argparse.Namespace(requires=[needs])])
     with pytest.raises(ConfigError, match=r"the result of b cannot be gone on with: it is of .*'H'.* and here is"):
         script._same_machine(blank(script).to_dict(), target)
+    own = {**blank(script).to_dict(), "device": device_name(target.device)}
+    script._same_machine({**own, "versions": {**versions(target.device), "pytest": pytest.__version__}}, target)
+    with pytest.raises(ConfigError, match="cannot be gone on with"):
+        script._same_machine({**own, "versions": {**versions(target.device), "pytest": "1.0"}}, target)
 
 
 def test_to_resume_needs_a_result(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

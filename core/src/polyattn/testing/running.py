@@ -35,7 +35,7 @@ from .values import inside
 from .where import AUTO, place
 from .xfails import Expected, expected_of, no_unmatched, read_xfails
 
-__all__ = ["COMPILED", "FLOATS", "Kept", "Progress", "plan", "run"]
+__all__ = ["COMPILED", "FLOATS", "Kept", "Progress", "plan", "run", "versions_of"]
 
 Progress = Callable[[int, int, str], None]
 """Called with (cases done, cases in all, the next case's id)."""
@@ -188,7 +188,7 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
         level=level,
         dtypes=tuple(dict.fromkeys(request.dtype for request in served)),
         families=tuple(dict.fromkeys(request.family for request in served)),
-        versions={**versions(target.device), **_libraries(target)},
+        versions=versions_of(target),
         date=datetime.date.today().isoformat(),
         command=f"polyattn conform {target.name} --{level} --device {target.device.type}",
         sources=sources,
@@ -202,11 +202,12 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
     )
 
 
-def _libraries(target: Installed) -> dict[str, str]:
-    """Versions of the distributions that its providers need."""
+def versions_of(target: Installed) -> dict[str, str]:
+    """Of the machine, and of the distributions that its providers need."""
     needs = [need for provider in target.providers for need in provider.requires]
     found = {name: distribution_version(name) for need in needs for name in (need.distribution, *need.also)}
-    return {name: version for name, version in found.items() if version and name != "torch"}
+    libraries = {name: version for name, version in found.items() if version and name != "torch"}
+    return {**versions(target.device), **libraries}
 
 
 def _control(report: Report, target: Installed) -> None:
