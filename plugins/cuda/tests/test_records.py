@@ -23,6 +23,7 @@ NAMES = {
     "fa4",
     "flashinfer",
     "flashinfer_mla",
+    "flashinfer_cudnn",
     "trtllm_mha",
     "trtllm_mla",
     "cutedsl_mla",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from polyattn.hookspecs import hookimpl
 from polyattn.records import BackendInfo
 
-from .records import diffusion, fa, fa_serving, flashinfer, linear, serving
+from .records import diffusion, fa, fa_serving, flashinfer, flashinfer_cudnn, linear, serving
 
 __all__ = ["BACKENDS", "polyattn_register_backends"]
 
@@ -17,6 +17,7 @@ BACKENDS: tuple[BackendInfo, ...] = (
     *fa.BACKENDS,
     *fa_serving.BACKENDS,
     *flashinfer.BACKENDS,
+    *flashinfer_cudnn.BACKENDS,
     *serving.BACKENDS,
     *diffusion.BACKENDS,
     *linear.BACKENDS,
