@@ -78,6 +78,9 @@ def test_a_graph_serves_until_a_sequence_outgrows_its_room(library: Library) -> 
     assert given["block_tables"].shape == (2, 128)
     assert given["max_sequence_kv"] == 2048
     assert given["k_cache"].shape == (4, 2, 16, 64)
+    for most in (3, 4):
+        run((most, 2), **STEP, **FINITE)
+        assert library.calls[-1].given["max_token_per_sequence"] == 4
 
 
 def test_a_step_of_one_query_each_is_decoded(library: Library) -> None:

@@ -33,7 +33,7 @@ __all__ = ["CuDNN"]
 WORKSPACE = 128 << 20
 """Bytes, what FlashInfer recommends. It need not be zero, so each call takes its own from torch's allocator."""
 STEP = 2048
-"""Tokens: a graph serves until the longest sequence outgrows a multiple of it."""
+"""Keys: a graph serves until the longest sequence outgrows a multiple of it; of queries, the next power of two."""
 PREFILL_AT_LEAST = 2
 """Queries that a prefill graph is told of: for one, with groups, it leaves heads of the LSE unwritten (NVIDIA's bug
 6783545, flashinfer/prefill.py)."""
@@ -125,7 +125,7 @@ class _Call:
         causal = r.causal != "none"
         found, lse = self.prefill(
             causal=causal,
-            max_token_per_sequence=max(max_seqlen_q, PREFILL_AT_LEAST),
+            max_token_per_sequence=max(1 << (max_seqlen_q - 1).bit_length(), PREFILL_AT_LEAST),
             actual_seq_lens_q=starts.diff().reshape(-1, 1, 1, 1),
             batch_offsets_q=starts,
             batch_offsets_units="tokens",
