@@ -6,10 +6,14 @@ of empty rows among them (kernels of other devices disagree on those; torch's CP
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import pytest
 
+from polyattn import contract
 from polyattn.plugins import get_manager
-from polyattn.testing import Case, OffChip, generate, run_case
+from polyattn.testing import FAMILIES, Case, OffChip, generate, run_case
 
 PLATFORMS = ("rocm", "xpu", "musa", "npu", "mps")
 DTYPES = ("float32", "bfloat16")
@@ -62,3 +66,18 @@ def test_repair_of_empty_rows_is_among_them(platform: str) -> None:
     sdpa = HERE["torch_sdpa", platform]
     assert any(c.closed_rows and c.request.grad for c in sdpa)
     assert any(c.request.causal == "bottom_right" and c.longest[0] > c.longest[1] for c in sdpa)
+
+
+@pytest.mark.parametrize(
+    ("family", "forward"),
+    [
+        ("dense", contract.DenseForward),
+        ("varlen", contract.VarlenForward),
+        ("paged", contract.PagedForward),
+        ("mla", contract.MLAForward),
+    ],
+)
+def test_an_adapter_is_handed_whatever_a_public_call_hands_it(family: str, forward: Any) -> None:
+    """None included: an adapter that takes no `sinks` could be called here, and by nobody else."""
+    said = inspect.signature(forward.__call__).parameters.values()
+    assert {*FAMILIES[family].optional, "out"} == {p.name for p in said if p.default is None}

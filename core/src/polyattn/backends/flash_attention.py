@@ -108,7 +108,9 @@ def dropping(request: AttentionRequest, kernel: Callable[..., Any]) -> Bound:
     """
     swapped = request.layout == "BHSD" and request.family == "dense"
 
-    def forward(*tensors: Tensor, attn_mask: None = None, out: Tensor | None = None, **where: Any) -> Tensor:
+    def forward(
+        *tensors: Tensor, attn_mask: None = None, sinks: None = None, out: Tensor | None = None, **where: Any
+    ) -> Tensor:
         found = kernel(*(t.transpose(1, 2) for t in tensors) if swapped else tensors, **where)
         result: Tensor = found[0] if isinstance(found, tuple) else found
         result = result.transpose(1, 2) if swapped else result

@@ -55,8 +55,8 @@ def signed(request: AttentionRequest, bind: Callable[[AttentionRequest], Bound])
     sign = -1.0 if request.scale < 0 else 0.0
     bound = bind(dataclasses.replace(request, scale=-request.scale if sign else None))
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, **kw: Any) -> Any:
-        return bound.forward(query * sign, key, value, **kw)
+    def forward(query: Tensor, *tensors: Tensor, **kw: Any) -> Any:
+        return bound.forward(query * sign, *tensors, **kw)
 
     if bound.backward is None:
         return Bound(forward, traceable=bound.traceable)

@@ -188,8 +188,10 @@ def _bound(
     extra: Mapping[str, Any],
     out: Tensor | None,
 ) -> Any:
-    given = {"attn_mask" if name == "mask" else name: tensor for name, tensor in tensors.items()}
-    positional = [given.pop(name) for name in FAMILIES[case.request.family].positional]
+    family = FAMILIES[case.request.family]
+    given: dict[str, Any] = dict.fromkeys(family.optional)
+    given |= {"attn_mask" if name == "mask" else name: tensor for name, tensor in tensors.items()}
+    positional = [given.pop(name) for name in family.positional]
     return forward(*positional, **extra, **given, out=out)
 
 

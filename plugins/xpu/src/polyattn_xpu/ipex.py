@@ -41,6 +41,7 @@ class VarlenIPEX:
             max_seqlen_q: int,
             max_seqlen_k: int,
             attn_mask: None = None,
+            sinks: None = None,
             out: Tensor | None = None,
         ) -> Any:
             room = torch.zeros_like(query) if out is None else out

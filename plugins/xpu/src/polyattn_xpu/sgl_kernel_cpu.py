@@ -63,6 +63,7 @@ def _bind(request: AttentionRequest) -> Bound:
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: None = None,
+        sinks: None = None,
         k_scale: None = None,
         v_scale: None = None,
         out: Tensor | None = None,

@@ -69,6 +69,7 @@ class Family(abc.ABC):
         empty: the same for requests with a tensor of no elements.
         batched: a batch has one length: `lengths` are repeated for it.
         layouts: of the request. positional: names of the bound function's positional arguments.
+        optional: names of the tensors that the public call hands to it whether they are there or None.
         says: fields that the public call can ask for; a case with another one is called as bound. Empty: no such call.
         unmade: field values that `make` has no tensors for; a report lists those that a row takes as not run.
         second: what comes back beside the output: an `lse` when it is asked for, or a `state` always.
@@ -83,6 +84,7 @@ class Family(abc.ABC):
     batched: ClassVar[bool] = False
     layouts: ClassVar[tuple[str, ...]] = ("THD",)
     positional: ClassVar[tuple[str, ...]] = ("query", "key", "value")
+    optional: ClassVar[tuple[str, ...]] = ()
     says: ClassVar[frozenset[str]] = frozenset()
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "alibi": (True,),

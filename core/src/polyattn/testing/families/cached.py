@@ -40,6 +40,9 @@ _STEPS: tuple[dict[str, Any], ...] = (
 _DRAFTS: Lengths = ((5, 64), (3, 9), (1, 0), (4, 4))
 """Drafts and keys of a batch that is verified: trees of their own, a padding row, one without a prefix."""
 
+_RECORDED: Lengths = ((4, 64), (4, 0), (4, 9), (4, 0))
+"""New tokens and keys of a recorded step: rows of one length, those of padding too."""
+
 _ENCODER: Lengths = ((9, 3), (2, 40), (4, 4), (1, 0))
 """Queries and keys of cross-attention: an encoder may be shorter than what attends to it."""
 
@@ -98,6 +101,9 @@ class Cached(Packed):
         for step, saved, layout in itertools.product(_STEPS, (True, False), ("NHD", "HND")):
             asked = {"shape": 0, **self.step(saved, layout), **step}
             yield from variants(asked, {}, wish=wish)
+            if step.get("spec_topk") == 1:
+                yield from variants({**asked, "lse": True}, {}, wish=wish, lengths=_RECORDED)
+                yield from variants(asked, {}, wish=wish, lengths=_RECORDED)
             if step.get("mask") == "tree":
                 yield from variants({**asked, "lse": True}, {}, wish=wish, lengths=_DRAFTS)
                 yield from variants(asked, {}, wish=wish, lengths=_DRAFTS)

@@ -31,6 +31,7 @@ class Dense(Family):
         "more": (((100, 63),), ((37, 5),), ((64, 1),)),
     }
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": (), "fewer": ((0, 7),), "more": ((5, 0),)}
+    optional = ("attn_mask", "sinks")
     batched = True
     layouts = ("BSHD", "BHSD")
     says = COMMON | {"dropout", "grad", "misaligned", "transform", "graph_capture"}

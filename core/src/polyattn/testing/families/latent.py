@@ -27,6 +27,7 @@ class Latent(Cached):
     """The first D_v numbers of a row are the value. Rows of FP8 are 656 bytes, of one width."""
 
     positional = ("query", "cache")
+    optional = ("attn_mask",)
     caches = ("cache",)
     says = SERVING - {"softcap", "sinks"}
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {

@@ -94,6 +94,7 @@ class Varlen(Packed):
         "more": (((63, 100), (0, 5), (5, 0), (100, 37), (1, 1)), ((64, 63),), ((37, 5), (2, 65))),
     }
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": ((0, 0),), "fewer": ((0, 7),), "more": ((5, 0),)}
+    optional = ("attn_mask", "sinks")
     says = COMMON | {"dropout", "grad", "misaligned"}
 
     def relations(self, variants: Variants, rng: random.Random) -> Iterator[Case]:

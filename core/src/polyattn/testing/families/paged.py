@@ -28,6 +28,7 @@ class Paged(Cached):
     """Places that no sequence owns hold NaN, or in a cache of integers the largest of them."""
 
     positional = ("query", "key_cache", "value_cache")
+    optional = ("key", "value", "attn_mask", "sinks", "k_scale", "v_scale")
     caches = ("key_cache", "value_cache")
     scales = ("k_scale", "v_scale")
     says = SERVING | {"kv_layout", "save_kv_cache"}
