@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyattn.packing import owners
+from polyattn.packing import owners, per_token
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -16,3 +16,9 @@ def test_s1_a_packed_token_is_of_one_sequence(dtype: torch.dtype) -> None:
     assert found.tolist() == [1, 1, 3, 3, 3]
     assert owners(5, starts.repeat_interleave(2)[::2]).tolist() == found.tolist(), "lengths may have a stride"
     assert owners(0, starts[:1]).tolist() == []
+
+
+def test_what_sequences_have_for_each_token() -> None:
+    starts = torch.tensor([0, 0, 1, 1, 2], dtype=torch.int32)
+    table, lens = torch.arange(8).view(4, 2), torch.tensor([5, 6, 7, 8])
+    assert [found.tolist() for found in per_token(2, starts, table, lens)] == [[[2, 3], [6, 7]], [6, 8]]

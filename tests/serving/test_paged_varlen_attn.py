@@ -51,6 +51,11 @@ class Kernel:
         if a["max_q"] == 1 and query.shape[1] > key.shape[2]:
             query.reshape(batch, key.shape[2], -1, width)
         assert a["enable_gqa"] or query.shape[1] == key.shape[2]
+        left, right = a["window_size"]
+        for queries, keys in zip(a["cu_seq_q"].diff().tolist(), a["seqused_k"].tolist(), strict=True):
+            # A block of 64 queries without a key (flash-attention#2842).
+            ahead = keys if (left, right) == (-1, -1) else 64 + keys - queries + max(right, 0)
+            assert not queries or min(keys, ahead) > 0, "CUDA error: an illegal memory access was encountered"
         # The last key of a page table that is shorter than max_k, or keys past seqused_k, are never looked at.
         out, lse = reference.paged_attention(
             query,
@@ -148,7 +153,7 @@ def test_the_cache_is_read_where_it_lies(kernel: Kernel) -> None:
         query, cache, cache, **lens, cu_seqlens_q=starts, max_seqlen_q=1, max_seqlen_k=5
     )
     assert kernel.calls[0]["key"] is cache
-    assert kernel.calls[0]["block_table"] is lens["page_table"]
+    assert torch.equal(kernel.calls[0]["block_table"], lens["page_table"])
 
 
 def test_batch_invariance_is_one_split(kernel: Kernel) -> None:
@@ -185,6 +190,40 @@ def test_windows_of_queries_before_the_first_key_are_not_its_own(window: tuple[i
     request = request_of(arch="", s_relation="more", causal="none", window=window)
     assert what_if(request, **where).provider == "torch-serving"
     assert what_if(dataclasses.replace(request, s_relation="fewer"), **where).provider == "varlen-attn"
+
+
+def test_a_block_of_queries_before_the_first_key_is_none_of_its() -> None:
+    where: dict[str, Any] = {"platform": "cuda:sm90", "installed": ("torch==2.13.0",), "backend": "torch_native"}
+    for causal, provider in (("bottom_right", "torch-serving"), ("none", "varlen-attn")):
+        assert what_if(request_of(arch="", s_relation="more", causal=causal), **where).provider == provider
+
+
+def test_a_row_of_padding_has_keys_of_page_0_and_gives_nothing(kernel: Kernel) -> None:
+    """As many as queries, however few columns the table has."""
+    cache = torch.full((2, 256, 2, 64), torch.nan).bfloat16()
+    cache[1] = 1.0
+    request = request_of(lse=True)
+    out, lse = (
+        PagedVarlenAttn()
+        .bind(request)
+        .forward(
+            torch.randn(301, 8, 64).bfloat16(),
+            cache,
+            cache,
+            page_table=torch.tensor([[1], [-7]], dtype=torch.int32),
+            seq_lens=torch.tensor([9, 0], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, 1, 301], dtype=torch.int32),
+            max_seqlen_q=300,
+            max_seqlen_k=9,
+        )
+    )
+    given = kernel.calls[-1]
+    assert (given["seqused_k"].tolist(), given["cu_seq_k"].tolist(), given["max_k"]) == ([9, 300], [0, 9, 309], 300)
+    assert given["block_table"].tolist() == [[1, 0], [0, 0]]
+    assert torch.equal(out[0], torch.ones_like(out[0]))
+    assert not out[1:].any()
+    assert bool((lse[1:] == -torch.inf).all())
+    assert bool(lse[0].isfinite().all())
 
 
 def test_an_older_torch_gathers() -> None:

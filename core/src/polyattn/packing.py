@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["owners"]
+__all__ = ["owners", "per_token"]
 
 
 def owners(tokens: int, cu_seqlens: Tensor) -> Tensor:
@@ -16,3 +16,17 @@ def owners(tokens: int, cu_seqlens: Tensor) -> Tensor:
     """
     token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+
+
+def per_token(tokens: int, cu_seqlens: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """What sequences have, for each packed token: for kernels with a query for each sequence, in a step in which some
+    sequence has none.
+
+    Args:
+        tokens, cu_seqlens: as `owners`. rows: [N, ...], such as a page table and lengths.
+
+    Returns:
+        [tokens, ...] each.
+    """
+    owner = owners(tokens, cu_seqlens)
+    return tuple(row[owner] for row in rows)

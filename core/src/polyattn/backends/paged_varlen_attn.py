@@ -1,7 +1,9 @@
 """torch's `varlen_attn` with a page table: FlashAttention-2 that reads the pages where they are (CUDA, torch 2.12).
 
 From its kernel's own checks: float16 and bfloat16, K and V of one width, a multiple of 8 up to 256, pages of a multiple
-of 256 tokens, compute capability 8.0. Its LSE is [H_q, T_q], with +inf for a query without keys.
+of 256 tokens, compute capability 8.0. Its LSE is [H_q, T_q], with +inf for a query without keys; that of a block of
+queries without any is written to where it would be in a batch of one length, behind its tensor as well
+(flash-attention#2842), so there is no such block here.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from ..paging import Pool, Tokens, owned
 from ..placement import placed
 from ..records import AttentionRequest
 from .gathering import deliver, nothing, store
+from .padding_rows import blank, with_keys
 from .torch_sdpa import signed
 
 __all__ = ["PagedVarlenAttn", "with_new"]
@@ -56,25 +59,27 @@ def _forward(
     keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)
     # With one query each, it takes the queries for [N, H_q, D]: not where a sequence has none.
     longest = max_seqlen_q if max_seqlen_q > 1 or query.shape[0] == seq_lens.shape[0] else 2
+    table, keys_of = with_keys(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, request.page_size)
     window = (request.window[0], 0 if request.causal != "none" else request.window[1])
     result, lse = varlen.varlen_attn(
         placed(query),
         keys,
         values,
         cu_seqlens_q,
-        _starts(seq_lens),
+        _starts(keys_of),
         longest,
-        max_seqlen_k,
+        max(max_seqlen_k, max_seqlen_q),
         return_aux=varlen.AuxRequest(lse=True),
         scale=request.scale,
         window_size=window,
         enable_gqa=request.group != 1,
-        seqused_k=seq_lens,
-        block_table=page_table,
+        seqused_k=keys_of,
+        block_table=table,
         num_splits=1 if request.batch_invariant else None,
     )
-    lse = lse.transpose(0, 1)
-    return deliver(request, result, lse.masked_fill(lse == torch.inf, -torch.inf), sinks, out)
+    padding = blank(query.shape[0], seq_lens, cu_seqlens_q)
+    result = result.masked_fill(padding[:, None, None], 0.0)
+    return deliver(request, result, lse.transpose(0, 1).masked_fill(padding[:, None], -torch.inf), sinks, out)
 
 
 def _starts(seq_lens: Tensor) -> Tensor | None:

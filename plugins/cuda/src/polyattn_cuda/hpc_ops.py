@@ -17,7 +17,7 @@ from polyattn.backends.free_slots import without_free_slots
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound
-from polyattn.packing import owners
+from polyattn.packing import per_token
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
@@ -60,9 +60,7 @@ class HpcOps:
                     request, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
                 )
             if decode and query.shape[0] != seq_lens.shape[0]:
-                # Sequences without a query in this step: the kernel has one for each.
-                owner = owners(query.shape[0], cu_seqlens_q)
-                page_table, seq_lens = page_table[owner], seq_lens[owner]
+                page_table, seq_lens = per_token(query.shape[0], cu_seqlens_q, page_table, seq_lens)
             if not finite:
                 caches, page_table = without_free_slots(request, caches, page_table, seq_lens, max_seqlen_k)
             keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)

@@ -3,7 +3,9 @@
 From its source (csrc/flash_attn/flash_api.cpp): pages of a multiple of 256 tokens; a row without keys has LSE = +inf;
 softcap excludes dropout; keys are split among the chip only by `flash_attn_with_kvcache`, whose queries are one length
 for all; with one query each, the packed call takes the queries for [N, H_q, D]. Windows are not S4's before the first
-key (mha_fwd, set_params_fprop): see `FA2_WINDOWS`.
+key (mha_fwd, set_params_fprop): see `FA2_WINDOWS`. Over pages a packed call writes the LSE of a block of queries that
+sees no key to where it would be in a batch of one length, behind its tensor as well (flash-attention#2842): no packed
+call here has such a block.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.backends.flash_attention import Packed, Result, Tables, bind, dropping
+from polyattn.backends.padding_rows import blank, with_keys
 from polyattn.contract import Bound
+from polyattn.packing import per_token
 from polyattn.records import AttentionRequest
 
 from ..records.common import FLASH_ATTN_2
@@ -87,13 +91,20 @@ class _Kernels:
 
     def paged(self, query: Tensor, key: Tensor, value: Tensor, where: Tables, *, lse: bool) -> Result:
         table, seq_lens, starts, longest_q, longest_k = where
-        if longest_q == 1 and query.shape[0] == seq_lens.shape[0]:
+        if longest_q == 1:
+            if query.shape[0] != seq_lens.shape[0]:
+                table, seq_lens = per_token(query.shape[0], starts, table, seq_lens)
             tables = {"cache_seqlens": seq_lens, "block_table": table}
             result = self._cached(query.unsqueeze(1), key, value, **tables, return_softmax_lse=lse)
             return (result[0].squeeze(1), result[1].squeeze(2).transpose(0, 1)) if lse else (result.squeeze(1), None)
+        table, keys = with_keys(table, seq_lens, starts, longest_q, self.request.page_size)
         # How many keys there are it reads from where they would start, if they were packed.
-        ends = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        return self.packed(query, key, value, Packed(starts, ends, longest_q, longest_k), lse=lse, block_table=table)
+        ends = torch.nn.functional.pad(keys.cumsum(0, dtype=torch.int32), (1, 0))
+        where = Packed(starts, ends, longest_q, max(longest_k, longest_q))
+        result, found = self.packed(query, key, value, where, lse=lse, block_table=table)
+        padding = blank(query.shape[0], seq_lens, starts)
+        result = result.masked_fill_(padding[:, None, None], 0.0)
+        return result, None if found is None else found.masked_fill_(padding, self.empty)
 
     def gradient(self, *tensors: Tensor, where: Packed | None) -> tuple[Tensor, Tensor, Tensor]:
         dout, query, key, value, out, lse = tensors

@@ -10,7 +10,7 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound, Session, Slot
-from polyattn.packing import owners
+from polyattn.packing import per_token
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
@@ -63,13 +63,11 @@ class _Decode:
         workspace: Tensor | None = None,
     ) -> Any:
         """`polyattn.contract.MLAForward`; `workspace`: of a session."""
-        r, sequences = self.request, seq_lens.shape[0]
+        r, sequences = self.request, query.shape[0]
         if not (query.shape[0] and page_table.shape[1] and max_seqlen_k):
             return nothing(r, query, out)
-        if query.shape[0] != sequences:
-            # Sequences without a query in this step: the kernel has a row of the page table for each query.
-            owner = owners(query.shape[0], cu_seqlens_q)
-            page_table, seq_lens, sequences = page_table[owner], seq_lens[owner], query.shape[0]
+        if sequences != seq_lens.shape[0]:
+            page_table, seq_lens = per_token(sequences, cu_seqlens_q, page_table, seq_lens)
         if workspace is None:
             nbytes = self.nbytes(max_seqlen_k, sequences)
             workspace = torch.empty(nbytes, dtype=torch.uint8, device=query.device)
