@@ -458,9 +458,9 @@ def test_runs_of_one_provider_after_the_other_are_kept_together(plugin_elsewhere
     for name in sources.values():
         (plugin_elsewhere / name).write_text(f"import {name[:-3]}\n")
 
-    def ran(name: str, passed: int) -> None:
-        absent = tuple(other for other in sources if other != name)
-        rows = row_hash([provider for provider in providers if provider.name == name])
+    def ran(name: str, passed: int, *beside: str) -> None:
+        absent = tuple(other for other in sources if other not in (name, *beside))
+        rows = row_hash([provider for provider in providers if provider.name not in absent])
         given: dict[str, Any] = {"passed": passed, "sources": (sources[name],), "absent": absent, "rows": rows}
         write_evidence(origin, Evidence("acme", "cpu", "hardware", **given))
 
@@ -485,10 +485,12 @@ def test_runs_of_one_provider_after_the_other_are_kept_together(plugin_elsewhere
     assert known().unseen == ("old", "third"), "it declares something else now"
     ran("third", 5)
     assert [one.passed for one in known().others] == [4], "what is stale is not kept"
+    ran("third", 6, "old", "new")
+    assert [one.passed for one in known().others] == [5, 4], "beside others, `new` may have been asked for nothing"
     (plugin_elsewhere / "evidence" / "acme@cpu.json").write_text("{")
     read_evidence.cache_clear()
-    ran("new", 6)
-    assert (known().passed, known().others) == (6, ())
+    ran("new", 7)
+    assert (known().passed, known().others) == (7, ())
 
 
 @pytest.mark.parametrize("path", EVIDENCE, ids=lambda path: path.name)

@@ -29,7 +29,7 @@ LEVELS: tuple[str, ...] = get_args(EvidenceLevel)
 class Evidence:
     """What was run. `sources`: files relative to the plugin's folder; `digest`: their hash when it ran; `absent`:
     providers of the backend that were not there, of which it shows nothing; `rows`: the hash of what the others
-    declared for `arch` ("" = anywhere), "" = not known; `others`: earlier runs, of providers that this one had not."""
+    declared for `arch` ("" = anywhere), "" = not known; `others`: earlier runs, with other providers."""
 
     backend: str
     platform: str
@@ -154,14 +154,15 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
 
 def write_evidence(origin: str, evidence: Evidence) -> Path:
     """Write `evidence` beside the plugin, with the hash of its sources as they are now. Earlier runs of its level stay
-    where they are not stale and show something of a provider that this one had not."""
+    where they are not stale and had other providers: of those that take one call, a run shows the first it has."""
     folder = Path(origin).parent
     try:
         before = read_evidence(origin, evidence.backend, evidence.platform)
         runs = [dataclasses.replace(before, others=()), *before.others]
     except PluginError:
         runs = []
-    kept = [one for one in runs if one.level == evidence.level and not one.stale and {*evidence.absent} - {*one.absent}]
+    beside = [one for one in runs if one.level == evidence.level and {*one.absent} != {*evidence.absent}]
+    kept = [one for one in beside if not one.stale]
     current = dataclasses.replace(evidence, digest=source_hash(folder, evidence.sources), others=tuple(kept))
     target = folder / "evidence" / f"{evidence.backend}@{evidence.platform}.json"
     target.parent.mkdir(exist_ok=True)

@@ -358,9 +358,32 @@ def test_fa2_splits_the_keys_of_a_decode_and_packs_the_rest(install: Callable[[s
     cached("fa2", queries=(3, 1)).run()
     assert library.calls[-1].name == "flash_attn_varlen_func"
     assert library.calls[-1].given["cu_seqlens_k"].tolist() == [0, 30, 39]
-    # A padding row without a query: FA2 would take the queries for [N, H_q, D].
-    cached("fa2", queries=(1, 0)).run()
-    assert library.calls[-1].given["max_seqlen_q"] == 2
+    # One query each, but for a sequence without one in this step.
+    call = cached("fa2", queries=(0, 1))
+    call.run()
+    assert library.calls[-1].name == "flash_attn_with_kvcache"
+    assert library.calls[-1].given["cache_seqlens"].tolist() == [9]
+
+
+@pytest.mark.parametrize("length", [0, 9])
+def test_fa2_gives_no_packed_call_over_pages_a_block_without_keys(
+    length: int, install: Callable[[str], Library]
+) -> None:
+    """Its LSE would be written over other memory: such steps are refused, and one query goes another way."""
+    library = install("fa2")
+    call = cached("fa2", queries=(0, 1), lse=True)
+    call.tables["seq_lens"][1] = length
+    out, lse = call.run()
+    assert bool((lse == -torch.inf).all()) is bool((out == 0).all()) is (length == 0)
+    wrong = cached("fa2", queries=(95, 1))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        wrong.run()
+    # Rows of padding, drafts of a recorded step among them.
+    call = cached("fa2", queries=(3, 3), lse=True)
+    call.tables["seq_lens"][1] = length
+    out, lse = call.run()
+    assert library.calls[-1].given["cu_seqlens_k"].tolist() == [0, 30, 30 + (length or 3)]
+    assert bool((lse[3:] == -torch.inf).all()) is bool((out[3:] == 0).all()) is (length == 0)
 
 
 @pytest.mark.parametrize("build", ["fa3", "sgl", "vllm"])
@@ -564,7 +587,8 @@ def test_both_versions_of_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MORE = {"s_relation": "more", "window": (9, -1)}
-MORE_PAGED = {**MORE, "family": "paged", "layout": "THD", "page_size": 256, "phase": "extend"}
+MORE_PAGED = {"s_relation": "more", "family": "paged", "layout": "THD", "page_size": 256, "phase": "extend"}
+CHUNKED = {**MORE_PAGED, "s_relation": "fewer", "chunk": 64}
 FA4_PAGED = {"family": "paged", "layout": "THD", "page_size": 128, "phase": "decode", "s_relation": "one"}
 FA4_TRAINS = {"head_dim": 256, "grad": ("query",)}
 FA4_MLA = {"head_dim": 192, "v_head_dim": 128, "heads": 8, "kv_heads": 8, "grad": ("query",)}
@@ -572,7 +596,16 @@ FA4_ABSORBED = {**FA4_PAGED, "family": "mla", "head_dim": 576, "v_head_dim": 512
 FA4_WIDTHS = "is not one of 16, 32, 48, 64, 112, 128, 192, 256"
 REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
     ("cuda:sm80", "fa", "flash-attn", MORE, "s_relation='more' is not one of equal, one, fewer"),
-    ("cuda:sm80", "fa2", "flash-attn", MORE_PAGED, "s_relation='more' is not one of equal, one, fewer"),
+    (
+        "cuda:sm80",
+        "fa2",
+        "flash-attn",
+        {**MORE_PAGED, "causal": "bottom_right"},
+        "s_relation='more' is not one of equal, one, fewer",
+    ),
+    ("cuda:sm80", "fa2", "flash-attn", {**MORE_PAGED, "window": (9, -1)}, "s_relation='more' is not one of"),
+    # What sgl-kernel's build makes of both is another window: an H200 showed it.
+    ("cuda:sm90", "fa3", "sgl-kernel", {**CHUNKED, "window": (8, -1)}, "is not declared"),
     ("cuda:sm80", "fa", "flash-attn==2.6.3", {}, "flash-attn 2.6.3 is installed, >=2.7,<3 is needed"),
     ("cuda:sm90", "fa", "flash-attn-4==4.0.0b30", {}, "flash-attn-4 4.0.0b30 is installed, >=4.0.0b36 is needed"),
     ("cuda:sm80", "fa", "flash-attn", {"alibi": True}, "alibi=True is not declared"),

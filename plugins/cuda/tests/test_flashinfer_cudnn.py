@@ -44,10 +44,11 @@ def test_conformance(case: Case, library: Library) -> None:
     TARGET.passes(case, library)
 
 
-def run(counts: tuple[int, ...], blank: float = 0.0, **fields: Any) -> Any:
+def run(counts: tuple[int, ...], blank: float = 0.0, caches: Tensor | None = None, **fields: Any) -> Any:
     """So many queries of sequences of 20 keys in two pages; free slots and the rest of the tables hold anything."""
     torch.manual_seed(0)
-    caches = torch.randn(2, 2 * len(counts), 16, 2, 64).bfloat16()
+    random = torch.randn(2, 2 * len(counts), 16, 2, 64).bfloat16()
+    caches = random if caches is None else caches
     caches[:, 1::2, 4:] = blank
     table = torch.arange(2 * len(counts), dtype=torch.int32).view(-1, 2)
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
@@ -62,14 +63,35 @@ def run(counts: tuple[int, ...], blank: float = 0.0, **fields: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("fields", [STEP, ONE], ids=["extend", "decode"])
-def test_pages_are_read_where_they_lie_if_free_slots_are_numbers(fields: dict[str, Any], library: Library) -> None:
+@pytest.mark.parametrize(("arch", "fields"), [("sm90", STEP), ("sm100", STEP), ("sm100", ONE)])
+def test_pages_are_read_where_they_lie_if_free_slots_are_numbers(
+    arch: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = emulator.library(arch).install(monkeypatch)
     counts = (1, 1) if fields is ONE else (3, 2)
     for blank in (0.0, torch.nan):
-        found = run(counts, blank, **fields)
+        found = run(counts, blank, **fields, arch=arch)
         assert library.calls[-1].given["k_cache"].is_contiguous() is False, "[pages, H, size, D], a view"
-        assert torch.equal(found, run(counts, **fields, **FINITE))
-    assert run(counts, torch.nan, **fields, **FINITE).isnan().any(), "what was promised was not true"
+        assert torch.equal(found, run(counts, **fields, **FINITE, arch=arch))
+    assert run(counts, torch.nan, **fields, **FINITE, arch=arch).isnan().any(), "what was promised was not true"
+
+
+def test_on_hopper_a_decode_step_copies_no_pages(library: Library) -> None:
+    caches = torch.randn(2, 4, 16, 2, 64).bfloat16()
+    run((1, 1), torch.nan, **ONE, caches=caches)
+    assert library.calls[-1].given["k_cache"].data_ptr() == caches[0].data_ptr()
+    run((3, 2), torch.nan, **STEP, caches=caches)
+    assert library.calls[-1].given["k_cache"].data_ptr() != caches[0].data_ptr()
+
+
+def test_the_same_bits_each_time_come_from_the_other_graph(library: Library) -> None:
+    for fields in (ONE, STEP):
+        found = [run((1, 1), **fields, lse=True, deterministic=True) for _ in range(2)]
+        assert library.calls[-1].name.endswith(PREFILL)
+        assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+        found = [run((1, 1), **fields, lse=True) for _ in range(2)]
+        assert library.calls[-1].name.endswith(DECODE)
+        assert not torch.equal(found[0][1], found[1][1])
 
 
 def test_a_graph_serves_until_a_sequence_outgrows_its_room(library: Library) -> None:
@@ -108,6 +130,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**STEP, "window": (7, -1)}, "cuda:sm90", "window"),
     ({**ONE, "head_dim": 256}, "cuda:sm90", "head_dim=256"),
     ({**ONE, "page_size": 8}, "cuda:sm90", "page_size=8"),
+    ({**ONE, "window": (7, -1), "deterministic": True}, "cuda:sm90", "deterministic=True is not declared"),
     ({**ONE, "softcap": 20.0}, "cuda:sm90", "softcap"),
     ({**STEP, "spec_topk": 4, "phase": "verify"}, "cuda:sm90", "spec_topk=4"),
     (ONE, "cuda:sm75", "arch='sm75'"),

@@ -168,6 +168,10 @@ def _frontend(request: AttentionRequest) -> _Kernel:
         dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **lens: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         stats = _padded(lse, **lens) if packed else lse.contiguous()
+        if packed:
+            # It sums dQ up in memory of its own, which has room for whole rows, at the offsets that query has (cuDNN 9,
+            # on an H200): with other strides it writes behind it.
+            query = query.contiguous()
         # Registered by the module that `sdpa` is from.
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.cudnn.sdpa_bwd(
             dout, query, key, value, out, stats, scale, **band, **lens_of(**lens)

@@ -1,4 +1,7 @@
-"""cuDNN's attention: the torch ops of nvidia-cudnn-frontend 1.32 (cudnn/sdpa/fwd/torch_op.py) and PyTorch's own."""
+"""cuDNN's attention: the torch ops of nvidia-cudnn-frontend 1.32 (cudnn/sdpa/fwd/torch_op.py) and PyTorch's own.
+
+The packed backward sums dQ up where query's strides say, in memory for whole rows.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,8 @@ def frontend(monkeypatch: pytest.MonkeyPatch) -> Library:
         _check_backward(*lengths)
         if starts is None:
             return _gradient(grad_out, q, k, v, o, lse.reshape(o.shape[:3]), attn_scale, **band)
+        if not q.is_contiguous():
+            raise RuntimeError("CUDA error: an illegal instruction was encountered")
         count, longest = len(starts[0]) - 1, given["max_seqlen_q"]
         assert lse.shape[:3] == (count, q.shape[1], longest), "lse arrives padded"
         parts = zip(_parts(starts, q, k, v), _parts((starts[0],) * 2, o, grad_out, grad_out), strict=True)

@@ -1,8 +1,9 @@
 """FlashAttention 2, 3 and 4 as their sources describe them: checks, alignment, LSE, and gradients from (out, lse).
 
-What differs: FA2 writes LSE = +inf for a row without keys, the others -inf, and its windows are off from S_k on; FA4
-counts its sinks in the LSE; pages of FA2 are multiples of 256 tokens; FA4's windows are off by None; FA3 and FA4
-multiply rows of a page that no sequence has by 0.
+What differs: FA2 writes LSE = +inf for a row without keys, in its packed call over pages to anywhere, the others -inf;
+its windows are off from S_k on; FA4 counts its sinks in the LSE; pages of FA2 are multiples of 256 tokens; FA4's
+windows are off by None; of a chunk and a shorter window sgl-kernel's FA3 keeps the window alone; FA3 and FA4 multiply
+rows of a page that no sequence has by 0.
 """
 
 from __future__ import annotations
@@ -249,6 +250,10 @@ def fa2(version: str = "2.8.3.post2") -> Library:
         else:
             check(k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256")
             lengths = a["cu_seqlens_k"].diff()
+            for queries, keys in zip(a["cu_seqlens_q"].diff().tolist(), lengths.tolist(), strict=True):
+                # compute_attn_1rowblock_splitkv: a block of 64 queries without a key.
+                ahead = keys if a["causal"] is False and a["window_size"][1] < 0 else 64 + keys - queries
+                check(not queries or min(keys, ahead) > 0, "CUDA error: an illegal memory access was encountered")
             out, lse = paged(q, k, v, a["block_table"], lengths, a["cu_seqlens_q"], rule(a, a["max_seqlen_k"]))
         return (out, empties(lse), None) if a["return_attn_probs"] else out
 
@@ -430,6 +435,8 @@ def sgl_kernel(version: str = "0.3.21", arch: int = 90) -> Library:
     @library.function(module, f"{keys}.flash_attn_with_kvcache")
     def flash_attn_with_kvcache(**a: Any) -> Any:
         check(a["ver"] == 3, "FA4 is not available")
+        if (chunk := a["attention_chunk"] or 0) and 0 <= a["window_size"][0] < chunk - 1:
+            a["attention_chunk"] = 0
         out, lse = _cached3(a, arch)
         return (out, lse, None, None) if a["return_softmax_lse"] else out
 

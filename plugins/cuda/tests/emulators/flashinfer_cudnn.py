@@ -1,13 +1,14 @@
 """cuDNN's paged graphs as FlashInfer calls them (flashinfer/cudnn).
 
 Traps that are here as they are there: a page table has room for the longest sequence that is said, no more and no less,
-and is read to its end; free slots are multiplied by 0; rows without keys get no numbers; the decode graph has one query
-for each sequence and gives an LSE of base 2; a prefill graph of one query with groups leaves heads of its LSE
-unwritten, and finds packed queries by offsets only.
+and is read to its end; free slots are multiplied by 0, by the decode graph not on Hopper; rows without keys get no
+numbers; the decode graph has one query for each sequence and gives an LSE of base 2, of other bits in each run; a
+prefill graph of one query with groups leaves heads of its LSE unwritten, and finds packed queries by offsets only.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -24,7 +25,8 @@ __all__ = ["library"]
 MODULE = "flashinfer.cudnn"
 
 
-def library() -> Library:
+def library(arch: str = "sm90") -> Library:
+    runs = itertools.count()
     lib = Library("flashinfer-python", "0.7.2.post1", MODULE, signatures=SIGNATURES)
 
     @lib.function(MODULE, "flashinfer.cudnn.cudnn_batch_decode_with_kv_cache")
@@ -33,8 +35,9 @@ def library() -> Library:
         assert a["q_len_per_req"] == 1
         assert a["sinks"] is a["lse"] is a["batch_offsets_q"] is None
         starts = list(range(query.shape[0] + 1))
-        found, lse = _attend(a, starts, lambda s_q, s_k: visible(s_q, s_k, True, left))
+        found, lse = _attend(a, starts, lambda s_q, s_k: visible(s_q, s_k, True, left), spares=arch == "sm90")
         out = _finish(found, a)
+        lse = lse.nextafter(lse + next(runs) % 2)
         return (out, lse) if a["return_lse"] else out
 
     @lib.function(MODULE, "flashinfer.cudnn.cudnn_batch_prefill_with_kv_cache")
@@ -63,8 +66,8 @@ def library() -> Library:
     return lib
 
 
-def _attend(a: dict[str, Any], starts: list[int], rule: Any) -> tuple[Tensor, Tensor]:
-    """(out, LSE of base 2), packed. `rule(s_q, s_k)`: who sees whom."""
+def _attend(a: dict[str, Any], starts: list[int], rule: Any, *, spares: bool = False) -> tuple[Tensor, Tensor]:
+    """(out, LSE of base 2), packed. `rule(s_q, s_k)`: who sees whom. spares: free slots are left out."""
     query, keys, values, table, lens = (a[x] for x in ("q", "k_cache", "v_cache", "block_tables", "actual_seq_lens_kv"))
     assert query.dtype == keys.dtype == values.dtype
     assert query.dtype in (torch.float16, torch.bfloat16)
@@ -86,6 +89,8 @@ def _attend(a: dict[str, Any], starts: list[int], rule: Any) -> tuple[Tensor, Te
     for n, s_k in enumerate(lens.flatten().tolist()):
         queries = query[starts[n] : starts[n + 1]]
         k, v = (rows_of(cache, "HND", table[n], most) for cache in (keys, values))
+        if spares:
+            k[s_k:] = v[s_k:] = 0
         seen = torch.zeros(queries.shape[0], k.shape[0], dtype=torch.bool)
         seen[:, :s_k] = rule(queries.shape[0], s_k)
         out, lse = attention(queries, k, v, a["scale"], seen)

@@ -3,8 +3,9 @@
 
 A graph knows the shapes of a call, the strides of its caches and the longest that a sequence may be, which must be what
 the page table has room for; lengths and pages are read on the device. The decode graph gives an LSE of base 2, the
-other one whichever is asked for. Without cuDNN's front end FlashInfer would run other kernels, bfloat16 ones, which is
-why both are required.
+other one whichever is asked for. On an H200 the decode graph leaves free slots out, which the other one multiplies by
+0, and its last bits differ from run to run, most often those of the LSE; the other one's do not. Without cuDNN's front
+end FlashInfer would run other kernels, bfloat16 ones, which is why both are required.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from polyattn.backends.free_slots import without_free_slots
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound
-from polyattn.packing import owners
+from polyattn.packing import per_token
 from polyattn.paging import Tokens, owned
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
+from ..records.common import HOPPER
 from ..records.flashinfer_cudnn import FLASHINFER_CUDNN
 from .results import delivered, natural, writable
 from .scales import readable, scale_of
@@ -53,6 +55,7 @@ class _Call:
         self.request = request
         self.scale, self.factor = scale_of(request)
         self.exposed = dict(request.options).get("free_slots", "any") != "finite"
+        self.spares = request.arch in HOPPER
         self.decode = adapters.load(
             FLASHINFER_CUDNN,
             "flashinfer.cudnn:cudnn_batch_decode_with_kv_cache",
@@ -89,13 +92,11 @@ class _Call:
             caches, page_table = with_new(
                 r, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
             )
-        one = max_seqlen_q == 1
+        one = max_seqlen_q == 1 and not r.deterministic
         if one and query.shape[0] != seq_lens.shape[0]:
-            # The decode graph has a query for each sequence; some have none in this step.
-            owner = owners(query.shape[0], cu_seqlens_q)
-            page_table, seq_lens = page_table[owner], seq_lens[owner]
+            page_table, seq_lens = per_token(query.shape[0], cu_seqlens_q, page_table, seq_lens)
         longest = -(-max_seqlen_k // STEP) * STEP
-        if self.exposed:
+        if self.exposed and not (one and self.spares):
             caches, page_table = without_free_slots(r, caches, page_table, seq_lens, longest)
         pages = owned(page_table, seq_lens, r.page_size, longest)
         table = torch.nn.functional.pad(pages.int(), (0, -(-longest // r.page_size) - pages.shape[1]))

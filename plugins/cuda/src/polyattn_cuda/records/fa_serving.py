@@ -30,7 +30,6 @@ from .common import (
     BY_TOKENS,
     CUDA_12_3,
     DEQUANTISE,
-    FA2_WINDOWS,
     FA4_BLACKWELL_WIDTHS,
     FA_WIDTHS,
     FLASH_ATTENTION,
@@ -73,19 +72,26 @@ FA3_SERVING: dict[str, Any] = {
 }
 
 
+WINDOWED: dict[str, Any] = {"window": Window()}
+CHUNKED_TOO: dict[str, Any] = {**WINDOWED, "chunk": True}
+# sgl-kernel 0.4.2 on an H200: of a chunk and a shorter window it keeps the window alone, where a tile of queries
+# crosses from one chunk to the next.
+CHUNKED_OR = (WINDOWED, {"chunk": True})
+
+
 def _fa3_paged(
     archs: tuple[str, ...],
     *,
     page: Range = ANY_PAGE,
     widths: tuple[dict[str, Any], ...] = FA_WIDTHS,
-    chunk: bool = False,
+    bands: tuple[dict[str, Any], ...] = (WINDOWED,),
     sinks: tuple[dict[str, Any], ...] = (),
 ) -> tuple[Row, ...]:
     """Paged rows of one FA3 build.
 
     Args:
         archs: what it was compiled for. page: the sizes it takes. widths: those of the keys and values that it takes.
-        chunk: it has attention_chunk.
+        bands: its windows and chunks.
         sinks: the widths at which it takes them; its LSE then includes them, so a call that wants the LSE as well gets
             its sinks by the lowering.
     """
@@ -100,10 +106,11 @@ def _fa3_paged(
     rows = []
     for width in widths:
         chain = {**when, "spec_topk": NO_TREE}
-        windowed = {**base, **width, "window": Window(), "chunk": chunk}
-        if width in sinks:
-            rows.append(row(when=chain, lowered=DEQUANTISE, **windowed, sinks=True, heads=SINK_HEADS))
-        rows.append(row(when=chain, lowered={**DEQUANTISE, **SINKS}, **windowed, lse=True))
+        for band in bands:
+            banded = {**base, **width, **band}
+            if width in sinks:
+                rows.append(row(when=chain, lowered=DEQUANTISE, **banded, sinks=True, heads=SINK_HEADS))
+            rows.append(row(when=chain, lowered={**DEQUANTISE, **SINKS}, **banded, lse=True))
         # A draft tree is attended as prefix plus drafts, merged by LSE; upstream has no window there.
         tree = {**base, **width, "lse": True, "spec_topk": ANY_TREE}
         rows.append(row(when=when, lowered={**DEQUANTISE, **SINKS, **TREE}, **tree))
@@ -131,14 +138,14 @@ FA3 = BackendInfo(
     "fa3",
     "cuda",
     (
-        Provider("flash-attn-3", (*_fa3_paged(HOPPER, chunk=True), *_fa3_mla()), FA3_TARGET, (FLASH_ATTN_3,)),
+        Provider("flash-attn-3", (*_fa3_paged(HOPPER, bands=(CHUNKED_TOO,)), *_fa3_mla()), FA3_TARGET, (FLASH_ATTN_3,)),
         Provider(
             "sgl-kernel",
             (
-                *_fa3_paged(HOPPER, chunk=True, sinks=FA_WIDTHS),
+                *_fa3_paged(HOPPER, bands=CHUNKED_OR, sinks=FA_WIDTHS),
                 # "Only Hopper supports different V headdim" (flash_api.cpp), and its kernel before Hopper is given
                 # sinks that it never reads (flash_fwd_kernel_sm80.h): here they are made from the LSE.
-                *_fa3_paged(("sm80", "sm86", "sm89"), widths=(WIDE,), chunk=True),
+                *_fa3_paged(("sm80", "sm86", "sm89"), widths=(WIDE,), bands=CHUNKED_OR),
                 *_fa3_mla(),
             ),
             f"{FA3_TARGET}SglKernel",
@@ -314,6 +321,11 @@ FA4 = BackendInfo(
     compiles=True,
 )
 
+# Of more queries than keys a block may see none under a band; its LSE is written over other memory (see the adapter).
+FA2_BANDS: tuple[dict[str, Any], ...] = (
+    {"s_relation": ("equal", "one", "fewer"), "window": Window()},
+    {"s_relation": "more", "causal": "none"},
+)
 FA2_SERVING: dict[str, Any] = {
     **SERVING,
     **WIDE,
@@ -342,9 +354,9 @@ FA2 = BackendInfo(
                 row(
                     when={"arch": AMPERE_AND_LATER, "kv_dtype": KV_DTYPES},
                     lowered={**DEQUANTISE, **SINKS},
-                    **{**FA2_SERVING, **windows},
+                    **{**FA2_SERVING, **band},
                 )
-                for windows in FA2_WINDOWS
+                for band in FA2_BANDS
             ),
             "polyattn_cuda.flash_attention.fa2:FlashAttention2",
             (FLASH_ATTN_2,),

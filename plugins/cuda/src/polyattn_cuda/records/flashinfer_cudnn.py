@@ -45,14 +45,16 @@ PAGED: dict[str, Any] = {
     "spec_topk": NO_TREE,
     "misaligned": True,
     "zero_size": True,
-    "deterministic": True,
     "graph_capture": True,
 }
 WIDTHS: tuple[dict[str, Any], ...] = ({"head_dim": (64, 128)}, {"dims": (UNABSORBED,)})
-# One query of each sequence is its decode graph, which alone knows a window.
+# One query of each sequence is its decode graph, which alone knows a window and has other bits in each run.
+DECODE: dict[str, Any] = {"phase": "decode", "s_relation": "one", "causal": "none"}
+EXACT: dict[str, Any] = {"deterministic": True}
 STEPS: tuple[dict[str, Any], ...] = (
-    {"phase": "decode", "s_relation": "one", "causal": "none", "window": Window(right=False)},
-    {"phase": ("prefill", "extend", "verify"), "s_relation": LENGTHS, "causal": CAUSAL, "cross": True},
+    {**DECODE, "window": Window(right=False)},
+    {**DECODE, **EXACT},
+    {**EXACT, "phase": ("prefill", "extend", "verify"), "s_relation": LENGTHS, "causal": CAUSAL, "cross": True},
 )
 
 
@@ -78,10 +80,10 @@ FLASHINFER_CUDNN_MHA = BackendInfo(
     priority=None,
     evidence="emulator",
     upstream="https://github.com/flashinfer-ai/flashinfer",
-    config=(free_slots("pages are copied without it"),),
-    note="by name only: what it does with free slots of a page is written nowhere, so pages are copied unless the "
-    "option free_slots says finite. A graph is built, on the host, for each new shape of a batch and each further "
-    "2,048 keys",
+    config=(free_slots("pages are copied without it, for a decode step on Hopper not"),),
+    note="by name only: free slots of a page are multiplied by 0, but by its decode graph on Hopper, so pages are "
+    "copied unless the option free_slots says finite. A graph is built, on the host, for each new shape of a batch "
+    "and each further 2,048 keys",
 )
 
 BACKENDS = (FLASHINFER_CUDNN_MHA,)
