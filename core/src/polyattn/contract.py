@@ -6,6 +6,7 @@ lengths, T tokens of a packed batch, H_q / H_kv heads, D head dim of Q and K, D_
 
 Rules common to all families:
 
+- a function has every keyword of its protocol: what a request does not have is None, or is left out;
 - inputs are views with a dense last axis; a function must not write to them (K of some libraries is: copy it);
 - `out`, when given, has the shape, dtype and device of the output, a dense last axis, and is returned;
 - the output has the dtype of `query`, a dense last axis, and no overlap with an input;
