@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Hashable
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,16 @@ def test_a_family_that_is_for_other_machines_is_refused_for_what_this_one_is() -
         "dense": (*FACTS, "arch"),
         "varlen": ("family",),
     }
+
+
+def test_a_reason_may_name_the_one_field_that_keeps_another_row_from_it() -> None:
+    """Of each row one value, taken together, are refused for either field."""
+    usual: dict[str, Any] = {"family": "dense", "dtype": "float32", "head_dim": 64}
+    both = {"s_relation": ("equal", "fewer"), "causal": ("bottom_right",)}, {"s_relation": "one", "causal": "none"}
+    cases = refused(*(row(**usual, **limits) for limits in both))
+    assert [c.fields for c in cases if (field(c, "s_relation"), field(c, "causal")) == ("fewer", "none")] == [
+        ("s_relation", "causal", "window")
+    ]
 
 
 def test_values_of_sets_are_tried_from_both_sides() -> None:

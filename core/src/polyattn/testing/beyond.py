@@ -10,7 +10,7 @@ from typing import Any
 from ..records import AttentionRequest, Row
 from .cases import Case
 from .generation import RowCases, holds_here, request_of
-from .values import CANDIDATES, candidates, declared, inside
+from .values import CANDIDATES, candidates, declared, inside, unmet
 
 __all__ = ["refusals"]
 
@@ -62,7 +62,11 @@ def _beyond(row: Row, rows: Sequence[Row], fixed: Mapping[str, Any], pairs: int)
         request = request_of({**base, **changes})
         if declared(rows, request.normalised()):
             return None
-        fields = tuple(n for name in changes for n in _NAMED_AS.get(name, (name,)))
+        # A row that would take it but for one field may be what the reason speaks of.
+        reasons = [[*itertools.islice(unmet(row, request.normalised()), 2)] for row in rows]
+        others = (reason[0] for reason in reasons if len(reason) == 1)
+        named = dict.fromkeys((*changes, *others))
+        fields = tuple(dict.fromkeys(n for name in named for n in _NAMED_AS.get(name, (name,))))
         return Case(request=request, check="refusal", fields=fields)
 
     taken: list[tuple[str, Hashable]] = []

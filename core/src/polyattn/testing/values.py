@@ -12,7 +12,7 @@ from typing import Any
 from ..records import DTYPES, FAMILIES, PHASES, AttentionRequest, Constraint, Range, Row, request_fields
 from ..records.request import Field
 
-__all__ = ["CANDIDATES", "CONTEXT", "FLAGS", "candidates", "declared", "inside"]
+__all__ = ["CANDIDATES", "CONTEXT", "FLAGS", "candidates", "declared", "inside", "unmet"]
 
 CONTEXT = frozenset(
     (
@@ -124,18 +124,17 @@ def _off(name: str) -> Hashable:
 
 def declared(rows: Sequence[Row], request: AttentionRequest) -> bool:
     """Whether some row says it serves a request in normal form: the kit's own reading, to hold selection against."""
-    return any(_row_declares(row, request) for row in rows)
+    return any(next(unmet(row, request), None) is None for row in rows)
 
 
-def _row_declares(row: Row, request: AttentionRequest) -> bool:
+def unmet(row: Row, request: AttentionRequest) -> Iterator[str]:
+    """The fields for which a row does not say that it serves a request in normal form."""
     kind: Any = type(request)
     constraints, named, unnamed = _words(row, kind)
-    for name, constraint in constraints:
-        if constraint.reason(getattr(request, name)) is not None:
-            return False
+    yield from (name for name, constraint in constraints if constraint.reason(getattr(request, name)) is not None)
     if request.group != 1 and "group" not in named:
-        return False
-    return all(f.kind == "option" and f.is_off(request) for f in unnamed)
+        yield "group"
+    yield from (f.name for f in unnamed if f.kind != "option" or not f.is_off(request))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -51,6 +51,7 @@ def library(build: str = "0.4") -> Library:
         check(attn_logits.shape[:2] == (N, H) and attn_logits.shape[3] == v_cache.shape[2] + 1, "CHECK_EQ")
         check(attn_logits.dtype == torch.float32 and loc.numel() == seq_lens.numel() == N, "CHECK_EQ")
         check(output.is_contiguous(), "must be contiguous")
+        assert query.dtype == torch.bfloat16, "its products of float16 are wrong without AMX-FP16"
         latent = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.shape[1] == 1
         latent = latent and query.shape[2] == v_cache.shape[2] + 64
         check(not latent or logit_cap == 0.0, "decode MLA: expect no logit_cap.")
@@ -91,6 +92,7 @@ def library(build: str = "0.4") -> Library:
         _check_indices(req_to_token, req_pool_indices, seq_lens)
         _check_off(more)
         check(extend_seq_lens.dtype == extend_start_loc.dtype == req_to_token.dtype, "same dtype as req_to_token")
+        assert q_extend.dtype == torch.bfloat16, "its products of float16 are wrong without AMX-FP16"
         check(q_extend.is_contiguous() and o_extend.is_contiguous(), "must be contiguous")
         check(k_extend.stride(-1) == v_extend.stride(-1) == k_buffer.stride(-1) == v_buffer.stride(-1) == 1, "last dim")
         check(q_extend.shape[2] % 32 == 0, f"invalid head_size {q_extend.shape[2]}")

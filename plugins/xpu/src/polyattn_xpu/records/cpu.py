@@ -17,9 +17,11 @@ from .common import BY_TOKENS, CAUSAL, DEQUANTISE, HALF, IPEX, KV_DTYPES, LATENT
 __all__ = ["BACKENDS"]
 
 WIDTH = Range(32, 256, multiple_of=32)
+# Its float16 products are torch's brgemm of keys in pairs of rows, which a CPU without AMX-FP16 reads as plain ones:
+# wrong results, on a Xeon with torch 2.13. One with it was not at hand.
 AMX: dict[str, Any] = {
     "lowered": {**DEQUANTISE, **BY_TOKENS},
-    "dtype": HALF,
+    "dtype": "bfloat16",
     "group": True,
     "scale": True,
     "page_size": 1,
