@@ -358,4 +358,4 @@ def test_without_amx_it_is_torch_native() -> None:
     )
     assert what_if(request, platform="cpu:amx", installed=("sgl-kernel-cpu",)).backend == "intel_amx"
     status = {s.name: s for s in list_backends("cpu")}["intel_amx"]
-    assert status.evidence.startswith("vendor code")
+    assert status.evidence.startswith("hardware")
