@@ -1,6 +1,6 @@
 """cuDNN's attention: the torch ops of nvidia-cudnn-frontend 1.32 (cudnn/sdpa/fwd/torch_op.py) and PyTorch's own.
 
-The packed backward sums dQ up where query's strides say, in memory for whole rows.
+The packed backward goes wrong where the query has gaps, on an H200 as far as an illegal instruction.
 """
 
 from __future__ import annotations
