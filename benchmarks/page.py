@@ -1,8 +1,9 @@
-"""The tables of docs/benchmarks.md, docs/kernels.md and the README from the committed result files: every block between
-`<!-- NAME -->` and `<!-- /NAME -->` is benchmarks/results/NAME.json. Of a result of `polyattn bench`,
-`<!-- NAME: summary -->` is a line for each family, `<!-- NAME: ratios -->` one for each bar.
+"""The tables and pictures of docs/benchmarks.md, docs/kernels.md and the README from the committed result files: every
+block between `<!-- NAME -->` and `<!-- /NAME -->` is benchmarks/results/NAME.json. Of a result of `polyattn bench`,
+`<!-- NAME: summary -->` is a line for each family, `<!-- NAME: ratios -->` one for each bar; docs/images/NAME has its
+pictures.
 
-    python benchmarks/page.py            # write the pages
+    python benchmarks/page.py            # write the pages, and pictures that are not of their result (needs matplotlib)
     python benchmarks/page.py --check    # exit code 1 where one is not up to date
 """
 
@@ -16,21 +17,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from polyattn.bench import pages
+from polyattn.bench import pages, plots
 
 RESULTS = Path(__file__).parent / "results"
 PAGES = tuple(Path(__file__).parents[1] / name for name in ("README.md", "docs/benchmarks.md", "docs/kernels.md"))
+PICTURES = Path(__file__).parents[1] / "docs" / "images"
+"""A folder for each result that is drawn, under its name."""
 BLOCK = re.compile(r"(<!-- ([\w-]+(?:: \w+)?) -->\n).*?(\n?<!-- /\2 -->)", re.S)
 
 
 def ratios(result: dict[str, Any]) -> str:
-    """What the bars of a run compare, without what they ask."""
+    """What the bars of a run compare, in short."""
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("polyattn", "torch"))
-    head = ["| | rows | geometric mean | least |", "|---|---:|---:|---:|"]
-    lines = [f"{result['date']}, {result['device']}; {versions}.", "", *head]
+    head = ["| times as fast | rows | geometric mean | least | verdict |", "|---|---:|---:|---:|---|"]
+    lines = [f"{pages.days(result)}, {result['device']}; {versions}.", "", *head]
     for said in result["verdicts"]:
         figures = [f"{said[name]:.2f}" for name in ("geomean", "least") if name in said]
-        lines += [f"| {' | '.join([said['bar'], str(said['rows']), *figures])} |"] if len(figures) == 2 else []
+        if len(figures) == 2:
+            lines.append(f"| {' | '.join([said['bar'], str(said['rows']), *figures, pages.verdict_of(said)])} |")
     return "\n".join(lines)
 
 
@@ -60,6 +64,27 @@ def written(page: str) -> str:
     return BLOCK.sub(lambda found: f"{found[1]}{table(found[2])}\n<!-- /{found[2]} -->", page)
 
 
+def outdated() -> list[Path]:
+    """Folders with a picture that is not of its result."""
+    found = []
+    for folder in sorted(path for path in PICTURES.iterdir() if path.is_dir()):
+        result = json.loads((RESULTS / f"{folder.name}.json").read_text(encoding="utf-8"))
+        drawn = {row["sheet"] for row in result["rows"] if any("us" in entry for entry in row["entries"].values())}
+        there = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
+        if there.keys() != drawn or not all(plots.digest(result) in text for text in there.values()):
+            found.append(folder)
+    return found
+
+
+def draw(folder: Path) -> None:
+    """Its pictures anew; of the two formats the pages show the SVG."""
+    for path in folder.glob("*.svg"):
+        path.unlink()
+    for path in plots.draw(json.loads((RESULTS / f"{folder.name}.json").read_text(encoding="utf-8")), folder):
+        if path.suffix != ".svg":
+            path.unlink()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
@@ -71,6 +96,10 @@ def main() -> None:
             page.write_text(after, encoding="utf-8")
         elif before != after:
             sys.exit(f"{page.name} is not what the results say: python benchmarks/page.py")
+    for folder in outdated():
+        if args.check:
+            sys.exit(f"{folder.name}: its pictures are not of its result: python benchmarks/page.py")
+        draw(folder)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyattn.bench.bars import best, difference, verdicts
+from polyattn.bench.bars import Bar, best, difference, verdicts
 from polyattn.bench.pages import breaking
 from polyattn.bench.sheets import read
 
@@ -43,6 +43,16 @@ def verdict_of(sheet, bar, *families):
     wanted = [row for family in sheet.families for row in family.rows]
     rows = [row for some in families for row in some]
     return next(said for said in verdicts(sheet.bars, wanted, rows) if said["bar"] == bar)
+
+
+def test_a_pattern_is_the_fastest_of_the_peers_that_it_names(sheet):
+    (row,) = measured(sheet, "cascade", own=10.0, flashinfer=30.0, flashinfer_fa2=20.0, fa3=5.0)
+    assert best(row, peers=True, pattern="flashinfer*") == "flashinfer_fa2"
+    assert best(row, peers=True, pattern="xqa*") is None
+    bar = Bar(name="by hand", of=("cascade",), than="flashinfer*", geomean=1.0, who="polyattn/triton")
+    wanted = [row for family in sheet.families for row in family.rows]
+    (said,) = verdicts([bar], wanted, [row])
+    assert (said["verdict"], said["geomean"]) == ("met", 2.0)
 
 
 def test_the_best_peer_is_compared_row_by_row(sheet):
@@ -109,7 +119,7 @@ def test_page_sizes_are_held_to_one_another(sheet):
 
 def test_choices_are_held_to_the_fastest_candidate(sheet):
     bars = read([BENCHMARKS / "sheets"]).bars
-    rows = measured(sheet, "extend", own=10.0, choice={"tuned": OWN, "untuned": "polyattn/fa3"}, fa3=1.0)
+    rows = measured(sheet, "extend", own=10.0, choice={"tuned": OWN, "rules": "polyattn/fa3"}, fa3=1.0)
     for row in rows:
         row["entries"]["polyattn/fa3"] = {"us": 12.5}
     assert [best(row, peers=False) for row in rows] == [OWN, OWN]

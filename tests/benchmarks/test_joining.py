@@ -60,10 +60,11 @@ def part(sheet, family, **rates):
             {
                 "sheet": "sheet", "family": family, "kind": row.kind, "name": row.name, "model": "",
                 "fields": row.fields(), "unit": row.work().unit, "bound": "read" if row.serving else "matmul",
+                "date": "2026-11-22", "code": "of that day",
                 "accepted": True, "anchors": {**RATES, **rates}, "moved": 0.01, "choice": {"tuned": OWN},
                 "entries": {
-                    OWN: {"us": 10.0, "rate": 1.0, "percent": 10.0},
-                    "peer": {"us": 20.0, "rate": 0.5, "percent": 5.0, "peer": True},
+                    OWN: {"us": 10.0, "rate": 1.0, "percent": 10.0, "peak_bytes": 3 * 2**20},
+                    "peer": {"us": 20.0, "rate": 0.5, "percent": 5.0, "peak_bytes": 2**20, "peer": True},
                 },
             }
             for row in rows
@@ -104,6 +105,46 @@ def test_parts_become_one_result_with_verdicts_over_all_rows(sheet, parts):
     alone = joined({"prefill.json": parts["prefill.json"]}, sheet)
     assert alone["verdicts"][0]["verdict"] == "incomplete", "rows that no part has are missing"
     assert "parts" not in pages.markdown(alone)
+
+
+def test_a_page_says_when_rows_were_measured_and_which_once_more(sheet, parts):
+    found = joined(parts, sheet)
+    assert pages.caption(found) == "2026-11-22, A device; polyattn 0.1.0, driver 1"
+    assert pages.again_line(found) == ""
+    found["rows"][1] |= {"date": "2026-11-24", "replaced": 1, "code": "of another day"}
+    text = pages.markdown(found)
+    assert text.startswith("2026-11-22 to 2026-11-24, A device; ")
+    assert "1 of 4 rows, marked *, were measured again after the others; that is what is shown, and the" in text
+    assert "measurement before it is not kept. They are of 2 states of polyattn's code." in text
+    assert f"| {found['rows'][1]['name']} \\* | 1 (10%)" in text
+
+
+def test_a_page_says_what_entries_are_what_bounds_them_and_what_they_take(sheet, parts):
+    found = joined(parts, sheet)
+    text = pages.markdown(found)
+    assert "called through polyattn; called by hand: `peer` A library." in text
+    assert "`step`: GB/s (share of read, which bounds it)" in text
+    assert "| row | polyattn/own | peer | choice | MiB: choice, least, most |" in text
+    assert "| tuned own 1.00 | 3, 1 peer, 3 polyattn/own |" in text
+    found["rows"][0]["bound"] = "read"
+    text = pages.markdown(found)
+    assert "`prefill`: TFLOP/s (share of read or matmul, which bounds it)" in text
+    assert "| 1 (10%) | 0.5 (5%) | read | tuned own 1.00 |" in text
+
+
+def test_a_page_says_once_who_failed_for_one_reason(sheet, parts):
+    found = joined(parts, sheet)
+    first, second = found["rows"][:2]
+    for name in ("peer", "other", "third"):
+        for row in (first, second):
+            row["entries"][name] = {"kind": "refused", "failed": "no such rows"}
+    second["entries"]["third"] = {"kind": "failed", "failed": "of its own"}
+    second["note"] = "a note"
+    text = pages.markdown(found)
+    assert "- peer, other: no such rows (every row)" in text
+    assert f"- third: no such rows ({first['name']})" in text
+    assert f"- third: of its own ({second['name']})" in text
+    assert f"- a note ({second['name']})" in text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import json
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from polyattn.bench.sheets import read
 from polyattn.bench.workloads import workload
 from polyattn.errors import BackendUnavailableError, ConfigError
 from polyattn.measuring import Clock
+from polyattn.testing.machine import code_digest
 
 SHEET = """
 title: Made for tests
@@ -160,7 +162,13 @@ def test_a_result_says_where_it_is_from(done, places):
     assert "--candidates 'torch_*'" in done["command"]
     assert done["sheets"] == dict(read([places[0]]).digests)
     assert done["versions"]["torch"] == torch.__version__
-    assert done["rows"][0]["choice"] == dict.fromkeys(("tuned", "shipped", "untuned"), "polyattn/torch_sdpa")
+    assert done["rows"][0]["choice"] == dict.fromkeys(("tuned", "shipped", "rules"), "polyattn/torch_sdpa")
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    assert {(row["date"], row["code"]) for row in done["rows"]} <= {
+        (today, code_digest()),
+        (done["date"], code_digest()),
+    }
+    assert len(code_digest()) == 12
     (said,) = done["verdicts"]
     assert (said["verdict"], said["rows"]) == ("met", 2)
     assert json.loads(json.dumps(done)) == done
@@ -194,6 +202,7 @@ def test_rows_are_measured_once_more_where_that_is_asked_for(asked, done, tmp_pa
     assert [row["name"] for row in result["rows"]] == [row["name"] for row in done["rows"]], "in the order of the sheet"
     assert result["rows"][-1] == done["rows"][-1], "what was not asked for is kept"
     assert result["rows"][0]["entries"]["right"] != done["rows"][0]["entries"]["right"]
+    assert [row.get("replaced") for row in result["rows"]] == [1] * len(plan.rows) + [None]
     assert result["parts"] == [{"rows": 3}]
     assert "--again" in result["command"]
 
@@ -391,11 +400,14 @@ def test_compiling_ahead_calls_what_compiles(asked, tmp_path):
 
 
 def test_a_result_is_shown_with_its_bars_and_failures(done):
+    for row in done["rows"]:
+        row["bound"] = "matmul"  # which it is on a CPU is a matter of its day
     text = pages.markdown(done)
     assert "Rows as small as they get: the times mean nothing." in text
     assert "| over the peer | tuned: geomean 1e-06 x right | met |" in text
-    assert "`prefill`, Tiny: TFLOP/s (share of the ceiling)" in text
+    assert "`prefill`, Tiny: TFLOP/s (share of matmul, which bounds it)" in text
     assert "- broken: KeyError: 'of the library' (every row)" in text
+    assert "the backend of that name, called through polyattn; called by hand: `right` right." in text
     assert "tuned torch_sdpa" in text
     assert "The device, over all rows" not in text, "of a quick run that says nothing"
 
@@ -406,7 +418,8 @@ def test_plots_are_the_same_for_the_same_result(done, tmp_path):
     assert [path.name for path in first] == ["sheet.png", "sheet.svg"]
     assert first[0].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert first[1].read_bytes() == second[1].read_bytes()
-    assert "Made for tests" in first[1].read_text() or "<svg" in first[1].read_text()
+    assert f"<dc:identifier>{plots.digest(done)}</dc:identifier>" in first[1].read_text()
+    assert "d32 H4 kv2 B1 S48" in first[1].read_text()
     for row in done["rows"]:
         row["entries"] = {}
     assert plots.draw(done, tmp_path / "c") == [], "a sheet without times has no picture"

@@ -36,6 +36,21 @@ def test_the_pages_are_what_their_command_writes(monkeypatch):
     assert {name for name in results if not name.startswith("conformance-")} == shown, "every result is shown"
 
 
+def test_the_pictures_are_of_the_results(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    page = importlib.import_module("page")
+    assert page.outdated() == [], "python benchmarks/page.py draws them"
+    folder = tmp_path / "bench-h200"
+    folder.mkdir()
+    monkeypatch.setattr(page, "PICTURES", tmp_path)
+    assert page.outdated() == [folder], "a sheet has no picture"
+    for path in (ROOT / "docs" / "images" / "bench-h200").glob("*.svg"):
+        (folder / path.name).write_text(path.read_text())
+    assert page.outdated() == []
+    (folder / path.name).write_text("<svg/>")
+    assert page.outdated() == [folder], "one is of something else"
+
+
 SHEETS = {"attention-kernels": "attention_kernels.yaml", "bench-h200": "sheets"}
 """Results of `polyattn bench` -> what they are of."""
 

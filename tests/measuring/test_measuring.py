@@ -75,6 +75,10 @@ def test_every_candidate_is_right(name):
         found = examine(inputs, candidate)
         assert (found.kind, found.reason) == ("", ""), candidate.name
         assert found.margin <= 1
+        call = candidate.prepare(inputs)
+        for number in range(inputs.count):
+            verdict = check(inputs.only(number), call(number), whole=True)
+            assert verdict.ok, (candidate.name, number, verdict.reason)
 
 
 def test_candidates_are_what_selection_says():
@@ -142,6 +146,77 @@ def test_a_dropped_block_of_keys_is_found():
     assert check(inputs, whole).ok
     part = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :-64], v[:, :, :-64]).transpose(1, 2)
     assert not check(inputs, part).ok
+
+
+@pytest.mark.parametrize("name", ["dense BHSD, window, lse", "top left", "varlen", "extend, fp8", "latent"])
+def test_what_is_wrong_where_no_kernel_differs_is_found_in_the_whole(name):
+    asked = workload(name)
+    asked = (
+        dataclasses.replace(asked, request=dataclasses.replace(asked.request, heads=6, kv_heads=3))
+        if (asked.request.family != "mla")
+        else dataclasses.replace(asked, lengths=((1, 40),) * 3)
+    )
+    inputs = make_inputs(asked, CPU, sets=1)
+    result = candidates(asked, CPU)[0].prepare(inputs)(0)
+    out, *more = result if isinstance(result, tuple) else (result,)
+    axis = {"BSHD": 2, "BHSD": 1}.get(asked.request.layout, 1) if asked.request.family != "mla" else 0
+    wrong = out.clone()
+    wrong.narrow(axis, wrong.shape[axis] // 3, wrong.shape[axis] // 3).zero_()
+    given = (wrong, *more) if more else wrong
+    assert check(inputs, given).ok, "in no place that is looked at"
+    assert check(inputs, result, whole=True).ok
+    found = check(inputs, given, whole=True)
+    assert found.reason.startswith("out: 1 from plain torch in relative L2 at sequence ")
+    assert found.margin > 1
+
+
+class Fickle:
+    """An entrant that is right of set 0, and at first."""
+
+    name = "fickle"
+
+    def __init__(self, right, until):
+        self.right, self.until, self.calls = right, until, 0
+
+    def prepare(self, inputs):
+        inner = self.right.prepare(inputs)
+
+        def call(number):
+            self.calls += 1
+            out = inner(number)
+            return out if number < self.until[0] and self.calls < self.until[1] else torch.zeros_like(out)
+
+        return call
+
+
+@pytest.mark.parametrize("until", [(1, 10**9), (10**9, 3)], ids=["of one set", "at first"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_who_is_right_only_where_it_was_looked_at_has_no_time(until, recorded):
+    asked = workload("top left")
+    inputs = make_inputs(asked, CPU)
+    right = candidates(asked, CPU)[0]
+    # Where there are no graphs, recording calls every set before the check.
+    entrants = [right, Fickle(right, (until[0], until[1] + recorded * inputs.count))]
+    found = measure(inputs, entrants, clock=Clock(CPU, 0.001), rounds=1, recorded=recorded)
+    assert found[right.name].time is not None
+    assert (found["fickle"].kind, found["fickle"].time) == ("wrong", None)
+    assert found["fickle"].reason.startswith("when it had been timed, of the last input set: out: ")
+
+
+def test_who_fails_when_it_has_been_timed_has_no_time(monkeypatch):
+    asked = workload("top left")
+    inputs = make_inputs(asked, CPU)
+    monkeypatch.setattr(type(inputs), "only", lambda self, number: [][number])
+    (found,) = measure(inputs, candidates(asked, CPU)[:1], clock=Clock(CPU, 0.001), rounds=1).values()
+    assert (found.kind, found.time, found.reason) == ("failed", None, "IndexError: list index out of range")
+
+
+def test_sets_are_as_many_as_what_is_read_of_them_takes(monkeypatch):
+    """Of a cache behind a window that is little: as many sets as for the whole would stay in the device's cache."""
+    monkeypatch.setattr("polyattn.measuring.inputs.cache_bytes", lambda device: 2**20)
+    whole = Workload(AttentionRequest(**DECODE, head_dim=64, heads=4, kv_heads=2), ((1, 4096),) * 2)
+    behind = dataclasses.replace(whole, request=dataclasses.replace(whole.request, window=(255, 0)))
+    assert (_sets(whole, CPU), _sets(behind, CPU)) == (2, -(-3 * 2**20 // (2 * 256 * 2 * 128 * 2 + 2 * 4 * 64 * 2)))
 
 
 def test_who_writes_to_an_input_is_found_and_harms_nobody_else(odd):
@@ -398,7 +473,19 @@ def test_who_ran_before_is_not_in_the_times():
 def test_no_round_is_begun_after_a_while(monkeypatch):
     now = iter((0.0, 5.0, 11.0, 13.0))
     monkeypatch.setattr("polyattn.measuring.clock.time.monotonic", lambda: next(now))
-    assert interleaved({"a": lambda: Time(1.0, 0.0, 1)})["a"].count == 3
+    assert interleaved({"a": lambda: Time(1.0, 0.0, 1)})["a"].rounds == 5
+    # One round is no comparison: everybody ran once, in one order.
+    now = iter((0.0, 100.0))
+    took = interleaved({"a": lambda: Time(1.0, 0.0, 1)})["a"]
+    assert (took.rounds, took.count) == (3, 3)
+
+
+def test_how_far_the_rounds_of_one_are_apart():
+    found = iter((1.0, 1.1, 1.2))
+    took = interleaved({"a": lambda: Time(next(found), 0.0, 1)}, 3)["a"]
+    assert (took.seconds, took.rounds) == (1.1, 3)
+    assert took.between == pytest.approx(0.2 / 1.1)
+    assert interleaved({"a": lambda: Time(1.0, 0.0, 1)}, 1)["a"].between is None
 
 
 def test_who_is_near_the_fastest_is_timed_until_the_rounds_agree():

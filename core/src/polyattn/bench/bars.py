@@ -16,9 +16,9 @@ __all__ = ["ANCHORS_WITHIN", "CHOICES", "SUBJECTS", "Bar", "Measured", "best", "
 ANCHORS_WITHIN = 0.03
 """A row counts where the device's own rates before and after it differ by at most so much."""
 
-CHOICES = ("tuned", "shipped", "untuned")
-"""What polyattn chooses with what was measured on the machine before; by its rules and the tables that it ships, as
-where nothing was; by its rules alone."""
+CHOICES = ("tuned", "shipped", "rules")
+"""What polyattn chooses with what was measured on the machine before; where nothing was, by the tables that it ships,
+and its rules where those do not know the request; by its rules alone."""
 
 SUBJECTS = (*CHOICES, "best")
 """Whom a bar may be on, besides a candidate by its name: what polyattn chooses; the fastest candidate."""
@@ -33,8 +33,8 @@ class Bar:
 
     Attributes:
         name. of: families, `*` is anything. who: one of `SUBJECTS`, or a candidate's name.
-        than: best_candidate, best_peer, one_another, a peer's or candidate's name, or a family: the row of it with the
-            same fields as `match`.
+        than: best_candidate, best_peer, one_another, a peer's or candidate's name, a pattern of peers' names (the
+            fastest of them), or a family: the row of it with the same fields as `match`.
         each: of every row. geomean: of all of them. stretch: as geomean, wanted rather than needed.
         spread: slowest over fastest row, less 1. work: a field of the row that the other's time is multiplied by.
     """
@@ -68,10 +68,10 @@ def time_of(row: Measured, entry: str) -> float | None:
     return found
 
 
-def best(row: Measured, *, peers: bool) -> str | None:
-    """The fastest of the peers, or of the candidates."""
-    named = [(e["us"], name) for name, e in row["entries"].items() if "us" in e and bool(e.get("peer")) == peers]
-    return min(named)[1] if named else None
+def best(row: Measured, *, peers: bool, pattern: str = "*") -> str | None:
+    """The fastest of the peers, or of the candidates, whose names the pattern has."""
+    timed = {name: e["us"] for name, e in row["entries"].items() if "us" in e and bool(e.get("peer")) == peers}
+    return min(fnmatch.filter(timed, pattern), key=lambda name: timed[name], default=None)
 
 
 def verdicts(bars: Iterable[Bar], wanted: Sequence[Row], measured: Iterable[Measured]) -> list[dict[str, Any]]:
@@ -140,6 +140,8 @@ def _named(row: Measured, who: str) -> float | None:
         name = row["choice"].get(who)
     elif who in ("best", "best_candidate", "best_peer"):
         name = best(row, peers=who == "best_peer")
+    elif "*" in who:
+        name = best(row, peers=True, pattern=who)
     return None if name is None else time_of(row, name)
 
 

@@ -13,12 +13,15 @@ from .bars import best
 __all__ = [
     "BENCHMARK",
     "QUICK",
+    "again_line",
     "breaking",
     "caption",
     "cell",
+    "days",
     "device_line",
     "figure",
     "markdown",
+    "memory_of",
     "parts_line",
     "rejected",
     "said_of",
@@ -35,7 +38,6 @@ QUICK = "Rows as small as they get: the times mean nothing."
 Result = Mapping[str, Any]
 _MOST = 12
 """Rows that are named under a bar."""
-_SHORT = {"tuned": "tuned", "shipped": "untuned", "untuned": "by rules"}
 
 
 def markdown(result: Result) -> str:
@@ -43,6 +45,7 @@ def markdown(result: Result) -> str:
     lines = _head(result)
     if result["verdicts"]:
         lines += _bars(result["verdicts"])
+    lines += _legend(result)
     for name in dict.fromkeys(row["family"] for row in result["rows"]):
         lines += ["", *_family(name, [row for row in result["rows"] if row["family"] == name])]
     return "\n".join(lines)
@@ -82,7 +85,7 @@ def _head(result: Result) -> list[str]:
     lines = [f"{caption(result)}.", ""]
     if result["quick"]:
         lines += [QUICK, ""]
-    for line in (result.get("note"), device_line(result), parts_line(result)):
+    for line in (result.get("note"), device_line(result), parts_line(result), again_line(result)):
         lines += [line, ""] if line else []
     return lines
 
@@ -90,7 +93,13 @@ def _head(result: Result) -> list[str]:
 def caption(result: Result) -> str:
     """The run in one line, without a full stop."""
     named = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"{result['date']}, {result['device']}; {named}"
+    return f"{days(result)}, {result['device']}; {named}"
+
+
+def days(result: Result) -> str:
+    """When its rows were measured."""
+    found = sorted({row["date"] for row in result["rows"]}) or [result["date"]]
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def device_line(result: Result) -> str:
@@ -115,6 +124,31 @@ def parts_line(result: Result) -> str:
     return f"In {len(parts)} parts, each on a device of its own; the middle of what those did: {'; '.join(said)}."
 
 
+def again_line(result: Result) -> str:
+    """Of which rows an earlier measurement is not kept, and what else keeps them from being of one run."""
+    again = sum("replaced" in row for row in result["rows"])
+    codes = {row["code"] for row in result["rows"] if "code" in row}
+    said = []
+    if again:
+        said.append(
+            f"{again} of {len(result['rows'])} rows, marked *, were measured again after the others; that is what is "
+            f"shown, and the measurement before it is not kept."
+        )
+    if len(codes) > 1:
+        said.append(f"They are of {len(codes)} states of polyattn's code.")
+    return " ".join(said)
+
+
+def _legend(result: Result) -> list[str]:
+    """What the entries are that have times."""
+    timed = {name for row in result["rows"] for name, entry in row["entries"].items() if "us" in entry}
+    peers = [f"`{name}` {what}" for name, what in result["libraries"].items() if name in timed]
+    if not timed:
+        return []
+    said = "`polyattn/NAME` is the backend of that name, called through polyattn"
+    return ["", f"{said}; called by hand: {'; '.join(peers)}." if peers else f"{said}."]
+
+
 def rejected(row: Mapping[str, Any]) -> str:
     """Why no verdict reads a row, "" = they do."""
     if row["accepted"]:
@@ -125,23 +159,33 @@ def rejected(row: Mapping[str, Any]) -> str:
 
 
 def title_of(row: Mapping[str, Any]) -> str:
-    """A row for people: its own name, and what is wrong with it."""
+    """A row for people: its own name, whether it was measured again (`again_line`), and what is wrong with it."""
     why = rejected(row)
-    return str(row["name"]) + (f" ({why})" if why else "")
+    return str(row["name"]) + (" \\*" if "replaced" in row else "") + (f" ({why})" if why else "")
 
 
 def said_of(row: Mapping[str, Any]) -> str:
     """polyattn's choices in a row, and how they compare with the fastest candidate."""
     fastest = best(row, peers=False)
     parts = []
-    for how, short in _SHORT.items():
-        name = row["choice"].get(how)
+    for how, name in row["choice"].items():
         if name not in row["entries"]:
             continue  # of a run that was to measure other candidates
         us = row["entries"][name].get("us")
         share = f" {row['entries'][fastest]['us'] / us:.2f}" if us and fastest else ""
-        parts.append(f"{short} {name.rpartition('/')[2]}{share}")
+        parts.append(f"{how} {name.rpartition('/')[2]}{share}")
     return ", ".join(parts)
+
+
+def memory_of(row: Mapping[str, Any]) -> str:
+    """MiB that a call takes beside its inputs, its result included: polyattn's choice, the least and the most."""
+    peaks = {name: entry.get("peak_bytes", 0) for name, entry in row["entries"].items() if "us" in entry}
+    if not any(peaks.values()):
+        return ""
+    chosen = row["choice"].get("tuned")
+    least, most = (way(peaks, key=lambda name: peaks[name]) for way in (min, max))
+    parts = [f"{figure(peaks[chosen] / 2**20)}"] if chosen in peaks else []
+    return ", ".join([*parts, *(f"{figure(peaks[name] / 2**20)} {name}" for name in dict.fromkeys((least, most)))])
 
 
 def cell(entry: Mapping[str, Any] | None) -> str:
@@ -191,20 +235,35 @@ def _family(family: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row["entries"]))
     shown = [name for name in names if any("us" in row["entries"].get(name, {}) for row in rows)]
     model = f", {rows[0]['model']}" if rows[0].get("model") else ""
-    lines = [f"`{family}`{model}: {rows[0]['unit']} (share of the ceiling)", ""]
-    choices = any(said_of(row) for row in rows)
+    bounds = list(dict.fromkeys(row["bound"] for row in rows))
+    lines = [f"`{family}`{model}: {rows[0]['unit']} (share of {' or '.join(bounds)}, which bounds it)", ""]
+    more = {
+        "bound by": [row["bound"] if len(bounds) > 1 else "" for row in rows],
+        "choice": [said_of(row) for row in rows],
+        "MiB: choice, least, most": [memory_of(row) for row in rows],
+    }
+    more = {name: cells for name, cells in more.items() if any(cells)}
     if shown:
-        head, rule = (["choice"], "---|") if choices else ([], "")
-        lines += [f"| {' | '.join(['row', *shown, *head])} |", f"|---|{'---:|' * len(shown)}{rule}"]
-        for row in rows:
+        lines += [f"| {' | '.join(['row', *shown, *more])} |", f"|---|{'---:|' * len(shown)}{'---|' * len(more)}"]
+        for number, row in enumerate(rows):
             cells = [title_of(row), *(cell(row["entries"].get(name)) for name in shown)]
-            lines.append(f"| {' | '.join([*cells, *([said_of(row)] if choices else [])])} |")
-    failures: dict[str, list[str]] = {}
-    for row in rows:
-        for name, entry in row["entries"].items():
-            if "failed" in entry:
-                failures.setdefault(f"{name}: {entry['failed']}", []).append(row["name"])
-        if "note" in row:
-            failures.setdefault(str(row["note"]), []).append(row["name"])
-    where = {why: "every row" if len(some) == len(rows) else "; ".join(some) for why, some in failures.items()}
-    return [*lines, *([""] if where and shown else []), *(f"- {why} ({some})" for why, some in where.items())]
+            lines.append(f"| {' | '.join([*cells, *(column[number] for column in more.values())])} |")
+    where = _failures(rows)
+    return [*lines, *([""] if where and shown else []), *(f"- {line}" for line in where)]
+
+
+def _failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why entries have no times, and in which rows: a line for each reason."""
+    who: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    names = dict.fromkeys(name for row in rows for name, entry in row["entries"].items() if "failed" in entry)
+    for name in names:
+        reasons: dict[str, list[str]] = {}
+        for row in rows:
+            if why := row["entries"].get(name, {}).get("failed"):
+                reasons.setdefault(why, []).append(row["name"])
+        for why, some in reasons.items():
+            who.setdefault((why, tuple(some)), []).append(name)
+    found = {f"{', '.join(some)}: {why}": where for (why, where), some in who.items()}
+    for row in (row for row in rows if "note" in row):
+        found[row["note"]] = (*found.get(row["note"], ()), row["name"])
+    return [f"{said} ({'every row' if len(where) == len(rows) else '; '.join(where)})" for said, where in found.items()]

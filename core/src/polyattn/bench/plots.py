@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from ..errors import BackendUnavailableError
 from .entries import OWN
 from .pages import caption
 
-__all__ = ["draw", "library"]
+__all__ = ["digest", "draw", "library"]
 
 _MARKS = "osv^D<>PX*hd"
 _LINE = 0.27
@@ -30,6 +32,12 @@ def library() -> Any:
     except ModuleNotFoundError as exc:
         raise BackendUnavailableError("plots need matplotlib: pip install 'polyattn[plots]'") from exc
     return importlib.import_module("matplotlib")
+
+
+def digest(result: Mapping[str, Any]) -> str:
+    """Of what is drawn; an SVG has it as its identifier."""
+    drawn = {name: result[name] for name in ("rows", "titles", "versions", "device")}
+    return hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -61,7 +69,8 @@ def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
         for suffix in ("png", "svg"):
             path = folder / f"{sheet}.{suffix}"
             # Without a date and without random ids: the same result gives the same bytes.
-            more = {"metadata": {"Date": None}} if suffix == "svg" else {"dpi": 150}
+            about = {"Date": None, "Identifier": digest(result)}
+            more = {"metadata": about} if suffix == "svg" else {"dpi": 150}
             with matplotlib.rc_context({"svg.hashsalt": sheet}):
                 figure.savefig(path, bbox_inches="tight", **more)
             written.append(path)

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..testing.machine import device_name, versions
+from ..testing.machine import code_digest, device_name, versions
 from .bars import verdicts
 from .pages import BENCHMARK
 from .peers import Peer, versions_of
 from .rows import Row
 from .sheets import Sheet
 
-__all__ = ["FORMAT", "SAME", "begin", "difference_of", "kept", "load", "resumed", "save", "summed"]
+__all__ = ["FORMAT", "SAME", "begin", "difference_of", "kept", "load", "provenance", "resumed", "save", "summed"]
 
-FORMAT = 1
+FORMAT = 2
 SAME = ("format", "device", "versions", "settings", "quick")
 """What must be equal where the rows of two runs are put into one file."""
 
@@ -43,7 +43,7 @@ def begin(
         "benchmark": BENCHMARK,
         "format": FORMAT,
         "command": shlex.join(["polyattn", *command]),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": _today(),
         "device": device_name(device),
         "versions": {
             **versions(device),
@@ -59,6 +59,17 @@ def begin(
         "rows": [],
         "verdicts": [],
     }
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def provenance(before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a row that is measured now says of that: the day, the code, and how many accepted measurements of it were
+    there and are not kept. before: the last of them."""
+    replaced = 0 if before is None else before.get("replaced", 0) + 1
+    return {"date": _today(), "code": code_digest(), **({"replaced": replaced} if replaced else {})}
 
 
 def _cudnn(device: torch.device) -> dict[str, str]:

@@ -168,8 +168,8 @@ class Row:
     def work(self) -> Work:
         """Two products of every query with the keys that it sees, 2 operations for each pair and number: forward
         2 (D + D_v) a pair, backward 2.5 times that (five products), training both. Bytes: the rows of the cache, or
-        of keys and values, that some query sees, in their stored width, scales apart. A prefix that sequences share
-        counts once for each of them. Block-sparse rows do what their lists say."""
+        of keys and values, that some query sees, in their stored width, scales apart; a prefix that sequences share is
+        one. Block-sparse rows do what their lists say."""
         d, d_v = self.dims
         width = self.head_dim if self.kind == "latent" else d + d_v
         if self.kind == "block_sparse":
@@ -185,6 +185,7 @@ class Row:
             pairs = self.batch * visible(q_len, keys, self.causal or self.serving, self.window)
             left = self.window[0]
             read = self.batch * (min(keys, left + q_len) if left >= 0 and self.serving else keys)
+            read -= (self.batch - 1) * self.shared
         times = {"backward": 2.5, "training": 3.5}.get(self.kind, 1.0)
         stored = _BYTES[self.dtype if self.kv_dtype == "auto" else self.kv_dtype]
         row_bytes = LATENT_FP8_ROW if self.kind == "latent" and stored == 1 else width * stored

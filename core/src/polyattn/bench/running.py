@@ -29,7 +29,7 @@ from ..selection import Policy, Selection, select
 from .bars import ANCHORS_WITHIN, difference
 from .entries import OWN, Entry, Seen, entries_of
 from .peers import Peer
-from .results import kept
+from .results import kept, provenance
 from .rows import Row, Work
 from .workloads import inputs_of, workload
 
@@ -94,14 +94,15 @@ def run(plan: Plan, result: dict[str, Any], tell: Callable[[dict[str, Any]], Non
     anchors = Anchors(clock)
     with Prober(str(plan.device)) if plan.tune else contextlib.nullcontext() as prober:
         for number, row in enumerate((*plan.rows, *plan.rows)):
-            if kept(result, row) is not None and not (plan.again and number < len(plan.rows)):
+            before = kept(result, row)
+            if before is not None and not (plan.again and number < len(plan.rows)):
                 continue
             if time.monotonic() - began > plan.limit:
                 return
-            untuned = _tuned(row, plan, prober) if prober is not None else ""
-            found = _best_of_attempts(row, plan, anchors, result["lost"])
-            if untuned:
-                found["note"] = "; ".join(filter(None, (found.get("note"), f"not tuned: {untuned}")))
+            why_not = _tuned(row, plan, prober) if prober is not None else ""
+            found = {**_best_of_attempts(row, plan, anchors, result["lost"]), **provenance(before)}
+            if why_not:
+                found["note"] = "; ".join(filter(None, (found.get("note"), f"not tuned: {why_not}")))
             others = [one for one in result["rows"] if (one["family"], one["name"]) != (row.family, row.name)]
             result["rows"] = [*others, found]
             tell(found)
@@ -209,7 +210,7 @@ def ceiling(work: Work, rates: Mapping[str, float]) -> tuple[str, float]:
 def _measured(
     row: Row, plan: Plan, clock: Clock, lost: Mapping[str, str], seen: Seen, looks: _Looks
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """What became of every entry, and which candidate polyattn chooses, tuned and untuned. lost: entry -> why. looks:
+    """What became of every entry, and which candidate polyattn chooses, `bars.CHOICES`. lost: entry -> why. looks:
     the first is taken before anything is timed."""
     asked = workload(row, plan.device)
     entries = entries_of(asked, plan.device, plan.peers, plan.candidates, seen)
@@ -226,6 +227,7 @@ def _measured(
         rounds=1 if plan.quick else ROUNDS,
         recorded=row.recorded,
         ready=looks.first,
+        whole=True,
     )
     # What is lost may be noticed by whoever comes next.
     clock.synchronise()
@@ -244,6 +246,8 @@ def _entry(found: Measured, peak: int) -> dict[str, Any]:
         "us": round(found.time.seconds * 1e6, 3),
         "spread": round(found.time.spread, 4),
         "count": found.time.count,
+        "rounds": found.time.rounds,
+        **({} if found.time.between is None else {"between": round(found.time.between, 4)}),
         "margin": round(found.margin, 3),
         "peak_bytes": peak,
     }
@@ -261,7 +265,7 @@ def _choices(asked: Workload, entries: Sequence[Entry]) -> dict[str, str]:
         found = {
             "tuned": explain(asked.request),
             "shipped": select(asked.request, catalogue(), shipped_policy(rules, asked.request)),
-            "untuned": select(asked.request, catalogue(), rules),
+            "rules": select(asked.request, catalogue(), rules),
         }
     except (UnsupportedRequestError, BackendUnavailableError):
         return {}

@@ -1,12 +1,14 @@
 """Whether a result is right, at any size: some queries of it against float64, held to the gates of conformance.
 
 A result is looked at where its kernels differ: in the first and last sequence, in the first and last head, at the
-start, in the middle and at the end of the queries. Everything else must be finite.
+start, in the middle and at the end of the queries. Everything else must be finite; or, where the `whole` is asked for,
+near plain torch math, block by block.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from ..records import AttentionRequest
 from ..testing.checks.one_call import GRAD_ROUNDINGS, OUT_ROUNDINGS
 from ..testing.families import DTYPES
 from ..testing.plain import Method, plain_attention, reference_attention
-from ..testing.tolerances import Finding, Kind, compare
+from ..testing.tolerances import RELATIVE_L2, Finding, Kind, compare
 from .cached import slots_of
 from .inputs import Inputs
 from .workload import CACHED
@@ -30,6 +32,9 @@ _SLICE = 64
 """Queries that are looked at in each place."""
 _BLOCK = 512
 """Queries whose scores are held at once where all of them are needed."""
+_ROWS, _NEAR = 128, 4
+"""Queries of a head whose errors are added up where the whole is compared, and how many times the bound of a relative
+L2 error they may be from plain torch: both have errors of their own, which in a block are no averages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +75,17 @@ class _Place(NamedTuple):
     size: float
 
 
-def check(inputs: Inputs, result: Any) -> Verdict:
+def check(inputs: Inputs, result: Any, *, whole: bool = False) -> Verdict:
     """What is right is worked out at the first check of these inputs, and remembered.
 
     Args:
         result: of set 0: out or (out, lse) as the contract has it; for training the gradients in the order of
             `request.grad`, without "lse".
+        whole: of a forward result, everything is compared, not only where kernels differ.
     """
     found = _gradients(inputs, result) if inputs.workload.training else _forward(inputs, result)
+    if whole and not inputs.workload.training:
+        found = itertools.chain(found, _everywhere(inputs, result[0] if isinstance(result, tuple) else result))
     margin = 0.0
     for finding, used in found:
         margin = max(margin, used)
@@ -113,6 +121,45 @@ def _looked_at(inputs: Inputs) -> Iterator[_Place]:
                 right = _solve(request, part, rows, reference_attention, exact=True)
                 plain = _solve(request, part, rows, plain_attention, exact=False)
                 yield _Place(n, part.heads, rows, right, plain, size)
+
+
+def _everywhere(inputs: Inputs, out: Tensor) -> Iterator[tuple[Finding | None, float]]:
+    """Each block of queries of each head, beside plain torch math."""
+    request = inputs.workload.request
+    allowed = _NEAR * RELATIVE_L2[DTYPES[request.dtype]]
+    plain = inputs.remembered("whole", lambda: list(_plain_whole(inputs)))
+    for n, right in enumerate(plain):
+        mine = _heads_first(inputs, n, out)
+        error, size = _sizes(mine.float() - right.float()), _sizes(right.float())
+        # Rows that see nothing are zeros: theirs is compared with what others have.
+        far = error / size.clamp(min=float(size.mean()) * 1e-3 or 1.0)
+        worst = float(far.max())
+        if worst > allowed:
+            head, block = divmod(int(far.argmax()), far.shape[1])
+            place = f"sequence {n}, head {head}, queries from {block * _ROWS}"
+            message = f"{worst:.3g} from plain torch in relative L2 at {place}; {allowed:.3g} is allowed there"
+            yield Finding("out", message, worst, allowed), worst / allowed
+            return
+
+
+def _sizes(rows: Tensor) -> Tensor:
+    """L2 of blocks of queries [H, blocks], of [H, S, D]."""
+    squares = rows.square().sum(-1)
+    padded = torch.nn.functional.pad(squares, (0, -squares.shape[1] % _ROWS))
+    return torch.unflatten(padded, 1, (-1, _ROWS)).sum(-1).sqrt()
+
+
+def _plain_whole(inputs: Inputs) -> Iterator[Tensor]:
+    """[H, S_q, D_v] of each sequence, by plain torch math in the dtype of the query."""
+    request = inputs.workload.request
+    for n in range(inputs.workload.batch):
+        heads = []
+        for kv in range(request.kv_heads):
+            part = _part(inputs, n, kv)
+            starts = range(0, part.query.shape[2], _BLOCK)
+            blocks = (slice(start, min(start + _BLOCK, part.query.shape[2])) for start in starts)
+            heads.append(torch.cat([_solve(request, part, b, plain_attention, exact=False)[0][0] for b in blocks], 1))
+        yield torch.cat(heads)
 
 
 def _gradients(inputs: Inputs, result: Sequence[Tensor]) -> Iterator[tuple[Finding | None, float]]:
@@ -244,7 +291,7 @@ def _cached_rows(inputs: Inputs, n: int, kv: int, dtype: torch.dtype) -> tuple[T
     places = [slots_of(inputs.step.page_table[n], inputs.workload.lengths[n][1], size)]
     for part in inputs.extra.get("kv_parts", ()):
         places.insert(0, slots_of(part.page_table[0], inputs.workload.shared, size))
-    rows = inputs.pool.read(0, torch.cat(places), dtype)
+    rows = inputs.pool.read(inputs.layer, torch.cat(places), dtype)
     if request.family == "mla":
         return rows[None, None], rows[None, None, :, : request.dims[1]]
     key, value = rows

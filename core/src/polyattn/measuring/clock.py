@@ -14,8 +14,8 @@ import torch
 
 __all__ = ["ROUNDS", "Clock", "Time", "Timing", "interleaved"]
 
-ROUNDS, _ROUNDS_WITHIN = 9, 12.0
-"""How often everybody is timed; after so many seconds no other round begins.
+ROUNDS, _ROUNDS_LEAST, _ROUNDS_WITHIN = 9, 3, 12.0
+"""How often everybody is timed; after so many seconds no other round begins, the least number of them apart.
 
 A GPU at the limit of its power runs as fast as the last tenth of a second allows, so a window of one entry depends on
 who ran before it, by up to 10%. Many short windows in ever other orders meet everybody in the same states; few long
@@ -37,11 +37,17 @@ _ISSUE_MOST = 40_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Seconds of one call, the median; spread: interquartile range over the median; count: times taken."""
+    """Seconds of one call, the median; spread: interquartile range over the median; count: times taken.
+
+    Of several rounds, the middle one's. rounds: how many. between: interquartile range of their medians over the middle
+    of these, None where one has no other.
+    """
 
     seconds: float
     spread: float
     count: int
+    rounds: int = 1
+    between: float | None = None
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Time:
@@ -52,7 +58,8 @@ class Time:
     def middle(cls, rounds: Sequence[Time]) -> Time:
         """The middle of several rounds."""
         found = sorted(rounds, key=lambda one: one.seconds)[(len(rounds) - 1) // 2]
-        return cls(found.seconds, found.spread, sum(one.count for one in rounds))
+        between = cls.of([one.seconds for one in rounds]).spread if len(rounds) > 1 else None
+        return cls(found.seconds, found.spread, sum(one.count for one in rounds), len(rounds), between)
 
 
 Timing = Callable[[], Time]
@@ -186,6 +193,7 @@ def interleaved(
 
     Args:
         late: whether the time is up; then the round is finished and no other begun.
+        rounds: of each; fewer where they take long (`_ROUNDS_WITHIN`).
         settle: those near the fastest have more rounds while theirs differ: one kernel under two names was found 5%
             apart in nine rounds of 3 ms calls, at the limit of a GPU's power.
     """
@@ -196,7 +204,7 @@ def interleaved(
     orders = random.Random(0)  # always the same ones
     most = rounds * (1 + _AGAIN) if settle and rounds > 1 else rounds
     for number in range(1, most):
-        if not close or late() or time.monotonic() - began > _ROUNDS_WITHIN:
+        if not close or late() or (number >= _ROUNDS_LEAST and time.monotonic() - began > _ROUNDS_WITHIN):
             break
         if number % rounds == 0:
             close = _unsettled({name: found[name] for name in close})

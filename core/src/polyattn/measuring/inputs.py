@@ -37,6 +37,7 @@ class Inputs:
         step, pool: of families over a cache, as an engine has them: what libraries plan from, and the caches.
         backward_only: where something is trained, the forward belongs to preparing, and a call is the backward.
         density: of a block map. known: what was worked out from these tensors (`remembered`).
+        layer: of the pool, which set 0 is.
     """
 
     workload: Workload
@@ -50,6 +51,15 @@ class Inputs:
     backward_only: bool = False
     density: float = 0.25
     known: dict[str, Any] = dataclasses.field(default_factory=dict)
+    layer: int = 0
+
+    def only(self, number: int) -> Inputs:
+        """One of the sets, as set 0."""
+        if number == 0:
+            return self
+        own = {name: getattr(self, name)[number : number + 1] for name in ("tensors", "dout", "dlse")}
+        known: dict[str, Any] = self.remembered(f"set {number}", dict)
+        return dataclasses.replace(self, **own, known=known, layer=self.layer + number)
 
     def remembered(self, name: str, make: Callable[[], _T]) -> _T:
         """What `make` finds from these tensors, found once: there are many to be checked, and one reference."""
@@ -158,13 +168,15 @@ def _sets(workload: Workload, device: torch.device) -> int:
 
 
 def _input_bytes(workload: Workload) -> int:
-    """Of one set: queries, keys and values."""
-    r, keys = workload.request, workload.shared + sum(s_k for _, s_k in workload.lengths)
+    """What a call reads of one set: queries, keys and values, those of a cache as far as a window sees them."""
+    r, left = workload.request, workload.request.window[0]
+    bound = left if r.family in CACHED and left >= 0 else math.inf
+    keys = workload.shared + sum(min(s_k, bound + s_q) for s_q, s_k in workload.lengths)
     d, d_v = r.dims
     width = r.head_dim if r.family == "mla" else r.kv_heads * (d + d_v)
     size = DTYPES[r.dtype].itemsize
     stored = 1 if r.kv_storage not in ("float64", "float32", "bfloat16", "float16") else size
-    return workload.tokens * r.heads * d * size + keys * width * stored
+    return int(workload.tokens * r.heads * d * size + keys * width * stored)
 
 
 class Maker:

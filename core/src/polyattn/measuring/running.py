@@ -59,8 +59,10 @@ def measure(
     issued: bool = False,
     late: Callable[[], bool] = lambda: False,
     ready: Callable[[], None] = lambda: None,
+    whole: bool = False,
 ) -> dict[str, Measured]:
-    """Check entrants and time those that are right.
+    """Check entrants and time those that are right; then check them once more, on another input set: who is right only
+    at first, or of one set, is not.
 
     Args:
         rounds: how often everybody is timed; the middle counts.
@@ -68,17 +70,20 @@ def measure(
         issued: also what a call costs the host.
         late: whether the time is up: no other round begins then.
         ready: called when all are checked, before the first is timed.
+        whole: all of a result is compared (`checking.check`).
     """
     found: dict[str, Measured] = {}
-    timings: dict[str, Timing] = {}
+    right: dict[str, _Right] = {}
     for entrant in (entrants := list(entrants)):
-        said, timing = _examined(inputs, entrant, clock, recorded=recorded)
+        said, calls = _examined(inputs, entrant, clock, recorded=recorded, whole=whole)
         found[entrant.name] = said
-        if timing is not None:
-            timings[entrant.name] = timing
+        if calls is not None:
+            right[entrant.name] = calls
     ready()
+    timings = {name: calls.timing for name, calls in right.items()}
     for name, took in interleaved(timings, rounds, late, settle=clock.on_gpu).items():
-        found[name] = dataclasses.replace(found[name], time=took)
+        wrong = _checked_again(inputs, right[name], clock, whole=whole)
+        found[name] = wrong if wrong is not None else dataclasses.replace(found[name], time=took)
     if issued and (clock.on_gpu or inputs.grows):  # elsewhere the times are of whole calls, which were waited for
         _issue(inputs, entrants, found, clock, late)
     return found
@@ -130,17 +135,28 @@ def examine(inputs: Inputs, entrant: Entrant) -> Measured:
     return _examined(inputs, entrant, Clock(inputs.device), recorded=False)[0]
 
 
-def _examined(inputs: Inputs, entrant: Entrant, clock: Clock, *, recorded: bool) -> tuple[Measured, Timing | None]:
+@dataclasses.dataclass(frozen=True)
+class _Right:
+    """Calls of an entrant whose result of set 0 is right: what times them, and the result of the last set from then
+    on."""
+
+    timing: Timing
+    last: Callable[[], Any]
+
+
+def _examined(
+    inputs: Inputs, entrant: Entrant, clock: Clock, *, recorded: bool, whole: bool = False
+) -> tuple[Measured, _Right | None]:
     before = inputs.digest()
     free = True
     try:
         call = entrant.prepare(inputs)
-        timing, result = _timing(inputs, call, clock, recorded=recorded)
+        calls, result = _calls(inputs, call, clock, recorded=recorded)
         clock.synchronise()
         if changed := [name for name, digest in inputs.digest().items() if digest != before[name]]:
             inputs.renew()
             return Measured(kind="wrong", reason=f"it writes to {', '.join(changed)}, which are not its to write"), None
-        verdict = check(inputs, result)
+        verdict = check(inputs, result, whole=whole)
         free = not verdict.ok
     except UnsupportedRequestError as exc:
         free = False  # it was asked, and did nothing
@@ -150,7 +166,21 @@ def _examined(inputs: Inputs, entrant: Entrant, clock: Clock, *, recorded: bool)
     finally:
         if free:
             _free(inputs.device)
-    return _judged(verdict, timing)
+    return _judged(verdict), calls if verdict.ok else None
+
+
+def _checked_again(inputs: Inputs, calls: _Right, clock: Clock, *, whole: bool) -> Measured | None:
+    """What is wrong with who was right before it was timed."""
+    try:
+        result = calls.last()
+        clock.synchronise()
+        verdict = check(inputs.only(inputs.count - 1), result, whole=whole)
+    except Exception as exc:  # noqa: BLE001 - a library may raise anything; it is reported in its place
+        return _failed(exc)
+    if verdict.ok:
+        return None
+    reason = f"when it had been timed, of the last input set: {verdict.reason}"
+    return dataclasses.replace(_judged(verdict), reason=reason)
 
 
 def _failed(exc: Exception) -> Measured:
@@ -174,19 +204,18 @@ def _out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _judged(verdict: Verdict, timing: Timing) -> tuple[Measured, Timing | None]:
-    if verdict.ok:
-        return Measured(margin=verdict.margin), timing
-    return Measured(kind="wrong", reason=verdict.reason, margin=verdict.margin), None
+def _judged(verdict: Verdict) -> Measured:
+    return Measured(kind="" if verdict.ok else "wrong", reason=verdict.reason, margin=verdict.margin)
 
 
-def _timing(inputs: Inputs, call: Call, clock: Clock, *, recorded: bool) -> tuple[Timing, Any]:
-    """(what times it, its result of set 0)."""
+def _calls(inputs: Inputs, call: Call, clock: Clock, *, recorded: bool) -> tuple[_Right, Any]:
+    """(its calls, their result of set 0)."""
     calls: Sequence[Callable[[], Any]] = [functools.partial(call, number) for number in range(inputs.count)]
     if recorded:
         timing, results = clock.graph(calls)
-        return timing, results[0]
-    return functools.partial(clock.calls, calls), call(0)
+        # Of a graph, every replay writes them anew.
+        return _Right(timing, (lambda: results[-1]) if clock.on_gpu else calls[-1]), results[0]
+    return _Right(functools.partial(clock.calls, calls), calls[-1]), call(0)
 
 
 def _free(device: torch.device) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.metadata
 import platform
 import subprocess
+from pathlib import Path
 
 import torch
 
 from .. import __version__
+from ..evidence import source_hash
+from ..plugins import get_manager
 from ..tuning import cpu_name
 
-__all__ = ["device_name", "graph_class", "records_graphs", "versions"]
+__all__ = ["code_digest", "device_name", "graph_class", "records_graphs", "versions"]
 
 
 def device_name(device: torch.device) -> str:
@@ -46,6 +51,20 @@ def versions(device: torch.device) -> dict[str, str]:
         found[device.type] = getattr(torch.version, device.type, None) or ""
         found[f"torch-{device.type}"] = _installed(f"torch-{device.type}")
     return {name: version for name, version in found.items() if version}
+
+
+@functools.cache
+def code_digest() -> str:
+    """Of all files of polyattn and of plugins with a backend: a version says which release, this what ran."""
+    manager = get_manager()
+    folders = {Path(manager.owner(info).origin).parent for info in manager.backends.values()}
+    folders.add(Path(__file__).parents[1])
+    digest = hashlib.sha256()
+    for folder in sorted(folders, key=lambda each: each.name):
+        files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        names = [path.as_posix() for path in files if "__pycache__" not in path.parts]
+        digest.update(f"{folder.name} {source_hash(folder, names)}".encode())
+    return digest.hexdigest()[:12]
 
 
 def _installed(distribution: str) -> str:
