@@ -137,11 +137,12 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def summed(result: dict[str, Any], sheet: Sheet, rows: Iterable[Row]) -> dict[str, Any]:
-    """The result with its verdicts, in the order of the sheets. rows: all that a complete run has."""
+    """The result with its verdicts, in the order of the sheets. rows: all that a complete run has. The times of a quick
+    run mean nothing: it has no verdicts."""
     every = list(rows)
     order = {(row.family, row.name): number for number, row in enumerate(every)}
     found = sorted(result["rows"], key=lambda row: order.get((row["family"], row["name"]), len(every)))
-    return {**result, "rows": found, "verdicts": verdicts(sheet.bars, every, found)}
+    return {**result, "rows": found, "verdicts": [] if result["quick"] else verdicts(sheet.bars, every, found)}
 
 
 def difference_of(one: Any, other: Any, places: tuple[str, str]) -> str:
