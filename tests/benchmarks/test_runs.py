@@ -241,6 +241,26 @@ def test_a_file_that_is_no_result_is_refused(tmp_path):
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
+def test_a_result_must_be_whole(done, tmp_path):
+    """What is made here is what is asked for, and what is missing is named."""
+    assert {"benchmark", "format", *results.HEAD} == set(done)
+    assert set(results.ROW) <= set(done["rows"][0])
+    path = tmp_path / "result.json"
+    rows = done["rows"]
+    for given, said in (
+        ({"benchmark": pages.BENCHMARK, "format": results.FORMAT}, "is not whole: command, date, device, versions, "),
+        ({**done, "rows": {}}, "rows is no list: name another file"),
+        ({**done, "rows": [rows[0], 3]}, "is not whole: sheet, family, .*, choice of row 1 is missing"),
+        (
+            {**done, "rows": [{name: value for name, value in rows[0].items() if name not in ("moved", "entries")}]},
+            "is not whole: moved, entries of row 0 is missing. Name another file, or measure again",
+        ),
+    ):
+        path.write_text(json.dumps(given))
+        with pytest.raises(ConfigError, match=said):
+            results.load(path)
+
+
     path = tmp_path / "result.json"
     path.write_text("before")
     with pytest.raises(TypeError):

@@ -21,11 +21,21 @@ from .peers import Peer, versions_of
 from .rows import Row
 from .sheets import Sheet
 
-__all__ = ["FORMAT", "SAME", "begin", "difference_of", "kept", "load", "resumed", "save", "summed"]
+__all__ = ["FORMAT", "HEAD", "ROW", "SAME", "begin", "difference_of", "kept", "load", "resumed", "save", "summed"]
 
 FORMAT = 1
 SAME = ("format", "device", "versions", "settings", "quick")
 """What must be equal where the rows of two runs are put into one file."""
+HEAD = (
+    "command", "date", "device", "versions", "settings", "sheets", "titles", "quick", "libraries", "lost", "rows",
+    "verdicts",
+)  # fmt: skip
+"""What a result file has (`begin`), besides what it calls itself."""
+ROW = (
+    "sheet", "family", "kind", "name", "model", "fields", "unit", "bound", "accepted", "anchors", "moved", "entries",
+    "choice",
+)  # fmt: skip
+"""What is read of a row of it."""
 
 
 def begin(
@@ -72,7 +82,7 @@ def load(path: Path) -> dict[str, Any]:
     """A result file.
 
     Raises:
-        ConfigError: it cannot be read, or is no result of this command in this format.
+        ConfigError: it cannot be read, is no result of this command in this format, or lacks something.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -82,7 +92,21 @@ def load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"result file {path} is not JSON ({exc}): name another, or remove it") from exc
     if not isinstance(found, dict) or (found.get("benchmark"), found.get("format")) != (BENCHMARK, FORMAT):
         raise ConfigError(f"{path} is no result of `polyattn bench` in format {FORMAT}: name another file")
+    _check_whole(path, "", found, HEAD)
+    if not isinstance(found["rows"], list):
+        raise ConfigError(f"result file {path}: rows is no list: name another file, or measure again")
+    for number, row in enumerate(found["rows"]):
+        _check_whole(path, f" of row {number}", row, ROW)
     return found
+
+
+def _check_whole(path: Path, part: str, found: Any, names: Sequence[str]) -> None:
+    missing = [name for name in names if not isinstance(found, dict) or name not in found]
+    if missing:
+        raise ConfigError(
+            f"result file {path} is not whole: {', '.join(missing)}{part} is missing. Name another file, or measure "
+            f"again"
+        )
 
 
 def resumed(now: dict[str, Any], path: Path) -> dict[str, Any]:
