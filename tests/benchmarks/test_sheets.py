@@ -226,7 +226,7 @@ WRONG = {
     "several kinds": (lambda s: decode(s).update(kind=["paged"]), "kind ['paged'] is not known. Did you mean 'paged'"),
     "a dtype": (
         lambda s: prefill(s).update(dtype="bf16"),
-        "family prefill: dtype 'bf16' is not known. Did you mean 'bfloat16'? Known: float64, float32, bfloat16, float16",
+        "family prefill: dtype 'bf16' is not known. Did you mean 'bfloat16'? Known: float64, float32, bfloat16, fl",
     ),
     "a dtype of no query": (lambda s: prefill(s).update(dtype="fp8_e4m3"), "dtype 'fp8_e4m3' is not known. Known: "),
     "a dtype of a cache": (
@@ -263,11 +263,11 @@ def test_a_sheet_that_says_something_else_is_refused(tmp_path, change, said):
 
 
 def test_bars_of_a_sheet_without_families_name_those_of_the_others(tmp_path):
-    """Where some of a folder are read, a bar may be on one that is not: with `all.yaml` any of the sheets is measured."""
+    """Where some of a folder are read, a bar may be on one that is not: with `all.yaml` any of them is."""
     rows = written(tmp_path, GOOD)
     bar = {"name": "wide", "of": ["decode", "prefil"], "than": "best_peer", "each": 1.0}
     bars = written(tmp_path, {"title": "bars", "bars": [bar]}, "all.yaml")
-    said = r"all\.yaml: bar wide: no family of these sheets is called prefil\. Did you mean 'prefill'\? There are: decode, "
+    said = r"all\.yaml: bar wide: no family of these sheets is called prefil\. Did you mean 'prefill'\? There are: dec"
     for places in ([tmp_path], [rows, bars], [bars, rows]):
         with pytest.raises(ConfigError, match=said):
             read(places)
