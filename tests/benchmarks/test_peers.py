@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from polyattn.measuring import check, make_inputs
 
 PEERS = str(Path(__file__).parents[2] / "benchmarks" / "peers")
 CPU = torch.device("cpu")
+LISTED = "from polyattn.bench import Peer\n"
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +61,38 @@ def test_places_that_list_no_peers_are_refused(folder, tmp_path):
         (str(tmp_path / "empty"), r"the folder has no __init__\.py that lists PEERS"),
         (folder("nothing", ""), "PEERS must be a mapping of names to polyattn.bench.Peer"),
         (folder("else", "PEERS = {'a': 3}"), "PEERS must be a mapping"),
+        (folder("numbers", f"{LISTED}PEERS = {{3: Peer('.one:call', 'a library')}}"), "PEERS must be a mapping"),
+        (".relative", "it raises TypeError when it is imported: the 'package' argument is required"),
         ("no_such_module_of_peers", "neither a folder nor a module that can be imported"),
     ):
         with pytest.raises(ConfigError, match=said):
             load([place])
-    one = "from polyattn.bench import Peer\nPEERS = {'sdpa': Peer('.one:call', 'a library')}\n"
+    one = f"{LISTED}PEERS = {{'sdpa': Peer('.one:call', 'a library')}}\n"
     with pytest.raises(ConfigError, match="'sdpa' is taken, or has a slash in it"):
         load([PEERS, folder("again", one)])
 
 
-def test_a_broken_module_of_peers_is_its_own_error(folder):
-    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
-        load([folder("broken", "import no_such_library")])
+@pytest.mark.parametrize(
+    "text, cause",
+    [
+        ("import no_such_library", ModuleNotFoundError),
+        ("from polyattn.bench import no_such_name", ImportError),
+        ("PEERS = {", SyntaxError),
+        ("raise KeyError('of the library')", KeyError),
+    ],
+)
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_broken_list_of_peers_says_what_broke(folder, tmp_path, monkeypatch, text, cause, as_module):
+    place = folder("broken_peers", text)
+    if as_module:
+        monkeypatch.syspath_prepend(tmp_path)
+        place = "broken_peers"
+    before = set(sys.modules)
+    said = rf"--peers .*broken_peers: it raises {cause.__name__} when it is imported: .*\. Repair it, or leave it out; "
+    with pytest.raises(ConfigError, match=said) as caught:
+        load([place])
+    assert type(caught.value.__cause__) is cause
+    assert "broken_peers" not in "".join(set(sys.modules) - before), "what is half imported is not kept"
 
 
 # ------------------------------------------------------------------------------------------------------------- torch's

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import fnmatch
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,14 @@ import yaml
 
 from polyattn import tuning
 from polyattn.bench.rows import LATENT_FP8_ROW, Row, visible
-from polyattn.bench.sheets import read, selected
+from polyattn.bench.sheets import QUERY_DTYPES, read, selected
 from polyattn.bench.workloads import workload
 from polyattn.errors import ConfigError
+from polyattn.measuring import make_inputs
 from polyattn.quantised import MLA_BYTES
+from polyattn.records.request import DTYPES
 from polyattn.tuning.rows import canonical
+from polyattn.validate import FLOATS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHEETS = BENCHMARKS / "sheets"
@@ -195,8 +199,49 @@ WRONG = {
     ),
     "no limit": (lambda s: s["bars"][0].pop("each"), "asks for nothing: give each, geomean or spread"),
     "match": (lambda s: s["bars"][0].update(match=["batch"]), "match goes with a family, spread with one_another"),
-    "work": (lambda s: s["bars"][0].update(than="prefill", match=["batch"], work="effort"), "a row has no effort"),
+    "work": (
+        lambda s: s["bars"][0].update(than="prefill", match=["batch"], work="effort"),
+        "bar fast: a paged row, of family decode, has no effort",
+    ),
+    "a field to match": (
+        lambda s: s["bars"][0].update(than="prefill", match=["page_size"]),
+        "bar fast: a dense row, of family prefill, has no page_size",
+    ),
+    "work that is no number": (
+        lambda s: s["bars"][0].update(than="prefill", match=["batch"], work="model"),
+        "work 'model' is no number of a row",
+    ),
     "a limit": (lambda s: s["bars"][0].update(each="fast"), "each of bar fast is 'fast'; it is of type float"),
+    "no limit at all": (lambda s: s["bars"][0].update(each=0), "bar fast: each 0 is no limit: give a number above 0"),
+    "a limit below 0": (lambda s: s["bars"][0].update(stretch=-1), "stretch -1 is no limit: give a number above 0"),
+    "a limit that is no number": (lambda s: s["bars"][0].update(each=math.nan), "each of bar fast is nan; it is a fin"),
+    "a limit without end": (lambda s: s["bars"][0].update(geomean=10**400), "geomean of bar fast is inf; it is a fin"),
+    "on no family": (lambda s: s["bars"][0].update(of=[]), "of of bar fast is []; it is a list of names, one or more"),
+    "on what is no name": (lambda s: s["bars"][0].update(of=[["decode"]]), "is [['decode']]; it is a list of names"),
+    "than nobody": (lambda s: s["bars"][0].update(than=""), "than '' is neither tuned, shipped, rules, best, best_ca"),
+    "than a path": (lambda s: s["bars"][0].update(than="torch/sdpa"), "polyattn/BACKEND, a family nor a peer, whose"),
+    "than a backend without a name": (lambda s: s["bars"][0].update(than="polyattn/"), "than 'polyattn/' is neither"),
+    "a backend without a name": (lambda s: s["bars"][0].update(who="polyattn/"), "who 'polyattn/' is neither"),
+    "a title": (lambda s: s.update(title=["a"]), "title is ['a']; it is of type str"),
+    "several kinds": (lambda s: decode(s).update(kind=["paged"]), "kind ['paged'] is not known. Did you mean 'paged'"),
+    "a dtype": (
+        lambda s: prefill(s).update(dtype="bf16"),
+        "family prefill: dtype 'bf16' is not known. Did you mean 'bfloat16'? Known: float64, float32, bfloat16, fl",
+    ),
+    "a dtype of no query": (lambda s: prefill(s).update(dtype="fp8_e4m3"), "dtype 'fp8_e4m3' is not known. Known: "),
+    "a dtype of a cache": (
+        lambda s: decode(s)["of"].update(kv_dtype="fp9"),
+        "kv_dtype 'fp9' is not known. Known: auto, float64, float32, bfloat16, float16, fp8_e4m3, fp8_e5m2, fp4_e2m1, ",
+    ),
+    "fewer than no keys": (lambda s: prefill(s).update(kv_len=-4), "kv_len -4 is below 0: {"),
+    "a width below 0": (lambda s: prefill(s).update(v_head_dim=-4), "v_head_dim -4 is below 0"),
+    "a cap below 0": (lambda s: prefill(s).update(softcap=-5), "softcap -5 is below 0"),
+    "a cap that is no number": (lambda s: prefill(s).update(softcap=math.nan), "softcap is nan; it is a finite number"),
+    "less than nothing shared": (lambda s: decode(s)["of"].update(shared=-16), "shared -16 is below 0"),
+    "too few keys of its own": (
+        lambda s: decode(s)["of"].update(shared=32, q_len=40),
+        "kv_len 64 counts the 40 new tokens too, after the 32 that are shared",
+    ),
 }
 
 
@@ -215,6 +260,42 @@ def test_a_sheet_that_says_something_else_is_refused(tmp_path, change, said):
         read([written(tmp_path, given)])
     assert said in str(caught.value)
     assert "sheet.yaml" in str(caught.value)
+
+
+def test_bars_of_a_sheet_without_families_name_those_of_the_others(tmp_path):
+    """Where some of a folder are read, a bar may be on one that is not: with `all.yaml` any of them is."""
+    rows = written(tmp_path, GOOD)
+    bar = {"name": "wide", "of": ["decode", "prefil"], "than": "best_peer", "each": 1.0}
+    bars = written(tmp_path, {"title": "bars", "bars": [bar]}, "all.yaml")
+    said = r"all\.yaml: bar wide: no family of these sheets is called prefil\. Did you mean 'prefill'\? There are: dec"
+    for places in ([tmp_path], [rows, bars], [bars, rows]):
+        with pytest.raises(ConfigError, match=said):
+            read(places)
+    written(tmp_path, {"title": "left out", "bars": []}, "other.yaml")
+    assert [bar.name for bar in read([rows, bars]).bars if "prefil" in bar.of] == ["wide"]
+    assert len(read([SHEETS / "all.yaml", SHEETS / "training.yaml"]).bars) == len(read([SHEETS]).bars)
+    # What needs no family to be seen is refused all the same.
+    written(tmp_path, {"title": "bars", "bars": [{**bar, "who": "fa3"}]}, "all.yaml")
+    with pytest.raises(ConfigError, match=r"all\.yaml: bar wide: who 'fa3' is neither"):
+        read([rows, bars])
+    matched = {**bar, "of": ["decode"], "than": "prefill", "match": ["batch"]}
+    written(tmp_path, {"title": "bars", "bars": [matched]}, "all.yaml")
+    assert read([rows, bars]).bars[-1].match == ("batch",), "the row of another sheet's family"
+
+
+def test_words_of_a_row_are_those_of_calls():
+    assert set(QUERY_DTYPES) == {str(dtype).removeprefix("torch.") for dtype in FLOATS}
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", *DTYPES])
+def test_a_cache_in_any_dtype_is_counted_and_made(kv_dtype):
+    row = dataclasses.replace(PAGED, kv_dtype=kv_dtype)
+    asked = workload(row, torch.device("cpu"))
+    made = make_inputs(asked, torch.device("cpu"), sets=1)
+    stored = made.tensors[0]["key_cache"]
+    usual = {"fp8_e4m3": "tensor", "fp8_e5m2": "tensor", "int8": "tensor", "fp4_e2m1": "block16"}
+    assert asked.request.kv_scales == usual.get(kv_dtype, "")
+    assert row.work().bytes == 2 * row.batch * row.kv_len * row.kv_heads * stored.shape[-1] * stored.dtype.itemsize
 
 
 def test_a_sheet_is_safe_loaded(tmp_path):
@@ -256,6 +337,7 @@ def test_pairs_are_those_that_the_definition_sees(S_q, S_k, causal, window):
     assert visible(S_q, S_k, causal, window) == int(seen.sum())
 
 
+PAGED = Row(family="f", kind="paged", heads=8, kv_heads=2, head_dim=64, batch=3, q_len=1, kv_len=1000, page_size=16)
 DENSE = Row(family="f", kind="dense", heads=8, kv_heads=2, head_dim=64, batch=3, q_len=100, causal=False)
 
 
@@ -272,7 +354,7 @@ def test_work_of_a_row():
 
 
 def test_bytes_of_a_decode_row():
-    row = Row(family="f", kind="paged", heads=8, kv_heads=2, head_dim=64, batch=3, q_len=1, kv_len=1000, page_size=16)
+    row = PAGED
     assert row.work().bytes == 3 * 1000 * 2 * (64 + 64) * 2
     assert row.work().unit == "GB/s"
     assert dataclasses.replace(row, kv_dtype="fp8_e4m3").work().bytes == row.work().bytes / 2

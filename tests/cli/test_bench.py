@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from polyattn.bench.results import HEAD
+from polyattn.bench.sheets import read
+
 from .conftest import Run
 
 SHEETS = Path(__file__).parents[2] / "benchmarks" / "sheets"
@@ -31,7 +34,7 @@ def test_a_quick_run_of_the_sheets(run: Run, tmp_path: Path) -> None:
     assert found.code == 0, found.err
     assert "decode_8b/d128 H32 kv8 B1 KV2048 page 16  GB/s" in found.out
     assert "polyattn/torch_native █" in found.out
-    assert "tuned choice" in found.out
+    assert "tuned choice" not in found.out, "the times of a quick run mean nothing"
     rows = json.loads(out.read_text())["rows"]
     assert [row["family"] for row in rows] == ["ltx_video", "decode_8b"]
     assert all(entry["us"] > 0 for row in rows for entry in row["entries"].values())
@@ -51,9 +54,19 @@ def test_a_quick_run_of_the_sheets(run: Run, tmp_path: Path) -> None:
     shown = run("bench", "--show", str(out))
     assert shown.code == 0
     assert "ltx_video/d64 H32 kv32 B2 S6144" in shown.out
-    assert [verdict["bar"] for verdict in run("bench", "--show", str(out), "--json").data["verdicts"]][:1] == [
-        "tuned choice"
-    ]
+    assert run("bench", "--show", str(out), "--json").data["verdicts"] == []
+    # Of a run that was none of these the verdicts are shown.
+    measured = {**json.loads(out.read_text()), "quick": False}
+    said = {
+        "bar": "tuned choice",
+        "asked": "tuned: each 0.95",
+        "rows": 2,
+        "missing": [],
+        "verdict": "met",
+        "least": 1.0,
+    }
+    out.write_text(json.dumps({**measured, "verdicts": [said]}))
+    assert "tuned choice" in run("bench", "--show", str(out)).out
 
 
 def test_parts_of_a_run_are_joined(run: Run, tmp_path: Path) -> None:
@@ -67,12 +80,11 @@ def test_parts_of_a_run_are_joined(run: Run, tmp_path: Path) -> None:
     assert "sd3_5_large/d64" in found.out  # a busy machine adds a word to the row, and it wraps
     joined = json.loads(out.read_text())
     assert joined["rows"] == [row for part in parts for row in json.loads(part.read_text())["rows"]]
-    assert joined["verdicts"][0]["rows"] == 2
     again = run("bench", str(SHEETS), *named, "--out", str(out))
     assert again.code == 2
     assert "joined.json is there already: name another file, or remove it" in " ".join(again.err.split())
     resumed = run("bench", str(SHEETS), *named, "--resume", "--out", str(out))
-    assert "--join measures nothing that --resume could go on with" in " ".join(resumed.err.split())
+    assert "--join measures nothing, and takes no --resume: leave out one or the other" in " ".join(resumed.err.split())
     alone = run("bench", "--join", str(parts[0]))
     assert (alone.code, "which rows? polyattn bench SHEET..." in " ".join(alone.err.split())) == (2, True)
 
@@ -91,12 +103,77 @@ def test_parts_of_a_run_are_joined(run: Run, tmp_path: Path) -> None:
         ((str(SHEETS), "--quick", "--peers", "no_such_place"), "--peers no_such_place: neither a folder nor a module"),
         (("none.yaml", "--quick"), "none.yaml does not exist"),
         (("--show", "none.json"), "result file none.json cannot be read"),
+        (("--show", "none.json", "--out", "zz.json"), "--show measures nothing, and takes no --out: leave out one or"),
+        (
+            (str(SHEETS), "--show", "none.json", "--join", "x.json", "--rows", "flux", "--limit", "0", "--resume"),
+            "--show measures nothing, and takes no SHEET, --join, --rows, --limit, --resume: leave out one or the",
+        ),
+        (
+            (str(SHEETS), "--join", "none.json", "--tune", "--compile", "2", "--device", "cpu"),
+            "--join measures nothing, and takes no --device, --tune, --compile: leave out one or the other",
+        ),
+        (
+            (str(SHEETS), "--quick", "--candidates", "torch_sdpaa"),
+            "--candidates 'torch_sdpaa' names none. Did you mean",
+        ),
+        ((str(SHEETS), "--quick", "--peer", "sdpa"), "--peer sdpa: which peers there are, --peers says"),
+        ((str(SHEETS), "--quick", "--device", "meta"), "--device meta: torch has no such device here"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(run: Run, words: tuple[str, ...], said: str) -> None:
     found = run("bench", *words)
     assert found.code == 2
     assert said in " ".join(found.err.split())
+
+
+@pytest.mark.parametrize("how", ["measure", "join", "show"])
+@pytest.mark.parametrize(
+    "flag, place, said",
+    [
+        ("--plots", "file", "--plots file: file is no folder that can be written to (File exists): name another"),
+        ("--plots", "file/in", "--plots file/in: file/in is no folder that can be written to (Not a directory): name"),
+        ("--out", "file/x.json", "--out file/x.json: file is no folder that can be written to (File exists): name"),
+    ],
+)
+def test_places_are_made_before_anything_is_measured(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, place: str, said: str, how: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("here first")
+    words = [str(SHEETS), *TINY, "--rows", "flux"]
+    if how == "measure":
+        monkeypatch.setattr("polyattn.bench.running.run", lambda *args: pytest.fail("that is too late"))
+    else:
+        Path("sheet.yaml").write_text("{title: No rows, families: {}}")
+        head = dict.fromkeys(HEAD, "") | {"rows": [], "quick": True, "versions": {}, "settings": {}, "titles": {}}
+        head |= {"sheets": dict(read([Path("sheet.yaml")]).digests), "libraries": {}, "lost": {}, "verdicts": []}
+        Path("part.json").write_text(json.dumps({"benchmark": "polyattn bench", "format": 2, **head}))
+        words = ["sheet.yaml", "--join", "part.json"] if how == "join" else ["--show", "part.json"]
+    found = run("bench", *words, flag, place)
+    assert found.code == 2, found.err
+    said = "--show measures nothing, and takes no --out" if (how, flag) == ("show", "--out") else said
+    assert said in " ".join(found.err.split())
+    assert Path("file").read_text() == "here first"
+
+
+def test_a_bar_that_names_nobody_here_is_said(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "sheet.yaml").write_text(
+        "{title: Tiny, families: {few: {kind: dense, of: {heads: 2, kv_heads: 2, head_dim: 32, causal: true},"
+        " rows: [{batch: 1, q_len: 8}]}}, bars: [{name: fast, of: [few], than: polyattn/torch_spda, each: 1.0}]}"
+    )
+    found = run("bench", str(tmp_path / "sheet.yaml"), *TINY, "--json")
+    assert found.code == 0, found.err
+    assert "bar fast: than 'polyattn/torch_spda' is no backend that is installed here. Did you mean" in found.err
+    assert found.data["rows"], "it is measured all the same"
+
+
+@pytest.mark.parametrize("flag", ["--show", "--join"])
+def test_a_result_that_is_not_whole_is_refused(run: Run, tmp_path: Path, flag: str) -> None:
+    (tmp_path / "part.json").write_text('{"benchmark": "polyattn bench", "format": 2}')
+    sheets = [str(SHEETS)] if flag == "--join" else []
+    found = run("bench", *sheets, flag, str(tmp_path / "part.json"))
+    assert found.code == 2
+    assert "is not whole: command, date, device, versions, settings, sheets," in " ".join(found.err.split())
 
 
 def test_plots_need_matplotlib_before_anything_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, InvalidInputError, did_you_mean
 from ..inspection import detect
 from ..plugins import get_manager
 from . import peers
+from .bars import OBJECTS, OWN
+from .peers import Peer
+from .rows import Row
 from .running import Plan
 from .sheets import Sheet, read, selected
+from .workloads import workload
 
 __all__ = ["Asked"]
 
@@ -38,13 +45,15 @@ class Asked:
     def words(self) -> list[str]:
         """The command line that asks for the same, without `polyattn`; defaults are left out."""
         words = ["bench", *self.sheets]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "sheets" or value == field.default:
-                continue
-            flag, values = f"--{field.name}", value if isinstance(value, tuple) else (value,)
+        for flag, value in self.given().items():
+            values = value if isinstance(value, tuple) else (value,)
             words += [flag] if value is True else [word for one in values for word in (flag, str(one))]
         return words
+
+    def given(self) -> dict[str, Any]:
+        """Flag -> its value, of those that are not left at their defaults."""
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "sheets"}
+        return {f"--{field.name}": value for field, value in values.items() if value != field.default}
 
     def settings(self) -> dict[str, Any]:
         """How rows are measured: what those must have in common that are shown together."""
@@ -67,16 +76,53 @@ class Asked:
         """
         return _device(self.device)
 
+    @functools.cached_property
+    def listed(self) -> dict[str, Peer]:
+        """The peers of all places, whether they are asked for or not."""
+        return peers.load(self.peers)
+
+    def strangers(self, sheet: Sheet) -> list[str]:
+        """A line for each bar of a sheet that is on nobody, or compares with nobody, that is known here: what of it is
+        a slip nobody can tell from a plugin, a folder of peers or a sheet that was left out, so it is no error."""
+        backends = {name for name, _ in get_manager().backends}
+        families = [family.name for family in sheet.families]
+        said = []
+        for bar in sheet.bars:
+            if not any(fnmatch.filter(families, pattern) for pattern in bar.of):
+                said.append(f"bar {bar.name}: these sheets have no family {', '.join(bar.of)}; it gets no verdict")
+                continue
+            for role, name in (("who", bar.who), ("than", "" if bar.match else bar.than)):
+                own, bare = name.startswith(OWN), name.removeprefix(OWN)
+                known = backends if own else set(self.listed)
+                # Without --peers no peer is known, and any name may be one's.
+                if name and known and not fnmatch.filter(known, bare) and name not in OBJECTS:
+                    what = "backend that is installed here" if own else "peer that --peers lists"
+                    near = did_you_mean(bare, known)
+                    said.append(f"bar {bar.name}: {role} {name!r} is no {what}.{near} It stays incomplete")
+        return said
+
     def plan(self) -> tuple[Plan, Sheet]:
         """
         Raises:
-            ConfigError: sheets, rows, peers or a device that are not there; a CPU without `quick`.
+            ConfigError: sheets, rows, backends, peers or a device that are not there; a row that no call is like; a
+                CPU without `quick`.
         """
+        for flag, value in (("--seconds", self.seconds), ("--limit", self.limit)):
+            if not math.isfinite(value):
+                raise ConfigError(f"{flag} {value}: give a finite number of seconds")
         sheet = read([Path(path) for path in self.sheets])
         rows = [row for family in selected(sheet, self.rows) for row in family.rows]
-        known = peers.load(self.peers)
+        peers.named(dict.fromkeys(name for name, _ in get_manager().backends), self.candidates, "--candidates")
+        known = self.listed
+        if self.peer != ("*",) and not self.peers:
+            raise ConfigError(
+                f"--peer {' --peer '.join(self.peer)}: which peers there are, --peers says: name a folder or a module "
+                f"with it, or leave --peer out"
+            )
         wanted = peers.named(known, self.peer, "--peer") if known else []
         device = self.where()
+        for row in rows:
+            _check(row, device)
         if device.type == "cpu" and not self.quick:
             raise ConfigError(
                 "the rows of a sheet take hours on a CPU: --quick makes them tiny, --device names another"
@@ -86,13 +132,21 @@ class Asked:
         return Plan(rows, named, self.candidates, device, *how), sheet
 
 
+def _check(row: Row, device: torch.device) -> None:
+    """What layers and caches refuse, before hours of measuring, not at the row."""
+    try:
+        workload(row, device)
+    except (ConfigError, InvalidInputError) as exc:
+        raise ConfigError(f"sheet {row.sheet}: row {row.id}: {exc}") from exc
+
+
 def _device(word: str) -> torch.device:
     if word == "auto":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         word = found.type if found is not None else "cpu"
     try:
         device = torch.device(word)
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).cpu()  # "meta" makes tensors too, and there is nothing in them
     except (RuntimeError, AssertionError, NotImplementedError) as exc:
         raise ConfigError(f"--device {word}: torch has no such device here: {_absent(word, exc)}") from exc
     return torch.device(device.type, 0) if device.type != "cpu" and device.index is None else device

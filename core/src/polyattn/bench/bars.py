@@ -11,7 +11,22 @@ from typing import Any
 
 from .rows import Row
 
-__all__ = ["ANCHORS_WITHIN", "CHOICES", "SUBJECTS", "Bar", "Measured", "best", "difference", "time_of", "verdicts"]
+__all__ = [
+    "ANCHORS_WITHIN",
+    "CHOICES",
+    "OBJECTS",
+    "OWN",
+    "SUBJECTS",
+    "Bar",
+    "Measured",
+    "best",
+    "difference",
+    "time_of",
+    "verdicts",
+]
+
+OWN = "polyattn/"
+"""What the names of polyattn's candidates begin with; peers have no slash in theirs."""
 
 ANCHORS_WITHIN = 0.03
 """A row counts where the device's own rates before and after it differ by at most so much."""
@@ -23,6 +38,9 @@ and its rules where those do not know the request; by its rules alone."""
 SUBJECTS = (*CHOICES, "best")
 """Whom a bar may be on, besides a candidate by its name: what polyattn chooses; the fastest candidate."""
 
+OBJECTS = (*SUBJECTS, "best_candidate", "best_peer", "one_another")
+"""Whom it may compare those with, besides a peer, a candidate or a family by its name."""
+
 Measured = Mapping[str, Any]
 """A row of a result file: `family`, `name`, `fields`, `anchors`, `accepted`, `entries`, `choice`."""
 
@@ -33,8 +51,8 @@ class Bar:
 
     Attributes:
         name. of: families, `*` is anything. who: one of `SUBJECTS`, or a candidate's name.
-        than: best_candidate, best_peer, one_another, a peer's or candidate's name, a pattern of peers' names (the
-            fastest of them), or a family: the row of it with the same fields as `match`.
+        than: one of `OBJECTS`, a peer's or candidate's name, a pattern of peers' names (the fastest of them), or a
+            family: the row of it with the same fields as `match`.
         each: of every row. geomean: of all of them. stretch: as geomean, wanted rather than needed.
         spread: slowest over fastest row, less 1. work: a field of the row that the other's time is multiplied by.
     """

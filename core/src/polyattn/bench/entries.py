@@ -12,12 +12,10 @@ from ..errors import BackendUnavailableError, UnsupportedRequestError
 from ..measuring import Call, Candidate, Inputs, Workload, candidates, peak_memory
 from ..plugins import get_manager
 from ..selection import Selection
+from .bars import OWN
 from .peers import Peer
 
 __all__ = ["OWN", "Entry", "Seen", "entries_of"]
-
-OWN = "polyattn/"
-"""What the names of polyattn's candidates begin with; peers have no slash in theirs."""
 
 
 @dataclasses.dataclass

@@ -58,7 +58,7 @@ def summary(result: Result) -> str:
     lines += ["|---|---:|---|---|---:|---:|---|"]
     for name in dict.fromkeys(row["family"] for row in result["rows"]):
         lines.append(_in_a_line(name, [row for row in result["rows"] if row["family"] == name]))
-    return "\n".join([*lines, "", *_bars(result["verdicts"])])
+    return "\n".join([*lines, *(["", *_bars(result["verdicts"])] if result["verdicts"] else [])])
 
 
 def _in_a_line(family: str, rows: Sequence[Mapping[str, Any]]) -> str:

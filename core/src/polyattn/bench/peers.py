@@ -51,13 +51,15 @@ def load(places: Sequence[str]) -> dict[str, Peer]:
     """The peers of modules and folders.
 
     Raises:
-        ConfigError: a place that is neither or lists none, or two peers of one name.
+        ConfigError: a place that is neither, cannot be imported or lists none, or two peers of one name.
     """
     found: dict[str, Peer] = {}
     for place in places:
         module = _module(place)
         listed = getattr(module, "PEERS", None)
-        if not isinstance(listed, Mapping) or not all(isinstance(peer, Peer) for peer in listed.values()):
+        if not isinstance(listed, Mapping) or not all(
+            isinstance(name, str) and isinstance(peer, Peer) for name, peer in listed.items()
+        ):
             raise ConfigError(f"--peers {place}: PEERS must be a mapping of names to polyattn.bench.Peer")
         for name, peer in listed.items():
             if name in found or "/" in name:
@@ -77,14 +79,27 @@ def _module(place: str) -> ModuleType:
         if spec is None or spec.loader is None or not (path / "__init__.py").is_file():
             raise ConfigError(f"--peers {place}: the folder has no __init__.py that lists PEERS")
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as exc:  # a module may raise anything
+            del sys.modules[name]
+            raise _broken(place, exc) from exc
         return module
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as exc:
         if exc.name is None or not f"{place}.".startswith(f"{exc.name}."):
-            raise
+            raise _broken(place, exc) from exc
         raise ConfigError(f"--peers {place}: neither a folder nor a module that can be imported") from exc
+    except Exception as exc:
+        raise _broken(place, exc) from exc
+
+
+def _broken(place: str, exc: Exception) -> ConfigError:
+    return ConfigError(
+        f"--peers {place}: it raises {type(exc).__name__} when it is imported: {exc}. Repair it, or leave it out; what "
+        f"a peer's library needs is imported by the function that its target names"
+    )
 
 
 def named(known: Mapping[str, Any], patterns: Sequence[str], flag: str) -> list[str]:

@@ -21,11 +21,24 @@ from .peers import Peer, versions_of
 from .rows import Row
 from .sheets import Sheet
 
-__all__ = ["FORMAT", "SAME", "begin", "difference_of", "kept", "load", "provenance", "resumed", "save", "summed"]
+__all__ = [
+    "FORMAT", "HEAD", "ROW", "SAME", "begin", "difference_of", "kept", "load", "provenance", "resumed", "save",
+    "summed",
+]  # fmt: skip
 
 FORMAT = 2
 SAME = ("format", "device", "versions", "settings", "quick")
 """What must be equal where the rows of two runs are put into one file."""
+HEAD = (
+    "command", "date", "device", "versions", "settings", "sheets", "titles", "quick", "libraries", "lost", "rows",
+    "verdicts",
+)  # fmt: skip
+"""What a result file has (`begin`), besides what it calls itself."""
+ROW = (
+    "date", "sheet", "family", "kind", "name", "model", "fields", "unit", "bound", "accepted", "anchors", "moved",
+    "entries", "choice",
+)  # fmt: skip
+"""What is read of a row of it."""
 
 
 def begin(
@@ -83,7 +96,7 @@ def load(path: Path) -> dict[str, Any]:
     """A result file.
 
     Raises:
-        ConfigError: it cannot be read, or is no result of this command in this format.
+        ConfigError: it cannot be read, is no result of this command in this format, or lacks something.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -93,7 +106,21 @@ def load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"result file {path} is not JSON ({exc}): name another, or remove it") from exc
     if not isinstance(found, dict) or (found.get("benchmark"), found.get("format")) != (BENCHMARK, FORMAT):
         raise ConfigError(f"{path} is no result of `polyattn bench` in format {FORMAT}: name another file")
+    _check_whole(path, "", found, HEAD)
+    if not isinstance(found["rows"], list):
+        raise ConfigError(f"result file {path}: rows is no list: name another file, or measure again")
+    for number, row in enumerate(found["rows"]):
+        _check_whole(path, f" of row {number}", row, ROW)
     return found
+
+
+def _check_whole(path: Path, part: str, found: Any, names: Sequence[str]) -> None:
+    missing = [name for name in names if not isinstance(found, dict) or name not in found]
+    if missing:
+        raise ConfigError(
+            f"result file {path} is not whole: {', '.join(missing)}{part} is missing. Name another file, or measure "
+            f"again"
+        )
 
 
 def resumed(now: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -148,11 +175,12 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def summed(result: dict[str, Any], sheet: Sheet, rows: Iterable[Row]) -> dict[str, Any]:
-    """The result with its verdicts, in the order of the sheets. rows: all that a complete run has."""
+    """The result with its verdicts, in the order of the sheets. rows: all that a complete run has. The times of a quick
+    run mean nothing: it has no verdicts."""
     every = list(rows)
     order = {(row.family, row.name): number for number, row in enumerate(every)}
     found = sorted(result["rows"], key=lambda row: order.get((row["family"], row["name"]), len(every)))
-    return {**result, "rows": found, "verdicts": verdicts(sheet.bars, every, found)}
+    return {**result, "rows": found, "verdicts": [] if result["quick"] else verdicts(sheet.bars, every, found)}
 
 
 def difference_of(one: Any, other: Any, places: tuple[str, str]) -> str:

@@ -30,7 +30,16 @@ KINDS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
 LATENT_FP8_ROW = 656
 """Bytes of a latent row in FP8: `polyattn.quantised.MLA_BYTES`, which needs PyTorch to be read."""
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+    "fp4_e2m1": 0.5,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import hashlib
+import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,10 +25,17 @@ from typing import Any
 
 from ..config.reading import read_config_file
 from ..errors import ConfigError, did_you_mean
-from .bars import SUBJECTS, Bar
+from ..records.request import DTYPES
+from .bars import OBJECTS, OWN, SUBJECTS, Bar
 from .rows import KINDS, Row
 
-__all__ = ["Family", "Sheet", "read", "selected"]
+__all__ = ["QUERY_DTYPES", "Family", "Sheet", "read", "selected"]
+
+QUERY_DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""What queries are in: those that a call takes (`polyattn.validate.FLOATS`, which needs PyTorch to be read)."""
+_WORDS = {"dtype": QUERY_DTYPES, "kv_dtype": ("auto", *DTYPES)}
+"""Fields of a row that take one of a few words. Which of them a cache of latent rows can be in, its format says when
+the row is planned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +65,10 @@ def read(paths: Sequence[Path]) -> Sheet:
     """
     families: dict[str, Family] = {}
     bars: list[Bar] = []
+    across: list[tuple[str, Bar]] = []
     digests, titles = {}, {}
-    for path in _files(paths):
+    files = _files(paths)
+    for path in files:
         where = f"sheet {path}"
         text = read_config_file(path, where="sheet")
         top = _mapping(where, {"families": {}, "bars": [], **text}, {"title", "families", "bars"})
@@ -70,12 +80,19 @@ def read(paths: Sequence[Path]) -> Sheet:
                 )
             families[name] = _family(f"{where}: family {name}", path.stem, name, given)
         found = [_bar(where, given) for given in _list(f"{where}: bars", top["bars"])]
-        for bar in found:
-            _check_bar(f"{where}: bar {bar.name}", bar, list(own) or None)
         # A bar is on families of its own sheet; one that has none is about those of all sheets.
-        bars += [dataclasses.replace(bar, of=_families_of(bar, list(own))) for bar in found] if own else found
+        if own:
+            for bar in found:
+                _check_bar(f"{where}: bar {bar.name}", bar, {name: families[name] for name in own}, "this sheet")
+            found = [dataclasses.replace(bar, of=_families_of(bar, list(own))) for bar in found]
+        else:
+            across += [(f"{where}: bar {bar.name}", bar) for bar in found]
+        bars += found
         digests[path.stem] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        titles[path.stem] = str(top["title"])
+        titles[path.stem] = _typed(f"{where}: title", top["title"], str)
+    some = _some_left_out(files)
+    for where, bar in across:
+        _check_bar(where, bar, families, "these sheets", partial=some)
     return Sheet(tuple(families.values()), tuple(bars), digests, titles)
 
 
@@ -116,6 +133,13 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
+def _some_left_out(files: Sequence[Path]) -> bool:
+    """Whether a sheet beside those that are read is not. Bars on all sheets of a folder may then be on families of that
+    one: who measures some of the sheets with them is not to be refused, and where all are read none is elsewhere."""
+    named = {path.resolve() for path in files}
+    return any(other.resolve() not in named for path in files for other in path.parent.glob("*.yaml"))
+
+
 def _mapping(where: str, given: Any, keys: set[str] | None = None) -> dict[str, Any]:
     """`given`, a mapping; with exactly these keys."""
     if not isinstance(given, dict):
@@ -141,11 +165,7 @@ def _words(words: Iterable[str]) -> str:
 
 def _family(where: str, sheet: str, name: str, given: Any) -> Family:
     given = _mapping(where, {"of": {}, **_mapping(where, given)}, {"kind", "of", "rows"})
-    kind = given["kind"]
-    if kind not in KINDS:
-        raise ConfigError(
-            f"{where}: kind {kind!r} is not known.{did_you_mean(str(kind), KINDS)} Known: {_words(KINDS)}"
-        )
+    kind = _known(where, "kind", given["kind"], sorted(KINDS))
     common = _mapping(f"{where}: of", given["of"])
     rows = tuple(
         _row(where, sheet, name, kind, {**common, **_mapping(f"{where}: a row", row)})
@@ -167,6 +187,9 @@ def _row(where: str, sheet: str, family: str, kind: str, given: dict[str, Any]) 
         raise ConfigError(f"{where}: a row lacks {_words(missing)}: {given}")
     hints = typing.get_type_hints(Row)
     values = {key: _typed(f"{where}: {key}", value, hints[key]) for key, value in given.items()}
+    for key, words in _WORDS.items():
+        if key in values:
+            _known(where, key, values[key], words)
     row = Row(family=family, sheet=sheet, kind=kind, **values)
     if wrong := _wrong(row):
         raise ConfigError(f"{where}: {wrong}: {given}")
@@ -182,11 +205,32 @@ def _typed(where: str, value: Any, kind: Any) -> Any:
         if Ellipsis not in length and len(value) != len(length):
             raise ConfigError(f"{where} is {list(value)}; it is {len(length)} whole numbers")
         return value
-    if kind is float and type(value) is int:
-        return float(value)
+    if kind is float and type(value) in (int, float):
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value):
+            raise ConfigError(f"{where} is {value}; it is a finite number")
+        return value
     if type(value) is not kind:
         raise ConfigError(f"{where} is {value!r}; it is of type {kind.__name__}")
     return value
+
+
+def _known(where: str, key: str, value: Any, words: Sequence[str]) -> str:
+    """`value`, one of the words."""
+    if value not in words:
+        raise ConfigError(
+            f"{where}: {key} {value!r} is not known.{did_you_mean(str(value), words)} Known: {', '.join(words)}"
+        )
+    return str(value)
+
+
+def _names(where: str, given: Any) -> tuple[str, ...]:
+    if not isinstance(given, list) or not given or not all(isinstance(one, str) and one for one in given):
+        raise ConfigError(f"{where} is {given!r}; it is a list of names, one or more")
+    return tuple(given)
 
 
 def _wrong(row: Row) -> str:
@@ -201,12 +245,17 @@ def _wrong(row: Row) -> str:
     }
     if small := [f"{name} {size}" for name, size in sizes.items() if size < 1]:
         return f"{', '.join(small)} is below 1"
+    # 0 is where nothing is given: they are what another size says, or off.
+    others = {"v_head_dim": row.v_head_dim, "kv_len": row.kv_len, "shared": row.shared, "softcap": row.softcap}
+    if small := [f"{name} {size:g}" for name, size in others.items() if size < 0]:
+        return f"{', '.join(small)} is below 0"
     if row.heads % row.kv_heads:
         return f"{row.heads} query heads are no multiple of {row.kv_heads} key heads"
-    if row.serving and row.q_len > row.kv_len:
-        return f"kv_len {row.kv_len} counts the {row.q_len} new tokens too"
     if row.shared and (row.shared % row.page_size or row.shared >= row.kv_len):
         return f"shared {row.shared} must be whole pages of {row.page_size}, and less than kv_len {row.kv_len}"
+    if row.serving and row.q_len > row.kv_len - row.shared:
+        after = f", after the {row.shared} that are shared" if row.shared else ""
+        return f"kv_len {row.kv_len} counts the {row.q_len} new tokens too{after}"
     if min(row.window) < -1:
         return f"window {list(row.window)}: left and right keys besides the row's own, -1 is no bound"
     if row.kind == "block_sparse" and (row.q_len % max(row.block, 1) or row.block < 1 or not 0 < row.density <= 1):
@@ -225,7 +274,7 @@ def _bar(where: str, given: Any) -> Bar:
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key in ("of", "match"):
-            values[key] = tuple(map(str, _list(f"{where}: {key} of bar {given['name']}", value)))
+            values[key] = _names(f"{where}: {key} of bar {given['name']}", value)
         elif key in ("each", "geomean", "stretch", "spread"):
             values[key] = _typed(f"{where}: {key} of bar {given['name']}", value, float)
         else:
@@ -237,19 +286,44 @@ def _families_of(bar: Bar, own: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in own if any(fnmatch.fnmatchcase(name, pattern) for pattern in bar.of))
 
 
-def _check_bar(where: str, bar: Bar, families: Sequence[str] | None) -> None:
-    """families: of the bar's own sheet; None where it has none, and the bar is on those of other sheets."""
-    for pattern in bar.of if families is not None else ():
-        if not fnmatch.filter(families or (), pattern):
+def _check_bar(where: str, bar: Bar, families: Mapping[str, Family], whose: str, *, partial: bool = False) -> None:
+    """families: those that the bar may be on, of `whose` sheets. partial: and of others, which are not read."""
+    for pattern in () if partial else bar.of:
+        if not fnmatch.filter(families, pattern):
+            near = did_you_mean(pattern, families)
             raise ConfigError(
-                f"{where}: no family of this sheet is called {pattern}; there are {_words(families or ())}"
+                f"{where}: no family of {whose} is called {pattern}.{near} There are: {_words(families) or 'none'}"
             )
-    if bar.who not in SUBJECTS and not bar.who.startswith("polyattn/"):
+    if bar.who not in SUBJECTS and not _is_candidate(bar.who):
         raise ConfigError(f"{where}: who {bar.who!r} is neither {', '.join(SUBJECTS)} nor polyattn/BACKEND")
+    # Which peers there are is known when a run starts (`Asked.strangers`): any name without a slash may be one.
+    if not bar.than or ("/" in bar.than and bar.than not in families and not _is_candidate(bar.than)):
+        raise ConfigError(
+            f"{where}: than {bar.than!r} is neither {', '.join(OBJECTS)}, polyattn/BACKEND, a family nor a peer, whose "
+            f"names have no slash"
+        )
+    limits = {"each": bar.each, "geomean": bar.geomean, "stretch": bar.stretch, "spread": bar.spread}
+    for name, limit in limits.items():
+        if limit is not None and limit <= 0:
+            raise ConfigError(f"{where}: {name} {limit:g} is no limit: give a number above 0")
     if all(limit is None for limit in (bar.each, bar.geomean, bar.spread)):
         raise ConfigError(f"{where} asks for nothing: give each, geomean or spread")
-    if (bar.than in (families or ())) != bool(bar.match) or (bar.than == "one_another") != (bar.spread is not None):
+    if (bar.than in families) != bool(bar.match) or (bar.than == "one_another") != (bar.spread is not None):
         raise ConfigError(f"{where}: match goes with a family, spread with one_another")
-    names = {field.name for field in dataclasses.fields(Row)}
-    if unknown := {*bar.match, *filter(None, [bar.work])} - names:
-        raise ConfigError(f"{where}: a row has no {_words(unknown)}")
+    _check_fields(where, bar, families)
+
+
+def _check_fields(where: str, bar: Bar, families: Mapping[str, Family]) -> None:
+    """What a bar reads of rows, they must have: a field that neither of two rows has would make them the same."""
+    read_of = {name: {*bar.match, *filter(None, [bar.work])} for name in _families_of(bar, list(families))}
+    read_of[bar.than] = read_of.get(bar.than, set()) | set(bar.match)
+    for name, fields in read_of.items():
+        kind = families[name].rows[0].kind if name in families else ""
+        if kind and (unknown := fields - KINDS[kind][1]):
+            raise ConfigError(f"{where}: a {kind} row, of family {name}, has no {_words(unknown)}")
+    if bar.work and typing.get_type_hints(Row).get(bar.work) not in (int, float):
+        raise ConfigError(f"{where}: work {bar.work!r} is no number of a row: another's time is multiplied by it")
+
+
+def _is_candidate(name: str) -> bool:
+    return name.startswith(OWN) and name != OWN

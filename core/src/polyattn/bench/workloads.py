@@ -10,11 +10,11 @@ import torch
 
 from ..facts import device_facts
 from ..measuring import Inputs, Workload, make_inputs
-from ..quantised import MLA_BYTES
 from ..records import AttentionRequest
 from ..records.request import relation
-from ..serving import AttentionLayer
+from ..serving import AttentionLayer, KVCacheConfig
 from ..serving.phases import ServingPhase, layer_request
+from ..serving.storage import formats
 from .rows import Row
 
 __all__ = ["inputs_of", "workload"]
@@ -26,7 +26,11 @@ _LARGE = 2**31
 
 
 def workload(row: Row, device: torch.device) -> Workload:
-    """The row as polyattn is asked for it on a device."""
+    """The row as polyattn is asked for it on a device.
+
+    Raises:
+        ConfigError: its cache cannot be kept so. InvalidInputError: no layer of a serving engine is like it.
+    """
     if row.kind == "packed":
         lengths = tuple((n, n) for n in row.lengths)
     else:
@@ -87,14 +91,15 @@ def _served(row: Row, device: torch.device) -> AttentionRequest:
         sinks=torch.zeros(row.heads) if row.sinks else None,
         latent=latent,
     )
+    dtype = getattr(torch, row.dtype)
     pages = 1 + row.batch * math.ceil((row.kv_len - row.shared) / row.page_size) + row.shared // row.page_size
-    fp8 = row.kv_dtype.startswith("fp8")
-    width = (MLA_BYTES if fp8 else row.head_dim) if latent else row.kv_heads * max(row.dims)
+    kept = formats(layer, KVCacheConfig(row.kv_dtype, row.page_size), dtype)
+    width = max(one.heads * one.stored_width for one in kept)
     stored = {
         "kv_dtype": row.kv_dtype,
         "page_size": row.page_size,
         "kv_layout": "" if latent else "NHD",
-        "kv_scales": ("block128" if latent else "tensor") if fp8 else "",
+        "kv_scales": kept[0].scales,
         "large": pages * row.page_size * width >= _LARGE,
     }
     phase: ServingPhase = "verify" if row.tree else "decode" if row.q_len == 1 else "extend"
@@ -102,7 +107,7 @@ def _served(row: Row, device: torch.device) -> AttentionRequest:
         layer,
         stored,
         phase=phase,
-        dtype=getattr(torch, row.dtype),
+        dtype=dtype,
         device=device,
         topk=TREE_WIDTH if row.tree else 0,
         recorded=row.recorded and device.type != "cpu",

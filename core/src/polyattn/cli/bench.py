@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,24 +78,11 @@ def bench(
     and a tuning store of its own, measure a sheet on several devices of one kind: --join makes one result of theirs.
     """
     from ..bench import ahead, results
-    from ..bench import plots as drawing
     from ..bench.asking import Asked
     from ..bench.joining import joined, read_parts
     from ..bench.running import DeviceLost
     from ..bench.sheets import read
 
-    if show is not None:
-        _finish(results.load(show), plots, as_json)
-        return
-    _agree(sheets, out, resume, join, again=again)
-    if plots is not None:
-        drawing.library()  # before hours of measuring, not after them
-    if join:
-        result = joined(read_parts(join), read(sheets or []))
-        if out is not None:
-            results.save(result, out)
-        _finish(result, plots, as_json)
-        return
     asked = Asked(
         tuple(map(str, sheets or [])),
         rows=tuple(rows or "*"),
@@ -108,8 +96,28 @@ def bench(
         limit=limit,
         again=again,
     )
+    measuring = {**dict.fromkeys(asked.given(), True), "--compile": compile_ahead, "--resume": resume}
+    if show is not None:
+        _check_idle("--show", {"SHEET": sheets, "--join": join, "--out": out, **measuring})
+        found = results.load(show)
+        _make_room(None, plots)
+        _finish(found, plots, as_json)
+        return
+    if join:
+        _check_idle("--join", measuring)
+    _agree(sheets, out, resume, join, again=again)
+    if join:
+        result = joined(read_parts(join), read(sheets or []))
+        _make_room(out, plots)
+        if out is not None:
+            results.save(result, out)
+        _finish(result, plots, as_json)
+        return
     end = time.monotonic() + limit
     plan, sheet = asked.plan()
+    _make_room(out, plots)
+    for line in asked.strangers(sheet):
+        print(line, file=sys.stderr, flush=True)
     if compile_ahead:
         ahead.compile_all(asked, compile_ahead, lambda said: print(said, file=sys.stderr, flush=True))
     plan = dataclasses.replace(plan, limit=_left(end))
@@ -139,14 +147,38 @@ def _again(words: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "polyattn", *words])
 
 
+def _check_idle(flag: str, words: Mapping[str, object]) -> None:
+    """Check that a command line that measures nothing has no words of measuring."""
+    if given := [word for word, value in words.items() if value]:
+        raise ConfigError(f"{flag} measures nothing, and takes no {', '.join(given)}: leave out one or the other")
+
+
+def _make_room(out: Path | None, plots: Path | None) -> None:
+    """Make the folders that are written to, and see that they can be, before hours of measuring, not after them."""
+    from ..bench.plots import library
+
+    if plots is not None:
+        library()
+    folders = {f"--out {out}": out.parent if out is not None else None, f"--plots {plots}": plots}
+    for words, folder in folders.items():
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as exc:
+            raise ConfigError(
+                f"{words}: {folder} is no folder that can be written to ({exc.strerror or exc}): name another"
+            ) from exc
+
+
 def _agree(sheets: list[Path] | None, out: Path | None, resume: bool, join: list[Path] | None, *, again: bool) -> None:
     """Check that the words of a command line fit together."""
     if not sheets:
         raise ConfigError(
             "which rows? polyattn bench SHEET..., YAML files or folders of them; --show FILE shows a result"
         )
-    if resume and join:
-        raise ConfigError("--join measures nothing that --resume could go on with: leave one of them out")
     if resume and out is None:
         raise ConfigError("--resume goes on with a result file: name it with --out")
     if again and not resume:
