@@ -67,6 +67,22 @@ def test_free_slots_reach_the_kernel_only_by_promise(fields: dict[str, Any], lib
     assert all(call.positional == 0 for call in library.calls)
 
 
+@pytest.mark.parametrize("fields", [PAGED, DECODE], ids=["prefill", "decode"])
+def test_lengths_and_tables_with_gaps_are_those_without(fields: dict[str, Any], library: Library) -> None:
+    def gapped(numbers: list[int]) -> Tensor:
+        return torch.tensor([[number, -9] for number in numbers], dtype=torch.int32)[:, 0]
+
+    caches, query = torch.randn(2, 3, 64, 2, 128).bfloat16(), torch.randn(2, 8, 128).bfloat16()
+    forward = TARGET.bind(**fields).forward
+    plain = {"seq_lens": [9, 30], "cu_seqlens_q": [0, 1, 2]}
+    table = torch.tensor([[1, -9], [2, -9]], dtype=torch.int32)
+    sizes = {"max_seqlen_q": 1, "max_seqlen_k": 30}
+    given = {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in plain.items()}
+    wanted = forward(query, *caches, page_table=table[:, :1].contiguous(), **given, **sizes)
+    given = {name: gapped(numbers) for name, numbers in plain.items()}
+    assert torch.equal(forward(query, *caches, page_table=table[:, :1], **given, **sizes), wanted)
+
+
 def test_it_writes_into_the_output_it_is_given(library: Library) -> None:
     out = torch.full((1, 8, 128), torch.nan).bfloat16()
     assert run(out=out, **DECODE) is out

@@ -107,6 +107,14 @@ def test_drafts_of_xqa_are_a_packed_mask(counts: tuple[int, ...], monkeypatch: p
     assert given["mask"].is_contiguous()
 
 
+def test_a_step_of_xqa_in_which_a_sequence_has_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queries are packed then, and packed queries are drafts to it, two at least of a sequence."""
+    library = emulator.library(arch=90).install(monkeypatch)
+    run(MHA[90], (1, 0, 1), **ONE)
+    given = library.calls[-1].given
+    assert (given["q_len_per_req"], given["q_cu_seq_lens"].tolist()) == (2, [0, 1, 1, 2])
+
+
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_xqa_is_given_what_it_can_find_its_way_in(drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator says what: it reads the query as one block, and both caches by the keys' strides in whole rows."""

@@ -59,6 +59,8 @@ class HpcOps:
                 caches, page_table = with_new(
                     request, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
                 )
+            # Its prefill reads both as they lie in memory, whatever their strides.
+            seq_lens, cu_seqlens_q = seq_lens.contiguous(), cu_seqlens_q.contiguous()
             if decode and query.shape[0] != seq_lens.shape[0]:
                 page_table, seq_lens = per_token(query.shape[0], cu_seqlens_q, page_table, seq_lens)
             if not finite:

@@ -401,6 +401,10 @@ def _latent(lib: Library, key: str) -> None:
             counts = (m["kv_len_arr"] + a["page_size"] - 1) // a["page_size"]
             if not torch.equal(counts, m["kv_indptr"].diff()):
                 raise ValueError("page counts in kv_indptr must equal ceil(kv_len_arr / page_size)")
+            # Two tiles of 64 rows for each multiprocessor, of which a CPU is one: their output and their LSE.
+            room = 2 * 64 * (2 * a["head_dim_ckv"] + 4)
+            if self.workspace.numel() < room:
+                raise RuntimeError(f"Buffer overflow when allocating memory for batch_mla: {room} bytes are needed")
             if a["head_dim_ckv"] % 128 or a["head_dim_kpe"] % 64:
                 raise ValueError("head_dim_ckv is a multiple of 128, head_dim_kpe of 64")
             if a["causal"] and 64 % a["num_heads"] and 128 % a["num_heads"]:

@@ -48,6 +48,9 @@ def library() -> Library:
         max_seqlens_q: int,
         output: Tensor | None,
     ) -> Tensor:
+        for given in (cu_seqlens_q, block_ids, seqlens_kvcache):
+            # Read as they lie in memory: with gaps between them the numbers are others.
+            assert given.is_contiguous(), "strided lengths are read wrongly"
         assert max_seqlens_q >= int(cu_seqlens_q.diff().max())
         return _attend(q, kcache, vcache, block_ids, cu_seqlens_q.tolist(), seqlens_kvcache.tolist(), output)
 
