@@ -215,6 +215,11 @@ def test_rows_that_changed_in_the_sheet_are_measured_again(asked, places, done):
     told = []
     list(run(plan, result, lambda row: told.append(row["name"])))
     assert told == ["d32 H4 kv2 B1 S65"]
+    changed = read([sheet])
+    result = results.summed(result, changed, [row for family in changed.families for row in family.rows])
+    assert [row["name"] for row in result["rows"] if row.get("gone")] == ["d32 H4 kv2 B1 S64"]
+    assert result["rows"][-1]["name"] == "d32 H4 kv2 B1 S64", "behind those that the sheet has"
+    assert "| d32 H4 kv2 B1 S64 (its sheet has it no more) |" in pages.markdown(result)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def rejected(row: Mapping[str, Any]) -> str:
 
 def title_of(row: Mapping[str, Any]) -> str:
     """A row for people: its own name, whether it was measured again (`again_line`), and what is wrong with it."""
-    why = rejected(row)
+    why = "; ".join(filter(None, (rejected(row), "its sheet has it no more" if row.get("gone") else "")))
     return str(row["name"]) + (" \\*" if "replaced" in row else "") + (f" ({why})" if why else "")
 
 

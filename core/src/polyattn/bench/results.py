@@ -175,11 +175,13 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def summed(result: dict[str, Any], sheet: Sheet, rows: Iterable[Row]) -> dict[str, Any]:
-    """The result with its verdicts, in the order of the sheets. rows: all that a complete run has. The times of a quick
-    run mean nothing: it has no verdicts."""
+    """The result with its verdicts, in the order of the sheets. rows: all that a complete run has; others of these sheets
+    are kept, `gone`. The times of a quick run mean nothing: it has no verdicts."""
     every = list(rows)
     order = {(row.family, row.name): number for number, row in enumerate(every)}
     found = sorted(result["rows"], key=lambda row: order.get((row["family"], row["name"]), len(every)))
+    gone = [row["sheet"] in sheet.digests and (row["family"], row["name"]) not in order for row in found]
+    found = [{**row, "gone": True} if left else row for row, left in zip(found, gone, strict=True)]
     return {**result, "rows": found, "verdicts": [] if result["quick"] else verdicts(sheet.bars, every, found)}
 
 
