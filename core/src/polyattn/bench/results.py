@@ -175,8 +175,8 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def summed(result: dict[str, Any], sheet: Sheet, rows: Iterable[Row]) -> dict[str, Any]:
-    """The result with its verdicts, in the order of the sheets. rows: all that a complete run has; others of these sheets
-    are kept, `gone`. The times of a quick run mean nothing: it has no verdicts."""
+    """The result with its verdicts, in the order of the sheets. rows: all that a complete run has; others of these
+    sheets are kept, `gone`. The times of a quick run mean nothing: it has no verdicts."""
     every = list(rows)
     order = {(row.family, row.name): number for number, row in enumerate(every)}
     found = sorted(result["rows"], key=lambda row: order.get((row["family"], row["name"]), len(every)))
