@@ -23,7 +23,7 @@ ENVVARS: dict[str, str] = {
     "POLYATTN_ATTENTION_BACKEND_CONFIG": "options of the backends, in any form of --attention-backend-config",
     "POLYATTN_TUNING": "use (default): choices measured on this device are used; off: those measurements are not read; "
     "online: what nobody measured is, at its first large call",
-    "POLYATTN_TRACE": "file that the requests of this process are added to when it ends; `polyattn trace` sets it",
+    "POLYATTN_TRACE": "file that the requests of this process are added to; `polyattn trace` sets it",
     "POLYATTN_TUNING_STORE": "file of the measurements (default polyattn/tuning.sqlite3 in the user's cache folder)",
     "POLYATTN_REFERENCE_MEMORY_GB": "memory cap of the reference backend per call, GiB (default 4)",
 }
