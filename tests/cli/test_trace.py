@@ -262,6 +262,14 @@ def test_a_comparison_is_with_measurements(run: Run, monkeypatch: pytest.MonkeyP
         ("{", "line 2: not JSON"),
         ('{"request": {}, "lengths": [[5, 5]]}', "line 2: count=None, backend=None"),
         ('{"request": {"sink": 1}, "lengths": [[5, 5]], "count": 1, "backend": "x"}', "line 2: a request has no field"),
+        (
+            '{"request": {"window": ["a"]}, "lengths": [[5, 5]], "count": 1, "backend": "x"}',
+            "line 2: window=['a'];",
+        ),
+        (
+            '{"request": {"head_dim": 0}, "lengths": [[5, 5]], "count": 1, "backend": "x"}',
+            "line 2: head_dim=0;",
+        ),
     ],
 )
 def test_a_trace_that_is_none(run: Run, line: str, message: str) -> None:
