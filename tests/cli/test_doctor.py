@@ -244,7 +244,7 @@ def test_configuration_that_is_wrong_is_a_problem(
     reset_manager()
     shown = run("doctor", "--json")
     assert shown.code == 0
-    assert any(problem in found for found in shown.data["problems"])
+    assert len([found for found in shown.data["problems"] if problem in found]) == 1
     assert "problem " in run("doctor").out
     monkeypatch.undo()
     reset_manager()

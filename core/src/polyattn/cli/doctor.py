@@ -74,7 +74,7 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "plugins": [_plugin(report, verbose) for report in manager.plugins.values()],
         "environment": {name: os.environ[name] for name in ENVVARS if name in os.environ},
         "unread": unread_variables(),
-        "problems": problems,
+        "problems": list(dict.fromkeys(problems)),  # what several readers stumble over is one problem
         "warnings": _warnings(manager),
         "backends": [_backend(s, devices[s.platform], manager) for s in statuses if s.platform in present],
         "elsewhere": [_elsewhere(status, devices, manager) for status in statuses if status.platform not in present],
