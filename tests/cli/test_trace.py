@@ -219,7 +219,7 @@ def test_what_cannot_be_run(run: Run, words: tuple[str, ...], message: str) -> N
 @pytest.mark.parametrize(
     "out, message",
     [
-        ("none/trace.jsonl", "--out none/trace.jsonl cannot be written: "),
+        ("none/trace.jsonl", "--out none/trace.jsonl cannot be written: No such file or directory; name a file"),
         (".", "--out . is no file that can be replaced: name one, such as trace.jsonl"),
     ],
 )

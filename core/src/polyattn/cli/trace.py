@@ -107,7 +107,9 @@ def _beside(out: Path) -> Iterator[Path]:
     try:
         part.touch()
     except OSError as exc:
-        raise ConfigError(f"--out {out} cannot be written: {exc}; name a file in a folder that is there") from exc
+        raise ConfigError(
+            f"--out {out} cannot be written: {exc.strerror}; name a file in a folder that is there"
+        ) from exc
     try:
         yield part
     finally:
