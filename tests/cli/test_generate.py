@@ -137,13 +137,23 @@ def test_a_narrow_cache_runs(run: Run, folder: Path) -> None:
         (("--prompt", "a", "--attention-backend", "torch_nativ"), 4, "torch_native"),
         (("--prompt", "a", "--attention-backend", "fa3"), 4, "fa3, asked for by the command line"),
         (("--prompt", "a", "--speculative-num-steps", "2"), 2, "--speculative-draft-model-path"),
-        (("--prompt", "a", "--device", "cuba"), 2, "--device 'cuba'"),
+        (("--prompt", "a", "--device", "cuba"), 2, "Did you mean 'cuda'? Name a device that is here, such as cpu"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(run: Run, folder: Path, words: tuple[str, ...], code: int, said: str) -> None:
     done = run("generate", "--model-path", str(folder), *words)
     assert done.code == code, done.err
     assert said in " ".join(done.err.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="not run: cuda is here")
+def test_a_device_that_torch_knows_and_has_not(run: Run, folder: Path) -> None:
+    done = run("generate", "--model-path", str(folder), "--prompt", "a", "--device", "cuda")
+    assert done.code == 2
+    said = " ".join(done.err.split())
+    assert said.startswith("error: --device 'cuda': ")
+    assert said.endswith(". Name a device that is here, such as cpu")
+    assert "Did you mean" not in said
 
 
 def test_a_folder_that_is_none(run: Run, tmp_path: Path) -> None:

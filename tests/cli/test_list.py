@@ -45,6 +45,11 @@ def test_json_says_what_the_library_says(run: Run) -> None:
             assert reason in entry["reasons"] or f"{backend.platform}: {reason}" in entry["reasons"]
 
 
+def test_what_several_providers_lack_is_said_once() -> None:
+    for backend in list_backends():
+        assert len(set(backend.reasons)) == len(backend.reasons), backend.name
+
+
 def test_platforms_with_one_answer_share_an_entry() -> None:
     (entry,) = entries([status("cuda", reasons=("lost", "no cuda")), status("rocm", reasons=("lost", "no rocm"))])
     assert entry["platforms"] == ["cuda", "rocm"]

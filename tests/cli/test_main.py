@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import typer
 from typer.models import OptionInfo
 
 from polyattn import __version__, errors
@@ -121,8 +124,8 @@ def test_the_words_come_from_the_process_when_none_are_given(
     assert capsys.readouterr().out == f"polyattn {__version__}\n"
 
 
-def python(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=120)
+def python(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
 
 
 def test_python_m_polyattn() -> None:
@@ -131,20 +134,29 @@ def test_python_m_polyattn() -> None:
     assert json.loads(done.stdout)["error"]["type"] == "ConfigError"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("list", "--all"),
-        ("matrix", "--format", "markdown"),
-        ("explain", *HOPPER, "--assume-installed", "flash-attn-3", "--phase", "decode"),
-        ("explain",),
-        ("doctor",),
-        ("config", "check"),
-        ("demo", "--help"),
-    ],
-    ids=" ".join,
+LIGHT = (
+    ("list", "--all"),
+    ("matrix", "--format", "markdown"),
+    ("explain", *HOPPER, "--assume-installed", "flash-attn-3", "--phase", "decode"),
+    ("explain",),
+    ("doctor",),
+    ("config", "check"),
+    ("new-plugin", "acme"),
+    ("trace", "--", "true"),
 )
-def test_no_command_but_demo_imports_torch(words: tuple[str, ...]) -> None:
+"""Command lines of every command that needs no torch."""
+
+
+def test_the_page_names_the_commands_that_import_torch() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"Every command but (.*?) works\s+without importing PyTorch", page, re.S)
+    heavy = set(re.findall(r"`([\w-]+)`", listed))
+    commands = set(typer.main.get_command(app.app).commands)  # type: ignore[attr-defined]
+    assert heavy == commands - {words[0] for words in LIGHT}
+
+
+@pytest.mark.parametrize("words", [*LIGHT, ("demo", "--help")], ids=" ".join)
+def test_no_other_command_imports_torch(words: tuple[str, ...], tmp_path: Path) -> None:
     code = f"""
 import sys
 from polyattn.cli import main
@@ -152,7 +164,7 @@ code = main({list(words)!r})
 heavy = {{"torch", "numpy", "transformers"}} & set(sys.modules)
 sys.exit(f"imported: {{heavy}}" if heavy else code)
 """
-    done = python("-c", code)
+    done = python("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from polyattn import tuning
 from polyattn.cli import trace
 from polyattn.measuring import Workload
-from polyattn.measuring.traces import Traced
+from polyattn.measuring.traces import Traced, read_trace
 from polyattn.plugins import reset_manager
 from polyattn.records import AttentionRequest
 
@@ -67,7 +68,7 @@ def test_generate_is_recorded(run: Run) -> None:
     assert {one["request"]["kv_heads"] for one in data["requests"]} == {2}
     assert {one["backend"] for one in data["requests"]} == {"torch_sdpa@cpu"}
     lines = [json.loads(line) for line in Path("trace.jsonl").read_text().splitlines()]
-    assert sorted(line["count"] for line in lines) == [2, 2, 8]
+    assert sum(line["count"] for line in lines) == 12
 
 
 def test_a_real_encoder_is_recorded_tuned_and_shown(run: Run) -> None:
@@ -191,7 +192,12 @@ def test_a_module_is_run_as_python_runs_it(run: Run) -> None:
 def test_a_program_that_asks_nothing(run: Run) -> None:
     result = run("trace", "--", sys.executable, "-c", "pass")
     assert result.code == 0
-    assert "asked polyattn for nothing" in result.out
+    assert "asked polyattn for nothing: nothing was recorded." in result.out
+    assert os.listdir() == []
+    Path("trace.jsonl").write_text("the last one")
+    result = run("trace", "--", sys.executable, "-c", "pass")
+    assert "nothing was recorded, and trace.jsonl is as it was." in " ".join(result.out.split())
+    assert Path("trace.jsonl").read_text() == "the last one"
 
 
 @pytest.mark.parametrize(
@@ -202,9 +208,52 @@ def test_a_program_that_asks_nothing(run: Run) -> None:
     ],
 )
 def test_what_cannot_be_run(run: Run, words: tuple[str, ...], message: str) -> None:
+    Path("trace.jsonl").write_text("the last one")
     result = run("trace", *words)
     assert result.code == 2
     assert message in result.err
+    assert Path("trace.jsonl").read_text() == "the last one"
+    assert os.listdir() == ["trace.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "out, message",
+    [
+        ("none/trace.jsonl", "--out none/trace.jsonl cannot be written: No such file or directory; name a file"),
+        (".", "--out . is no file that can be replaced: name one, such as trace.jsonl"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_run(run: Run, out: str, message: str) -> None:
+    result = run("trace", "-o", out, "--", sys.executable, "-c", "open('it-ran', 'w')")
+    assert result.code == 2
+    assert message in " ".join(result.err.split())
+    assert os.listdir() == []
+
+
+STOPPED = """
+import os, signal, sys, polyattn, torch
+polyattn.attention(*torch.randn(3, 1, 5, 1, 8))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_program_that_is_ended_by_a_signal_is_recorded(run: Run) -> None:
+    Path("kept.jsonl").write_text("the last one")
+    Path("link.jsonl").symlink_to("kept.jsonl")
+    result = run("trace", "--json", "-o", "link.jsonl", "--", program(STOPPED))
+    assert result.code == 128 + 15
+    assert asked(result.data) == {(5, 5): 1}
+    assert Path("link.jsonl").is_symlink()
+    assert [one.count for one in read_trace(["kept.jsonl"])] == [1]
+    assert sorted(os.listdir()) == ["kept.jsonl", "link.jsonl", "program.py"]
+
+
+@pytest.mark.parametrize("given, second", [("off", "use"), ("use", "use"), ("online", "online")])
+def test_a_comparison_is_with_measurements(run: Run, monkeypatch: pytest.MonkeyPatch, given: str, second: str) -> None:
+    monkeypatch.setenv("POLYATTN_TUNING", given)
+    says = "import os; print(os.environ['POLYATTN_TUNING'], file=open('modes', 'a'))"
+    assert run("trace", "--compare", "--", sys.executable, "-c", says).code == 0
+    assert Path("modes").read_text().split() == ["off", second]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +262,14 @@ def test_what_cannot_be_run(run: Run, words: tuple[str, ...], message: str) -> N
         ("{", "line 2: not JSON"),
         ('{"request": {}, "lengths": [[5, 5]]}', "line 2: count=None, backend=None"),
         ('{"request": {"sink": 1}, "lengths": [[5, 5]], "count": 1, "backend": "x"}', "line 2: a request has no field"),
+        (
+            '{"request": {"window": ["a"]}, "lengths": [[5, 5]], "count": 1, "backend": "x"}',
+            "line 2: window=['a'];",
+        ),
+        (
+            '{"request": {"head_dim": 0}, "lengths": [[5, 5]], "count": 1, "backend": "x"}',
+            "line 2: head_dim=0;",
+        ),
     ],
 )
 def test_a_trace_that_is_none(run: Run, line: str, message: str) -> None:

@@ -61,6 +61,7 @@ def test_the_variables_it_names_exist():
         ("fa", ("fa3", "fa4"), " Did you mean 'fa4' or 'fa3'?"),
         ("x", ("reference",), ""),
         ("anything", (), ""),
+        ("cuda", ("cpu", "cuda"), ""),
     ],
 )
 def test_near_matches_are_offered(name, known, sentence):

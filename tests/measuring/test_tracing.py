@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ import torch
 import polyattn
 from polyattn import tracing
 from polyattn.contract import Bound
+from polyattn.errors import ConfigError
 from polyattn.measuring.traces import read_trace
 from polyattn.records import AttentionRequest
 
@@ -56,21 +61,85 @@ def test_calls_are_counted_by_request_and_bucket(trace):
     assert len(read_trace([trace])) == 3, "nobody records any more"
 
 
-def test_two_processes_add_to_one_file(trace):
-    polyattn.attention(*torch.randn(3, 2, 5, 1, 8))
-    if hasattr(os, "fork"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tracing, "_recorder", tracing._recorder)
-            tracing._forked()
-            assert tracing._recorder._entries == {}, "what the parent recorded is the parent's"
-    polyattn.attention(*torch.randn(3, 2, 5, 1, 8))
+def test_what_is_recorded_again_is_added(trace):
+    for _ in range(3):
+        polyattn.attention(*torch.randn(3, 2, 5, 1, 8))
     tracing.stop()
     tracing.record_to(trace)
     polyattn.attention(*torch.randn(3, 2, 5, 1, 8))
     tracing.stop()
-    assert len(trace.read_text().splitlines()) == 2
-    assert [one.count for one in read_trace([trace])] == [2]
-    assert [one.count for one in read_trace([trace, trace])] == [4]
+    assert [one.count for one in read_trace([trace])] == [4]
+    assert [one.count for one in read_trace([trace, trace])] == [8]
+
+
+PROCESSES = """
+import multiprocessing, os, signal
+import torch, polyattn
+
+def call(length):
+    for _ in range(7):
+        polyattn.attention(*torch.randn(3, 1, length, 1, 8))
+
+if __name__ == "__main__":
+    call(3)
+    worker = multiprocessing.get_context("fork").Process(target=call, args=(30,))
+    worker.start()
+    worker.join()
+    if not os.fork():
+        call(300)
+        os._exit(0)
+    os.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="not run: processes are not forked on this platform")
+def test_no_process_is_lost(tmp_path):
+    """A worker is finished by multiprocessing and whole; of one that leaves at once, what is written as it goes."""
+    path = tmp_path / "trace.jsonl"
+    environ = {**os.environ, "POLYATTN_TRACE": str(path)}
+    done = subprocess.run([sys.executable, "-c", PROCESSES], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert {one.workload.lengths[0][0]: one.count for one in read_trace([path])} == {3: 4, 30: 7, 300: 4}
+
+
+def test_calls_after_the_first_seldom_write(trace, monkeypatch):
+    added = []
+    monkeypatch.setattr(os, "write", lambda handle, lines: added.append(json.loads(lines)["count"]))
+    for _ in range(100):
+        polyattn.attention(*torch.randn(3, 2, 5, 1, 8))
+    tracing.stop()
+    assert added == [1, 1, 2, 4, 8, 16, 32, 36]
+
+
+def test_the_program_may_change_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tracing.record_to("trace.jsonl")
+    monkeypatch.chdir("/")
+    polyattn.attention(*torch.randn(3, 2, 5, 1, 8))
+    tracing.stop()
+    assert [one.count for one in read_trace([tmp_path / "trace.jsonl"])] == [1]
+
+
+def test_a_place_that_cannot_be_written_is_said_at_the_start(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=f"cannot be recorded to {tmp_path}: .*; name a file in a folder that is"):
+        tracing.record_to(tmp_path)
+    monkeypatch.setenv("POLYATTN_TRACE", str(tmp_path / "none" / "trace.jsonl"))
+    with pytest.warns(RuntimeWarning, match=r"POLYATTN_TRACE: requests cannot .*\. Nothing is recorded") as said:
+        tracing._begin()
+    assert len(said) == 1
+    assert not tracing.recording()
+
+
+def test_a_file_that_is_gone_is_said_once(trace):
+    trace.unlink()
+    with pytest.warns(RuntimeWarning, match="cannot be written, so requests from here on are not recorded"):
+        polyattn.attention(*torch.randn(3, 2, 5, 1, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        polyattn.attention(*torch.randn(3, 2, 50, 1, 8))
+        tracing.stop()
+    assert not trace.exists(), "what outlives the program that is traced begins no file of its own"
 
 
 def test_a_step_that_is_planned_is_recorded_once_for_all_layers(trace):
@@ -88,10 +157,10 @@ def test_a_step_that_is_planned_is_recorded_once_for_all_layers(trace):
         assert made.forward("q") == made.forward("q") == "out"
     tracing.stop()
     assert calls == [step] * 4
-    (line,) = map(json.loads, trace.read_text().splitlines())
-    assert line["lengths"] == [[1, 20], [1, 300]], "padding is nobody's"
-    assert (line["count"], line["backend"]) == (2, "triton@cuda")
-    assert "graph_capture" not in line["request"]
+    (one,) = read_trace([trace])
+    assert one.workload.lengths == ((1, 20), (1, 300)), "padding is nobody's"
+    assert (one.count, one.backend) == (2, "triton@cuda")
+    assert not one.workload.request.graph_capture
 
 
 def test_a_shared_prefix_and_unknown_lengths():

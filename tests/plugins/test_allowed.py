@@ -248,6 +248,11 @@ def test_the_plugin_of_the_device_left_out_on_purpose_is_no_error(site):
     assert polyattn.explain(AttentionRequest(platform="board", dtype="float32")).backend == "plain"
 
 
+def test_core_cannot_be_left_out():
+    with pytest.raises(ConfigError, match=r"POLYATTN_DISABLE='x,core': core cannot be left out.* Take it out of the"):
+        PluginManager({"POLYATTN_DISABLE": "x, core"}).load()
+
+
 def test_a_switch_that_is_no_switch():
     with pytest.raises(ConfigError, match="POLYATTN_STRICT='maybe' is not a switch: use 1 or 0"):
         PluginManager({"POLYATTN_STRICT": "maybe"}).load()

@@ -30,7 +30,7 @@ class World:
     """A random model of two layers with its caches and request table; one layer has a window."""
 
     def __init__(
-        self, device: str, backend: str, topk: int = 0, windows: tuple[int, ...] = (-1, 5), dtype: Any = "auto"
+        self, device: str, backend: str | None, topk: int = 0, windows: tuple[int, ...] = (-1, 5), dtype: Any = "auto"
     ) -> None:
         generator = torch.Generator().manual_seed(0)
 
@@ -325,8 +325,17 @@ def test_a_kernel_that_reads_lengths_on_the_host_is_not_recorded() -> None:
     with torch.no_grad():
         world = World("cpu", "torch_native")
         batch = world.decode(world.rows([3, 4]))
-        with pytest.raises(GraphError, match=r"the step cannot be recorded: capture: .*(tolist|_local_scalar_dense)"):
+        said = r"the step cannot be recorded: capture: .*(tolist|_local_scalar_dense).*\. Choose another backend"
+        with pytest.raises(GraphError, match=said):
             runner(world).run(batch, *world.inputs(batch))
+
+
+def test_a_device_without_graphs_keeps_its_backends() -> None:
+    """As docs/serving.md says: what cannot be recorded stays, until `FakeGraph` refuses it."""
+    world = World("cpu", None)
+    before = world.backend.explain()["decode"].backend
+    world.backend.init_cuda_graph_state(8, 32)
+    assert world.backend.explain()["decode"].backend == before
 
 
 @pytest.mark.usefixtures("gpu")

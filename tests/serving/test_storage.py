@@ -57,6 +57,10 @@ def test_words_of_the_command_line_are_those_of_requests():
         ({"dtype": "fp8_e4m4"}, r"dtype='fp8_e4m4' is not one of auto, bf16.*Did you mean 'fp8_e4m3'"),
         ({"page_size": 0}, r"page_size=0 is not a whole number of tokens >= 1, such as 16"),
         ({"page_size": True}, r"page_size=True is not a whole number"),
+        (
+            {"layout": "HDN"},
+            r"layout='HDN' is not one that pools have; allowed: NHD, HND\. Did you mean .*\? `neg",
+        ),
         ({"layout": "hnd"}, r"layout='hnd' is not one that pools have.*allowed: NHD, HND"),
         ({"layout": "NZ"}, r"layout='NZ' .*its fractal blocks are made by the device's own cache-writing kernel"),
         ({"layout": "vectorised"}, r"layout='vectorised' .*16-byte groups .* the vendor's own cache-writing kernel"),

@@ -311,6 +311,31 @@ def test_other_words_for_a_recording_are_refused(captured):
         read_request({"graph_capture": captured}, "here")
 
 
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        ("head_dim", 0, "a whole number from 1 on"),
+        ("kv_heads", -1, "a whole number from 1 on"),
+        ("page_size", -16, "a whole number from 0 on"),
+        ("heads", True, "a whole number from 1 on"),
+        ("window", ["a"], r"like \(-1, -1\)"),
+        ("window", ["a", "b"], r"like \(-1, -1\)"),
+        ("window", 5, r"like \(-1, -1\)"),
+        ("block_shape", [64], r"like \(0, 0\)"),
+        ("sinks", 1, "like False"),
+        ("softcap", True, r"like 0\.0"),
+    ],
+)
+def test_values_that_no_request_has_are_refused(name, value, allowed):
+    with pytest.raises(ConfigError, match=f"here: {name}=.*; allowed: {allowed}"):
+        read_request({name: value}, "here")
+
+
+def test_lists_in_lists_without_end_are_refused():
+    with pytest.raises(ConfigError, match=r"here: window is lists in lists in lists; allowed: like \(-1, -1\)"):
+        read_request({"window": json.loads("[" * 600 + "]" * 600)}, "here")
+
+
 def test_every_field_of_a_request_may_be_left_out():
     names = {field.name for field in dataclasses.fields(AttentionRequest)}
     assert {field.name for field in request_fields()} <= names

@@ -85,4 +85,5 @@ class InternalError(PolyattnError, RuntimeError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence offering the nearest of `known`, with a leading space, or an empty string."""
     near = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.6)
-    return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    # A word that is known is not what is wrong: to offer it back helps nobody.
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near and name not in near else ""

@@ -278,7 +278,7 @@ def _status(offer: Offer) -> tuple[str, tuple[str, ...]]:
     lacking = [offer.missing[p.name] for p in built if p.name in offer.missing]
     if len(lacking) == len(built):
         reasons += lacking
-    return ("unavailable" if reasons else "available"), tuple(reasons)
+    return ("unavailable" if reasons else "available"), tuple(dict.fromkeys(reasons))  # providers may lack the same
 
 
 def support_matrix() -> list[dict[str, Any]]:

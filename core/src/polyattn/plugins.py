@@ -140,7 +140,7 @@ class PluginManager:
             known = self.plugins.get(source.name)
             if known is not None and known.state not in ("broken", "incompatible"):  # a repaired plugin may come again
                 raise PluginError(f"a plugin named {source.name!r} is there already ({known.state}): {known.label}")
-            if source.name in (envvars.names("POLYATTN_DISABLE", self.environ) or ()):
+            if source.name in (envvars.left_out(self.environ)):
                 raise PluginError(f"plugin {source.name!r} is left out by POLYATTN_DISABLE; it was not imported")
             report = self._load_one(source, None if isinstance(module, str) else module)
             epoch.bump()
@@ -228,7 +228,7 @@ class PluginManager:
     def _load(self) -> None:
         self._start_over()
         allow = envvars.names("POLYATTN_PLUGINS", self.environ)
-        deny = envvars.names("POLYATTN_DISABLE", self.environ) or ()
+        deny = envvars.left_out(self.environ)
         strict = envvars.flag("POLYATTN_STRICT", self.environ)
         for group in _group(self._sources()):
             first = group[0]

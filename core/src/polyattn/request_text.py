@@ -24,6 +24,8 @@ _WORDS: dict[str, tuple[str | bool, ...]] = {
 }
 _OPTIONAL: dict[str, type] = {"scale": float, "save_kv_cache": bool}
 """Fields that may be None, and what else they are."""
+_LEAST = {"head_dim": 1, "heads": 1, "kv_heads": 1}
+"""The smallest value of a whole number; of others it is 0."""
 
 
 def plain_request(request: AttentionRequest) -> dict[str, Any]:
@@ -45,10 +47,14 @@ def read_request(data: Any, where: str) -> AttentionRequest:
     for name, value in data.items():
         if name not in known:
             raise ConfigError(f"{where}: a request has no field {name!r}.{did_you_mean(str(name), known)}")
-        fields[name] = _tuples(value)
+        try:
+            fields[name] = _tuples(value)
+        except RecursionError as exc:
+            raise ConfigError(
+                f"{where}: {name} is lists in lists in lists; allowed: {_allowed(name, known[name])}"
+            ) from exc
         if not _fits(name, fields[name], known[name]):
-            allowed = ", ".join(map(str, _WORDS[name])) if name in _WORDS else f"like {known[name]!r}"
-            raise ConfigError(f"{where}: {name}={value!r}; allowed: {allowed}")
+            raise ConfigError(f"{where}: {name}={value!r}; allowed: {_allowed(name, known[name])}")
     return AttentionRequest(**fields)
 
 
@@ -62,5 +68,15 @@ def _fits(name: str, value: Any, default: Any) -> bool:
     wanted = _OPTIONAL.get(name, type(default))
     if value is None:
         return name in _OPTIONAL
-    number = isinstance(value, int) and not isinstance(value, bool)
-    return (wanted is float and number) or (isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool))
+    if wanted is int:
+        return type(value) is int and value >= _LEAST.get(name, 0)
+    if wanted is tuple and default:
+        return type(value) is tuple and list(map(type, value)) == list(map(type, default))
+    number = wanted is float and type(value) is int
+    return number or (isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool))
+
+
+def _allowed(name: str, default: Any) -> str:
+    if name in _WORDS:
+        return ", ".join(map(str, _WORDS[name]))
+    return f"a whole number from {_LEAST.get(name, 0)} on" if type(default) is int else f"like {default!r}"

