@@ -270,6 +270,12 @@ def test_a_comparison_is_with_measurements(run: Run, monkeypatch: pytest.MonkeyP
             '{"request": {"head_dim": 0}, "lengths": [[5, 5]], "count": 1, "backend": "x"}',
             "line 2: head_dim=0;",
         ),
+        pytest.param("[" * 100_000, "line 2: not JSON (maximum recursion depth exceeded", id="lists without end"),
+        pytest.param(
+            f'{{"request": {{}}, "lengths": [[5, 5]], "count": {"9" * 5000}, "backend": "x"}}',
+            "line 2: not JSON (Exceeds the limit",
+            id="a number of thousands of digits",
+        ),
     ],
 )
 def test_a_trace_that_is_none(run: Run, line: str, message: str) -> None:

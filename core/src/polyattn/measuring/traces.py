@@ -46,7 +46,7 @@ def read_trace(paths: Sequence[str | Path]) -> list[Traced]:
 def _line(line: str, where: str) -> Traced:
     try:
         data = json.loads(line)
-    except json.JSONDecodeError as exc:
+    except (ValueError, RecursionError) as exc:  # no JSON, a number of thousands of digits, lists without end
         raise ConfigError(f"{where}: not JSON ({exc}); `polyattn trace` writes one object per line") from exc
     workload = Workload.of(data, where)
     count, backend = data.get("count"), data.get("backend")
