@@ -586,7 +586,7 @@ NAMES: list[tuple[str, Callable[[], Any], type[PolyattnError], str]] = [
         "unknown backend",
         lambda: dense(backend="tourch_sdpa"),
         BackendUnavailableError,
-        "no backend is named 'tourch_sdpa'. Did you mean 'torch_sdpa'.*Backends on cpu: .*reference",
+        "no backend is named 'tourch_sdpa', asked for by argument. Did you mean 'torch_sdpa'.*Usable on cpu: .*refer",
     ),
     (
         "unknown platform",

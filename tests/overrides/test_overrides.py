@@ -276,7 +276,8 @@ def test_an_explicit_choice_that_cannot_serve_names_who_asked():
         with override, pytest.raises(UnsupportedRequestError, match=f"alpha, asked for by {source}, cannot serve"):
             call(softcap=3.0)
     polyattn.configure(attention_backend="alhpa")
-    with pytest.raises(BackendUnavailableError, match=r"no backend is named 'alhpa'\. Did you mean 'alpha'"):
+    named = r"no backend is named 'alhpa', asked for by configure\(\)\. Did you mean 'alpha'"
+    with pytest.raises(BackendUnavailableError, match=named):
         call()
 
 

@@ -83,6 +83,7 @@ class InternalError(PolyattnError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence offering the nearest of `known`, with a leading space, or an empty string."""
-    near = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.6)
-    return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    """A sentence offering the nearest of `known`, whatever the case, with a leading space, or an empty string."""
+    names = {n.lower(): n for n in sorted(set(known))}
+    near = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.6)
+    return f" Did you mean {' or '.join(repr(names[n]) for n in near)}?" if near else ""
