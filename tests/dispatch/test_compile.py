@@ -302,6 +302,14 @@ def test_with_fullgraph_dynamos_own_error_quotes_polyattns(call, error, message)
         compiled(*qkv())
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_of_a_refused_call_says_why(strict):
+    model = Dense(lambda q, k, v: polyattn.attention(q, k, v, softcap=3.0, backend="torch_sdpa"))
+    error = torch._dynamo.exc.Unsupported if strict else polyattn.UnsupportedRequestError
+    with pytest.raises(error, match=r"torch_sdpa, asked for by argument, cannot serve .*softcap=3\.0 is not declared"):
+        torch.export.export(model, (torch.randn(2, 4, 4, 16),), strict=strict)
+
+
 def test_a_refused_call_can_be_caught_and_leaves_later_calls_compiled():
     def serve(q, k, v):
         try:
