@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import polyattn
 from polyattn import ops
 from polyattn.nn import LocalAttention
+from polyattn.traced_errors import raising
 
 
 @pytest.fixture(autouse=True)
@@ -267,6 +268,83 @@ def test_bad_input_while_tracing_names_itself(change, message):
     call, _ = compile_(lambda q, k, v: polyattn.attention(q, k, v))
     with pytest.raises(Exception, match=message):
         call(*change(*qkv()))
+
+
+def broken(*args, **options):
+    return polyattn.attention(*args, **options)
+
+
+REFUSED = (
+    (lambda q, k, v: broken(q, k[..., :8], v), polyattn.InvalidInputError, "head dims 16, 8, 16"),
+    (lambda q, k, v: broken(q[0], k, v), polyattn.InvalidInputError, "have 3, 4 and 4 dimensions; 4 are needed"),
+    (lambda q, k, v: broken(q, k, v, backend="tourch_sdpa"), polyattn.BackendUnavailableError, "'tourch_sdpa'"),
+    (lambda q, k, v: broken(q, k, v, softcap=3.0, backend="torch_sdpa"), polyattn.UnsupportedRequestError, "softcap=3"),
+    (lambda q, k, v: packed(q[0], k[0], v[0, ..., :8], *[torch.tensor([0, 5])] * 2), ValueError, "cu_seqlens int32"),
+)
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_a_compiled_call_raises_polyattns_own_errors(call, error, message):
+    counter = CompileCounter()
+    compiled = torch.compile(call, backend=counter)
+    for _ in range(2):
+        with pytest.raises(error, match=message) as caught:
+            compiled(*qkv())
+        assert isinstance(caught.value, polyattn.PolyattnError)
+    if error is polyattn.UnsupportedRequestError:
+        assert caught.value.rejected["torch_sdpa"] == ["softcap=3.0 is not declared"]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_with_fullgraph_dynamos_own_error_quotes_polyattns(call, error, message):
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"reason: it raises .*Error: .*{message}"):
+        compiled(*qkv())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_of_a_refused_call_says_why(strict):
+    model = Dense(lambda q, k, v: polyattn.attention(q, k, v, softcap=3.0, backend="torch_sdpa"))
+    error = torch._dynamo.exc.Unsupported if strict else polyattn.UnsupportedRequestError
+    with pytest.raises(error, match=r"torch_sdpa, asked for by argument, cannot serve .*softcap=3\.0 is not declared"):
+        torch.export.export(model, (torch.randn(2, 4, 4, 16),), strict=strict)
+
+
+def test_a_refused_call_can_be_caught_and_leaves_later_calls_compiled():
+    def serve(q, k, v):
+        try:
+            return polyattn.attention(q, k, v, softcap=3.0, backend="torch_sdpa")
+        except polyattn.UnsupportedRequestError:
+            return polyattn.attention(q, k, v)
+
+    args = qkv()
+    torch.testing.assert_close(torch.compile(serve, backend="eager")(*args), polyattn.attention(*args))
+    counter = CompileCounter()
+    call = torch.compile(lambda q, k, v: polyattn.attention(q, k, v), backend=counter)
+    with pytest.raises(polyattn.InvalidInputError):
+        call(args[0], args[1][..., :8], args[2])
+    frames = counter.frame_count
+    torch.testing.assert_close(call(*args), polyattn.attention(*args))
+    assert counter.frame_count == frames + 1
+
+
+def test_an_error_that_a_trace_remembers_holds_no_tensors_and_keeps_its_cause():
+    class Failed(polyattn.PluginError):
+        def __init__(self, message, part):
+            super().__init__(message)
+            self.part = part
+
+    error = Failed("the plugin failed", "part")
+    error.__cause__ = OSError("no compiler")
+    plan, seen = raising(error), []
+    for _ in range(2):
+        with pytest.raises(Failed, match="the plugin failed") as caught:
+            plan(torch.ones(1))
+        assert caught.value.part == "part"
+        assert caught.value.__cause__ is error.__cause__
+        seen.append(caught.value)
+    assert seen[0] is not seen[1] is not error
+    assert error.__traceback__ is None
 
 
 @pytest.mark.parametrize(("s_q", "s_k"), [(0, 4), (4, 0), (0, 0)])

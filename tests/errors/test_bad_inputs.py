@@ -173,6 +173,21 @@ DENSE: list[Case] = [
         lambda: dense(query=torch.ones(2, 3, 5, 8)),
         "query has 5 heads, key and value 2: H_q must be a multiple of H_kv",
     ),
+    (
+        "BHSD without saying so",
+        lambda: dense(query=torch.ones(2, 4, 3, 8), key=torch.ones(2, 2, 5, 8), value=torch.ones(2, 2, 5, 8)),
+        r"query has 3 heads, key and value 5: .* of H_kv; tensors in \[B, H, S, D\] need layout='BHSD'$",
+    ),
+    (
+        "BSHD as BHSD",
+        lambda: dense(layout="BHSD"),
+        r"query has 3 heads, key and value 4: .* of H_kv; tensors in \[B, S, H, D\] need layout='BSHD'$",
+    ),
+    (
+        "heads that fit no layout",
+        lambda: dense(query=torch.ones(2, 3, 5, 8)),
+        "H_q must be a multiple of H_kv$",
+    ),
     ("no heads", lambda: dense(query=QUERY[:, :, :0]), "query has 0 heads, key and value 2"),
     (
         "heads of key and value",
@@ -250,6 +265,25 @@ OPTIONAL: list[Case] = [
         "mask transposed",
         lambda: dense(attn_mask=torch.ones(1, 1, 4, 3)),
         r"attn_mask has shape \(1, 1, 4, 3\), allowed: ",
+    ),
+    *(
+        (f"mask {shape}", lambda shape=shape: dense(attn_mask=torch.ones(shape)), rf"S_q, S_k\){re.escape(step)}$")
+        for shape, step in (
+            ((3, 4), "; pass attn_mask[None, None]"),
+            ((1, 4), "; pass attn_mask[None, None].expand(-1, -1, 3, -1)"),
+            ((2, 4), "; pass attn_mask[:, None, None].expand(-1, -1, 3, -1)"),
+            ((4, 3, 4), "; pass attn_mask[None]"),
+            ((2, 3, 4), "; pass attn_mask[:, None]"),
+            ((2, 1, 1, 4), "; pass attn_mask.expand(-1, -1, 3, -1)"),
+            ((3, 3, 4), ""),
+            ((3, 1, 1, 4), ""),
+            ((4,), ""),
+        )
+    ),
+    (
+        "mask of one batch",
+        lambda: polyattn.attention(QUERY[:1], KEY[:1], KEY[:1], attn_mask=torch.ones(3, 5)),
+        r"4 are needed: \[1, 4 or 1, 3, 4\]",
     ),
     (
         "mask dtype",
@@ -586,7 +620,7 @@ NAMES: list[tuple[str, Callable[[], Any], type[PolyattnError], str]] = [
         "unknown backend",
         lambda: dense(backend="tourch_sdpa"),
         BackendUnavailableError,
-        "no backend is named 'tourch_sdpa'. Did you mean 'torch_sdpa'.*Backends on cpu: .*reference",
+        "no backend is named 'tourch_sdpa', asked for by argument. Did you mean 'torch_sdpa'.*Usable on cpu: .*refer",
     ),
     (
         "unknown platform",
@@ -635,6 +669,24 @@ NAMES: list[tuple[str, Callable[[], Any], type[PolyattnError], str]] = [
         lambda: polyattn.explain(polyattn.attention, QUERY, KEY[0], KEY),
         InvalidInputError,
         "key has 3 dimensions",
+    ),
+    (
+        "explain with torch's keywords",
+        lambda: polyattn.explain(polyattn.attention, QUERY, KEY, KEY, is_causal=True, mask=None, enable_gqa=True),
+        InvalidInputError,
+        r"attention, ...\): .* 'is_causal'; attention takes .*, out\. torch's .*; the mask is attn_mask .*; enable_gqa",
+    ),
+    (
+        "explain with a misspelt keyword",
+        lambda: polyattn.explain(polyattn.varlen_attention, QUERY, KEY, KEY, widow=(3, 0)),
+        InvalidInputError,
+        r"explain\(varlen_attention, ...\): .*; varlen_attention takes .*, out\. Did you mean 'window'\?",
+    ),
+    (
+        "explain a layer",
+        lambda: polyattn.explain(polyattn.nn.LocalAttention(), QUERY, KEY),
+        InvalidInputError,
+        r"explain\(LocalAttention, ...\): missing .*: 'value'; LocalAttention takes query, .*, sinks\.$",
     ),
     (
         "explain a name",
@@ -686,6 +738,19 @@ def nothing_is_configured() -> Iterator[None]:
     polyattn.configure()
     yield
     polyattn.configure()
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 4), (4, 3, 4), (2, 1, 1, 4), (1, 4, 1, 4)])
+def test_the_step_that_a_masks_error_gives_is_what_torch_does(shape):
+    torch.manual_seed(0)
+    query, key, mask = torch.randn(2, 3, 4, 8), torch.randn(2, 4, 2, 8), torch.randn(shape)
+    with pytest.raises(InvalidInputError) as caught:
+        dense(query=query, key=key, value=key, attn_mask=mask)
+    step = str(caught.value).partition("; pass ")[2]
+    out = dense(query=query, key=key, value=key, attn_mask=eval(step, {"attn_mask": mask}))
+    q, k = query.transpose(1, 2), key.transpose(1, 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize("good", [dense, packed, paged, latent])

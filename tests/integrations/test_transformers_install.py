@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 import polyattn
 from polyattn.integrations import transformers as host
 from polyattn.integrations.transformers import names, registry
+from polyattn.plugins import get_manager
+from polyattn.records import BackendInfo
 
 pytestmark = pytest.mark.usefixtures("installed")
 transformers = pytest.importorskip("transformers")
@@ -154,8 +157,16 @@ def test_transformers_missing_or_old(monkeypatch):
 
 
 def test_names_with_flash_in_them_are_not_pinned(monkeypatch):
-    monkeypatch.setattr(names, "_dense_names", lambda info: ["fast", "flash_x"])
+    backends = {name: BackendInfo(name, "cpu", (), summary="fast") for name in ("fast", "flash_x")}
+    monkeypatch.setattr(names, "get_manager", lambda: types.SimpleNamespace(backends=backends))
     assert names.pinned_names("polyattn") == {"polyattn|fast": "fast"}
+
+
+def test_every_other_backend_is_pinned_whatever_it_is_for(installed):
+    known = {info.name for info in get_manager().backends.values()}
+    missing = known - {name.partition("|")[2] for name in installed}
+    assert all("flash" in name for name in missing), missing
+    assert {"polyattn|torch_native", "polyattn|dsa"} <= set(installed)
 
 
 def test_aliases_are_pinned_too(installed):

@@ -12,6 +12,7 @@ import torch
 
 import polyattn
 from polyattn.integrations import transformers as host
+from polyattn.integrations.transformers import registry
 from polyattn.integrations.transformers.guard import SHOWN
 
 GATE = 1e-5
@@ -269,6 +270,22 @@ def test_a_pinned_backend_that_is_not_here_says_so(build, ids, installed):
     model.set_attn_implementation("polyattn|fa")
     with pytest.raises(polyattn.BackendUnavailableError, match=r"fa, asked for by argument|'fa'"):
         model(ids)
+
+
+def test_a_backend_without_dense_attention_is_reached_by_a_rewrite_or_refuses_by_itself(
+    build, ids, relative, monkeypatch
+):
+    # A class of another test may have this config and have been given float masks, which no rewrite takes away.
+    monkeypatch.delitem(registry._trust, transformers.LlamaConfig, raising=False)
+    model = build("llama")
+    with torch.no_grad():
+        eager = model(ids).logits
+        model.set_attn_implementation("polyattn|torch_native")
+        assert relative(model(ids).logits, eager) < GATE
+        assert {line.selection.backend for line in host.report(model, ids)} == {"torch_native"}
+        model.set_attn_implementation("polyattn|dsa")
+        with pytest.raises(polyattn.PolyattnError, match=r"dsa, asked for by argument, cannot serve .*planned"):
+            model(ids)
 
 
 def test_report_names_each_layer_and_why(build, ids):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -278,7 +279,10 @@ def test_a_name_may_say_its_platform():
     assert chosen(here, there, choice=asked("fa@cpu")).id == "fa@cpu"
     with pytest.raises(BackendUnavailableError, match=r"fa@rocm, asked for by argument, has no backend on cpu"):
         chosen(here, there, choice=asked("fa@rocm"))
-    with pytest.raises(BackendUnavailableError, match=r"backend 'fa@rcom': no platform 'rcom'\. Did you mean 'rocm'"):
+    with pytest.raises(
+        BackendUnavailableError,
+        match=r"backend 'fa@rcom', asked for by argument: no platform 'rcom'\. Did you mean 'rocm'",
+    ):
         chosen(here, there, choice=asked("fa@rcom"))
 
 
@@ -297,11 +301,40 @@ def test_an_unknown_name_offers_the_nearest_and_blames_broken_plugins():
     )
     with pytest.raises(
         BackendUnavailableError,
-        match=r"no backend is named 'plian'\. Did you mean 'plain'\? These plugins could not be used and may be "
-        r"what you want: acme \(acme 1\.0\): OSError: libacme\.so\.3\. Backends on cpu: plain",
+        match=r"no backend is named 'plian', asked for by argument\. Did you mean 'plain'\? These plugins could not be "
+        r"used and may be what you want: acme \(acme 1\.0\): OSError: libacme\.so\.3\. Usable on cpu: plain; `polyattn",
     ) as caught:
         select(REQUEST, there, Policy(asked("plian")))
     assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("flx", r" Did you mean 'flex_plain'\?"),
+        ("FLEX-PLAIN", r" Did you mean 'flex_plain'\?"),
+        ("Old_Name", r" Did you mean 'old_name'\?"),
+        ("SDPA", r" Did you mean 'torch_sdpa'\?"),
+        ("flash_attention_2", r" Did you mean 'fa', not usable here\?"),
+        ("fly", r" Did you mean 'fla', not usable here\?"),
+        ("Auto", r" Name none, and the choice is automatic\."),
+        ("zebra", ""),
+    ],
+)
+def test_an_unknown_name_is_answered_with_what_can_be_used(name, advice):
+    offers = (
+        offer("flex_plain", aliases=(Alias("old_name"),)),
+        offer("torch_sdpa", auto=rule(1)),
+        offer("fla", platform="rocm"),
+        offer("fa", missing={"own": "fa is not installed"}),
+    )
+    with pytest.raises(BackendUnavailableError) as caught:
+        chosen(*offers, choice=asked(name, "environment X"))
+    assert re.fullmatch(
+        rf"no backend is named '{name}', asked for by environment X\.{advice} Usable on cpu: flex_plain, torch_sdpa; "
+        r"`polyattn list` says what each of the others needs",
+        str(caught.value),
+    ), caught.value
 
 
 OLD = offer("old", provider("own", {"dtype": "bfloat16"}), fallbacks=(Fallback("plain", "old knows bfloat16 only"),))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import polyattn
+from polyattn.dispatch import DenseSite
+from polyattn.nn import LocalAttention
 from polyattn.records import Accepted, AttentionRequest, Range, Rejected, judge, option, row
 
 HERE = Path(__file__).parent
@@ -70,3 +74,38 @@ def test_the_page_has_every_number_once_in_order_and_every_number_has_a_test():
     tests = "".join(path.read_text(encoding="utf-8") for path in HERE.glob("test_*.py"))
     cited = set(re.findall(r"def test_s(\d+)_", tests))
     assert cited == set(numbers)
+
+
+CALLS = {
+    **{name: getattr(polyattn, name) for name in ("attention", "varlen_attention", "paged_attention", "mla_attention")},
+    "scaled_dot_product_attention": polyattn.scaled_dot_product_attention,
+    "bind": polyattn.bind,
+    "bind(...)": DenseSite.__call__,
+    "nn.LocalAttention": LocalAttention,
+    "nn.LocalAttention(...)": LocalAttention.forward,
+}
+
+
+def spelt(call, kind):
+    """The arguments of a kind, as the page writes them."""
+    parameters = inspect.signature(call).parameters.values()
+    found = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters if p.kind is kind]
+    return f"`{', '.join(name for name in found if name != 'self')}`".replace("``", "")
+
+
+def test_the_page_shows_the_arguments_of_every_call():
+    rows = re.findall(r"^\| `(\S+)` \| (.*?) ?\| (.*?) ?\|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    by_name = {name: (given, keywords) for name, given, keywords in rows if name in CALLS}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    assert by_name == {name: tuple(spelt(call, kind) for kind in kinds) for name, call in CALLS.items()}
+
+
+@pytest.mark.parametrize(("field", "value"), [("chunk", 8), ("alibi", True), ("block_map", True)])
+def test_what_the_page_says_no_call_takes_can_be_asked_of_a_request(field, value):
+    text = PAGE.read_text(encoding="utf-8")
+    assert f"`AttentionRequest({field}={value}" in text or f", {field}={value}" in text
+    calls = [call for name, call in CALLS.items() if "(" not in name]
+    names = {name for call in calls for name in inspect.signature(call).parameters}
+    assert not names & {"chunk", "alibi", "alibi_slopes", "block_map", "block_sizes"}
+    request = AttentionRequest(**{field: value}, **({"family": "block_sparse"} if field == "block_map" else {}))
+    assert getattr(request.normalised(), field) == value

@@ -1,6 +1,6 @@
 """Attention under torch.compile: the choice is made while tracing, and what cannot be traced hides behind a custom op.
 
-While dynamo traces a call, `_plan_dense` runs as ordinary Python on constants (dtypes, device, heads, head dims, the
+While dynamo traces a call, `_plan` runs as ordinary Python on constants (dtypes, device, heads, head dims, the
 relation of the lengths) and returns the name of a plan; the plan is a function on the `_plans` module that dynamo then
 inlines. What may change later is guarded: the overrides through their thread-local mirror, everything process-wide
 through the epoch's token. Lengths stay symbolic.
@@ -22,9 +22,10 @@ from torch import Tensor
 from . import overrides
 from .choose import Chosen, choose, device_facts, dtype_name
 from .epoch import EPOCH
-from .errors import InvalidInputError
+from .errors import InvalidInputError, PolyattnError
 from .ops import op_plan
 from .records import AttentionRequest
+from .traced_errors import raising
 from .traced_facts import constants, fixed, mask_fits, tensor_facts
 from .validate import FLOATS
 
@@ -75,22 +76,27 @@ def trace_dense(
         else "differ",
         None if attn_mask is None else "fits" if mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit",
     )
-    plan = getattr(_plans, _plan_dense(facts, constants(static), backend, _scope_now(scope), EPOCH.token))
+    plan = getattr(_plans, _plan("dense", facts, constants(static), backend, _scope_now(scope), EPOCH.token))
     return plan(query, key, value, attn_mask, sinks, out)
 
 
 def _check_ranks(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
     if query.ndim != rank or key.ndim != rank or value.ndim != rank:
-        raise InvalidInputError(
-            f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} dimensions; {rank} are needed"
-        )
+        getattr(_plans, _plan("ranks", query.ndim, key.ndim, value.ndim, rank, EPOCH.token))()
+
+
+def _refuse_ranks(query: int, key: int, value: int, rank: int) -> str:
+    raise InvalidInputError(f"query, key and value have {query}, {key} and {value} dimensions; {rank} are needed")
 
 
 @_constant
-def _plan_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: Any, token: str) -> str:
-    name = ("dense", facts, static, backend, scope, token)
+def _plan(*name: Any) -> str:
     if name not in _names:
-        _names[name] = _make_dense(facts, static, backend, scope)
+        family, *said, _ = name
+        try:
+            _names[name] = _MAKERS[family](*said)
+        except PolyattnError as error:
+            _names[name] = _publish(raising(error))
     return _names[name]
 
 
@@ -207,16 +213,8 @@ def trace_varlen(
         "equal" if cu_q is cu_k else "one" if max_q == 1 else "more",
         (cu_q.dtype, cu_k.dtype),
     )
-    plan = getattr(_plans, _plan_varlen(facts, constants(static), backend, _scope_now(None), EPOCH.token))
+    plan = getattr(_plans, _plan("varlen", facts, constants(static), backend, _scope_now(None), EPOCH.token))
     return plan(query, key, value, attn_mask, sinks, out, cu_q, cu_k, max_q, max_k)
-
-
-@_constant
-def _plan_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: Any, token: str) -> str:
-    name = ("varlen", facts, static, backend, scope, token)
-    if name not in _names:
-        _names[name] = _make_varlen(facts, static, backend, scope)
-    return _names[name]
 
 
 def _make_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> str:
@@ -249,3 +247,6 @@ def _make_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str |
         return (result, softmax) if lse else result
 
     return _publish(plan)
+
+
+_MAKERS: dict[str, Callable[..., str]] = {"dense": _make_dense, "varlen": _make_varlen, "ranks": _refuse_ranks}

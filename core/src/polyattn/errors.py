@@ -83,7 +83,8 @@ class InternalError(PolyattnError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence offering the nearest of `known`, with a leading space, or an empty string."""
-    near = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.6)
+    """A sentence offering the nearest of `known`, whatever the case, with a leading space, or an empty string."""
+    names = {n.lower(): n for n in sorted(set(known))}
+    near = [names[n] for n in difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.6)]
     # A word that is known is not what is wrong: to offer it back helps nobody.
     return f" Did you mean {' or '.join(map(repr, near))}?" if near and name not in near else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -199,8 +200,29 @@ def explain(request_or_call: AttentionRequest | Callable[..., Any], *args: Any, 
             f"explain() takes an AttentionRequest or one of polyattn's calls, not a {type(request_or_call).__name__}; "
             f"for example explain(polyattn.attention, q, k, v)"
         )
+    _check_arguments(request_or_call, args, kwargs)
     selection: Selection = asker(*args, **kwargs)
     return selection
+
+
+_OF_TORCH = {
+    "is_causal": "torch's is_causal=True is causal='top_left' here (S3)",
+    "enable_gqa": "enable_gqa is not needed: query may have more heads than key and value (S1)",
+    "mask": "the mask is attn_mask (S8)",
+}
+
+
+def _check_arguments(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    signature = inspect.signature(getattr(call, "forward", call))
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as exc:
+        name = getattr(call, "__name__", type(call).__name__)
+        unknown = [word for word in kwargs if word not in signature.parameters]
+        hints = [_OF_TORCH[word] for word in unknown if word in _OF_TORCH]
+        near = " " + "; ".join(hints) if hints else "".join(did_you_mean(w, signature.parameters) for w in unknown[:1])
+        takes = f"{name} takes {', '.join(signature.parameters)}"
+        raise InvalidInputError(f"explain({name}, ...): {exc}; {takes}.{near}") from exc
 
 
 @dataclasses.dataclass(frozen=True)

@@ -135,7 +135,8 @@ class component(_Scoped):  # noqa: N801
     """`with polyattn.component("text_encoder"): build()`: layers built inside obey that component's override.
 
     Args:
-        name: the pipeline's module name (`model_index.json`). role: part of it, such as `cross`.
+        name: what overrides call it, for a pipeline its module name (`model_index.json`). role: part of it, such as
+            `cross`.
     """
 
     def __init__(self, name: str, role: str = "") -> None:
@@ -272,9 +273,11 @@ def check_components() -> None:
     wanted = set(current_settings().component_attention_backends)
     if missed := sorted(wanted - _process.reached):
         near = did_you_mean(missed[0], _process.reached)
+        seen = f"Reached: {', '.join(sorted(_process.reached))}. Check the component names"
+        none = "No layer was built or called inside `with polyattn.component(...):`. Put the part's code into that"
         raise ConfigError(
             f"component override{'s' if len(missed) > 1 else ''} {', '.join(missed)} reached no layer.{near} "
-            f"Reached: {', '.join(sorted(_process.reached)) or 'none'}. Check the component names, or remove them"
+            f"{seen if _process.reached else none}, or remove them"
         )
 
 

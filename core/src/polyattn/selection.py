@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from .records import (
     Verdict,
     judge,
 )
+from .unknown_names import unknown_backend
 
 __all__ = ["Catalogue", "Choice", "Offer", "Policy", "Selection", "holds", "may_be_automatic", "select"]
 
@@ -73,6 +75,10 @@ class Offer:
     evidence: str
     missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
     levels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def here(self) -> bool:
+        """Whether it is built and what it needs is installed, with any of its providers."""
+        return any(not p.planned and p.name not in self.missing for p in self.info.providers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,9 +357,7 @@ def _decide(asked: _Judge) -> Selection:
 
 def _automatic(asked: _Judge) -> Selection:
     request, policy = asked.request, asked.policy
-    ranked = sorted(
-        [o for o in asked.offers if may_be_automatic(o, policy)], key=lambda o: (-(o.info.priority or 0), o.info.name)
-    )
+    ranked = sorted((o for o in asked.offers if may_be_automatic(o, policy)), key=_rank)
     named = {o.info.name: o for o in ranked}
     for choice in (c for c in policy.tuned if c.name in named):
         if (said := asked.take(named[choice.name])).provider is not None:
@@ -387,6 +391,10 @@ def _automatic(asked: _Judge) -> Selection:
     )
 
 
+def _rank(offer: Offer) -> tuple[float, str]:
+    return (math.inf if offer.info.priority is None else -offer.info.priority, offer.info.name)
+
+
 def _cost(said: _Judgement) -> float:
     return said.plan.cost if said.plan is not None else 0.0
 
@@ -399,7 +407,7 @@ def may_be_automatic(offer: Offer, policy: Policy) -> bool:
 
 def _explicit(asked: _Judge, choice: Choice) -> Selection:
     request = asked.request
-    offer, only, name = resolve(choice.name, request, asked.catalogue)
+    offer, only, name = resolve(choice.name, request, asked.catalogue, choice.source)
     platform = asked.catalogue.platforms.get(request.platform)
     if platform is not None and platform.fallback and name != platform.fallback:
         step = Fallback(platform.fallback, platform.fallback_why)
@@ -442,9 +450,11 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
     )
 
 
-def resolve(name: str, request: AttentionRequest, catalogue: Catalogue) -> tuple[Offer | None, str, str]:
+def resolve(
+    name: str, request: AttentionRequest, catalogue: Catalogue, source: str = ""
+) -> tuple[Offer | None, str, str]:
     """(offer, provider restriction, canonical name) of a name or alias; the offer is None when it is registered
-    for other platforms only.
+    for other platforms only. `source`: who asked for it.
 
     Raises:
         BackendUnavailableError: no plugin knows the name.
@@ -453,9 +463,9 @@ def resolve(name: str, request: AttentionRequest, catalogue: Catalogue) -> tuple
     offers = catalogue.on(request.platform)
     if platform and platform != request.platform:
         if platform not in catalogue.platforms:
-            raise BackendUnavailableError(
-                f"backend {name!r}: no platform {platform!r}.{did_you_mean(platform, catalogue.platforms)}"
-            )
+            by = f", asked for by {source}" if source else ""
+            near = did_you_mean(platform, catalogue.platforms)
+            raise BackendUnavailableError(f"backend {name!r}{by}: no platform {platform!r}.{near}")
         return None, "", bare
     named = next((offer for offer in offers if offer.info.name == bare), None)
     for offer in offers:
@@ -467,21 +477,12 @@ def resolve(name: str, request: AttentionRequest, catalogue: Catalogue) -> tuple
                 return offer, alias.provider, offer.info.name
     if named is not None:
         return named, "", bare
-    everywhere = _names(catalogue)
-    if bare in everywhere:
+    known = {o.info.name for o in catalogue.offers} | {a.name for o in catalogue.offers for a in o.info.aliases}
+    if bare in known:
         return None, "", bare
-    broken = [f"{label}: {reason}" for label, reason in catalogue.broken.items()]
-    blame = f" These plugins could not be used and may be what you want: {'; '.join(broken)}." if broken else ""
-    error = BackendUnavailableError(
-        f"no backend is named {bare!r}.{did_you_mean(bare, everywhere)}{blame} "
-        f"Backends on {request.platform}: {', '.join(sorted(o.info.name for o in offers)) or 'none'}"
-    )
-    causes = [e for e in catalogue.errors.values() if e is not None]
-    raise error from (causes[0] if causes else None)
-
-
-def _names(catalogue: Catalogue) -> set[str]:
-    return {o.info.name for o in catalogue.offers} | {a.name for o in catalogue.offers for a in o.info.aliases}
+    usable = {o.info.name: [a.name for a in o.info.aliases] for o in sorted(offers, key=_rank) if o.here()}
+    text = unknown_backend(bare, source, request.platform, usable, known, catalogue.broken)
+    raise BackendUnavailableError(text) from next((e for e in catalogue.errors.values() if e is not None), None)
 
 
 def _not_here(asked: _Judge, choice: Choice, name: str) -> BackendUnavailableError:

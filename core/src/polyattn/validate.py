@@ -98,6 +98,7 @@ def _common(
     h_v: int,
     kv_dtypes: bool = False,
     packed: int = 1,
+    layout: str = "",
 ) -> None:
     names = (("query", query), ("key", key), ("value", value))
     for name, tensor in names:
@@ -116,7 +117,10 @@ def _common(
     if h_kv != h_v:
         raise InvalidInputError(f"key has {h_kv} heads, value {h_v}; they must be equal")
     if not h_q or not h_kv or h_q % h_kv:
-        raise InvalidInputError(f"query has {h_q} heads, key and value {h_kv}: H_q must be a multiple of H_kv")
+        raise InvalidInputError(
+            f"query has {h_q} heads, key and value {h_kv}: H_q must be a multiple of H_kv"
+            f"{_other_layout(query, key, value, layout)}"
+        )
     if key.shape[-1] * packed != query.shape[-1]:
         width = key.shape[-1] * packed
         hint = " (uint8 holds FP4, two numbers a byte; an FP8 cache is .view(torch.float8_e4m3fn))"
@@ -124,6 +128,18 @@ def _common(
         raise InvalidInputError(f"query has head dim {query.shape[-1]}, key {width}; they must be equal{more}")
     if not query.shape[-1] or not value.shape[-1]:
         raise InvalidInputError(f"head dims are {query.shape[-1]} and {value.shape[-1]}; both must be at least 1")
+
+
+def _other_layout(query: Tensor, key: Tensor, value: Tensor, layout: str) -> str:
+    """The next step where the tensors of a dense call would fit in the other layout."""
+    if not layout:
+        return ""
+    s, h = (2, 1) if layout == "BSHD" else (1, 2)
+    h_q, h_kv = query.shape[h], key.shape[h]
+    if not h_kv or h_q % h_kv or value.shape[h] != h_kv or key.shape[s] != value.shape[s]:
+        return ""
+    other, shape = ("BHSD", "[B, H, S, D]") if layout == "BSHD" else ("BSHD", "[B, S, H, D]")
+    return f"; tensors in {shape} need layout={other!r}"
 
 
 def check_dense(
@@ -135,7 +151,7 @@ def check_dense(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _tensor(name, tensor, 4, shape)
     s, h = (1, 2) if bshd else (2, 1)
-    _common(query, key, value, query.shape[h], key.shape[h], value.shape[h])
+    _common(query, key, value, query.shape[h], key.shape[h], value.shape[h], layout=layout)
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         raise InvalidInputError(
             f"batch sizes differ: query {query.shape[0]}, key {key.shape[0]}, value {value.shape[0]}; expand them"
@@ -150,10 +166,17 @@ def check_dense(
 def _mask(attn_mask: Any, query: Tensor, batch: int, heads: int, s_q: int, s_k: int, axes: str) -> None:
     if attn_mask is None:
         return
-    allowed = f"[{batch} or 1, {heads} or 1, {s_q}, {s_k}] (B|1, H_q|1, {axes})"
+    fits = (
+        isinstance(attn_mask, Tensor)
+        and not attn_mask.is_nested
+        and attn_mask.ndim == 4
+        and attn_mask.shape[0] in (1, batch)
+        and attn_mask.shape[1] in (1, heads)
+        and attn_mask.shape[2:] == (s_q, s_k)
+    )
+    allowed = "" if fits else _mask_shapes(attn_mask, batch, heads, s_q, s_k, axes)
     _tensor("attn_mask", attn_mask, 4, allowed)
-    b, h, rows, columns = attn_mask.shape
-    if b not in (1, batch) or h not in (1, heads) or rows != s_q or columns != s_k:
+    if not fits:
         raise InvalidInputError(f"attn_mask has shape {tuple(attn_mask.shape)}, allowed: {allowed}")
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATS:
         raise InvalidInputError(
@@ -161,6 +184,28 @@ def _mask(attn_mask: Any, query: Tensor, batch: int, heads: int, s_q: int, s_k: 
         )
     if attn_mask.device != query.device:
         raise InvalidInputError(f"attn_mask is on {attn_mask.device}, query on {query.device}; move it")
+
+
+def _mask_shapes(attn_mask: Any, batch: int, heads: int, s_q: int, s_k: int, axes: str) -> str:
+    """The shapes that a mask may have, and how one that torch's SDPA would broadcast becomes one of them."""
+    either = ", ".join("1" if n == 1 else f"{n} or 1" for n in (batch, heads))
+    allowed = f"[{either}, {s_q}, {s_k}] (B|1, H_q|1, {axes})"
+    if not isinstance(attn_mask, Tensor) or attn_mask.is_nested or not 2 <= attn_mask.ndim <= 4:
+        return allowed
+    shape = tuple(attn_mask.shape)
+    rows = "" if shape[-2] == s_q else f".expand(-1, -1, {s_q}, -1)"
+    if len(shape) == 2 and shape == (batch, s_k) != (s_q, s_k):
+        step = f"[:, None, None].expand(-1, -1, {s_q}, -1)"
+    elif shape[-2] not in (1, s_q) or shape[-1] != s_k:
+        return allowed
+    elif len(shape) == 3:
+        # torch aligns on the right: three axes are [H_q, S_q, S_k]. Where only B fits, that is meant.
+        step = f"[None]{rows}" if shape[0] in (1, heads) else f"[:, None]{rows}" if shape[0] == batch else ""
+    elif len(shape) == 2:
+        step = f"[None, None]{rows}"
+    else:
+        step = rows if shape[0] in (1, batch) and shape[1] in (1, heads) else ""
+    return f"{allowed}; pass attn_mask{step}" if step else allowed
 
 
 def _sinks(sinks: Any, query: Tensor, heads: int) -> None:

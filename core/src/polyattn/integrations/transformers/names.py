@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ...errors import ConfigError
 from ...plugins import get_manager
-from ...records import BackendInfo
 
 __all__ = ["TAKEOVER", "check_name", "pinned_names"]
 
@@ -39,17 +36,11 @@ def check_name(name: str) -> None:
 
 
 def pinned_names(name: str) -> dict[str, str]:
-    """`name|backend` -> backend, for every name and alias under which some platform has a dense backend.
+    """`name|backend` -> backend, for every name and alias of every backend.
 
-    Backends of other machines and planned ones are in it too: asking for one says what is missing. Names in which
-    transformers would see one of its own kernels are left out; `use_backend` reaches those.
+    Backends of other machines, planned ones and those without dense attention are in it too: asking for one, the call
+    says what is missing, or is rewritten for it; transformers refuses a name it does not know with a list of its own.
+    Names in which transformers would see one of its own kernels are left out; `use_backend` reaches those.
     """
-    found = {f"{name}|{backend}": backend for info in get_manager().backends.values() for backend in _dense_names(info)}
-    return {k: v for k, v in sorted(found.items()) if "flash" not in k and "/" not in k}
-
-
-def _dense_names(info: BackendInfo) -> Iterator[str]:
-    limits = [row.allows.get("family") or row.when.get("family") for p in info.providers for row in p.rows]
-    if any(limit is not None and limit.reason("dense") is None for limit in limits):
-        yield info.name
-        yield from (a.name for a in info.aliases if not a.families or "dense" in a.families)
+    known = {n for info in get_manager().backends.values() for n in (info.name, *(a.name for a in info.aliases))}
+    return {f"{name}|{n}": n for n in sorted(known) if "flash" not in n and "/" not in n}

@@ -70,7 +70,7 @@ def install(name: str = "polyattn", *, harmless: Iterable[str] = ()) -> tuple[st
     """Teach transformers the attention implementation `name`, for models loaded before and after.
 
     Beside the name itself, which follows polyattn's overrides and automatic choice, `name|backend` is registered for
-    every dense backend polyattn knows: `attn_implementation="polyattn|fa3"` pins it. Calling again refreshes both.
+    every backend polyattn knows: `attn_implementation="polyattn|fa3"` pins it. Calling again refreshes both.
 
     Args:
         name: what `attn_implementation=` will say. "sdpa" replaces transformers' own SDPA function for every model,
