@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -226,6 +227,41 @@ def test_kernels_are_launched_all_the_same(own_store, make, message):
     with pytest.warns(RuntimeWarning, match=rf"nothing measured is used for test.decode: .*{message}"):
         assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT
     assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT, "said once"
+
+
+NOWHERE = [
+    ("~nobody-has-this-name/x", r"tuning store ~nobody-has-this-name/x is nowhere \(.*\); name a file with POLYATTN_"),
+    ("x" * 300, r"tuning store x* cannot be read \(.*File name too long.*\); name another file with POLYATTN_"),
+]
+
+
+@pytest.mark.parametrize("name, message", NOWHERE)
+def test_a_path_that_cannot_be_looked_at_is_an_error(name, message):
+    with pytest.raises(ConfigError, match=message):
+        TuningStore(name)
+
+
+def test_a_user_without_a_home_is_told_what_to_name(monkeypatch):
+    monkeypatch.delenv("POLYATTN_TUNING_STORE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os.path, "expanduser", lambda name: name)  # what it does where there is no such user
+    with pytest.raises(ConfigError, match=r"~/.cache is nowhere \(.*\); name a file with POLYATTN_TUNING_STORE"):
+        tuning.default_path()
+
+
+@pytest.mark.parametrize("name, message", NOWHERE)
+def test_calls_are_served_wherever_the_store_would_be(monkeypatch, recwarn, name, message):
+    import polyattn
+
+    monkeypatch.setenv("POLYATTN_TUNING_STORE", name)
+    tuning.reload()
+    for heads in (1, 2):
+        assert polyattn.attention(*torch.randn(3, 1, 8, heads, 8)).shape == (1, 8, heads, 8)
+        assert tuning.kernel_config(KERNEL, ("float16", 64, heads), DEFAULT, CPU) is DEFAULT
+    of_backends, of_kernels = (str(one.message) for one in recwarn if "nothing measured" in str(one.message))
+    assert re.search(f"nothing measured decides about backends: .*{message}", of_backends)
+    assert re.search(f"nothing measured is used for test.decode: .*{message}", of_kernels)
 
 
 def test_a_file_that_becomes_damaged_is_an_error_to_who_writes(own_store):

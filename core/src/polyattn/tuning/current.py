@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from .kernels import Choices, Kernel, Key
 from .places import place_of
 from .rows import Quarantined, Row, canonical
-from .store import TuningStore
+from .store import TuningStore, path_of
 
 if TYPE_CHECKING:
     from torch import device
@@ -70,22 +70,27 @@ def mode() -> str:
 
 
 def default_path() -> Path:
-    """POLYATTN_TUNING_STORE, else `polyattn/tuning.sqlite3` in the user's folder for caches."""
+    """POLYATTN_TUNING_STORE, else `polyattn/tuning.sqlite3` in the user's folder for caches.
+
+    Raises:
+        ConfigError: the user has no home folder, as in a container that runs as anybody.
+    """
     if named := text("POLYATTN_TUNING_STORE"):
-        return Path(named).expanduser()
+        return path_of(named)
     folder = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    return (Path(folder) if folder else Path.home() / ".cache") / "polyattn" / "tuning.sqlite3"
+    return (Path(folder) if folder else path_of("~/.cache")) / "polyattn" / "tuning.sqlite3"
 
 
 def store() -> TuningStore:
     """The store of this process.
 
     Raises:
-        ConfigError: its file is damaged, of another program or of a later polyattn.
+        ConfigError: its file is damaged, of another program or of a later polyattn, or nobody can tell where it is.
     """
-    if _state.store is None:
-        _state.store = TuningStore(default_path())
-    return _state.store
+    found = _state.store
+    if found is None:
+        found = _state.store = TuningStore(default_path())
+    return found
 
 
 def reload() -> None:

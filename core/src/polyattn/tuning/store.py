@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import ConfigError
 from .rows import Place, Quarantined, Row, canonical, check_row, row_of
 
-__all__ = ["FORMAT", "SCHEMA", "TuningStore"]
+__all__ = ["FORMAT", "SCHEMA", "TuningStore", "path_of"]
 
 SCHEMA = 2
 """Version of the tables: 1 had measurements alone. A file with a higher one was made by a later polyattn."""
@@ -53,6 +53,20 @@ WHERE excluded.date >= measurement.date
 _Identity = tuple[str, str, str, str, str]
 
 
+def path_of(name: str | Path) -> Path:
+    """A path whose `~` is somebody's home.
+
+    Raises:
+        ConfigError: nobody can tell whose.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as exc:
+        raise ConfigError(
+            f"the tuning store {name} is nowhere ({exc}); name a file with POLYATTN_TUNING_STORE, without ~"
+        ) from exc
+
+
 class TuningStore:
     """Measurements in a file, or in memory.
 
@@ -62,15 +76,15 @@ class TuningStore:
             warned about, and a new one begun.
 
     Raises:
-        ConfigError: there is such a file, and `rebuild` is not asked for.
+        ConfigError: there is such a file, and `rebuild` is not asked for; or nobody can see whether there is one.
     """
 
     def __init__(self, path: str | Path | None = None, *, rebuild: bool = False) -> None:
-        self.path = None if path is None else Path(path).expanduser()
+        self.path = None if path is None else path_of(path)
         self._own: dict[_Identity, Row] = {}
         self._held: dict[_Identity, Quarantined] = {}
         self._only_memory = False
-        if self.path is None or not self.path.exists():
+        if self.path is None or not self._there(self.path):
             return
         try:
             with self._reading(self.path):
@@ -93,7 +107,7 @@ class TuningStore:
             ConfigError: the file is damaged.
         """
         found: dict[_Identity, Row] = {}
-        if self.path is not None and self.path.exists():
+        if self.path is not None and self._there(self.path):
             with self._reading(self.path) as connection:
                 where, given = _where(place, subject=subject)
                 for line in connection.execute(f"SELECT {_COLUMNS} FROM measurement WHERE {where}", given):
@@ -117,7 +131,7 @@ class TuningStore:
             ConfigError: the file is damaged.
         """
         found = {key: held for key, held in self._held.items() if place in (None, held.place)}
-        if self.path is not None and self.path.exists():
+        if self.path is not None and self._there(self.path):
             with self._reading(self.path) as connection:
                 where, given = _where(place)
                 for line in connection.execute(f"SELECT * FROM quarantine WHERE {where}", given):
@@ -255,10 +269,19 @@ class TuningStore:
         )
         return False
 
+    def _there(self, path: Path) -> bool:
+        """Not `Path.exists`, which says no of a path that cannot be looked at, or raises, as Python's version is."""
+        with self._understood():
+            try:
+                path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+        return True
+
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[sqlite3.Connection]:
-        uri = path.absolute().as_uri()
         with self._understood(), contextlib.ExitStack() as stack:
+            uri = path.absolute().as_uri()
             # Where the folder cannot be written, a journal cannot be opened; nobody writes there then.
             for mode in ("mode=ro", "immutable=1"):
                 opened = sqlite3.connect(f"{uri}?{mode}", uri=True, timeout=_WAIT_S)
@@ -280,7 +303,7 @@ class TuningStore:
     def _understood(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.DatabaseError, sqlite3.Warning) as exc:
+        except (sqlite3.DatabaseError, sqlite3.Warning, OSError) as exc:
             raise self._unreadable(f"cannot be read ({exc})") from exc
 
     def _version(self, connection: sqlite3.Connection) -> int:
