@@ -108,6 +108,10 @@ def test_what_is_kept_goes_from_store_to_store(run: Run, monkeypatch: pytest.Mon
     refused = run("tune", "--import", "kept.json")
     assert refused.code == 2
     assert "no backend 'rm -rf' is registered here" in " ".join(refused.err.split())
+    Path("kept.json").write_text("[" * 200_000)
+    refused = run("tune", "--import", "kept.json")
+    assert refused.code == 2
+    assert "kept.json cannot be read as JSON" in " ".join(refused.err.split())
 
 
 @pytest.mark.parametrize(

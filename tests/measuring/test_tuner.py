@@ -282,7 +282,9 @@ def test_a_store_of_another_device_is_ignored_with_a_reason(store):
         dataclasses.replace(row.place, device="NVIDIA H200", arch="sm90"),
         dataclasses.replace(row.place, versions=tuple(sorted(versions.items()))),
     ):
-        TuningStore(store).record(dataclasses.replace(row, place=place, value={"backend": "reference"}))
+        TuningStore(store).record(
+            dataclasses.replace(row, place=place, value={"backend": "reference", "times": {"reference": 1.0}})
+        )
     tuning.reload()
     selection = polyattn.explain(workload().request)
     assert (selection.backend, selection.source) == ("torch_sdpa", "platform rule")

@@ -38,6 +38,13 @@ def row(**changed):
     return dataclasses.replace(whole, **changed)
 
 
+BACKEND_ROW = row(
+    subject="backend",
+    key={"request": {"family": "dense"}, "batch": 1, "q": 64, "k": 64},
+    value={"backend": "torch_sdpa", "times": {"torch_sdpa": 12.5}},
+)
+
+
 @pytest.fixture(autouse=True)
 def own_store(tmp_path, monkeypatch):
     path = tmp_path / "caches" / "tuning.sqlite3"
@@ -135,7 +142,8 @@ from polyattn.tuning import *
 kernel = register_kernel(Kernel("test.decode", ("n",), {"block_n": (16,)}))
 store = TuningStore(sys.argv[1])
 for i in range(40):
-    store.record(Row(Place("chip", ""), kernel.subject, {"n": f"{sys.argv[2]} {i}"}, {"block_n": 16}, 1.0, "2026"))
+    key, value = {"n": f"{sys.argv[2]} {i}"}, {"block_n": 16}
+    store.record(Row(Place("chip", ""), kernel.subject, key, value, 1.0, "2026-01-02"))
 """
 
 
@@ -182,13 +190,6 @@ def of_another_program(path):
     connection.close()
 
 
-def with_a_row_that_is_none(path):
-    TuningStore(path).record(row())
-    with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE measurement SET value = 'no json'")
-    connection.close()
-
-
 UNREADABLE = [
     (damaged, r"cannot be read \(file is not a database\)"),
     (of_a_later_polyattn, r"has tables of version 9, and this polyattn knows 2"),
@@ -211,19 +212,11 @@ def test_a_file_that_is_none_is_an_error_or_begun_anew(own_store, make, message)
     assert own_store.with_name("tuning.sqlite3.old").exists()
 
 
-@pytest.mark.parametrize("make, message", [*UNREADABLE, (with_a_row_that_is_none, r"has a row that is none")])
+@pytest.mark.parametrize("make, message", UNREADABLE)
 def test_kernels_are_launched_all_the_same(own_store, make, message):
     own_store.parent.mkdir()
     make(own_store)
     tuning.reload()
-    if make is with_a_row_that_is_none:
-        place = tuning.place_of(CPU, KERNEL.versions)
-        with sqlite3.connect(own_store) as connection:
-            versions = json.dumps(dict(place.versions), sort_keys=True, separators=(",", ":"))
-            connection.execute(
-                "UPDATE measurement SET device = ?, arch = ?, versions = ?", (place.device, place.arch, versions)
-            )
-        connection.close()
     with pytest.warns(RuntimeWarning, match=rf"nothing measured is used for test.decode: .*{message}"):
         assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT
     assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT, "said once"
@@ -322,7 +315,7 @@ def test_a_folder_that_cannot_be_written_is_read(own_store):
 
 def test_an_export_is_imported_elsewhere(own_store, tmp_path):
     store = TuningStore(own_store)
-    store.record(row(), row(subject="backend", key={"family": "dense"}, value={"backend": "torch_sdpa"}))
+    store.record(row(), BACKEND_ROW)
     data = json.loads(json.dumps(store.export()))
     other = TuningStore(tmp_path / "other.sqlite3")
     other.record(row(microseconds=1.0, date="2026-02-01"))
@@ -337,10 +330,13 @@ def test_an_export_is_imported_elsewhere(own_store, tmp_path):
         ({"subject": "shell"}, r"subject='shell'; allowed: backend, kernel:NAME"),
         ({"value": {**FAST, "num_warps": 999}}, r"kernel 'test.decode': num_warps=999; allowed: 2, 4"),
         ({"key": {"dtype": "bfloat16"}}, r"kernel 'test.decode' has keys of dtype, head_dim, k_bucket; got dtype"),
-        ({"subject": "backend", "value": {"backend": "torch_sdp"}}, r"no backend 'torch_sdp' .* 'torch_sdpa'\?"),
-        ({"subject": "backend", "value": {}}, r"no backend None is registered here"),
-        ({"microseconds": 0}, r"microseconds=0; a time is finite and above 0"),
-        ({"microseconds": float("nan")}, r"microseconds=nan"),
+        (
+            {**BACKEND_ROW.plain(), "value": {"backend": "torch_sdp", "times": {"torch_sdp": 1.0}}},
+            r"no backend 'torch_sdp' .* 'torch_sdpa'\?",
+        ),
+        ({**BACKEND_ROW.plain(), "value": {}}, r"backend is None; one of those with a time it is"),
+        ({"microseconds": 0}, r"microseconds is 0; a time is finite and above 0"),
+        ({"microseconds": float("nan")}, r"microseconds is nan"),
         ({"microseconds": True}, r"microseconds is True; int or float it is"),
         ({"date": 5}, r"date is 5; str it is"),
         ({"more": 1}, r"a measurement has exactly device, arch, versions, .*; got \{"),
@@ -405,6 +401,17 @@ def test_a_choice_that_the_kernel_no_longer_has_is_not_used(own_store):
     tuning.reload()
     with pytest.warns(RuntimeWarning, match=r"nothing measured is used for test.decode: .*block_n=64; allowed: 16, 32"):
         assert tuning.kernel_config(fewer, KEY, DEFAULT, CPU) is DEFAULT
+
+
+def test_a_row_that_is_none_is_not_used(own_store):
+    tuning.record(here(), here(key=KERNEL.named(("float16", 64, 1))))
+    with sqlite3.connect(own_store) as connection:
+        connection.execute("UPDATE measurement SET value = '[]' WHERE key LIKE '%bfloat16%'")
+    connection.close()
+    tuning.reload()
+    with pytest.warns(RuntimeWarning, match=r"has a row that is none \(a row: value is \[\]; dict it is\)"):
+        assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT
+    assert tuning.kernel_config(KERNEL, ("float16", 64, 1), DEFAULT, CPU) == FAST
 
 
 def test_a_revised_kernel_forgets(own_store):

@@ -214,7 +214,7 @@ def _keep(export: Path | None, imports: list[Path], merges: list[Path], release:
     for path in imports:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             raise ConfigError(f"{path} cannot be read as JSON: {exc}") from exc
         said[f"imported from {path}"] = store.import_rows(data, known, str(path))
     for path in merges:
@@ -250,7 +250,7 @@ def _show(as_json: bool) -> None:
     table = grid("request", "!chosen", "others", "!date", "place")
     for row in (row for row in rows if row.subject == tuning.BACKEND):
         best = row.value["backend"]
-        times, host = row.value.get("times", {best: row.microseconds}), row.value.get("host", {})
+        times, host = row.value["times"], row.value.get("host", {})
         others = ", ".join(f"{name} {_took(times, host, name)}" for name in times if name != best)
         table.add_row(
             _shown(row.key),

@@ -293,14 +293,13 @@ def _tables(here: Place) -> dict[str, dict[Lengths, Measured]]:
 
 
 def _keep(found: dict[str, dict[Lengths, Measured]], row: Row, *, shipped: bool) -> None:
-    lengths = (row.key.get("batch", 0), row.key.get("q", 0), row.key.get("k", 0))
-    times = row.value.get("times") or {row.value["backend"]: row.microseconds}
+    lengths = (row.key["batch"], row.key["q"], row.key["k"])
     host, rule = row.value.get("host", {}), row.value.get("rule", "")
-    found.setdefault(_key(row), {})[lengths] = Measured(lengths, times, row.date, shipped, host, rule)
+    found.setdefault(_key(row), {})[lengths] = Measured(lengths, row.value["times"], row.date, shipped, host, rule)
 
 
 def _key(row: Row) -> str:
-    return canonical(row.key.get("request", row.key))
+    return canonical(row.key["request"])
 
 
 def _shipped() -> list[Row]:

@@ -84,6 +84,7 @@ class TuningStore:
         self._own: dict[_Identity, Row] = {}
         self._held: dict[_Identity, Quarantined] = {}
         self._only_memory = False
+        self._told = False
         if self.path is None or not self._there(self.path):
             return
         try:
@@ -111,8 +112,8 @@ class TuningStore:
             with self._reading(self.path) as connection:
                 where, given = _where(place, subject=subject)
                 for line in connection.execute(f"SELECT {_COLUMNS} FROM measurement WHERE {where}", given):
-                    row = self._row(line)
-                    found[_identity(row)] = row
+                    if (row := self._row(line)) is not None:
+                        found[_identity(row)] = row
         for identity, row in self._own.items():
             if (place is None or row.place == place) and (subject is None or row.subject == subject):
                 found[identity] = row
@@ -135,8 +136,8 @@ class TuningStore:
             with self._reading(self.path) as connection:
                 where, given = _where(place)
                 for line in connection.execute(f"SELECT * FROM quarantine WHERE {where}", given):
-                    held = self._quarantined(line)
-                    found.setdefault(_held(held), held)
+                    if (held := self._quarantined(line)) is not None:
+                        found.setdefault(_held(held), held)
         return [found[key] for key in sorted(found)]
 
     def export(self) -> dict[str, Any]:
@@ -323,22 +324,33 @@ class TuningStore:
             "nothing but measurements is in it."
         )
 
-    def _row(self, line: tuple[Any, ...]) -> Row:
-        device, arch, versions, subject, key, value, *rest = line
-        with self._whole():
-            return Row(_place(device, arch, versions), subject, json.loads(key), json.loads(value), *rest)
+    def _row(self, line: tuple[Any, ...]) -> Row | None:
+        """None where it is none."""
+        plain = dict(zip(_COLUMNS.split(", "), line, strict=True))
+        with self._skipped():
+            return row_of(plain | {name: json.loads(plain[name]) for name in ("versions", "key", "value")}, "a row")
+        return None
 
-    def _quarantined(self, line: tuple[Any, ...]) -> Quarantined:
+    def _quarantined(self, line: tuple[Any, ...]) -> Quarantined | None:
+        """None where it is none."""
         device, arch, versions, backend, key, reason, date = line
-        with self._whole():
-            return Quarantined(_place(device, arch, versions), backend, json.loads(key), reason, date)
+        with self._skipped():
+            found = json.loads(key)
+            if not isinstance(found, dict):
+                raise ConfigError(f"what {backend} is quarantined for is {key}; a request it is")
+            return Quarantined(_place(device, arch, versions), backend, found, reason, date)
+        return None
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _skipped(self) -> Iterator[None]:
+        """One row that another program wrote must not cost a call, nor the other rows."""
         try:
             yield
-        except (ValueError, TypeError, AttributeError) as exc:
-            raise self._unreadable(f"has a row that is none ({exc})") from exc
+        except (ValueError, TypeError, AttributeError, RecursionError) as exc:
+            if not self._told:
+                self._told = True
+                said = self._unreadable(f"has a row that is none ({exc})")
+                warnings.warn(f"{said} Such rows are not used.", RuntimeWarning, stacklevel=7)
 
 
 def _place(device: str, arch: str, versions: str) -> Place:
