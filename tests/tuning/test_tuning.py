@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,30 @@ def test_several_processes_lose_nothing(own_store):
     errors = [process.communicate(timeout=120)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], errors
     assert len(TuningStore(own_store).rows()) == 120
+
+
+def test_a_file_that_is_made_while_it_is_looked_at_is_no_other_programs(own_store):
+    own_store.parent.mkdir()
+
+    class Slow:
+        """Between two looks at a file, another process makes it."""
+
+        def __init__(self, path, turn):
+            self.connection, self.turns = CONNECT(path), turn
+
+        def execute(self, statement):
+            found = self.connection.execute(statement)
+            line = found.fetchone()
+            self.turns -= 1
+            if not self.turns:
+                TuningStore(own_store).record(row())
+            return types.SimpleNamespace(fetchone=lambda: line)
+
+    for turn in (1, 2):
+        own_store.unlink(missing_ok=True)
+        slow = Slow(own_store, turn)
+        assert TuningStore()._version(slow) in (0, 2)
+        slow.connection.close()
 
 
 KILLED = WRITER.replace(

@@ -309,9 +309,10 @@ class TuningStore:
 
     def _version(self, connection: sqlite3.Connection) -> int:
         """Of the tables; 0 = there are none yet."""
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        # Another process may make the file between these: its tables are there no sooner than its name and version.
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
         if application != _APPLICATION and tables:
             raise self._unreadable("is a database of another program")
         if version > SCHEMA:
