@@ -574,29 +574,43 @@ from polyattn import tuning
 from polyattn.measuring import Workload
 from polyattn.policies import tuning_place
 from polyattn.records import AttentionRequest
-rank, port, best = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank, port, best, later = int(sys.argv[1]), *sys.argv[2:]
 asked = Workload(AttentionRequest(dtype="float32", head_dim=32, heads=2, kv_heads=2), ((64, 64),))
-if best:
+def put(best):
     times = {"torch_sdpa": 20.0, "torch_native": 20.0, best: 10.0}
     tuning.record(tuning.backend_row(tuning_place("cpu"), asked.request, asked.buckets, times, "a test"))
+def call():
+    q = torch.randn(1, 64, 2, 32)
+    try:
+        polyattn.attention(q, q.clone(), q.clone())
+        print("served")
+    except polyattn.errors.ConfigError as exc:
+        print(exc)
+if best: put(best)
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 dist.init_process_group("gloo", rank=rank, world_size=2)
-q = torch.randn(1, 64, 2, 32)
-try:
-    polyattn.attention(q, q.clone(), q.clone())
-    print("served")
-except polyattn.errors.ConfigError as exc:
-    print(exc)
+call()
+dist.barrier()
+if later:
+    put(later)
+    call()
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
-def ranks(tmp_path: Path, port: int, *best: str) -> list[str]:
-    running = []
+def ranks(
+    tmp_path: Path, *best: str, later: tuple[str, str] = ("", ""), modes: tuple[str, str] = ("use", "use")
+) -> list[str]:
+    """What two ranks say that measured `best`, and that measure `later` after the first call."""
+    running, port = [], free_port()
     for rank, name in enumerate(best):
-        environ = {**os.environ, "POLYATTN_TUNING_STORE": str(tmp_path / f"rank{rank}.sqlite3")}
-        command = [sys.executable, "-c", RANK, str(rank), str(port), name]
+        environ = {
+            **os.environ,
+            "POLYATTN_TUNING_STORE": str(tmp_path / f"rank{rank}.sqlite3"),
+            "POLYATTN_TUNING": modes[rank],
+        }
+        command = [sys.executable, "-c", RANK, str(rank), str(port), name, later[rank]]
         running.append(
             subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
@@ -613,8 +627,10 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def test_ranks_with_different_stores_raise(tmp_path):
-    said = ranks(tmp_path, free_port(), "torch_native", "")
+@pytest.mark.parametrize("modes", [("use", "use"), ("use", "off")])
+def test_ranks_with_different_stores_raise(tmp_path, modes):
+    best = ("torch_native", "torch_native" if modes[1] == "off" else "")
+    said = ranks(tmp_path, *best, modes=modes)
     assert sorted(text == "served" for text in said) == [False, True], said
     (error,) = [text for text in said if text != "served"]
     assert "ranks of one job choose alike" in error
@@ -623,4 +639,30 @@ def test_ranks_with_different_stores_raise(tmp_path):
 
 
 def test_ranks_with_equal_stores_are_served(tmp_path):
-    assert ranks(tmp_path, free_port(), "torch_native", "torch_native") == ["served", "served"]
+    assert ranks(tmp_path, "torch_native", "torch_native") == ["served", "served"]
+
+
+def test_ranks_whose_stores_lead_to_the_same_are_served(tmp_path):
+    assert ranks(tmp_path, "torch_sdpa", "") == ["served", "served"]
+
+
+def test_what_one_rank_measures_later_changes_nothing_in_silence(tmp_path):
+    same, other = ranks(tmp_path, "", "", later=("torch_sdpa", "torch_native"))
+    assert same == "served\nserved"
+    first, error = other.split("\n")
+    assert first == "served"
+    assert error.startswith("rank 1 would serve dense")
+    assert "by torch_native@cpu (tuned: 10 us" in error
+    assert "began with torch_sdpa@cpu (platform rule" in error
+    assert "measure before the job" in error
+
+
+def test_outcomes_are_equal_where_calls_of_all_lengths_are():
+    def outcome(**best):
+        others = {(1, int(name[1:]), int(name[1:])): who for name, who in best.items()}
+        return polyattn.by_length._outcome({None: "rule", **others} if best else {}, "rule")
+
+    assert outcome() == outcome(_64="rule") == outcome(_64="rule", _1024="rule") == ("rule", [])
+    assert outcome(_64="fast") == outcome(_64="fast", _2048="rule") == ("rule", [((1, 64, 64), "fast")])
+    assert outcome(_64="fast") != outcome(_64="fast", _1024="rule"), "lengths of 256 have the choice of either"
+    assert outcome(_64="fast") != outcome(_64="fast", _1024="fast")

@@ -7,7 +7,18 @@ Importing this imports no torch.
 
 from __future__ import annotations
 
-from .choices import SAME, Advice, Measured, advise, backend_row, measured, request_key, shipped_advice, with_lengths
+from .choices import (
+    SAME,
+    Advice,
+    Measured,
+    advise,
+    backend_row,
+    measured,
+    meet,
+    request_key,
+    shipped_advice,
+    with_lengths,
+)
 from .current import MODES, default_path, kernel_config, mode, quarantine, record, release, reload, store
 from .kernels import Choices, Kernel, Key, bucket, register_kernel, registered_kernels
 from .offline import MOST_CANDIDATES, Trial, Tuned, note_serving, serving, tune
@@ -39,6 +50,7 @@ __all__ = [
     "driver",
     "kernel_config",
     "measured",
+    "meet",
     "mode",
     "note_serving",
     "place_of",

@@ -31,6 +31,7 @@ __all__ = [
     "advise",
     "backend_row",
     "measured",
+    "meet",
     "request_key",
     "shipped_advice",
     "with_lengths",
@@ -213,6 +214,11 @@ def _distance(a: Lengths, b: Lengths) -> float | None:
         return 0.0 if a == b else None
     off = [abs(math.log2(x / y)) for x, y in zip(a, b, strict=True)]
     return sum(off) if max(off) <= math.log2(NEAR) else None
+
+
+def meet(a: Lengths, b: Lengths) -> bool:
+    """Whether there are lengths that both of these are near."""
+    return all(max(x, y) <= NEAR * NEAR * min(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _overall(found: Sequence[Measured], recorded: bool) -> list[tuple[str, str]]:
