@@ -475,13 +475,94 @@ def test_an_explicit_choice_is_never_overruled(served):
     assert served == ["torch_sdpa", "torch_sdpa", "torch_native"]
 
 
-def test_compiled_code_has_the_choice_for_all_lengths():
+@pytest.fixture
+def selected(monkeypatch):
+    """Whom selection chose, each time it was asked."""
+    names: list[str] = []
+    real = polyattn.choose.select
+
+    def select(*args, **options):
+        found = real(*args, **options)
+        names.append(found.backend)
+        return found
+
+    monkeypatch.setattr(polyattn.choose, "select", select)
+    return names
+
+
+def compile_attention(**options):
+    torch._dynamo.reset()  # it counts what other tests compiled
+    return torch.compile(lambda *t: polyattn.attention(*t, causal=True, **options), backend="eager", fullgraph=True)
+
+
+def test_compiled_code_has_the_choice_for_all_lengths(served):
     for length, best in ((64, "torch_native"), (1024, "torch_native"), (4096, "torch_sdpa")):
         measured(length, best)
-    compiled = torch.compile(lambda q, k, v: polyattn.attention(q, k, v, causal=True), backend="eager", fullgraph=True)
-    for length in (64, 700):
+    compiled = compile_attention()
+    for length in (64, 4096):
         q, k, v = tensors(length)
-        torch.testing.assert_close(compiled(q, k, v), polyattn.attention(q, k, v, causal=True))
+        found, wanted = compiled(q, k, v), polyattn.attention(q, k, v, causal=True)
+        torch.testing.assert_close(found, wanted)
+    # Compiled code first, each time, and then the call that looks at its lengths.
+    assert served == ["torch_native", "torch_native", "torch_native", "torch_sdpa"]
+
+
+def test_compiled_code_is_traced_anew_only_where_its_choice_changes(selected):
+    compiled, given = compile_attention(), tensors(64)
+
+    def traced():
+        selected.clear()
+        compiled(*given)
+        return selected[:]
+
+    assert traced() == ["torch_sdpa"]
+    for heads in range(1, 13):  # torch.compile gives up after 8
+        tuning.reload()
+        assert traced() == [], "nothing was measured"
+        measured(64, "torch_native", heads=2 * heads, kv_heads=2 * heads, v_head_dim=48)
+        polyattn.attention(*torch.randn(3, 1, 64, heads + 2, 32), causal=True)
+        measured(64, "torch_native", heads=heads + 2, kv_heads=heads + 2)
+        assert traced() == [], "others were"
+    measured(64, "torch_native")
+    assert traced() == ["torch_native"]
+    measured(64, "torch_native")
+    assert traced() == [], "the same once more"
+    request, place = workload().request, tuning_place("cpu")
+    tuning.quarantine(tuning.Quarantined(place, "torch_native", tuning.request_key(request), "it lies", "2026-01-01"))
+    assert traced() == ["torch_sdpa"]
+    tuning.release()
+    assert traced() == ["torch_native"]
+
+
+def test_what_another_process_quarantined_is_out_after_a_reload(selected, store):
+    compiled, given = compile_attention(), tensors(64)
+    compiled(*given)
+    held = tuning.Quarantined(
+        tuning_place("cpu"), "torch_sdpa", tuning.request_key(workload().request), "it lies", "2026-01-01"
+    )
+    TuningStore(store).quarantine(held)
+    tuning.reload()
+    selected.clear()
+    compiled(*given)
+    assert selected == ["torch_native"]
+
+
+def test_compiled_code_with_a_backend_by_name_is_not_traced_anew(selected):
+    compiled, given = compile_attention(backend="torch_sdpa"), tensors(64)
+    compiled(*given)
+    measured(64, "torch_native")
+    selected.clear()
+    compiled(*given)
+    assert selected == []
+
+
+def test_a_mode_that_is_none_is_an_error_of_compiled_code_too(monkeypatch):
+    compiled, given = compile_attention(), tensors(64)
+    compiled(*given)
+    monkeypatch.setenv("POLYATTN_TUNING", "on")
+    tuning.reload()
+    with pytest.raises(Exception, match="POLYATTN_TUNING='on'; allowed: use, off, online"):
+        compiled(*given)
 
 
 def test_an_engine_is_bound_to_what_was_measured():

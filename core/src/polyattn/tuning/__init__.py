@@ -19,7 +19,7 @@ from .choices import (
     shipped_advice,
     with_lengths,
 )
-from .current import MODES, default_path, kernel_config, mode, quarantine, record, release, reload, store
+from .current import MODES, default_path, kernel_config, mode, quarantine, record, release, reload, store, watch
 from .kernels import Choices, Kernel, Key, bucket, register_kernel, registered_kernels
 from .offline import MOST_CANDIDATES, Trial, Tuned, note_serving, serving, tune
 from .places import cpu_name, driver, place_of
@@ -65,5 +65,6 @@ __all__ = [
     "shipped_advice",
     "store",
     "tune",
+    "watch",
     "with_lengths",
 ]

@@ -34,6 +34,7 @@ __all__ = [
     "release",
     "reload",
     "store",
+    "watch",
 ]
 
 MODES = ("use", "off", "online")
@@ -48,9 +49,10 @@ class _State:
     known: dict[_Asked, Choices | None]
     tables: dict[tuple[str, device], dict[str, Row]]
     read: dict[Hashable, Any]
+    watched: dict[Hashable, tuple[Callable[[], Any], Any]]
 
     def __init__(self) -> None:
-        self.known, self.tables, self.read = {}, {}, {}
+        self.known, self.tables, self.read, self.watched = {}, {}, {}, {}
 
 
 _state = _State()
@@ -126,9 +128,27 @@ def cached(name: Hashable, make: Callable[[], _T]) -> _T:
     return found
 
 
+def watch(name: Hashable, ask: Callable[[], Any]) -> None:
+    """Compiled code will stand on what `ask` returns now, and is traced anew as soon as that is something else. To be
+    called before the code is made: what changes meanwhile counts."""
+    _state.watched[name] = (ask, ask())
+
+
 def _forget() -> None:
     _state.known, _state.tables, _state.read = {}, {}, {}
-    bump()
+    bump(traced=_overtaken())
+
+
+def _overtaken() -> bool:
+    """Whether compiled code stands on something that is no longer said."""
+    watched = list(_state.watched.values())
+    try:
+        changed = any(ask() != said for ask, said in watched)
+    except ConfigError:
+        changed = True  # who is traced anew gets the error
+    if changed:
+        _state.watched = {}
+    return changed
 
 
 def kernel_config(kernel: Kernel, key: Key, default: Choices, where: device) -> Choices:
