@@ -351,6 +351,21 @@ def test_what_was_read_is_kept_until_something_changes(monkeypatch):
     assert order((1, 64, 64)) == ["a"]
 
 
+def test_what_is_recorded_while_the_file_is_read_is_not_missed(monkeypatch):
+    put((1, 64, 64), {"a": 1.0, "b": 2.0})
+    real = choices._read
+
+    def slow(place):
+        found = real(place)
+        monkeypatch.setattr(choices, "_read", real)
+        tuning.quarantine(Quarantined(HERE, "a", request_key(REQUEST), "it lies", "2026-01-01"))  # by another thread
+        return found
+
+    monkeypatch.setattr(choices, "_read", slow)
+    assert order() == ["a", "b"], "asked before"
+    assert order() == ["b"]
+
+
 # ----------------------------------------------------------------------------------------------- requests as plain data
 
 

@@ -428,6 +428,20 @@ def test_a_choice_that_the_kernel_no_longer_has_is_not_used(own_store):
         assert tuning.kernel_config(fewer, KEY, DEFAULT, CPU) is DEFAULT
 
 
+def test_what_is_recorded_while_the_file_is_read_is_not_missed(own_store, monkeypatch):
+    real = current._read
+
+    def slow(*given):
+        found = real(*given)
+        tuning.record(here())  # by another thread
+        return found
+
+    monkeypatch.setattr(current, "_read", slow)
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT, "asked before"
+    monkeypatch.setattr(current, "_read", real)
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) == FAST
+
+
 def test_a_row_that_is_none_is_not_used(own_store):
     tuning.record(here(), here(key=KERNEL.named(("float16", 64, 1))))
     with sqlite3.connect(own_store) as connection:

@@ -114,7 +114,7 @@ def quarantine(*held: Quarantined) -> None:
 
 
 def release(backend: str | None = None) -> int:
-    """Let a backend, or all, be chosen again. Returns how many entries there were."""
+    """Let a backend, or all, be chosen again, and be measured. Returns how many entries there were."""
     count = store().release(backend)
     _forget()
     return count
@@ -122,9 +122,11 @@ def release(backend: str | None = None) -> int:
 
 def cached(name: Hashable, make: Callable[[], _T]) -> _T:
     """What was read once, until something is recorded or `reload` is called."""
-    if name not in _state.read:
-        _state.read[name] = make()
-    found: _T = _state.read[name]
+    read = _state.read
+    if name not in read:
+        # Into what was looked at: who records meanwhile begins another, and this is stale by then.
+        read[name] = make()
+    found: _T = read[name]
     return found
 
 
@@ -170,13 +172,14 @@ def kernel_config(kernel: Kernel, key: Key, default: Choices, where: device) -> 
 
 def _find(kernel: Kernel, key: Key, where: device) -> Choices | None:
     named = canonical(kernel.named(key))
-    table = _state.tables.get((kernel.name, where))
+    known, tables = _state.known, _state.tables  # as in `cached`
+    table = tables.get((kernel.name, where))
     if table is None:
-        table = _state.tables[kernel.name, where] = _read(kernel, where)
+        table = tables[kernel.name, where] = _read(kernel, where)
     row = table.get(named)
-    if len(_state.known) >= _MOST:
-        _state.known = {}
-    found = _state.known[kernel.name, key, where] = None if row is None else row.value
+    if len(known) >= _MOST:
+        known.clear()
+    found = known[kernel.name, key, where] = None if row is None else row.value
     return found
 
 
