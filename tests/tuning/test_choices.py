@@ -178,6 +178,25 @@ def test_quarantine_is_kept(own_store, in_memory):
     assert again.quarantined() == []
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_who_is_released_is_measured_where_it_was_left_out(own_store, in_memory):
+    store = TuningStore(None if in_memory else own_store)
+    with_a, without = {"a": 1.0, "b": 2.0}, {"b": 2.0}
+    other = dataclasses.replace(REQUEST, heads=16)
+    elsewhere = dataclasses.replace(HERE, arch="sm80")
+    kept = [
+        backend_row(HERE, REQUEST, (1, 64, 64), with_a, "before it was quarantined"),
+        backend_row(HERE, other, (1, 128, 128), without, "another request"),
+        backend_row(elsewhere, REQUEST, (1, 128, 128), without, "another place"),
+    ]
+    store.record(*kept, backend_row(HERE, REQUEST, (1, 128, 128), without, "it was left out"))
+    store.quarantine(Quarantined(HERE, "a", request_key(REQUEST), "it lies", "2026-01-01"))
+    assert store.release("b") == 0
+    assert len(store.rows()) == 4
+    assert store.release("a") == 1
+    assert {row.source for row in store.rows()} == {row.source for row in kept}
+
+
 def test_a_file_of_the_first_version_is_read_and_grows(own_store):
     store = TuningStore(own_store)
     put((1, 64, 64), {"a": 1.0})

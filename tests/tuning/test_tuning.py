@@ -121,13 +121,31 @@ def test_another_device_or_version_has_none(own_store, other):
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_the_later_of_two_measurements_stays(own_store, in_memory):
+def test_what_is_measured_here_replaces_what_is_there(own_store, in_memory):
     store = TuningStore(None if in_memory else own_store)
-    later = row(value=DEFAULT, microseconds=99.0, date="2026-01-03T00:00:00+00:00")
+    store.record(row(value=DEFAULT, microseconds=99.0, date="2999-01-03T00:00:00+00:00"))
     store.record(row())
-    store.record(later)
+    assert store.rows() == [row()], "whatever the clock was that dated the other"
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize(
+    "date, later",
+    [
+        ("2026-01-01T23:59:59+00:00", False),
+        ("2026-01-02T00:00:01+00:00", True),
+        ("2026-01-02T00:30:00+01:00", False),
+        ("2026-01-01T23:30:00-01:00", True),
+        ("2026-01-01", False),
+        ("2026-01-03", True),
+    ],
+)
+def test_the_later_of_two_measurements_stays_after_an_import(own_store, in_memory, date, later):
+    store = TuningStore(None if in_memory else own_store)
+    other = row(value=DEFAULT, microseconds=99.0, date=date)
     store.record(row())
-    assert store.rows() == [later]
+    store.import_rows({"format": "polyattn tuning 1", "measurements": [other.plain()]})
+    assert store.rows() == [other if later else row()]
 
 
 def test_what_does_not_fit_is_not_recorded(own_store):
@@ -318,6 +336,16 @@ def test_what_cannot_be_written_stays_in_memory(tmp_path):
         store.record(row())
     store.record(row(key=KERNEL.named(("float16", 64, 1))))
     assert len(store.rows()) == 2
+
+
+def test_who_insists_gets_an_error_instead(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = TuningStore(tmp_path / "file" / "tuning.sqlite3")
+    for change in (store.insist, lambda: store.record(row())):
+        with pytest.raises(ConfigError, match=r"cannot be written to .*; POLYATTN_TUNING_STORE names another file"):
+            change()
+    assert store.rows() == []
+    TuningStore().insist()
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser may write anywhere")

@@ -19,7 +19,7 @@ from ..records import AttentionRequest
 from ..request_text import plain_request
 from .current import cached, mode, store
 from .kernels import bucket
-from .rows import BACKEND, Place, Row, canonical, row_of
+from .rows import BACKEND, Place, Row, canonical, row_of, when
 from .store import FORMAT
 
 __all__ = [
@@ -245,10 +245,9 @@ def _us(time: float) -> str:
 
 def _age(date: str) -> str:
     try:
-        then = datetime.datetime.fromisoformat(date)
+        then = when(date)
     except ValueError:
         return f"on {date}"
-    then = then if then.tzinfo else then.replace(tzinfo=datetime.timezone.utc)
     days = (datetime.datetime.now(datetime.timezone.utc) - then).days
     return "today" if days < 1 else f"{days} day{'s' if days > 1 else ''} ago"
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import ConfigError, did_you_mean
 from .kernels import registered_kernels
 
-__all__ = ["BACKEND", "KERNEL", "Place", "Quarantined", "Row", "canonical", "check_row", "row_of"]
+__all__ = ["BACKEND", "KERNEL", "Place", "Quarantined", "Row", "canonical", "check_row", "row_of", "when"]
 
 BACKEND, KERNEL = "backend", "kernel:"
 """Subjects: which backend serves a request; which choices of a kernel, its name following."""
@@ -183,9 +183,19 @@ def _check_whole(row: Row, where: str) -> None:
         raise ConfigError(f"{where}: subject={row.subject!r}; allowed: {BACKEND}, {KERNEL}NAME")
 
 
+def when(date: str) -> datetime.datetime:
+    """The time of a row's date; without a zone it is UTC.
+
+    Raises:
+        ValueError: it is no date.
+    """
+    then = datetime.datetime.fromisoformat(date)
+    return then if then.tzinfo else then.replace(tzinfo=datetime.timezone.utc)
+
+
 def _is_date(text: str) -> bool:
     try:
-        datetime.datetime.fromisoformat(text)
+        when(text)
     except ValueError:
         return False
     return _DATE.fullmatch(text) is not None

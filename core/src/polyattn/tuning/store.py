@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .rows import Place, Quarantined, Row, canonical, check_row, row_of
+from .rows import BACKEND, Place, Quarantined, Row, canonical, check_row, row_of, when
 
 __all__ = ["FORMAT", "SCHEMA", "TuningStore", "path_of"]
 
@@ -44,12 +44,12 @@ _TABLES = (_MEASUREMENT, _QUARANTINE)
 _LACKS = {0: _TABLES, 1: (_QUARANTINE,)}
 """Version of a file -> the tables that it has not yet."""
 _COLUMNS = "device, arch, versions, subject, key, value, microseconds, date, source"
-_PUT = f"""
+_REPLACE = f"""
 INSERT INTO measurement ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (device, arch, versions, subject, key) DO UPDATE SET
     value = excluded.value, microseconds = excluded.microseconds, date = excluded.date, source = excluded.source
-WHERE excluded.date >= measurement.date
 """
+_REPLACE_OLDER = f"{_REPLACE} WHERE julianday(excluded.date) >= coalesce(julianday(measurement.date), 0)"
 _Identity = tuple[str, str, str, str, str]
 
 
@@ -85,6 +85,7 @@ class TuningStore:
         self._held: dict[_Identity, Quarantined] = {}
         self._only_memory = False
         self._told = False
+        self._insists = False
         if self.path is None or not self._there(self.path):
             return
         try:
@@ -146,20 +147,25 @@ class TuningStore:
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def record(self, *rows: Row) -> None:
-        """Keep measurements, all or none; one of the same place, subject and key replaces an older one.
+    def insist(self) -> None:
+        """What cannot be written to the file is an error from here on: for who says afterwards that it was kept.
 
         Raises:
-            ConfigError: the file is damaged, or was locked for half a minute.
+            ConfigError: the file cannot be written now.
+        """
+        self._insists = True
+        self._written(lambda connection: None)
+
+    def record(self, *rows: Row) -> None:
+        """Keep measurements, all or none; one of the same place, subject and key replaces what is there.
+
+        Raises:
+            ConfigError: one is none; the file is damaged, or was locked for half a minute.
         """
         for row in rows:
             check_row(row, "record", None)
-        if self._written(lambda connection: connection.executemany(_PUT, [_line(row) for row in rows])):
-            return
-        for row in rows:
-            known = self._own.get(_identity(row))
-            if known is None or row.date >= known.date:
-                self._own[_identity(row)] = row
+        if not self._written(lambda connection: connection.executemany(_REPLACE, [_line(row) for row in rows])):
+            self._own |= {_identity(row): row for row in rows}
 
     def quarantine(self, *held: Quarantined) -> None:
         """Keep backends out of automatic choice, all or none.
@@ -175,15 +181,33 @@ class TuningStore:
     def release(self, backend: str | None = None) -> int:
         """Let a backend, or all, be chosen again, in every place. Returns how many entries there were.
 
+        Measurements that were made without it are taken out: who tunes such a request next measures it with all.
+
         Raises:
             ConfigError: as `record`.
         """
         gone = [held for held in self.quarantined() if backend in (None, held.backend)]
+        if not gone:
+            return 0
+        without = {(held.place, held.backend, canonical(held.key)) for held in gone}
+        lacking = [
+            _identity(row)
+            for row in self.rows(subject=BACKEND)
+            for place, name, request in without
+            if row.place == place and canonical(row.key["request"]) == request and name not in row.value["times"]
+        ]
         for held in gone:
             self._held.pop(_held(held), None)
-        where, given = _where(None, backend=backend)
-        if gone:
-            self._written(lambda connection: connection.execute(f"DELETE FROM quarantine WHERE {where}", given))
+        for identity in lacking:
+            self._own.pop(identity, None)
+
+        def change(connection: sqlite3.Connection) -> None:
+            where, given = _where(None, backend=backend)
+            connection.execute(f"DELETE FROM quarantine WHERE {where}", given)
+            where = " AND ".join(f"{name} = ?" for name in ("device", "arch", "versions", "subject", "key"))
+            connection.executemany(f"DELETE FROM measurement WHERE {where}", lacking)
+
+        self._written(change)
         return len(gone)
 
     def forget(self, subject: str, place: Place | None = None) -> int:
@@ -218,7 +242,12 @@ class TuningStore:
         for i, one in enumerate(data["measurements"]):
             rows.append(row_of(one, f"{where}: measurement {i}"))
             check_row(rows[-1], f"{where}: measurement {i}", backends)
-        self.record(*rows)
+        if not self._written(lambda connection: connection.executemany(_REPLACE_OLDER, [_line(row) for row in rows])):
+            known = {_identity(row): row for row in self.rows()}
+            for row in rows:
+                before = known.get(_identity(row))
+                if before is None or when(row.date) >= when(before.date):
+                    self._own[_identity(row)] = row
         return len(rows)
 
     # ------------------------------------------------------------------------------------------------------ the file
@@ -261,10 +290,12 @@ class TuningStore:
             connection.execute(f"PRAGMA user_version = {SCHEMA}")
 
     def _stay_in_memory(self, cause: Exception) -> bool:
+        said = f"measurements cannot be written to {self.path} ({cause});"
+        if self._insists:
+            raise ConfigError(f"{said} POLYATTN_TUNING_STORE names another file") from cause
         self._only_memory = True
         warnings.warn(
-            f"measurements cannot be written to {self.path} ({cause}); they are kept for this process only. "
-            "POLYATTN_TUNING_STORE names another file",
+            f"{said} they are kept for this process only. POLYATTN_TUNING_STORE names another file",
             RuntimeWarning,
             stacklevel=5,
         )
