@@ -341,9 +341,13 @@ def test_a_shipped_table_that_is_none_is_an_error(shipped):
 
 
 def test_the_tables_of_the_package_can_be_read():
-    for row in choices._shipped():
-        assert row.subject == BACKEND
-        assert row.value["backend"] in row.value["times"]
+    rows = choices._shipped()
+    assert {(row.subject, row.place.device, row.place.arch) for row in rows} >= {(BACKEND, "NVIDIA H200", "sm90")}
+    h200 = Place("NVIDIA H200", "sm90")
+    row = next(r for r in rows if r.place.device == h200.device and not choices._SWITCHES.keys() & r.key["request"])
+    asked = read_request(row.key["request"], "a row")
+    said = shipped_advice(with_lengths(asked, row.key["batch"], row.key["q"], row.key["k"]), lambda: h200)
+    assert {name for name, _ in said.order} == set(row.value["times"])
 
 
 def test_a_store_that_cannot_be_read_is_said_once(own_store, recwarn):
