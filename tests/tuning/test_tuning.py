@@ -470,6 +470,22 @@ def test_what_is_recorded_while_the_file_is_read_is_not_missed(own_store, monkey
     assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) == FAST
 
 
+def test_compiled_code_stands_on_what_was_said_first(monkeypatch):
+    monkeypatch.setattr(current._state, "watched", {})
+    said, token = ["a"], EPOCH.token
+    tuning.watch("a request", lambda: said[0])
+    tuning.reload()
+    assert EPOCH.token == token, "it says the same"
+    said[0] = "b"
+    tuning.watch("a request", lambda: said[0])  # by another thread, before what changed is compared
+    tuning.reload()
+    assert EPOCH.token != token
+    token = EPOCH.token
+    said[0] = "c"
+    tuning.reload()
+    assert EPOCH.token == token, "nobody traced anew yet"
+
+
 def test_a_row_that_is_none_is_not_used(own_store):
     tuning.record(here(), here(key=KERNEL.named(("float16", 64, 1))))
     with sqlite3.connect(own_store) as connection:

@@ -133,7 +133,8 @@ def cached(name: Hashable, make: Callable[[], _T]) -> _T:
 def watch(name: Hashable, ask: Callable[[], Any]) -> None:
     """Compiled code will stand on what `ask` returns now, and is traced anew as soon as that is something else. To be
     called before the code is made: what changes meanwhile counts."""
-    _state.watched[name] = (ask, ask())
+    # What was said first counts: other code may stand on that.
+    _state.watched.setdefault(name, (ask, ask()))
 
 
 def _forget() -> None:
