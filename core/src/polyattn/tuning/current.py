@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..envvars import text
 from ..epoch import bump
-from ..errors import ConfigError
+from ..errors import ConfigError, PolyattnError
 from .kernels import Choices, Kernel, Key
 from .places import place_of
 from .rows import Quarantined, Row, canonical
@@ -147,7 +147,7 @@ def _overtaken() -> bool:
     watched = list(_state.watched.values())
     try:
         changed = any(ask() != said for ask, said in watched)
-    except ConfigError:
+    except PolyattnError:
         changed = True  # who is traced anew gets the error
     if changed:
         _state.watched = {}
