@@ -93,6 +93,67 @@ def test_who_is_quarantined_is_shown_and_released(run: Run) -> None:
     assert polyattn.explain(request).backend == "torch_sdpa"
 
 
+def test_the_name_of_who_is_released_is_checked(run: Run) -> None:
+    held = tuning.Quarantined(tuning_place("cpu"), "gone", tuning.request_key(AttentionRequest()), "hung", "2026-01-02")
+    tuning.quarantine(held)
+    refused = run("tune", "--release", "torch_spda")
+    assert refused.code == 4
+    text = " ".join(refused.err.split())
+    assert "--release: no backend is named 'torch_spda'. Did you mean 'torch_sdpa'" in text
+    assert "`polyattn tune --show` shows who is quarantined; all releases all" in text
+    assert run("tune", "--release", "torch_sdpa", "--json").data == {"released torch_sdpa": 0}
+    assert run("tune", "--release", "gone", "--json").data == {"released gone": 1}, "of a package that is not here"
+
+
+def test_who_was_released_is_measured_again(run: Run) -> None:
+    (asked,) = run("tune", "--request", DENSE, "--rounds", "1", "--json").data["workloads"]
+    (row,) = tuning.store().rows()
+    name, key = "torch_native", row.key["request"]
+    tuning.quarantine(tuning.Quarantined(row.place, name, key, "crashed", "2026-01-02"))
+    (without,) = run("tune", "--request", DENSE, "--again", "--rounds", "1", "--json").data["workloads"]
+    assert set(asked["times"]) - set(without["times"]) == {name}
+    assert run("tune", "--release", name).code == 0
+    (again,) = run("tune", "--request", DENSE, "--rounds", "1", "--json").data["workloads"]
+    assert again["outcome"] == "measured"
+    assert set(again["times"]) == set(asked["times"])
+
+
+def test_what_was_measured_anew_replaces_a_row_of_the_future(run: Run) -> None:
+    run("tune", "--request", DENSE, "--rounds", "1")
+    data = tuning.store().export()
+    data["measurements"][0]["date"] = "2999-01-01T00:00:00+00:00"
+    Path("future.json").write_text(json.dumps(data))
+    run("tune", "--import", "future.json")
+    assert tuning.store().rows()[0].date.startswith("2999")
+    (again,) = run("tune", "--request", DENSE, "--again", "--rounds", "1", "--json").data["workloads"]
+    (row,) = tuning.store().rows()
+    assert not row.date.startswith("2999")
+    assert row.value["times"] == again["times"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--import", "kept.json"),
+        ("--merge", "kept.sqlite3"),
+        ("--release", "torch_sdpa"),
+        ("--release", "all"),
+        ("--request", DENSE),
+    ],
+)
+def test_what_cannot_be_kept_is_no_success(run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    run("tune", "--request", DENSE, "--rounds", "1")
+    run("tune", "--export", "kept.json")
+    Path("tuning.sqlite3").replace("kept.sqlite3")
+    monkeypatch.setenv("POLYATTN_TUNING_STORE", "kept.json/tuning.sqlite3")
+    monkeypatch.setattr(tuner, "measure", None)
+    tuning.reload()
+    refused = run("tune", *words)
+    assert refused.code == 2
+    assert "measurements cannot be written to kept.json/tuning.sqlite3" in " ".join(refused.err.split())
+    assert refused.out == ""
+
+
 def test_what_is_kept_goes_from_store_to_store(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run("tune", "--request", DENSE, "--rounds", "1")
     here = Path("tuning.sqlite3").absolute()
@@ -108,6 +169,10 @@ def test_what_is_kept_goes_from_store_to_store(run: Run, monkeypatch: pytest.Mon
     refused = run("tune", "--import", "kept.json")
     assert refused.code == 2
     assert "no backend 'rm -rf' is registered here" in " ".join(refused.err.split())
+    Path("kept.json").write_text("[" * 200_000)
+    refused = run("tune", "--import", "kept.json")
+    assert refused.code == 2
+    assert "kept.json cannot be read as JSON" in " ".join(refused.err.split())
 
 
 @pytest.mark.parametrize(
@@ -116,6 +181,8 @@ def test_what_is_kept_goes_from_store_to_store(run: Run, monkeypatch: pytest.Mon
         ((), "nothing to tune: give --from TRACE"),
         (("--request", "heds=3 k=4"), "no word 'heds'. Did you mean 'heads'"),
         (("--request", "heads=3"), "k is missing, the keys of a sequence"),
+        (("--request", "heads=2 k=²"), "k='²' is not a whole number above 0"),
+        (("--request", "heads=2 k=" + "9" * 5000), "is not a whole number above 0"),
         (("--request", "heads=x k=4"), "heads='x' is not a whole number above 0"),
         (("--request", "softcap=x k=4"), "softcap='x' is not a number"),
         (("--request", "sinks=x k=4"), "sinks='x' is not a switch; allowed: true"),
@@ -124,6 +191,10 @@ def test_what_is_kept_goes_from_store_to_store(run: Run, monkeypatch: pytest.Mon
         (("--request", DENSE, "--seconds", "0"), "both are above 0"),
         (("--import", "missing.json"), "missing.json cannot be read as JSON"),
         (("--merge", "missing.sqlite3"), "there is no store missing.sqlite3"),
+        (("--export", "missing/kept.json"), "--export missing/kept.json cannot be written: [Errno 2] No such file"),
+        (("--request", DENSE, "--export", "kept.json"), "--request and --export exclude one another; run them one"),
+        (("--from", "trace.jsonl", "--show"), "--from and --show exclude one another; run them one after another"),
+        (("--show", "--release", "all"), "--show and --release exclude one another; run them one after another"),
     ],
 )
 def test_what_is_wrong_says_so(run: Run, words: tuple[str, ...], message: str) -> None:

@@ -282,7 +282,9 @@ def test_a_store_of_another_device_is_ignored_with_a_reason(store):
         dataclasses.replace(row.place, device="NVIDIA H200", arch="sm90"),
         dataclasses.replace(row.place, versions=tuple(sorted(versions.items()))),
     ):
-        TuningStore(store).record(dataclasses.replace(row, place=place, value={"backend": "reference"}))
+        TuningStore(store).record(
+            dataclasses.replace(row, place=place, value={"backend": "reference", "times": {"reference": 1.0}})
+        )
     tuning.reload()
     selection = polyattn.explain(workload().request)
     assert (selection.backend, selection.source) == ("torch_sdpa", "platform rule")
@@ -473,13 +475,94 @@ def test_an_explicit_choice_is_never_overruled(served):
     assert served == ["torch_sdpa", "torch_sdpa", "torch_native"]
 
 
-def test_compiled_code_has_the_choice_for_all_lengths():
+@pytest.fixture
+def selected(monkeypatch):
+    """Whom selection chose, each time it was asked."""
+    names: list[str] = []
+    real = polyattn.choose.select
+
+    def select(*args, **options):
+        found = real(*args, **options)
+        names.append(found.backend)
+        return found
+
+    monkeypatch.setattr(polyattn.choose, "select", select)
+    return names
+
+
+def compile_attention(**options):
+    torch._dynamo.reset()  # it counts what other tests compiled
+    return torch.compile(lambda *t: polyattn.attention(*t, causal=True, **options), backend="eager", fullgraph=True)
+
+
+def test_compiled_code_has_the_choice_for_all_lengths(served):
     for length, best in ((64, "torch_native"), (1024, "torch_native"), (4096, "torch_sdpa")):
         measured(length, best)
-    compiled = torch.compile(lambda q, k, v: polyattn.attention(q, k, v, causal=True), backend="eager", fullgraph=True)
-    for length in (64, 700):
+    compiled = compile_attention()
+    for length in (64, 4096):
         q, k, v = tensors(length)
-        torch.testing.assert_close(compiled(q, k, v), polyattn.attention(q, k, v, causal=True))
+        found, wanted = compiled(q, k, v), polyattn.attention(q, k, v, causal=True)
+        torch.testing.assert_close(found, wanted)
+    # Compiled code first, each time, and then the call that looks at its lengths.
+    assert served == ["torch_native", "torch_native", "torch_native", "torch_sdpa"]
+
+
+def test_compiled_code_is_traced_anew_only_where_its_choice_changes(selected):
+    compiled, given = compile_attention(), tensors(64)
+
+    def traced():
+        selected.clear()
+        compiled(*given)
+        return selected[:]
+
+    assert traced() == ["torch_sdpa"]
+    for heads in range(1, 13):  # torch.compile gives up after 8
+        tuning.reload()
+        assert traced() == [], "nothing was measured"
+        measured(64, "torch_native", heads=2 * heads, kv_heads=2 * heads, v_head_dim=48)
+        polyattn.attention(*torch.randn(3, 1, 64, heads + 2, 32), causal=True)
+        measured(64, "torch_native", heads=heads + 2, kv_heads=heads + 2)
+        assert traced() == [], "others were"
+    measured(64, "torch_native")
+    assert traced() == ["torch_native"]
+    measured(64, "torch_native")
+    assert traced() == [], "the same once more"
+    request, place = workload().request, tuning_place("cpu")
+    tuning.quarantine(tuning.Quarantined(place, "torch_native", tuning.request_key(request), "it lies", "2026-01-01"))
+    assert traced() == ["torch_sdpa"]
+    tuning.release()
+    assert traced() == ["torch_native"]
+
+
+def test_what_another_process_quarantined_is_out_after_a_reload(selected, store):
+    compiled, given = compile_attention(), tensors(64)
+    compiled(*given)
+    held = tuning.Quarantined(
+        tuning_place("cpu"), "torch_sdpa", tuning.request_key(workload().request), "it lies", "2026-01-01"
+    )
+    TuningStore(store).quarantine(held)
+    tuning.reload()
+    selected.clear()
+    compiled(*given)
+    assert selected == ["torch_native"]
+
+
+def test_compiled_code_with_a_backend_by_name_is_not_traced_anew(selected):
+    compiled, given = compile_attention(backend="torch_sdpa"), tensors(64)
+    compiled(*given)
+    measured(64, "torch_native")
+    selected.clear()
+    compiled(*given)
+    assert selected == []
+
+
+def test_a_mode_that_is_none_is_an_error_of_compiled_code_too(monkeypatch):
+    compiled, given = compile_attention(), tensors(64)
+    compiled(*given)
+    monkeypatch.setenv("POLYATTN_TUNING", "on")
+    tuning.reload()
+    with pytest.raises(Exception, match="POLYATTN_TUNING='on'; allowed: use, off, online"):
+        compiled(*given)
 
 
 def test_an_engine_is_bound_to_what_was_measured():
@@ -572,29 +655,43 @@ from polyattn import tuning
 from polyattn.measuring import Workload
 from polyattn.policies import tuning_place
 from polyattn.records import AttentionRequest
-rank, port, best = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank, port, best, later = int(sys.argv[1]), *sys.argv[2:]
 asked = Workload(AttentionRequest(dtype="float32", head_dim=32, heads=2, kv_heads=2), ((64, 64),))
-if best:
+def put(best):
     times = {"torch_sdpa": 20.0, "torch_native": 20.0, best: 10.0}
     tuning.record(tuning.backend_row(tuning_place("cpu"), asked.request, asked.buckets, times, "a test"))
+def call():
+    q = torch.randn(1, 64, 2, 32)
+    try:
+        polyattn.attention(q, q.clone(), q.clone())
+        print("served")
+    except polyattn.errors.ConfigError as exc:
+        print(exc)
+if best: put(best)
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 dist.init_process_group("gloo", rank=rank, world_size=2)
-q = torch.randn(1, 64, 2, 32)
-try:
-    polyattn.attention(q, q.clone(), q.clone())
-    print("served")
-except polyattn.errors.ConfigError as exc:
-    print(exc)
+call()
+dist.barrier()
+if later:
+    put(later)
+    call()
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
-def ranks(tmp_path: Path, port: int, *best: str) -> list[str]:
-    running = []
+def ranks(
+    tmp_path: Path, *best: str, later: tuple[str, str] = ("", ""), modes: tuple[str, str] = ("use", "use")
+) -> list[str]:
+    """What two ranks say that measured `best`, and that measure `later` after the first call."""
+    running, port = [], free_port()
     for rank, name in enumerate(best):
-        environ = {**os.environ, "POLYATTN_TUNING_STORE": str(tmp_path / f"rank{rank}.sqlite3")}
-        command = [sys.executable, "-c", RANK, str(rank), str(port), name]
+        environ = {
+            **os.environ,
+            "POLYATTN_TUNING_STORE": str(tmp_path / f"rank{rank}.sqlite3"),
+            "POLYATTN_TUNING": modes[rank],
+        }
+        command = [sys.executable, "-c", RANK, str(rank), str(port), name, later[rank]]
         running.append(
             subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
@@ -611,8 +708,10 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def test_ranks_with_different_stores_raise(tmp_path):
-    said = ranks(tmp_path, free_port(), "torch_native", "")
+@pytest.mark.parametrize("modes", [("use", "use"), ("use", "off")])
+def test_ranks_with_different_stores_raise(tmp_path, modes):
+    best = ("torch_native", "torch_native" if modes[1] == "off" else "")
+    said = ranks(tmp_path, *best, modes=modes)
     assert sorted(text == "served" for text in said) == [False, True], said
     (error,) = [text for text in said if text != "served"]
     assert "ranks of one job choose alike" in error
@@ -621,4 +720,30 @@ def test_ranks_with_different_stores_raise(tmp_path):
 
 
 def test_ranks_with_equal_stores_are_served(tmp_path):
-    assert ranks(tmp_path, free_port(), "torch_native", "torch_native") == ["served", "served"]
+    assert ranks(tmp_path, "torch_native", "torch_native") == ["served", "served"]
+
+
+def test_ranks_whose_stores_lead_to_the_same_are_served(tmp_path):
+    assert ranks(tmp_path, "torch_sdpa", "") == ["served", "served"]
+
+
+def test_what_one_rank_measures_later_changes_nothing_in_silence(tmp_path):
+    same, other = ranks(tmp_path, "", "", later=("torch_sdpa", "torch_native"))
+    assert same == "served\nserved"
+    first, error = other.split("\n")
+    assert first == "served"
+    assert error.startswith("rank 1 would serve dense")
+    assert "by torch_native@cpu (tuned: 10 us" in error
+    assert "began with torch_sdpa@cpu (platform rule" in error
+    assert "measure before the job" in error
+
+
+def test_outcomes_are_equal_where_calls_of_all_lengths_are():
+    def outcome(**best):
+        others = {(1, int(name[1:]), int(name[1:])): who for name, who in best.items()}
+        return polyattn.by_length._outcome({None: "rule", **others} if best else {}, "rule")
+
+    assert outcome() == outcome(_64="rule") == outcome(_64="rule", _1024="rule") == ("rule", [])
+    assert outcome(_64="fast") == outcome(_64="fast", _2048="rule") == ("rule", [((1, 64, 64), "fast")])
+    assert outcome(_64="fast") != outcome(_64="fast", _1024="rule"), "lengths of 256 have the choice of either"
+    assert outcome(_64="fast") != outcome(_64="fast", _1024="fast")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import re
+import sqlite3
 
 import pytest
 
@@ -24,6 +26,7 @@ def own_store(tmp_path, monkeypatch):
     path = tmp_path / "tuning.sqlite3"
     monkeypatch.setenv("POLYATTN_TUNING_STORE", str(path))
     monkeypatch.delenv("POLYATTN_TUNING", raising=False)
+    monkeypatch.setattr(current._state, "watched", {})  # what other tests compiled is asked for where this really is
     tuning.reload()
     yield path
     tuning.reload()
@@ -176,11 +179,28 @@ def test_quarantine_is_kept(own_store, in_memory):
     assert again.quarantined() == []
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_who_is_released_is_measured_where_it_was_left_out(own_store, in_memory):
+    store = TuningStore(None if in_memory else own_store)
+    with_a, without = {"a": 1.0, "b": 2.0}, {"b": 2.0}
+    other = dataclasses.replace(REQUEST, heads=16)
+    elsewhere = dataclasses.replace(HERE, arch="sm80")
+    kept = [
+        backend_row(HERE, REQUEST, (1, 64, 64), with_a, "before it was quarantined"),
+        backend_row(HERE, other, (1, 128, 128), without, "another request"),
+        backend_row(elsewhere, REQUEST, (1, 128, 128), without, "another place"),
+    ]
+    store.record(*kept, backend_row(HERE, REQUEST, (1, 128, 128), without, "it was left out"))
+    store.quarantine(Quarantined(HERE, "a", request_key(REQUEST), "it lies", "2026-01-01"))
+    assert store.release("b") == 0
+    assert len(store.rows()) == 4
+    assert store.release("a") == 1
+    assert {row.source for row in store.rows()} == {row.source for row in kept}
+
+
 def test_a_file_of_the_first_version_is_read_and_grows(own_store):
     store = TuningStore(own_store)
     put((1, 64, 64), {"a": 1.0})
-    import sqlite3
-
     with sqlite3.connect(own_store) as connection:
         connection.execute("DROP TABLE quarantine")
         connection.execute("PRAGMA user_version = 1")
@@ -203,7 +223,8 @@ def test_measurements_can_be_taken_out(own_store):
 @pytest.mark.parametrize(
     "value, message",
     [
-        ({"backend": "a", "times": {"c": 1.0}}, "no backend 'c' is registered here"),
+        ({"backend": "c", "times": {"c": 1.0}}, "no backend 'c' is registered here"),
+        ({"backend": "a", "times": {"a": 1.0}, "rule": "rm -rf"}, "no backend 'rm -rf' is registered here"),
         ({"backend": "a", "times": {"a": -1.0}}, "the time of a is -1.0; a time is finite and above 0"),
         ({"backend": "a", "times": [1]}, r"times is \[1\]; microseconds by backend it is"),
         ({"backend": "a", "host": [1]}, r"host is \[1\]; microseconds by backend it is"),
@@ -216,6 +237,68 @@ def test_an_import_names_only_backends_that_are_here(own_store, value, message):
     data = {"format": "polyattn tuning 1", "measurements": [{**row.plain(), "value": value}]}
     with pytest.raises(ConfigError, match=message):
         TuningStore(own_store).import_rows(data, ["a", "b"])
+
+
+ROW = backend_row(HERE, REQUEST, (1, 64, 64), {"a": 1.0, "b": 2.0}, "a test").plain()
+LENGTH = "; a whole number from 1 to 2\\^62 it is"
+WRONG = [
+    ({"key": {}}, "a key of a request has exactly request, batch, q, k; got"),
+    ({"key": {**ROW["key"], "batch": "x"}}, f"batch is 'x'{LENGTH}"),
+    ({"key": {**ROW["key"], "batch": True}}, f"batch is True{LENGTH}"),
+    ({"key": {**ROW["key"], "q": -64}}, f"q is -64{LENGTH}"),
+    ({"key": {**ROW["key"], "k": float("nan")}}, f"k is nan{LENGTH}"),
+    ({"key": {**ROW["key"], "k": 10**400}}, f"k is 10*...{LENGTH}"),
+    ({"key": {**ROW["key"], "request": [1]}}, r"request is \[1\]; an object of its fields it is"),
+    ({"value": {"backend": "a"}}, "backend is 'a'; one of those with a time it is"),
+    ({"value": {"backend": "a", "times": {}}}, "backend is 'a'; one of those with a time it is"),
+    ({"value": {"backend": "c", "times": {"a": 1.0}}}, "backend is 'c'; one of those with a time it is: a"),
+    ({"value": {**ROW["value"], "rule": ["x"]}}, r"rule is \['x'\]; the name of a backend it is"),
+    ({"value": {"backend": "a", "times": {"a": 10**400}}}, "the time of a is 10*...; a time is finite and above 0"),
+    ({"value": []}, r"value is \[\]; dict it is"),
+    ({"date": "zzzz"}, "date is 'zzzz'; ISO 8601 it is, such as 2026-11-22T"),
+    ({"date": "2026-02-30"}, "date is '2026-02-30'; ISO 8601 it is"),
+    ({"date": "20260102"}, "date is '20260102'; ISO 8601 it is"),
+]
+
+
+@pytest.mark.parametrize("change, message", WRONG)
+def test_an_import_is_checked_whole(own_store, change, message):
+    data = {"format": "polyattn tuning 1", "measurements": [ROW, {**ROW, **change}]}
+    with pytest.raises(ConfigError, match=f"import: measurement 1: {message}"):
+        TuningStore(own_store).import_rows(data, ["a", "b"])
+    assert not own_store.exists()
+
+
+def spoil(path, **columns):
+    with sqlite3.connect(path) as connection:
+        for name, value in columns.items():
+            connection.execute(f"UPDATE measurement SET {name} = ? WHERE microseconds = 1.0", [value])
+    connection.close()
+
+
+@pytest.mark.parametrize("change, message", [*WRONG, ({"value": "no json"}, "Expecting value")])
+def test_a_row_that_is_none_costs_no_call_and_no_other_row(own_store, recwarn, change, message):
+    put((1, 64, 64), {"a": 1.0, "b": 2.0})
+    put((1, 1024, 1024), {"b": 3.0, "a": 4.0})
+    spoil(own_store, **{name: v if isinstance(v, str) else json.dumps(v) for name, v in change.items()})
+    tuning.reload()
+    assert order((1, 1024, 1024)) == order() == ["b", "a"]
+    assert [row.microseconds for row in tuning.store().rows()] == [3.0]
+    (said,) = [str(w.message) for w in recwarn if w.category is RuntimeWarning]
+    assert re.search(rf"has a row that is none \(.*{message}.*move it away: .* Such rows are not used", said)
+
+
+def test_a_quarantine_that_is_none_is_not_used(own_store, recwarn):
+    for name in ("a", "b"):
+        tuning.quarantine(Quarantined(HERE, name, request_key(REQUEST), "it lies", "2026-01-01"))
+    with sqlite3.connect(own_store) as connection:
+        connection.execute("UPDATE quarantine SET key = '[]' WHERE backend = 'a'")
+    connection.close()
+    tuning.reload()
+    assert advise(REQUEST, here).avoid == ("b",)
+    assert [one.backend for one in tuning.store().quarantined()] == ["b"]
+    (said,) = [str(w.message) for w in recwarn if w.category is RuntimeWarning]
+    assert "has a row that is none (what a is quarantined for is []; a request it is)" in said
 
 
 # ------------------------------------------------------------------------------------------------------ shipped tables
@@ -259,9 +342,13 @@ def test_a_shipped_table_that_is_none_is_an_error(shipped):
 
 
 def test_the_tables_of_the_package_can_be_read():
-    for row in choices._shipped():
-        assert row.subject == BACKEND
-        assert row.value["backend"] in row.value["times"]
+    rows = choices._shipped()
+    assert {(row.subject, row.place.device, row.place.arch) for row in rows} >= {(BACKEND, "NVIDIA H200", "sm90")}
+    h200 = Place("NVIDIA H200", "sm90")
+    row = next(r for r in rows if r.place.device == h200.device and not choices._SWITCHES.keys() & r.key["request"])
+    asked = read_request(row.key["request"], "a row")
+    said = shipped_advice(with_lengths(asked, row.key["batch"], row.key["q"], row.key["k"]), lambda: h200)
+    assert {name for name, _ in said.order} == set(row.value["times"])
 
 
 def test_a_store_that_cannot_be_read_is_said_once(own_store, recwarn):
@@ -286,6 +373,21 @@ def test_what_was_read_is_kept_until_something_changes(monkeypatch):
     monkeypatch.setattr(current, "TuningStore", None)
     monkeypatch.setattr("sqlite3.connect", None)
     assert order((1, 64, 64)) == ["a"]
+
+
+def test_what_is_recorded_while_the_file_is_read_is_not_missed(monkeypatch):
+    put((1, 64, 64), {"a": 1.0, "b": 2.0})
+    real = choices._read
+
+    def slow(place):
+        found = real(place)
+        monkeypatch.setattr(choices, "_read", real)
+        tuning.quarantine(Quarantined(HERE, "a", request_key(REQUEST), "it lies", "2026-01-01"))  # by another thread
+        return found
+
+    monkeypatch.setattr(choices, "_read", slow)
+    assert order() == ["a", "b"], "asked before"
+    assert order() == ["b"]
 
 
 # ----------------------------------------------------------------------------------------------- requests as plain data

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,13 @@ def row(**changed):
     return dataclasses.replace(whole, **changed)
 
 
+BACKEND_ROW = row(
+    subject="backend",
+    key={"request": {"family": "dense"}, "batch": 1, "q": 64, "k": 64},
+    value={"backend": "torch_sdpa", "times": {"torch_sdpa": 12.5}},
+)
+
+
 @pytest.fixture(autouse=True)
 def own_store(tmp_path, monkeypatch):
     path = tmp_path / "caches" / "tuning.sqlite3"
@@ -44,6 +53,7 @@ def own_store(tmp_path, monkeypatch):
     monkeypatch.delenv("POLYATTN_TUNING", raising=False)
     monkeypatch.setattr(kernels, "_kernels", {})
     monkeypatch.setattr(offline, "_serving", [])
+    monkeypatch.setattr(current._state, "watched", {})  # what other tests compiled reads the store at each change
     tuning.register_kernel(KERNEL)
     tuning.reload()
     yield path
@@ -112,13 +122,31 @@ def test_another_device_or_version_has_none(own_store, other):
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_the_later_of_two_measurements_stays(own_store, in_memory):
+def test_what_is_measured_here_replaces_what_is_there(own_store, in_memory):
     store = TuningStore(None if in_memory else own_store)
-    later = row(value=DEFAULT, microseconds=99.0, date="2026-01-03T00:00:00+00:00")
+    store.record(row(value=DEFAULT, microseconds=99.0, date="2999-01-03T00:00:00+00:00"))
     store.record(row())
-    store.record(later)
+    assert store.rows() == [row()], "whatever the clock was that dated the other"
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize(
+    "date, later",
+    [
+        ("2026-01-01T23:59:59+00:00", False),
+        ("2026-01-02T00:00:01+00:00", True),
+        ("2026-01-02T00:30:00+01:00", False),
+        ("2026-01-01T23:30:00-01:00", True),
+        ("2026-01-01", False),
+        ("2026-01-03", True),
+    ],
+)
+def test_the_later_of_two_measurements_stays_after_an_import(own_store, in_memory, date, later):
+    store = TuningStore(None if in_memory else own_store)
+    other = row(value=DEFAULT, microseconds=99.0, date=date)
     store.record(row())
-    assert store.rows() == [later]
+    store.import_rows({"format": "polyattn tuning 1", "measurements": [other.plain()]})
+    assert store.rows() == [other if later else row()]
 
 
 def test_what_does_not_fit_is_not_recorded(own_store):
@@ -134,7 +162,8 @@ from polyattn.tuning import *
 kernel = register_kernel(Kernel("test.decode", ("n",), {"block_n": (16,)}))
 store = TuningStore(sys.argv[1])
 for i in range(40):
-    store.record(Row(Place("chip", ""), kernel.subject, {"n": f"{sys.argv[2]} {i}"}, {"block_n": 16}, 1.0, "2026"))
+    key, value = {"n": f"{sys.argv[2]} {i}"}, {"block_n": 16}
+    store.record(Row(Place("chip", ""), kernel.subject, key, value, 1.0, "2026-01-02"))
 """
 
 
@@ -144,6 +173,30 @@ def test_several_processes_lose_nothing(own_store):
     errors = [process.communicate(timeout=120)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], errors
     assert len(TuningStore(own_store).rows()) == 120
+
+
+def test_a_file_that_is_made_while_it_is_looked_at_is_no_other_programs(own_store):
+    own_store.parent.mkdir()
+
+    class Slow:
+        """Between two looks at a file, another process makes it."""
+
+        def __init__(self, path, turn):
+            self.connection, self.turns = CONNECT(path), turn
+
+        def execute(self, statement):
+            found = self.connection.execute(statement)
+            line = found.fetchone()
+            self.turns -= 1
+            if not self.turns:
+                TuningStore(own_store).record(row())
+            return types.SimpleNamespace(fetchone=lambda: line)
+
+    for turn in (1, 2):
+        own_store.unlink(missing_ok=True)
+        slow = Slow(own_store, turn)
+        assert TuningStore()._version(slow) in (0, 2)
+        slow.connection.close()
 
 
 KILLED = WRITER.replace(
@@ -181,13 +234,6 @@ def of_another_program(path):
     connection.close()
 
 
-def with_a_row_that_is_none(path):
-    TuningStore(path).record(row())
-    with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE measurement SET value = 'no json'")
-    connection.close()
-
-
 UNREADABLE = [
     (damaged, r"cannot be read \(file is not a database\)"),
     (of_a_later_polyattn, r"has tables of version 9, and this polyattn knows 2"),
@@ -210,22 +256,49 @@ def test_a_file_that_is_none_is_an_error_or_begun_anew(own_store, make, message)
     assert own_store.with_name("tuning.sqlite3.old").exists()
 
 
-@pytest.mark.parametrize("make, message", [*UNREADABLE, (with_a_row_that_is_none, r"has a row that is none")])
+@pytest.mark.parametrize("make, message", UNREADABLE)
 def test_kernels_are_launched_all_the_same(own_store, make, message):
     own_store.parent.mkdir()
     make(own_store)
     tuning.reload()
-    if make is with_a_row_that_is_none:
-        place = tuning.place_of(CPU, KERNEL.versions)
-        with sqlite3.connect(own_store) as connection:
-            versions = json.dumps(dict(place.versions), sort_keys=True, separators=(",", ":"))
-            connection.execute(
-                "UPDATE measurement SET device = ?, arch = ?, versions = ?", (place.device, place.arch, versions)
-            )
-        connection.close()
     with pytest.warns(RuntimeWarning, match=rf"nothing measured is used for test.decode: .*{message}"):
         assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT
     assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT, "said once"
+
+
+NOWHERE = [
+    ("~nobody-has-this-name/x", r"tuning store ~nobody-has-this-name/x is nowhere \(.*\); name a file with POLYATTN_"),
+    ("x" * 300, r"tuning store x* cannot be read \(.*File name too long.*\); name another file with POLYATTN_"),
+]
+
+
+@pytest.mark.parametrize("name, message", NOWHERE)
+def test_a_path_that_cannot_be_looked_at_is_an_error(name, message):
+    with pytest.raises(ConfigError, match=message):
+        TuningStore(name)
+
+
+def test_a_user_without_a_home_is_told_what_to_name(monkeypatch):
+    monkeypatch.delenv("POLYATTN_TUNING_STORE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os.path, "expanduser", lambda name: name)  # what it does where there is no such user
+    with pytest.raises(ConfigError, match=r"~/.cache is nowhere \(.*\); name a file with POLYATTN_TUNING_STORE"):
+        tuning.default_path()
+
+
+@pytest.mark.parametrize("name, message", NOWHERE)
+def test_calls_are_served_wherever_the_store_would_be(monkeypatch, recwarn, name, message):
+    import polyattn
+
+    monkeypatch.setenv("POLYATTN_TUNING_STORE", name)
+    tuning.reload()
+    for heads in (1, 2):
+        assert polyattn.attention(*torch.randn(3, 1, 8, heads, 8)).shape == (1, 8, heads, 8)
+        assert tuning.kernel_config(KERNEL, ("float16", 64, heads), DEFAULT, CPU) is DEFAULT
+    of_backends, of_kernels = (str(one.message) for one in recwarn if "nothing measured" in str(one.message))
+    assert re.search(f"nothing measured decides about backends: .*{message}", of_backends)
+    assert re.search(f"nothing measured is used for test.decode: .*{message}", of_kernels)
 
 
 def test_a_file_that_becomes_damaged_is_an_error_to_who_writes(own_store):
@@ -266,6 +339,16 @@ def test_what_cannot_be_written_stays_in_memory(tmp_path):
     assert len(store.rows()) == 2
 
 
+def test_who_insists_gets_an_error_instead(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = TuningStore(tmp_path / "file" / "tuning.sqlite3")
+    for change in (store.insist, lambda: store.record(row())):
+        with pytest.raises(ConfigError, match=r"cannot be written to .*; POLYATTN_TUNING_STORE names another file"):
+            change()
+    assert store.rows() == []
+    TuningStore().insist()
+
+
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser may write anywhere")
 def test_a_folder_that_cannot_be_written_is_read(own_store):
     TuningStore(own_store).record(row())
@@ -286,7 +369,7 @@ def test_a_folder_that_cannot_be_written_is_read(own_store):
 
 def test_an_export_is_imported_elsewhere(own_store, tmp_path):
     store = TuningStore(own_store)
-    store.record(row(), row(subject="backend", key={"family": "dense"}, value={"backend": "torch_sdpa"}))
+    store.record(row(), BACKEND_ROW)
     data = json.loads(json.dumps(store.export()))
     other = TuningStore(tmp_path / "other.sqlite3")
     other.record(row(microseconds=1.0, date="2026-02-01"))
@@ -301,10 +384,13 @@ def test_an_export_is_imported_elsewhere(own_store, tmp_path):
         ({"subject": "shell"}, r"subject='shell'; allowed: backend, kernel:NAME"),
         ({"value": {**FAST, "num_warps": 999}}, r"kernel 'test.decode': num_warps=999; allowed: 2, 4"),
         ({"key": {"dtype": "bfloat16"}}, r"kernel 'test.decode' has keys of dtype, head_dim, k_bucket; got dtype"),
-        ({"subject": "backend", "value": {"backend": "torch_sdp"}}, r"no backend 'torch_sdp' .* 'torch_sdpa'\?"),
-        ({"subject": "backend", "value": {}}, r"no backend None is registered here"),
-        ({"microseconds": 0}, r"microseconds=0; a time is finite and above 0"),
-        ({"microseconds": float("nan")}, r"microseconds=nan"),
+        (
+            {**BACKEND_ROW.plain(), "value": {"backend": "torch_sdp", "times": {"torch_sdp": 1.0}}},
+            r"no backend 'torch_sdp' .* 'torch_sdpa'\?",
+        ),
+        ({**BACKEND_ROW.plain(), "value": {}}, r"backend is None; one of those with a time it is"),
+        ({"microseconds": 0}, r"microseconds is 0; a time is finite and above 0"),
+        ({"microseconds": float("nan")}, r"microseconds is nan"),
         ({"microseconds": True}, r"microseconds is True; int or float it is"),
         ({"date": 5}, r"date is 5; str it is"),
         ({"more": 1}, r"a measurement has exactly device, arch, versions, .*; got \{"),
@@ -369,6 +455,47 @@ def test_a_choice_that_the_kernel_no_longer_has_is_not_used(own_store):
     tuning.reload()
     with pytest.warns(RuntimeWarning, match=r"nothing measured is used for test.decode: .*block_n=64; allowed: 16, 32"):
         assert tuning.kernel_config(fewer, KEY, DEFAULT, CPU) is DEFAULT
+
+
+def test_what_is_recorded_while_the_file_is_read_is_not_missed(own_store, monkeypatch):
+    real = current._read
+
+    def slow(*given):
+        found = real(*given)
+        tuning.record(here())  # by another thread
+        return found
+
+    monkeypatch.setattr(current, "_read", slow)
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT, "asked before"
+    monkeypatch.setattr(current, "_read", real)
+    assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) == FAST
+
+
+def test_compiled_code_stands_on_what_was_said_first(monkeypatch):
+    monkeypatch.setattr(current._state, "watched", {})
+    said, token = ["a"], EPOCH.token
+    tuning.watch("a request", lambda: said[0])
+    tuning.reload()
+    assert EPOCH.token == token, "it says the same"
+    said[0] = "b"
+    tuning.watch("a request", lambda: said[0])  # by another thread, before what changed is compared
+    tuning.reload()
+    assert EPOCH.token != token
+    token = EPOCH.token
+    said[0] = "c"
+    tuning.reload()
+    assert EPOCH.token == token, "nobody traced anew yet"
+
+
+def test_a_row_that_is_none_is_not_used(own_store):
+    tuning.record(here(), here(key=KERNEL.named(("float16", 64, 1))))
+    with sqlite3.connect(own_store) as connection:
+        connection.execute("UPDATE measurement SET value = '[]' WHERE key LIKE '%bfloat16%'")
+    connection.close()
+    tuning.reload()
+    with pytest.warns(RuntimeWarning, match=r"has a row that is none \(a row: value is \[\]; dict it is\)"):
+        assert tuning.kernel_config(KERNEL, KEY, DEFAULT, CPU) is DEFAULT
+    assert tuning.kernel_config(KERNEL, ("float16", 64, 1), DEFAULT, CPU) == FAST
 
 
 def test_a_revised_kernel_forgets(own_store):

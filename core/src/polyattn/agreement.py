@@ -2,12 +2,12 @@
 
 Ranks compare through the key-value store of torch.distributed, which no rank waits on another for: the first to resolve
 a request says what it chose, those that come later compare. So ranks that ask for different things, as the stages of a
-pipeline do, are in nobody's way.
+pipeline do, are in nobody's way. What was said holds as long as the job: a rank that resolves a request anew, because
+something was measured meanwhile, cannot know whether the others ever will.
 """
 
 from __future__ import annotations
 
-import collections
 import hashlib
 
 import torch
@@ -16,8 +16,6 @@ from .errors import ConfigError
 from .records import AttentionRequest
 
 __all__ = ["agree", "distributed"]
-
-_asked: collections.Counter[str] = collections.Counter()
 
 
 def distributed() -> bool:
@@ -36,10 +34,7 @@ def agree(request: AttentionRequest, choice: str, why: str) -> None:
         ConfigError: a rank chose otherwise for the same request.
     """
     store = torch.distributed.distributed_c10d._get_default_store()
-    name = "polyattn/choice/" + hashlib.sha256(repr(request).encode()).hexdigest()[:24]
-    _asked[name] += 1
-    # A request is resolved anew when something changed: the n-th time is compared with the n-th time elsewhere.
-    key = f"{name}/{_asked[name]}"
+    key = "polyattn/choice/" + hashlib.sha256(repr(request).encode()).hexdigest()[:24]
     rank = torch.distributed.get_rank()
     if store.add(f"{key}/count", 1) == 1:
         store.set(key, f"{rank}\n{choice}\n{why}")
@@ -47,7 +42,7 @@ def agree(request: AttentionRequest, choice: str, why: str) -> None:
     other, chosen, reason = store.get(key).decode().split("\n", 2)
     if chosen != choice:
         raise ConfigError(
-            f"rank {rank} would serve {request.summary()} by {why}, and rank {other} by {reason}: ranks of one job "
-            f"choose alike. Give them one tuning store (POLYATTN_TUNING_STORE) or copies of one, set "
-            f"POLYATTN_TUNING=off, or name a backend"
+            f"rank {rank} would serve {request.summary()} by {why}, and rank {other} began with {reason}: ranks of one "
+            f"job choose alike, from its first call to its last. Give them one tuning store (POLYATTN_TUNING_STORE) or "
+            f"copies of one, and measure before the job; or set POLYATTN_TUNING=off on all, or name a backend"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .agreement import agree, distributed
@@ -21,7 +21,7 @@ from .inspection import catalogue
 from .policies import measured_policy, tuning_place
 from .records import AttentionRequest
 from .selection import Policy, Selection, select
-from .tuning import bucket, measured, mode, with_lengths
+from .tuning import bucket, measured, meet, mode, with_lengths
 
 if TYPE_CHECKING:
     from .choose import Chosen
@@ -44,13 +44,11 @@ def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
     Raises:
         ConfigError: another rank chooses otherwise.
     """
-    selection = chosen.selection
-    if (tuning := mode()) == "off":
-        return chosen
-    others = _choices(selection.request, policy, EPOCH.value)
+    selection, tuning = chosen.selection, mode()
+    others = {} if tuning == "off" else _choices(selection.request, policy, EPOCH.value)
     if distributed():
         why = f"{selection.id} ({selection.source}: {selection.why})"
-        agree(selection.request, repr((_served(selection), others)), why)
+        agree(selection.request, repr((_served(selection), *_outcome(others, _served(selection)))), why)
     if not eager:
         return chosen
     if set(others.values()) - {_served(selection)}:
@@ -70,6 +68,18 @@ def _choices(request: AttentionRequest, policy: Policy, epoch: int) -> dict[Exte
         return {}
     by_rule = select(request, catalogue(), dataclasses.replace(policy, tuned=()))
     return {None: _served(by_rule), **{one.lengths: _served(_at(request, policy, one.lengths)) for one in found}}
+
+
+def _outcome(others: Mapping[Extent | None, tuple[Any, ...]], served: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(who serves lengths that were not measured, who the others), alike where calls of all lengths are served alike.
+
+    What was measured and leads to who serves anyway is left out, unless it is near something that does not: the lengths
+    between the two go to the nearer one.
+    """
+    usual = others.get(None, served)
+    found = [(extent, who) for extent, who in others.items() if extent is not None]
+    apart = [extent for extent, who in found if who != usual]
+    return usual, [one for one in found if one[1] != usual or any(meet(one[0], extent) for extent in apart)]
 
 
 def _served(selection: Selection) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from .inspection import catalogue
 from .lowering import Plan, bind
 from .overrides import Scope, current_settings
 from .plugins import get_manager
-from .policies import current_policy
+from .policies import compiled_policy, current_policy
 from .records import AttentionRequest, BackendInfo
 from .selection import Selection, select
 from .tracing import observed, opaque
@@ -67,7 +67,7 @@ def choose(request: AttentionRequest, argument: str | None, scope: Scope, *, eag
             "attention is called under torch.jit.trace, which cannot record how a call depends on its sizes; use "
             "torch.export.export or torch.compile"
         )
-    policy = current_policy(argument, scope, request)
+    policy = (current_policy if eager else compiled_policy)(argument, scope, request)
     selection = select(request, catalogue(), policy)
     _announce(selection)
     chosen = _load(selection)

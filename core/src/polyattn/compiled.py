@@ -3,7 +3,8 @@
 While dynamo traces a call, `_plan` runs as ordinary Python on constants (dtypes, device, heads, head dims, the
 relation of the lengths) and returns the name of a plan; the plan is a function on the `_plans` module that dynamo then
 inlines. What may change later is guarded: the overrides through their thread-local mirror, everything process-wide
-through the epoch's token. Lengths stay symbolic.
+through the epoch's token; measurements change that only where they order the backends of compiled code otherwise.
+Lengths stay symbolic.
 
 Traceable forwards are inlined. Others, and trainable ones that bring their own backward, become
 `torch.ops.polyattn.dense` or `.varlen` (`polyattn.ops`).

@@ -1,6 +1,7 @@
 """One number for 'something that decides has changed': plugins, process-wide configuration, the tuning store.
 
-Caches compare it and start over. `token` is the same as a string, for guards of compiled code.
+Caches compare it and start over. `token` is for guards of compiled code: another string once what that code was made
+with has changed. To trace anew costs seconds, and torch.compile gives up after a few times.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class _Epoch:
 EPOCH = _Epoch()
 
 
-def bump() -> None:
-    """Every cached choice is stale from here on."""
+def bump(*, traced: bool = True) -> None:
+    """Every cached choice is stale from here on. traced: compiled code too."""
     EPOCH.value += 1
-    EPOCH.token = f"epoch-{EPOCH.value}"
+    if traced:
+        EPOCH.token = f"epoch-{EPOCH.value}"

@@ -46,8 +46,8 @@ def op_plan(request: AttentionRequest, selection: Selection) -> str:
 
 
 @functools.lru_cache(maxsize=512)
-def _bound(text: str, epoch: str) -> tuple[AttentionRequest, Bound]:
-    """Bind a plan's kernel; `epoch` makes a plugin that was replaced be asked again."""
+def _bound(text: str, epoch: int) -> tuple[AttentionRequest, Bound]:
+    """Bind a plan's kernel; `epoch` makes a plugin that was replaced be asked again, and a kernel for its choices."""
     data = json.loads(text)
     request = read_request(data["request"], "a compiled graph")
     manager = get_manager()
@@ -80,7 +80,7 @@ def _dense_axes(*tensors: Tensor) -> list[Tensor]:
 
 
 def _call(plan: str, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    bound = _bound(plan, EPOCH.token)[1]
+    bound = _bound(plan, EPOCH.value)[1]
     result = bound.forward(query, key, value, **given)
     out, lse = result if isinstance(result, tuple) else (result, query.new_empty(0, dtype=torch.float32))
     inputs = (query, key, value)
@@ -91,7 +91,7 @@ def _call(plan: str, query: Tensor, key: Tensor, value: Tensor, **given: Any) ->
 
 
 def _gives_lse(plan: str) -> bool:
-    request, bound = _bound(plan, EPOCH.token)
+    request, bound = _bound(plan, EPOCH.value)
     return request.lse or (bound.backward is not None and bool(request.grad))
 
 
@@ -219,7 +219,7 @@ def _backward(
     lse: Tensor,
     given: dict[str, Any],
 ) -> list[Tensor]:
-    request, bound = _bound(plan, EPOCH.token)
+    request, bound = _bound(plan, EPOCH.value)
     query, key, value = _dense_axes(query, key, value)
     axis = 2 if request.family == "dense" and request.layout == "BSHD" else 1
     if bound.backward is not None:

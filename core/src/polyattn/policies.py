@@ -12,12 +12,12 @@ from .overrides import Scope, current_choice, current_settings
 from .plugins import PluginManager, get_manager
 from .records import AttentionRequest
 from .selection import Choice, Policy
-from .tuning import Advice, Place, advise, driver, place_of, shipped_advice
+from .tuning import Advice, Place, advise, driver, place_of, shipped_advice, watch
 
 if TYPE_CHECKING:
     from torch import device
 
-__all__ = ["current_policy", "measured_policy", "shipped_policy", "tuning_place"]
+__all__ = ["compiled_policy", "current_policy", "measured_policy", "shipped_policy", "tuning_place"]
 
 
 def current_policy(argument: str | None, scope: Scope, request: AttentionRequest) -> Policy:
@@ -28,6 +28,19 @@ def current_policy(argument: str | None, scope: Scope, request: AttentionRequest
     """
     policy = Policy(current_choice(argument, scope, request), strict=current_settings().strict)
     return policy if policy.choice is not None else measured_policy(policy, request)
+
+
+def compiled_policy(argument: str | None, scope: Scope, request: AttentionRequest) -> Policy:
+    """`current_policy` for code that is being compiled: where nobody chose, it is traced anew once measurements put the
+    backends into another order, or keep another one out."""
+
+    def said() -> tuple[list[str], tuple[str, ...]]:
+        found = advise(request, functools.partial(tuning_place, request.platform))
+        return [name for name, _ in found.order], found.avoid
+
+    if current_choice(argument, scope, request) is None:
+        watch(("compiled", request), said)
+    return current_policy(argument, scope, request)
 
 
 def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:

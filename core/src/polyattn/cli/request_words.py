@@ -68,6 +68,7 @@ def _value(name: str, value: str) -> Any:
 
 
 def _whole(name: str, value: str) -> int:
-    if not value.isdigit() or not int(value):
+    # `isdigit` holds for a superscript as well, and `int` refuses thousands of digits.
+    if not value.isdecimal() or len(value) > 18 or not int(value):
         raise ConfigError(f"--request: {name}={value!r} is not a whole number above 0")
     return int(value)

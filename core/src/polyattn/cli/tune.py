@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from .. import tuning
-from ..errors import ConfigError, did_you_mean
+from ..errors import BackendUnavailableError, ConfigError, did_you_mean
 from ..plugins import get_manager
 from ..tuning import TuningStore
 from .rendering import facts, grid, panel, progress, screen, show_json, title
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["tune"]
 
 WHAT, HOW, KEPT = "What is measured", "How", "What is kept"
+ALL = "all"
 
 
 def tune(
@@ -68,7 +69,9 @@ def tune(
     show: Annotated[bool, typer.Option("--show", help="Show what is kept.", rich_help_panel=KEPT)] = False,
     release: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Let a quarantined backend (or: all) be chosen.", rich_help_panel=KEPT),
+        typer.Option(
+            metavar="NAME", help="Let a quarantined backend (or: all) be chosen and measured.", rich_help_panel=KEPT
+        ),
     ] = None,
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write what is kept as JSON.", rich_help_panel=KEPT)
@@ -90,11 +93,17 @@ def tune(
     Every backend that takes a request is checked against the reference before it is timed. What is known already is not
     measured again, so a run that was stopped goes on where it was.
     """
-    if any(option is not None for option in (export, import_, merge, release)):
+    keep = {"--export": export, "--import": import_, "--merge": merge, "--release": release}
+    kept = [flag for flag, value in keep.items() if value is not None]
+    shown = ["--show"] if show else []
+    measured = [flag for flag, value in {"--from": trace, "--request": request}.items() if value]
+    if len(asked := [flags[0] for flags in (measured, shown, kept) if flags]) > 1:
+        raise ConfigError(f"{' and '.join(asked)} exclude one another; run them one after another")
+    if kept:
         _keep(export, import_ or [], merge or [], release, as_json)
     elif show:
         _show(as_json)
-    elif trace or request:
+    elif measured:
         _tune(trace or [], request or [], device, seconds, rounds, again, isolate, probe_seconds, as_json)
     else:
         raise ConfigError("nothing to tune: give --from TRACE (see `polyattn trace`), --request WORDS, or --show")
@@ -125,6 +134,7 @@ def _tune(
     where = _device(device)
     workloads = [one.workload for one in read_trace(traces)]
     workloads += [workload_of(text, device_facts(where)) for text in requests]
+    tuning.store().insist()  # before anything is measured that could not be kept
     console, tried = screen(), []
     with progress(console, quiet=as_json) as bar:
         task = bar.add_task("requests", total=len(workloads))
@@ -211,10 +221,14 @@ def _summary(console: Console, tried: list[Tried]) -> None:
 def _keep(export: Path | None, imports: list[Path], merges: list[Path], release: str | None, as_json: bool) -> None:
     store, said = tuning.store(), {}
     known = {name for name, _ in get_manager().backends}
+    if release is not None:
+        _check_release(release, known | {held.backend for held in store.quarantined()})
+    if imports or merges or release is not None:
+        store.insist()
     for path in imports:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             raise ConfigError(f"{path} cannot be read as JSON: {exc}") from exc
         said[f"imported from {path}"] = store.import_rows(data, known, str(path))
     for path in merges:
@@ -222,16 +236,27 @@ def _keep(export: Path | None, imports: list[Path], merges: list[Path], release:
             raise ConfigError(f"there is no store {path}")
         said[f"merged from {path}"] = store.import_rows(TuningStore(path).export(), known, str(path))
     if release is not None:
-        said[f"released {release}"] = tuning.release(None if release == "all" else release)
+        said[f"released {release}"] = tuning.release(None if release == ALL else release)
     if export is not None:
         data = store.export()
-        export.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        try:
+            export.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        except OSError as exc:
+            raise ConfigError(f"--export {export} cannot be written: {exc}") from exc
         said[f"exported to {export}"] = len(data["measurements"])
     tuning.reload()
     if as_json:
         show_json(said)
     else:
         screen().print(facts([(what, str(count)) for what, count in said.items()]))
+
+
+def _check_release(name: str, known: Collection[str]) -> None:
+    if name not in (ALL, *known):
+        raise BackendUnavailableError(
+            f"--release: no backend is named {name!r}.{did_you_mean(name, known)} `polyattn tune --show` shows who is "
+            f"quarantined; {ALL} releases all"
+        )
 
 
 def _show(as_json: bool) -> None:
@@ -250,7 +275,7 @@ def _show(as_json: bool) -> None:
     table = grid("request", "!chosen", "others", "!date", "place")
     for row in (row for row in rows if row.subject == tuning.BACKEND):
         best = row.value["backend"]
-        times, host = row.value.get("times", {best: row.microseconds}), row.value.get("host", {})
+        times, host = row.value["times"], row.value.get("host", {})
         others = ", ".join(f"{name} {_took(times, host, name)}" for name in times if name != best)
         table.add_row(
             _shown(row.key),

@@ -7,8 +7,19 @@ Importing this imports no torch.
 
 from __future__ import annotations
 
-from .choices import SAME, Advice, Measured, advise, backend_row, measured, request_key, shipped_advice, with_lengths
-from .current import MODES, default_path, kernel_config, mode, quarantine, record, release, reload, store
+from .choices import (
+    SAME,
+    Advice,
+    Measured,
+    advise,
+    backend_row,
+    measured,
+    meet,
+    request_key,
+    shipped_advice,
+    with_lengths,
+)
+from .current import MODES, default_path, kernel_config, mode, quarantine, record, release, reload, store, watch
 from .kernels import Choices, Kernel, Key, bucket, register_kernel, registered_kernels
 from .offline import MOST_CANDIDATES, Trial, Tuned, note_serving, serving, tune
 from .places import cpu_name, driver, place_of
@@ -39,6 +50,7 @@ __all__ = [
     "driver",
     "kernel_config",
     "measured",
+    "meet",
     "mode",
     "note_serving",
     "place_of",
@@ -53,5 +65,6 @@ __all__ = [
     "shipped_advice",
     "store",
     "tune",
+    "watch",
     "with_lengths",
 ]

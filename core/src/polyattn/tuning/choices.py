@@ -19,7 +19,7 @@ from ..records import AttentionRequest
 from ..request_text import plain_request
 from .current import cached, mode, store
 from .kernels import bucket
-from .rows import BACKEND, Place, Row, canonical, row_of
+from .rows import BACKEND, Place, Row, canonical, row_of, when
 from .store import FORMAT
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "advise",
     "backend_row",
     "measured",
+    "meet",
     "request_key",
     "shipped_advice",
     "with_lengths",
@@ -215,6 +216,11 @@ def _distance(a: Lengths, b: Lengths) -> float | None:
     return sum(off) if max(off) <= math.log2(NEAR) else None
 
 
+def meet(a: Lengths, b: Lengths) -> bool:
+    """Whether there are lengths that both of these are near."""
+    return all(max(x, y) <= NEAR * NEAR * min(x, y) for x, y in zip(a, b, strict=True))
+
+
 def _overall(found: Sequence[Measured], recorded: bool) -> list[tuple[str, str]]:
     """The order where lengths are not known: by the geometric mean of what each loses to the fastest."""
     if len(found) == 1:
@@ -239,10 +245,9 @@ def _us(time: float) -> str:
 
 def _age(date: str) -> str:
     try:
-        then = datetime.datetime.fromisoformat(date)
+        then = when(date)
     except ValueError:
         return f"on {date}"
-    then = then if then.tzinfo else then.replace(tzinfo=datetime.timezone.utc)
     days = (datetime.datetime.now(datetime.timezone.utc) - then).days
     return "today" if days < 1 else f"{days} day{'s' if days > 1 else ''} ago"
 
@@ -293,14 +298,13 @@ def _tables(here: Place) -> dict[str, dict[Lengths, Measured]]:
 
 
 def _keep(found: dict[str, dict[Lengths, Measured]], row: Row, *, shipped: bool) -> None:
-    lengths = (row.key.get("batch", 0), row.key.get("q", 0), row.key.get("k", 0))
-    times = row.value.get("times") or {row.value["backend"]: row.microseconds}
+    lengths = (row.key["batch"], row.key["q"], row.key["k"])
     host, rule = row.value.get("host", {}), row.value.get("rule", "")
-    found.setdefault(_key(row), {})[lengths] = Measured(lengths, times, row.date, shipped, host, rule)
+    found.setdefault(_key(row), {})[lengths] = Measured(lengths, row.value["times"], row.date, shipped, host, rule)
 
 
 def _key(row: Row) -> str:
-    return canonical(row.key.get("request", row.key))
+    return canonical(row.key["request"])
 
 
 def _shipped() -> list[Row]:

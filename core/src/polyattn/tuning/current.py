@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..envvars import text
 from ..epoch import bump
-from ..errors import ConfigError
+from ..errors import ConfigError, PolyattnError
 from .kernels import Choices, Kernel, Key
 from .places import place_of
 from .rows import Quarantined, Row, canonical
-from .store import TuningStore
+from .store import TuningStore, path_of
 
 if TYPE_CHECKING:
     from torch import device
@@ -34,6 +34,7 @@ __all__ = [
     "release",
     "reload",
     "store",
+    "watch",
 ]
 
 MODES = ("use", "off", "online")
@@ -48,9 +49,10 @@ class _State:
     known: dict[_Asked, Choices | None]
     tables: dict[tuple[str, device], dict[str, Row]]
     read: dict[Hashable, Any]
+    watched: dict[Hashable, tuple[Callable[[], Any], Any]]
 
     def __init__(self) -> None:
-        self.known, self.tables, self.read = {}, {}, {}
+        self.known, self.tables, self.read, self.watched = {}, {}, {}, {}
 
 
 _state = _State()
@@ -70,22 +72,27 @@ def mode() -> str:
 
 
 def default_path() -> Path:
-    """POLYATTN_TUNING_STORE, else `polyattn/tuning.sqlite3` in the user's folder for caches."""
+    """POLYATTN_TUNING_STORE, else `polyattn/tuning.sqlite3` in the user's folder for caches.
+
+    Raises:
+        ConfigError: the user has no home folder, as in a container that runs as anybody.
+    """
     if named := text("POLYATTN_TUNING_STORE"):
-        return Path(named).expanduser()
+        return path_of(named)
     folder = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    return (Path(folder) if folder else Path.home() / ".cache") / "polyattn" / "tuning.sqlite3"
+    return (Path(folder) if folder else path_of("~/.cache")) / "polyattn" / "tuning.sqlite3"
 
 
 def store() -> TuningStore:
     """The store of this process.
 
     Raises:
-        ConfigError: its file is damaged, of another program or of a later polyattn.
+        ConfigError: its file is damaged, of another program or of a later polyattn, or nobody can tell where it is.
     """
-    if _state.store is None:
-        _state.store = TuningStore(default_path())
-    return _state.store
+    found = _state.store
+    if found is None:
+        found = _state.store = TuningStore(default_path())
+    return found
 
 
 def reload() -> None:
@@ -107,7 +114,7 @@ def quarantine(*held: Quarantined) -> None:
 
 
 def release(backend: str | None = None) -> int:
-    """Let a backend, or all, be chosen again. Returns how many entries there were."""
+    """Let a backend, or all, be chosen again, and be measured. Returns how many entries there were."""
     count = store().release(backend)
     _forget()
     return count
@@ -115,15 +122,36 @@ def release(backend: str | None = None) -> int:
 
 def cached(name: Hashable, make: Callable[[], _T]) -> _T:
     """What was read once, until something is recorded or `reload` is called."""
-    if name not in _state.read:
-        _state.read[name] = make()
-    found: _T = _state.read[name]
+    read = _state.read
+    if name not in read:
+        # Into what was looked at: who records meanwhile begins another, and this is stale by then.
+        read[name] = make()
+    found: _T = read[name]
     return found
+
+
+def watch(name: Hashable, ask: Callable[[], Any]) -> None:
+    """Compiled code will stand on what `ask` returns now, and is traced anew as soon as that is something else. To be
+    called before the code is made: what changes meanwhile counts."""
+    # What was said first counts: other code may stand on that.
+    _state.watched.setdefault(name, (ask, ask()))
 
 
 def _forget() -> None:
     _state.known, _state.tables, _state.read = {}, {}, {}
-    bump()
+    bump(traced=_overtaken())
+
+
+def _overtaken() -> bool:
+    """Whether compiled code stands on something that is no longer said."""
+    watched = list(_state.watched.values())
+    try:
+        changed = any(ask() != said for ask, said in watched)
+    except PolyattnError:
+        changed = True  # who is traced anew gets the error
+    if changed:
+        _state.watched = {}
+    return changed
 
 
 def kernel_config(kernel: Kernel, key: Key, default: Choices, where: device) -> Choices:
@@ -145,13 +173,14 @@ def kernel_config(kernel: Kernel, key: Key, default: Choices, where: device) -> 
 
 def _find(kernel: Kernel, key: Key, where: device) -> Choices | None:
     named = canonical(kernel.named(key))
-    table = _state.tables.get((kernel.name, where))
+    known, tables = _state.known, _state.tables  # as in `cached`
+    table = tables.get((kernel.name, where))
     if table is None:
-        table = _state.tables[kernel.name, where] = _read(kernel, where)
+        table = tables[kernel.name, where] = _read(kernel, where)
     row = table.get(named)
-    if len(_state.known) >= _MOST:
-        _state.known = {}
-    found = _state.known[kernel.name, key, where] = None if row is None else row.value
+    if len(known) >= _MOST:
+        known.clear()
+    found = known[kernel.name, key, where] = None if row is None else row.value
     return found
 
 

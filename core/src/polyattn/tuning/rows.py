@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
-import math
+import re
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import ConfigError, did_you_mean
 from .kernels import registered_kernels
 
-__all__ = ["BACKEND", "KERNEL", "Place", "Quarantined", "Row", "canonical", "check_row", "row_of"]
+__all__ = ["BACKEND", "KERNEL", "Place", "Quarantined", "Row", "canonical", "check_row", "row_of", "when"]
 
 BACKEND, KERNEL = "backend", "kernel:"
 """Subjects: which backend serves a request; which choices of a kernel, its name following."""
+
+_LENGTHS = ("batch", "q", "k")
+_LONGEST = 2**62
+_DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?([+-]\d\d:\d\d)?)?")
+"""The dates of ISO 8601 that SQLite reads as well as Python."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,15 +129,15 @@ def row_of(data: Any, where: str) -> Row:
             raise ConfigError(
                 f"{where}: {name} is {_shown(data[name])}; {' or '.join(t.__name__ for t in types)} it is"
             )
-    if not (math.isfinite(data["microseconds"]) and data["microseconds"] > 0):
-        raise ConfigError(f"{where}: microseconds={data['microseconds']}; a time is finite and above 0")
     place = Place(data["device"], data["arch"], tuple(sorted((str(k), str(v)) for k, v in data["versions"].items())))
     rest = {name: data[name] for name in ("subject", "key", "value", "microseconds", "date", "source")}
-    return Row(place, **rest)
+    row = Row(place, **rest)
+    _check_whole(row, where)
+    return row
 
 
 def check_row(row: Row, where: str, backends: Collection[str] | None) -> None:
-    """Refuse a measurement of something nobody here knows, or a choice that it does not have.
+    """Refuse a measurement that is none, of something nobody here knows, or of a choice that it does not have.
 
     Args:
         backends: names that a backend row may have; None: any.
@@ -138,42 +145,96 @@ def check_row(row: Row, where: str, backends: Collection[str] | None) -> None:
     Raises:
         ConfigError: `where` begins the message.
     """
-    if row.subject.startswith(KERNEL):
-        name, known = row.subject[len(KERNEL) :], registered_kernels()
-        if name not in known:
-            raise ConfigError(
-                f"{where}: no kernel {name!r} is registered here.{did_you_mean(name, known)} Known: "
-                f"{', '.join(sorted(known)) or 'none'}; install the package that has it"
-            )
-        kernel = known[name]
-        if set(row.key) != set(kernel.key):
-            raise ConfigError(f"{where}: kernel {name!r} has keys of {', '.join(kernel.key)}; got {', '.join(row.key)}")
-        try:
-            kernel.check(row.value)
-        except ConfigError as exc:
-            raise ConfigError(f"{where}: {exc}") from exc
-    elif row.subject == BACKEND:
-        _check_backends(row.value, where, backends)
-    else:
+    _check_whole(row, where)
+    if row.subject == BACKEND:
+        rule = row.value.get("rule")
+        for name in (*row.value["times"], *row.value.get("host", {}), *([rule] if rule else [])):
+            if backends is not None and name not in backends:
+                known = sorted(backends)
+                raise ConfigError(
+                    f"{where}: no backend {name!r} is registered here.{did_you_mean(name, known)} Known: "
+                    f"{', '.join(known)}"
+                )
+        return
+    name, kernels = row.subject[len(KERNEL) :], registered_kernels()
+    if name not in kernels:
+        raise ConfigError(
+            f"{where}: no kernel {name!r} is registered here.{did_you_mean(name, kernels)} Known: "
+            f"{', '.join(sorted(kernels)) or 'none'}; install the package that has it"
+        )
+    kernel = kernels[name]
+    if set(row.key) != set(kernel.key):
+        raise ConfigError(f"{where}: kernel {name!r} has keys of {', '.join(kernel.key)}; got {', '.join(row.key)}")
+    try:
+        kernel.check(row.value)
+    except ConfigError as exc:
+        raise ConfigError(f"{where}: {exc}") from exc
+
+
+def _check_whole(row: Row, where: str) -> None:
+    """What a row by itself tells, whoever is registered: what is read from a file must not fail in a call."""
+    _check_time("microseconds", row.microseconds, where)
+    if not _is_date(row.date):
+        raise ConfigError(f"{where}: date is {row.date!r}; ISO 8601 it is, such as 2026-11-22T13:25:08+00:00")
+    if row.subject == BACKEND:
+        _check_key(row.key, where)
+        _check_figures(row.value, where)
+    elif not row.subject.startswith(KERNEL):
         raise ConfigError(f"{where}: subject={row.subject!r}; allowed: {BACKEND}, {KERNEL}NAME")
 
 
-def _check_backends(value: Mapping[str, Any], where: str, backends: Collection[str] | None) -> None:
-    """The backends that a row names: the fastest, and those it was measured beside."""
-    figures = {what: value.get(what, {}) for what in ("times", "host")}
-    for what, times in figures.items():
+def when(date: str) -> datetime.datetime:
+    """The time of a row's date; without a zone it is UTC.
+
+    Raises:
+        ValueError: it is no date.
+    """
+    then = datetime.datetime.fromisoformat(date)
+    return then if then.tzinfo else then.replace(tzinfo=datetime.timezone.utc)
+
+
+def _is_date(text: str) -> bool:
+    try:
+        when(text)
+    except ValueError:
+        return False
+    return _DATE.fullmatch(text) is not None
+
+
+def _check_key(key: Mapping[str, Any], where: str) -> None:
+    """What was asked, and at which lengths."""
+    if set(key) != {"request", *_LENGTHS}:
+        raise ConfigError(
+            f"{where}: a key of a request has exactly request, batch, q, k; got {', '.join(map(str, key))}"
+        )
+    if not isinstance(key["request"], dict):
+        raise ConfigError(f"{where}: request is {_shown(key['request'])}; an object of its fields it is")
+    for name in _LENGTHS:
+        if type(key[name]) is not int or not 1 <= key[name] <= _LONGEST:
+            raise ConfigError(f"{where}: {name} is {_shown(key[name])}; a whole number from 1 to 2^62 it is")
+
+
+def _check_figures(value: Mapping[str, Any], where: str) -> None:
+    """The fastest backend, those it was measured beside, and who is chosen without measurements."""
+    for what in ("times", "host"):
+        times = value.get(what, {})
         if not isinstance(times, dict):
             raise ConfigError(f"{where}: {what} is {_shown(times)}; microseconds by backend it is")
-    for name in (value.get("backend"), *(name for times in figures.values() for name in times)):
-        if not isinstance(name, str) or (backends is not None and name not in backends):
-            known = sorted(backends or ())
-            raise ConfigError(
-                f"{where}: no backend {name!r} is registered here.{did_you_mean(str(name), known)} Known: "
-                f"{', '.join(known) or 'any name'}"
-            )
-    for name, time in (item for times in figures.values() for item in times.items()):
-        if not isinstance(time, (int, float)) or isinstance(time, bool) or not 0 < time < math.inf:
-            raise ConfigError(f"{where}: the time of {name} is {_shown(time)}; a time is finite and above 0")
+        for name, time in times.items():
+            _check_time(f"the time of {name}", time, where)
+    times, best, rule = value.get("times", {}), value.get("backend"), value.get("rule", "")
+    if not isinstance(best, str) or best not in times:
+        raise ConfigError(
+            f"{where}: backend is {_shown(best)}; one of those with a time it is: {', '.join(times) or 'none'}"
+        )
+    if not isinstance(rule, str):
+        raise ConfigError(f"{where}: rule is {_shown(rule)}; the name of a backend it is")
+
+
+def _check_time(what: str, time: Any, where: str) -> None:
+    """A whole number may be larger than any float."""
+    if not isinstance(time, (int, float)) or isinstance(time, bool) or not 0 < time <= sys.float_info.max:
+        raise ConfigError(f"{where}: {what} is {_shown(time)}; a time is finite and above 0")
 
 
 def _shown(data: Any) -> str:

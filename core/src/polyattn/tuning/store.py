@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .rows import Place, Quarantined, Row, canonical, check_row, row_of
+from .rows import BACKEND, Place, Quarantined, Row, canonical, check_row, row_of, when
 
-__all__ = ["FORMAT", "SCHEMA", "TuningStore"]
+__all__ = ["FORMAT", "SCHEMA", "TuningStore", "path_of"]
 
 SCHEMA = 2
 """Version of the tables: 1 had measurements alone. A file with a higher one was made by a later polyattn."""
@@ -44,13 +44,27 @@ _TABLES = (_MEASUREMENT, _QUARANTINE)
 _LACKS = {0: _TABLES, 1: (_QUARANTINE,)}
 """Version of a file -> the tables that it has not yet."""
 _COLUMNS = "device, arch, versions, subject, key, value, microseconds, date, source"
-_PUT = f"""
+_REPLACE = f"""
 INSERT INTO measurement ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (device, arch, versions, subject, key) DO UPDATE SET
     value = excluded.value, microseconds = excluded.microseconds, date = excluded.date, source = excluded.source
-WHERE excluded.date >= measurement.date
 """
+_REPLACE_OLDER = f"{_REPLACE} WHERE julianday(excluded.date) >= coalesce(julianday(measurement.date), 0)"
 _Identity = tuple[str, str, str, str, str]
+
+
+def path_of(name: str | Path) -> Path:
+    """A path whose `~` is somebody's home.
+
+    Raises:
+        ConfigError: nobody can tell whose.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as exc:
+        raise ConfigError(
+            f"the tuning store {name} is nowhere ({exc}); name a file with POLYATTN_TUNING_STORE, without ~"
+        ) from exc
 
 
 class TuningStore:
@@ -62,15 +76,17 @@ class TuningStore:
             warned about, and a new one begun.
 
     Raises:
-        ConfigError: there is such a file, and `rebuild` is not asked for.
+        ConfigError: there is such a file, and `rebuild` is not asked for; or nobody can see whether there is one.
     """
 
     def __init__(self, path: str | Path | None = None, *, rebuild: bool = False) -> None:
-        self.path = None if path is None else Path(path).expanduser()
+        self.path = None if path is None else path_of(path)
         self._own: dict[_Identity, Row] = {}
         self._held: dict[_Identity, Quarantined] = {}
         self._only_memory = False
-        if self.path is None or not self.path.exists():
+        self._told = False
+        self._insists = False
+        if self.path is None or not self._there(self.path):
             return
         try:
             with self._reading(self.path):
@@ -93,12 +109,12 @@ class TuningStore:
             ConfigError: the file is damaged.
         """
         found: dict[_Identity, Row] = {}
-        if self.path is not None and self.path.exists():
+        if self.path is not None and self._there(self.path):
             with self._reading(self.path) as connection:
                 where, given = _where(place, subject=subject)
                 for line in connection.execute(f"SELECT {_COLUMNS} FROM measurement WHERE {where}", given):
-                    row = self._row(line)
-                    found[_identity(row)] = row
+                    if (row := self._row(line)) is not None:
+                        found[_identity(row)] = row
         for identity, row in self._own.items():
             if (place is None or row.place == place) and (subject is None or row.subject == subject):
                 found[identity] = row
@@ -117,12 +133,12 @@ class TuningStore:
             ConfigError: the file is damaged.
         """
         found = {key: held for key, held in self._held.items() if place in (None, held.place)}
-        if self.path is not None and self.path.exists():
+        if self.path is not None and self._there(self.path):
             with self._reading(self.path) as connection:
                 where, given = _where(place)
                 for line in connection.execute(f"SELECT * FROM quarantine WHERE {where}", given):
-                    held = self._quarantined(line)
-                    found.setdefault(_held(held), held)
+                    if (held := self._quarantined(line)) is not None:
+                        found.setdefault(_held(held), held)
         return [found[key] for key in sorted(found)]
 
     def export(self) -> dict[str, Any]:
@@ -131,20 +147,25 @@ class TuningStore:
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def record(self, *rows: Row) -> None:
-        """Keep measurements, all or none; one of the same place, subject and key replaces an older one.
+    def insist(self) -> None:
+        """What cannot be written to the file is an error from here on: for who says afterwards that it was kept.
 
         Raises:
-            ConfigError: the file is damaged, or was locked for half a minute.
+            ConfigError: the file cannot be written now.
+        """
+        self._insists = True
+        self._written(lambda connection: None)
+
+    def record(self, *rows: Row) -> None:
+        """Keep measurements, all or none; one of the same place, subject and key replaces what is there.
+
+        Raises:
+            ConfigError: one is none; the file is damaged, or was locked for half a minute.
         """
         for row in rows:
             check_row(row, "record", None)
-        if self._written(lambda connection: connection.executemany(_PUT, [_line(row) for row in rows])):
-            return
-        for row in rows:
-            known = self._own.get(_identity(row))
-            if known is None or row.date >= known.date:
-                self._own[_identity(row)] = row
+        if not self._written(lambda connection: connection.executemany(_REPLACE, [_line(row) for row in rows])):
+            self._own |= {_identity(row): row for row in rows}
 
     def quarantine(self, *held: Quarantined) -> None:
         """Keep backends out of automatic choice, all or none.
@@ -160,15 +181,33 @@ class TuningStore:
     def release(self, backend: str | None = None) -> int:
         """Let a backend, or all, be chosen again, in every place. Returns how many entries there were.
 
+        Measurements that were made without it are taken out: who tunes such a request next measures it with all.
+
         Raises:
             ConfigError: as `record`.
         """
         gone = [held for held in self.quarantined() if backend in (None, held.backend)]
+        if not gone:
+            return 0
+        without = {(held.place, held.backend, canonical(held.key)) for held in gone}
+        lacking = [
+            _identity(row)
+            for row in self.rows(subject=BACKEND)
+            for place, name, request in without
+            if row.place == place and canonical(row.key["request"]) == request and name not in row.value["times"]
+        ]
         for held in gone:
             self._held.pop(_held(held), None)
-        where, given = _where(None, backend=backend)
-        if gone:
-            self._written(lambda connection: connection.execute(f"DELETE FROM quarantine WHERE {where}", given))
+        for identity in lacking:
+            self._own.pop(identity, None)
+
+        def change(connection: sqlite3.Connection) -> None:
+            where, given = _where(None, backend=backend)
+            connection.execute(f"DELETE FROM quarantine WHERE {where}", given)
+            where = " AND ".join(f"{name} = ?" for name in ("device", "arch", "versions", "subject", "key"))
+            connection.executemany(f"DELETE FROM measurement WHERE {where}", lacking)
+
+        self._written(change)
         return len(gone)
 
     def forget(self, subject: str, place: Place | None = None) -> int:
@@ -203,7 +242,12 @@ class TuningStore:
         for i, one in enumerate(data["measurements"]):
             rows.append(row_of(one, f"{where}: measurement {i}"))
             check_row(rows[-1], f"{where}: measurement {i}", backends)
-        self.record(*rows)
+        if not self._written(lambda connection: connection.executemany(_REPLACE_OLDER, [_line(row) for row in rows])):
+            known = {_identity(row): row for row in self.rows()}
+            for row in rows:
+                before = known.get(_identity(row))
+                if before is None or when(row.date) >= when(before.date):
+                    self._own[_identity(row)] = row
         return len(rows)
 
     # ------------------------------------------------------------------------------------------------------ the file
@@ -246,19 +290,30 @@ class TuningStore:
             connection.execute(f"PRAGMA user_version = {SCHEMA}")
 
     def _stay_in_memory(self, cause: Exception) -> bool:
+        said = f"measurements cannot be written to {self.path} ({cause});"
+        if self._insists:
+            raise ConfigError(f"{said} POLYATTN_TUNING_STORE names another file") from cause
         self._only_memory = True
         warnings.warn(
-            f"measurements cannot be written to {self.path} ({cause}); they are kept for this process only. "
-            "POLYATTN_TUNING_STORE names another file",
+            f"{said} they are kept for this process only. POLYATTN_TUNING_STORE names another file",
             RuntimeWarning,
             stacklevel=5,
         )
         return False
 
+    def _there(self, path: Path) -> bool:
+        """Not `Path.exists`, which says no of a path that cannot be looked at, or raises, as Python's version is."""
+        with self._understood():
+            try:
+                path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+        return True
+
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[sqlite3.Connection]:
-        uri = path.absolute().as_uri()
         with self._understood(), contextlib.ExitStack() as stack:
+            uri = path.absolute().as_uri()
             # Where the folder cannot be written, a journal cannot be opened; nobody writes there then.
             for mode in ("mode=ro", "immutable=1"):
                 opened = sqlite3.connect(f"{uri}?{mode}", uri=True, timeout=_WAIT_S)
@@ -280,14 +335,15 @@ class TuningStore:
     def _understood(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.DatabaseError, sqlite3.Warning) as exc:
+        except (sqlite3.DatabaseError, sqlite3.Warning, OSError) as exc:
             raise self._unreadable(f"cannot be read ({exc})") from exc
 
     def _version(self, connection: sqlite3.Connection) -> int:
         """Of the tables; 0 = there are none yet."""
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        # Another process may make the file between these: its tables are there no sooner than its name and version.
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
         if application != _APPLICATION and tables:
             raise self._unreadable("is a database of another program")
         if version > SCHEMA:
@@ -300,22 +356,33 @@ class TuningStore:
             "nothing but measurements is in it."
         )
 
-    def _row(self, line: tuple[Any, ...]) -> Row:
-        device, arch, versions, subject, key, value, *rest = line
-        with self._whole():
-            return Row(_place(device, arch, versions), subject, json.loads(key), json.loads(value), *rest)
+    def _row(self, line: tuple[Any, ...]) -> Row | None:
+        """None where it is none."""
+        plain = dict(zip(_COLUMNS.split(", "), line, strict=True))
+        with self._skipped():
+            return row_of(plain | {name: json.loads(plain[name]) for name in ("versions", "key", "value")}, "a row")
+        return None
 
-    def _quarantined(self, line: tuple[Any, ...]) -> Quarantined:
+    def _quarantined(self, line: tuple[Any, ...]) -> Quarantined | None:
+        """None where it is none."""
         device, arch, versions, backend, key, reason, date = line
-        with self._whole():
-            return Quarantined(_place(device, arch, versions), backend, json.loads(key), reason, date)
+        with self._skipped():
+            found = json.loads(key)
+            if not isinstance(found, dict):
+                raise ConfigError(f"what {backend} is quarantined for is {key}; a request it is")
+            return Quarantined(_place(device, arch, versions), backend, found, reason, date)
+        return None
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _skipped(self) -> Iterator[None]:
+        """One row that another program wrote must not cost a call, nor the other rows."""
         try:
             yield
-        except (ValueError, TypeError, AttributeError) as exc:
-            raise self._unreadable(f"has a row that is none ({exc})") from exc
+        except (ValueError, TypeError, AttributeError, RecursionError) as exc:
+            if not self._told:
+                self._told = True
+                said = self._unreadable(f"has a row that is none ({exc})")
+                warnings.warn(f"{said} Such rows are not used.", RuntimeWarning, stacklevel=7)
 
 
 def _place(device: str, arch: str, versions: str) -> Place:
