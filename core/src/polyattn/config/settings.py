@@ -10,7 +10,8 @@ from typing import Any
 
 from .. import envvars
 from ..errors import ConfigError, did_you_mean
-from ..records import DTYPES, BackendInfo
+from ..field_words import DTYPE_WORDS
+from ..records import BackendInfo
 from .options import check_options, resolve_options
 from .reading import parse_backend_config, read_config_file
 from .words import show
@@ -24,13 +25,7 @@ __all__ = [
     "parse_components",
 ]
 
-KV_CACHE_DTYPES: dict[str, str] = {
-    "auto": "auto",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    **{name: name for name in DTYPES},
-}
+KV_CACHE_DTYPES: dict[str, str] = {"auto": "auto", **{w: name for w, name in DTYPE_WORDS.items() if w != "fp64"}}
 """What `--kv-cache-dtype` accepts -> the dtype name that requests use."""
 
 
