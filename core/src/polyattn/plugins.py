@@ -20,6 +20,7 @@ from typing import Any, Literal
 import pluggy
 
 from . import envvars, epoch
+from .bound_check import checked
 from .contract import API_VERSION, Bound
 from .distributions import distribution_version, normalise_distribution
 from .errors import PluginError, PolyattnError, did_you_mean
@@ -182,7 +183,7 @@ class PluginManager:
         """The functions that serve `request`, from the owner's hook or from `Provider.target`.
 
         Raises:
-            PluginError: the hook or the adapter failed, or returned something that is no `Bound`.
+            PluginError: the hook or the adapter failed, or as `bound_check.checked`.
         """
         implementation = self._implementation("polyattn_load_forward", backend)
         label = self.owner(backend).label
@@ -200,14 +201,11 @@ class PluginManager:
                 f"plugin {label} could not load {backend.id} (provider {provider.name}): {type(exc).__name__}: {exc}. "
                 f"Choose another backend, or see `polyattn doctor`"
             ) from exc
-        if not isinstance(bound, Bound) or not callable(bound.forward):
-            what = f"Bound({bound.forward!r})" if isinstance(bound, Bound) else type(bound).__name__
-            wrong = PluginError(
-                f"plugin {label}: {backend.id} returned {what}, a polyattn.contract.Bound of a function is needed"
-            )
+        try:
+            return checked(bound, request, f"plugin {label}: {backend.id}")
+        except PluginError as wrong:
             self.remember(backend, wrong)
-            raise wrong
-        return bound
+            raise
 
     def _implementation(self, hook: str, backend: BackendInfo) -> Callable[..., Any] | None:
         owner = self._owner[backend.name, backend.platform]
