@@ -230,6 +230,13 @@ def test_which_functions_have_the_keywords_of_their_protocol():
     assert accepts("block_sparse", anything, gradient)
     assert accepts("dense", max), "what is built in C shows no signature"
 
+    class Kernel:
+        def __call__(self, query, key, value, *, attn_mask=None, sinks=None, out=None): ...
+        def run(self, query, key, value, *, out=None): ...
+
+    assert accepts("dense", Kernel())
+    assert not accepts("dense", Kernel().run)
+
 
 def test_the_first_failure_is_the_one_that_is_kept(site):
     site.add("acme", loads("raise OSError(f'call with {request.head_dim}')"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import contract
@@ -45,20 +46,26 @@ def checked(bound: Any, request: AttentionRequest, who: str) -> Bound:
 
 
 def _check_keywords(function: Callable[..., Any], protocol: Any, request: AttentionRequest, what: str) -> None:
-    try:
-        taken = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # built in C, which shows no signature: the first call will tell
+    while isinstance(function, functools.partial):
+        function = function.func
+    # Of the code, not `inspect.signature`: this is part of the first call of every kind.
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None or code.co_flags & inspect.CO_VARKEYWORDS:  # without code it is built in C: its call will tell
         return
-    if any(one.kind is one.VAR_KEYWORD for one in taken):
-        return
-    by_name = {one.name for one in taken if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
-    asked = [one for one in inspect.signature(protocol.__call__).parameters.values() if one.kind is one.KEYWORD_ONLY]
-    given = [one for one in asked if one.name not in _DECLARED or getattr(request, one.name)]
-    if missing := [one for one in given if one.name not in by_name]:
-        add = ", ".join(one.name if one.default is one.empty else f"{one.name}={one.default!r}" for one in missing)
-        label = getattr(function, "__qualname__", type(function).__qualname__)
+    taken = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
+    missing = [name for name in _keywords(protocol) if name not in taken]
+    if missing := [name for name in missing if name not in _DECLARED or getattr(request, name)]:
+        add = ", ".join(_keywords(protocol)[name] for name in missing)
         raise PluginError(
-            f"{what}, {label}, cannot be given {', '.join(one.name for one in missing)}: it takes every keyword of "
-            f"polyattn.contract.{protocol.__name__}, also of what it does not declare. Add {add}; docs/hooks.md, "
-            f"polyattn_load_forward, says what they are"
+            f"{what}, {getattr(function, '__qualname__', type(function).__qualname__)}, cannot be given "
+            f"{', '.join(missing)}: it takes every keyword of polyattn.contract.{protocol.__name__}, also of what it does "
+            f"not declare. Add {add}; docs/hooks.md, polyattn_load_forward, says what they are"
         )
+
+
+@functools.cache
+def _keywords(protocol: Any) -> Mapping[str, str]:
+    """The keywords of a protocol -> as a signature has them, with their defaults."""
+    asked = inspect.signature(protocol.__call__).parameters.values()
+    own = [one for one in asked if one.kind is one.KEYWORD_ONLY]
+    return {one.name: one.name if one.default is one.empty else f"{one.name}={one.default!r}" for one in own}
