@@ -577,8 +577,14 @@ def test_a_run_whose_sources_are_in_no_file_is_no_evidence(acme: Acme, monkeypat
         ({"lost": "case 5"}, "the device was lost after case 5. Repair that case and run again"),
         ({"gates": {"float32: zeros": False}}, r"the gates do not tell right from wrong on this device \(float32: zer"),
         ({"findings": {"case 5": ["out: is wrong"]}}, "0 of .* cases failed. Repair them and run again"),
-        ({"counts": {"refusals": {"refused": 5}}, "total": 5}, "nothing that the rows declare was tried and passed; see"),
-        ({"counts": {}, "total": 0}, "nothing that the rows declare was tried and passed; see which dtypes, families and"),
+        (
+            {"counts": {"refusals": {"refused": 5}}, "total": 5},
+            "nothing that the rows declare was tried and passed; see",
+        ),
+        (
+            {"counts": {}, "total": 0},
+            "nothing that the rows declare was tried and passed; see which dtypes, families and",
+        ),
     ],
 )
 def test_what_is_not_ok_is_no_evidence(report: Report, change: dict[str, object], message: str) -> None:

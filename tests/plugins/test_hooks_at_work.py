@@ -209,8 +209,7 @@ def accepts(family: str, forward: object, backward: object = None, **request: ob
     """Whether what a plugin hands over has the keywords of its protocol."""
     try:
         checked(Bound(forward, backward), AttentionRequest(family=family, **request), "acme")
-    except PluginError as refused:
-        assert "cannot be given" in str(refused)
+    except PluginError:
         return False
     return True
 

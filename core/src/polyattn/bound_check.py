@@ -58,8 +58,8 @@ def _check_keywords(function: Callable[..., Any], protocol: Any, request: Attent
         add = ", ".join(_keywords(protocol)[name] for name in missing)
         raise PluginError(
             f"{what}, {getattr(function, '__qualname__', type(function).__qualname__)}, cannot be given "
-            f"{', '.join(missing)}: it takes every keyword of polyattn.contract.{protocol.__name__}, also of what it does "
-            f"not declare. Add {add}; docs/hooks.md, polyattn_load_forward, says what they are"
+            f"{', '.join(missing)}: it takes every keyword of polyattn.contract.{protocol.__name__}, also of what it "
+            f"does not declare. Add {add}; docs/hooks.md, polyattn_load_forward, says what they are"
         )
 
 

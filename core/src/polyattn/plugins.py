@@ -141,8 +141,8 @@ class PluginManager:
         with self._lock:
             known = self.plugins.get(source.name)
             if known is not None and known.state not in ("broken", "incompatible"):  # a repaired plugin may come again
-                there = f"a plugin named {source.name!r} is there already ({known.state}): {known.label}. "
-                raise PluginError(f"{there}Give another name=, or first {'uninstall it' if known.distribution else AGAIN}")
+                there = f"a plugin named {source.name!r} is there already ({known.state}): {known.label}. Give another"
+                raise PluginError(f"{there} name=, or first {'uninstall it' if known.distribution else AGAIN}")
             if source.name in (envvars.names("POLYATTN_DISABLE", self.environ) or ()):
                 raise PluginError(f"plugin {source.name!r} is left out by POLYATTN_DISABLE; it was not imported")
             report = self._load_one(source, None if isinstance(module, str) else module)
