@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+import polyattn
+
 from .conftest import Run
 
 CHECK = ("config", "check")
+SOURCE = Path(polyattn.__file__).parent
 
 
 def test_nothing_is_configured(run: Run) -> None:
@@ -94,6 +98,44 @@ def test_what_does_not_parse_is_2(run: Run, words: tuple[str, ...], message: str
     shown = run(*CHECK, *words, "--json")
     assert (shown.code, shown.data["error"]["type"]) == (2, "ConfigError")
     assert message in shown.data["error"]["message"]
+
+
+WRONG = {
+    "POLYATTN_TUNING": ("on", "POLYATTN_TUNING='on'; allowed: use, off, online"),
+    "POLYATTN_VALIDATE": ("maybe", "POLYATTN_VALIDATE='maybe' is not a switch: use 1 or 0"),
+    "POLYATTN_STRICT": ("maybe", "POLYATTN_STRICT='maybe' is not a switch: use 1 or 0"),
+    "POLYATTN_REFERENCE_MEMORY_GB": ("lots", "POLYATTN_REFERENCE_MEMORY_GB='lots' is not a positive number"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_variable_that_does_not_parse_is_2(name: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is no setting: a call raises it."""
+    value, message = WRONG[name]
+    monkeypatch.setenv(name, value)
+    shown = run(*CHECK, "--json")
+    assert (shown.code, shown.data["error"]["type"]) == (2, "ConfigError")
+    assert shown.data["error"]["message"].startswith(message)
+    assert "No problem found." not in run(*CHECK).out
+
+
+def test_all_that_does_not_parse_is_told_at_once(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "polyattn.yaml"
+    file.write_text("page-size: sixty\nkv-cache-dtype: fp8\nstrict: maybe\n")
+    for name, (value, _) in WRONG.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("POLYATTN_PLUGIN", "cuda")
+    lines = run(*CHECK, "--file", str(file), "--json").data["error"]["message"].split("\n")
+    begins = ("kv_cache_dtype='fp8'", "page_size='sixty'", "strict='maybe'", *WRONG, "environment POLYATTN_PLUGIN")
+    assert len(lines) == len(begins)
+    assert all(any(line.startswith(begin) for line in lines) for begin in begins)
+
+
+def test_every_variable_that_is_parsed_is_checked() -> None:
+    """Whoever reads a further switch or number adds it to READ_LATER."""
+    read = re.compile(r"\b(?:flag|number)\(\s*\"(POLYATTN_\w+)\"")
+    found = {name for path in SOURCE.rglob("*.py") for name in read.findall(path.read_text(encoding="utf-8"))}
+    assert found == set(WRONG) - {"POLYATTN_TUNING"}
 
 
 def test_a_variable_that_nothing_reads_is_4(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

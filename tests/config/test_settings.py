@@ -223,6 +223,28 @@ def test_wrong_settings(cli: dict[str, Any], message: str) -> None:
     assert str(error.value).startswith(message)
 
 
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("page-size: sixty\nkv-cache-dtype: fp8\nstrict: maybe\npagesize: 1\n")
+    environ = {"POLYATTN_STRICT": "on and off", "POLYATTN_ATTENTION_BACKEND": "f a"}
+    cli = {"attention_backend": "f b", "attention_backend_config": "splits=2", "component_attention_backends": "vae"}
+    with pytest.raises(ConfigError) as error:
+        load_settings(cli, environ, path)
+    assert [line.partition(" is not ")[0].partition(". ")[0] for line in str(error.value).split("\n")] == [
+        f"config file {path}: there is no setting 'pagesize'",
+        f"kv_cache_dtype='fp8' (config file {path})",
+        f"page_size='sixty' (config file {path})",
+        f"strict='maybe' (config file {path})",
+        "POLYATTN_STRICT='on and off'",
+        "attention_backend='f a' (environment POLYATTN_ATTENTION_BACKEND)",
+        "attention_backend='f b' (command line)",
+        "component_attention_backends (command line): 'vae'",
+    ]
+    assert isinstance(error.value.__cause__, ConfigError)
+    with pytest.raises(ConfigError, match=r"attention_backend_config .* 'x' is not key=value"):
+        load_settings({**cli, "attention_backend_config": "x"}, {})
+
+
 def test_messages_name_the_variable_or_the_file(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"^attention_backend='f a' \(environment POLYATTN_ATTENTION_BACKEND\) is not"

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
+from .. import tuning
 from ..config import Settings, backend_names, check_settings, load_settings
-from ..envvars import ENVVARS
-from ..errors import did_you_mean
+from ..envvars import ENVVARS, flag, number
+from ..errors import ConfigError, did_you_mean
 from ..plugins import get_manager
 from .rendering import grid, screen, show_json, title
 
-__all__ = ["config", "unread_variables"]
+__all__ = ["config", "unread_variables", "wrong_variables"]
+
+READ_LATER: tuple[Callable[[], object], ...] = (
+    lambda: flag("POLYATTN_VALIDATE"),
+    lambda: number("POLYATTN_REFERENCE_MEMORY_GB", 4.0),
+    tuning.mode,
+)
+"""Of variables that are no settings: what calls ask, and what raises there when the value does not parse."""
 
 MAPPINGS = ("component_attention_backends", "attention_backend_config")
 
@@ -36,6 +45,17 @@ def unread_variables() -> list[str]:
     return [
         f"environment {name} is set, but polyattn does not read it.{did_you_mean(name, ENVVARS)}" for name in unknown
     ]
+
+
+def wrong_variables() -> list[str]:
+    """One sentence per variable whose value does not parse, of those that `load_settings` does not read."""
+    problems = []
+    for ask in READ_LATER:
+        try:
+            ask()
+        except ConfigError as problem:
+            problems.append(str(problem))
+    return problems
 
 
 def in_force(settings: Settings) -> list[dict[str, Any]]:
@@ -88,7 +108,12 @@ def check(
         "component_attention_backends": component_attention_backends,
         "attention_backend_config": attention_backend_config,
     }
-    settings = load_settings(given, file=file)
+    try:
+        settings = load_settings(given, file=file)
+    except ConfigError as wrong:
+        raise ConfigError("\n".join([str(wrong), *wrong_variables(), *unread_variables()])) from wrong
+    if more := wrong_variables():
+        raise ConfigError("\n".join([*more, *unread_variables()]))
     problems = check_settings(settings, backend_names(get_manager().backends.values())) + unread_variables()
     entries = in_force(settings)
     if as_json:

@@ -17,12 +17,12 @@ from .. import __version__
 from ..config import backend_names, check_settings, load_settings
 from ..distributions import availability, distribution_version
 from ..envvars import ENVVARS, flag
-from ..errors import PolyattnError
+from ..errors import ConfigError, PolyattnError
 from ..inspection import BackendStatus, detect, list_backends
 from ..platforms import torch_build
 from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
 from ..records import FAMILIES, BackendInfo, DeviceReport, Fallback, Provider
-from .config_check import unread_variables
+from .config_check import unread_variables, wrong_variables
 from .probes import speaks_of
 from .rendering import facts, grid, screen, show_json, standing, title
 
@@ -62,6 +62,7 @@ def examine(verbose: bool = False) -> dict[str, Any]:
     problems += [f"{name}: {report.detail}" for name, report in devices.items() if FAILED in report.detail]
     statuses = _contained(problems, list_backends) or []
     settings = _contained(problems, load_settings)
+    problems += wrong_variables()
     if settings is not None:
         problems += check_settings(settings, backend_names(manager.backends.values()))
     return {
@@ -109,7 +110,7 @@ def _contained(problems: list[str], ask: Callable[[], Answer]) -> Answer | None:
     try:
         return ask()
     except PolyattnError as error:
-        problems.append(str(error))
+        problems += str(error).split("\n") if isinstance(error, ConfigError) else [str(error)]
         return None
 
 
