@@ -13,12 +13,12 @@ from rich.text import Text
 
 from .. import tuning
 from ..config import Settings, backend_names, check_settings, load_settings
-from ..envvars import ENVVARS, flag, number
-from ..errors import ConfigError, did_you_mean
+from ..envvars import flag, number, unknown
+from ..errors import ConfigError
 from ..plugins import get_manager
 from .rendering import grid, screen, show_json, title
 
-__all__ = ["config", "unread_variables", "wrong_variables"]
+__all__ = ["config", "wrong_variables"]
 
 READ_LATER: tuple[Callable[[], object], ...] = (
     lambda: flag("POLYATTN_VALIDATE"),
@@ -37,14 +37,6 @@ def _group(context: typer.Context) -> None:
     """Configuration: check it before a run does."""
     if context.invoked_subcommand is None:
         context.get_help()
-
-
-def unread_variables() -> list[str]:
-    """One sentence per POLYATTN_* variable that nothing reads: most often a slip."""
-    unknown = sorted(k for k in os.environ if k.startswith("POLYATTN_") and k not in ENVVARS)
-    return [
-        f"environment {name} is set, but polyattn does not read it.{did_you_mean(name, ENVVARS)}" for name in unknown
-    ]
 
 
 def wrong_variables() -> list[str]:
@@ -109,12 +101,12 @@ def check(
         "attention_backend_config": attention_backend_config,
     }
     try:
-        settings = load_settings(given, file=file)
+        settings = load_settings(given, os.environ, file)
     except ConfigError as wrong:
-        raise ConfigError("\n".join([str(wrong), *wrong_variables(), *unread_variables()])) from wrong
+        raise ConfigError("\n".join([str(wrong), *wrong_variables(), *unknown()])) from wrong
     if more := wrong_variables():
-        raise ConfigError("\n".join([*more, *unread_variables()]))
-    problems = check_settings(settings, backend_names(get_manager().backends.values())) + unread_variables()
+        raise ConfigError("\n".join([*more, *unknown()]))
+    problems = check_settings(settings, backend_names(get_manager().backends.values())) + unknown()
     entries = in_force(settings)
     if as_json:
         show_json({"settings": entries, "problems": problems})

@@ -16,13 +16,13 @@ from rich.text import Text
 from .. import __version__
 from ..config import backend_names, check_settings, load_settings
 from ..distributions import availability, distribution_version
-from ..envvars import ENVVARS, flag
+from ..envvars import ENVVARS, flag, unknown
 from ..errors import ConfigError, PolyattnError
 from ..inspection import BackendStatus, detect, list_backends
 from ..platforms import torch_build
 from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
 from ..records import FAMILIES, BackendInfo, DeviceReport, Fallback, Provider
-from .config_check import unread_variables, wrong_variables
+from .config_check import wrong_variables
 from .probes import speaks_of
 from .rendering import facts, grid, screen, show_json, standing, title
 
@@ -61,7 +61,7 @@ def examine(verbose: bool = False) -> dict[str, Any]:
     present = [name for name, report in devices.items() if report.present]
     problems += [f"{name}: {report.detail}" for name, report in devices.items() if FAILED in report.detail]
     statuses = _contained(problems, list_backends) or []
-    settings = _contained(problems, load_settings)
+    settings = _contained(problems, lambda: load_settings(environ=os.environ))
     problems += wrong_variables()
     if settings is not None:
         problems += check_settings(settings, backend_names(manager.backends.values()))
@@ -74,7 +74,7 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "platforms": [_device(name, report) for name, report in devices.items()],
         "plugins": [_plugin(report, verbose) for report in manager.plugins.values()],
         "environment": {name: os.environ[name] for name in ENVVARS if name in os.environ},
-        "unread": unread_variables(),
+        "unread": unknown(),
         "problems": problems,
         "warnings": _warnings(manager),
         "backends": [_backend(s, devices[s.platform], manager) for s in statuses if s.platform in present],

@@ -203,13 +203,16 @@ def load_settings(
 
     Args:
         cli: setting -> value; dashes or underscores; None = not given.
-        environ: os.environ unless given. A variable set to an empty string counts as unset.
+        environ: os.environ unless given, and then variables that nothing reads are warned of, once per process. A
+            variable set to an empty string counts as unset.
         file: config file; without it POLYATTN_CONFIG names one, or there is none.
         cli_source: what `sources` and messages call the first layer (`configure()` passes its own name).
 
     Raises:
         ConfigError: unknown keys (with the near match) and wrong values of all layers, with their sources, a line each.
     """
+    if environ is None:
+        envvars.warn_unknown()
     env = os.environ if environ is None else environ
     layers: list[_Layer] = []
     problems = _Problems()
