@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ SOURCE = Path(polyattn.__file__).parent
 
 def test_nothing_is_configured(run: Run) -> None:
     shown = run(*CHECK, "--json")
-    assert (shown.code, shown.data) == (0, {"settings": [], "problems": []})
+    assert (shown.code, shown.data) == (0, {"settings": [], "problems": [], "warnings": []})
     assert "Nothing is configured" in run(*CHECK).out
 
 
@@ -153,3 +154,66 @@ def test_the_file_that_the_environment_names(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setenv("POLYATTN_CONFIG", str(file))
     (entry,) = run(*CHECK, "--json").data["settings"]
     assert entry == {"name": "strict", "value": True, "source": f"config file {file}"}
+
+
+ABSENT = """
+from polyattn.hookspecs import hookimpl
+from polyattn.records import *
+
+ROWS = (row(family="dense", dtype="float32", head_dim=64),)
+
+
+@hookimpl
+def polyattn_register_platforms():
+    yield PlatformInfo("board", device_type="board", detect=f"{__name__}:find")
+    yield PlatformInfo("card", device_type="card", detect=f"{__name__}:find")
+
+
+def find():
+    return DeviceReport(present=False, detail="there is no such board")
+
+
+@hookimpl
+def polyattn_register_backends():
+    here = Provider("here", ROWS, "polyattn.backends.reference_backend:Reference")
+    gone = Provider("gone", ROWS, "m:C", (Requirement("acme-attention", hint="pip install acme-attention"),))
+    yield BackendInfo("acme", "cpu", (here, gone), summary="Acme's", aliases=(Alias("acme_two", ("dense",), "gone"),))
+    yield BackendInfo("lacking", "cpu", (gone,), summary="its library is not here")
+    yield BackendInfo("onboard", "board", (gone,), summary="its device is not here")
+    yield BackendInfo("everywhere", "board", (here,), summary="on two devices")
+    yield BackendInfo("everywhere", "card", (here,), summary="on two devices")
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        ("acme", ""),
+        ("acme@cpu", ""),
+        ("acme_two", "acme-attention is not installed; pip install acme-attention"),
+        ("lacking", "acme-attention is not installed; pip install acme-attention"),
+        ("onboard", "no board device: there is no such board"),
+        ("everywhere", "there is no device of board, card"),
+    ],
+)
+def test_a_backend_that_cannot_be_used_here_is_a_warning(
+    run: Run, monkeypatch: pytest.MonkeyPatch, plugin: Callable[[str, str], str], backend: str, why: str
+) -> None:
+    plugin("acme", ABSENT)
+    monkeypatch.setenv("POLYATTN_ATTENTION_BACKEND", backend)
+    named = f"attention_backend={backend!r} (environment POLYATTN_ATTENTION_BACKEND)"
+    warning = f"{named} cannot be used on this machine: {why}; fine if the run is elsewhere"
+    for command in (CHECK, ("doctor",)):
+        shown = run(*command, "--json")
+        assert (shown.code, shown.data["problems"]) == (0, [])
+        assert [said for said in shown.data["warnings"] if "attention_backend=" in said] == [warning] * bool(why)
+    assert ("No problem found." in run(*CHECK).out) is not bool(why)
+
+
+def test_components_are_warned_of_too(run: Run, plugin: Callable[[str, str], str]) -> None:
+    plugin("acme", ABSENT)
+    words = ("--component-attention-backends", "vae=lacking", "--attention-backend", "acme")
+    shown = run(*CHECK, *words)
+    assert shown.code == 0
+    assert "warning  component_attention_backends.vae='lacking' (command line) cannot be used" in shown.out
+    assert "No problem beside the warnings." in shown.out

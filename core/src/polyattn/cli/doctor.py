@@ -22,7 +22,7 @@ from ..inspection import BackendStatus, detect, list_backends
 from ..platforms import torch_build
 from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
 from ..records import FAMILIES, BackendInfo, DeviceReport, Fallback, Provider
-from .config_check import wrong_variables
+from .config_check import not_here, wrong_variables
 from .probes import speaks_of
 from .rendering import facts, grid, screen, show_json, standing, title
 
@@ -76,7 +76,7 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in ENVVARS if name in os.environ},
         "unread": unknown(),
         "problems": problems,
-        "warnings": _warnings(manager),
+        "warnings": _warnings(manager) + (not_here(settings, statuses) if settings is not None else []),
         "backends": [_backend(s, devices[s.platform], manager) for s in statuses if s.platform in present],
         "elsewhere": [_elsewhere(status, devices, manager) for status in statuses if status.platform not in present],
     }
@@ -315,4 +315,5 @@ def _verdict(console: Console, findings: dict[str, Any]) -> None:
         hint = "repair or uninstall it, or set POLYATTN_DISABLE"
         console.print(Text.assemble(("problem  ", "bad"), f"plugin {', '.join(broken)} cannot be used: {hint}"))
     elif not findings["problems"]:
-        console.print(Text("No problem found.", style="good"))
+        text = "No problem beside the warnings." if findings["warnings"] else "No problem found."
+        console.print(Text(text, style="good"))

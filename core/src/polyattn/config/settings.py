@@ -23,6 +23,7 @@ __all__ = [
     "backend_names",
     "check_settings",
     "load_settings",
+    "named_backends",
     "parse_components",
 ]
 
@@ -320,6 +321,13 @@ def backend_names(backends: Iterable[BackendInfo]) -> dict[str, tuple[BackendInf
     return {name: tuple(infos) for name, infos in found.items()}
 
 
+def named_backends(settings: Settings) -> list[tuple[str, str]]:
+    """(setting, the backend that it names), of every setting and component that names one."""
+    fields = [name for name, check in _SCALARS.items() if check is _backend and getattr(settings, name) is not None]
+    components = settings.component_attention_backends.items()
+    return [*((name, getattr(settings, name)) for name in fields), *((f"{_COMPONENTS}.{k}", v) for k, v in components)]
+
+
 def check_settings(settings: Settings, known_backends: Mapping[str, BackendInfo | Sequence[BackendInfo]]) -> list[str]:
     """What is wrong with settings that parsed: unknown or planned backends, options against their schemas, files.
 
@@ -331,9 +339,7 @@ def check_settings(settings: Settings, known_backends: Mapping[str, BackendInfo 
         One sentence per problem, each with its source; empty = fine.
     """
     known = {k: (v,) if isinstance(v, BackendInfo) else tuple(v) for k, v in known_backends.items()}
-    fields = [name for name, check in _SCALARS.items() if check is _backend and getattr(settings, name) is not None]
-    asked = [(name, getattr(settings, name)) for name in fields]
-    asked += [(f"{_COMPONENTS}.{k}", v) for k, v in settings.component_attention_backends.items()]
+    asked = named_backends(settings)
     problems: list[str] = []
     for name, backend in asked:
         if problem := _backend_problem(backend, known):
