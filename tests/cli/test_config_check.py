@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import polyattn
+
 from .conftest import Run
 
 CHECK = ("config", "check")
+SOURCE = Path(polyattn.__file__).parent
 
 
 def test_nothing_is_configured(run: Run) -> None:
     shown = run(*CHECK, "--json")
-    assert (shown.code, shown.data) == (0, {"settings": [], "problems": []})
+    assert (shown.code, shown.data) == (0, {"settings": [], "problems": [], "warnings": []})
     assert "Nothing is configured" in run(*CHECK).out
 
 
@@ -96,6 +101,44 @@ def test_what_does_not_parse_is_2(run: Run, words: tuple[str, ...], message: str
     assert message in shown.data["error"]["message"]
 
 
+WRONG = {
+    "POLYATTN_TUNING": ("on", "POLYATTN_TUNING='on'; allowed: use, off, online"),
+    "POLYATTN_VALIDATE": ("maybe", "POLYATTN_VALIDATE='maybe' is not a switch: use 1 or 0"),
+    "POLYATTN_STRICT": ("maybe", "POLYATTN_STRICT='maybe' is not a switch: use 1 or 0"),
+    "POLYATTN_REFERENCE_MEMORY_GB": ("lots", "POLYATTN_REFERENCE_MEMORY_GB='lots' is not a positive number"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_variable_that_does_not_parse_is_2(name: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is no setting: a call raises it."""
+    value, message = WRONG[name]
+    monkeypatch.setenv(name, value)
+    shown = run(*CHECK, "--json")
+    assert (shown.code, shown.data["error"]["type"]) == (2, "ConfigError")
+    assert shown.data["error"]["message"].startswith(message)
+    assert "No problem found." not in run(*CHECK).out
+
+
+def test_all_that_does_not_parse_is_told_at_once(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "polyattn.yaml"
+    file.write_text("page-size: sixty\nkv-cache-dtype: fp8\nstrict: maybe\n")
+    for name, (value, _) in WRONG.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("POLYATTN_PLUGIN", "cuda")
+    lines = run(*CHECK, "--file", str(file), "--json").data["error"]["message"].split("\n")
+    begins = ("kv_cache_dtype='fp8'", "page_size='sixty'", "strict='maybe'", *WRONG, "environment POLYATTN_PLUGIN")
+    assert len(lines) == len(begins)
+    assert all(any(line.startswith(begin) for line in lines) for begin in begins)
+
+
+def test_every_variable_that_is_parsed_is_checked() -> None:
+    """Whoever reads a further switch or number adds it to READ_LATER."""
+    read = re.compile(r"\b(?:flag|number)\(\s*\"(POLYATTN_\w+)\"")
+    found = {name for path in SOURCE.rglob("*.py") for name in read.findall(path.read_text(encoding="utf-8"))}
+    assert found == set(WRONG) - {"POLYATTN_TUNING"}
+
+
 def test_a_variable_that_nothing_reads_is_4(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYATTN_PLUGIN", "cuda")
     shown = run(*CHECK, "--json")
@@ -111,3 +154,66 @@ def test_the_file_that_the_environment_names(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setenv("POLYATTN_CONFIG", str(file))
     (entry,) = run(*CHECK, "--json").data["settings"]
     assert entry == {"name": "strict", "value": True, "source": f"config file {file}"}
+
+
+ABSENT = """
+from polyattn.hookspecs import hookimpl
+from polyattn.records import *
+
+ROWS = (row(family="dense", dtype="float32", head_dim=64),)
+
+
+@hookimpl
+def polyattn_register_platforms():
+    yield PlatformInfo("board", device_type="board", detect=f"{__name__}:find")
+    yield PlatformInfo("card", device_type="card", detect=f"{__name__}:find")
+
+
+def find():
+    return DeviceReport(present=False, detail="there is no such board")
+
+
+@hookimpl
+def polyattn_register_backends():
+    here = Provider("here", ROWS, "polyattn.backends.reference_backend:Reference")
+    gone = Provider("gone", ROWS, "m:C", (Requirement("acme-attention", hint="pip install acme-attention"),))
+    yield BackendInfo("acme", "cpu", (here, gone), summary="Acme's", aliases=(Alias("acme_two", ("dense",), "gone"),))
+    yield BackendInfo("lacking", "cpu", (gone,), summary="its library is not here")
+    yield BackendInfo("onboard", "board", (gone,), summary="its device is not here")
+    yield BackendInfo("everywhere", "board", (here,), summary="on two devices")
+    yield BackendInfo("everywhere", "card", (here,), summary="on two devices")
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        ("acme", ""),
+        ("acme@cpu", ""),
+        ("acme_two", "acme-attention is not installed; pip install acme-attention"),
+        ("lacking", "acme-attention is not installed; pip install acme-attention"),
+        ("onboard", "no board device: there is no such board"),
+        ("everywhere", "there is no device of board, card"),
+    ],
+)
+def test_a_backend_that_cannot_be_used_here_is_a_warning(
+    run: Run, monkeypatch: pytest.MonkeyPatch, plugin: Callable[[str, str], str], backend: str, why: str
+) -> None:
+    plugin("acme", ABSENT)
+    monkeypatch.setenv("POLYATTN_ATTENTION_BACKEND", backend)
+    named = f"attention_backend={backend!r} (environment POLYATTN_ATTENTION_BACKEND)"
+    warning = f"{named} cannot be used on this machine: {why}; fine if the run is elsewhere"
+    for command in (CHECK, ("doctor",)):
+        shown = run(*command, "--json")
+        assert (shown.code, shown.data["problems"]) == (0, [])
+        assert [said for said in shown.data["warnings"] if "attention_backend=" in said] == [warning] * bool(why)
+    assert ("No problem found." in run(*CHECK).out) is not bool(why)
+
+
+def test_components_are_warned_of_too(run: Run, plugin: Callable[[str, str], str]) -> None:
+    plugin("acme", ABSENT)
+    words = ("--component-attention-backends", "vae=lacking", "--attention-backend", "acme")
+    shown = run(*CHECK, *words)
+    assert shown.code == 0
+    assert "warning  component_attention_backends.vae='lacking' (command line) cannot be used" in shown.out
+    assert "No problem beside the warnings." in shown.out

@@ -100,6 +100,19 @@ def test_it_ends_with_a_table_and_writes_evidence(run: Run, acme: Path) -> None:
     assert run("matrix", "--json").data["cells"]["acme"]["cpu"]["evidence"] == listed["evidence"]
 
 
+def test_a_backend_of_which_nothing_was_tried_does_not_conform(run: Run, plugin: Plugin, tmp_path: Path) -> None:
+    """Everything that it does not declare is refused, and that alone shows nothing."""
+    plugin("acme", PLUGIN.replace('("float32", "bfloat16")', '"int8"'))
+    said = run("conform", "acme")
+    assert said.code == 1, said
+    assert "FAILED nothing that the rows declare was tried and passed; see which dtypes, families and" in said.out
+    assert "evidence written" not in said.out
+    assert not evidence(tmp_path).exists()
+    data = run("conform", "acme", "--quick", "--write-evidence", "--json").data
+    assert (data["ok"], data["passed"], data["findings"], data["evidence"]) == (False, 0, {}, None)
+    assert data["refused"] > 0
+
+
 def test_json_has_the_counts_the_device_and_the_versions(run: Run, acme: Path) -> None:
     said = run("conform", "acme", "--json")
     assert said.code == 0

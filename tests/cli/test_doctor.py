@@ -234,6 +234,9 @@ def test_a_platform_whose_detection_raises_is_a_problem(run: Run, plugin: Plugin
     [
         ("POLYATTN_STRICT", "maybe", "POLYATTN_STRICT='maybe' is not a switch"),
         ("POLYATTN_DISABLE", "acme,core", "POLYATTN_DISABLE='acme,core': core cannot be left out"),
+        ("POLYATTN_VALIDATE", "maybe", "POLYATTN_VALIDATE='maybe' is not a switch"),
+        ("POLYATTN_REFERENCE_MEMORY_GB", "lots", "POLYATTN_REFERENCE_MEMORY_GB='lots' is not a positive number"),
+        ("POLYATTN_TUNING", "on", "POLYATTN_TUNING='on'; allowed: use, off, online"),
         ("POLYATTN_ATTENTION_BACKEND", "torch_spda", "is not a known backend. Did you mean 'torch_sdpa'"),
         ("POLYATTN_CONFIG", "/nowhere/polyattn.yaml", "/nowhere/polyattn.yaml"),
     ],

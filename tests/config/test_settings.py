@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from polyattn import envvars
 from polyattn.config import (
     KV_CACHE_DTYPES,
     Settings,
@@ -16,7 +20,6 @@ from polyattn.config import (
     load_settings,
     parse_components,
 )
-from polyattn.envvars import ENVVARS
 from polyattn.errors import ConfigError
 from polyattn.records import DTYPES, Alias, BackendInfo, ConfigField, Provider
 
@@ -136,7 +139,7 @@ def test_an_argument_names_the_file_before_the_environment_does(file: Path, tmp_
 
 
 def test_empty_variables_are_unset() -> None:
-    assert load_settings(environ=dict.fromkeys(ENVVARS, " ")) == Settings()
+    assert load_settings(environ=dict.fromkeys(envvars.ENVVARS, " ")) == Settings()
 
 
 def test_a_caller_may_name_its_own_layer() -> None:
@@ -221,6 +224,69 @@ def test_wrong_settings(cli: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_settings(cli, {})
     assert str(error.value).startswith(message)
+
+
+RUN = """
+import torch
+import polyattn
+
+q = torch.randn(1, 4, 2, 8)
+polyattn.attention(q, q, q)
+polyattn.configure(strict=True)
+polyattn.attention(q, q, q, causal=True)
+torch.compile(polyattn.attention, fullgraph=True, backend="eager")(q, q, q, softcap=2.0)
+"""
+COMPILED = """
+import torch
+import polyattn
+
+q = torch.randn(1, 4, 2, 8)
+torch.compile(polyattn.attention, fullgraph=True, backend="eager")(q, q, q)
+"""
+
+
+@pytest.mark.parametrize("program", [RUN, COMPILED])
+def test_a_run_warns_once_of_a_variable_that_nothing_reads(program: str) -> None:
+    environ = {**os.environ, "POLYATTN_ATENTION_BACKEND": "reference"}
+    said = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    warned = "environment POLYATTN_ATENTION_BACKEND is set, but polyattn does not read it. Did you mean"
+    assert said.stderr.count("UserWarning: ") == said.stderr.count(warned) == 1, said.stderr
+
+
+def test_what_is_known_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tests and tools too: a warning is an error here, and settings are read in every one of them."""
+    for name in envvars.ENVVARS:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(envvars, "_told", set())
+    load_settings()
+    monkeypatch.setenv("POLYATTN_PLUGIN", "cuda")
+    load_settings(environ={})
+    with pytest.warns(UserWarning, match="environment POLYATTN_PLUGIN is set, but"):
+        load_settings()
+    load_settings()
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("page-size: sixty\nkv-cache-dtype: fp8\nstrict: maybe\npagesize: 1\n")
+    environ = {"POLYATTN_STRICT": "on and off", "POLYATTN_ATTENTION_BACKEND": "f a"}
+    cli = {"attention_backend": "f b", "attention_backend_config": "splits=2", "component_attention_backends": "vae"}
+    with pytest.raises(ConfigError) as error:
+        load_settings(cli, environ, path)
+    assert [line.partition(" is not ")[0].partition(". ")[0] for line in str(error.value).split("\n")] == [
+        f"config file {path}: there is no setting 'pagesize'",
+        f"kv_cache_dtype='fp8' (config file {path})",
+        f"page_size='sixty' (config file {path})",
+        f"strict='maybe' (config file {path})",
+        "POLYATTN_STRICT='on and off'",
+        "attention_backend='f a' (environment POLYATTN_ATTENTION_BACKEND)",
+        "attention_backend='f b' (command line)",
+        "component_attention_backends (command line): 'vae'",
+    ]
+    assert isinstance(error.value.__cause__, ConfigError)
+    with pytest.raises(ConfigError, match=r"attention_backend_config .* 'x' is not key=value"):
+        load_settings({**cli, "attention_backend_config": "x"}, {})
 
 
 def test_messages_name_the_variable_or_the_file(tmp_path: Path) -> None:

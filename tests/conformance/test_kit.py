@@ -65,6 +65,15 @@ def test_providers_that_are_not_here_are_said() -> None:
     assert _blank(target, [], "quick", None).not_run[-1] == "providers that are not here: torch-serving"
 
 
+def test_dtypes_have_the_short_names_that_every_command_takes() -> None:
+    assert plan(Installed("torch_native"), dtypes=["fp32", "bf16"], per_row=1) == plan(
+        Installed("torch_native"), dtypes=["float32", "bfloat16"], per_row=1
+    )
+    found = run("torch_native", **{**SMALL, "dtypes": ["fp32"]}, only=())
+    assert found.dtypes == ("float32",)
+    assert " --dtypes float32 " in found.command
+
+
 def test_what_cannot_be_tried_is_said() -> None:
     found = run("reference", dtypes=["float32"], families=["mla"], per_row=1)
     assert any(reason.startswith("large: ") for reason in found.not_run)
@@ -162,6 +171,8 @@ def test_nothing_run_is_not_ok(report: Report) -> None:
     "wrong, message",
     [
         ({"level": "quik"}, r"level 'quik' is not one of quick, full\. Did you mean 'quick'\?"),
+        ({"dtypes": ["bf61"]}, "dtype 'bf61' is not one of float64, .*, float16. Did you mean 'bf16'"),
+        ({"dtypes": ["fp8_e4m3"]}, r"dtype 'fp8_e4m3' is not one of float64, float32, bfloat16, float16\."),
         ({"dtypes": ["float31"]}, r"dtype 'float31' is not one of float64, float32, bfloat16, float16\."),
         ({"families": ["dens"]}, r"family 'dens' is not one of dense, .*Did you mean 'dense'\?"),
     ],
@@ -577,6 +588,14 @@ def test_a_run_whose_sources_are_in_no_file_is_no_evidence(acme: Acme, monkeypat
         ({"lost": "case 5"}, "the device was lost after case 5. Repair that case and run again"),
         ({"gates": {"float32: zeros": False}}, r"the gates do not tell right from wrong on this device \(float32: zer"),
         ({"findings": {"case 5": ["out: is wrong"]}}, "0 of .* cases failed. Repair them and run again"),
+        (
+            {"counts": {"refusals": {"refused": 5}}, "total": 5},
+            "nothing that the rows declare was tried and passed; see",
+        ),
+        (
+            {"counts": {}, "total": 0},
+            "nothing that the rows declare was tried and passed; see which dtypes, families and",
+        ),
     ],
 )
 def test_what_is_not_ok_is_no_evidence(report: Report, change: dict[str, object], message: str) -> None:

@@ -69,7 +69,7 @@ def test_other_python_blocks_compile(page: Path) -> None:
 def test_commands_run(command: str, tmp_path: Path) -> None:
     if re.match(r"polyattn conform \S+ --quick", command):
         # All of its cases are tests of their own in tests/conformance: here, that the command is right.
-        command += " --families varlen --dtypes float32"
+        command += " --families dense,varlen --dtypes float32"
     if command.startswith("polyattn verify"):  # it leaves a folder, in the one it is called in unless told otherwise
         command += f" --out {shlex.quote(str(tmp_path / 'verified'))}"
     run("bash", "-c", command.replace("polyattn", f'"{sys.executable}" -m polyattn', 1))

@@ -931,5 +931,8 @@ def test_more_than_the_memory_cap(monkeypatch):
 def test_a_variable_that_is_no_variable():
     with pytest.raises(ConfigError, match=r"POLYATTN_PLUGIN is not .*Did you mean 'POLYATTN_PLUGINS'"):
         envvars.text("POLYATTN_PLUGIN")
-    with pytest.warns(UserWarning, match="POLYATTN_BACKEND is set but polyattn does not read it"):
-        assert envvars.warn_unknown({"POLYATTN_BACKEND": "fa", "POLYATTN_STRICT": "1"}) == ["POLYATTN_BACKEND"]
+    (sentence,) = envvars.unknown({"POLYATTN_ATENTION_BACKEND": "fa", "POLYATTN_STRICT": "1", "OTHER": "1"})
+    assert sentence == (
+        "environment POLYATTN_ATENTION_BACKEND is set, but polyattn does not read it. Did you mean "
+        "'POLYATTN_ATTENTION_BACKEND' or 'POLYATTN_ATTENTION_BACKEND_CONFIG'?"
+    )

@@ -265,8 +265,18 @@ def test_registering_by_hand(site):
     assert (report.name, report.state, report.backends) == ("byhand", "ready", ("acme@cpu",))
     assert get_manager().plugins["byhand"] is report
     assert polyattn.explain(AttentionRequest(dtype="float32"), backend="acme").backend == "acme"
-    with pytest.raises(PluginError, match=r"a plugin named 'byhand' is there already \(ready\)"):
+    again = r"a plugin named 'byhand' is there already \(ready\): byhand .*\. Give another name=, or first call "
+    with pytest.raises(PluginError, match=rf"{again}polyattn\.plugins\.reset_manager\(\), which forgets what was reg"):
         register_plugin(module)
+    reset_manager(PluginManager({"POLYATTN_PLUGINS": ""}, "0.1.0"))
+    assert register_plugin(module).state == "ready", "what the message says helps"
+
+
+def test_registering_what_is_installed(site):
+    module = site.add("acme", good())
+    site.use()
+    with pytest.raises(PluginError, match=r"'acme' is there already .*\. Give another name=, or first uninstall it$"):
+        register_plugin(module, name="acme")
 
 
 def test_registering_a_broken_plugin_raises_and_a_repaired_one_may_come_again(site):

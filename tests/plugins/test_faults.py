@@ -155,6 +155,52 @@ FAULTS = [
         "Provider.rows=<generator .* must be a tuple",
     ),
     Fault(
+        "a dtype by its short name",
+        registers("return [info('acme', dtype=('fp32', 'bf16'))]"),
+        r"acme@cpu: Row.allows says dtype='fp32', which no request has. Did you mean 'float32'\? Allowed: 'float64', "
+        r".*'int8'; a word of a later polyattn needs that version",
+    ),
+    Fault(
+        "a dtype of torch",
+        registers("import torch; return [info('acme', dtype=(torch.float32,))]"),
+        "Row.allows says dtype=torch.float32, which no request has",
+    ),
+    Fault(
+        "a family that is none",
+        registers("return [info('acme', providers=(Provider('own', (row(family='dens'),), 'm:C'),))]"),
+        r"Row.when says family='dens', which no request has. Did you mean 'dense'\? Allowed: 'dense', .*'linear'",
+    ),
+    Fault(
+        "a relation that is none",
+        registers("return [info('acme', providers=(Provider('own', (row(s_relation=('same',)),), 'm:C'),))]"),
+        "Row.allows says s_relation='same', which no request has. Allowed: 'equal', 'one', 'fewer', 'more'",
+    ),
+    Fault(
+        "gradients of nothing",
+        registers("return [info('acme', providers=(Provider('own', (row(grad=('query', 'keys')),), 'm:C'),))]"),
+        "Row.allows says grad='keys', which no request has. Did you mean 'key'",
+    ),
+    Fault(
+        "a range of nothing",
+        registers("return [info('acme', providers=(Provider('own', (row(head_dim=Range(256, 8)),), 'm:C'),))]"),
+        r"Row.allows says head_dim=Range\(low=256, high=8, .*\), and no number is from 256 to 8: swap them",
+    ),
+    Fault(
+        "a rule for a dtype that is none",
+        registers("return [info('acme', auto=(AutoRule(1, 'always', conditions(dtype='half')),))]"),
+        "AutoRule.when says dtype='half', which no request has",
+    ),
+    Fault(
+        "an alias in a family that is none",
+        registers("return [info('acme', aliases=(Alias('a', ('dens',)),))]"),
+        "Alias.families says family='dens', which no request has. Did you mean 'dense'",
+    ),
+    Fault(
+        "a fallback in a family that is none",
+        registers("return [info('acme', fallbacks=(Fallback('torch_sdpa', 'no kernel', family='pagd'),))]"),
+        "Fallback.family says family='pagd', which no request has. Did you mean 'paged'",
+    ),
+    Fault(
         "a requirement that is a string",
         registers("return [info('acme', providers=needs('b'))]"),
         r"Provider.requires\[0\]='b' must be of type Requirement",

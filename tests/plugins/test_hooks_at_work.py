@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 import polyattn
 from polyattn import inspection
+from polyattn.bound_check import checked
+from polyattn.contract import Bound
 from polyattn.errors import BackendUnavailableError, InvalidInputError, PluginError, UnsupportedRequestError
 from polyattn.records import AttentionRequest
 
@@ -176,6 +179,62 @@ def test_a_plugin_that_cannot_load_its_forward(site, source, reason, cause):
     assert reason in report.reason
     assert report.traceback
     assert torch.isfinite(call(backend="torch_sdpa")).all()
+
+
+LACKING = """
+from polyattn.contract import Bound
+
+class K:
+    def bind(self, request):
+        def forward(query, key, value, *, sinks=None):
+            return value
+        return Bound(forward)
+"""
+
+
+def test_a_forward_without_a_keyword_is_named_before_it_is_called(site):
+    site.add("acme", first(LACKING, "fake_acme:K"))
+    manager = site.use()
+    with pytest.raises(PluginError) as caught:
+        call(backend="acme")
+    assert str(caught.value) == (
+        "plugin acme (fake-acme 1.0): acme@cpu: its dense forward, K.bind.<locals>.forward, cannot be given attn_mask, "
+        "out: it takes every keyword of polyattn.contract.DenseForward, also of what it does not declare. Add "
+        "attn_mask=None, out=None; docs/hooks.md, polyattn_load_forward, says what they are"
+    )
+    assert manager.plugins["acme"].error is caught.value
+
+
+def accepts(family: str, forward: object, backward: object = None, **request: object) -> bool:
+    """Whether what a plugin hands over has the keywords of its protocol."""
+    try:
+        checked(Bound(forward, backward), AttentionRequest(family=family, **request), "acme")
+    except PluginError:
+        return False
+    return True
+
+
+def test_which_functions_have_the_keywords_of_their_protocol():
+    def dense(query, key, value, attn_mask=None, sinks=None, out=None): ...
+    def anything(*tensors, **given): ...
+    def latent(query, cache, *, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, attn_mask, out): ...
+    def gradient(dout, query, key, value, out, lse): ...
+
+    assert accepts("dense", dense)
+    assert accepts("dense", functools.partial(anything, 1))
+    assert not accepts("varlen", dense)
+    assert accepts("mla", latent)
+    assert not accepts("mla", latent, kv_parts=1), "a keyword that is given to who declares it"
+    assert not accepts("dense", dense, gradient)
+    assert accepts("block_sparse", anything, gradient)
+    assert accepts("dense", max), "what is built in C shows no signature"
+
+    class Kernel:
+        def __call__(self, query, key, value, *, attn_mask=None, sinks=None, out=None): ...
+        def run(self, query, key, value, *, out=None): ...
+
+    assert accepts("dense", Kernel())
+    assert not accepts("dense", Kernel().run)
 
 
 def test_the_first_failure_is_the_one_that_is_kept(site):

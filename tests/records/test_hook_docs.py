@@ -63,6 +63,12 @@ def test_the_docstring_of_a_spec_names_its_call(name):
     assert re.search(r"Called (once|only)", text)
 
 
+def test_the_examples_work_beside_the_plugin_of_the_other_page():
+    """Whoever reads this page has often followed add-a-backend.md, and has its plugin installed."""
+    assert "acme" in PAGE.with_name("add-a-backend.md").read_text(encoding="utf-8")
+    assert "acme" not in TEXT.lower()
+
+
 def test_the_examples_are_one_plugin_that_works(tmp_path, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
     (tmp_path / "hooks_page.py").write_text("\n".join(blocks), encoding="utf-8")
@@ -71,8 +77,8 @@ def test_the_examples_are_one_plugin_that_works(tmp_path, monkeypatch):
     reset_manager(manager)
     try:
         page = importlib.import_module("hooks_page")
-        assert manager.plugins["acme"].state == "ready"
-        assert {b.planned for b in manager.backends.values() if b.id == "acme@acme"} == {True}
+        assert manager.plugins["orbit"].state == "ready"
+        assert {b.planned for b in manager.backends.values() if b.id == "orbit@orbit"} == {True}
         assert all(hasattr(page, name) for name in SPECS)
     finally:
         sys.modules.pop("hooks_page", None)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from .errors import ConfigError, did_you_mean
 
-__all__ = ["ENVVARS", "flag", "left_out", "names", "number", "text", "warn_unknown"]
+__all__ = ["ENVVARS", "flag", "left_out", "names", "number", "text", "unknown", "warn_unknown"]
 
 ENVVARS: dict[str, str] = {
     "POLYATTN_PLUGINS": "allow-list of plugin entry names, comma separated; set but empty loads none but core",
@@ -81,10 +81,19 @@ def number(name: str, default: float, environ: Mapping[str, str] | None = None) 
     return parsed
 
 
-def warn_unknown(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Warn about POLYATTN_* variables nothing reads (a typo would otherwise pass in silence)."""
+def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
+    """One sentence per POLYATTN_* variable that nothing reads: most often a slip."""
     env = os.environ if environ is None else environ
-    unknown = sorted(k for k in env if k.startswith("POLYATTN_") and k not in ENVVARS)
-    for name in unknown:
-        warnings.warn(f"{name} is set but polyattn does not read it.{did_you_mean(name, ENVVARS)}", stacklevel=2)
-    return unknown
+    names = sorted(k for k in env if k.startswith("POLYATTN_") and k not in ENVVARS)
+    return [f"environment {name} is set, but polyattn does not read it.{did_you_mean(name, ENVVARS)}" for name in names]
+
+
+_told: set[str] = set()
+
+
+def warn_unknown() -> None:
+    """Warn of the variables that nothing reads, of each once per process: a slip would otherwise pass in silence."""
+    new = [sentence for sentence in unknown() if sentence not in _told]
+    _told.update(new)
+    for sentence in new:
+        warnings.warn(sentence, stacklevel=2)

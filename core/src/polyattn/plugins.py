@@ -20,6 +20,7 @@ from typing import Any, Literal
 import pluggy
 
 from . import envvars, epoch
+from .bound_check import checked
 from .contract import API_VERSION, Bound
 from .distributions import distribution_version, normalise_distribution
 from .errors import PluginError, PolyattnError, did_you_mean
@@ -40,6 +41,7 @@ log = logging.getLogger("polyattn.plugins")
 State = Literal["ready", "not allowed", "incompatible", "duplicate", "broken"]
 CORE = "core"
 CORE_MODULE = "polyattn.backends.plugin"
+AGAIN = "call polyattn.plugins.reset_manager(), which forgets what was registered by hand"
 FAILURES = (Exception, SystemExit)
 """What a plugin may raise and be contained: a script's `sys.exit()` too, never the interrupt of a person."""
 
@@ -139,7 +141,8 @@ class PluginManager:
         with self._lock:
             known = self.plugins.get(source.name)
             if known is not None and known.state not in ("broken", "incompatible"):  # a repaired plugin may come again
-                raise PluginError(f"a plugin named {source.name!r} is there already ({known.state}): {known.label}")
+                there = f"a plugin named {source.name!r} is there already ({known.state}): {known.label}. Give another"
+                raise PluginError(f"{there} name=, or first {'uninstall it' if known.distribution else AGAIN}")
             if source.name in (envvars.left_out(self.environ)):
                 raise PluginError(f"plugin {source.name!r} is left out by POLYATTN_DISABLE; it was not imported")
             report = self._load_one(source, None if isinstance(module, str) else module)
@@ -182,7 +185,7 @@ class PluginManager:
         """The functions that serve `request`, from the owner's hook or from `Provider.target`.
 
         Raises:
-            PluginError: the hook or the adapter failed, or returned something that is no `Bound`.
+            PluginError: the hook or the adapter failed, or as `bound_check.checked`.
         """
         implementation = self._implementation("polyattn_load_forward", backend)
         label = self.owner(backend).label
@@ -200,14 +203,11 @@ class PluginManager:
                 f"plugin {label} could not load {backend.id} (provider {provider.name}): {type(exc).__name__}: {exc}. "
                 f"Choose another backend, or see `polyattn doctor`"
             ) from exc
-        if not isinstance(bound, Bound) or not callable(bound.forward):
-            what = f"Bound({bound.forward!r})" if isinstance(bound, Bound) else type(bound).__name__
-            wrong = PluginError(
-                f"plugin {label}: {backend.id} returned {what}, a polyattn.contract.Bound of a function is needed"
-            )
+        try:
+            return checked(bound, request, f"plugin {label}: {backend.id}")
+        except PluginError as wrong:
             self.remember(backend, wrong)
-            raise wrong
-        return bound
+            raise
 
     def _implementation(self, hook: str, backend: BackendInfo) -> Callable[..., Any] | None:
         owner = self._owner[backend.name, backend.platform]

@@ -9,7 +9,8 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from .errors import PluginError
-from .records import AttentionRequest, Constraint, Requirement
+from .field_words import WORDS, nearest
+from .records import Alias, AttentionRequest, Constraint, Fallback, OneOf, Range, Requirement, SubsetOf
 from .records.capability import _known
 
 __all__ = ["check_types", "typed"]
@@ -33,13 +34,18 @@ def check_types(record: Any, where: str) -> None:
     """Check a record and all records in it. Lists pass for tuples.
 
     Raises:
-        PluginError: a value is of another type than its field, or a condition is on no field of a request.
+        PluginError: a value is of another type than its field, or a condition is on no field of a request, or on what
+            no request has.
     """
     kind: Any = type(record)
     for name, hint in _hints(kind).items():
         _check(getattr(record, name), hint, f"{where}: {kind.__name__}.{name}", where)
     if isinstance(record, Requirement):
         _check_requirement(record, where)
+    elif isinstance(record, Alias):
+        _check_values("family", OneOf(tuple(record.families)), f"{where}: Alias.families")
+    elif isinstance(record, Fallback) and record.family:
+        _check_values("family", OneOf((record.family,)), f"{where}: Fallback.family")
 
 
 @functools.cache
@@ -61,6 +67,8 @@ def _check(value: Any, hint: Any, what: str, where: str) -> None:
         _need(isinstance(value, Mapping), value, "a mapping", what)
         for name, one in value.items():
             _check(one, parts[1], f"{what}[{_known(name) if parts[1] is Constraint else name!r}]", where)
+            if parts[1] is Constraint:
+                _check_values(name, one, what)
     elif kind is Constraint:
         _need(hasattr(value, "reason") and hasattr(value, "describe"), value, "a constraint such as OneOf", what)
     elif kind is Literal:
@@ -74,6 +82,25 @@ def _check(value: Any, hint: Any, what: str, where: str) -> None:
 def _need(good: bool, value: Any, wanted: str, what: str) -> None:
     if not good:
         raise PluginError(f"{what}={value!r:.200} must be {wanted}")
+
+
+def _check_values(name: str, constraint: Constraint, what: str) -> None:
+    """A condition that no request can meet: its row would be tried by nobody, and so never be found wrong.
+
+    Words may be added to the contract; whoever uses one needs the polyattn that has it, as for a new field.
+    """
+    if isinstance(constraint, Range):
+        low, high = constraint.low, constraint.high
+        if low is not None and high is not None and low > high:
+            raise PluginError(f"{what} says {name}={constraint}, and no number is from {low} to {high}: swap them")
+    if name in WORDS and isinstance(constraint, (OneOf, SubsetOf)):
+        for word in constraint.values:
+            if word not in WORDS[name]:
+                allowed = ", ".join(repr(known) for known in WORDS[name])
+                raise PluginError(
+                    f"{what} says {name}={word!r}, which no request has.{nearest(name, word)} Allowed: {allowed}; a "
+                    f"word of a later polyattn needs that version"
+                )
 
 
 def _check_requirement(need: Requirement, where: str) -> None:

@@ -6,22 +6,15 @@ Only what differs from the defaults is written, so that a field added later chan
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 from .errors import ConfigError, did_you_mean
-from .records import FAMILIES, PHASES, AttentionRequest
-from .records.request import Causal, MaskKind, SRelation
+from .field_words import WORDS
+from .records import AttentionRequest
 
 __all__ = ["plain_request", "read_request"]
 
-_WORDS: dict[str, tuple[str | bool, ...]] = {
-    "family": FAMILIES,
-    "phase": PHASES,
-    "causal": get_args(Causal),
-    "mask": get_args(MaskKind),
-    "s_relation": get_args(SRelation),
-    "graph_capture": (False, True, "session"),
-}
+_WORDS = {name: words for name, words in WORDS.items() if name != "grad"}
 _OPTIONAL: dict[str, type] = {"scale": float, "save_kv_cache": bool}
 """Fields that may be None, and what else they are."""
 _LEAST = {"head_dim": 1, "heads": 1, "kv_heads": 1}

@@ -10,21 +10,17 @@ from typing import Any
 
 from ..config import KV_CACHE_DTYPES
 from ..errors import ConfigError, did_you_mean
+from ..field_words import DTYPE_WORDS, WORDS
 from ..records import FAMILIES, PHASES, AttentionRequest
 
 __all__ = ["QUERY_DTYPES", "SCALES", "Question", "ask"]
 
-QUERY_DTYPES: dict[str, str] = {
-    "fp64": "float64",
-    **{word: dtype for word, dtype in KV_CACHE_DTYPES.items() if word != "auto"},
-}
+QUERY_DTYPES = DTYPE_WORDS
 SERVING = ("paged", "mla")
 RELATIONS = {"prefill": "equal", "extend": "fewer", "decode": "one", "verify": "fewer"}
 ALIGNMENTS = ("bottom_right", "top_left")
-MASKS = ("none", "bool", "additive")
 SCALES = ("", "tensor", "head", "token", "block128", "block16")
 RECORDINGS: Mapping[str, Any] = {"none": False, "call": True, "session": "session"}
-GRADIENTS = ("query", "key", "value", "mask", "sinks", "lse")
 MLA_SCALE = 192**-0.5
 """Of the uncompressed heads of DeepSeek's models, 128 + 64 wide: absorbed rows have no scale of their own (S2)."""
 PAGE_SIZE = 64
@@ -102,7 +98,7 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         "spec_topk": _at_least("--spec-topk", topk, 0),
         "tree": phase == "verify" and (topk or 0) > 1,
         "scale": MLA_SCALE if question.scale is None and family == "mla" else _finite("--scale", question.scale),
-        "mask": _one_of("--mask", question.mask, MASKS),
+        "mask": _one_of("--mask", question.mask, WORDS["mask"]),
         "lse": question.lse,
         "grad": _gradients(question.grad),
         "cross": question.cross,
@@ -167,7 +163,7 @@ def _window(text: str | None) -> tuple[int, int]:
 
 def _gradients(text: str | None) -> tuple[str, ...]:
     names = [part.strip() for part in (text or "").split(",") if part.strip()]
-    return tuple(_one_of("--grad", name, GRADIENTS) for name in names)
+    return tuple(_one_of("--grad", name, WORDS["grad"]) for name in names)
 
 
 def _one_of(flag: str, word: str, known: Iterable[str]) -> str:

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from ..config import Settings, backend_names, check_settings, load_settings
-from ..envvars import ENVVARS
-from ..errors import did_you_mean
+from .. import tuning
+from ..config import Settings, backend_names, check_settings, load_settings, named_backends
+from ..distributions import availability
+from ..envvars import flag, number, unknown
+from ..errors import ConfigError
+from ..inspection import BackendStatus, detect, list_backends
 from ..plugins import get_manager
+from ..records import BackendInfo
 from .rendering import grid, screen, show_json, title
 
-__all__ = ["config", "unread_variables"]
+__all__ = ["config", "not_here", "wrong_variables"]
+
+READ_LATER: tuple[Callable[[], object], ...] = (
+    lambda: flag("POLYATTN_VALIDATE"),
+    lambda: number("POLYATTN_REFERENCE_MEMORY_GB", 4.0),
+    tuning.mode,
+)
+"""Of variables that are no settings: what calls ask, and what raises there when the value does not parse."""
 
 MAPPINGS = ("component_attention_backends", "attention_backend_config")
 
@@ -30,12 +42,48 @@ def _group(context: typer.Context) -> None:
         context.get_help()
 
 
-def unread_variables() -> list[str]:
-    """One sentence per POLYATTN_* variable that nothing reads: most often a slip."""
-    unknown = sorted(k for k in os.environ if k.startswith("POLYATTN_") and k not in ENVVARS)
-    return [
-        f"environment {name} is set, but polyattn does not read it.{did_you_mean(name, ENVVARS)}" for name in unknown
-    ]
+def wrong_variables() -> list[str]:
+    """One sentence per variable whose value does not parse, of those that `load_settings` does not read."""
+    problems = []
+    for ask in READ_LATER:
+        try:
+            ask()
+        except ConfigError as problem:
+            problems.append(str(problem))
+    return problems
+
+
+def not_here(settings: Settings, statuses: Iterable[BackendStatus]) -> list[str]:
+    """One sentence per setting that names a backend which cannot be used on this machine. No mistake: the same file may
+    be meant for another one."""
+    known = backend_names(get_manager().backends.values())
+    found = {f"{status.name}@{status.platform}": status for status in statuses}
+    said = []
+    for name, backend in named_backends(settings):
+        meant = [info for info in known.get(backend, ()) if not info.planned and info.id in found]
+        reasons = {info.platform: _lacks(info, backend, found[info.id]) for info in meant}
+        if reasons and all(reasons.values()):
+            here = [platform for platform in reasons if detect(platform).present]
+            why = f"there is no device of {', '.join(sorted(reasons))}"
+            if here:
+                why = "; ".join(dict.fromkeys(reasons[here[0]]))
+            elif len(reasons) == 1:
+                ((why, *_),) = reasons.values()
+            source = settings.source(name)
+            said.append(
+                f"{name}={backend!r} ({source}) cannot be used on this machine: {why}; fine if the run is elsewhere"
+            )
+    return said
+
+
+def _lacks(info: BackendInfo, word: str, status: BackendStatus) -> tuple[str, ...]:
+    """Why the backend that a word means cannot be used here; empty when it can. An alias may mean one provider."""
+    if status.status != "available" or word in (info.name, info.id):
+        return status.reasons
+    only = {alias.provider for alias in info.aliases if alias.name == word}
+    answers = [availability(provider) for provider in info.providers if provider.name in only]
+    lacking = [f"{answer.reason}; {answer.hint}" for answer in answers if not answer.ok]
+    return tuple(lacking) if answers and "" not in only and len(lacking) == len(answers) else ()
 
 
 def in_force(settings: Settings) -> list[dict[str, Any]]:
@@ -75,7 +123,8 @@ def check(
     """Read command line, environment and file as a run would, and list everything that is wrong.
 
     Exit code 2: something does not parse. 4: a backend that is unknown or planned, an option its backend does not take,
-    a file that is not there, or a POLYATTN_ variable that nothing reads.
+    a file that is not there, or a POLYATTN_ variable that nothing reads. A backend that cannot be used on this machine
+    is a warning: the run may be elsewhere.
     """
     given = {
         "attention_backend": attention_backend,
@@ -88,18 +137,24 @@ def check(
         "component_attention_backends": component_attention_backends,
         "attention_backend_config": attention_backend_config,
     }
-    settings = load_settings(given, file=file)
-    problems = check_settings(settings, backend_names(get_manager().backends.values())) + unread_variables()
+    try:
+        settings = load_settings(given, os.environ, file)
+    except ConfigError as wrong:
+        raise ConfigError("\n".join([str(wrong), *wrong_variables(), *unknown()])) from wrong
+    if more := wrong_variables():
+        raise ConfigError("\n".join([*more, *unknown()]))
+    problems = check_settings(settings, backend_names(get_manager().backends.values())) + unknown()
+    warnings = not_here(settings, list_backends())
     entries = in_force(settings)
     if as_json:
-        show_json({"settings": entries, "problems": problems})
+        show_json({"settings": entries, "problems": problems, "warnings": warnings})
     else:
-        _print(entries, problems)
+        _print(entries, problems, warnings)
     if problems:
         raise typer.Exit(4)
 
 
-def _print(entries: list[dict[str, Any]], problems: list[str]) -> None:
+def _print(entries: list[dict[str, Any]], problems: list[str], warnings: list[str]) -> None:
     console = screen()
     if entries:
         console.print(title("Settings", "the strongest source of each"))
@@ -113,5 +168,7 @@ def _print(entries: list[dict[str, Any]], problems: list[str]) -> None:
         console.print(Text("Nothing is configured: every choice is automatic.", style="quiet"))
     for problem in problems:
         console.print(Text.assemble(("wrong  ", "bad"), problem))
+    for warning in warnings:
+        console.print(Text.assemble(("warning  ", "warn"), warning))
     if not problems:
-        console.print(Text("No problem found.", style="good"))
+        console.print(Text("No problem beside the warnings." if warnings else "No problem found.", style="good"))

@@ -16,13 +16,13 @@ from rich.text import Text
 from .. import __version__
 from ..config import backend_names, check_settings, load_settings
 from ..distributions import availability, distribution_version
-from ..envvars import ENVVARS, flag, left_out
-from ..errors import PolyattnError
+from ..envvars import ENVVARS, flag, left_out, unknown
+from ..errors import ConfigError, PolyattnError
 from ..inspection import BackendStatus, detect, list_backends
 from ..platforms import torch_build
 from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
 from ..records import FAMILIES, BackendInfo, DeviceReport, Fallback, Provider
-from .config_check import unread_variables
+from .config_check import not_here, wrong_variables
 from .probes import speaks_of
 from .rendering import facts, grid, screen, show_json, standing, title
 
@@ -61,7 +61,8 @@ def examine(verbose: bool = False) -> dict[str, Any]:
     present = [name for name, report in devices.items() if report.present]
     problems += [f"{name}: {report.detail}" for name, report in devices.items() if FAILED in report.detail]
     statuses = _contained(problems, list_backends) or []
-    settings = _contained(problems, load_settings)
+    settings = _contained(problems, lambda: load_settings(environ=os.environ))
+    problems += wrong_variables()
     if settings is not None:
         problems += check_settings(settings, backend_names(manager.backends.values()))
     return {
@@ -73,9 +74,9 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "platforms": [_device(name, report) for name, report in devices.items()],
         "plugins": [_plugin(report, verbose) for report in manager.plugins.values()],
         "environment": {name: os.environ[name] for name in ENVVARS if name in os.environ},
-        "unread": unread_variables(),
+        "unread": unknown(),
         "problems": list(dict.fromkeys(problems)),  # what several readers stumble over is one problem
-        "warnings": _warnings(manager),
+        "warnings": _warnings(manager) + (not_here(settings, statuses) if settings is not None else []),
         "backends": [_backend(s, devices[s.platform], manager) for s in statuses if s.platform in present],
         "elsewhere": [_elsewhere(status, devices, manager) for status in statuses if status.platform not in present],
     }
@@ -110,7 +111,7 @@ def _contained(problems: list[str], ask: Callable[[], Answer]) -> Answer | None:
     try:
         return ask()
     except PolyattnError as error:
-        problems.append(str(error))
+        problems += str(error).split("\n") if isinstance(error, ConfigError) else [str(error)]
         return None
 
 
@@ -315,4 +316,5 @@ def _verdict(console: Console, findings: dict[str, Any]) -> None:
         hint = f"repair or uninstall it, or set {DISABLE}"
         console.print(Text.assemble(("problem  ", "bad"), f"plugin {', '.join(broken)} cannot be used: {hint}"))
     elif not findings["problems"]:
-        console.print(Text("No problem found.", style="good"))
+        text = "No problem beside the warnings." if findings["warnings"] else "No problem found."
+        console.print(Text(text, style="good"))

@@ -11,6 +11,7 @@ from .settings import (
     backend_names,
     check_settings,
     load_settings,
+    named_backends,
     parse_components,
 )
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_options",
     "check_settings",
     "load_settings",
+    "named_backends",
     "parse_backend_config",
     "parse_components",
     "read_config_file",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .. import envvars
 from ..errors import ConfigError, did_you_mean
-from ..records import DTYPES, BackendInfo
+from ..field_words import DTYPE_WORDS
+from ..records import BackendInfo
 from .options import check_options, resolve_options
 from .reading import parse_backend_config, read_config_file
 from .words import show
@@ -21,16 +23,11 @@ __all__ = [
     "backend_names",
     "check_settings",
     "load_settings",
+    "named_backends",
     "parse_components",
 ]
 
-KV_CACHE_DTYPES: dict[str, str] = {
-    "auto": "auto",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    **{name: name for name in DTYPES},
-}
+KV_CACHE_DTYPES: dict[str, str] = {"auto": "auto", **{w: name for w, name in DTYPE_WORDS.items() if w != "fp64"}}
 """What `--kv-cache-dtype` accepts -> the dtype name that requests use."""
 
 
@@ -173,6 +170,27 @@ def parse_components(text: str | Mapping[str, Any], *, where: str = "--component
     return found
 
 
+class _Problems:
+    """What is wrong in several places, raised as one error: whoever repairs it sees all of it."""
+
+    def __init__(self) -> None:
+        self.found: list[ConfigError] = []
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as problem:
+            self.found.append(problem)
+
+    def end(self) -> None:
+        """Raise what was found, if anything was, one line for each."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            raise ConfigError("\n".join(map(str, self.found))) from self.found[0]
+
+
 def load_settings(
     cli: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
@@ -186,15 +204,26 @@ def load_settings(
 
     Args:
         cli: setting -> value; dashes or underscores; None = not given.
-        environ: os.environ unless given. A variable set to an empty string counts as unset.
+        environ: os.environ unless given, and then variables that nothing reads are warned of, once per process. A
+            variable set to an empty string counts as unset.
         file: config file; without it POLYATTN_CONFIG names one, or there is none.
         cli_source: what `sources` and messages call the first layer (`configure()` passes its own name).
 
     Raises:
-        ConfigError: an unknown key (with the near match) or a wrong value, with its source.
+        ConfigError: unknown keys (with the near match) and wrong values of all layers, with their sources, a line each.
     """
+    if environ is None:
+        envvars.warn_unknown()
     env = os.environ if environ is None else environ
-    layers = [_from_file(env, file), _from_environ(env), _from_mapping(cli or {}, cli_source)]
+    layers: list[_Layer] = []
+    problems = _Problems()
+    with problems.kept():
+        layers.append(_from_file(env, file))
+    with problems.kept():
+        layers.append(_from_environ(env))
+    with problems.kept():
+        layers.append(_from_mapping(cli or {}, cli_source))
+    problems.end()
     values: dict[str, Any] = {_COMPONENTS: {}, _OPTIONS: {}}
     sources: dict[str, str] = {}
     for layer in layers:
@@ -227,44 +256,59 @@ def _from_file(env: Mapping[str, str], file: str | os.PathLike[str] | None) -> _
 def _from_environ(env: Mapping[str, str]) -> _Layer:
     given = {name: (envvars.text(name, env) or "").strip() for name in envvars.ENVVARS}
     layer: _Layer = {}
+    problems = _Problems()
     for name in _NAMES:
         variable = f"POLYATTN_{name.upper()}"
         if given.get(variable):
-            value = envvars.flag(variable, env) if name == "strict" else given[variable]
-            layer[name] = (value, f"environment {variable}")
-    return _checked_layer(layer)
+            with problems.kept():
+                value = envvars.flag(variable, env) if name == "strict" else given[variable]
+                layer[name] = (value, f"environment {variable}")
+    return _checked_layer(layer, problems)
 
 
 def _from_mapping(raw: Mapping[str, Any], source: str) -> _Layer:
     layer: _Layer = {}
+    problems = _Problems()
     for key, value in raw.items():
         name = str(key).replace("-", "_")
-        if name not in _NAMES:
-            raise ConfigError(
-                f"{source}: there is no setting {key!r}.{did_you_mean(name, _NAMES)} Settings: {', '.join(_NAMES)}."
-            )
-        if name in layer:
-            raise ConfigError(f"{source}: the setting {name!r} is given twice, with dashes and with underscores")
-        if value is not None:
-            layer[name] = (value, source)
-    return _checked_layer(layer)
+        with problems.kept():
+            if name not in _NAMES:
+                raise ConfigError(
+                    f"{source}: there is no setting {key!r}.{did_you_mean(name, _NAMES)} Settings: {', '.join(_NAMES)}."
+                )
+            if name in layer:
+                raise ConfigError(f"{source}: the setting {name!r} is given twice, with dashes and with underscores")
+            if value is not None:
+                layer[name] = (value, source)
+    return _checked_layer(layer, problems)
 
 
-def _checked_layer(layer: _Layer) -> _Layer:
-    """Values in their final types. Flat options find their backend here, within the layer."""
+def _checked_layer(layer: _Layer, problems: _Problems) -> _Layer:
+    """Values in their final types. Flat options find their backend here, within the layer.
+
+    Raises:
+        ConfigError: of all `problems`, those that were found before among them.
+    """
     out: _Layer = {}
     for name, check in _SCALARS.items():
         if name in layer:
             value, source = layer[name]
-            out[name] = (check(name, value, source), source)
+            with problems.kept():
+                out[name] = (check(name, value, source), source)
     if _COMPONENTS in layer:
         value, source = layer[_COMPONENTS]
-        out[_COMPONENTS] = (parse_components(value, where=f"{_COMPONENTS} ({source})"), source)
+        with problems.kept():
+            out[_COMPONENTS] = (parse_components(value, where=f"{_COMPONENTS} ({source})"), source)
     if _OPTIONS in layer:
         value, source = layer[_OPTIONS]
         where = f"{_OPTIONS} ({source})"
-        selected = out["attention_backend"][0] if "attention_backend" in out else None
-        out[_OPTIONS] = (resolve_options(parse_backend_config(value, where=where), selected, where), source)
+        with problems.kept():
+            options = parse_backend_config(value, where=where)
+            # Whose they are cannot be said where the backend's name is no name: one problem, told once.
+            if "attention_backend" in out or "attention_backend" not in layer:
+                selected = out["attention_backend"][0] if "attention_backend" in out else None
+                out[_OPTIONS] = (resolve_options(options, selected, where), source)
+    problems.end()
     return out
 
 
@@ -275,6 +319,13 @@ def backend_names(backends: Iterable[BackendInfo]) -> dict[str, tuple[BackendInf
         for name in dict.fromkeys((info.name, info.id, *(alias.name for alias in info.aliases))):
             found.setdefault(name, []).append(info)
     return {name: tuple(infos) for name, infos in found.items()}
+
+
+def named_backends(settings: Settings) -> list[tuple[str, str]]:
+    """(setting, the backend that it names), of every setting and component that names one."""
+    fields = [name for name, check in _SCALARS.items() if check is _backend and getattr(settings, name) is not None]
+    components = settings.component_attention_backends.items()
+    return [*((name, getattr(settings, name)) for name in fields), *((f"{_COMPONENTS}.{k}", v) for k, v in components)]
 
 
 def check_settings(settings: Settings, known_backends: Mapping[str, BackendInfo | Sequence[BackendInfo]]) -> list[str]:
@@ -288,9 +339,7 @@ def check_settings(settings: Settings, known_backends: Mapping[str, BackendInfo 
         One sentence per problem, each with its source; empty = fine.
     """
     known = {k: (v,) if isinstance(v, BackendInfo) else tuple(v) for k, v in known_backends.items()}
-    fields = [name for name, check in _SCALARS.items() if check is _backend and getattr(settings, name) is not None]
-    asked = [(name, getattr(settings, name)) for name in fields]
-    asked += [(f"{_COMPONENTS}.{k}", v) for k, v in settings.component_attention_backends.items()]
+    asked = named_backends(settings)
     problems: list[str] = []
     for name, backend in asked:
         if problem := _backend_problem(backend, known):

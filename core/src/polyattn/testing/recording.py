@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..evidence import Evidence, read_evidence, row_hash, source_hash, write_evidence
 from ..plugins import get_manager
-from .report import Report
+from .report import UNTRIED, Report
 from .sources import sources_of
 
 __all__ = ["evidence_of", "record", "record_vendor_code", "stale"]
@@ -76,8 +76,8 @@ def evidence_of(report: Report) -> Evidence:
     The report may come from another machine, as long as the same sources ran there.
 
     Raises:
-        ConfigError: the run found something or left something out, the gates could not tell right from wrong, the
-            sources have changed or are in no file.
+        ConfigError: the run found something or left something out, nothing passed, the gates could not tell right from
+            wrong, the sources have changed or are in no file.
     """
     which = f"evidence of {report.backend}@{report.platform} is not written"
     if not report.ok:
@@ -121,9 +121,11 @@ def _why_not(report: Report) -> str:
     """Why a report that is not ok is none."""
     if report.lost:
         return f"the device was lost after {report.lost}. Repair that case and run again"
-    if report.findings or not report.ran:
+    if report.findings:
         return f"{report.failed} of {report.ran} cases failed. Repair them and run again"
     if not report.complete:
         return f"{report.total - report.ran} of {report.total} cases were not run. Run them too"
+    if not report.passed:
+        return UNTRIED
     passed = ", ".join(name for name, held in report.gates.items() if not held)
     return f"the gates do not tell right from wrong on this device ({passed}). See what its float32 sums are made of"

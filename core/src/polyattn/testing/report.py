@@ -14,6 +14,11 @@ __all__ = ["VERDICTS", "Report"]
 
 VERDICTS = ("passed", "refused", "xfailed", "failed")
 
+UNTRIED = (
+    "nothing that the rows declare was tried and passed; see which dtypes, families and machines they name, and with "
+    "what the run was narrowed"
+)
+
 
 @dataclasses.dataclass
 class Report:
@@ -86,9 +91,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Everything was run, nothing was found, and the gates can tell right from wrong."""
+        """Everything was run, something passed, nothing was found, and the gates can tell right from wrong."""
         clean = not self.findings and not self.lost and all(self.gates.values())
-        return clean and self.complete and self.ran > 0
+        return clean and self.complete and self.passed > 0
 
     def _count(self, verdict: str) -> int:
         return sum(count.get(verdict, 0) for count in self.counts.values())
@@ -176,6 +181,8 @@ class Report:
             lines.append(f"THE DEVICE WAS LOST after {self.lost}: {left}")
         elif not self.complete:
             lines.append(f"NOT COMPLETE: {left}")
+        elif not self.passed and not self.findings:
+            lines.append(f"FAILED {UNTRIED}")
         return lines
 
     @property

@@ -13,6 +13,7 @@ import torch
 from ..distributions import distribution_version
 from ..errors import BackendUnavailableError, ConfigError, PluginError, did_you_mean
 from ..evidence import row_hash, source_hash
+from ..field_words import DTYPE_WORDS
 from ..inspection import catalogue
 from ..plugins import get_manager
 from ..records import FAMILIES as ALL_FAMILIES
@@ -64,10 +65,9 @@ def plan(
         ConfigError: a level, dtype or family that does not exist.
     """
     _known("level", (level,), tuple(LEVELS))
-    _known("dtype", dtypes or (), FLOATS)
     _known("family", families or (), ALL_FAMILIES)
     count = per_row or (COMPILED if target.info.compiles else LEVELS)[level]
-    dtypes = tuple(dtypes or FLOATS)
+    dtypes = _dtypes(dtypes) or FLOATS
     chosen = tuple(families or ALL_FAMILIES)
     computed = [family for family in chosen if family in FAMILIES]
     served = generate(target.rows, target.facts, families=computed, dtypes=dtypes, per_row=count)
@@ -85,10 +85,19 @@ def _means(target: Installed, family: str) -> bool:
     return offer is not None and offer.info is target.info
 
 
-def _known(what: str, given: Sequence[str], allowed: Sequence[str]) -> None:
+def _dtypes(words: Sequence[str] | None) -> tuple[str, ...]:
+    """The dtypes of requests that are meant: people write fp32, as for every command."""
+    short = {word: name for word, name in DTYPE_WORDS.items() if name in FLOATS}
+    meant = tuple(short.get(word, word) for word in words or ())
+    _known("dtype", meant, FLOATS, near=short)
+    return meant
+
+
+def _known(what: str, given: Sequence[str], allowed: Sequence[str], near: Iterable[str] = ()) -> None:
     for word in given:
         if word not in allowed:
-            raise ConfigError(f"{what} {word!r} is not one of {', '.join(allowed)}.{did_you_mean(word, allowed)}")
+            hint = did_you_mean(word, near or allowed)
+            raise ConfigError(f"{what} {word!r} is not one of {', '.join(allowed)}.{hint}")
 
 
 def run(
@@ -107,7 +116,7 @@ def run(
 
     Args:
         backend: its name, or name@platform. device: where; `auto` = its accelerator if that is here, else the CPU.
-        dtypes, families: those to look at, None = all.
+        dtypes, families: those to look at, None = all. Dtypes have short names too: fp32, bf16.
         level: `quick` (under a minute for most backends) or `full`.
         progress: told before each case.
         per_row: cases of combined fields for each capability row and dtype, None = as the level has it.
@@ -125,6 +134,7 @@ def run(
     if here.missing:
         raise BackendUnavailableError(f"{here.info.id} cannot be run: {here.missing}")
     target = Installed(here.info.name, here.device)
+    dtypes = _dtypes(dtypes)
     cases = plan(target, dtypes=dtypes, level=level, families=families, per_row=per_row)
     whole = not (dtypes or families or per_row)
     expected = read_xfails(target.info)

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+from ..field_words import WORDS
 from ..records import DTYPES, FAMILIES, PHASES, AttentionRequest, Constraint, Range, Row, request_fields
 from ..records.request import Field
 
@@ -30,13 +31,13 @@ CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     "kv_dtype": ("auto", "float32", "bfloat16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8"),
     "v_head_dim": (0, 24, 64, 128),
     "group": (1, 4, 8),
-    "causal": ("none", "bottom_right", "top_left"),
+    "causal": WORDS["causal"],
     # Left, right and both; the row's own key alone; no bound in effect because it is wider than the keys.
     "window": ((-1, -1), (17, -1), (-1, 9), (8, 5), (0, 0), (300, 300)),
     "chunk": (0, 16, 1),
     "softcap": (0.0, 2.0, 30.0),
     "sinks": (False, True),
-    "mask": ("none", "bool", "additive"),
+    "mask": WORDS["mask"],
     "alibi": (False, True),
     "tree": (False, True),
     # As a multiple of the default: logits must stay of order one for a relative error to mean anything.
@@ -56,13 +57,13 @@ CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     ),
     "deterministic": (False, True),
     "batch_invariant": (False, True),
-    "graph_capture": (False, True, "session"),
-    "s_relation": ("equal", "one", "fewer", "more"),
+    "graph_capture": WORDS["graph_capture"],
+    "s_relation": WORDS["s_relation"],
     "cross": (False, True),
     "multimodal": (False, True),
     "page_size": (0, 1, 5, 16, 64),
-    "kv_layout": ("", "NHD", "HND", "vectorised", "NZ"),
-    "kv_scales": ("", "tensor", "head", "token", "block16", "block128"),
+    "kv_layout": WORDS["kv_layout"],
+    "kv_scales": WORDS["kv_scales"],
     "save_kv_cache": (None, False, True),
     "kv_parts": (0, 1, 3),
     "spec_topk": (0, 1, 4),
@@ -72,11 +73,11 @@ CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     "block_sizes": (False, True),
     "block_shape": ((0, 0), (64, 64), (128, 128), (64, 128), (48, 48)),
     "state_dtype": ("", "float32", "bfloat16"),
-    "state_layout": ("", "KV", "VK"),
+    "state_layout": WORDS["state_layout"],
     "zero_size": (False, True),
     "large": (False, True),
     "misaligned": (False, True),
-    "transform": ("", "vmap", "subclass"),
+    "transform": WORDS["transform"],
 }
 """Every judged field (a test compares it with the request), and `group`, which is judged without being one."""
 
