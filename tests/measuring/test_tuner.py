@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import polyattn
 from polyattn import tuning
@@ -554,6 +555,77 @@ def test_what_is_not_measured_online(on, monkeypatch):
     on.left = 0.0
     polyattn.attention(*tensors(64), causal=True)
     assert rows() == set()
+
+
+def test_what_is_computed_anew_is_not_measured_before_or_after(on):
+    """Activation checkpointing compares what a recomputation saves with what the forward did."""
+    inputs = tensors(64, grad=True)
+    seen = torch.utils.checkpoint.checkpoint(
+        lambda *given: polyattn.attention(*given, causal=True), *inputs, use_reentrant=False
+    )
+    polyattn.attention(*inputs, causal=True)  # of a layer that is not checkpointed
+    seen.sum().backward()
+    assert rows() == set()
+    assert tuning.store().quarantined() == []
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        polyattn.attention(*tensors(100, grad=True))
+    assert len(packed) < 20
+    polyattn.attention(*tensors(64), causal=True)
+    assert rows() == {(64, 64)}, "of another request, which keeps nothing for a backward"
+
+
+def test_nothing_is_measured_while_a_mode_looks_on(on):
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.overrides import TorchFunctionMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with FlopCounterMode(display=False):
+        polyattn.attention(*tensors(64))
+    make_fx(lambda q, k, v: polyattn.attention(q, k, v))(*tensors(64))
+    with Seen():
+        polyattn.attention(*tensors(64))
+    assert rows() == set()
+    with torch.device("meta"):  # says where new tensors are, and nothing else
+        polyattn.attention(*[t.to("cpu") for t in torch.randn(3, 1, 64, 2, 32, device="cpu")])
+    assert rows() == {(64, 64)}
+
+
+def test_what_is_measured_online_has_nothing_of_the_callers_thread(on, monkeypatch):
+    seen = []
+
+    def look(*args, **options):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), torch.empty(0).device.type))
+        raise RuntimeError("it is broken")
+
+    monkeypatch.setattr(online, "tune_one", look)
+    given = tensors(64)
+    with torch.autocast("cpu"), torch.inference_mode(), torch.device("meta"):
+        with pytest.raises(RuntimeError, match="it is broken"):
+            polyattn.attention(*given)
+        polyattn.attention(*given)
+    assert seen == [(False, False, "cpu")]
+    assert not on.lock.locked()
+
+
+def test_somebody_is_left_to_serve(monkeypatch, store):
+    """What fails for everybody is nobody's fault."""
+
+    def broken(*args, **options):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(Candidate, "prepare", broken)
+    (tried,) = tune(workload())
+    assert (tried.outcome, tried.reason) == ("refused", "not one backend could be measured")
+    assert set(tried.quarantined) == {"torch_native", "reference"}
+    assert tried.trouble["torch_sdpa"] == (
+        "failed: RuntimeError: no such device; it is not quarantined, for nobody else is left"
+    )
+    assert polyattn.explain(workload().request).backend == "torch_sdpa"
 
 
 def test_a_call_that_cannot_be_measured_is_served_all_the_same(on, monkeypatch):

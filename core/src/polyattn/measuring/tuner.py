@@ -169,6 +169,12 @@ def _tune(
         )
     trouble |= {name: (said.kind, said.reason) for name, said in found.items() if said.time is None}
     bad = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items() if kind not in _HARMLESS}
+    if len(bad) == len(able):
+        # Somebody has to serve: who would without measurements.
+        kept = rule if rule in bad else next(iter(bad))
+        kind, reason = trouble[kept]
+        trouble[kept] = kind, f"{reason}; it is not quarantined, for nobody else is left"
+        del bad[kept]
     if bad:
         key, now = request_key(workload.request), datetime.datetime.now(datetime.timezone.utc).isoformat()
         batch, (s_q, s_k) = workload.batch, workload.longest
