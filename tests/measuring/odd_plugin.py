@@ -7,6 +7,7 @@ chooses it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -24,7 +25,7 @@ ROW = row(
     s_relation=("equal", "one", "fewer", "more"),
     scale=True,
 )
-NAMES = ("aborts", "exits", "hangs", "lies", "raises", "scribbles", "quick")
+NAMES = ("aborts", "exits", "hangs", "lies", "raises", "scribbles", "quick", "greedy", "killed")
 
 
 @hookspecs.hookimpl
@@ -99,6 +100,19 @@ class Scribbles(_Odd):
 
 class Quick(_Odd):
     """Nothing is wrong with this one."""
+
+
+class Greedy(_Odd):
+    def compute(self, *args):
+        import torch
+
+        torch.empty(2**45)
+        return _right(*args)
+
+
+class Killed(_Odd):
+    def compute(self, *args):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Sleepy(_Odd):

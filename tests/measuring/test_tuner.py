@@ -20,6 +20,7 @@ from polyattn import tuning
 from polyattn.errors import ConfigError, InvalidInputError
 from polyattn.measuring import Candidate, Measured, Time, Workload, online, tuner
 from polyattn.measuring.probe import Prober
+from polyattn.measuring.running import out_of_memory
 from polyattn.measuring.tuner import tune_all
 from polyattn.policies import tuning_place
 from polyattn.records import AttentionRequest
@@ -228,6 +229,55 @@ def test_little_memory_is_no_misbehaviour(monkeypatch, store):
     assert "OutOfMemoryError" in tried.trouble["torch_native"]
     assert tried.quarantined == ()
     assert TuningStore(store).quarantined() == []
+
+
+def test_a_cpu_that_has_no_memory_and_a_process_that_was_killed_are_no_misbehaviour(odd, store):
+    odd("greedy", "killed", "quick")
+    (tried,) = tune(Workload(AttentionRequest(**ODD), ((40, 40),)))
+    assert "quick" in tried.times
+    assert tried.trouble["greedy"].startswith("memory: RuntimeError: ")
+    assert tried.trouble["killed"] == "memory: its process was ended by SIGKILL, as where memory runs out"
+    assert tried.quarantined == ()
+
+
+def test_inputs_that_do_not_fit_end_their_workload_only(monkeypatch):
+    real = tuner.make_inputs
+
+    def make(workload, device):
+        if workload.longest == (64, 64):
+            torch.empty(2**45)
+        return real(workload, device)
+
+    monkeypatch.setattr(tuner, "make_inputs", make)
+    first, second = tune(workload(64), workload(128))
+    assert (first.outcome, second.outcome) == ("refused", "measured")
+    assert first.reason.startswith("no room for its inputs: RuntimeError: ")
+
+
+def test_inputs_that_do_not_fit_in_the_other_process(odd):
+    odd("quick")
+    much = Workload(AttentionRequest(**ODD), ((2**20, 2**20),) * 2**12)
+    with Prober("cpu") as prober:
+        kind, reason = prober.examine(much, "quick")
+    assert (kind, reason[:23]) == ("memory", "no room for its inputs:")
+
+
+@pytest.mark.parametrize(
+    "error, memory",
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("out of resource: shared memory"), False),
+        (ValueError("DefaultCPUAllocator: "), False),
+    ],
+)
+def test_which_errors_are_of_memory(error, memory):
+    assert out_of_memory(error) is memory
+    outer = RuntimeError("it failed")
+    outer.__cause__ = error
+    assert out_of_memory(outer) is memory
 
 
 # ----------------------------------------------------------------------------------------------------------- disturbed
@@ -632,6 +682,12 @@ def test_a_call_that_cannot_be_measured_is_served_all_the_same(on, monkeypatch):
     monkeypatch.setattr(online, "tune_one", lambda *args, **options: (_ for _ in ()).throw(ConfigError("locked")))
     with pytest.warns(RuntimeWarning, match="nothing was measured for dense prefill.*: locked"):
         assert polyattn.attention(*tensors(64), causal=True).shape == (1, 64, 2, 32)
+
+
+def test_a_call_that_leaves_no_room_for_measuring_says_so(on, monkeypatch):
+    monkeypatch.setattr(tuner, "make_inputs", lambda *args: torch.empty(2**45))
+    with pytest.warns(RuntimeWarning, match="nothing was measured for dense prefill.*: no room for its inputs"):
+        polyattn.attention(*tensors(64), causal=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- ranks

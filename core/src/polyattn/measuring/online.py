@@ -27,7 +27,7 @@ from ..tracing import lengths_of
 from ..tuning import bucket, request_key, serving
 from ..tuning.rows import canonical
 from .probe import Prober
-from .tuner import Isolation, tune_one
+from .tuner import Isolation, Tried, tune_one
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -123,12 +123,13 @@ def _consider(request: AttentionRequest, extent: Extent, device: torch.device, k
         return  # another thread measures
     budget.seen.add(name)
     failed: list[Exception] = []
+    said: list[Tried] = []
 
     def work() -> None:
         try:
             if device.index is not None:
                 torch.accelerator.set_device_index(device)
-            _measure(Workload(request, tuple(lengths), shared), device, budget)
+            said.append(_measure(Workload(request, tuple(lengths), shared), device, budget))
         except Exception as exc:  # noqa: BLE001 - it belongs to the caller, whose thread this is not
             failed.append(exc)
         finally:
@@ -144,18 +145,19 @@ def _consider(request: AttentionRequest, extent: Extent, device: torch.device, k
         raise
     thread.join()
     for exc in failed:
-        if not isinstance(exc, (PolyattnError, torch.OutOfMemoryError)):
+        if not isinstance(exc, PolyattnError):
             raise exc
-        # The caller asked for attention, not for a measurement.
-        warnings.warn(f"nothing was measured for {request.summary()}: {exc}", RuntimeWarning, stacklevel=4)
+    # The caller asked for attention, not for a measurement.
+    for why in (*map(str, failed), *(tried.reason for tried in said if tried.outcome == "refused")):
+        warnings.warn(f"nothing was measured for {request.summary()}: {why}", RuntimeWarning, stacklevel=4)
 
 
-def _measure(workload: Workload, device: torch.device, budget: Budget) -> None:
+def _measure(workload: Workload, device: torch.device, budget: Budget) -> Tried:
     began = time.monotonic()
     each = min(budget.each, budget.left)
     try:
         with Prober(str(device), each) as prober:
-            tune_one(
+            return tune_one(
                 workload, device, prober, isolation=budget.isolation, deadline=began + each,
                 source="POLYATTN_TUNING=online",
             )  # fmt: skip

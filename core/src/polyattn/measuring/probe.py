@@ -71,7 +71,7 @@ class Prober:
             self.close()
             return "hung", f"it did not finish within {self.seconds:g} s, and its process was ended"
         if answer is None:
-            return "crashed", self._death()
+            return self._death()
         found = json.loads(answer)
         if "error" in found:
             raise ConfigError(f"the process that tries backends did not try {backend}: {found['error']}")
@@ -100,13 +100,13 @@ class Prober:
         except queue.Empty:
             ready = "late"
         if ready is None or ready.strip() != _READY:
-            said = "it was not ready in time" if ready else self._death()
+            said = "it was not ready in time" if ready else self._death()[1]
             self.close()
             raise BackendUnavailableError(f"no process can be started to try backends in: {said}")
         return self._process
 
-    def _death(self) -> str:
-        """How the process ended, with the last thing it said."""
+    def _death(self) -> tuple[str, str]:
+        """How the process ended: (crashed or memory, what it was ended by, with the last thing it said)."""
         process = self._process
         assert process is not None
         code = process.wait()
@@ -115,8 +115,11 @@ class Prober:
         self.close()
         if code < 0:
             with contextlib.suppress(ValueError):
-                return f"its process was ended by {signal.Signals(-code).name}{_last(said)}"
-        return f"its process ended with exit code {code}{_last(said)}"
+                name = signal.Signals(-code).name
+                if name == "SIGKILL":  # not by us: a system ends so who takes the memory of all
+                    return "memory", f"its process was ended by SIGKILL, as where memory runs out{_last(said)}"
+                return "crashed", f"its process was ended by {name}{_last(said)}"
+        return "crashed", f"its process ended with exit code {code}{_last(said)}"
 
     def close(self) -> None:
         """End the process."""
@@ -152,7 +155,7 @@ def serve(lines: IO[str]) -> None:
 
     from .entrants import candidates
     from .inputs import Inputs, make_inputs
-    from .running import examine
+    from .running import examine, out_of_memory
 
     print(f"{_MARK}{_READY}", flush=True)
     made: tuple[Any, Inputs] | None = None
@@ -168,7 +171,9 @@ def serve(lines: IO[str]) -> None:
                 made = (workload, make_inputs(workload, device, sets=1))
         except PolyattnError as error:
             answer = {"error": str(error)}
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
             answer = {"kind": "memory", "reason": f"no room for its inputs: {error}"}
         else:
             found = examine(made[1], candidate)

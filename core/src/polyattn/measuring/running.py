@@ -19,9 +19,12 @@ from .clock import ROUNDS, Clock, Time, Timing, interleaved
 from .entrants import Call, Entrant
 from .inputs import Inputs
 
-__all__ = ["Measured", "examine", "measure", "peak_memory"]
+__all__ = ["Measured", "examine", "measure", "out_of_memory", "peak_memory"]
 
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
+
+_NO_MEMORY = ("DefaultCPUAllocator: ", "CUDA error: out of memory")
+"""Texts of errors that say so."""
 
 _ISSUED, _ISSUE_ROUNDS = 9, 3
 """Calls of one entrant issued at once, and how often."""
@@ -187,7 +190,7 @@ def _failed(exc: Exception) -> Measured:
     if isinstance(exc, UnsupportedRequestError):
         return Measured(kind="refused", reason=str(exc).partition("\n")[0])
     reason = without_folders(" ".join(f"{type(exc).__name__}: {exc}".split()))[:400]
-    return Measured(kind="memory" if _out_of_memory(exc) else "failed", reason=reason)
+    return Measured(kind="memory" if out_of_memory(exc) else "failed", reason=reason)
 
 
 def without_folders(text: str) -> str:
@@ -195,10 +198,12 @@ def without_folders(text: str) -> str:
     return _FOLDERS.sub("", text)
 
 
-def _out_of_memory(error: BaseException | None) -> bool:
-    """Whether that is what it comes from."""
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether that is what it comes from. On a CPU, and from a library's calls of CUDA, it has no class of its own."""
     while error is not None:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
             return True
         error = error.__cause__ or error.__context__
     return False

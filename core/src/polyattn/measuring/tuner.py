@@ -32,7 +32,7 @@ from .clock import ROUNDS, Clock
 from .entrants import Candidate, candidates
 from .inputs import make_inputs
 from .probe import Prober
-from .running import measure
+from .running import measure, out_of_memory
 from .workload import Workload
 
 __all__ = ["Isolation", "Tried", "tune_all", "tune_one"]
@@ -156,7 +156,13 @@ def _tune(
     trouble = _probed(workload, able, prober, isolation)
     fit = [c for c in able if c.name not in trouble]
     with _measuring():
-        inputs = make_inputs(workload, device)
+        try:
+            inputs = make_inputs(workload, device)
+        except Exception as exc:
+            if not out_of_memory(exc):
+                raise
+            said = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items()}
+            return Tried(workload, "refused", rule=rule, trouble=said, reason=f"no room for its inputs: {_line(exc)}")
         found = measure(
             inputs,
             fit,
@@ -208,6 +214,10 @@ def _probed(
             if kind:
                 found[candidate.name] = (kind, reason)
     return found
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _own(candidate: Candidate) -> bool:
