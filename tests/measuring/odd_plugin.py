@@ -25,7 +25,7 @@ ROW = row(
     s_relation=("equal", "one", "fewer", "more"),
     scale=True,
 )
-NAMES = ("aborts", "exits", "hangs", "lies", "raises", "scribbles", "quick", "greedy", "killed")
+NAMES = ("aborts", "exits", "hangs", "lies", "raises", "scribbles", "quick", "greedy", "killed", "chatty")
 
 
 @hookspecs.hookimpl
@@ -107,6 +107,13 @@ class Greedy(_Odd):
         import torch
 
         torch.empty(2**45)
+        return _right(*args)
+
+
+class Chatty(_Odd):
+    def compute(self, *args):
+        print("tuning ...", end="")
+        os.write(1, b"polyattn-probe:{}\n")
         return _right(*args)
 
 

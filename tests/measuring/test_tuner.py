@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import torch.utils.checkpoint
 import polyattn
 from polyattn import tuning
 from polyattn.errors import ConfigError, InvalidInputError
-from polyattn.measuring import Candidate, Measured, Time, Workload, online, tuner
+from polyattn.measuring import Candidate, Measured, Time, Workload, online, probe, tuner
 from polyattn.measuring.probe import Prober
 from polyattn.measuring.running import out_of_memory
 from polyattn.measuring.tuner import tune_all
@@ -152,7 +153,8 @@ def test_the_host_counts_where_calls_are_not_recorded(monkeypatch, captured):
 # ---------------------------------------------------------------------------------------------------------- quarantine
 
 
-def test_who_misbehaves_is_quarantined_and_the_rest_is_measured(odd, store):
+def test_who_misbehaves_is_quarantined_and_the_rest_is_measured(odd, store, monkeypatch):
+    monkeypatch.setattr(probe, "HANG_SECONDS", 3.0)
     odd("aborts", "exits", "hangs", "lies", "raises", "scribbles", "quick")
     asked = Workload(AttentionRequest(**ODD), ((40, 40),))
     (tried,) = tune(asked, probe_seconds=3)
@@ -187,6 +189,35 @@ def test_who_misbehaves_is_quarantined_and_the_rest_is_measured(odd, store):
     assert tuning.release("hangs") == 1
     assert tuning.release() == 5
     assert polyattn.explain(asked.request).notes == ()
+
+
+def test_a_short_time_is_no_reason_to_quarantine(odd, store):
+    odd("hangs", "quick")
+    (tried,) = tune(Workload(AttentionRequest(**ODD), ((40, 40),)), probe_seconds=3)
+    assert "quick" in tried.times
+    assert tried.trouble == {
+        "hangs": "late: it did not finish within 3 s, and its process was ended; below 60 s that is no hang"
+    }
+    assert TuningStore(store).quarantined() == []
+
+
+def test_who_prints_is_heard_all_the_same(odd):
+    odd("chatty", "quick")
+    (tried,) = tune(Workload(AttentionRequest(**ODD), ((40, 40),)), probe_seconds=100)
+    assert {"chatty", "quick"} <= set(tried.times)
+    assert tried.trouble == {}
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.inf, math.nan])
+def test_a_process_of_ones_own_has_a_finite_time(seconds):
+    with pytest.raises(InvalidInputError, match=rf"probe_seconds={seconds}: who is tried .*; 180 are usual"):
+        tune(workload(), probe_seconds=seconds)
+
+
+def test_the_longest_time_is_one(odd):
+    odd("quick")
+    with Prober("cpu", 1e12) as prober:
+        assert prober.examine(Workload(AttentionRequest(**ODD), ((40, 40),)), "quick") == ("", "")
 
 
 def test_what_the_other_process_cannot_make_out_says_nothing_about_the_backend():

@@ -42,7 +42,7 @@ Isolation = Literal["auto", "always", "never"]
 
 Outcome = Literal["measured", "known", "alone", "refused", "not begun"]
 _SOURCE = "polyattn tune"
-_HARMLESS = ("refused", "memory")
+_HARMLESS = ("refused", "memory", "late")
 """What keeps nobody out of automatic choice."""
 
 
@@ -96,7 +96,7 @@ def tune_all(
         isolation: who is tried in a process of its own. probe_seconds: for one such trial.
 
     Raises:
-        InvalidInputError: seconds or rounds that are none. ConfigError: tuning is off.
+        InvalidInputError: seconds, rounds or probe_seconds that are none. ConfigError: tuning is off.
     """
     if mode() == "off":
         raise ConfigError("POLYATTN_TUNING=off reads no measurements, so none are made; unset it to tune")
