@@ -25,7 +25,21 @@ ROW = row(
     s_relation=("equal", "one", "fewer", "more"),
     scale=True,
 )
-NAMES = ("aborts", "exits", "hangs", "lies", "raises", "scribbles", "quick", "greedy", "killed", "chatty")
+NAMES = (
+    "aborts",
+    "exits",
+    "hangs",
+    "lies",
+    "raises",
+    "scribbles",
+    "quick",
+    "greedy",
+    "killed",
+    "chatty",
+    "slow",
+    "slower",
+    "slowest",
+)
 
 
 @hookspecs.hookimpl
@@ -120,6 +134,15 @@ class Chatty(_Odd):
 class Killed(_Odd):
     def compute(self, *args):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Slow(_Odd):
+    def compute(self, *args):
+        time.sleep(1)
+        return _right(*args)
+
+
+Slower = Slowest = Slow
 
 
 class Sleepy(_Odd):

@@ -715,6 +715,38 @@ def test_a_call_that_cannot_be_measured_is_served_all_the_same(on, monkeypatch):
         assert polyattn.attention(*tensors(64), causal=True).shape == (1, 64, 2, 32)
 
 
+def test_slow_backends_have_no_more_than_the_time_for_one_request(on, odd):
+    odd("slow", "slower", "slowest")
+    on.each, on.isolation = 2.5, "never"
+    began = time.monotonic()
+    with pytest.warns(RuntimeWarning, match=r"nothing was measured for .*: the time of 2\.\d+ s was up before two"):
+        polyattn.attention(*torch.randn(3, 1, 100, 2, 24))
+    assert time.monotonic() - began < 8
+    assert rows() == set()
+    assert tuning.store().quarantined() == []
+
+
+def test_a_backend_that_hangs_leaves_time_for_the_others(on, odd):
+    odd("hangs", "quick")
+    on.each = 12.0
+    began = time.monotonic()
+    polyattn.attention(*torch.randn(3, 1, 100, 2, 24))
+    assert time.monotonic() - began < 16
+    (row,) = tuning.store().rows(subject=BACKEND)
+    assert {"torch_sdpa", "torch_native", "reference"} <= set(row.value["times"])
+    assert tuning.store().quarantined() == []
+
+
+def test_who_is_too_slow_for_the_time_is_left_out(on, odd):
+    odd("slow")
+    on.isolation = "never"
+    began = time.monotonic()
+    polyattn.attention(*torch.randn(3, 1, 256, 2, 24))
+    assert time.monotonic() - began < 10
+    (row,) = tuning.store().rows(subject=BACKEND)
+    assert set(row.value["times"]) == {"torch_sdpa", "torch_native", "reference"}
+
+
 def test_a_call_that_leaves_no_room_for_measuring_says_so(on, monkeypatch):
     monkeypatch.setattr(tuner, "make_inputs", lambda *args: torch.empty(2**45))
     with pytest.warns(RuntimeWarning, match="nothing was measured for dense prefill.*: no room for its inputs"):

@@ -148,7 +148,7 @@ def _consider(request: AttentionRequest, extent: Extent, device: torch.device, k
         if not isinstance(exc, PolyattnError):
             raise exc
     # The caller asked for attention, not for a measurement.
-    for why in (*map(str, failed), *(tried.reason for tried in said if tried.outcome == "refused")):
+    for why in (*map(str, failed), *(tried.reason for tried in said if tried.outcome in ("refused", "not begun"))):
         warnings.warn(f"nothing was measured for {request.summary()}: {why}", RuntimeWarning, stacklevel=4)
 
 
@@ -158,7 +158,7 @@ def _measure(workload: Workload, device: torch.device, budget: Budget) -> Tried:
     try:
         with Prober(str(device), each) as prober:
             return tune_one(
-                workload, device, prober, isolation=budget.isolation, deadline=began + each,
+                workload, device, prober, isolation=budget.isolation, deadline=began + each, strict=True,
                 source="POLYATTN_TUNING=online",
             )  # fmt: skip
     finally:

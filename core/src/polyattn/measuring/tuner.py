@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
@@ -32,7 +33,7 @@ from .clock import ROUNDS, Clock
 from .entrants import Candidate, candidates
 from .inputs import make_inputs
 from .probe import Prober
-from .running import measure, out_of_memory
+from .running import estimated, measure, out_of_memory
 from .workload import Workload
 
 __all__ = ["Isolation", "Tried", "tune_all", "tune_one"]
@@ -42,6 +43,10 @@ Isolation = Literal["auto", "always", "never"]
 
 Outcome = Literal["measured", "known", "alone", "refused", "not begun"]
 _SOURCE = "polyattn tune"
+_PROBING = 0.5
+"""Share of a strict time in which candidates are tried in another process."""
+_CALLS = 6
+"""Calls that it takes to check a slow candidate and to time it."""
 _HARMLESS = ("refused", "memory", "late")
 """What keeps nobody out of automatic choice."""
 
@@ -52,7 +57,7 @@ class Tried:
 
     Attributes:
         outcome: it was `measured` now, is `known` from before, has one backend `alone`, was `refused` (see reason), or
-            was `not begun` within the time.
+            was `not begun` within the time, or not brought far enough.
         times: microseconds of the device by backend, who is chosen first. host: of the host, where that was measured.
         rule: who serves it without measurements.
         trouble: why other candidates have no time. quarantined: those that were not so before.
@@ -120,9 +125,15 @@ def tune_one(
     again: bool = False,
     isolation: Isolation = "auto",
     deadline: float | None = None,
+    strict: bool = False,
     source: str = _SOURCE,
 ) -> Tried:
-    """Tune one workload. Arguments as `tune_all`; deadline: `time.monotonic()` after which no other round begins."""
+    """Tune one workload. Arguments as `tune_all`.
+
+    Args:
+        deadline: `time.monotonic()` after which no other round begins.
+        strict: nor anything else: who was not reached by then has no time, nor who would not be done by then.
+    """
     workload = _here(workload, device)
     place = tuning_place(workload.request.platform, device)
     known = [] if again else [m for m in measured(workload.request, lambda: place) if m.lengths == workload.buckets]
@@ -138,7 +149,7 @@ def tune_one(
     able = tuple(c for c in able if c.name not in avoided)
     if len(able) < 2:
         return Tried(workload, "alone", rule=rule, reason="no other backend takes it")
-    return _tune(workload, place, able, rule, device, prober, rounds, isolation, deadline, source)
+    return _tune(workload, place, able, rule, device, prober, rounds, isolation, deadline, strict, source)
 
 
 def _tune(
@@ -151,11 +162,18 @@ def _tune(
     rounds: int,
     isolation: Isolation,
     deadline: float | None,
+    strict: bool,
     source: str,
 ) -> Tried:
-    trouble = _probed(workload, able, prober, isolation)
+    began, end = time.monotonic(), math.inf if deadline is None else deadline
+    # Who hangs leaves time for the others.
+    trouble = _probed(workload, able, prober, isolation, began + _PROBING * (end - began) if strict else math.inf)
     fit = [c for c in able if c.name not in trouble]
     with _measuring():
+        if strict:
+            slow = _too_slow(workload, fit, Clock(device), end)
+            trouble |= slow
+            fit = [c for c in fit if c.name not in slow]
         try:
             inputs = make_inputs(workload, device)
         except Exception as exc:
@@ -171,7 +189,8 @@ def _tune(
             # A layer of a step that goes into a graph is timed as it is replayed.
             recorded=workload.request.graph_capture == "session",
             issued=not workload.request.graph_capture,
-            late=lambda: deadline is not None and time.monotonic() > deadline,
+            late=lambda: time.monotonic() > end,
+            strict=strict,
         )
     trouble |= {name: (said.kind, said.reason) for name, said in found.items() if said.time is None}
     bad = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items() if kind not in _HARMLESS}
@@ -189,6 +208,9 @@ def _tune(
     times = {name: round(one.time.seconds * 1e6, 3) for name, one in found.items() if one.time is not None}
     host = {name: round(one.host.seconds * 1e6, 3) for name, one in found.items() if one.host is not None}
     said = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items()}
+    if strict and len(times) < 2 and any(kind == "late" for kind, _ in trouble.values()):
+        why = f"the time of {end - began:.3g} s was up before two backends were timed"
+        return Tried(workload, "not begun", rule=rule, trouble=said, quarantined=tuple(bad), reason=why)
     if not times:
         why = "not one backend could be measured"
         return Tried(workload, "refused", rule=rule, trouble=said, quarantined=tuple(bad), reason=why)
@@ -204,15 +226,33 @@ def _chosen_first(known: Measured, workload: Workload) -> tuple[Mapping[str, flo
 
 
 def _probed(
-    workload: Workload, able: Sequence[Candidate], prober: Prober, isolation: Isolation
+    workload: Workload, able: Sequence[Candidate], prober: Prober, isolation: Isolation, deadline: float
 ) -> dict[str, tuple[str, str]]:
-    """(kind, reason) of the candidates that failed in a process of their own."""
+    """(kind, reason) of the candidates that failed in a process of their own, or did not come so far."""
     found = {}
     for candidate in able:
         if isolation == "always" or (isolation == "auto" and not _own(candidate)):
-            kind, reason = prober.examine(workload, candidate.name)
+            kind, reason = prober.examine(workload, candidate.name, deadline)
             if kind:
                 found[candidate.name] = (kind, reason)
+    return found
+
+
+def _too_slow(workload: Workload, fit: Sequence[Candidate], clock: Clock, end: float) -> dict[str, tuple[str, str]]:
+    """(kind, reason) of the candidates whose calls there is no time for, beside those before them."""
+    found, taken = {}, 0.0
+    for candidate in fit:
+        left = end - time.monotonic() - taken
+        if left <= 0:
+            break  # it is said of each where they are measured
+        took = estimated(workload, candidate, clock, left)
+        if took * _CALLS > left:
+            found[candidate.name] = (
+                "late",
+                f"one call would take about {took:.2g} s, and it is timed within {left:.2g} s",
+            )
+        else:
+            taken += took * _CALLS
     return found
 
 
