@@ -39,6 +39,9 @@ NAMES = (
     "slow",
     "slower",
     "slowest",
+    "second",
+    "grows",
+    "later",
 )
 
 
@@ -143,6 +146,32 @@ class Slow(_Odd):
 
 
 Slower = Slowest = Slow
+
+
+class Second(_Odd):
+    calls = 0
+
+    def compute(self, *args):
+        Second.calls += 1
+        if Second.calls > 1:
+            os.abort()
+        return _right(*args)
+
+
+class Grows(_Odd):
+    def compute(self, request, query, key, value):
+        if key.shape[1] % 16:
+            os.abort()
+        return _right(request, query, key, value)
+
+
+class Later(_Odd):
+    """Nothing is wrong with it in a process of its own."""
+
+    def compute(self, *args):
+        if "probe" not in sys.argv[0]:
+            os.abort()
+        return _right(*args)
 
 
 class Sleepy(_Odd):

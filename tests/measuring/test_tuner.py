@@ -191,6 +191,55 @@ def test_who_misbehaves_is_quarantined_and_the_rest_is_measured(odd, store, monk
     assert polyattn.explain(asked.request).notes == ()
 
 
+def test_who_crashes_later_than_at_first_does_so_in_the_other_process(odd):
+    odd("second", "grows", "quick")
+    asked = AttentionRequest(**ODD, s_relation="one")
+    (tried,) = tune(Workload(asked, ((1, 64),)))
+    assert "quick" in tried.times
+    assert set(tried.quarantined) == {"second", "grows"}
+    assert all(text.startswith("crashed: its process was ended by SIGABRT") for text in tried.trouble.values())
+
+
+def test_verdicts_are_kept_before_anything_is_run_here(odd, store, monkeypatch):
+    odd("lies", "quick")
+    monkeypatch.setattr(tuner, "measure", None)
+    with pytest.raises(TypeError):
+        tune(Workload(AttentionRequest(**ODD), ((40, 40),)))
+    assert [held.backend for held in TuningStore(store).quarantined()] == ["lies"]
+
+
+PROBES = """
+import sys, torch
+from polyattn.measuring import Workload
+from polyattn.measuring.probe import Prober
+from polyattn.records import AttentionRequest
+asked = Workload(AttentionRequest(dtype="float32", head_dim=24, heads=2, kv_heads=2), ((40, 40),))
+with Prober("cpu") as prober:
+    prober.examine(asked, "quick")
+    print(prober._process.pid, flush=True)
+    prober.examine(asked, "hangs")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="asks Linux which processes there are")
+def test_the_other_process_ends_with_the_tuner(odd):
+    odd("hangs", "quick")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen([sys.executable, "-c", PROBES], env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = Path("/proc", process.stdout.readline().strip())
+        assert child.is_dir()
+        time.sleep(1)
+        process.kill()
+    # A process whose parent is gone may stay as a zombie where nobody collects it.
+    for _ in range(100):
+        if not child.is_dir() or (child / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(int(child.name), signal.SIGKILL)
+    raise AssertionError("it goes on")
+
+
 def test_a_short_time_is_no_reason_to_quarantine(odd, store):
     odd("hangs", "quick")
     (tried,) = tune(Workload(AttentionRequest(**ODD), ((40, 40),)), probe_seconds=3)

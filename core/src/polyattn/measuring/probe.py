@@ -8,6 +8,7 @@ ends when its parent does.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import IO, Any
 
@@ -30,8 +31,11 @@ __all__ = ["HANG_SECONDS", "Prober", "serve"]
 _MARK = "polyattn-probe:"
 """Begins the lines that are answers: what starts with Python may print before they have the pipe to themselves."""
 _READY = "ready"
+_PR_SET_PDEATHSIG = 1
 _START_SECONDS = 300.0
 """To import torch, on a machine that has other things to do."""
+_WINDOW = 0.001
+"""Seconds of timing, which nobody reads."""
 HANG_SECONDS = 60.0
 """Who does not finish in a shorter time than that may only be slow, or be compiled first."""
 
@@ -186,9 +190,10 @@ def serve(lines: Iterable[str], answers: IO[str]) -> None:
     """Answer probes until there are no more."""
     import torch
 
+    from .clock import Clock
     from .entrants import candidates
     from .inputs import Inputs, make_inputs
-    from .running import examine, out_of_memory
+    from .running import forms, measure, out_of_memory
 
     # On a line of its own, whatever was written before.
     print(f"\n{_MARK}{_READY}", file=answers, flush=True)
@@ -202,7 +207,7 @@ def serve(lines: Iterable[str], answers: IO[str]) -> None:
                 raise ConfigError(f"it does not take {workload.id} there")
             if made is None or made[0] != workload:
                 made = None  # before there are others
-                made = (workload, make_inputs(workload, device, sets=1))
+                made = (workload, make_inputs(workload, device))
         except PolyattnError as error:
             answer = {"error": str(error)}
         except Exception as error:
@@ -210,7 +215,9 @@ def serve(lines: Iterable[str], answers: IO[str]) -> None:
                 raise
             answer = {"kind": "memory", "reason": f"no room for its inputs: {error}"}
         else:
-            found = examine(made[1], candidate)
+            # Each way it is called in when it is timed: who does it once may not do it twice, or for other lengths.
+            clock = Clock(device, _WINDOW)
+            found = measure(made[1], [candidate], clock=clock, rounds=1, **forms(workload))[candidate.name]
             answer = {"kind": found.kind, "reason": found.reason}
         print(f"{_MARK}{json.dumps(answer)}", file=answers, flush=True)
 
@@ -223,5 +230,25 @@ def _own_pipe() -> IO[str]:
     return os.fdopen(pipe, "w", encoding="utf-8")
 
 
+def _lines() -> Iterator[str]:
+    """Of standard input. When that ends the process does, whatever it is doing: nobody is there to read of it."""
+    if sys.platform == "linux":
+        # What never lets another thread run is ended with the thread of the parent that waits for it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        rest = b""
+        while piece := os.read(0, 65536):
+            *whole, rest = (rest + piece).split(b"\n")
+            for line in whole:
+                lines.put(line.decode())
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield lines.get()
+
+
 if __name__ == "__main__":
-    serve(sys.stdin, _own_pipe())
+    serve(_lines(), _own_pipe())

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -21,7 +21,7 @@ from .entrants import Call, Entrant
 from .inputs import Inputs, make_inputs
 from .workload import Workload
 
-__all__ = ["Measured", "estimated", "examine", "measure", "out_of_memory", "peak_memory"]
+__all__ = ["Measured", "estimated", "examine", "forms", "measure", "out_of_memory", "peak_memory"]
 
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
 
@@ -200,6 +200,20 @@ def _shorter(workload: Workload, factor: int) -> Workload | None:
         return dataclasses.replace(workload, lengths=lengths, shared=workload.shared // factor)
     except InvalidInputError:
         return None  # the request does not have such lengths
+
+
+class Forms(TypedDict):
+    """Arguments of `measure`."""
+
+    recorded: bool
+    issued: bool
+
+
+def forms(workload: Workload) -> Forms:
+    """How calls of a workload are timed."""
+    captured = workload.request.graph_capture
+    # A layer of a step that goes into a graph is timed as it is replayed.
+    return {"recorded": captured == "session", "issued": not captured}
 
 
 def examine(inputs: Inputs, entrant: Entrant) -> Measured:

@@ -33,7 +33,7 @@ from .clock import ROUNDS, Clock
 from .entrants import Candidate, candidates
 from .inputs import make_inputs
 from .probe import Prober
-from .running import estimated, measure, out_of_memory
+from .running import estimated, forms, measure, out_of_memory
 from .workload import Workload
 
 __all__ = ["Isolation", "Tried", "tune_all", "tune_one"]
@@ -167,75 +167,91 @@ def _tune(
 ) -> Tried:
     began, end = time.monotonic(), math.inf if deadline is None else deadline
     # Who hangs leaves time for the others.
-    trouble = _probed(workload, able, prober, isolation, began + _PROBING * (end - began) if strict else math.inf)
-    fit = [c for c in able if c.name not in trouble]
+    said = _Verdicts(place, workload, able, rule)
+    for candidate in able:
+        if isolation == "always" or (isolation == "auto" and not _own(candidate)):
+            until = began + _PROBING * (end - began) if strict else math.inf
+            # Kept at once: what comes after may end this process.
+            said.add({candidate.name: prober.examine(workload, candidate.name, until)})
+    fit = [c for c in able if c.name not in said.trouble]
     with _measuring():
         if strict:
-            slow = _too_slow(workload, fit, Clock(device), end)
-            trouble |= slow
-            fit = [c for c in fit if c.name not in slow]
+            said.add(_too_slow(workload, fit, Clock(device), end))
+            fit = [c for c in fit if c.name not in said.trouble]
         try:
             inputs = make_inputs(workload, device)
         except Exception as exc:
             if not out_of_memory(exc):
                 raise
-            said = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items()}
-            return Tried(workload, "refused", rule=rule, trouble=said, reason=f"no room for its inputs: {_line(exc)}")
+            return said.without_times("refused", f"no room for its inputs: {_line(exc)}")
         found = measure(
             inputs,
             fit,
             clock=Clock(device),
             rounds=rounds,
-            # A layer of a step that goes into a graph is timed as it is replayed.
-            recorded=workload.request.graph_capture == "session",
-            issued=not workload.request.graph_capture,
+            **forms(workload),
             late=lambda: time.monotonic() > end,
             strict=strict,
         )
-    trouble |= {name: (said.kind, said.reason) for name, said in found.items() if said.time is None}
-    bad = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items() if kind not in _HARMLESS}
-    if len(bad) == len(able):
-        # Somebody has to serve: who would without measurements.
-        kept = rule if rule in bad else next(iter(bad))
-        kind, reason = trouble[kept]
-        trouble[kept] = kind, f"{reason}; it is not quarantined, for nobody else is left"
-        del bad[kept]
-    if bad:
-        key, now = request_key(workload.request), datetime.datetime.now(datetime.timezone.utc).isoformat()
-        batch, (s_q, s_k) = workload.batch, workload.longest
-        where = f"at batch {batch}, S_q {s_q}, S_k {s_k}"
-        quarantine(*(Quarantined(place, name, key, f"{reason} ({where})", now) for name, reason in bad.items()))
+    said.add({name: (one.kind, one.reason) for name, one in found.items() if one.time is None})
     times = {name: round(one.time.seconds * 1e6, 3) for name, one in found.items() if one.time is not None}
     host = {name: round(one.host.seconds * 1e6, 3) for name, one in found.items() if one.host is not None}
-    said = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items()}
-    if strict and len(times) < 2 and any(kind == "late" for kind, _ in trouble.values()):
+    if strict and len(times) < 2 and any(kind == "late" for kind, _ in said.trouble.values()):
         why = f"the time of {end - began:.3g} s was up before two backends were timed"
-        return Tried(workload, "not begun", rule=rule, trouble=said, quarantined=tuple(bad), reason=why)
+        return said.without_times("not begun", why)
     if not times:
-        why = "not one backend could be measured"
-        return Tried(workload, "refused", rule=rule, trouble=said, quarantined=tuple(bad), reason=why)
+        return said.without_times("refused", "not one backend could be measured")
     row = backend_row(place, workload.request, workload.buckets, times, source, host=host, rule=rule)
     record(row)
-    return Tried(workload, "measured", row.value["times"], host, rule, said, tuple(bad))
+    return Tried(workload, "measured", row.value["times"], host, rule, said.texts(), tuple(said.held))
+
+
+class _Verdicts:
+    """What is wrong with the candidates of a workload; who misbehaves is quarantined as soon as that is known.
+
+    Attributes:
+        trouble: (kind, reason) by name. held: who was quarantined.
+    """
+
+    def __init__(self, place: Place, workload: Workload, able: Sequence[Candidate], rule: str) -> None:
+        self._place, self._workload, self._rule = place, workload, rule
+        self._left = [candidate.name for candidate in able]
+        self.trouble: dict[str, tuple[str, str]] = {}
+        self.held: list[str] = []
+
+    def add(self, trouble: Mapping[str, tuple[str, str]]) -> None:
+        """Nothing is wrong with whoever has no kind."""
+        self.trouble |= {name: why for name, why in trouble.items() if why[0]}
+        bad = [name for name, (kind, _) in trouble.items() if kind and kind not in _HARMLESS]
+        if len(bad) == len(self._left) and bad:
+            # Somebody has to serve: who would without measurements.
+            spared = self._rule if self._rule in bad else bad[0]
+            kind, reason = self.trouble[spared]
+            self.trouble[spared] = kind, f"{reason}; it is not quarantined, for nobody else is left"
+            bad.remove(spared)
+        if not bad:
+            return
+        key, now = request_key(self._workload.request), datetime.datetime.now(datetime.timezone.utc).isoformat()
+        batch, (s_q, s_k) = self._workload.batch, self._workload.longest
+        where, texts = f"at batch {batch}, S_q {s_q}, S_k {s_k}", self.texts()
+        quarantine(*(Quarantined(self._place, name, key, f"{texts[name]} ({where})", now) for name in bad))
+        self.held += bad
+        self._left = [name for name in self._left if name not in bad]
+
+    def texts(self) -> dict[str, str]:
+        """For people."""
+        return {name: f"{kind}: {reason}" for name, (kind, reason) in self.trouble.items()}
+
+    def without_times(self, outcome: Outcome, reason: str) -> Tried:
+        """What became of the workload."""
+        held = tuple(self.held)
+        return Tried(self._workload, outcome, rule=self._rule, trouble=self.texts(), quarantined=held, reason=reason)
 
 
 def _chosen_first(known: Measured, workload: Workload) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """(times, host) of what was measured before."""
     costs = known.costs(recorded=bool(workload.request.graph_capture))
     return {name: known.times[name] for name in costs}, known.host
-
-
-def _probed(
-    workload: Workload, able: Sequence[Candidate], prober: Prober, isolation: Isolation, deadline: float
-) -> dict[str, tuple[str, str]]:
-    """(kind, reason) of the candidates that failed in a process of their own, or did not come so far."""
-    found = {}
-    for candidate in able:
-        if isolation == "always" or (isolation == "auto" and not _own(candidate)):
-            kind, reason = prober.examine(workload, candidate.name, deadline)
-            if kind:
-                found[candidate.name] = (kind, reason)
-    return found
 
 
 def _too_slow(workload: Workload, fit: Sequence[Candidate], clock: Clock, end: float) -> dict[str, tuple[str, str]]:
