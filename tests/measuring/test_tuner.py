@@ -817,12 +817,18 @@ asked = Workload(AttentionRequest(dtype="float32", head_dim=32, heads=2, kv_head
 if best:
     times = {"torch_sdpa": 20.0, "torch_native": 20.0, best: 10.0}
     tuning.record(tuning.backend_row(tuning_place("cpu"), asked.request, asked.buckets, times, "a test"))
+if tuning.mode() == "online":
+    from polyattn.measuring import online
+    q = torch.randn(1, 64, 2, 32)
+    polyattn.attention(q, q.clone(), q.clone())  # small: it is chosen for before there are ranks
+    online._OPERATIONS = 1
+    online.BUDGET.isolation = "never"
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 dist.init_process_group("gloo", rank=rank, world_size=2)
 q = torch.randn(1, 64, 2, 32)
 try:
     polyattn.attention(q, q.clone(), q.clone())
-    print("served")
+    print("served", *(row.source for row in tuning.store().rows() if row.source != "a test"))
 except polyattn.errors.ConfigError as exc:
     print(exc)
 dist.barrier()
@@ -862,3 +868,8 @@ def test_ranks_with_different_stores_raise(tmp_path):
 
 def test_ranks_with_equal_stores_are_served(tmp_path):
     assert ranks(tmp_path, free_port(), "torch_native", "torch_native") == ["served", "served"]
+
+
+def test_no_rank_measures(tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYATTN_TUNING", "online")
+    assert ranks(tmp_path, free_port(), "", "") == ["served", "served"]

@@ -65,7 +65,7 @@ BUDGET = Budget()
 def watched(chosen: Chosen) -> Chosen:
     """The functions of a choice that look at each call's size."""
     request = chosen.selection.request
-    if request.graph_capture or request.transform or distributed():
+    if request.graph_capture or request.transform:
         return chosen
     forward = _watching(chosen.bound.forward, request)
     return dataclasses.replace(chosen, bound=dataclasses.replace(chosen.bound, forward=forward, simple=None))
@@ -115,6 +115,8 @@ def _consider(request: AttentionRequest, extent: Extent, device: torch.device, k
     batch, s_q, s_k = extent
     name = (request, (bucket(batch), bucket(s_q), bucket(s_k)))
     if name in BUDGET.seen or BUDGET.left <= 0 or serving():
+        return
+    if distributed():  # asked at each call: a choice may be older than the job
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
