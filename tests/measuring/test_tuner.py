@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,6 +21,7 @@ import polyattn
 from polyattn import tuning
 from polyattn.errors import ConfigError, InvalidInputError
 from polyattn.measuring import Candidate, Measured, Time, Workload, online, probe, tuner
+from polyattn.measuring.marks import Marks
 from polyattn.measuring.probe import Prober
 from polyattn.measuring.running import out_of_memory
 from polyattn.measuring.tuner import tune_all
@@ -208,6 +210,58 @@ def test_verdicts_are_kept_before_anything_is_run_here(odd, store, monkeypatch):
     assert [held.backend for held in TuningStore(store).quarantined()] == ["lies"]
 
 
+def test_who_ends_the_tuner_twice_is_left_out_from_then_on(odd, store):
+    odd("later", "quick")
+    for left in (2, 1):
+        process = start(24, 40)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGABRT, err
+        assert (out, TuningStore(store).quarantined()) == ("", []), f"{left} more"
+    process = start(24, 40)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, "measured\n"), err
+    (held,) = TuningStore(store).quarantined()
+    assert held.backend == "later"
+    assert held.reason.startswith("crashed: two processes that measured it ended while it ran, though it was right in")
+    assert not store.with_name(store.name + ".running").exists()
+
+
+def test_a_mark_is_of_whoever_ran(tmp_path):
+    """Who is killed while others run, or while nobody does, tells nothing; nor does who ends in order."""
+    path, both = tmp_path / "store", {"a": "a of a request", "b": "b of a request"}
+    folder = tmp_path / "store.running"
+    for number in range(3):
+        with Marks(path, both) as marks:
+            assert marks.blamed == []
+            with marks.running("a"):
+                with Marks(path, both) as beside, beside.running("a"):
+                    assert beside.blamed == [], "another process measures the same, which has the mark"
+                held = {name: file.read_bytes() for name, (file, _) in marks._open.items()}
+            assert {name: state[:1] for name, state in held.items()} == {"a": b"1", "b": b"0"}
+            with contextlib.suppress(KeyError), marks.running("b"):
+                raise KeyError(number)
+        assert not folder.exists()
+    for strikes in (1, 2):
+        ended = Marks(path, both)
+        ended.__enter__()
+        assert ended.blamed == []
+        os.pwrite(ended._open["a"][1], b"1", 0)
+        for _, handle in ended._open.values():
+            os.close(handle)  # as the system does for a process that ended
+        assert len(list(folder.iterdir())) == 2, strikes
+    with Marks(path, both) as marks:
+        assert marks.blamed == ["a"]
+    with Marks(path, both) as marks:
+        assert marks.blamed == []
+
+
+def test_where_no_mark_can_be_made_one_measures_without(tmp_path):
+    (tmp_path / "store.running").write_text("a file")
+    for path in (None, tmp_path / "store"):
+        with Marks(path, {"a": "a of a request"}) as marks, marks.running("a"):
+            assert marks.blamed == []
+
+
 PROBES = """
 import sys, torch
 from polyattn.measuring import Workload
@@ -377,7 +431,8 @@ for one in tuner.tune_all(asked, torch.device("cpu"), rounds=1):
 
 def start(*words):
     command = [sys.executable, "-c", ONE, *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_two_processes_lose_nothing(store):

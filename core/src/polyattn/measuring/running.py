@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -73,6 +74,7 @@ def measure(
     late: Callable[[], bool] = lambda: False,
     strict: bool = False,
     ready: Callable[[], None] = lambda: None,
+    running: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     whole: bool = False,
 ) -> dict[str, Measured]:
     """Check entrants and time those that are right; then check them once more, on another input set: who is right only
@@ -84,6 +86,7 @@ def measure(
         issued: also what a call costs the host.
         late: whether the time is up: no other round begins then. strict: nor is anybody else checked or timed.
         ready: called when all are checked, before the first is timed.
+        running: entered with the name of an entrant while it is run.
         whole: all of a result is compared (`checking.check`).
     """
     found: dict[str, Measured] = {}
@@ -92,23 +95,32 @@ def measure(
         if strict and late():
             found[entrant.name] = _LATE
             continue
-        said, calls = _examined(inputs, entrant, clock, recorded=recorded, whole=whole)
+        with running(entrant.name):
+            said, calls = _examined(inputs, entrant, clock, recorded=recorded, whole=whole)
         found[entrant.name] = said
         if calls is not None:
             right[entrant.name] = calls
     ready()
-    timings = {name: calls.timing for name, calls in right.items()}
+    timings = {name: _marked(calls.timing, running, name) for name, calls in right.items()}
     times = interleaved(timings, rounds, late, settle=clock.on_gpu, strict=strict)
     for name, calls in right.items():
         if name not in times:
             found[name] = _LATE
-        elif (wrong := _checked_again(inputs, calls, clock, whole=whole)) is not None:
-            found[name] = wrong
-        else:
-            found[name] = dataclasses.replace(found[name], time=times[name])
+            continue
+        with running(name):
+            wrong = _checked_again(inputs, calls, clock, whole=whole)
+        found[name] = wrong if wrong is not None else dataclasses.replace(found[name], time=times[name])
     if issued and (clock.on_gpu or inputs.grows):  # elsewhere the times are of whole calls, which were waited for
-        _issue(inputs, entrants, found, clock, late, strict)
+        _issue(inputs, entrants, found, clock, late, strict, running)
     return found
+
+
+def _marked(timing: Timing, running: Callable[[str], AbstractContextManager[None]], name: str) -> Timing:
+    def take() -> Time:
+        with running(name):
+            return timing()
+
+    return take
 
 
 def _issue(
@@ -118,6 +130,7 @@ def _issue(
     clock: Clock,
     late: Callable[[], bool],
     strict: bool,
+    running: Callable[[str], AbstractContextManager[None]],
 ) -> None:
     """Add what calls cost the host.
 
@@ -131,7 +144,8 @@ def _issue(
             count = 1 + _ISSUED * _ISSUE_ROUNDS
             given = inputs.growing(number * count, count) if inputs.grows else inputs
             timings[entrant.name] = _Issues(given, entrant, clock)
-    times = interleaved(timings, _ISSUE_ROUNDS, late, strict=strict)
+    marked = {name: _marked(timing, running, name) for name, timing in timings.items()}
+    times = interleaved(marked, _ISSUE_ROUNDS, late, strict=strict)
     for name, took in times.items():
         error = timings[name].error
         # With the host's time of some alone, the others would look cheaper than they are.

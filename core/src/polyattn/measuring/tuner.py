@@ -28,10 +28,13 @@ from ..tuning import (
     quarantine,
     record,
     request_key,
+    store,
 )
+from ..tuning.rows import canonical
 from .clock import ROUNDS, Clock
 from .entrants import Candidate, candidates
 from .inputs import make_inputs
+from .marks import Marks
 from .probe import Prober
 from .running import estimated, forms, measure, out_of_memory
 from .workload import Workload
@@ -47,6 +50,7 @@ _PROBING = 0.5
 """Share of a strict time in which candidates are tried in another process."""
 _CALLS = 6
 """Calls that it takes to check a slow candidate and to time it."""
+_BLAMED = "two processes that measured it ended while it ran, though it was right in one of its own"
 _HARMLESS = ("refused", "memory", "late")
 """What keeps nobody out of automatic choice."""
 
@@ -174,9 +178,12 @@ def _tune(
             # Kept at once: what comes after may end this process.
             said.add({candidate.name: prober.examine(workload, candidate.name, until)})
     fit = [c for c in able if c.name not in said.trouble]
-    with _measuring():
+    foreign = {c.name: _filed(place, c.name, workload) for c in fit if not _own(c)}
+    with _measuring(), Marks(store().path, foreign) as marks:
+        said.add(dict.fromkeys(marks.blamed, ("crashed", _BLAMED)))
+        fit = [c for c in fit if c.name not in said.trouble]
         if strict:
-            said.add(_too_slow(workload, fit, Clock(device), end))
+            said.add(_too_slow(workload, fit, Clock(device), end, marks))
             fit = [c for c in fit if c.name not in said.trouble]
         try:
             inputs = make_inputs(workload, device)
@@ -192,6 +199,7 @@ def _tune(
             **forms(workload),
             late=lambda: time.monotonic() > end,
             strict=strict,
+            running=marks.running,
         )
     said.add({name: (one.kind, one.reason) for name, one in found.items() if one.time is None})
     times = {name: round(one.time.seconds * 1e6, 3) for name, one in found.items() if one.time is not None}
@@ -254,14 +262,22 @@ def _chosen_first(known: Measured, workload: Workload) -> tuple[Mapping[str, flo
     return {name: known.times[name] for name in costs}, known.host
 
 
-def _too_slow(workload: Workload, fit: Sequence[Candidate], clock: Clock, end: float) -> dict[str, tuple[str, str]]:
+def _filed(place: Place, name: str, workload: Workload) -> str:
+    """A backend, its requests and this device, as one text."""
+    return canonical({"place": str(place), "backend": name, "request": request_key(workload.request)})
+
+
+def _too_slow(
+    workload: Workload, fit: Sequence[Candidate], clock: Clock, end: float, marks: Marks
+) -> dict[str, tuple[str, str]]:
     """(kind, reason) of the candidates whose calls there is no time for, beside those before them."""
     found, taken = {}, 0.0
     for candidate in fit:
         left = end - time.monotonic() - taken
         if left <= 0:
             break  # it is said of each where they are measured
-        took = estimated(workload, candidate, clock, left)
+        with marks.running(candidate.name):
+            took = estimated(workload, candidate, clock, left)
         if took * _CALLS > left:
             found[candidate.name] = (
                 "late",
