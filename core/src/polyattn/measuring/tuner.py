@@ -46,7 +46,7 @@ Isolation = Literal["auto", "always", "never"]
 
 Outcome = Literal["measured", "known", "alone", "refused", "not begun"]
 _SOURCE = "polyattn tune"
-_PROBING = 0.5
+_PROBING = 0.75
 """Share of a strict time in which candidates are tried in another process."""
 _CALLS = 6
 """Calls that it takes to check a slow candidate and to time it."""
