@@ -170,10 +170,10 @@ def _tune(
     source: str,
 ) -> Tried:
     began, end = time.monotonic(), math.inf if deadline is None else deadline
-    # Who hangs leaves time for the others.
     said = _Verdicts(place, workload, able, rule)
     for candidate in able:
         if isolation == "always" or (isolation == "auto" and not _own(candidate)):
+            # Who hangs leaves time for the others.
             until = began + _PROBING * (end - began) if strict else math.inf
             # Kept at once: what comes after may end this process.
             said.add({candidate.name: prober.examine(workload, candidate.name, until)})
