@@ -7,6 +7,7 @@ chooses it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -24,7 +25,24 @@ ROW = row(
     s_relation=("equal", "one", "fewer", "more"),
     scale=True,
 )
-NAMES = ("aborts", "exits", "hangs", "lies", "raises", "scribbles", "quick")
+NAMES = (
+    "aborts",
+    "exits",
+    "hangs",
+    "lies",
+    "raises",
+    "scribbles",
+    "quick",
+    "greedy",
+    "killed",
+    "chatty",
+    "slow",
+    "slower",
+    "slowest",
+    "second",
+    "grows",
+    "later",
+)
 
 
 @hookspecs.hookimpl
@@ -99,6 +117,61 @@ class Scribbles(_Odd):
 
 class Quick(_Odd):
     """Nothing is wrong with this one."""
+
+
+class Greedy(_Odd):
+    def compute(self, *args):
+        import torch
+
+        torch.empty(2**45)
+        return _right(*args)
+
+
+class Chatty(_Odd):
+    def compute(self, *args):
+        print("tuning ...", end="")
+        os.write(1, b"polyattn-probe:{}\n")
+        return _right(*args)
+
+
+class Killed(_Odd):
+    def compute(self, *args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Slow(_Odd):
+    def compute(self, *args):
+        time.sleep(1)
+        return _right(*args)
+
+
+Slower = Slowest = Slow
+
+
+class Second(_Odd):
+    calls = 0
+
+    def compute(self, *args):
+        Second.calls += 1
+        if Second.calls > 1:
+            os.abort()
+        return _right(*args)
+
+
+class Grows(_Odd):
+    def compute(self, request, query, key, value):
+        if key.shape[1] % 16:
+            os.abort()
+        return _right(request, query, key, value)
+
+
+class Later(_Odd):
+    """Nothing is wrong with it in a process of its own."""
+
+    def compute(self, *args):
+        if "probe" not in sys.argv[0]:
+            os.abort()
+        return _right(*args)
 
 
 class Sleepy(_Odd):

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from polyattn.measuring import Anchors, Clock, Workload, candidates, check, exam
 from polyattn.measuring.clock import Time, interleaved
 from polyattn.measuring.device_rates import UNITS
 from polyattn.measuring.inputs import _sets
-from polyattn.measuring.running import without_folders
+from polyattn.measuring.running import estimated, without_folders
 from polyattn.records import AttentionRequest
 from polyattn.selection import Selection
 
@@ -112,6 +113,53 @@ def test_a_wrong_result_is_found(name, wrong):
     assert not found.ok
     assert found.margin > 1
     assert found.reason.startswith("out: ")
+
+
+def test_a_strict_end_is_looked_at_before_everybody():
+    left = iter([False, False, True])
+    found = interleaved({name: lambda: Time(1.0, 0.0, 1) for name in "abc"}, 3, lambda: next(left, True), strict=True)
+    assert {name: took.rounds for name, took in found.items()} == {"a": 1, "b": 1}
+
+    asked = workload("dense")
+    able = candidates(asked, CPU)
+    left = iter([False, False, True, False])
+    found = measure(
+        make_inputs(asked, CPU), able, clock=Clock(CPU, 0.001), rounds=1, late=lambda: next(left, True), strict=True
+    )
+    assert [found[one.name].kind for one in able] == ["", "late", "late"]
+    assert found[able[1].name].reason == "the time was up before it was timed"
+    assert found[able[0].name].time is not None
+
+
+class Sleeps:
+    """Its calls take so long for each query and key."""
+
+    name = "sleeps"
+
+    def __init__(self, seconds):
+        self.seconds, self.lengths = seconds, []
+
+    def prepare(self, inputs):
+        def call(number):
+            self.lengths.append(inputs.workload.longest[1])
+            time.sleep(self.seconds * math.prod(inputs.workload.longest))
+
+        return call
+
+
+def test_a_long_call_is_estimated_by_shorter_ones():
+    request = AttentionRequest(dtype="float32", head_dim=16, heads=1, kv_heads=1)
+    long, clock = Workload(request, ((4096, 4096),)), Clock(CPU)
+    quick = Sleeps(1 / 4096**2)
+    assert 0.9 < estimated(long, quick, clock, 20.0) < 2.5
+    assert quick.lengths == [64, 64, 512, 512]
+    slow = Sleeps(200 / 4096**2)
+    assert 180 < estimated(long, slow, clock, 20.0) < 500
+    assert slow.lengths == [64, 64], "longer ones take too long for an estimate"
+    assert estimated(Workload(request, ((100, 100),)), slow, clock, 20.0) == 0.0
+    fewer = AttentionRequest(dtype="float32", head_dim=16, heads=1, kv_heads=1, s_relation="fewer")
+    assert estimated(Workload(fewer, ((4096, 4097),)), slow, clock, 20.0) == 0.0, "64, 64 is no such request"
+    assert estimated(long, object(), clock, 20.0) == 0.0, "it is said where it is checked"
 
 
 def test_a_wrong_lse_and_a_missing_one_are_found():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,12 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import polyattn
 from polyattn import tuning
 from polyattn.errors import ConfigError, InvalidInputError
-from polyattn.measuring import Candidate, Measured, Time, Workload, online, tuner
+from polyattn.measuring import Candidate, Measured, Time, Workload, online, probe, tuner
+from polyattn.measuring.marks import Marks
 from polyattn.measuring.probe import Prober
+from polyattn.measuring.running import out_of_memory
 from polyattn.measuring.tuner import tune_all
 from polyattn.policies import tuning_place
 from polyattn.records import AttentionRequest
@@ -150,7 +155,8 @@ def test_the_host_counts_where_calls_are_not_recorded(monkeypatch, captured):
 # ---------------------------------------------------------------------------------------------------------- quarantine
 
 
-def test_who_misbehaves_is_quarantined_and_the_rest_is_measured(odd, store):
+def test_who_misbehaves_is_quarantined_and_the_rest_is_measured(odd, store, monkeypatch):
+    monkeypatch.setattr(probe, "HANG_SECONDS", 3.0)
     odd("aborts", "exits", "hangs", "lies", "raises", "scribbles", "quick")
     asked = Workload(AttentionRequest(**ODD), ((40, 40),))
     (tried,) = tune(asked, probe_seconds=3)
@@ -185,6 +191,136 @@ def test_who_misbehaves_is_quarantined_and_the_rest_is_measured(odd, store):
     assert tuning.release("hangs") == 1
     assert tuning.release() == 5
     assert polyattn.explain(asked.request).notes == ()
+
+
+def test_who_crashes_later_than_at_first_does_so_in_the_other_process(odd):
+    odd("second", "grows", "quick")
+    asked = AttentionRequest(**ODD, s_relation="one")
+    (tried,) = tune(Workload(asked, ((1, 64),)))
+    assert "quick" in tried.times
+    assert set(tried.quarantined) == {"second", "grows"}
+    assert all(text.startswith("crashed: its process was ended by SIGABRT") for text in tried.trouble.values())
+
+
+def test_verdicts_are_kept_before_anything_is_run_here(odd, store, monkeypatch):
+    odd("lies", "quick")
+    monkeypatch.setattr(tuner, "measure", None)
+    with pytest.raises(TypeError):
+        tune(Workload(AttentionRequest(**ODD), ((40, 40),)))
+    assert [held.backend for held in TuningStore(store).quarantined()] == ["lies"]
+
+
+def test_who_ends_the_tuner_twice_is_left_out_from_then_on(odd, store):
+    odd("later", "quick")
+    for left in (2, 1):
+        process = start(24, 40)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGABRT, err
+        assert (out, TuningStore(store).quarantined()) == ("", []), f"{left} more"
+    process = start(24, 40)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, "measured\n"), err
+    (held,) = TuningStore(store).quarantined()
+    assert held.backend == "later"
+    assert held.reason.startswith("crashed: two processes that measured it ended while it ran, though it was right in")
+    assert not store.with_name(store.name + ".running").exists()
+
+
+def test_a_mark_is_of_whoever_ran(tmp_path):
+    """Who is killed while others run, or while nobody does, tells nothing; nor does who ends in order."""
+    path, both = tmp_path / "store", {"a": "a of a request", "b": "b of a request"}
+    folder = tmp_path / "store.running"
+    for number in range(3):
+        with Marks(path, both) as marks:
+            assert marks.blamed == []
+            with marks.running("a"):
+                with Marks(path, both) as beside, beside.running("a"):
+                    assert beside.blamed == [], "another process measures the same, which has the mark"
+                held = {name: file.read_bytes() for name, (file, _) in marks._open.items()}
+            assert {name: state[:1] for name, state in held.items()} == {"a": b"1", "b": b"0"}
+            with contextlib.suppress(KeyError), marks.running("b"):
+                raise KeyError(number)
+        assert not folder.exists()
+    for strikes in (1, 2):
+        ended = Marks(path, both)
+        ended.__enter__()
+        assert ended.blamed == []
+        os.pwrite(ended._open["a"][1], b"1", 0)
+        for _, handle in ended._open.values():
+            os.close(handle)  # as the system does for a process that ended
+        assert len(list(folder.iterdir())) == 2, strikes
+    with Marks(path, both) as marks:
+        assert marks.blamed == ["a"]
+    with Marks(path, both) as marks:
+        assert marks.blamed == []
+
+
+def test_where_no_mark_can_be_made_one_measures_without(tmp_path):
+    (tmp_path / "store.running").write_text("a file")
+    for path in (None, tmp_path / "store"):
+        with Marks(path, {"a": "a of a request"}) as marks, marks.running("a"):
+            assert marks.blamed == []
+
+
+PROBES = """
+import sys, torch
+from polyattn.measuring import Workload
+from polyattn.measuring.probe import Prober
+from polyattn.records import AttentionRequest
+asked = Workload(AttentionRequest(dtype="float32", head_dim=24, heads=2, kv_heads=2), ((40, 40),))
+with Prober("cpu") as prober:
+    prober.examine(asked, "quick")
+    print(prober._process.pid, flush=True)
+    prober.examine(asked, "hangs")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="asks Linux which processes there are")
+def test_the_other_process_ends_with_the_tuner(odd):
+    odd("hangs", "quick")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen([sys.executable, "-c", PROBES], env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = Path("/proc", process.stdout.readline().strip())
+        assert child.is_dir()
+        time.sleep(1)
+        process.kill()
+    # A process whose parent is gone may stay as a zombie where nobody collects it.
+    for _ in range(100):
+        if not child.is_dir() or (child / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(int(child.name), signal.SIGKILL)
+    raise AssertionError("it goes on")
+
+
+def test_a_short_time_is_no_reason_to_quarantine(odd, store):
+    odd("hangs", "quick")
+    (tried,) = tune(Workload(AttentionRequest(**ODD), ((40, 40),)), probe_seconds=3)
+    assert "quick" in tried.times
+    assert tried.trouble == {
+        "hangs": "late: it did not finish within 3 s, and its process was ended; below 60 s that is no hang"
+    }
+    assert TuningStore(store).quarantined() == []
+
+
+def test_who_prints_is_heard_all_the_same(odd):
+    odd("chatty", "quick")
+    (tried,) = tune(Workload(AttentionRequest(**ODD), ((40, 40),)), probe_seconds=100)
+    assert {"chatty", "quick"} <= set(tried.times)
+    assert tried.trouble == {}
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.inf, math.nan])
+def test_a_process_of_ones_own_has_a_finite_time(seconds):
+    with pytest.raises(InvalidInputError, match=rf"probe_seconds={seconds}: who is tried .*; 180 are usual"):
+        tune(workload(), probe_seconds=seconds)
+
+
+def test_the_longest_time_is_one(odd):
+    odd("quick")
+    with Prober("cpu", 1e12) as prober:
+        assert prober.examine(Workload(AttentionRequest(**ODD), ((40, 40),)), "quick") == ("", "")
 
 
 def test_what_the_other_process_cannot_make_out_says_nothing_about_the_backend():
@@ -229,6 +365,55 @@ def test_little_memory_is_no_misbehaviour(monkeypatch, store):
     assert TuningStore(store).quarantined() == []
 
 
+def test_a_cpu_that_has_no_memory_and_a_process_that_was_killed_are_no_misbehaviour(odd, store):
+    odd("greedy", "killed", "quick")
+    (tried,) = tune(Workload(AttentionRequest(**ODD), ((40, 40),)))
+    assert "quick" in tried.times
+    assert tried.trouble["greedy"].startswith("memory: RuntimeError: ")
+    assert tried.trouble["killed"] == "memory: its process was ended by SIGKILL, as where memory runs out"
+    assert tried.quarantined == ()
+
+
+def test_inputs_that_do_not_fit_end_their_workload_only(monkeypatch):
+    real = tuner.make_inputs
+
+    def make(workload, device):
+        if workload.longest == (64, 64):
+            torch.empty(2**45)
+        return real(workload, device)
+
+    monkeypatch.setattr(tuner, "make_inputs", make)
+    first, second = tune(workload(64), workload(128))
+    assert (first.outcome, second.outcome) == ("refused", "measured")
+    assert first.reason.startswith("no room for its inputs: RuntimeError: ")
+
+
+def test_inputs_that_do_not_fit_in_the_other_process(odd):
+    odd("quick")
+    much = Workload(AttentionRequest(**ODD), ((2**20, 2**20),) * 2**12)
+    with Prober("cpu") as prober:
+        kind, reason = prober.examine(much, "quick")
+    assert (kind, reason[:23]) == ("memory", "no room for its inputs:")
+
+
+@pytest.mark.parametrize(
+    "error, memory",
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("out of resource: shared memory"), False),
+        (ValueError("DefaultCPUAllocator: "), False),
+    ],
+)
+def test_which_errors_are_of_memory(error, memory):
+    assert out_of_memory(error) is memory
+    outer = RuntimeError("it failed")
+    outer.__cause__ = error
+    assert out_of_memory(outer) is memory
+
+
 # ----------------------------------------------------------------------------------------------------------- disturbed
 
 ONE = """
@@ -246,7 +431,8 @@ for one in tuner.tune_all(asked, torch.device("cpu"), rounds=1):
 
 def start(*words):
     command = [sys.executable, "-c", ONE, *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_two_processes_lose_nothing(store):
@@ -639,10 +825,119 @@ def test_what_is_not_measured_online(on, monkeypatch):
     assert rows() == set()
 
 
+def test_what_is_computed_anew_is_not_measured_before_or_after(on):
+    """Activation checkpointing compares what a recomputation saves with what the forward did."""
+    inputs = tensors(64, grad=True)
+    seen = torch.utils.checkpoint.checkpoint(
+        lambda *given: polyattn.attention(*given, causal=True), *inputs, use_reentrant=False
+    )
+    polyattn.attention(*inputs, causal=True)  # of a layer that is not checkpointed
+    seen.sum().backward()
+    assert rows() == set()
+    assert tuning.store().quarantined() == []
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        polyattn.attention(*tensors(100, grad=True))
+    assert len(packed) < 20
+    polyattn.attention(*tensors(64), causal=True)
+    assert rows() == {(64, 64)}, "of another request, which keeps nothing for a backward"
+
+
+def test_nothing_is_measured_while_a_mode_looks_on(on):
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.overrides import TorchFunctionMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with FlopCounterMode(display=False):
+        polyattn.attention(*tensors(64))
+    make_fx(lambda q, k, v: polyattn.attention(q, k, v))(*tensors(64))
+    with Seen():
+        polyattn.attention(*tensors(64))
+    assert rows() == set()
+    with torch.device("meta"):  # says where new tensors are, and nothing else
+        polyattn.attention(*[t.to("cpu") for t in torch.randn(3, 1, 64, 2, 32, device="cpu")])
+    assert rows() == {(64, 64)}
+
+
+def test_what_is_measured_online_has_nothing_of_the_callers_thread(on, monkeypatch):
+    seen = []
+
+    def look(*args, **options):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), torch.empty(0).device.type))
+        raise RuntimeError("it is broken")
+
+    monkeypatch.setattr(online, "tune_one", look)
+    given = tensors(64)
+    with torch.autocast("cpu"), torch.inference_mode(), torch.device("meta"):
+        with pytest.raises(RuntimeError, match="it is broken"):
+            polyattn.attention(*given)
+        polyattn.attention(*given)
+    assert seen == [(False, False, "cpu")]
+    assert not on.lock.locked()
+
+
+def test_somebody_is_left_to_serve(monkeypatch, store):
+    """What fails for everybody is nobody's fault."""
+
+    def broken(*args, **options):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(Candidate, "prepare", broken)
+    (tried,) = tune(workload())
+    assert (tried.outcome, tried.reason) == ("refused", "not one backend could be measured")
+    assert set(tried.quarantined) == {"torch_native", "reference"}
+    assert tried.trouble["torch_sdpa"] == (
+        "failed: RuntimeError: no such device; it is not quarantined, for nobody else is left"
+    )
+    assert polyattn.explain(workload().request).backend == "torch_sdpa"
+
+
 def test_a_call_that_cannot_be_measured_is_served_all_the_same(on, monkeypatch):
     monkeypatch.setattr(online, "tune_one", lambda *args, **options: (_ for _ in ()).throw(ConfigError("locked")))
     with pytest.warns(RuntimeWarning, match="nothing was measured for dense prefill.*: locked"):
         assert polyattn.attention(*tensors(64), causal=True).shape == (1, 64, 2, 32)
+
+
+def test_slow_backends_have_no_more_than_the_time_for_one_request(on, odd):
+    odd("slow", "slower", "slowest")
+    on.each, on.isolation = 2.5, "never"
+    began = time.monotonic()
+    with pytest.warns(RuntimeWarning, match=r"nothing was measured for .*: the time of 2\.\d+ s was up before two"):
+        polyattn.attention(*torch.randn(3, 1, 100, 2, 24))
+    assert time.monotonic() - began < 8
+    assert rows() == set()
+    assert tuning.store().quarantined() == []
+
+
+def test_a_backend_that_hangs_leaves_time_for_the_others(on, odd):
+    odd("hangs", "quick")
+    on.each = 12.0
+    began = time.monotonic()
+    polyattn.attention(*torch.randn(3, 1, 100, 2, 24))
+    assert time.monotonic() - began < 16
+    (row,) = tuning.store().rows(subject=BACKEND)
+    assert {"torch_sdpa", "torch_native", "reference"} <= set(row.value["times"])
+    assert tuning.store().quarantined() == []
+
+
+def test_who_is_too_slow_for_the_time_is_left_out(on, odd):
+    odd("slow")
+    on.isolation = "never"
+    began = time.monotonic()
+    polyattn.attention(*torch.randn(3, 1, 256, 2, 24))
+    assert time.monotonic() - began < 10
+    (row,) = tuning.store().rows(subject=BACKEND)
+    assert set(row.value["times"]) == {"torch_sdpa", "torch_native", "reference"}
+
+
+def test_a_call_that_leaves_no_room_for_measuring_says_so(on, monkeypatch):
+    monkeypatch.setattr(tuner, "make_inputs", lambda *args: torch.empty(2**45))
+    with pytest.warns(RuntimeWarning, match="nothing was measured for dense prefill.*: no room for its inputs"):
+        polyattn.attention(*tensors(64), causal=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
@@ -664,10 +959,15 @@ def call():
     q = torch.randn(1, 64, 2, 32)
     try:
         polyattn.attention(q, q.clone(), q.clone())
-        print("served")
+        print("served", *(row.source for row in tuning.store().rows() if row.source != "a test"))
     except polyattn.errors.ConfigError as exc:
         print(exc)
 if best: put(best)
+if tuning.mode() == "online":
+    from polyattn.measuring import online
+    call()  # small: it is chosen for before there are ranks
+    online._OPERATIONS = 1
+    online.BUDGET.isolation = "never"
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 dist.init_process_group("gloo", rank=rank, world_size=2)
 call()
@@ -747,3 +1047,8 @@ def test_outcomes_are_equal_where_calls_of_all_lengths_are():
     assert outcome(_64="fast") == outcome(_64="fast", _2048="rule") == ("rule", [((1, 64, 64), "fast")])
     assert outcome(_64="fast") != outcome(_64="fast", _1024="rule"), "lengths of 256 have the choice of either"
     assert outcome(_64="fast") != outcome(_64="fast", _1024="fast")
+
+
+def test_no_rank_measures(tmp_path):
+    """Nor for a choice that was made before there were ranks."""
+    assert ranks(tmp_path, "", "", modes=("online", "online")) == ["served\nserved"] * 2

@@ -64,7 +64,12 @@ def tune(
         ),
     ] = "auto",
     probe_seconds: Annotated[
-        float, typer.Option(metavar="N", help="After so much such a process is ended.", rich_help_panel=HOW)
+        float,
+        typer.Option(
+            metavar="N",
+            help="After so much such a process is ended; below 60 its backend is not said to hang.",
+            rich_help_panel=HOW,
+        ),
     ] = 180.0,
     show: Annotated[bool, typer.Option("--show", help="Show what is kept.", rich_help_panel=KEPT)] = False,
     release: Annotated[

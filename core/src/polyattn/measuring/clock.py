@@ -186,6 +186,7 @@ def interleaved(
     late: Callable[[], bool] = lambda: False,
     *,
     settle: bool = False,
+    strict: bool = False,
 ) -> dict[_N, Time]:
     """Time several entries in rounds, each of which times all of them: a drift of the clock meets everybody alike.
 
@@ -196,9 +197,14 @@ def interleaved(
         rounds: of each; fewer where they take long (`_ROUNDS_WITHIN`).
         settle: those near the fastest have more rounds while theirs differ: one kernel under two names was found 5%
             apart in nine rounds of 3 ms calls, at the limit of a GPU's power.
+        strict: nor is anything of the first round begun then: whoever it did not reach is not in what is returned.
     """
     began = time.monotonic()
-    found: dict[_N, list[Time]] = {name: [timing()] for name, timing in timings.items()}
+    found: dict[_N, list[Time]] = {}
+    for name, timing in timings.items():
+        if strict and late():
+            break
+        found[name] = [timing()]
     fastest = min((times[0].seconds for times in found.values()), default=0.0)
     close = [name for name, times in found.items() if times[0].seconds <= _FAR * fastest]
     orders = random.Random(0)  # always the same ones

@@ -1,8 +1,9 @@
 """POLYATTN_TUNING=online: the first large call of its kind has its backends measured before it runs.
 
 Only calls that nobody chose a backend for, never one that is compiled or recorded into a device graph, not in a process
-that serves, and not where several ranks would have to agree. What is measured is a batch of the same lengths, not the
-caller's own tensors. The call itself runs as it would have; those after it use what was found.
+that serves, not where several ranks would have to agree, and not where the caller's program looks on: what a forward
+was served by must serve its recomputation. What is measured is a batch of the same lengths, not the caller's own
+tensors, in a thread of its own. The call itself runs as it would have; those after it use what was found.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ..agreement import distributed
 from ..call_shapes import Extent, extent_of
 from ..errors import PolyattnError
 from ..records import AttentionRequest
 from ..tracing import lengths_of
-from ..tuning import bucket, serving
+from ..tuning import bucket, request_key, serving
+from ..tuning.rows import canonical
 from .probe import Prober
-from .tuner import Isolation, tune_one
+from .tuner import Isolation, Tried, tune_one
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -41,6 +45,7 @@ class Budget:
 
     Attributes:
         seconds: in all. each: for one request; left: of them. isolation: see `tuner.Isolation`.
+        seen: what was considered. kept: requests, as they are filed, whose choice must stay as it is.
     """
 
     seconds: float = 60.0
@@ -50,6 +55,7 @@ class Budget:
     def __post_init__(self) -> None:
         self.left = self.seconds
         self.seen: set[tuple[AttentionRequest, Extent]] = set()
+        self.kept: set[str] = set()
         self.lock = threading.Lock()
 
 
@@ -59,7 +65,7 @@ BUDGET = Budget()
 def watched(chosen: Chosen) -> Chosen:
     """The functions of a choice that look at each call's size."""
     request = chosen.selection.request
-    if request.graph_capture or request.transform or distributed():
+    if request.graph_capture or request.transform:
         return chosen
     forward = _watching(chosen.bound.forward, request)
     return dataclasses.replace(chosen, bound=dataclasses.replace(chosen.bound, forward=forward, simple=None))
@@ -74,15 +80,34 @@ def large(request: AttentionRequest, extent: Extent) -> bool:
 
 
 def _watching(forward: Callable[..., Any], request: AttentionRequest) -> Callable[..., Any]:
-    read = extent_of(request)
+    read, filed = extent_of(request), canonical(request_key(request))
 
     def call(*tensors: Any, **keywords: Any) -> Any:
-        extent = read(*tensors, **keywords)
-        if large(request, extent):
-            _consider(request, extent, tensors[0].device, keywords)
+        if _recomputed():
+            # Of any length: a measurement decides for lengths near its own.
+            BUDGET.kept.add(filed)
+        elif filed not in BUDGET.kept:
+            extent = read(*tensors, **keywords)
+            if large(request, extent) and not _looked_at():
+                _consider(request, extent, tensors[0].device, keywords)
         return forward(*tensors, **keywords)
 
     return call
+
+
+def _recomputed() -> bool:
+    """Whether hooks take what is saved for a backward, as those of activation checkpointing do: they compute it anew
+    later, and must find the same then."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _looked_at() -> bool:
+    """Whether a mode sees the operators of this thread: one that traces, counts or fakes them. `torch.device` and
+    `torch.set_default_device` are modes too, which only say where tensors are made."""
+    return bool(torch._C._len_torch_dispatch_stack()) or any(
+        not isinstance(mode, DeviceContext)
+        for mode in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    )
 
 
 def _consider(request: AttentionRequest, extent: Extent, device: torch.device, keywords: dict[str, Any]) -> None:
@@ -91,30 +116,52 @@ def _consider(request: AttentionRequest, extent: Extent, device: torch.device, k
     name = (request, (bucket(batch), bucket(s_q), bucket(s_k)))
     if name in BUDGET.seen or BUDGET.left <= 0 or serving():
         return
+    if distributed():  # asked at each call: a choice may be older than the job
+        return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    if not BUDGET.lock.acquire(blocking=False):
+    budget = BUDGET
+    if not budget.lock.acquire(blocking=False):
         return  # another thread measures
+    budget.seen.add(name)
+    failed: list[Exception] = []
+    said: list[Tried] = []
+
+    def work() -> None:
+        try:
+            if device.index is not None:
+                torch.accelerator.set_device_index(device)
+            said.append(_measure(Workload(request, tuple(lengths), shared), device, budget))
+        except Exception as exc:  # noqa: BLE001 - it belongs to the caller, whose thread this is not
+            failed.append(exc)
+        finally:
+            budget.lock.release()
+
     try:
-        BUDGET.seen.add(name)
-        _measure(request, extent, device, keywords)
-    finally:
-        BUDGET.lock.release()
+        lengths, shared = lengths_of(extent, keywords)  # reads the caller's tensors, on the caller's stream
+        # Autocast, hooks, modes and the stream are those of a thread: what is measured has none of the caller's.
+        thread = threading.Thread(target=work, name="polyattn-online", daemon=True)
+        thread.start()
+    except BaseException:
+        budget.lock.release()
+        raise
+    thread.join()
+    for exc in failed:
+        if not isinstance(exc, PolyattnError):
+            raise exc
+    # The caller asked for attention, not for a measurement.
+    for why in (*map(str, failed), *(tried.reason for tried in said if tried.outcome in ("refused", "not begun"))):
+        warnings.warn(f"nothing was measured for {request.summary()}: {why}", RuntimeWarning, stacklevel=4)
 
 
-def _measure(request: AttentionRequest, extent: Extent, device: torch.device, keywords: dict[str, Any]) -> None:
+def _measure(workload: Workload, device: torch.device, budget: Budget) -> Tried:
     began = time.monotonic()
-    each = min(BUDGET.each, BUDGET.left)
+    each = min(budget.each, budget.left)
     try:
-        lengths, shared = lengths_of(extent, keywords)
-        workload = Workload(request, tuple(lengths), shared)
         with Prober(str(device), each) as prober:
-            tune_one(
-                workload, device, prober, isolation=BUDGET.isolation, deadline=began + each,
+            return tune_one(
+                workload, device, prober, isolation=budget.isolation, deadline=began + each, strict=True,
                 source="POLYATTN_TUNING=online",
             )  # fmt: skip
-    except (PolyattnError, torch.OutOfMemoryError) as exc:
-        # The caller asked for attention, not for a measurement.
-        warnings.warn(f"nothing was measured for {request.summary()}: {exc}", RuntimeWarning, stacklevel=5)
     finally:
-        BUDGET.left -= time.monotonic() - began
+        budget.left -= time.monotonic() - began

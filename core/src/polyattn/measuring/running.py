@@ -8,27 +8,38 @@ import gc
 import itertools
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, TypedDict
 
 import torch
 
-from ..errors import UnsupportedRequestError
+from ..errors import InvalidInputError, UnsupportedRequestError
 from .checking import Verdict, check
 from .clock import ROUNDS, Clock, Time, Timing, interleaved
 from .entrants import Call, Entrant
-from .inputs import Inputs
+from .inputs import Inputs, make_inputs
+from .workload import Workload
 
-__all__ = ["Measured", "examine", "measure", "peak_memory"]
+__all__ = ["Measured", "estimated", "examine", "forms", "measure", "out_of_memory", "peak_memory"]
 
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
+
+_NO_MEMORY = ("DefaultCPUAllocator: ", "CUDA error: out of memory")
+"""Texts of errors that say so."""
 
 _ISSUED, _ISSUE_ROUNDS = 9, 3
 """Calls of one entrant issued at once, and how often."""
 _HOST_MOST = 0.01
 """Seconds of a call, beside which those of issuing it say nothing."""
 
-Trouble = Literal["", "refused", "memory", "wrong", "failed"]
+_SHORTER, _SHORTEST = (64, 8), 16
+"""Times shorter are the sequences that an estimate is made from, the shorter ones first; and no shorter than that."""
+_ESTIMATING = 0.05
+"""Share of the time that one call may take that only serves an estimate."""
+
+Trouble = Literal["", "refused", "memory", "late", "wrong", "failed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +49,8 @@ class Measured:
     Attributes:
         time: of one call, None where it was not timed. margin: of the check, 1 is all that is allowed.
         host: until one call returns, while nobody waits for it; None where nobody asked, or beside a far longer `time`.
-        kind: why it was not: it `refused`, there was not `memory` enough, its result was `wrong`, or it `failed` in
-            another way. reason: the same for people.
+        kind: why it was not: it `refused`, there was not `memory` enough, it was too `late` for it, its result was
+            `wrong`, or it `failed` in another way. reason: the same for people.
     """
 
     time: Time | None = None
@@ -47,6 +58,9 @@ class Measured:
     kind: Trouble = ""
     reason: str = ""
     margin: float = 0.0
+
+
+_LATE = Measured(kind="late", reason="the time was up before it was timed")
 
 
 def measure(
@@ -58,7 +72,9 @@ def measure(
     recorded: bool = False,
     issued: bool = False,
     late: Callable[[], bool] = lambda: False,
+    strict: bool = False,
     ready: Callable[[], None] = lambda: None,
+    running: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     whole: bool = False,
 ) -> dict[str, Measured]:
     """Check entrants and time those that are right; then check them once more, on another input set: who is right only
@@ -68,29 +84,53 @@ def measure(
         rounds: how often everybody is timed; the middle counts.
         recorded: into a device graph of one call for each input set, as an engine replays a decode step.
         issued: also what a call costs the host.
-        late: whether the time is up: no other round begins then.
+        late: whether the time is up: no other round begins then. strict: nor is anybody else checked or timed.
         ready: called when all are checked, before the first is timed.
+        running: entered with the name of an entrant while it is run.
         whole: all of a result is compared (`checking.check`).
     """
     found: dict[str, Measured] = {}
     right: dict[str, _Right] = {}
     for entrant in (entrants := list(entrants)):
-        said, calls = _examined(inputs, entrant, clock, recorded=recorded, whole=whole)
+        if strict and late():
+            found[entrant.name] = _LATE
+            continue
+        with running(entrant.name):
+            said, calls = _examined(inputs, entrant, clock, recorded=recorded, whole=whole)
         found[entrant.name] = said
         if calls is not None:
             right[entrant.name] = calls
     ready()
-    timings = {name: calls.timing for name, calls in right.items()}
-    for name, took in interleaved(timings, rounds, late, settle=clock.on_gpu).items():
-        wrong = _checked_again(inputs, right[name], clock, whole=whole)
-        found[name] = wrong if wrong is not None else dataclasses.replace(found[name], time=took)
+    timings = {name: _marked(calls.timing, running, name) for name, calls in right.items()}
+    times = interleaved(timings, rounds, late, settle=clock.on_gpu, strict=strict)
+    for name, calls in right.items():
+        if name not in times:
+            found[name] = _LATE
+            continue
+        with running(name):
+            wrong = _checked_again(inputs, calls, clock, whole=whole)
+        found[name] = wrong if wrong is not None else dataclasses.replace(found[name], time=times[name])
     if issued and (clock.on_gpu or inputs.grows):  # elsewhere the times are of whole calls, which were waited for
-        _issue(inputs, entrants, found, clock, late)
+        _issue(inputs, entrants, found, clock, late, strict, running)
     return found
 
 
+def _marked(timing: Timing, running: Callable[[str], AbstractContextManager[None]], name: str) -> Timing:
+    def take() -> Time:
+        with running(name):
+            return timing()
+
+    return take
+
+
 def _issue(
-    inputs: Inputs, entrants: Sequence[Entrant], found: dict[str, Measured], clock: Clock, late: Callable[[], bool]
+    inputs: Inputs,
+    entrants: Sequence[Entrant],
+    found: dict[str, Measured],
+    clock: Clock,
+    late: Callable[[], bool],
+    strict: bool,
+    running: Callable[[str], AbstractContextManager[None]],
 ) -> None:
     """Add what calls cost the host.
 
@@ -104,9 +144,13 @@ def _issue(
             count = 1 + _ISSUED * _ISSUE_ROUNDS
             given = inputs.growing(number * count, count) if inputs.grows else inputs
             timings[entrant.name] = _Issues(given, entrant, clock)
-    for name, took in interleaved(timings, _ISSUE_ROUNDS, late).items():
+    marked = {name: _marked(timing, running, name) for name, timing in timings.items()}
+    times = interleaved(marked, _ISSUE_ROUNDS, late, strict=strict)
+    for name, took in times.items():
         error = timings[name].error
-        found[name] = dataclasses.replace(found[name], host=took) if error is None else _failed(error)
+        # With the host's time of some alone, the others would look cheaper than they are.
+        host = took if len(times) == len(timings) else None
+        found[name] = dataclasses.replace(found[name], host=host) if error is None else _failed(error)
 
 
 class _Issues:
@@ -128,6 +172,62 @@ class _Issues:
         except Exception as exc:  # noqa: BLE001 - a library may raise anything; it is reported in its place
             self.error = exc
             return Time(math.inf, 0.0, 0)
+
+
+def estimated(workload: Workload, entrant: Entrant, clock: Clock, within: float) -> float:
+    """Seconds of one call, from calls of shorter sequences, which are not checked; 0 where that does not tell.
+
+    Args:
+        within: seconds. Where one call takes far longer than that by the shortest ones, none longer is made.
+    """
+    found = 0.0
+    for factor in _SHORTER:
+        shorter = _shorter(workload, factor)
+        if shorter is None:
+            continue
+        share = _pairs(shorter) / _pairs(workload)
+        if found * share > within * _ESTIMATING:
+            break
+        try:
+            call = entrant.prepare(make_inputs(shorter, clock.device, 1))
+            call(0)
+            clock.synchronise()
+            began = time.perf_counter()
+            call(0)
+            clock.synchronise()
+        except Exception:  # noqa: BLE001 - what is wrong with it is said when it is checked
+            return 0.0
+        found = (time.perf_counter() - began) / share
+    return found
+
+
+def _pairs(workload: Workload) -> int:
+    """Of a query and a key: what attention is proportional to."""
+    return sum(s_q * (s_k + workload.shared) for s_q, s_k in workload.lengths)
+
+
+def _shorter(workload: Workload, factor: int) -> Workload | None:
+    if workload.longest[1] < _SHORTEST * factor:
+        return None
+    lengths = tuple((max(s_q // factor, 1), max(s_k // factor, 1)) for s_q, s_k in workload.lengths)
+    try:
+        return dataclasses.replace(workload, lengths=lengths, shared=workload.shared // factor)
+    except InvalidInputError:
+        return None  # the request does not have such lengths
+
+
+class Forms(TypedDict):
+    """Arguments of `measure`."""
+
+    recorded: bool
+    issued: bool
+
+
+def forms(workload: Workload) -> Forms:
+    """How calls of a workload are timed."""
+    captured = workload.request.graph_capture
+    # A layer of a step that goes into a graph is timed as it is replayed.
+    return {"recorded": captured == "session", "issued": not captured}
 
 
 def examine(inputs: Inputs, entrant: Entrant) -> Measured:
@@ -187,7 +287,7 @@ def _failed(exc: Exception) -> Measured:
     if isinstance(exc, UnsupportedRequestError):
         return Measured(kind="refused", reason=str(exc).partition("\n")[0])
     reason = without_folders(" ".join(f"{type(exc).__name__}: {exc}".split()))[:400]
-    return Measured(kind="memory" if _out_of_memory(exc) else "failed", reason=reason)
+    return Measured(kind="memory" if out_of_memory(exc) else "failed", reason=reason)
 
 
 def without_folders(text: str) -> str:
@@ -195,10 +295,12 @@ def without_folders(text: str) -> str:
     return _FOLDERS.sub("", text)
 
 
-def _out_of_memory(error: BaseException | None) -> bool:
-    """Whether that is what it comes from."""
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether that is what it comes from. On a CPU, and from a library's calls of CUDA, it has no class of its own."""
     while error is not None:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
@@ -27,12 +28,15 @@ from ..tuning import (
     quarantine,
     record,
     request_key,
+    store,
 )
+from ..tuning.rows import canonical
 from .clock import ROUNDS, Clock
 from .entrants import Candidate, candidates
 from .inputs import make_inputs
+from .marks import Marks
 from .probe import Prober
-from .running import measure
+from .running import estimated, forms, measure, out_of_memory
 from .workload import Workload
 
 __all__ = ["Isolation", "Tried", "tune_all", "tune_one"]
@@ -42,7 +46,12 @@ Isolation = Literal["auto", "always", "never"]
 
 Outcome = Literal["measured", "known", "alone", "refused", "not begun"]
 _SOURCE = "polyattn tune"
-_HARMLESS = ("refused", "memory")
+_PROBING = 0.75
+"""Share of a strict time in which candidates are tried in another process."""
+_CALLS = 6
+"""Calls that it takes to check a slow candidate and to time it."""
+_BLAMED = "two processes that measured it ended while it ran, though it was right in one of its own"
+_HARMLESS = ("refused", "memory", "late")
 """What keeps nobody out of automatic choice."""
 
 
@@ -52,7 +61,7 @@ class Tried:
 
     Attributes:
         outcome: it was `measured` now, is `known` from before, has one backend `alone`, was `refused` (see reason), or
-            was `not begun` within the time.
+            was `not begun` within the time, or not brought far enough.
         times: microseconds of the device by backend, who is chosen first. host: of the host, where that was measured.
         rule: who serves it without measurements.
         trouble: why other candidates have no time. quarantined: those that were not so before.
@@ -96,7 +105,7 @@ def tune_all(
         isolation: who is tried in a process of its own. probe_seconds: for one such trial.
 
     Raises:
-        InvalidInputError: seconds or rounds that are none. ConfigError: tuning is off.
+        InvalidInputError: seconds, rounds or probe_seconds that are none. ConfigError: tuning is off.
     """
     if mode() == "off":
         raise ConfigError("POLYATTN_TUNING=off reads no measurements, so none are made; unset it to tune")
@@ -120,9 +129,15 @@ def tune_one(
     again: bool = False,
     isolation: Isolation = "auto",
     deadline: float | None = None,
+    strict: bool = False,
     source: str = _SOURCE,
 ) -> Tried:
-    """Tune one workload. Arguments as `tune_all`; deadline: `time.monotonic()` after which no other round begins."""
+    """Tune one workload. Arguments as `tune_all`.
+
+    Args:
+        deadline: `time.monotonic()` after which no other round begins.
+        strict: nor anything else: who was not reached by then has no time, nor who would not be done by then.
+    """
     workload = _here(workload, device)
     place = tuning_place(workload.request.platform, device)
     known = [] if again else [m for m in measured(workload.request, lambda: place) if m.lengths == workload.buckets]
@@ -138,7 +153,7 @@ def tune_one(
     able = tuple(c for c in able if c.name not in avoided)
     if len(able) < 2:
         return Tried(workload, "alone", rule=rule, reason="no other backend takes it")
-    return _tune(workload, place, able, rule, device, prober, rounds, isolation, deadline, source)
+    return _tune(workload, place, able, rule, device, prober, rounds, isolation, deadline, strict, source)
 
 
 def _tune(
@@ -151,38 +166,94 @@ def _tune(
     rounds: int,
     isolation: Isolation,
     deadline: float | None,
+    strict: bool,
     source: str,
 ) -> Tried:
-    trouble = _probed(workload, able, prober, isolation)
-    fit = [c for c in able if c.name not in trouble]
-    with _measuring():
-        inputs = make_inputs(workload, device)
+    began, end = time.monotonic(), math.inf if deadline is None else deadline
+    said = _Verdicts(place, workload, able, rule)
+    for candidate in able:
+        if isolation == "always" or (isolation == "auto" and not _own(candidate)):
+            # Who hangs leaves time for the others.
+            until = began + _PROBING * (end - began) if strict else math.inf
+            # Kept at once: what comes after may end this process.
+            said.add({candidate.name: prober.examine(workload, candidate.name, until)})
+    fit = [c for c in able if c.name not in said.trouble]
+    foreign = {c.name: _filed(place, c.name, workload) for c in fit if not _own(c)}
+    with _measuring(), Marks(store().path, foreign) as marks:
+        said.add(dict.fromkeys(marks.blamed, ("crashed", _BLAMED)))
+        fit = [c for c in fit if c.name not in said.trouble]
+        if strict:
+            said.add(_too_slow(workload, fit, Clock(device), end, marks))
+            fit = [c for c in fit if c.name not in said.trouble]
+        try:
+            inputs = make_inputs(workload, device)
+        except Exception as exc:
+            if not out_of_memory(exc):
+                raise
+            return said.without_times("refused", f"no room for its inputs: {_line(exc)}")
         found = measure(
             inputs,
             fit,
             clock=Clock(device),
             rounds=rounds,
-            # A layer of a step that goes into a graph is timed as it is replayed.
-            recorded=workload.request.graph_capture == "session",
-            issued=not workload.request.graph_capture,
-            late=lambda: deadline is not None and time.monotonic() > deadline,
+            **forms(workload),
+            late=lambda: time.monotonic() > end,
+            strict=strict,
+            running=marks.running,
         )
-    trouble |= {name: (said.kind, said.reason) for name, said in found.items() if said.time is None}
-    bad = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items() if kind not in _HARMLESS}
-    if bad:
-        key, now = request_key(workload.request), datetime.datetime.now(datetime.timezone.utc).isoformat()
-        batch, (s_q, s_k) = workload.batch, workload.longest
-        where = f"at batch {batch}, S_q {s_q}, S_k {s_k}"
-        quarantine(*(Quarantined(place, name, key, f"{reason} ({where})", now) for name, reason in bad.items()))
+    said.add({name: (one.kind, one.reason) for name, one in found.items() if one.time is None})
     times = {name: round(one.time.seconds * 1e6, 3) for name, one in found.items() if one.time is not None}
     host = {name: round(one.host.seconds * 1e6, 3) for name, one in found.items() if one.host is not None}
-    said = {name: f"{kind}: {reason}" for name, (kind, reason) in trouble.items()}
+    if strict and len(times) < 2 and any(kind == "late" for kind, _ in said.trouble.values()):
+        why = f"the time of {end - began:.3g} s was up before two backends were timed"
+        return said.without_times("not begun", why)
     if not times:
-        why = "not one backend could be measured"
-        return Tried(workload, "refused", rule=rule, trouble=said, quarantined=tuple(bad), reason=why)
+        return said.without_times("refused", "not one backend could be measured")
     row = backend_row(place, workload.request, workload.buckets, times, source, host=host, rule=rule)
     record(row)
-    return Tried(workload, "measured", row.value["times"], host, rule, said, tuple(bad))
+    return Tried(workload, "measured", row.value["times"], host, rule, said.texts(), tuple(said.held))
+
+
+class _Verdicts:
+    """What is wrong with the candidates of a workload; who misbehaves is quarantined as soon as that is known.
+
+    Attributes:
+        trouble: (kind, reason) by name. held: who was quarantined.
+    """
+
+    def __init__(self, place: Place, workload: Workload, able: Sequence[Candidate], rule: str) -> None:
+        self._place, self._workload, self._rule = place, workload, rule
+        self._left = [candidate.name for candidate in able]
+        self.trouble: dict[str, tuple[str, str]] = {}
+        self.held: list[str] = []
+
+    def add(self, trouble: Mapping[str, tuple[str, str]]) -> None:
+        """Nothing is wrong with whoever has no kind."""
+        self.trouble |= {name: why for name, why in trouble.items() if why[0]}
+        bad = [name for name, (kind, _) in trouble.items() if kind and kind not in _HARMLESS]
+        if len(bad) == len(self._left) and bad:
+            # Somebody has to serve: who would without measurements.
+            spared = self._rule if self._rule in bad else bad[0]
+            kind, reason = self.trouble[spared]
+            self.trouble[spared] = kind, f"{reason}; it is not quarantined, for nobody else is left"
+            bad.remove(spared)
+        if not bad:
+            return
+        key, now = request_key(self._workload.request), datetime.datetime.now(datetime.timezone.utc).isoformat()
+        batch, (s_q, s_k) = self._workload.batch, self._workload.longest
+        where, texts = f"at batch {batch}, S_q {s_q}, S_k {s_k}", self.texts()
+        quarantine(*(Quarantined(self._place, name, key, f"{texts[name]} ({where})", now) for name in bad))
+        self.held += bad
+        self._left = [name for name in self._left if name not in bad]
+
+    def texts(self) -> dict[str, str]:
+        """For people."""
+        return {name: f"{kind}: {reason}" for name, (kind, reason) in self.trouble.items()}
+
+    def without_times(self, outcome: Outcome, reason: str) -> Tried:
+        """What became of the workload."""
+        held = tuple(self.held)
+        return Tried(self._workload, outcome, rule=self._rule, trouble=self.texts(), quarantined=held, reason=reason)
 
 
 def _chosen_first(known: Measured, workload: Workload) -> tuple[Mapping[str, float], Mapping[str, float]]:
@@ -191,17 +262,34 @@ def _chosen_first(known: Measured, workload: Workload) -> tuple[Mapping[str, flo
     return {name: known.times[name] for name in costs}, known.host
 
 
-def _probed(
-    workload: Workload, able: Sequence[Candidate], prober: Prober, isolation: Isolation
+def _filed(place: Place, name: str, workload: Workload) -> str:
+    """A backend, its requests and this device, as one text."""
+    return canonical({"place": str(place), "backend": name, "request": request_key(workload.request)})
+
+
+def _too_slow(
+    workload: Workload, fit: Sequence[Candidate], clock: Clock, end: float, marks: Marks
 ) -> dict[str, tuple[str, str]]:
-    """(kind, reason) of the candidates that failed in a process of their own."""
-    found = {}
-    for candidate in able:
-        if isolation == "always" or (isolation == "auto" and not _own(candidate)):
-            kind, reason = prober.examine(workload, candidate.name)
-            if kind:
-                found[candidate.name] = (kind, reason)
+    """(kind, reason) of the candidates whose calls there is no time for, beside those before them."""
+    found, taken = {}, 0.0
+    for candidate in fit:
+        left = end - time.monotonic() - taken
+        if left <= 0:
+            break  # it is said of each where they are measured
+        with marks.running(candidate.name):
+            took = estimated(workload, candidate, clock, left)
+        if took * _CALLS > left:
+            found[candidate.name] = (
+                "late",
+                f"one call would take about {took:.2g} s, and it is timed within {left:.2g} s",
+            )
+        else:
+            taken += took * _CALLS
     return found
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _own(candidate: Candidate) -> bool:
