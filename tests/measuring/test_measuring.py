@@ -338,7 +338,7 @@ def test_a_workload_is_the_same_after_json():
         ({"request": {}, "lengths": [[1]]}, r"lengths is a list of \[S_q, S_k\]"),
         ({"request": {}, "lengths": [[1, True]]}, r"lengths is a list of \[S_q, S_k\]"),
         ({"request": {"head_dims": 4}, "lengths": [[1, 1]]}, r"no field 'head_dims'. Did you mean 'head_dim'"),
-        ({"request": {"head_dim": "64"}, "lengths": [[1, 1]]}, "head_dim='64'; allowed: like 128"),
+        ({"request": {"head_dim": "64"}, "lengths": [[1, 1]]}, "head_dim='64'; allowed: a whole number from 1 on"),
         ({"request": {"sinks": 1}, "lengths": [[1, 1]]}, "sinks=1; allowed: like False"),
         ({"request": {"family": "denser"}, "lengths": [[1, 1]]}, "family='denser'; allowed: dense, varlen"),
         ({"request": 5, "lengths": [[1, 1]]}, "a request is an object of fields; got 5"),

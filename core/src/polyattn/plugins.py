@@ -143,7 +143,7 @@ class PluginManager:
             if known is not None and known.state not in ("broken", "incompatible"):  # a repaired plugin may come again
                 there = f"a plugin named {source.name!r} is there already ({known.state}): {known.label}. Give another"
                 raise PluginError(f"{there} name=, or first {'uninstall it' if known.distribution else AGAIN}")
-            if source.name in (envvars.left_out(self.environ)):
+            if source.name in envvars.left_out(self.environ):
                 raise PluginError(f"plugin {source.name!r} is left out by POLYATTN_DISABLE; it was not imported")
             report = self._load_one(source, None if isinstance(module, str) else module)
             epoch.bump()
