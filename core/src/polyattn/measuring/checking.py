@@ -155,7 +155,7 @@ def _plain_whole(inputs: Inputs) -> Iterator[Tensor]:
     for n in range(inputs.workload.batch):
         heads = []
         for kv in range(request.kv_heads):
-            part = _part(inputs, n, kv)
+            part = _part(inputs, n, kv, exact=False)
             starts = range(0, part.query.shape[2], _BLOCK)
             blocks = (slice(start, min(start + _BLOCK, part.query.shape[2])) for start in starts)
             heads.append(torch.cat([_solve(request, part, b, plain_attention, exact=False)[0][0] for b in blocks], 1))
@@ -254,18 +254,20 @@ def _seen(request: AttentionRequest, part: _Part, rows: slice, count: int, keys:
 # --------------------------------------------------------------------------------------------------- parts of a problem
 
 
-def _part(inputs: Inputs, n: int, kv: int) -> _Part:
-    """Key head `kv` of sequence n of set 0."""
+def _part(inputs: Inputs, n: int, kv: int, *, exact: bool = True) -> _Part:
+    """Key head `kv` of sequence n of set 0. Not `exact`: nothing of it is made in float64."""
     request, given = inputs.workload.request, inputs.tensors[0]
     heads = slice(kv * request.group, (kv + 1) * request.group)
     query = _heads_first(inputs, n, given["query"])[None, heads]
     sinks = given["sinks"][heads] if "sinks" in given else None
     if request.family in CACHED:
-        exact, plain = (_cached_rows(inputs, n, kv, dtype) for dtype in (torch.float64, query.dtype))
+        plain = _cached_rows(inputs, n, kv, query.dtype)
+        real = _cached_rows(inputs, n, kv, torch.float64) if exact else plain
     else:
         key, value = (_heads_first(inputs, n, given[name], keys=True)[None, kv : kv + 1] for name in ("key", "value"))
-        exact, plain = (key.double(), value.double()), (key, value)
-    return _Part(query, exact, plain, _mask(inputs, n, heads.start), sinks, heads)
+        plain = key, value
+        real = (key.double(), value.double()) if exact else plain
+    return _Part(query, real, plain, _mask(inputs, n, heads.start), sinks, heads)
 
 
 def _mask(inputs: Inputs, n: int, head: int) -> Tensor | None:
