@@ -163,7 +163,7 @@ def test_a_result_says_where_it_is_from(done, places):
     assert "--candidates 'torch_*'" in done["command"]
     assert done["sheets"] == dict(read([places[0]]).digests)
     assert done["versions"]["torch"] == torch.__version__
-    assert done["rows"][0]["choice"] == dict.fromkeys(("tuned", "shipped", "rules"), "polyattn/torch_sdpa")
+    assert done["rows"][0]["choice"] == dict.fromkeys(("tuned", "shipped", "unseen", "rules"), "polyattn/torch_sdpa")
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     assert {row["date"] for row in done["rows"]} <= {done["date"], today}
     assert {row["code"] for row in done["rows"]} == {code_digest()}

@@ -195,7 +195,7 @@ WRONG = {
     "a family of a bar": (lambda s: s["bars"][0].update(of=["fill"]), "no family of this sheet is called fill"),
     "who": (
         lambda s: s["bars"][0].update(who="fa3"),
-        "who 'fa3' is neither tuned, shipped, rules, best nor polyattn/BACKEND",
+        "who 'fa3' is neither tuned, shipped, unseen, rules, best nor polyattn/BACKEND",
     ),
     "no limit": (lambda s: s["bars"][0].pop("each"), "asks for nothing: give each, geomean or spread"),
     "match": (lambda s: s["bars"][0].update(match=["batch"]), "match goes with a family, spread with one_another"),
@@ -218,7 +218,10 @@ WRONG = {
     "a limit without end": (lambda s: s["bars"][0].update(geomean=10**400), "geomean of bar fast is inf; it is a fin"),
     "on no family": (lambda s: s["bars"][0].update(of=[]), "of of bar fast is []; it is a list of names, one or more"),
     "on what is no name": (lambda s: s["bars"][0].update(of=[["decode"]]), "is [['decode']]; it is a list of names"),
-    "than nobody": (lambda s: s["bars"][0].update(than=""), "than '' is neither tuned, shipped, rules, best, best_ca"),
+    "than nobody": (
+        lambda s: s["bars"][0].update(than=""),
+        "than '' is neither tuned, shipped, unseen, rules, best, best_ca",
+    ),
     "than a path": (lambda s: s["bars"][0].update(than="torch/sdpa"), "polyattn/BACKEND, a family nor a peer, whose"),
     "than a backend without a name": (lambda s: s["bars"][0].update(than="polyattn/"), "than 'polyattn/' is neither"),
     "a backend without a name": (lambda s: s["bars"][0].update(who="polyattn/"), "who 'polyattn/' is neither"),

@@ -114,6 +114,18 @@ def test_serving_layer_table_is_the_result_file(committed):
         assert row["us"]["forward_decode"]["us"] <= result["budget"], "the committed run is over budget"
 
 
+def test_shipped_tables_are_held_to_what_they_say_of_requests_they_do_not_have(committed):
+    module, result = committed("shipped-tables")
+    assert module.measure() == result["devices"], "python benchmarks/shipped_tables.py writes it"
+    for rows in result["devices"].values():
+        like = [row for row in rows if row["like"]]
+        assert len(like) > len(rows) / 3
+        mean, least = map(float, module.figures(like, "unseen"))
+        assert mean >= 0.97 > float(module.figures(like, "rules")[0]), "asked of choices that nobody measured"
+        assert least >= 0.9
+        assert all(row["unseen"] == row["rules"] for row in rows if not row["like"])
+
+
 def test_kernel_counters_are_read_from_what_ncu_writes(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("kernel_counters")

@@ -549,6 +549,18 @@ def test_each_call_is_served_by_who_was_fastest_at_its_lengths(served):
     assert served == ["torch_sdpa", "torch_native", "torch_sdpa", "torch_sdpa", "torch_native", "torch_sdpa"]
 
 
+def test_a_call_that_was_not_measured_is_served_as_one_like_it(served):
+    measured(64, "torch_native", heads=4, kv_heads=4)
+    measured(1024, "torch_sdpa", heads=4, kv_heads=4)
+    request = workload(64, platform="cpu").request
+    for length in (64, 1000):
+        polyattn.attention(*tensors(length), causal=True)
+        said = polyattn.explain(tuning.with_lengths(request, 1, length, length))
+        assert (said.backend, said.source) == (served[-1], "tuned")
+        assert "of a request like this one with heads=4, kv_heads=4" in said.why
+    assert served == ["torch_native", "torch_sdpa"]
+
+
 def test_the_short_way_of_a_kernel_is_taken_where_it_serves(monkeypatch):
     from polyattn.backends import torch_sdpa
 
@@ -590,7 +602,7 @@ def test_keys_that_grow_are_chosen_for_once_in_a_bucket(served, monkeypatch, way
         asked = Workload(given, ((1, length),))
         rows.append(tuning.backend_row(tuning_place("cpu"), asked.request, asked.buckets, times, "a test"))
     if way == "shipped":
-        monkeypatch.setattr(tuning.choices, "_shipped", lambda: rows)
+        monkeypatch.setattr(tuning.known, "shipped_rows", lambda: rows)
         tuning.reload()
     else:
         tuning.record(*rows)
@@ -706,9 +718,13 @@ def test_compiled_code_is_traced_anew_only_where_its_choice_changes(selected):
         tuning.reload()
         assert traced() == [], "nothing was measured"
         measured(64, "torch_native", heads=2 * heads, kv_heads=2 * heads, v_head_dim=48)
-        polyattn.attention(*torch.randn(3, 1, 64, heads + 2, 32), causal=True)
-        measured(64, "torch_native", heads=heads + 2, kv_heads=heads + 2)
+        polyattn.attention(*torch.randn(3, 1, 64, heads + 2, 16), causal=True)
+        measured(64, "torch_native", heads=heads + 2, kv_heads=heads + 2, head_dim=16)
         assert traced() == [], "others were"
+    measured(64, "torch_native", heads=4, kv_heads=4)
+    assert traced() == ["torch_native"], "one like it was"
+    measured(64, "torch_sdpa")
+    assert traced() == ["torch_sdpa"]
     measured(64, "torch_native")
     assert traced() == ["torch_native"]
     measured(64, "torch_native")

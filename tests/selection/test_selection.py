@@ -163,6 +163,20 @@ def test_a_tuned_choice_that_cannot_be_taken_is_passed_over(tuned):
     assert chosen(*offers, tuned=(asked(tuned, "measured"),)).backend == "plain"
 
 
+@pytest.mark.parametrize("heads, backend", [(8, "wide"), (16, "plain")])
+def test_a_measurement_of_another_request_holds_for_who_serves_both_in_the_same_way(heads, backend):
+    """`wide` takes 16 heads by a rewrite, or by another provider: that is not what was measured with 8."""
+    request, like = (dataclasses.replace(REQUEST, heads=n, kv_heads=n) for n in (heads, 4))
+    for providers in (
+        (provider("own", {"heads": Range(1, 8)}, {"heads": Range(9, 64), "head_dim": 128}),),
+        (provider("few", {"heads": Range(1, 8)}), provider("many", {"heads": Range(9, 64)})),
+    ):
+        offers = (offer("wide", *providers, priority=1), offer("plain", priority=2))
+        found = chosen(*offers, request=request, tuned=(Choice("wide", "measured", like),))
+        assert (found.backend, found.source) == (backend, "tuned" if backend == "wide" else "priority")
+        assert chosen(*offers, request=request, tuned=(asked("wide", "measured"),)).backend == "wide"
+
+
 def test_what_was_only_declared_is_never_picked_by_itself():
     declared = offer("declared", evidence="declared", auto=rule(1), priority=100)
     plain = offer("plain", evidence="emulator")

@@ -14,8 +14,21 @@ from polyattn import tuning
 from polyattn.errors import ConfigError
 from polyattn.records import AttentionRequest, request_fields
 from polyattn.request_text import plain_request, read_request
-from polyattn.tuning import BACKEND, Place, Quarantined, Row, TuningStore, advise, choices, current, request_key
-from polyattn.tuning.choices import Advice, backend_row, measured, shipped_advice, with_lengths
+from polyattn.tuning import (
+    BACKEND,
+    Place,
+    Quarantined,
+    Row,
+    TuningStore,
+    advise,
+    advising,
+    choices,
+    current,
+    known,
+    request_key,
+)
+from polyattn.tuning.choices import NOTHING, backend_row, measured, shipped_advice, with_lengths
+from polyattn.tuning.times import age
 
 HERE = Place("chip", "sm90", (("torch", "2.11"),))
 REQUEST = AttentionRequest(dtype="bfloat16", heads=8, kv_heads=2, causal="bottom_right")
@@ -45,9 +58,13 @@ def order(lengths=(0, 0, 0), request=REQUEST):
     return [name for name, _ in said.order]
 
 
+def like(**changed):
+    return dataclasses.replace(REQUEST, **changed)
+
+
 def test_nothing_measured_says_nothing(shipped):
     shipped()
-    assert advise(REQUEST, lambda: pytest.fail("nobody asks where this is")) == choices.NOTHING
+    assert advise(REQUEST, lambda: pytest.fail("nobody asks where this is")) == NOTHING
 
 
 def test_the_fastest_comes_first_and_says_why():
@@ -301,6 +318,139 @@ def test_a_quarantine_that_is_none_is_not_used(own_store, recwarn):
     assert "has a row that is none (what a is quarantined for is []; a request it is)" in said
 
 
+# --------------------------------------------------------------------------------------------------- requests like this
+
+PAGED = dataclasses.replace(
+    REQUEST, family="paged", layout="THD", phase="decode", s_relation="one", page_size=16, window=(1023, -1)
+)
+SHARD = dataclasses.replace(PAGED, heads=4, kv_heads=1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *(
+            {"heads": 16},
+            {"heads": 4},
+            {"heads": 4, "kv_heads": 1},
+            {"heads": 64, "kv_heads": 16},
+            {"dtype": "float16"},
+        ),
+        *({"page_size": 4}, {"page_size": 64}, {"window": (256, -1)}, {"window": (4092, -1)}, {"lse": True}),
+        *({"large": True}, {"multimodal": True}, {"save_kv_cache": True}),
+    ],
+)
+def test_a_request_that_was_not_measured_has_the_choice_of_one_like_it(other):
+    asked = dataclasses.replace(PAGED, **other)
+    batch = 8 * PAGED.kv_heads // asked.kv_heads
+    put((8, 1, 4096), {"a": 1.0, "b": 2.0}, request=PAGED)
+    put((8, 1, 4096), {"b": 1.0}, request=dataclasses.replace(asked, sinks=True))
+    assert order((batch, 1, 4096), asked) == order((0, 0, 0), asked) == ["a", "b"]
+    assert measured(asked, here) == ()
+    assert [one.lengths for one in advising(asked, here)] == [(batch, 1, 4096)]
+    put((batch, 1, 4096), {"b": 1.0, "a": 2.0}, request=asked)
+    assert order((batch, 1, 4096), asked) == order((0, 0, 0), asked) == ["b", "a"], "its own says more"
+    assert order((8, 1, 4096), PAGED) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *(
+            {"heads": 32},
+            {"heads": 2},
+            {"dtype": "float32"},
+            {"page_size": 128},
+            {"window": (127, -1)},
+            {"head_dim": 64},
+        ),
+        *({"window": (-1, -1)}, {"window": (8191, -1)}, {"sinks": True}, {"softcap": 30.0}, {"scale": 0.5}),
+        *({"kv_dtype": "fp8_e4m3"}, {"kv_layout": "HND"}, {"phase": "extend"}, {"kv_parts": 1}, {"misaligned": True}),
+        *({"batch_invariant": True}, {"mask": "bool"}, {"v_head_dim": 64}, {"cross": True}, {"spec_topk": 4}),
+    ],
+)
+def test_what_runs_other_kernels_or_is_far_off_says_nothing(other):
+    put((8, 1, 4096), {"a": 1.0, "b": 2.0}, request=PAGED)
+    asked = dataclasses.replace(PAGED, **other)
+    assert order((8, 1, 4096), asked) == order((0, 0, 0), asked) == []
+    assert advising(asked, here) == ()
+
+
+@pytest.mark.parametrize("other", [{"layout": "BHSD"}, {"grad": ("query",)}, {"causal": "none"}])
+def test_nor_do_other_layouts_gradients_and_masks(other):
+    put((8, 64, 64), {"a": 1.0, "b": 2.0})
+    assert order((8, 64, 64), like(**other)) == []
+
+
+def test_who_was_like_it_is_said():
+    put((8, 1, 4096), {"a": 1.0, "b": 2.0}, request=PAGED)
+    said = advise(with_lengths(dataclasses.replace(SHARD, page_size=32), 16, 1, 4000), here)
+    whose = "of a request like this one with heads=8, kv_heads=2, page_size=16"
+    assert said.order[0][1] == f"1 us (others: b 2 us) at batch 8, S_q 1, S_k 4096, measured today, {whose}"
+    assert (said.kin.fields, said.kin.off) == ({"heads": 8, "kv_heads": 2, "page_size": 16}, 1.0)
+    put((8, 1, 1024), {"a": 1.0, "b": 3.0}, request=PAGED)
+    said = advise(SHARD, here).order[0][1]
+    whose = "of a request like this one with heads=8, kv_heads=2"
+    assert said == f"1.00 x the fastest over 2 measured lengths, measured today, {whose}"
+
+
+def test_the_nearest_is_asked():
+    put((8, 1, 4096), {"b": 1.0, "a": 2.0}, request=dataclasses.replace(PAGED, page_size=64))
+    put((8, 1, 4096), {"a": 1.0, "b": 2.0}, request=dataclasses.replace(PAGED, page_size=32))
+    assert order((8, 1, 4096), PAGED) == order((0, 0, 0), PAGED) == ["a", "b"]
+    put((8, 1, 65536), {"b": 1.0, "a": 2.0}, request=PAGED)
+    assert order((8, 1, 4096), PAGED) == ["a", "b"], "its own are too far off"
+    assert order((8, 1, 32768), PAGED) == order((0, 0, 0), PAGED) == ["b", "a"]
+
+
+def test_who_is_quarantined_where_it_was_measured_is_not_taken_from_there():
+    put((8, 1, 4096), {"a": 1.0, "b": 2.0}, request=PAGED)
+    tuning.quarantine(Quarantined(HERE, "a", request_key(PAGED), "it lies", "2026-01-01"))
+    assert order((16, 1, 4096), SHARD) == ["b"]
+    assert advise(SHARD, here).avoid == (), "for other requests it was not"
+    tuning.quarantine(Quarantined(HERE, "b", request_key(PAGED), "it hangs", "2026-01-01"))
+    assert order((16, 1, 4096), SHARD) == []
+
+
+def test_what_is_measured_while_a_program_runs_says_nothing_of_its_other_requests(monkeypatch, shipped):
+    shipped(backend_row(HERE, dataclasses.replace(PAGED, page_size=64), (8, 1, 4096), {"b": 1.0, "a": 2.0}, "authors"))
+    put((8, 1, 4096), {"a": 1.0, "b": 2.0}, request=PAGED)
+    assert order((16, 1, 4096), SHARD) == ["a", "b"]
+    monkeypatch.setenv("POLYATTN_TUNING", "online")
+    assert order((16, 1, 4096), SHARD) == ["b", "a"], "tables do not change"
+    assert order((8, 1, 4096), PAGED) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"heads": 0},
+        {"kv_heads": -2},
+        {"heads": "x"},
+        {"page_size": 1.5},
+        {"window": 5},
+        {"window": [1]},
+        {"window": [True, 0]},
+    ],
+)
+def test_a_row_with_numbers_that_no_request_has_is_like_none(wrong):
+    row = backend_row(HERE, REQUEST, (8, 64, 64), {"a": 1.0, "b": 2.0}, "a test")
+    tuning.record(dataclasses.replace(row, key={**row.key, "request": {**row.key["request"], **wrong}}))
+    assert order((8, 64, 64), like(heads=4)) == []
+
+
+def test_shipped_tables_can_be_asked_what_they_say_of_a_request_that_is_not_in_them(shipped):
+    shipped(
+        backend_row(HERE, PAGED, (8, 1, 4096), {"a": 1.0, "b": 2.0}, "the authors"),
+        backend_row(HERE, SHARD, (16, 1, 4096), {"b": 1.0, "a": 2.0}, "the authors"),
+    )
+    asked = with_lengths(SHARD, 16, 1, 4096)
+    assert [[name for name, _ in shipped_advice(asked, here, own=own).order] for own in (True, False)] == [
+        ["b", "a"],
+        ["a", "b"],
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------ shipped tables
 
 
@@ -311,7 +461,7 @@ def shipped(monkeypatch, tmp_path):
         folder.mkdir(exist_ok=True)
         data = {"format": form, "measurements": [row.plain() for row in rows]}
         (folder / "chip.json").write_text(json.dumps(data))
-        monkeypatch.setattr(choices.importlib.resources, "files", lambda package: tmp_path)
+        monkeypatch.setattr(known.importlib.resources, "files", lambda package: tmp_path)
         tuning.reload()
 
     return ship
@@ -332,7 +482,7 @@ def test_a_shipped_table_serves_such_a_device_whatever_its_versions(shipped):
     assert [name for name, _ in shipped_advice(with_lengths(REQUEST, 1, 1024, 1024), here).order] == ["a", "b"], (
         "what polyattn ships says the same"
     )
-    assert shipped_advice(dataclasses.replace(REQUEST, heads=4), here) == Advice()
+    assert shipped_advice(dataclasses.replace(REQUEST, sinks=True), here) == NOTHING
 
 
 def test_a_shipped_table_that_is_none_is_an_error(shipped):
@@ -342,7 +492,7 @@ def test_a_shipped_table_that_is_none_is_an_error(shipped):
 
 
 def test_the_tables_of_the_package_can_be_read():
-    rows = choices._shipped()
+    rows = known.shipped_rows()
     assert {(row.subject, row.place.device, row.place.arch) for row in rows} >= {(BACKEND, "NVIDIA H200", "sm90")}
     h200 = Place("NVIDIA H200", "sm90")
     row = next(r for r in rows if r.place.device == h200.device and not choices._SWITCHES.keys() & r.key["request"])
@@ -363,8 +513,8 @@ def test_a_store_that_cannot_be_read_is_said_once(own_store, recwarn):
 @pytest.mark.parametrize("days, words", [(0, "today"), (1, "1 day ago"), (40, "40 days ago")])
 def test_measurements_have_an_age(days, words):
     then = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=days)
-    assert choices._age(then.isoformat()) == choices._age(then.replace(tzinfo=None).isoformat()) == words
-    assert choices._age("long ago") == "on long ago"
+    assert age(then.isoformat()) == age(then.replace(tzinfo=None).isoformat()) == words
+    assert age("long ago") == "on long ago"
 
 
 def test_what_was_read_is_kept_until_something_changes(monkeypatch):
@@ -377,15 +527,15 @@ def test_what_was_read_is_kept_until_something_changes(monkeypatch):
 
 def test_what_is_recorded_while_the_file_is_read_is_not_missed(monkeypatch):
     put((1, 64, 64), {"a": 1.0, "b": 2.0})
-    real = choices._read
+    real = known._read
 
     def slow(place):
         found = real(place)
-        monkeypatch.setattr(choices, "_read", real)
+        monkeypatch.setattr(known, "_read", real)
         tuning.quarantine(Quarantined(HERE, "a", request_key(REQUEST), "it lies", "2026-01-01"))  # by another thread
         return found
 
-    monkeypatch.setattr(choices, "_read", slow)
+    monkeypatch.setattr(known, "_read", slow)
     assert order() == ["a", "b"], "asked before"
     assert order() == ["b"]
 

@@ -21,7 +21,7 @@ from .inspection import catalogue
 from .policies import measured_policy, tuning_place
 from .records import AttentionRequest
 from .selection import Policy, Selection, select
-from .tuning import bucket, measured, meet, mode, with_lengths
+from .tuning import advising, bucket, meet, mode, with_lengths
 
 if TYPE_CHECKING:
     from .choose import Chosen
@@ -62,8 +62,9 @@ def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
 
 @functools.lru_cache(maxsize=1024)
 def _choices(request: AttentionRequest, policy: Policy, epoch: int) -> dict[Extent | None, tuple[Any, ...]]:
-    """Who serves the lengths that were measured, and all others (None); empty where nothing was measured."""
-    found = measured(request, functools.partial(tuning_place, request.platform))
+    """Who serves the lengths that were measured, for this request or one like it, and all others (None); empty where
+    nothing was measured."""
+    found = advising(request, functools.partial(tuning_place, request.platform))
     if not found:
         return {}
     by_rule = select(request, catalogue(), dataclasses.replace(policy, tuned=()))

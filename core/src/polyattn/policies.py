@@ -34,9 +34,9 @@ def compiled_policy(argument: str | None, scope: Scope, request: AttentionReques
     """`current_policy` for code that is being compiled: where nobody chose, it is traced anew once measurements put the
     backends into another order, or keep another one out."""
 
-    def said() -> tuple[list[str], tuple[str, ...]]:
+    def said() -> tuple[list[str], tuple[str, ...], Any]:
         found = advise(request, functools.partial(tuning_place, request.platform))
-        return [name for name, _ in found.order], found.avoid
+        return [name for name, _ in found.order], found.avoid, found.kin and found.kin.fields
 
     if current_choice(argument, scope, request) is None:
         watch(("compiled", request), said)
@@ -45,18 +45,24 @@ def compiled_policy(argument: str | None, scope: Scope, request: AttentionReques
 
 def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:
     """A policy with what measurements say of a request that nobody chose a backend for."""
-    return _advised(policy, advise(request, functools.partial(tuning_place, request.platform)))
+    return _advised(policy, request, advise(request, functools.partial(tuning_place, request.platform)))
 
 
-def shipped_policy(policy: Policy, request: AttentionRequest) -> Policy:
-    """A policy with what polyattn ships of measurements on such a device, and with nothing that was measured here."""
-    return _advised(policy, shipped_advice(request, functools.partial(tuning_place, request.platform)))
+def shipped_policy(policy: Policy, request: AttentionRequest, *, own: bool = True) -> Policy:
+    """A policy with what polyattn ships of measurements on such a device, and with nothing that was measured here.
+
+    Args:
+        own: False leaves out what it ships of this very request: what one gets that nobody has measured.
+    """
+    said = shipped_advice(request, functools.partial(tuning_place, request.platform), own=own)
+    return _advised(policy, request, said)
 
 
-def _advised(policy: Policy, said: Advice) -> Policy:
+def _advised(policy: Policy, request: AttentionRequest, said: Advice) -> Policy:
     if not (said.order or said.avoid or said.notes):
         return policy
-    tuned = tuple(Choice(name, why) for name, why in said.order)
+    like = None if said.kin is None else dataclasses.replace(request, **said.kin.fields).normalised()
+    tuned = tuple(Choice(name, why, like) for name, why in said.order)
     return dataclasses.replace(policy, tuned=tuned, avoid=said.avoid, notes=said.notes)
 
 

@@ -35,10 +35,16 @@ __all__ = ["Catalogue", "Choice", "Offer", "Policy", "Selection", "holds", "may_
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A backend somebody asked for, and where: `argument`, `use_backend`, `force_backend`, `component x`, ..."""
+    """A backend somebody asked for, and where: `argument`, `use_backend`, `force_backend`, `component x`, ...
+
+    Attributes:
+        like: of a measurement, the request that was measured, where it is another one: a backend that serves the two
+            in different ways is not chosen for it.
+    """
 
     name: str
     source: str
+    like: AttentionRequest | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +281,13 @@ class _Judge:
         said = self.ask(offer, only)
         return said if said.provider is not None or said.error is not None else self.lower(offer, only) or said
 
+    def same_way(self, said: _Judgement, like: AttentionRequest | None) -> bool:
+        """Whether a backend would serve another request by the same provider and rewrites as this one."""
+        if like is None:
+            return True
+        other = _Judge(like, self.catalogue, self.policy).take(said.offer)
+        return (other.provider, other.lowerings) == (said.provider, said.lowerings)
+
     def lower(self, offer: Offer, only: str = "") -> _Judgement | None:
         """The judgement of a backend that refused, when an exact rewrite leads to what it takes."""
         refused = self.ask(offer, only)
@@ -360,7 +373,8 @@ def _automatic(asked: _Judge) -> Selection:
     ranked = sorted((o for o in asked.offers if may_be_automatic(o, policy)), key=_rank)
     named = {o.info.name: o for o in ranked}
     for choice in (c for c in policy.tuned if c.name in named):
-        if (said := asked.take(named[choice.name])).provider is not None:
+        said = asked.take(named[choice.name])
+        if said.provider is not None and asked.same_way(said, choice.like):
             return _selection(asked, said, "tuned", choice.source)
     rules = [(rule.rank, o.info.name, i, rule, o) for o in ranked for i, rule in enumerate(o.info.auto)]
     for *_, rule, offer in sorted(rules, key=lambda r: r[:3]):

@@ -31,9 +31,10 @@ OWN = "polyattn/"
 ANCHORS_WITHIN = 0.03
 """A row counts where the device's own rates before and after it differ by at most so much."""
 
-CHOICES = ("tuned", "shipped", "rules")
+CHOICES = ("tuned", "shipped", "unseen", "rules")
 """What polyattn chooses with what was measured on the machine before; where nothing was, by the tables that it ships,
-and its rules where those do not know the request; by its rules alone."""
+and its rules where those know no such request; the same, if the tables did not have this very request; by its rules
+alone."""
 
 SUBJECTS = (*CHOICES, "best")
 """Whom a bar may be on, besides a candidate by its name: what polyattn chooses; the fastest candidate."""

@@ -265,6 +265,7 @@ def _choices(asked: Workload, entries: Sequence[Entry]) -> dict[str, str]:
         found = {
             "tuned": explain(asked.request),
             "shipped": select(asked.request, catalogue(), shipped_policy(rules, asked.request)),
+            "unseen": select(asked.request, catalogue(), shipped_policy(rules, asked.request, own=False)),
             "rules": select(asked.request, catalogue(), rules),
         }
     except (UnsupportedRequestError, BackendUnavailableError):

@@ -8,14 +8,14 @@ Importing this imports no torch.
 from __future__ import annotations
 
 from .choices import (
-    SAME,
     Advice,
-    Measured,
     advise,
+    advising,
     backend_row,
     measured,
     meet,
     request_key,
+    request_of,
     shipped_advice,
     with_lengths,
 )
@@ -25,6 +25,7 @@ from .offline import MOST_CANDIDATES, Trial, Tuned, note_serving, serving, tune
 from .places import cpu_name, driver, place_of
 from .rows import BACKEND, Place, Quarantined, Row
 from .store import TuningStore
+from .times import SAME, Measured
 
 __all__ = [
     "BACKEND",
@@ -43,6 +44,7 @@ __all__ = [
     "Tuned",
     "TuningStore",
     "advise",
+    "advising",
     "backend_row",
     "bucket",
     "cpu_name",
@@ -61,6 +63,7 @@ __all__ = [
     "release",
     "reload",
     "request_key",
+    "request_of",
     "serving",
     "shipped_advice",
     "store",

@@ -1,0 +1,160 @@
+"""Everything in the store and in the shipped tables about the backends of a device, read once and kept in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import ConfigError
+from ..records import AttentionRequest
+from .alike import Numbers, apart, numbers_of, scaled
+from .current import cached, mode, store
+from .kernels import bucket
+from .rows import BACKEND, Place, Row, canonical, row_of
+from .store import FORMAT
+from .times import Kin, Lengths, Measured
+
+__all__ = ["NOT_ANY", "Known", "known", "shipped", "shipped_rows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What is known of a device.
+
+    Attributes:
+        measured: measurements by the text of `request_key`. elsewhere: why others of such requests are not used.
+        quarantined: backend -> reason. kinds: requests, with their text, by what tells their kernels apart.
+    """
+
+    measured: Mapping[str, Sequence[Measured]] = dataclasses.field(default_factory=dict)
+    elsewhere: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    quarantined: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    kinds: Mapping[str, Sequence[tuple[str, Numbers]]] = dataclasses.field(default_factory=dict)
+    _kin: dict[tuple[str, bool], Sequence[Measured]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Mapping[Lengths, Measured]], **more: Any) -> Known:
+        """From measurements by the text of their request, and by their lengths."""
+        kinds: dict[str, list[tuple[str, Numbers]]] = {}
+        for key in found:
+            if (said := numbers_of(json.loads(key))) is not None:
+                kinds.setdefault(said[0], []).append((key, said[1]))
+        return cls({key: tuple(by_lengths.values()) for key, by_lengths in found.items()}, kinds=kinds, **more)
+
+    def kin(self, key: Mapping[str, Any]) -> Sequence[Measured]:
+        """Measurements of requests like that of a `request_key`, the nearest first, by the lengths at which it has as
+        much to do.
+
+        What is measured while a program runs says nothing of its other requests: their choices would change under way.
+        """
+        text, still = canonical(key), mode() != "online"
+        if (text, still) not in self._kin:
+            self._kin[text, still] = self._find_kin(key, text, still)
+        return self._kin[text, still]
+
+    def _find_kin(self, key: Mapping[str, Any], text: str, still: bool) -> Sequence[Measured]:
+        asked = numbers_of(key)
+        if asked is None:
+            return ()
+        kind, mine = asked
+        near = [
+            (off, other, theirs)
+            for other, theirs in self.kinds.get(kind, ())
+            if other != text and (off := apart(theirs, mine)) is not None
+        ]
+        found = [
+            (off, _for_kin(one, theirs, mine, off, self.quarantined.get(other, {})))
+            for off, other, theirs in near
+            for one in self.measured[other]
+            if still or one.shipped
+        ]
+        return tuple(one for _, one in sorted(found, key=lambda f: (f[0], f[1].shipped)) if one.times)
+
+
+def _for_kin(one: Measured, theirs: Numbers, mine: Numbers, off: float, held: Collection[str]) -> Measured:
+    """A measurement for another request; who is quarantined where it was measured is not taken from there."""
+    batch, s_q, s_k = one.lengths
+    times = {name: time for name, time in one.times.items() if name not in held}
+    ours = mine.fields()
+    kin = Kin({name: value for name, value in theirs.fields().items() if value != ours[name]}, off, one.lengths)
+    return dataclasses.replace(one, lengths=(bucket(scaled(batch, theirs, mine)), s_q, s_k), times=times, kin=kin)
+
+
+NOT_ANY = Known()
+
+
+def known(request: AttentionRequest, place: Callable[[], Place]) -> Known:
+    """Of the device of a request. `place` is asked only where there is anything."""
+    if mode() == "off":
+        return NOT_ANY
+    return cached(("backends", request.platform, request.arch), lambda: _read(place))
+
+
+def _read(place: Callable[[], Place]) -> Known:
+    try:
+        rows, held = store().rows(subject=BACKEND), store().quarantined()
+    except ConfigError as exc:
+        warnings.warn(f"nothing measured decides about backends: {exc}", RuntimeWarning, stacklevel=6)
+        rows, held = [], []
+    if not (rows or held or shipped_rows()):
+        return NOT_ANY
+    here = place()
+    found = _tables(here)
+    elsewhere: dict[str, list[str]] = {}
+    for row in rows:
+        if row.place == here:
+            _keep(found, row, shipped=False)
+        else:
+            elsewhere.setdefault(_key(row), []).append(f"of {here.differs(row.place)}, which this machine has not")
+    quarantined: dict[str, dict[str, str]] = {}
+    for one in held:
+        if one.place == here:
+            quarantined.setdefault(canonical(one.key), {})[one.backend] = one.reason
+    if not (found or elsewhere or quarantined):
+        return NOT_ANY
+    return Known.of(found, elsewhere=elsewhere, quarantined=quarantined)
+
+
+def shipped(place: Callable[[], Place]) -> Known:
+    """What the tables that come with polyattn say of a device, without anything that was measured here."""
+    if not shipped_rows():
+        return NOT_ANY
+    here = place()
+    return cached(("shipped", here.device, here.arch), lambda: Known.of(_tables(here)))
+
+
+def _tables(here: Place) -> dict[str, dict[Lengths, Measured]]:
+    """What polyattn's authors measured on such a device."""
+    found: dict[str, dict[Lengths, Measured]] = {}
+    for row in shipped_rows():
+        if (row.place.device, row.place.arch) == (here.device, here.arch):
+            _keep(found, row, shipped=True)
+    return found
+
+
+def _keep(found: dict[str, dict[Lengths, Measured]], row: Row, *, shipped: bool) -> None:
+    lengths = (row.key["batch"], row.key["q"], row.key["k"])
+    host, rule = row.value.get("host", {}), row.value.get("rule", "")
+    found.setdefault(_key(row), {})[lengths] = Measured(lengths, row.value["times"], row.date, shipped, host, rule)
+
+
+def _key(row: Row) -> str:
+    return canonical(row.key["request"])
+
+
+def shipped_rows() -> list[Row]:
+    """The tables that come with the package, one file for each device."""
+    return cached(("shipped",), lambda: list(_read_tables()))
+
+
+def _read_tables() -> Iterable[Row]:
+    for file in sorted(importlib.resources.files(__package__).joinpath("shipped").iterdir(), key=lambda f: f.name):
+        if file.name.endswith(".json"):
+            data = json.loads(file.read_text(encoding="utf-8"))
+            if data.get("format") != FORMAT:
+                raise ConfigError(f"{file.name}: this is no export of measurements; one has format {FORMAT!r}")
+            yield from (row_of(one, f"{file.name}: measurement {i}") for i, one in enumerate(data["measurements"]))

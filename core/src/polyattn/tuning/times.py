@@ -1,0 +1,101 @@
+"""Times of the backends that serve a request, and how they are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .rows import when
+
+__all__ = ["SAME", "Kin", "Lengths", "Measured", "age", "ranked", "whose"]
+
+Lengths = tuple[int, int, int]
+"""Buckets of (B or N, the longest S_q, the longest S_k)."""
+
+SAME = 1.025
+"""Times nearer than this factor tell nothing apart: on an H200, two measurements of one kernel, by the tuner and by the
+benchmark, differed by 0.7%, one pair of seven by 2.3%."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kin:
+    """The request that was measured, where it is another one than is asked for (`alike`).
+
+    Attributes:
+        fields: of the request, those that are others. off: how far it is, in factors of two. lengths: it was
+            measured at.
+    """
+
+    fields: Mapping[str, Any]
+    off: float
+    lengths: Lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Times of one request at one set of lengths.
+
+    Attributes:
+        lengths: in buckets. times: microseconds of the device by backend. date: ISO 8601, UTC.
+        shipped: measured by polyattn's authors on such a device, not on this machine.
+        host: microseconds until a call returns, by backend, where that was measured. rule: who is chosen without
+            measurements; "" where that was not written down.
+        kin: whose times these are, where they are not of the request itself.
+    """
+
+    lengths: Lengths
+    times: Mapping[str, float]
+    date: str
+    shipped: bool = False
+    host: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    rule: str = ""
+    kin: Kin | None = None
+
+    def costs(self, *, recorded: bool) -> dict[str, float]:
+        """Microseconds by backend, who is to be chosen first. The host issues a call while the device works on those
+        before it, so the slower of both counts; a `recorded` one is issued with its graph."""
+        found = {name: time if recorded else max(time, self.host.get(name, 0.0)) for name, time in self.times.items()}
+        return ranked(found, self.rule)
+
+    def why(self, backend: str) -> str:
+        """The figures behind a choice, and how old they are."""
+        beside = ", ".join(f"{name} {self._took(name)}" for name in self.times if name != backend)
+        batch, s_q, s_k = self.lengths if self.kin is None else self.kin.lengths
+        where = "shipped with polyattn" if self.shipped else f"measured {age(self.date)}"
+        took = f"{self._took(backend)}{f' (others: {beside})' if beside else ''}"
+        return f"{took} at batch {batch}, S_q {s_q}, S_k {s_k}, {where}{whose(self.kin)}"
+
+    def _took(self, backend: str) -> str:
+        time, host = self.times[backend], self.host.get(backend, 0.0)
+        return f"{_us(time)}, {_us(host)} of the host" if host > SAME * time else _us(time)
+
+
+def ranked(costs: Mapping[str, float], rule: str) -> dict[str, float]:
+    """What costs least first; before it what is chosen anyway, where nothing is faster by more than `SAME`."""
+    least = SAME * min(costs.values(), default=0.0)
+    kept = rule if costs.get(rule, math.inf) <= least else ""
+    return dict(sorted(costs.items(), key=lambda item: (item[0] != kept, item[1], item[0])))
+
+
+def whose(kin: Kin | None) -> str:
+    """Of which request the times are, in words, where it is another one."""
+    if kin is None:
+        return ""
+    return f", of a request like this one with {', '.join(f'{name}={value!r}' for name, value in kin.fields.items())}"
+
+
+def _us(time: float) -> str:
+    return f"{time:.3g} us" if time < 1000 else f"{time / 1000:.3g} ms"
+
+
+def age(date: str) -> str:
+    """How long ago it was, in words."""
+    try:
+        then = when(date)
+    except ValueError:
+        return f"on {date}"
+    days = (datetime.datetime.now(datetime.timezone.utc) - then).days
+    return "today" if days < 1 else f"{days} day{'s' if days > 1 else ''} ago"
