@@ -21,6 +21,9 @@ PEERS: dict[str, Peer] = {
     "flashinfer": Peer(".flashinfer_peer:default", "FlashInfer, its defaults", distributions=_FLASHINFER),
     "flashinfer_fa2": Peer(".flashinfer_peer:fa2", "FlashInfer, fa2", distributions=_FLASHINFER),
     "flashinfer_fa3": Peer(".flashinfer_peer:fa3", "FlashInfer, fa3", distributions=_FLASHINFER),
+    "flashinfer_cascade": Peer(
+        ".flashinfer_peer:cascade", "FlashInfer, cascade of a shared prefix", distributions=_FLASHINFER
+    ),
     "xqa": Peer(".flashinfer_peer:xqa", "FlashInfer, XQA", distributions=_FLASHINFER),
     "fa3": Peer(".fa3:fixed", "FlashAttention 3", distributions=("vllm",)),
     "fa3_varlen": Peer(".fa3:packed", "FlashAttention 3, packed", distributions=("vllm",)),

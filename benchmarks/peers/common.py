@@ -12,7 +12,7 @@ from polyattn.errors import UnsupportedRequestError
 from polyattn.measuring import Call, Inputs
 from polyattn.records import AttentionRequest
 
-__all__ = ["PlainStep", "called", "heads_first", "only", "plain_step", "scale_of", "window_of"]
+__all__ = ["PlainStep", "called", "csr", "heads_first", "only", "plain_step", "scale_of", "window_of"]
 
 _ALWAYS = frozenset({"phase", "s_relation", "page_size", "graph_capture", "group", "scale", "large", "kv_layout"})
 """Options that say what kind of row it is; every peer is told them by what it is called with."""
@@ -122,17 +122,19 @@ def plain_step(inputs: Inputs) -> PlainStep:
         # Whole pages: those of a sequence follow them.
         table = torch.cat([part.page_table.expand(table.shape[0], -1), table], 1).contiguous()
         lens = lens + part.seq_lens
+    q_len, kv_len = inputs.workload.longest
+    return PlainStep(
+        table, lens, extra["cu_seqlens_q"], q_len, kv_len + inputs.workload.shared, *csr(table, lens, size)
+    )
+
+
+def csr(table: Tensor, lens: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages one behind another: (where those of a sequence begin [B + 1], all of them, tokens in the last [B]), int32.
+
+    Args:
+        table: int32 [B, max_pages]. lens: int32 [B], above 0. size: tokens of a page.
+    """
     pages = (lens + size - 1) // size
     starts = torch.nn.functional.pad(pages.cumsum(0, dtype=torch.int32), (1, 0))
     used = table[torch.arange(table.shape[1], device=table.device) < pages[:, None]]
-    q_len, kv_len = inputs.workload.longest
-    return PlainStep(
-        table,
-        lens,
-        extra["cu_seqlens_q"],
-        q_len,
-        kv_len + inputs.workload.shared,
-        starts,
-        used,
-        lens - (pages - 1) * size,
-    )
+    return starts, used, lens - (pages - 1) * size

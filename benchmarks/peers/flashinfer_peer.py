@@ -13,12 +13,13 @@ from polyattn.errors import UnsupportedRequestError
 from polyattn.measuring import Call, Inputs
 from polyattn.records import AttentionRequest
 
-from .common import only, plain_step, scale_of
+from .common import csr, only, plain_step, scale_of
 
-__all__ = ["default", "fa2", "fa3", "xqa"]
+__all__ = ["cascade", "default", "fa2", "fa3", "xqa"]
 
 _WORKSPACE = 384 * 2**20
 _TAKES = ("causal", "v_head_dim", "window", "softcap")
+_CACHE = ("kv_parts", "kv_dtype", "kv_scales")
 
 
 def default(inputs: Inputs) -> Call:
@@ -64,13 +65,49 @@ def xqa(inputs: Inputs) -> Call:
     return call
 
 
+def cascade(inputs: Inputs) -> Call:
+    """Two levels: what all sequences share is read once, for the queries of all of them."""
+    request = only(inputs, ("paged",), "causal", "softcap", "kv_parts")
+    if not request.kv_parts:
+        raise UnsupportedRequestError("takes rows with a prefix that all sequences share")
+    extra, size, device = inputs.extra, request.page_size, inputs.device
+    (part,) = extra["kv_parts"]
+    own = csr(extra["page_table"], extra["seq_lens"], size)
+    shared = csr(part.page_table[:1], part.seq_lens[:1], size)
+    starts = extra["cu_seqlens_q"]
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, _workspace(inputs), "NHD")
+    wrapper.plan(
+        [torch.tensor([0, inputs.workload.tokens], dtype=torch.int32, device=device), starts],
+        *([*level] for level in zip(shared, own, strict=True)),
+        num_qo_heads=request.heads,
+        num_kv_heads=request.kv_heads,
+        head_dim=request.head_dim,
+        page_size=size,
+        causal=request.causal != "none",
+        sm_scale=scale_of(request),
+        logits_soft_cap=request.softcap or None,
+        # Names are what its signature says it takes.
+        **{name: str(dtype).removeprefix("torch.") for name, dtype in _types(inputs).items()},
+    )
+    return lambda number: wrapper.run(inputs.tensors[number]["query"], _caches(inputs, number))
+
+
 def _workspace(inputs: Inputs) -> Tensor:
     return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=inputs.device)
 
 
 def _types(inputs: Inputs) -> dict[str, Any]:
-    dtype = inputs.tensors[0]["query"].dtype
-    return {"q_data_type": dtype, "kv_data_type": dtype}
+    given = inputs.tensors[0]
+    dtype = given["query"].dtype
+    return {"q_data_type": dtype, "kv_data_type": given["key_cache"].dtype if "key_cache" in given else dtype}
+
+
+def _scales(inputs: Inputs, request: AttentionRequest) -> dict[str, float]:
+    """Of an FP8 cache, as numbers of the host: they are those of the model, and the same for each step."""
+    if request.kv_scales not in ("", "tensor"):
+        raise UnsupportedRequestError(f"takes one scale for a cache, not one by {request.kv_scales}")
+    given = {**inputs.extra, **inputs.tensors[0]}
+    return {name: float(given[name]) for name in ("k_scale", "v_scale") if given.get(name) is not None}
 
 
 def _masking(request: AttentionRequest) -> dict[str, Any]:
@@ -116,8 +153,9 @@ def _caches(inputs: Inputs, number: int) -> tuple[Tensor, Tensor]:
 
 
 def _extend(inputs: Inputs, backend: str) -> Call:
-    request = only(inputs, ("paged",), *_TAKES, "kv_parts")
-    step = plain_step(inputs)
+    # The template for Hopper takes FP8 caches beside FP8 queries alone.
+    request = only(inputs, ("paged",), *_TAKES, *(_CACHE if backend == "fa2" else _CACHE[:1]))
+    step, scales = plain_step(inputs), _scales(inputs, request)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(inputs), "NHD", backend=backend)
     wrapper.plan(
         step.cu_seqlens_q,
@@ -133,12 +171,12 @@ def _extend(inputs: Inputs, backend: str) -> Call:
         **_masking(request),
         **_types(inputs),
     )
-    return lambda number: wrapper.run(inputs.tensors[number]["query"], _caches(inputs, number))
+    return lambda number: wrapper.run(inputs.tensors[number]["query"], _caches(inputs, number), **scales)
 
 
 def _decode(inputs: Inputs, **how: Any) -> Call:
-    request = only(inputs, ("paged",), "window", "softcap", "kv_parts")
-    step = plain_step(inputs)
+    request = only(inputs, ("paged",), "window", "softcap", *_CACHE)
+    step, scales = plain_step(inputs), _scales(inputs, request)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(inputs), "NHD", **how)
     wrapper.plan(
         step.kv_indptr,
@@ -152,7 +190,7 @@ def _decode(inputs: Inputs, **how: Any) -> Call:
         **_masking(request),
         **_types(inputs),
     )
-    return lambda number: wrapper.run(inputs.tensors[number]["query"], _caches(inputs, number))
+    return lambda number: wrapper.run(inputs.tensors[number]["query"], _caches(inputs, number), **scales)
 
 
 def _latent(inputs: Inputs, backend: str) -> Call:

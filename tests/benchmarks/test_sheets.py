@@ -13,7 +13,6 @@ import pytest
 import torch
 import yaml
 
-from polyattn import tuning
 from polyattn.bench.rows import LATENT_FP8_ROW, Row, visible
 from polyattn.bench.sheets import QUERY_DTYPES, read, selected
 from polyattn.bench.workloads import workload
@@ -26,7 +25,7 @@ from polyattn.validate import FLOATS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHEETS = BENCHMARKS / "sheets"
-TABLE = Path(tuning.__file__).parent / "shipped" / "nvidia-h200.json"
+TABLE = BENCHMARKS.parent / "plugins" / "cuda" / "src" / "polyattn_cuda" / "measurements" / "nvidia-h200.json"
 
 
 @pytest.fixture(scope="module")

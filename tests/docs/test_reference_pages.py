@@ -70,6 +70,12 @@ def polyattn_register_backends():
 
 
 @hookimpl
+def polyattn_register_measurements():
+    note("polyattn_register_measurements")
+    return []
+
+
+@hookimpl
 def polyattn_report_capability(backend, request):
     note("polyattn_report_capability", request)
 
@@ -146,11 +152,11 @@ def test_hooks_are_called_in_the_order_of_the_page(calls: dict[str, list[Any]]) 
 
 def test_hooks_are_called_when_the_page_says(calls: dict[str, list[Any]]) -> None:
     said = {hook: when for _, hook, when, _ in HOOK_ROWS}
-    platforms, backends, capability, forward = said
+    platforms, backends, measurements, capability, forward = said
     assert said[platforms] == "once per process, when backends are first needed"
-    assert said[backends] == "once per process, right after"
+    assert said[backends] == said[measurements] == "once per process, right after"
     assert calls["import"] == []
-    assert [hook for hook, *_ in calls["list"]] == [platforms, backends]
+    assert [hook for hook, *_ in calls["list"]] == [platforms, backends, measurements]
     assert said[capability] == "per distinct request, where the rows accepted it"
     assert said[forward] == "per distinct request, when it is first served"
     assert {hook for hook, *_ in calls["explain"]} == {capability}
@@ -171,7 +177,7 @@ def test_where_a_hook_may_import_records_only_torch_is_not_there(calls: dict[str
 def test_what_a_hook_returns_is_what_its_spec_returns(hook: str) -> None:
     spec = getattr(hookspecs.PolyattnSpecs, hook)
     annotation = inspect.signature(spec).return_annotation.replace("Verdict", "Accepted | Rejected")
-    records = set(re.findall(r"\w+", annotation)) - {"Iterable"}
+    records = set(re.findall(r"\w+", annotation)) - {"Iterable", "str"}
     section = HOOKS.split(f"\n## {hook}(", 1)[1].split("\n## ", 1)[0]
     (said,) = re.findall(r"^Returns (.+?)(?:\n\n|\Z)", section, re.M | re.S)
     first = said.partition(". ")[0]

@@ -195,8 +195,9 @@ def test_every_addition_is_promised() -> None:
 
 def test_the_snapshot_is_of_the_whole_contract() -> None:
     named = PROMISED["exports"]
-    hooks = ("register_platforms", "register_backends", "report_capability", "load_forward")
-    assert list(named["polyattn.hookspecs"]["PolyattnSpecs"]["members"])[:4] == [f"polyattn_{name}" for name in hooks]
+    registering = ("register_platforms", "register_backends", "register_measurements")
+    hooks = [f"polyattn_{name}" for name in (*registering, "report_capability", "load_forward")]
+    assert list(named["polyattn.hookspecs"]["PolyattnSpecs"]["members"])[:5] == hooks
     assert {"DenseForward", "DenseBackward", "VarlenForward", "PagedForward", "Bound"} < set(named["polyattn.contract"])
     assert {"AttentionRequest", "BackendInfo", "Provider", "Row", "row", "Range"} < set(named["polyattn.records"])
     assert set(PROMISED["request"]) >= {"family", "causal", "sinks", "lse", "save_kv_cache"}

@@ -73,6 +73,17 @@ FAULTS = [
         "@hookimpl\ndef polyattn_register_platforms():\n    return [PlatformInfo('board', 'cpu', 'm:f')]\n" + GOOD,
         "'board': device_type='cpu' is that of platform 'cpu' already .plugin 'core'.; give the device's own type",
     ),
+    Fault(
+        "measurements hook raises",
+        GOOD + "@hookimpl\ndef polyattn_register_measurements():\n    raise OSError('no table')\n",
+        "OSError: no table",
+        OSError,
+    ),
+    Fault(
+        "measurements that are no file of a package",
+        GOOD + "@hookimpl\ndef polyattn_register_measurements():\n    return [{'a': 1.0}]\n",
+        "registered {'a': 1.0}, a str is needed",
+    ),
     Fault("unknown platform", registers("return [info('acme', 'cdua')]"), "acme@cdua: no such platform.*'cuda'"),
     Fault(
         "bad name", registers("return [info('Acme-3')]"), "'Acme-3' must be lower case letters, digits and underscor"

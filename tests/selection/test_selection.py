@@ -638,3 +638,20 @@ def test_a_strangers_alias_cannot_take_over_a_name(plugin: str, winner: str) -> 
     """Its own plugin may say that in a family the name means another backend (`fa3` in diffusion is `fa`)."""
     thief = dataclasses.replace(offer("thief", aliases=(Alias("mine"), Alias("mine", ("dense",)))), plugin=plugin)
     assert chosen(thief, offer("mine"), choice=asked("mine")).backend == winner
+
+
+def test_an_alias_of_two_plugins_is_nobodys() -> None:
+    """Which one answered would hang on who was found first."""
+    both = (offer("orbit", aliases=(Alias("quick"),)), offer("comet", aliases=(Alias("quick", ("dense",)),)))
+    with pytest.raises(BackendUnavailableError) as caught:
+        chosen(*both, choice=asked("quick"))
+    assert str(caught.value) == (
+        "backend 'quick', asked for by argument is an alias of several: orbit@cpu of plugin orbit, comet@cpu of plugin "
+        "comet. Ask for one by its name"
+    )
+    assert chosen(*both, choice=asked("comet")).backend == "comet"
+    packed = dataclasses.replace(REQUEST, family="varlen", layout="THD")
+    orbit = offer("orbit", provider("own", {"family": "varlen"}), aliases=(Alias("quick"),))
+    assert chosen(orbit, both[1], request=packed, choice=asked("quick")).backend == "orbit", "of one family only"
+    own = dataclasses.replace(both[1], plugin="orbit")
+    assert chosen(both[0], own, choice=asked("quick")).backend == "orbit", "one author may say it twice"

@@ -7,11 +7,14 @@ import datetime
 import json
 import re
 import sqlite3
+import sys
+import types
 
 import pytest
 
 from polyattn import tuning
 from polyattn.errors import ConfigError
+from polyattn.plugins import PluginReport
 from polyattn.records import AttentionRequest, request_fields
 from polyattn.request_text import plain_request, read_request
 from polyattn.tuning import (
@@ -456,12 +459,17 @@ def test_shipped_tables_can_be_asked_what_they_say_of_a_request_that_is_not_in_t
 
 @pytest.fixture
 def shipped(monkeypatch, tmp_path):
-    def ship(*rows: Row, form: str = "polyattn tuning 1") -> None:
-        folder = tmp_path / "shipped"
+    def ship(*rows: Row, text: str = "", files: tuple[str, ...] = ("acme_chips:chip.json",)) -> None:
+        folder = tmp_path / "acme_chips"
         folder.mkdir(exist_ok=True)
-        data = {"format": form, "measurements": [row.plain() for row in rows]}
-        (folder / "chip.json").write_text(json.dumps(data))
-        monkeypatch.setattr(known.importlib.resources, "files", lambda package: tmp_path)
+        (folder / "__init__.py").touch()
+        data = {"format": "polyattn tuning 1", "measurements": [row.plain() for row in rows]}
+        (folder / "chip.json").write_text(text or json.dumps(data))
+        plugin = PluginReport("acme", "acme_chips.plugin", "acme-chips", "1.0")
+        manager = types.SimpleNamespace(measurements=tuple(("acme", file) for file in files), plugins={"acme": plugin})
+        monkeypatch.setattr(known, "get_manager", lambda: manager)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "acme_chips", raising=False)
         tuning.reload()
 
     return ship
@@ -474,7 +482,7 @@ def test_a_shipped_table_serves_such_a_device_whatever_its_versions(shipped):
         backend_row(dataclasses.replace(other, arch="sm80"), REQUEST, (1, 64, 64), {"c": 1.0}, "the authors"),
     )
     ((name, why), _) = advise(with_lengths(REQUEST, 1, 1024, 1024), here).order
-    assert (name, why) == ("a", "1 us (others: b 2 us) at batch 1, S_q 1024, S_k 1024, shipped with polyattn")
+    assert (name, why) == ("a", "1 us (others: b 2 us) at batch 1, S_q 1024, S_k 1024, shipped with a plugin")
     assert order((1, 64, 64)) == []
     put((1, 1024, 1024), {"b": 1.0, "a": 2.0})
     assert order((1, 1024, 1024)) == ["b", "a"], "what was measured here is nearer"
@@ -485,10 +493,38 @@ def test_a_shipped_table_serves_such_a_device_whatever_its_versions(shipped):
     assert shipped_advice(dataclasses.replace(REQUEST, sinks=True), here) == NOTHING
 
 
-def test_a_shipped_table_that_is_none_is_an_error(shipped):
-    shipped(form="else")
-    with pytest.raises(ConfigError, match=r"chip\.json: this is no export of measurements"):
-        advise(REQUEST, here)
+def test_what_another_plugin_ships_is_read_anew(shipped):
+    shipped(backend_row(HERE, REQUEST, (1, 64, 64), {"a": 1.0, "b": 2.0}, "the authors"))
+    assert order((1, 64, 64)) == ["a", "b"]
+    known.get_manager().measurements = ()
+    assert order((1, 64, 64)) == []
+
+
+BROKEN = [
+    ("{", "Expecting property name"),
+    ("[]", "acme_chips:chip.json is no export of `polyattn tune`, which has format 'polyattn tuning 1'"),
+    ('{"format": "else", "measurements": []}', "is no export of `polyattn tune`"),
+    ('{"format": "polyattn tuning 1"}', "is no export of `polyattn tune`"),
+    ('{"format": "polyattn tuning 1", "measurements": [1]}', "acme_chips:chip.json: measurement 0: a measurement has"),
+]
+
+
+@pytest.mark.parametrize("text, why", BROKEN)
+def test_a_shipped_file_that_is_none_costs_no_call_and_is_said_once(shipped, recwarn, text, why):
+    shipped(text=text)
+    put((1, 64, 64), {"a": 1.0, "b": 2.0})
+    assert order((1, 64, 64)) == order() == ["a", "b"]
+    (said,) = [str(w.message) for w in recwarn if w.category is RuntimeWarning]
+    assert said.startswith("the measurements of plugin acme (acme-chips 1.0) are not used: ")
+    assert why in said
+
+
+@pytest.mark.parametrize("file", ["acme_chips:gone.json", "no_such_package:chip.json", "chip.json", ""])
+def test_a_shipped_file_that_is_not_there_costs_no_other(shipped, recwarn, file):
+    row = backend_row(HERE, REQUEST, (1, 64, 64), {"a": 1.0, "b": 2.0}, "the authors")
+    shipped(row, files=(file, "acme_chips:chip.json"))
+    assert order((1, 64, 64)) == ["a", "b"]
+    assert len([w for w in recwarn if "the measurements of plugin acme" in str(w.message)]) == 1
 
 
 def test_the_tables_of_the_package_can_be_read():

@@ -20,7 +20,7 @@ from .epoch import EPOCH
 from .inspection import catalogue
 from .policies import measured_policy, tuning_place
 from .records import AttentionRequest
-from .selection import Policy, Selection, select
+from .selection import Policy, Said, Selection, select
 from .tuning import advising, bucket, meet, mode, with_lengths
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ def _choices(request: AttentionRequest, policy: Policy, epoch: int) -> dict[Exte
     found = advising(request, functools.partial(tuning_place, request.platform))
     if not found:
         return {}
-    by_rule = select(request, catalogue(), dataclasses.replace(policy, tuned=()))
-    return {None: _served(by_rule), **{one.lengths: _served(_at(request, policy, one.lengths)) for one in found}}
+    said: Said = {}
+    by_rule = select(request, catalogue(), dataclasses.replace(policy, tuned=()), said=said)
+    return {None: _served(by_rule), **{one.lengths: _served(_at(request, policy, one.lengths, said)) for one in found}}
 
 
 def _outcome(others: Mapping[Extent | None, tuple[Any, ...]], served: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -87,8 +88,8 @@ def _served(selection: Selection) -> tuple[Any, ...]:
     return selection.backend, selection.provider, selection.lowerings
 
 
-def _at(request: AttentionRequest, policy: Policy, extent: Extent) -> Selection:
-    return select(request, catalogue(), measured_policy(policy, with_lengths(request, *extent)))
+def _at(request: AttentionRequest, policy: Policy, extent: Extent, said: Said | None = None) -> Selection:
+    return select(request, catalogue(), measured_policy(policy, with_lengths(request, *extent)), said=said)
 
 
 class _Ways(NamedTuple):

@@ -1,4 +1,4 @@
-"""The plugin contract: four hooks, in the order they are called, and nothing else.
+"""The plugin contract: five hooks, in the order they are called, and nothing else.
 
 A plugin is a module named by an entry point of the group ``polyattn.backends``::
 
@@ -58,6 +58,23 @@ class PolyattnSpecs:
             ...     rows = (row(family="dense", dtype=("float32",), head_dim=Range(8, 256), causal=True),)
             ...     yield BackendInfo("acme", "cpu", (Provider("acme", rows, target="polyattn_acme.kernel:Acme"),),
             ...                       summary="Acme's CPU kernel")
+        """
+        return ()
+
+    @hookspec
+    def polyattn_register_measurements(self) -> Iterable[str]:
+        """Announce which backends were fastest on the vendor's devices: files of the package that `polyattn tune
+        --export` wrote, as "package:path".
+
+        Called once per process, right after the backends. Files are read when the first request is to be decided. They
+        hold on devices with the name and architecture of their measurements, whatever the versions; what was measured
+        on the machine itself goes before them. They may name backends of any plugin: those that are not here, or
+        refuse a request, are passed over.
+
+        Example:
+            >>> @hookimpl
+            ... def polyattn_register_measurements():
+            ...     return ["polyattn_acme:measurements/acme-a1.json"]
         """
         return ()
 

@@ -112,6 +112,7 @@ class PluginManager:
         # A load that strict mode ended half-way leaves nothing for the next one to stumble over.
         for table in (self.plugins, self.platforms, self.backends, self._owner, self._platform_owner):
             table.clear()
+        self.measurements: tuple[tuple[str, str], ...] = ()
         self._pm = pluggy.PluginManager(PROJECT)
         self._pm.add_hookspecs(PolyattnSpecs)
 
@@ -321,6 +322,7 @@ class PluginManager:
         """Read the plugin's records, check them, and only then make any of them visible."""
         platforms = [typed(p, PlatformInfo, name) for p in self._call(name, "polyattn_register_platforms")]
         backends = [typed(b, BackendInfo, name) for b in self._call(name, "polyattn_register_backends")]
+        files = [(name, typed(f, str, name)) for f in self._call(name, "polyattn_register_measurements")]
         for platform in platforms:
             if platform.name in self.platforms:
                 owner = self._platform_owner[platform.name]
@@ -348,6 +350,7 @@ class PluginManager:
         for backend in backends:
             self.backends[backend.name, backend.platform] = backend
             self._owner[backend.name, backend.platform] = name
+        self.measurements += tuple(files)
         return tuple(b.id for b in backends)
 
     def _call(self, name: str, hook: str) -> Iterable[Any]:

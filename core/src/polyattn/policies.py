@@ -12,7 +12,7 @@ from .overrides import Scope, current_choice, current_settings
 from .plugins import PluginManager, get_manager
 from .records import AttentionRequest
 from .selection import Choice, Policy
-from .tuning import Advice, Place, advise, driver, place_of, shipped_advice, watch
+from .tuning import NOTHING, Advice, Place, advise, driver, place_of, shipped_advice, watch
 
 if TYPE_CHECKING:
     from torch import device
@@ -45,14 +45,15 @@ def compiled_policy(argument: str | None, scope: Scope, request: AttentionReques
 
 def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:
     """A policy with what measurements say of a request that nobody chose a backend for."""
-    return _advised(policy, request, advise(request, functools.partial(tuning_place, request.platform)))
+    said = advise(request, functools.partial(tuning_place, request.platform))
+    return policy if said is NOTHING else _advised(policy, request, said)
 
 
 def shipped_policy(policy: Policy, request: AttentionRequest, *, own: bool = True) -> Policy:
-    """A policy with what polyattn ships of measurements on such a device, and with nothing that was measured here.
+    """A policy with what plugins ship of measurements on such a device, and with nothing that was measured here.
 
     Args:
-        own: False leaves out what it ships of this very request: what one gets that nobody has measured.
+        own: False leaves out what they ship of this very request: what one gets that nobody has measured.
     """
     said = shipped_advice(request, functools.partial(tuning_place, request.platform), own=own)
     return _advised(policy, request, said)

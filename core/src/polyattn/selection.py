@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .errors import BackendUnavailableError, PluginError, UnsupportedRequestError, did_you_mean
+from .errors import BackendUnavailableError, PluginError, UnsupportedRequestError
 from .lowering import Plan, Planner
+from .names import resolve
 from .records import (
     Accepted,
     AttentionRequest,
@@ -28,9 +29,8 @@ from .records import (
     Verdict,
     judge,
 )
-from .unknown_names import unknown_backend
 
-__all__ = ["Catalogue", "Choice", "Offer", "Policy", "Selection", "holds", "may_be_automatic", "select"]
+__all__ = ["Catalogue", "Choice", "Offer", "Policy", "Said", "Selection", "holds", "may_be_automatic", "select"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,10 @@ class Offer:
     def here(self) -> bool:
         """Whether it is built and what it needs is installed, with any of its providers."""
         return any(not p.planned and p.name not in self.missing for p in self.info.providers)
+
+    def rank(self) -> tuple[float, str]:
+        """The highest priority first."""
+        return (math.inf if self.info.priority is None else -self.info.priority, self.info.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +205,8 @@ class _Judgement:
     reasons: list[str] = dataclasses.field(default_factory=list)
     missing: bool = False
     error: BaseException | None = None
+    tried: bool = False
+    lowered: _Judgement | None = None
 
 
 def _within(provider: Provider, only: str) -> bool:
@@ -212,14 +218,23 @@ def holds(conditions: Mapping[str, Constraint], request: AttentionRequest) -> bo
     return all(c.reason(getattr(request, name)) is None for name, c in conditions.items())
 
 
+Said = dict[AttentionRequest, dict[tuple[str, str], _Judgement]]
+"""What backends said of requests, whatever their lengths."""
+
+
 class _Judge:
     """Asks each backend once about one request and remembers what it said."""
 
-    def __init__(self, request: AttentionRequest, catalogue: Catalogue, policy: Policy) -> None:
+    def __init__(
+        self, request: AttentionRequest, catalogue: Catalogue, policy: Policy, said: Said | None = None
+    ) -> None:
         self.request, self.catalogue, self.policy = request, catalogue, policy
         self.active = request.active()
         self.offers = catalogue.on(request.platform)
+        self._all = said
         self._said: dict[tuple[str, str], _Judgement] = {}
+        if said is not None:
+            self._said = said.setdefault(dataclasses.replace(request, q_bucket=0, k_bucket=0, batch_bucket=0), {})
 
     def ask(self, offer: Offer, only: str = "") -> _Judgement:
         key = (offer.info.name, only)
@@ -285,14 +300,17 @@ class _Judge:
         """Whether a backend would serve another request by the same provider and rewrites as this one."""
         if like is None:
             return True
-        other = _Judge(like, self.catalogue, self.policy).take(said.offer)
+        other = _Judge(like, self.catalogue, self.policy, self._all).take(said.offer)
         return (other.provider, other.lowerings) == (said.provider, said.lowerings)
 
     def lower(self, offer: Offer, only: str = "") -> _Judgement | None:
         """The judgement of a backend that refused, when an exact rewrite leads to what it takes."""
         refused = self.ask(offer, only)
-        if not self.policy.lowering or refused.error is not None:
-            return None
+        if self.policy.lowering and refused.error is None and not refused.tried:
+            refused.tried, refused.lowered = True, self._lowered(offer, only, refused)
+        return refused.lowered
+
+    def _lowered(self, offer: Offer, only: str, refused: _Judgement) -> _Judgement | None:
         usable = [p for p in offer.info.providers if not p.planned and p.name not in offer.missing and _within(p, only)]
         try:
             plans = [(self.plan(offer, provider), provider) for provider in usable]
@@ -334,7 +352,9 @@ class _Judge:
             self.ask(offer)
 
 
-def select(request: AttentionRequest, catalogue: Catalogue, policy: Policy, *, full: bool = False) -> Selection:
+def select(
+    request: AttentionRequest, catalogue: Catalogue, policy: Policy, *, full: bool = False, said: Said | None = None
+) -> Selection:
     """Choose a backend.
 
     Args:
@@ -342,6 +362,8 @@ def select(request: AttentionRequest, catalogue: Catalogue, policy: Policy, *, f
         catalogue: what there is. policy: how to decide.
         full: ask every backend, so that `rejected` and `others` are complete (`explain`); otherwise only those
             needed to decide.
+        said: what backends said before, kept for further selections from this catalogue, whose policies differ in what
+            was tuned only.
 
     Raises:
         BackendUnavailableError: the named backend is unknown, or its plugin is broken, or the vendor plugin of
@@ -349,7 +371,7 @@ def select(request: AttentionRequest, catalogue: Catalogue, policy: Policy, *, f
         UnsupportedRequestError: nothing serves it, or the named one does not and has no documented fallback.
     """
     request = request.normalised()
-    asked = _Judge(request, catalogue, policy)
+    asked = _Judge(request, catalogue, policy, said)
     if full:
         asked.ask_all()
     selection = _decide(asked)
@@ -370,7 +392,7 @@ def _decide(asked: _Judge) -> Selection:
 
 def _automatic(asked: _Judge) -> Selection:
     request, policy = asked.request, asked.policy
-    ranked = sorted((o for o in asked.offers if may_be_automatic(o, policy)), key=_rank)
+    ranked = sorted((o for o in asked.offers if may_be_automatic(o, policy)), key=Offer.rank)
     named = {o.info.name: o for o in ranked}
     for choice in (c for c in policy.tuned if c.name in named):
         said = asked.take(named[choice.name])
@@ -403,10 +425,6 @@ def _automatic(asked: _Judge) -> Selection:
     raise UnsupportedRequestError(
         f"no backend can serve this call: {request.summary()}.{none_here} {hint}{_listing(rejected)}", rejected
     )
-
-
-def _rank(offer: Offer) -> tuple[float, str]:
-    return (math.inf if offer.info.priority is None else -offer.info.priority, offer.info.name)
 
 
 def _cost(said: _Judgement) -> float:
@@ -462,41 +480,6 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
         others=tuple(dict.fromkeys((*asked.others(inner.backend), *inner.others))),
         notes=(note, *inner.notes),
     )
-
-
-def resolve(
-    name: str, request: AttentionRequest, catalogue: Catalogue, source: str = ""
-) -> tuple[Offer | None, str, str]:
-    """(offer, provider restriction, canonical name) of a name or alias; the offer is None when it is registered
-    for other platforms only. `source`: who asked for it.
-
-    Raises:
-        BackendUnavailableError: no plugin knows the name.
-    """
-    bare, _, platform = name.partition("@")
-    offers = catalogue.on(request.platform)
-    if platform and platform != request.platform:
-        if platform not in catalogue.platforms:
-            by = f", asked for by {source}" if source else ""
-            near = did_you_mean(platform, catalogue.platforms)
-            raise BackendUnavailableError(f"backend {name!r}{by}: no platform {platform!r}.{near}")
-        return None, "", bare
-    named = next((offer for offer in offers if offer.info.name == bare), None)
-    for offer in offers:
-        for alias in offer.info.aliases:
-            if alias.name != bare or (alias.families and request.family not in alias.families):
-                continue
-            # A name cannot be taken over: only its own plugin gives it another meaning, and only in a family.
-            if named is None or (alias.families and offer.plugin == named.plugin):
-                return offer, alias.provider, offer.info.name
-    if named is not None:
-        return named, "", bare
-    known = {o.info.name for o in catalogue.offers} | {a.name for o in catalogue.offers for a in o.info.aliases}
-    if bare in known:
-        return None, "", bare
-    usable = {o.info.name: [a.name for a in o.info.aliases] for o in sorted(offers, key=_rank) if o.here()}
-    text = unknown_backend(bare, source, request.platform, usable, known, catalogue.broken)
-    raise BackendUnavailableError(text) from next((e for e in catalogue.errors.values() if e is not None), None)
 
 
 def _not_here(asked: _Judge, choice: Choice, name: str) -> BackendUnavailableError:

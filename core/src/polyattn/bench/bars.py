@@ -32,8 +32,8 @@ ANCHORS_WITHIN = 0.03
 """A row counts where the device's own rates before and after it differ by at most so much."""
 
 CHOICES = ("tuned", "shipped", "unseen", "rules")
-"""What polyattn chooses with what was measured on the machine before; where nothing was, by the tables that it ships,
-and its rules where those know no such request; the same, if the tables did not have this very request; by its rules
+"""What polyattn chooses with what was measured on the machine before; where nothing was, by what its plugins ship,
+and its rules where those know no such request; the same, if they did not have this very request; by its rules
 alone."""
 
 SUBJECTS = (*CHOICES, "best")

@@ -15,10 +15,10 @@ from ..errors import BackendUnavailableError, ConfigError, PluginError, did_you_
 from ..evidence import row_hash, source_hash
 from ..field_words import DTYPE_WORDS
 from ..inspection import catalogue
+from ..names import resolve
 from ..plugins import get_manager
 from ..records import FAMILIES as ALL_FAMILIES
 from ..records import AttentionRequest
-from ..selection import resolve
 from .beyond import refusals
 from .calls import Installed
 from .cases import Case

@@ -8,6 +8,7 @@ Importing this imports no torch.
 from __future__ import annotations
 
 from .choices import (
+    NOTHING,
     Advice,
     advise,
     advising,
@@ -31,6 +32,7 @@ __all__ = [
     "BACKEND",
     "MODES",
     "MOST_CANDIDATES",
+    "NOTHING",
     "SAME",
     "Advice",
     "Choices",

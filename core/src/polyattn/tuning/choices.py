@@ -20,6 +20,7 @@ from .times import Kin, Lengths, Measured, age, ranked, whose
 
 __all__ = [
     "NEAR",
+    "NOTHING",
     "Advice",
     "advise",
     "advising",
@@ -82,6 +83,7 @@ class Advice:
 
 
 NOTHING = Advice()
+"""Where nothing was measured."""
 
 
 def backend_row(
@@ -145,7 +147,7 @@ def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
 
 
 def shipped_advice(request: AttentionRequest, place: Callable[[], Place], *, own: bool = True) -> Advice:
-    """What the tables that come with polyattn say, as where nothing was measured.
+    """What the measurements that plugins ship say, as where nothing was measured here.
 
     Args:
         request, place: as `advise`. own: False leaves out what they have of this very request.

@@ -1,4 +1,4 @@
-"""Everything in the store and in the shipped tables about the backends of a device, read once and kept in memory."""
+"""Everything about the backends of a device, in the store and in what plugins ship, read once and kept in memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError
+from ..plugins import get_manager
 from ..records import AttentionRequest
 from .alike import Numbers, apart, numbers_of, scaled
 from .current import cached, mode, store
@@ -91,7 +92,7 @@ def known(request: AttentionRequest, place: Callable[[], Place]) -> Known:
     """Of the device of a request. `place` is asked only where there is anything."""
     if mode() == "off":
         return NOT_ANY
-    return cached(("backends", request.platform, request.arch), lambda: _read(place))
+    return cached(("backends", request.platform, request.arch, get_manager().measurements), lambda: _read(place))
 
 
 def _read(place: Callable[[], Place]) -> Known:
@@ -120,15 +121,15 @@ def _read(place: Callable[[], Place]) -> Known:
 
 
 def shipped(place: Callable[[], Place]) -> Known:
-    """What the tables that come with polyattn say of a device, without anything that was measured here."""
+    """What plugins ship about a device, without anything that was measured here."""
     if not shipped_rows():
         return NOT_ANY
     here = place()
-    return cached(("shipped", here.device, here.arch), lambda: Known.of(_tables(here)))
+    return cached(("shipped", here.device, here.arch, get_manager().measurements), lambda: Known.of(_tables(here)))
 
 
 def _tables(here: Place) -> dict[str, dict[Lengths, Measured]]:
-    """What polyattn's authors measured on such a device."""
+    """What the authors of plugins measured on such a device."""
     found: dict[str, dict[Lengths, Measured]] = {}
     for row in shipped_rows():
         if (row.place.device, row.place.arch) == (here.device, here.arch):
@@ -147,14 +148,23 @@ def _key(row: Row) -> str:
 
 
 def shipped_rows() -> list[Row]:
-    """The tables that come with the package, one file for each device."""
-    return cached(("shipped",), lambda: list(_read_tables()))
+    """The measurements that come with plugins. A file that cannot be used is said once, and the others are."""
+    announced = get_manager().measurements
+    return cached(("shipped", announced), lambda: list(_read_tables(announced)))
 
 
-def _read_tables() -> Iterable[Row]:
-    for file in sorted(importlib.resources.files(__package__).joinpath("shipped").iterdir(), key=lambda f: f.name):
-        if file.name.endswith(".json"):
-            data = json.loads(file.read_text(encoding="utf-8"))
-            if data.get("format") != FORMAT:
-                raise ConfigError(f"{file.name}: this is no export of measurements; one has format {FORMAT!r}")
-            yield from (row_of(one, f"{file.name}: measurement {i}") for i, one in enumerate(data["measurements"]))
+def _read_tables(announced: Iterable[tuple[str, str]]) -> Iterable[Row]:
+    for name, file in announced:
+        try:
+            yield from _read_table(file)
+        except (ConfigError, ImportError, OSError, ValueError) as exc:
+            label = get_manager().plugins[name].label
+            warnings.warn(f"the measurements of plugin {label} are not used: {exc}", RuntimeWarning, stacklevel=2)
+
+
+def _read_table(file: str) -> list[Row]:
+    package, _, path = file.partition(":")
+    data = json.loads(importlib.resources.files(package).joinpath(path).read_text(encoding="utf-8"))
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("measurements"), list):
+        raise ConfigError(f"{file} is no export of `polyattn tune`, which has format {FORMAT!r}")
+    return [row_of(one, f"{file}: measurement {i}") for i, one in enumerate(data["measurements"])]

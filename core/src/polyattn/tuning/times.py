@@ -40,7 +40,7 @@ class Measured:
 
     Attributes:
         lengths: in buckets. times: microseconds of the device by backend. date: ISO 8601, UTC.
-        shipped: measured by polyattn's authors on such a device, not on this machine.
+        shipped: measured by the authors of a plugin on such a device, not on this machine.
         host: microseconds until a call returns, by backend, where that was measured. rule: who is chosen without
             measurements; "" where that was not written down.
         kin: whose times these are, where they are not of the request itself.
@@ -64,7 +64,7 @@ class Measured:
         """The figures behind a choice, and how old they are."""
         beside = ", ".join(f"{name} {self._took(name)}" for name in self.times if name != backend)
         batch, s_q, s_k = self.lengths if self.kin is None else self.kin.lengths
-        where = "shipped with polyattn" if self.shipped else f"measured {age(self.date)}"
+        where = "shipped with a plugin" if self.shipped else f"measured {age(self.date)}"
         took = f"{self._took(backend)}{f' (others: {beside})' if beside else ''}"
         return f"{took} at batch {batch}, S_q {s_q}, S_k {s_k}, {where}{whose(self.kin)}"
 

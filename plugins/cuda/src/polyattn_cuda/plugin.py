@@ -9,7 +9,7 @@ from polyattn.records import BackendInfo
 
 from .records import diffusion, fa, fa_serving, flashinfer, flashinfer_cudnn, linear, serving
 
-__all__ = ["BACKENDS", "polyattn_register_backends"]
+__all__ = ["BACKENDS", "polyattn_register_backends", "polyattn_register_measurements"]
 
 POLYATTN_API_VERSION = 1
 
@@ -28,3 +28,9 @@ BACKENDS: tuple[BackendInfo, ...] = (
 def polyattn_register_backends() -> Iterable[BackendInfo]:
     """Every CUDA backend polyattn knows."""
     return BACKENDS
+
+
+@hookimpl
+def polyattn_register_measurements() -> Iterable[str]:
+    """What `polyattn bench --tune` found on each device, by the sheets of benchmarks/sheets."""
+    return ["polyattn_cuda:measurements/nvidia-h200.json"]

@@ -162,6 +162,7 @@ def library(version: str = "0.7.2.post1") -> Library:
 
     if not old:
         _latent(lib, "flashinfer.mla.BatchMLAPagedAttentionWrapper")
+        _cascade(lib, "flashinfer.cascade.MultiLevelCascadeAttentionWrapper")
     return lib
 
 
@@ -193,6 +194,7 @@ def _prefill(lib: Library, key: str, old: bool) -> None:
         def plan(self, **a: Any) -> None:
             a = {**a, "q_data_type": _dtype(a["q_data_type"])}
             a["kv_data_type"] = a["kv_data_type"] or a["q_data_type"]
+            a["head_dim_vo"] = a["head_dim_vo"] or a["head_dim_qk"]
             check_csr(a["paged_kv_indptr"], a["paged_kv_indices"], a["paged_kv_last_page_len"], a["page_size"])
             dims, made, masked = (a["head_dim_qk"], a["head_dim_vo"]), self.made, a["custom_mask"] is not None
             if dims not in DIMS:
@@ -257,6 +259,57 @@ def _prefill(lib: Library, key: str, old: bool) -> None:
             return self.finish(outs, lses, q, paged_kv_cache[1].shape[-1], a, p["sm_scale"])
 
     lib.add("flashinfer", BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper)
+
+
+def _cascade(lib: Library, key: str) -> None:
+    class MultiLevelCascadeAttentionWrapper(Planned):
+        """Of each level the keys of a group of queries; the last is causal, and windows count in each level anew."""
+
+        @lib.method(f"{key}.__init__")
+        def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
+            self.begin(float_workspace_buffer, use_cuda_graph)
+            self.made = a
+
+        @lib.method(f"{key}.plan")
+        def plan(self, **a: Any) -> None:
+            levels = list(
+                zip(
+                    a["qo_indptr_arr"],
+                    a["paged_kv_indptr_arr"],
+                    a["paged_kv_indices_arr"],
+                    a["paged_kv_last_page_len"],
+                    strict=True,
+                )
+            )
+            assert len(levels) == self.made["num_levels"]
+            for starts, *pages in levels:
+                check_csr(*pages, a["page_size"])
+                assert len(starts) == len(pages[0])
+                assert int(starts[-1]) == int(levels[0][0][-1])
+            self.levels, self.a = levels, {**a, "kv_data_type": a["kv_data_type"] or a["q_data_type"]}
+            self.stamp()
+
+        # Not bound to its signature: that says Tensor where the documentation, and all of its examples, have a pair.
+        def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Any:
+            p, layout = self.a, self.made["kv_layout"]
+            if q.dtype != _dtype(p["q_data_type"]) or paged_kv_cache[0].dtype != _dtype(p["kv_data_type"]):
+                raise ValueError("q and caches are not of the dtypes planned")
+            found: list[tuple[Tensor, Tensor]] = []
+            for number, (starts, indptr, indices, last) in enumerate(self.levels):
+                lens = _lens({"paged_kv_indptr": indptr, "page_size": p["page_size"], "paged_kv_last_page_len": last})
+                parts = []
+                for n, s_k in enumerate(lens.tolist()):
+                    queries = q[starts[n] : starts[n + 1]]
+                    k, v = (rows_of(one, layout, indices[indptr[n] : indptr[n + 1]], s_k) for one in paged_kv_cache)
+                    causal = p["causal"] and number == len(self.levels) - 1
+                    seen = visible(queries.shape[0], s_k, causal, p["window_left"])
+                    parts.append(attention(queries, k, v, p["sm_scale"], seen, p["logits_soft_cap"] or 0.0))
+                found.append((torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])))
+            weights = torch.stack([lse for _, lse in found]).mul(math.log(2.0)).softmax(0)
+            out = sum(out * weight[..., None] for (out, _), weight in zip(found, weights, strict=True))
+            return self.finish([out], [], q, q.shape[-1], {"out": None, "return_lse": False}, p["sm_scale"])
+
+    lib.add("flashinfer", MultiLevelCascadeAttentionWrapper=MultiLevelCascadeAttentionWrapper)
 
 
 def _lens(p: dict[str, Any]) -> Tensor:

@@ -1,0 +1,57 @@
+"""Who is meant by the name of a backend: its own or an alias, with a platform or without."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .errors import BackendUnavailableError, did_you_mean
+from .unknown_names import unknown_backend
+
+if TYPE_CHECKING:
+    from .records import AttentionRequest
+    from .selection import Catalogue, Offer
+
+__all__ = ["resolve"]
+
+
+def resolve(
+    name: str, request: AttentionRequest, catalogue: Catalogue, source: str = ""
+) -> tuple[Offer | None, str, str]:
+    """(offer, provider restriction, canonical name) of a name or alias; the offer is None when it is registered
+    for other platforms only. `source`: who asked for it.
+
+    Raises:
+        BackendUnavailableError: no plugin knows the name, or two mean different backends by it.
+    """
+    bare, _, platform = name.partition("@")
+    offers = catalogue.on(request.platform)
+    by = f", asked for by {source}" if source else ""
+    if platform and platform != request.platform:
+        if platform not in catalogue.platforms:
+            near = did_you_mean(platform, catalogue.platforms)
+            raise BackendUnavailableError(f"backend {name!r}{by}: no platform {platform!r}.{near}")
+        return None, "", bare
+    named = next((offer for offer in offers if offer.info.name == bare), None)
+    # A name cannot be taken over: only its own plugin gives it another meaning, and only in a family.
+    meant = [
+        (offer, alias.provider, offer.info.name)
+        for offer in offers
+        for alias in offer.info.aliases
+        if alias.name == bare and (not alias.families or request.family in alias.families)
+        if named is None or (alias.families and offer.plugin == named.plugin)
+    ]
+    if len({offer.plugin for offer, *_ in meant}) > 1:
+        several = ", ".join(f"{offer.info.id} of plugin {offer.plugin}" for offer, *_ in meant)
+        raise BackendUnavailableError(
+            f"backend {name!r}{by} is an alias of several: {several}. Ask for one by its name"
+        )
+    if meant:
+        return meant[0]
+    if named is not None:
+        return named, "", bare
+    known = {o.info.name for o in catalogue.offers} | {a.name for o in catalogue.offers for a in o.info.aliases}
+    if bare in known:
+        return None, "", bare
+    usable = {o.info.name: [a.name for a in o.info.aliases] for o in sorted(offers, key=lambda o: o.rank()) if o.here()}
+    text = unknown_backend(bare, source, request.platform, usable, known, catalogue.broken)
+    raise BackendUnavailableError(text) from next((e for e in catalogue.errors.values() if e is not None), None)
