@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import shlex
 from typing import Any
 
 import pytest
+import torch
 
+import polyattn
 from polyattn import AttentionRequest, ConfigError
 from polyattn.cli.asking import QUERY_DTYPES, Question, ask
 from polyattn.cli.explain import _assumed, here
 from polyattn.cli.reasons import reasons_table
 from polyattn.config import KV_CACHE_DTYPES
 from polyattn.records import DeviceReport
+from polyattn.serving import AttentionLayer
+from polyattn.serving.phases import layer_request
 
 from .conftest import Run
 
@@ -238,6 +244,8 @@ def test_every_word_for_a_dtype_is_a_request_dtype() -> None:
         ({"kv_dtype": "fp8"}, "--kv-dtype 'fp8' is not known"),
         ({"kv_scales": "tensors"}, "--kv-scales 'tensors' is not known. Did you mean 'tensor'"),
         ({"mask": "boolean"}, "--mask 'boolean' is not known. Did you mean 'bool'"),
+        ({"layout": "HSD"}, "--layout 'HSD' is not known"),
+        ({"layout": "BHSD", "phase": "decode"}, "--layout is for family dense; of paged it is THD: leave it out"),
         ({"grad": "query,values"}, "--grad 'values' is not known. Did you mean 'value'"),
         ({"causal_alignment": "left"}, "--causal-alignment 'left' is not known"),
         ({"window": "127"}, "--window '127' is not left,right"),
@@ -341,3 +349,53 @@ def test_the_pinned_command_line_as_a_shell_splits_it(run: Run) -> None:
     data = json.loads(shown.out)
     assert data["request"]["family"] == "mla"
     assert data["request"]["arch"] == "sm90"
+
+
+# ------------------------------------------------------------------------------------- the requests that calls make
+
+LAYER = {"heads": 32, "kv_heads": 8}
+
+
+@pytest.mark.parametrize(
+    "flags, layer, phase, topk",
+    [
+        *(({**LAYER, "phase": phase, "page_size": 16}, {}, phase, 0) for phase in ("extend", "decode")),
+        *(({**LAYER, "spec_topk": topk, "page_size": 16}, {}, "verify", topk) for topk in (1, 4)),
+        *(({"mla": True, "phase": phase}, {"latent": True}, phase, 0) for phase in ("extend", "decode")),
+        ({"mla": True, "spec_topk": 1}, {"latent": True}, "verify", 1),
+    ],
+)
+def test_a_question_about_serving_is_what_a_layer_asks(flags, layer, phase, topk) -> None:
+    """Else neither explain nor what `polyattn tune --request` measures is about any call."""
+    latent = bool(layer)
+    shape = (0, 128, 1, 576, 512) if latent else (0, 32, 8, 128, 128)
+    made = AttentionLayer(*shape, scale=192**-0.5 if latent else None, **layer)
+    stored = {"page_size": 64} if latent else {"page_size": 16, "kv_layout": "NHD"}
+    wanted = layer_request(made, stored, phase=phase, dtype=torch.bfloat16, device=torch.device("cpu"), topk=topk)
+    found = ask(Question(**flags), {"features": wanted.features})
+    assert found.normalised() == wanted
+
+
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+def test_a_question_about_a_dense_call_is_what_it_asks(layout: str) -> None:
+    q, k = torch.zeros(1, 4, 32, 128, dtype=torch.bfloat16), torch.zeros(1, 4, 8, 128, dtype=torch.bfloat16)
+    if layout == "BHSD":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    wanted = polyattn.explain(polyattn.attention, q, k, k, causal=True, layout=layout).request
+    found = ask(Question(**LAYER, causal=True, layout=layout), {"features": wanted.features})
+    assert found.normalised() == dataclasses.replace(wanted, batch_bucket=0, q_bucket=0, k_bucket=0)
+
+
+def test_a_machine_that_is_only_described_says_what_measurements_of_its_devices_choose(run: Run) -> None:
+    words = f"explain {HOPPER} --heads 28 --kv-heads 4 --causal --json"
+    data = run(*words.split()).data
+    (said,) = (note for note in data["notes"] if note.startswith("on NVIDIA H200: "))
+    assert (data["backend"], data["source"]) == ("fa", "platform rule"), "other devices of its kind have the rules"
+    assert re.match(
+        r"on NVIDIA H200: triton, \d+ us \(others: .*\) at batch 4, S_q 4096, S_k 4096, shipped with a p", said
+    )
+    halved = run(*words.replace("28", "14").replace("4 --causal", "2 --causal").split()).data["notes"]
+    assert any(note.endswith("of a request like this one with heads=28, kv_heads=4") for note in halved)
+    for named in ("--attention-backend fa3", "--attention-backend triton"):
+        assert not any("H200" in note for note in run(*words.split(), *named.split()).data["notes"])
+    assert not any("H200" in note for note in run(*words.replace("sm90", "sm100").split()).data["notes"])

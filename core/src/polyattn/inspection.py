@@ -19,9 +19,10 @@ from .hybrid import select_pair
 from .overrides import SCOPE
 from .platforms import parse_platform
 from .plugins import FAILURES, PluginManager, _import_target, get_manager
-from .policies import current_policy
+from .policies import current_policy, shipped_policy
 from .records import FAMILIES, AttentionRequest, BackendInfo, DeviceReport
 from .selection import Catalogue, Choice, Offer, Policy, Selection, select
+from .tuning import Place, shipped_devices
 
 __all__ = [
     "BackendStatus",
@@ -150,7 +151,19 @@ def what_if(
             return select(here, there, policies[phase], full=True)
         choice = Choice(chosen_pair[phase].backend, f"speculative_attention_mode={phase}")
         return select(here, there, dataclasses.replace(policies[phase], choice=choice), full=True)
-    return select(here, there, policies[phase], full=True)
+    selection = select(here, there, policies[phase], full=True)
+    return selection if policies[phase].choice else _with_devices(selection, there, policies[phase])
+
+
+def _with_devices(selection: Selection, there: Catalogue, policy: Policy) -> Selection:
+    """What is chosen by rules, with a note for each device of its architecture that measurements choose for."""
+    request, notes = selection.request, []
+    for device in shipped_devices(request.arch) if request.arch else ():
+        measured = shipped_policy(policy, request, place=Place(device, request.arch))
+        tuned = select(request, there, measured)
+        if tuned.source == "tuned":
+            notes.append(f"on {device}: {tuned.backend}, {tuned.why}")
+    return dataclasses.replace(selection, notes=(*selection.notes, *notes))
 
 
 def _as_phase(request: AttentionRequest, phase: str) -> AttentionRequest:

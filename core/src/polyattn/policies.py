@@ -49,13 +49,16 @@ def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:
     return policy if said is NOTHING else _advised(policy, request, said)
 
 
-def shipped_policy(policy: Policy, request: AttentionRequest, *, own: bool = True) -> Policy:
+def shipped_policy(
+    policy: Policy, request: AttentionRequest, *, own: bool = True, place: Place | None = None
+) -> Policy:
     """A policy with what plugins ship of measurements on such a device, and with nothing that was measured here.
 
     Args:
         own: False leaves out what they ship of this very request: what one gets that nobody has measured.
+        place: the device, None = the current one.
     """
-    said = shipped_advice(request, functools.partial(tuning_place, request.platform), own=own)
+    said = shipped_advice(request, lambda: place or tuning_place(request.platform), own=own)
     return _advised(policy, request, said)
 
 

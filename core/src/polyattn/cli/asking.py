@@ -43,6 +43,7 @@ class Question:
     page_size: int | None = None
     causal: bool | None = None
     causal_alignment: str = "bottom_right"
+    layout: str | None = None
     window: str | None = None
     softcap: float = 0.0
     sinks: bool = False
@@ -79,6 +80,7 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
     heads, kv_heads = _heads(question, family)
     kv_dtype = _one_of("--kv-dtype", question.kv_dtype or "auto", KV_CACHE_DTYPES)
     topk = question.spec_topk if question.spec_topk is not None else (1 if phase == "verify" and serving else 0)
+    tree = phase == "verify" and topk > 1
     fields: dict[str, Any] = {
         "family": family,
         # Phases are a word of serving; elsewhere they only say how many queries there are.
@@ -90,15 +92,18 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         "v_head_dim": v_head_dim,
         "heads": heads,
         "kv_heads": kv_heads,
+        "layout": _layout(question.layout, family),
+        "kv_layout": "NHD" if family == "paged" else "",
         "page_size": _at_least("--page-size", question.page_size, 1) or (PAGE_SIZE if serving else 0),
         "causal": _causal(question, default=serving),
         "window": _window(question.window),
         "softcap": _not_negative("--softcap", question.softcap),
         "sinks": question.sinks,
         "spec_topk": _at_least("--spec-topk", topk, 0),
-        "tree": phase == "verify" and (topk or 0) > 1,
+        "tree": tree,
         "scale": MLA_SCALE if question.scale is None and family == "mla" else _finite("--scale", question.scale),
-        "mask": _one_of("--mask", question.mask, WORDS["mask"]),
+        # A tree comes as a mask.
+        "mask": _one_of("--mask", "bool" if tree and question.mask == "none" else question.mask, WORDS["mask"]),
         "lse": question.lse,
         "grad": _gradients(question.grad),
         "cross": question.cross,
@@ -147,6 +152,16 @@ def _causal(question: Question, *, default: bool) -> str:
     alignment = _one_of("--causal-alignment", question.causal_alignment, ALIGNMENTS)
     causal = question.causal if question.causal is not None else default or alignment != "bottom_right"
     return alignment if causal else "none"
+
+
+def _layout(word: str | None, family: str) -> str:
+    """That of the calls of a family; those of dense attention may say it."""
+    usual = "THD" if family in ("varlen", *SERVING) else "BHSD" if family == "block_sparse" else "BSHD"
+    if word is None:
+        return usual
+    if family != "dense":
+        raise ConfigError(f"--layout is for family dense; of {family} it is {usual}: leave it out")
+    return _one_of("--layout", word, ("BSHD", "BHSD"))
 
 
 def _window(text: str | None) -> tuple[int, int]:

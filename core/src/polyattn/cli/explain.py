@@ -162,6 +162,10 @@ def explain(
         str,
         typer.Option(metavar="WORD", help="bottom_right, or top_left (means --causal).", rich_help_panel=REQUEST),
     ] = "bottom_right",
+    layout: Annotated[
+        str | None,
+        typer.Option(metavar="WORD", help="Of dense calls: BSHD or BHSD. Default: BSHD.", rich_help_panel=REQUEST),
+    ] = None,
     window: Annotated[
         str | None,
         typer.Option(
@@ -267,6 +271,7 @@ def explain(
         page_size=page_size,
         causal=causal,
         causal_alignment=causal_alignment,
+        layout=layout,
         window=window,
         softcap=softcap,
         sinks=sinks,

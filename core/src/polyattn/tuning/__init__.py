@@ -22,6 +22,7 @@ from .choices import (
 )
 from .current import MODES, default_path, kernel_config, mode, quarantine, record, release, reload, store, watch
 from .kernels import Choices, Kernel, Key, bucket, register_kernel, registered_kernels
+from .known import shipped_devices
 from .offline import MOST_CANDIDATES, Trial, Tuned, note_serving, serving, tune
 from .places import cpu_name, driver, place_of
 from .rows import BACKEND, Place, Quarantined, Row
@@ -68,6 +69,7 @@ __all__ = [
     "request_of",
     "serving",
     "shipped_advice",
+    "shipped_devices",
     "store",
     "tune",
     "watch",

@@ -19,7 +19,7 @@ from .rows import BACKEND, Place, Row, canonical, row_of
 from .store import FORMAT
 from .times import Kin, Lengths, Measured
 
-__all__ = ["NOT_ANY", "Known", "known", "shipped", "shipped_rows"]
+__all__ = ["NOT_ANY", "Known", "known", "shipped", "shipped_devices", "shipped_rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +151,11 @@ def shipped_rows() -> list[Row]:
     """The measurements that come with plugins. A file that cannot be used is said once, and the others are."""
     announced = get_manager().measurements
     return cached(("shipped", announced), lambda: list(_read_tables(announced)))
+
+
+def shipped_devices(arch: str) -> list[str]:
+    """Names of the devices of an architecture that plugins ship measurements of."""
+    return sorted({row.place.device for row in shipped_rows() if row.place.arch == arch})
 
 
 def _read_tables(announced: Iterable[tuple[str, str]]) -> Iterable[Row]:
