@@ -5,7 +5,8 @@
 
 Each measurement is left out, with all others of its request, and the rest of the table is asked as selection asks it:
 where that has a request like this one, it says who is fast; where it has none, the rules decide. The times are those of
-the measurement itself. Nothing runs here, so any machine gives the same figures.
+the measurement itself. Nothing runs here, so any machine gives the same figures. A measurement that has no time of the
+choice of the rules is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def choices(place: Place) -> Iterator[dict[str, Any]]:
     """Of every measurement of a device: who is chosen without it, and how fast that is beside the fastest."""
     for key, measurements in shipped(lambda: place).measured.items():
         request = request_of(json.loads(key))
-        for one in measurements:
+        for one in (one for one in measurements if one.rule in one.times):
             said = shipped_advice(with_lengths(request, *one.lengths), lambda: place, own=False)
             chosen = next((name for name, _ in said.order if name in one.times), one.rule)
             yield {

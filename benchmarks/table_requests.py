@@ -5,9 +5,9 @@
     polyattn tune --export table.json      # for a plugin: docs/tuning.md, "Measurements in a package"
 
 A measurement serves requests like it (`polyattn.tuning.alike`): twice or half as many query heads to a key head, four
-times as much or as little of batch times key heads, of each length, page size and window. So numbers are sixteen times
-apart here, and what makes for another kernel (head dims, masks, sinks, a softcap, the cache's dtype, gradients, the
-layout) is there by itself. The shapes are of attention layers of language models and DiTs, of no model in particular.
+times as much or as little of batch times key heads, of each length, page size and window. So batches and lengths are up
+to sixteen times apart here, and what makes for another kernel (head dims, masks, sinks, a softcap, the cache's dtype,
+gradients, the layout) is there by itself. Shapes are those of language models and DiTs, of no model in particular.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from polyattn.bench.rows import Row
 from polyattn.bench.workloads import workload
 from polyattn.measuring import Workload
 
-KV_HEADS = 8
+KV_HEADS = {1: 32}
+"""By group; 8 otherwise, as models have them."""
 PAGE = 16
-PROMPTS = ((1, 1024), (16, 1024), (1, 16384))
+PROMPTS = ((1, 1024), (16, 1024), (2, 16384))
 """(batch, S): what has little to do at once, much in many sequences, and much in one."""
 LONG = ((1, 65536),)
 CACHES = ((1, 1024), (1, 16384), (16, 1024), (16, 16384), (128, 4096))
@@ -36,7 +37,8 @@ CHUNKS = ((4, 1024, 1024), (1, 1024, 16384), (16, 64, 2048), (16, 512, 16384), (
 
 
 def row(family: str, kind: str, group: int, head_dim: int, **fields: Any) -> Row:
-    return Row(family=family, kind=kind, heads=KV_HEADS * group, kv_heads=KV_HEADS, head_dim=head_dim, **fields)
+    kv_heads = KV_HEADS.get(group, 8)
+    return Row(family=family, kind=kind, heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim, **fields)
 
 
 def dense() -> Iterator[Row]:

@@ -72,5 +72,7 @@ def test_the_requests_of_public_models_are_like_one_of_them(module):
         *(backend_row(HERE, one.request, one.buckets, {"a": 1.0, "b": 2.0}, "a test") for one in module.workloads(CPU))
     )
     rows = [row for family in read([BENCHMARKS / "sheets"]).families for row in family.rows]
-    lacking = {row.family for row in rows if not advise(workload(row, CPU).request, lambda: HERE).order}
+    asked = {row.id: (row.family, workload(row, CPU).request) for row in rows}
+    assert all(request.k_bucket for _, request in asked.values()), "with their lengths"
+    lacking = {family for family, request in asked.values() if not advise(request, lambda: HERE).order}
     assert lacking == {family for families in UNLIKE.values() for family in families}

@@ -187,6 +187,20 @@ def empty_rows_get(fill: float) -> Callable[[Kernel], Kernel]:
     return fault
 
 
+def changing(what: Callable[[], Any]) -> Callable[[Kernel], Kernel]:
+    """A fault of the process."""
+
+    def fault(kernel: Kernel) -> Kernel:
+        def call(case: Case, tensors: Any, extra: Any, out: Any) -> Any:
+            raw = kernel(case, tensors, extra, out)
+            what()
+            return raw
+
+        return call
+
+    return fault
+
+
 FAULTS: dict[str, tuple[Callable[[Kernel], Kernel], str]] = {
     "output partly unwritten": (on_result(unwritten_row), "out"),
     "output in float32": (on_result(lambda case, out: out.float()), "out"),
@@ -251,6 +265,13 @@ FAULTS: dict[str, tuple[Callable[[Kernel], Kernel], str]] = {
         "dropout",
     ),
     "dropout drawn anew in backward": (dropout_anew, "dropout"),
+    "random numbers reseeded": (changing(lambda: torch.manual_seed(0)), "process"),
+    "random numbers drawn": (changing(lambda: torch.rand(1)), "process"),
+    "default dtype changed": (changing(lambda: torch.set_default_dtype(torch.float64)), "process"),
+    "gradients switched off": (changing(lambda: torch.set_grad_enabled(False)), "process"),
+    "threads taken": (changing(lambda: torch.set_num_threads(torch.get_num_threads() + 1)), "process"),
+    "torch's kernels switched off": (changing(lambda: torch.backends.cuda.enable_flash_sdp(False)), "process"),
+    "algorithms made deterministic": (changing(lambda: torch.use_deterministic_algorithms(True)), "process"),
     "it raises": (lambda kernel: lambda *args: 1 / 0, "call"),
     "it leaves": (lambda kernel: lambda *args: sys.exit(7), "call"),
 }

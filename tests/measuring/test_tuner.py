@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 
 import polyattn
 from polyattn import tuning
+from polyattn.epoch import EPOCH
 from polyattn.errors import ConfigError, InvalidInputError
 from polyattn.measuring import Candidate, Measured, Time, Workload, online, probe, tuner
 from polyattn.measuring.marks import Marks
@@ -27,6 +28,7 @@ from polyattn.measuring.running import out_of_memory
 from polyattn.measuring.tuner import tune_all
 from polyattn.policies import tuning_place
 from polyattn.records import AttentionRequest
+from polyattn.selection import Policy
 from polyattn.tuning import BACKEND, TuningStore
 
 CPU = torch.device("cpu")
@@ -1055,14 +1057,33 @@ def test_what_one_rank_measures_later_changes_nothing_in_silence(tmp_path):
 
 
 def test_outcomes_are_equal_where_calls_of_all_lengths_are():
-    def outcome(**best):
+    def outcome(of="itself", **best):
         others = {(1, int(name[1:]), int(name[1:])): who for name, who in best.items()}
-        return polyattn.by_length._outcome({None: "rule", **others} if best else {}, "rule")
+        reach = dict.fromkeys(others, of)
+        return polyattn.by_length._outcome({None: "rule", **others} if best else {}, reach, "rule")
 
     assert outcome() == outcome(_64="rule") == outcome(_64="rule", _1024="rule") == ("rule", [])
-    assert outcome(_64="fast") == outcome(_64="fast", _2048="rule") == ("rule", [((1, 64, 64), "fast")])
+    assert outcome(_64="fast") == outcome(_64="fast", _2048="rule") == ("rule", [((1, 64, 64), "fast", "itself")])
     assert outcome(_64="fast") != outcome(_64="fast", _1024="rule"), "lengths of 256 have the choice of either"
     assert outcome(_64="fast") != outcome(_64="fast", _1024="fast")
+    assert outcome(_64="fast") != outcome(_64="fast", of="a request like it")
+
+
+def test_what_was_measured_reaches_less_far_where_it_is_of_another_request():
+    """Two ranks, by `POLYATTN_TUNING_STORE`: between the lengths of both rows one has the other's choice."""
+    request = workload(64, platform="cpu").request
+
+    def told():
+        found = polyattn.by_length._choices(request, Policy(), EPOCH.value)
+        return polyattn.by_length._outcome(*found, ("torch_sdpa", "torch", ()))
+
+    measured(1024, "torch_native")
+    measured(128, "torch_sdpa", heads=4, kv_heads=4)
+    by_kin = told(), polyattn.explain(tuning.with_lengths(request, 1, 256, 256)).backend
+    measured(128, "torch_sdpa")
+    own = told(), polyattn.explain(tuning.with_lengths(request, 1, 256, 256)).backend
+    assert (by_kin[1], own[1]) == ("torch_native", "torch_sdpa")
+    assert by_kin[0] != own[0]
 
 
 def test_no_rank_measures(tmp_path):

@@ -74,6 +74,12 @@ FAULTS = [
         "'board': device_type='cpu' is that of platform 'cpu' already .plugin 'core'.; give the device's own type",
     ),
     Fault(
+        "a row on lengths",
+        "rows = (row(family='dense', head_dim=Range(1), k_bucket=Range(1, 4096)),)\n"
+        + registers("return [info('acme', providers=(Provider('own', rows, 'm:C'),))]"),
+        "says k_bucket=.*; lengths decide nothing but which measurement is used",
+    ),
+    Fault(
         "measurements hook raises",
         GOOD + "@hookimpl\ndef polyattn_register_measurements():\n    raise OSError('no table')\n",
         "OSError: no table",
@@ -82,7 +88,7 @@ FAULTS = [
     Fault(
         "measurements that are no file of a package",
         GOOD + "@hookimpl\ndef polyattn_register_measurements():\n    return [{'a': 1.0}]\n",
-        "registered {'a': 1.0}, a str is needed",
+        "registered .*1.0.*; a file of a package reads 'package:path'",
     ),
     Fault("unknown platform", registers("return [info('acme', 'cdua')]"), "acme@cdua: no such platform.*'cuda'"),
     Fault(

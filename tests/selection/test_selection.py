@@ -646,12 +646,14 @@ def test_an_alias_of_two_plugins_is_nobodys() -> None:
     with pytest.raises(BackendUnavailableError) as caught:
         chosen(*both, choice=asked("quick"))
     assert str(caught.value) == (
-        "backend 'quick', asked for by argument is an alias of several: orbit@cpu of plugin orbit, comet@cpu of plugin "
-        "comet. Ask for one by its name"
+        "backend 'quick', asked for by argument, is an alias of several: orbit@cpu of plugin orbit, comet@cpu of "
+        "plugin comet. Ask for one by its name"
     )
     assert chosen(*both, choice=asked("comet")).backend == "comet"
     packed = dataclasses.replace(REQUEST, family="varlen", layout="THD")
     orbit = offer("orbit", provider("own", {"family": "varlen"}), aliases=(Alias("quick"),))
     assert chosen(orbit, both[1], request=packed, choice=asked("quick")).backend == "orbit", "of one family only"
+    away = dataclasses.replace(both[1], missing={"own": "its library is not installed"})
+    assert chosen(both[0], away, choice=asked("quick")).backend == "orbit", "the other is not here"
     own = dataclasses.replace(both[1], plugin="orbit")
     assert chosen(both[0], own, choice=asked("quick")).backend == "orbit", "one author may say it twice"

@@ -25,12 +25,13 @@ from polyattn.tuning import (
     TuningStore,
     advise,
     advising,
-    choices,
     current,
     known,
     request_key,
+    request_of,
 )
 from polyattn.tuning.choices import NOTHING, backend_row, measured, shipped_advice, with_lengths
+from polyattn.tuning.rows import canonical
 from polyattn.tuning.times import age
 
 HERE = Place("chip", "sm90", (("torch", "2.11"),))
@@ -424,6 +425,48 @@ def test_what_is_measured_while_a_program_runs_says_nothing_of_its_other_request
     assert order((8, 1, 4096), PAGED) == ["a", "b"]
 
 
+def test_batches_count_with_their_key_heads():
+    small = dataclasses.replace(PAGED, heads=4, kv_heads=1)
+    put((1, 1, 4096), {"a": 1.0, "b": 2.0}, request=small)
+    put((64, 1, 4096), {"b": 1.0, "a": 2.0}, request=small)
+    of = {
+        batch: order((batch, 1, 4096), dataclasses.replace(PAGED, heads=16, kv_heads=4)) for batch in (1, 2, 4, 16, 64)
+    }
+    assert of == {1: ["a", "b"], 2: [], 4: ["b", "a"], 16: ["b", "a"], 64: ["b", "a"]}
+    wide = dataclasses.replace(PAGED, heads=128, kv_heads=32)
+    assert order((1, 1, 4096), wide) == ["b", "a"], "it has 32 times what one sequence was measured with"
+    assert [one.kin.batch for one in advising(wide, here)] == [2], "and more than four times at any batch"
+    assert order((1, 1, 4096), dataclasses.replace(PAGED, heads=2048, kv_heads=512)) == []
+
+
+def test_what_was_shipped_stays_for_requests_like_it_while_a_program_measures(monkeypatch, shipped):
+    shipped(backend_row(HERE, PAGED, (8, 1, 4096), {"b": 1.0, "a": 2.0}, "authors"))
+    monkeypatch.setenv("POLYATTN_TUNING", "online")
+    assert order((16, 1, 4096), SHARD) == ["b", "a"]
+    put((8, 1, 4096), {"a": 1.0, "b": 2.0}, request=PAGED)
+    tuning.quarantine(Quarantined(HERE, "b", request_key(PAGED), "it lies", "2026-01-01"))
+    assert order((16, 1, 4096), SHARD) == ["b", "a"]
+    assert order((8, 1, 4096), PAGED) == ["a"]
+    monkeypatch.delenv("POLYATTN_TUNING")
+    assert order((16, 1, 4096), SHARD) == ["a"]
+
+
+def test_measurements_with_nobody_left_leave_it_to_others():
+    put((8, 1, 4096), {"a": 1.0}, request=PAGED)
+    put((8, 1, 4096), {"b": 1.0, "c": 2.0}, request=dataclasses.replace(PAGED, page_size=64))
+    tuning.quarantine(Quarantined(HERE, "a", request_key(PAGED), "it lies", "2026-01-01"))
+    assert order((8, 1, 4096), PAGED) == order((0, 0, 0), PAGED) == ["b", "c"]
+
+
+def test_what_is_known_of_requests_like_one_is_kept_for_a_while(monkeypatch):
+    monkeypatch.setattr(known, "_MOST", 4)
+    put((8, 1, 4096), {"a": 1.0, "b": 2.0}, request=PAGED)
+    for left in range(1000, 1020):
+        assert order((8, 1, 4096), dataclasses.replace(PAGED, window=(left, -1))) == ["a", "b"]
+    (found,) = (one for name, one in current._state.read.items() if name[0] == "backends")
+    assert len(found._kin) <= 4
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -434,6 +477,16 @@ def test_what_is_measured_while_a_program_runs_says_nothing_of_its_other_request
         {"window": 5},
         {"window": [1]},
         {"window": [True, 0]},
+        {"lse": [1]},
+        {"lse": "yes"},
+        {"save_kv_cache": []},
+        {"dtype": "half"},
+        {"heads": 8, "kv_heads": 3},
+        {"heads": 10**400},
+        {"kv_heads": 10**400},
+        {"heads": 10**400, "kv_heads": 10**400},
+        {"window": [10**400, -1]},
+        {"page_size": 10**400},
     ],
 )
 def test_a_row_with_numbers_that_no_request_has_is_like_none(wrong):
@@ -470,6 +523,7 @@ def shipped(monkeypatch, tmp_path):
         monkeypatch.setattr(known, "get_manager", lambda: manager)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "acme_chips", raising=False)
+        known._read_tables.cache_clear()
         tuning.reload()
 
     return ship
@@ -498,6 +552,32 @@ def test_what_another_plugin_ships_is_read_anew(shipped):
     assert order((1, 64, 64)) == ["a", "b"]
     known.get_manager().measurements = ()
     assert order((1, 64, 64)) == []
+
+
+def test_of_two_shipped_measurements_the_later_one_counts(shipped):
+    row = backend_row(HERE, REQUEST, (1, 64, 64), {"a": 1.0, "b": 2.0}, "the authors")
+    value = {"backend": "b", "times": {"b": 1.0, "a": 2.0}}
+    older = dataclasses.replace(row, value=value, date="2025-01-01T00:00:00+00:00")
+    shipped(row, dataclasses.replace(older, place=dataclasses.replace(HERE, versions=(("torch", "9"),))))
+    assert order((1, 64, 64)) == ["a", "b"]
+
+
+def test_measurements_of_kernels_in_a_shipped_file_are_not_of_requests(shipped):
+    row = backend_row(HERE, REQUEST, (1, 64, 64), {"a": 1.0, "b": 2.0}, "the authors")
+    kernel = dataclasses.replace(row, subject="kernel:acme.decode", key={"k_bucket": 64}, value={"block_n": 64})
+    shipped(row, kernel)
+    assert order((1, 64, 64)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("body", ["raise RuntimeError('no driver')", "raise SystemExit(3)", "def broken(:"])
+def test_a_package_that_cannot_be_imported_costs_no_call(shipped, recwarn, tmp_path, body):
+    shipped()
+    (tmp_path / "acme_chips" / "__init__.py").write_text(body)
+    assert order((1, 64, 64)) == order() == []
+    assert len([w for w in recwarn if "the measurements of plugin acme" in str(w.message)]) == 1
+    tuning.reload()
+    assert order() == []
+    assert len([w for w in recwarn if "the measurements of plugin acme" in str(w.message)]) == 1, "said once"
 
 
 BROKEN = [
@@ -531,8 +611,9 @@ def test_the_tables_of_the_package_can_be_read():
     rows = known.shipped_rows()
     assert {(row.subject, row.place.device, row.place.arch) for row in rows} >= {(BACKEND, "NVIDIA H200", "sm90")}
     h200 = Place("NVIDIA H200", "sm90")
-    row = next(r for r in rows if r.place.device == h200.device and not choices._SWITCHES.keys() & r.key["request"])
-    asked = read_request(row.key["request"], "a row")
+    row = next(r for r in rows if r.place.device == h200.device)
+    asked = request_of(row.key["request"])
+    assert canonical(request_key(asked)) == canonical(row.key["request"])
     said = shipped_advice(with_lengths(asked, row.key["batch"], row.key["q"], row.key["k"]), lambda: h200)
     assert {name for name, _ in said.order} == set(row.value["times"])
 

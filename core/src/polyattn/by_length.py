@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["unasked"]
 
+_Served = Mapping[Extent | None, tuple[Any, ...]]
+_Reach = Mapping[Extent, str]
+
 ONLINE = "polyattn.measuring.online"
 """Who measures calls as they come: a layer above this one, imported when it is asked for."""
 
@@ -45,10 +48,10 @@ def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
         ConfigError: another rank chooses otherwise.
     """
     selection, tuning = chosen.selection, mode()
-    others = {} if tuning == "off" else _choices(selection.request, policy, EPOCH.value)
+    others, reach = ({}, {}) if tuning == "off" else _choices(selection.request, policy, EPOCH.value)
     if distributed():
         why = f"{selection.id} ({selection.source}: {selection.why})"
-        agree(selection.request, repr((_served(selection), *_outcome(others, _served(selection)))), why)
+        agree(selection.request, repr((_served(selection), *_outcome(others, reach, _served(selection)))), why)
     if not eager:
         return chosen
     if set(others.values()) - {_served(selection)}:
@@ -61,26 +64,31 @@ def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
 
 
 @functools.lru_cache(maxsize=1024)
-def _choices(request: AttentionRequest, policy: Policy, epoch: int) -> dict[Extent | None, tuple[Any, ...]]:
-    """Who serves the lengths that were measured, for this request or one like it, and all others (None); empty where
-    nothing was measured."""
+def _choices(request: AttentionRequest, policy: Policy, epoch: int) -> tuple[_Served, _Reach]:
+    """Who serves the lengths that were measured, for this request or one like it, and all others (None); and what else
+    says how far such a choice reaches. Empty where nothing was measured."""
     found = advising(request, functools.partial(tuning_place, request.platform))
     if not found:
-        return {}
+        return {}, {}
     said: Said = {}
     by_rule = select(request, catalogue(), dataclasses.replace(policy, tuned=()), said=said)
-    return {None: _served(by_rule), **{one.lengths: _served(_at(request, policy, one.lengths, said)) for one in found}}
+    reach: dict[Extent, list[Any]] = {}
+    for one in found:
+        reach.setdefault(one.lengths, []).append(one.kin and (one.kin.off, one.kin.batch))
+    served: dict[Extent | None, tuple[Any, ...]] = {None: _served(by_rule)}
+    served.update((extent, _served(_at(request, policy, extent, said))) for extent in reach)
+    return served, {extent: repr(who) for extent, who in reach.items()}
 
 
-def _outcome(others: Mapping[Extent | None, tuple[Any, ...]], served: tuple[Any, ...]) -> tuple[Any, ...]:
+def _outcome(others: _Served, reach: _Reach, served: tuple[Any, ...]) -> tuple[Any, ...]:
     """(who serves lengths that were not measured, who the others), alike where calls of all lengths are served alike.
 
     What was measured and leads to who serves anyway is left out, unless it is near something that does not: the lengths
     between the two go to the nearer one.
     """
     usual = others.get(None, served)
-    found = [(extent, who) for extent, who in others.items() if extent is not None]
-    apart = [extent for extent, who in found if who != usual]
+    found = [(extent, who, reach[extent]) for extent, who in others.items() if extent is not None]
+    apart = [extent for extent, who, _ in found if who != usual]
     return usual, [one for one in found if one[1] != usual or any(meet(one[0], extent) for extent in apart)]
 
 

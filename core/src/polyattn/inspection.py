@@ -22,7 +22,7 @@ from .plugins import FAILURES, PluginManager, _import_target, get_manager
 from .policies import current_policy, shipped_policy
 from .records import FAMILIES, AttentionRequest, BackendInfo, DeviceReport
 from .selection import Catalogue, Choice, Offer, Policy, Selection, select
-from .tuning import Place, shipped_devices
+from .tuning import Place, mode, shipped_devices
 
 __all__ = [
     "BackendStatus",
@@ -148,17 +148,17 @@ def what_if(
         }
         chosen_pair = select_pair(pair["prefill"], pair["decode"], there, policies)
         if here.phase != "verify":
-            return select(here, there, policies[phase], full=True)
+            return _with_devices(select(here, there, policies[phase], full=True), there, policies[phase])
         choice = Choice(chosen_pair[phase].backend, f"speculative_attention_mode={phase}")
         return select(here, there, dataclasses.replace(policies[phase], choice=choice), full=True)
-    selection = select(here, there, policies[phase], full=True)
-    return selection if policies[phase].choice else _with_devices(selection, there, policies[phase])
+    return _with_devices(select(here, there, policies[phase], full=True), there, policies[phase])
 
 
 def _with_devices(selection: Selection, there: Catalogue, policy: Policy) -> Selection:
-    """What is chosen by rules, with a note for each device of its architecture that measurements choose for."""
+    """What nobody chose by name, with a note for each device of its architecture that measurements choose for."""
     request, notes = selection.request, []
-    for device in shipped_devices(request.arch) if request.arch else ():
+    asked = policy.choice is not None or mode() == "off" or not request.arch
+    for device in () if asked else shipped_devices(request.arch):
         measured = shipped_policy(policy, request, place=Place(device, request.arch))
         tuned = select(request, there, measured)
         if tuned.source == "tuned":

@@ -40,10 +40,11 @@ def resolve(
         if alias.name == bare and (not alias.families or request.family in alias.families)
         if named is None or (alias.families and offer.plugin == named.plugin)
     ]
+    meant = [one for one in meant if one[0].here()] or meant
     if len({offer.plugin for offer, *_ in meant}) > 1:
         several = ", ".join(f"{offer.info.id} of plugin {offer.plugin}" for offer, *_ in meant)
         raise BackendUnavailableError(
-            f"backend {name!r}{by} is an alias of several: {several}. Ask for one by its name"
+            f"backend {name!r}{by}{',' if by else ''} is an alias of several: {several}. Ask for one by its name"
         )
     if meant:
         return meant[0]

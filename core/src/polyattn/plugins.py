@@ -25,7 +25,7 @@ from .contract import API_VERSION, Bound
 from .distributions import distribution_version, normalise_distribution
 from .errors import PluginError, PolyattnError, did_you_mean
 from .hookspecs import ENTRY_POINT_GROUP, PROJECT, PolyattnSpecs
-from .record_types import typed
+from .record_types import file_of, typed
 from .records import Accepted, AttentionRequest, BackendInfo, PlatformInfo, Provider, Rejected, Verdict
 
 __all__ = [
@@ -322,7 +322,7 @@ class PluginManager:
         """Read the plugin's records, check them, and only then make any of them visible."""
         platforms = [typed(p, PlatformInfo, name) for p in self._call(name, "polyattn_register_platforms")]
         backends = [typed(b, BackendInfo, name) for b in self._call(name, "polyattn_register_backends")]
-        files = [(name, typed(f, str, name)) for f in self._call(name, "polyattn_register_measurements")]
+        files = [(name, file_of(f, name)) for f in self._call(name, "polyattn_register_measurements")]
         for platform in platforms:
             if platform.name in self.platforms:
                 owner = self._platform_owner[platform.name]

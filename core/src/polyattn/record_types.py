@@ -13,9 +13,12 @@ from .field_words import WORDS, nearest
 from .records import Alias, AttentionRequest, Constraint, Fallback, OneOf, Range, Requirement, SubsetOf
 from .records.capability import _known
 
-__all__ = ["check_types", "typed"]
+__all__ = ["check_types", "file_of", "typed"]
 
 T = TypeVar("T")
+
+_BUCKETS = ("q_bucket", "k_bucket", "batch_bucket")
+"""What a backend says of a request holds for all lengths: it is asked once for all of them."""
 
 
 def typed(record: Any, kind: type[T], plugin: str) -> T:
@@ -28,6 +31,18 @@ def typed(record: Any, kind: type[T], plugin: str) -> T:
         raise PluginError(f"plugin {plugin!r} registered {record!r}, a {kind.__name__} is needed")
     check_types(record, str(getattr(record, "id", "")) or f"plugin {plugin!r}")
     return record
+
+
+def file_of(text: Any, plugin: str) -> str:
+    """`text`, when it reads like a file of a package.
+
+    Raises:
+        PluginError: it does not.
+    """
+    package, _, path = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if not (package and path):
+        raise PluginError(f"plugin {plugin!r} registered {text!r}; a file of a package reads 'package:path'")
+    return str(text)
 
 
 def check_types(record: Any, where: str) -> None:
@@ -93,6 +108,8 @@ def _check_values(name: str, constraint: Constraint, what: str) -> None:
         low, high = constraint.low, constraint.high
         if low is not None and high is not None and low > high:
             raise PluginError(f"{what} says {name}={constraint}, and no number is from {low} to {high}: swap them")
+    if name in _BUCKETS:
+        raise PluginError(f"{what} says {name}={constraint}; lengths decide nothing but which measurement is used")
     if name in WORDS and isinstance(constraint, (OneOf, SubsetOf)):
         for word in constraint.values:
             if word not in WORDS[name]:

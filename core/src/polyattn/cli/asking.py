@@ -80,7 +80,7 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
     heads, kv_heads = _heads(question, family)
     kv_dtype = _one_of("--kv-dtype", question.kv_dtype or "auto", KV_CACHE_DTYPES)
     topk = question.spec_topk if question.spec_topk is not None else (1 if phase == "verify" and serving else 0)
-    tree = phase == "verify" and topk > 1
+    tree = serving and phase == "verify" and topk > 1
     fields: dict[str, Any] = {
         "family": family,
         # Phases are a word of serving; elsewhere they only say how many queries there are.

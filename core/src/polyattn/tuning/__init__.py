@@ -15,13 +15,12 @@ from .choices import (
     backend_row,
     measured,
     meet,
-    request_key,
-    request_of,
     shipped_advice,
     with_lengths,
 )
 from .current import MODES, default_path, kernel_config, mode, quarantine, record, release, reload, store, watch
 from .kernels import Choices, Kernel, Key, bucket, register_kernel, registered_kernels
+from .keys import request_key, request_of
 from .known import shipped_devices
 from .offline import MOST_CANDIDATES, Trial, Tuned, note_serving, serving, tune
 from .places import cpu_name, driver, place_of

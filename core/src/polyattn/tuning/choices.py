@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..records import AttentionRequest
-from ..request_text import plain_request, read_request
+from .alike import octaves
 from .kernels import bucket
-from .known import NOT_ANY, Known, known, shipped
+from .keys import request_key
+from .known import NOT_ANY, known, shipped
 from .rows import BACKEND, Place, Row, canonical
-from .times import Kin, Lengths, Measured, age, ranked, whose
+from .times import NEAR, Kin, Lengths, Measured, ranked, where, whose
 
 __all__ = [
-    "NEAR",
     "NOTHING",
     "Advice",
     "advise",
@@ -27,38 +27,9 @@ __all__ = [
     "backend_row",
     "measured",
     "meet",
-    "request_key",
-    "request_of",
     "shipped_advice",
     "with_lengths",
 ]
-
-NEAR = 4
-"""Lengths that were not measured have the choice of the nearest that were, if none is further off than this factor."""
-
-_WHERE = {"platform", "arch", "toolkit", "features"}
-"""Fields that say which machine it is: the place of a measurement does."""
-_FREE = {"options", "graph_capture", "batch_bucket", "q_bucket", "k_bucket"}
-"""Fields that do not tell one measurement from another. A recorded call runs the kernel of the one that is not."""
-_SWITCHES = {"scale": None, "softcap": 0.0, "dropout": 0.0}
-"""Fields whose value changes nothing but the result, beside this one."""
-_VALUES = {"scale": 0.5, "softcap": 50.0, "dropout": 0.5}
-"""Any others."""
-
-
-def request_key(request: AttentionRequest) -> dict[str, Any]:
-    """What of a request decides which backend is fast, besides the lengths."""
-    found = {name: v for name, v in plain_request(request.normalised()).items() if name not in _WHERE | _FREE}
-    return {name: True if name in _SWITCHES else value for name, value in found.items()}
-
-
-def request_of(key: Mapping[str, Any]) -> AttentionRequest:
-    """A request that has such a key. Where any value of a field does, it has one.
-
-    Raises:
-        ConfigError: no request has.
-    """
-    return read_request({name: _VALUES.get(name, value) for name, value in key.items()}, "a measurement")
 
 
 def with_lengths(request: AttentionRequest, batch: int, s_q: int, s_k: int) -> AttentionRequest:
@@ -119,7 +90,7 @@ def measured(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[
 def advising(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[Measured]:
     """All measurements that have a say in a request: its own, then those of requests like it."""
     here = known(request, place)
-    return () if here is NOT_ANY else _advising(here, request_key(request))
+    return () if here is NOT_ANY else here.advising(request_key(request))
 
 
 def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
@@ -139,7 +110,8 @@ def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
         f"{name} is quarantined for such requests: {reason}; `polyattn tune --release {name}` lets it be chosen again"
         for name, reason in held.items()
     ]
-    said = _order(request, _advising(here, fields))
+    # Who has nobody left to choose leaves it to others.
+    said = _order(request, [one for one in here.advising(fields) if not held.keys() >= one.times.keys()])
     if key not in here.measured and (others := here.elsewhere.get(key)):
         notes.append(f"{len(others)} measurements of such requests are not used: {'; '.join(dict.fromkeys(others))}")
     order = tuple((name, why) for name, why in said.order if name not in held)
@@ -152,11 +124,7 @@ def shipped_advice(request: AttentionRequest, place: Callable[[], Place], *, own
     Args:
         request, place: as `advise`. own: False leaves out what they have of this very request.
     """
-    return _order(request, _advising(shipped(place), request_key(request), own=own))
-
-
-def _advising(here: Known, key: Mapping[str, Any], *, own: bool = True) -> Sequence[Measured]:
-    return (*(here.measured.get(canonical(key), ()) if own else ()), *here.kin(key))
+    return _order(request, shipped(place).advising(request_key(request), own=own))
 
 
 def _order(request: AttentionRequest, found: Sequence[Measured]) -> Advice:
@@ -167,9 +135,9 @@ def _order(request: AttentionRequest, found: Sequence[Measured]) -> Advice:
 def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool) -> Advice:
     """The order at the nearest lengths that were measured: of the request itself, else of one like it."""
     off = [
-        (m.kin is not None, distance + (m.kin.off if m.kin else 0.0), i)
-        for i, m in enumerate(found)
-        if (distance := _distance(m.lengths, lengths)) is not None
+        (one.kin is not None, distance + (one.kin.off if one.kin else 0.0), i)
+        for i, one in enumerate(found)
+        if (distance := _distance(one, lengths)) is not None
     ]
     if not off:
         return NOTHING
@@ -177,11 +145,12 @@ def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool) -> Advice
     return Advice(tuple((name, best.why(name)) for name in best.costs(recorded=recorded)), kin=best.kin)
 
 
-def _distance(a: Lengths, b: Lengths) -> float | None:
+def _distance(one: Measured, lengths: Lengths) -> float | None:
     """In factors of two, added up; None where one length is further off than `NEAR`."""
-    if 0 in (*a, *b):
-        return 0.0 if a == b else None
-    off = [abs(math.log2(x / y)) for x, y in zip(a, b, strict=True)]
+    measured = (one.lengths[0] if one.kin is None else one.kin.batch, *one.lengths[1:])
+    if 0 in (*one.lengths, *lengths):
+        return 0.0 if measured == lengths else None
+    off = [octaves(x, y) for x, y in zip(measured, lengths, strict=True)]
     return sum(off) if max(off) <= math.log2(NEAR) else None
 
 
@@ -204,7 +173,7 @@ def _overall(found: Sequence[Measured], recorded: bool) -> Advice:
         name: math.exp(sum(math.log(one[name] / min(one.values())) for one in costs) / len(costs)) for name in names
     }
     rules = {m.rule for m in found}
-    dates = min((m.date for m in found), default="")
-    all_of_them = f"the fastest over {len(found)} measured lengths, measured {age(dates)}{whose(kin)}"
+    when = "" if not found else where(min(found, key=lambda one: (one.shipped, one.date)))
+    all_of_them = f"the fastest over {len(found)} measured lengths, {when}{whose(kin)}"
     order = ranked(losses, rules.pop() if len(rules) == 1 else "")
     return Advice(tuple((name, f"{losses[name]:.2f} x {all_of_them}") for name in order), kin=kin)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError
-from ..plugins import get_manager
+from ..plugins import FAILURES, get_manager
 from ..records import AttentionRequest
 from .alike import Numbers, apart, numbers_of, scaled
 from .current import cached, mode, store
 from .kernels import bucket
-from .rows import BACKEND, Place, Row, canonical, row_of
+from .rows import BACKEND, Place, Row, canonical, row_of, when
 from .store import FORMAT
-from .times import Kin, Lengths, Measured
+from .times import NEAR, Kin, Lengths, Measured
 
 __all__ = ["NOT_ANY", "Known", "known", "shipped", "shipped_devices", "shipped_rows"]
+
+
+_MOST = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +33,15 @@ class Known:
     Attributes:
         measured: measurements by the text of `request_key`. elsewhere: why others of such requests are not used.
         quarantined: backend -> reason. kinds: requests, with their text, by what tells their kernels apart.
+        shipped: of this, what plugins ship; None where that is all there is.
     """
 
     measured: Mapping[str, Sequence[Measured]] = dataclasses.field(default_factory=dict)
     elsewhere: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     quarantined: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     kinds: Mapping[str, Sequence[tuple[str, Numbers]]] = dataclasses.field(default_factory=dict)
-    _kin: dict[tuple[str, bool], Sequence[Measured]] = dataclasses.field(default_factory=dict)
+    shipped: Known | None = None
+    _kin: dict[str, Sequence[Measured]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, found: Mapping[str, Mapping[Lengths, Measured]], **more: Any) -> Known:
@@ -46,18 +52,28 @@ class Known:
                 kinds.setdefault(said[0], []).append((key, said[1]))
         return cls({key: tuple(by_lengths.values()) for key, by_lengths in found.items()}, kinds=kinds, **more)
 
-    def kin(self, key: Mapping[str, Any]) -> Sequence[Measured]:
-        """Measurements of requests like that of a `request_key`, the nearest first, by the lengths at which it has as
-        much to do.
+    def advising(self, key: Mapping[str, Any], *, own: bool = True) -> Sequence[Measured]:
+        """Measurements that have a say in requests of a `request_key`: their own, then of requests like them, the
+        nearest first, by the lengths at which these have as much to do. own: False leaves out the former.
 
         What is measured while a program runs says nothing of its other requests: their choices would change under way.
         """
-        text, still = canonical(key), mode() != "online"
-        if (text, still) not in self._kin:
-            self._kin[text, still] = self._find_kin(key, text, still)
-        return self._kin[text, still]
+        text, alike = canonical(key), self
+        if mode() == "online" and self.shipped is not None:
+            alike = self.shipped
+        return (*(self.measured.get(text, ()) if own else ()), *alike._found_kin(key, text))
 
-    def _find_kin(self, key: Mapping[str, Any], text: str, still: bool) -> Sequence[Measured]:
+    def _found_kin(self, key: Mapping[str, Any], text: str) -> Sequence[Measured]:
+        if not self.kinds:
+            return ()
+        found = self._kin.get(text)
+        if found is None:
+            if len(self._kin) >= _MOST:
+                self._kin.clear()
+            found = self._kin[text] = self._find_kin(key, text)
+        return found
+
+    def _find_kin(self, key: Mapping[str, Any], text: str) -> Sequence[Measured]:
         asked = numbers_of(key)
         if asked is None:
             return ()
@@ -68,21 +84,24 @@ class Known:
             if other != text and (off := apart(theirs, mine)) is not None
         ]
         found = [
-            (off, _for_kin(one, theirs, mine, off, self.quarantined.get(other, {})))
+            (off, kin)
             for off, other, theirs in near
             for one in self.measured[other]
-            if still or one.shipped
+            if (kin := _for_kin(one, theirs, mine, off, self.quarantined.get(other, {}))) is not None
         ]
-        return tuple(one for _, one in sorted(found, key=lambda f: (f[0], f[1].shipped)) if one.times)
+        return tuple(one for _, one in sorted(found, key=lambda f: (f[0], f[1].shipped)))
 
 
-def _for_kin(one: Measured, theirs: Numbers, mine: Numbers, off: float, held: Collection[str]) -> Measured:
-    """A measurement for another request; who is quarantined where it was measured is not taken from there."""
-    batch, s_q, s_k = one.lengths
+def _for_kin(one: Measured, theirs: Numbers, mine: Numbers, off: float, held: Collection[str]) -> Measured | None:
+    """A measurement for another request, None where that has more to do at any batch. Who is quarantined where it was
+    measured is not taken from there."""
     times = {name: time for name, time in one.times.items() if name not in held}
-    ours = mine.fields()
-    kin = Kin({name: value for name, value in theirs.fields().items() if value != ours[name]}, off, one.lengths)
-    return dataclasses.replace(one, lengths=(bucket(scaled(batch, theirs, mine)), s_q, s_k), times=times, kin=kin)
+    batch, (_, s_q, s_k) = scaled(one.lengths[0], theirs, mine), one.lengths
+    if not times or batch * NEAR < 1:
+        return None
+    fields = {name: value for name, value in theirs.fields.items() if value != mine.fields[name]}
+    whole = (bucket(max(round(batch), 1)), s_q, s_k)
+    return dataclasses.replace(one, lengths=whole, times=times, kin=Kin(fields, off, one.lengths, batch))
 
 
 NOT_ANY = Known()
@@ -103,8 +122,8 @@ def _read(place: Callable[[], Place]) -> Known:
         rows, held = [], []
     if not (rows or held or shipped_rows()):
         return NOT_ANY
-    here = place()
-    found = _tables(here)
+    here, tables = place(), shipped(place)
+    found = {key: {one.lengths: one for one in of_key} for key, of_key in tables.measured.items()}
     elsewhere: dict[str, list[str]] = {}
     for row in rows:
         if row.place == here:
@@ -117,7 +136,7 @@ def _read(place: Callable[[], Place]) -> Known:
             quarantined.setdefault(canonical(one.key), {})[one.backend] = one.reason
     if not (found or elsewhere or quarantined):
         return NOT_ANY
-    return Known.of(found, elsewhere=elsewhere, quarantined=quarantined)
+    return Known.of(found, elsewhere=elsewhere, quarantined=quarantined, shipped=tables)
 
 
 def shipped(place: Callable[[], Place]) -> Known:
@@ -147,10 +166,10 @@ def _key(row: Row) -> str:
     return canonical(row.key["request"])
 
 
-def shipped_rows() -> list[Row]:
-    """The measurements that come with plugins. A file that cannot be used is said once, and the others are."""
-    announced = get_manager().measurements
-    return cached(("shipped", announced), lambda: list(_read_tables(announced)))
+def shipped_rows() -> Sequence[Row]:
+    """The measurements of backends that come with plugins, the latest last. A file that cannot be used is said once,
+    and the others are."""
+    return _read_tables(get_manager().measurements)
 
 
 def shipped_devices(arch: str) -> list[str]:
@@ -158,13 +177,16 @@ def shipped_devices(arch: str) -> list[str]:
     return sorted({row.place.device for row in shipped_rows() if row.place.arch == arch})
 
 
-def _read_tables(announced: Iterable[tuple[str, str]]) -> Iterable[Row]:
+@functools.lru_cache(maxsize=4)
+def _read_tables(announced: tuple[tuple[str, str], ...]) -> Sequence[Row]:
+    found: list[Row] = []
     for name, file in announced:
         try:
-            yield from _read_table(file)
-        except (ConfigError, ImportError, OSError, ValueError) as exc:
-            label = get_manager().plugins[name].label
-            warnings.warn(f"the measurements of plugin {label} are not used: {exc}", RuntimeWarning, stacklevel=2)
+            found += _read_table(file)
+        except FAILURES as exc:  # the import of a stranger's package may raise anything
+            label, why = get_manager().plugins[name].label, f"{type(exc).__name__}: {exc}"
+            warnings.warn(f"the measurements of plugin {label} are not used: {why}", RuntimeWarning, stacklevel=2)
+    return tuple(sorted(found, key=lambda row: when(row.date)))
 
 
 def _read_table(file: str) -> list[Row]:
@@ -172,4 +194,5 @@ def _read_table(file: str) -> list[Row]:
     data = json.loads(importlib.resources.files(package).joinpath(path).read_text(encoding="utf-8"))
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("measurements"), list):
         raise ConfigError(f"{file} is no export of `polyattn tune`, which has format {FORMAT!r}")
-    return [row_of(one, f"{file}: measurement {i}") for i, one in enumerate(data["measurements"])]
+    rows = [row_of(one, f"{file}: measurement {i}") for i, one in enumerate(data["measurements"])]
+    return [row for row in rows if row.subject == BACKEND]

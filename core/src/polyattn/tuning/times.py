@@ -6,14 +6,18 @@ import dataclasses
 import datetime
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from .rows import when
 
-__all__ = ["SAME", "Kin", "Lengths", "Measured", "age", "ranked", "whose"]
+__all__ = ["NEAR", "SAME", "Kin", "Lengths", "Measured", "age", "ranked", "where", "whose"]
 
 Lengths = tuple[int, int, int]
 """Buckets of (B or N, the longest S_q, the longest S_k)."""
+
+NEAR = 4
+"""Lengths that were not measured have the choice of the nearest that were, if none is further off than this factor."""
 
 SAME = 1.025
 """Times nearer than this factor tell nothing apart: on an H200, two measurements of one kernel, by the tuner and by the
@@ -26,12 +30,13 @@ class Kin:
 
     Attributes:
         fields: of the request, those that are others. off: how far it is, in factors of two. lengths: it was
-            measured at.
+            measured at. batch: with which the request that is asked for has as much to do.
     """
 
     fields: Mapping[str, Any]
     off: float
     lengths: Lengths
+    batch: Fraction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +69,8 @@ class Measured:
         """The figures behind a choice, and how old they are."""
         beside = ", ".join(f"{name} {self._took(name)}" for name in self.times if name != backend)
         batch, s_q, s_k = self.lengths if self.kin is None else self.kin.lengths
-        where = "shipped with a plugin" if self.shipped else f"measured {age(self.date)}"
         took = f"{self._took(backend)}{f' (others: {beside})' if beside else ''}"
-        return f"{took} at batch {batch}, S_q {s_q}, S_k {s_k}, {where}{whose(self.kin)}"
+        return f"{took} at batch {batch}, S_q {s_q}, S_k {s_k}, {where(self)}{whose(self.kin)}"
 
     def _took(self, backend: str) -> str:
         time, host = self.times[backend], self.host.get(backend, 0.0)
@@ -78,6 +82,11 @@ def ranked(costs: Mapping[str, float], rule: str) -> dict[str, float]:
     least = SAME * min(costs.values(), default=0.0)
     kept = rule if costs.get(rule, math.inf) <= least else ""
     return dict(sorted(costs.items(), key=lambda item: (item[0] != kept, item[1], item[0])))
+
+
+def where(one: Measured) -> str:
+    """Where the times are from, or how old they are, in words."""
+    return "shipped with a plugin" if one.shipped else f"measured {age(one.date)}"
 
 
 def whose(kin: Kin | None) -> str:

@@ -14,6 +14,7 @@ from ..families import Call
 from ..plain import Solution, cancelling, in_float64, plainly
 from ..poison import poisoned
 from ..problems import Problem
+from ..process import left_alone
 from .notes import Notes
 
 __all__ = ["GRAD_ROUNDINGS", "OUT_ROUNDINGS", "Result", "against", "averaged", "run", "values"]
@@ -64,8 +65,9 @@ def values(target: Target, problem: Problem, notes: Notes) -> None:
 
 def run(target: Target, problem: Problem, notes: Notes, out: Tensor | None = None) -> Result:
     """One call, backward included, with poisoned memory, checked for its form."""
-    request = problem.request
-    with poisoned(problem.dout.device):
+    request, device = problem.request, problem.dout.device
+    untouched = left_alone(device, functools.partial(notes.wrong, "process"), random=request.dropout > 0)
+    with poisoned(device), untouched:
         raw = target.call(problem.case, problem.tensors, problem.extra, out)
         result, second = problem.family.returned(request, raw)
         wanted = [name for name in request.grad if name != "lse"]
