@@ -36,14 +36,14 @@ def choices(place: Place) -> Iterator[dict[str, Any]]:
         request = request_of(json.loads(key))
         for one in (one for one in measurements if one.rule in one.times):
             said = shipped_advice(with_lengths(request, *one.lengths), lambda: place, own=False)
-            chosen = next((name for name, _ in said.order if name in one.times), one.rule)
+            chosen = next((name for name, _ in said.order if name in one.times), "")
             yield {
                 "kind": kind_of(request),
                 "request": request.summary().replace(f" {request.platform},", ""),
                 "lengths": list(one.lengths),
                 "rules": [one.rule, speed(one, one.rule)],
-                "unseen": [chosen, speed(one, chosen)],
-                "like": dict(said.kin.fields) if said.kin else None,
+                "unseen": [chosen or one.rule, speed(one, chosen or one.rule)],
+                "like": json.loads(json.dumps(said.kin.fields)) if said.kin and chosen else None,
             }
 
 

@@ -28,7 +28,7 @@ KV_HEADS = {1: 32}
 """By group; 8 otherwise, as models have them."""
 PAGE = 16
 PROMPTS = ((1, 1024), (16, 1024), (2, 16384))
-"""(batch, S): what has little to do at once, much in many sequences, and much in one."""
+"""(batch, S): what has little to do at once, much in many sequences, and much in few."""
 LONG = ((1, 65536),)
 CACHES = ((1, 1024), (1, 16384), (16, 1024), (16, 16384), (128, 4096))
 """(batch, S_k) of a decode step."""

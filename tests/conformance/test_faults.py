@@ -15,6 +15,7 @@ from torch import Tensor
 from polyattn import reference
 from polyattn.plugins import get_manager
 from polyattn.testing import Case, Outcome, generate, run_case
+from polyattn.testing.process import _PARTS, left_alone
 
 Kernel = Callable[..., Any]
 
@@ -320,3 +321,19 @@ def test_a_right_kernel_passes() -> None:
     for case in cases():
         if not case.request.batch_invariant:
             assert run_case(Bent(), case).verdict == "passed", str(run_case(Bent(), case))
+
+
+@pytest.mark.parametrize("name", _PARTS)
+def test_every_part_of_the_process_is_seen_and_put_back(name: str) -> None:
+    ask, put = _PARTS[name]
+    before, wrong = ask(), list[str]()
+    others = {torch.dtype: torch.float64, bool: not before, tuple: (True, True), str: "tf32"}
+    other = others.get(type(before), torch.get_num_threads() + 1)
+    with left_alone(torch.device("cpu"), wrong.append, random=False):
+        pass
+    assert not wrong
+    with left_alone(torch.device("cpu"), wrong.append, random=False):
+        put(other)
+        assert ask() == other
+    assert wrong == [f"{name} is another one after the call"]
+    assert ask() == before

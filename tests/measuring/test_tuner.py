@@ -1057,13 +1057,12 @@ def test_what_one_rank_measures_later_changes_nothing_in_silence(tmp_path):
 
 
 def test_outcomes_are_equal_where_calls_of_all_lengths_are():
-    def outcome(of="itself", **best):
-        others = {(1, int(name[1:]), int(name[1:])): who for name, who in best.items()}
-        reach = dict.fromkeys(others, of)
-        return polyattn.by_length._outcome({None: "rule", **others} if best else {}, reach, "rule")
+    def outcome(of="", **best):
+        found = tuple(((1, int(name[1:]), int(name[1:])), of, who) for name, who in best.items())
+        return polyattn.by_length._outcome("rule" if best else None, found, "rule")
 
     assert outcome() == outcome(_64="rule") == outcome(_64="rule", _1024="rule") == ("rule", [])
-    assert outcome(_64="fast") == outcome(_64="fast", _2048="rule") == ("rule", [((1, 64, 64), "fast", "itself")])
+    assert outcome(_64="fast") == outcome(_64="fast", _2048="rule") == ("rule", [((1, 64, 64), "", "fast")])
     assert outcome(_64="fast") != outcome(_64="fast", _1024="rule"), "lengths of 256 have the choice of either"
     assert outcome(_64="fast") != outcome(_64="fast", _1024="fast")
     assert outcome(_64="fast") != outcome(_64="fast", of="a request like it")
@@ -1084,6 +1083,22 @@ def test_what_was_measured_reaches_less_far_where_it_is_of_another_request():
     own = told(), polyattn.explain(tuning.with_lengths(request, 1, 256, 256)).backend
     assert (by_kin[1], own[1]) == ("torch_native", "torch_sdpa")
     assert by_kin[0] != own[0]
+
+
+def test_each_request_like_one_leads_where_it_leads(served):
+    """Two of them at one bucket of batches: the nearer one hides the other there, and not at smaller batches."""
+    request = workload(64, platform="cpu").request
+    for heads, batch, best in ((5, 8, "torch_native"), (8, 8, "torch_sdpa")):
+        like = dataclasses.replace(request, heads=heads, kv_heads=heads)
+        times = {"torch_sdpa": 20.0, "torch_native": 20.0, best: 10.0}
+        tuning.record(tuning.backend_row(tuning_place("cpu"), like, (batch, 64, 64), times, "a test"))
+    who = {}
+    for batch in (8, 16, 32, 64):
+        q, k, v = (torch.randn(batch, 64, 2, 32) for _ in range(3))
+        polyattn.attention(q, k, v, causal=True)
+        who[batch] = served[-1]
+        assert polyattn.explain(tuning.with_lengths(request, batch, 64, 64)).backend == served[-1], batch
+    assert set(who.values()) == {"torch_native", "torch_sdpa"}
 
 
 def test_no_rank_measures(tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .agreement import agree, distributed
@@ -18,7 +18,7 @@ from .call_shapes import Extent, extent_of, head_axis
 from .contract import Bound
 from .epoch import EPOCH
 from .inspection import catalogue
-from .policies import measured_policy, tuning_place
+from .policies import measured_policy, policy_of, tuning_place
 from .records import AttentionRequest
 from .selection import Policy, Said, Selection, select
 from .tuning import advising, bucket, meet, mode, with_lengths
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["unasked"]
 
-_Served = Mapping[Extent | None, tuple[Any, ...]]
-_Reach = Mapping[Extent, str]
+_Who = tuple[Any, ...]
+_Found = tuple[Extent, str, _Who]
+"""Lengths that were measured, what else says how far their choice reaches, and who it is."""
 
 ONLINE = "polyattn.measuring.online"
 """Who measures calls as they come: a layer above this one, imported when it is asked for."""
@@ -48,13 +49,13 @@ def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
         ConfigError: another rank chooses otherwise.
     """
     selection, tuning = chosen.selection, mode()
-    others, reach = ({}, {}) if tuning == "off" else _choices(selection.request, policy, EPOCH.value)
+    rule, found = (None, ()) if tuning == "off" else _choices(selection.request, policy, EPOCH.value)
     if distributed():
         why = f"{selection.id} ({selection.source}: {selection.why})"
-        agree(selection.request, repr((_served(selection), *_outcome(others, reach, _served(selection)))), why)
+        agree(selection.request, repr((_served(selection), *_outcome(rule, found, _served(selection)))), why)
     if not eager:
         return chosen
-    if set(others.values()) - {_served(selection)}:
+    if {rule, *(who for *_, who in found)} - {None, _served(selection)}:
         switch = _Switch(chosen, policy, load)
         bound = Bound(switch, simple=switch.simple(), session=chosen.bound.session)
         chosen = dataclasses.replace(chosen, bound=bound, at=switch.at)
@@ -64,40 +65,39 @@ def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
 
 
 @functools.lru_cache(maxsize=1024)
-def _choices(request: AttentionRequest, policy: Policy, epoch: int) -> tuple[_Served, _Reach]:
-    """Who serves the lengths that were measured, for this request or one like it, and all others (None); and what else
-    says how far such a choice reaches. Empty where nothing was measured."""
+def _choices(request: AttentionRequest, policy: Policy, epoch: int) -> tuple[_Who | None, tuple[_Found, ...]]:
+    """Who serves calls that no measurement is near to, and what each measurement leads to, of this request or one like
+    it; (None, ()) where nothing was measured."""
     found = advising(request, functools.partial(tuning_place, request.platform))
     if not found:
-        return {}, {}
+        return None, ()
     said: Said = {}
     by_rule = select(request, catalogue(), dataclasses.replace(policy, tuned=()), said=said)
-    reach: dict[Extent, list[Any]] = {}
+    led: list[_Found] = []
     for one in found:
-        reach.setdefault(one.lengths, []).append(one.kin and (one.kin.off, one.kin.batch))
-    served: dict[Extent | None, tuple[Any, ...]] = {None: _served(by_rule)}
-    served.update((extent, _served(_at(request, policy, extent, said))) for extent in reach)
-    return served, {extent: repr(who) for extent, who in reach.items()}
+        reach = "" if one.kin is None else repr((one.kin.off, one.kin.batch))
+        who = select(request, catalogue(), policy_of(policy, request, one), said=said)
+        led.append((one.lengths, reach, _served(who)))
+    return _served(by_rule), tuple(led)
 
 
-def _outcome(others: _Served, reach: _Reach, served: tuple[Any, ...]) -> tuple[Any, ...]:
+def _outcome(rule: _Who | None, found: Sequence[_Found], served: _Who) -> tuple[Any, ...]:
     """(who serves lengths that were not measured, who the others), alike where calls of all lengths are served alike.
 
     What was measured and leads to who serves anyway is left out, unless it is near something that does not: the lengths
     between the two go to the nearer one.
     """
-    usual = others.get(None, served)
-    found = [(extent, who, reach[extent]) for extent, who in others.items() if extent is not None]
-    apart = [extent for extent, who, _ in found if who != usual]
-    return usual, [one for one in found if one[1] != usual or any(meet(one[0], extent) for extent in apart)]
+    usual = rule or served
+    apart = [extent for extent, _, who in found if who != usual]
+    return usual, [one for one in found if one[2] != usual or any(meet(one[0], extent) for extent in apart)]
 
 
-def _served(selection: Selection) -> tuple[Any, ...]:
+def _served(selection: Selection) -> _Who:
     return selection.backend, selection.provider, selection.lowerings
 
 
-def _at(request: AttentionRequest, policy: Policy, extent: Extent, said: Said | None = None) -> Selection:
-    return select(request, catalogue(), measured_policy(policy, with_lengths(request, *extent)), said=said)
+def _at(request: AttentionRequest, policy: Policy, extent: Extent) -> Selection:
+    return select(request, catalogue(), measured_policy(policy, with_lengths(request, *extent)))
 
 
 class _Ways(NamedTuple):

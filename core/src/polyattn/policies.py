@@ -12,12 +12,12 @@ from .overrides import Scope, current_choice, current_settings
 from .plugins import PluginManager, get_manager
 from .records import AttentionRequest
 from .selection import Choice, Policy
-from .tuning import NOTHING, Advice, Place, advise, driver, place_of, shipped_advice, watch
+from .tuning import NOTHING, Advice, Measured, Place, advise, driver, place_of, shipped_advice, watch
 
 if TYPE_CHECKING:
     from torch import device
 
-__all__ = ["compiled_policy", "current_policy", "measured_policy", "shipped_policy", "tuning_place"]
+__all__ = ["compiled_policy", "current_policy", "measured_policy", "policy_of", "shipped_policy", "tuning_place"]
 
 
 def current_policy(argument: str | None, scope: Scope, request: AttentionRequest) -> Policy:
@@ -47,6 +47,12 @@ def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:
     """A policy with what measurements say of a request that nobody chose a backend for."""
     said = advise(request, functools.partial(tuning_place, request.platform))
     return policy if said is NOTHING else _advised(policy, request, said)
+
+
+def policy_of(policy: Policy, request: AttentionRequest, one: Measured) -> Policy:
+    """A policy with what one measurement says, whatever the lengths."""
+    order = tuple((name, "measured") for name in one.costs(recorded=bool(request.graph_capture)))
+    return _advised(policy, request, Advice(order, policy.avoid, policy.notes, one.kin))
 
 
 def shipped_policy(

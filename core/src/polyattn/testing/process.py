@@ -26,7 +26,11 @@ _PARTS: dict[str, _Part] = {
         _deterministic,
         lambda was: torch.use_deterministic_algorithms(was[0], warn_only=was[1]),
     ),
-    "the precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    # Not torch.get_float32_matmul_precision: that raises where somebody has set this one.
+    "the precision of float32 products": (
+        lambda: torch.backends.cuda.matmul.fp32_precision,
+        lambda was: setattr(torch.backends.cuda.matmul, "fp32_precision", was),
+    ),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
     **{
         f"torch's switch of {name} attention": (
@@ -57,20 +61,26 @@ def left_alone(device: torch.device, wrong: Callable[[str], None], *, random: bo
 
 
 def _of(device: torch.device) -> dict[str, _Part]:
-    if device.type in ("cpu", "meta", "mps"):
+    place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if place is None or place.type != device.type or device.type == "mps":
         return {}
-    place = torch.accelerator
+    of = torch.accelerator
     return {
-        "the current device": (place.current_device_index, place.set_device_index),
-        "the current stream": (place.current_stream, place.set_stream),
+        "the current device": (of.current_device_index, of.set_device_index),
+        "the current stream": (lambda: of.current_stream(device), of.set_stream),
     }
 
 
 def _random(device: torch.device) -> dict[str, _Part]:
     found: dict[str, _Part] = {"the state of torch's random numbers": (torch.get_rng_state, torch.set_rng_state)}
-    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    if module is not None and hasattr(module, "get_rng_state"):
-        found["the state of the device's random numbers"] = (module.get_rng_state, module.set_rng_state)
+    if device.type == "mps":
+        found["the state of the device's random numbers"] = (torch.mps.get_rng_state, torch.mps.set_rng_state)
+    elif _of(device):
+        module = torch.get_device_module(device)
+        found["the state of the device's random numbers"] = (
+            lambda: module.get_rng_state(device),
+            lambda was: module.set_rng_state(was, device),
+        )
     return found
 
 

@@ -17,11 +17,11 @@ from ..records import AttentionRequest
 from .keys import request_of
 from .rows import canonical
 
-__all__ = ["Numbers", "apart", "numbers_of", "octaves", "scaled"]
+__all__ = ["Numbers", "apart", "numbers_of", "octaves", "scaled", "within"]
 
-_NEAR = 2.0
-"""Factors of two: pages of 16 and of 64 tokens, windows of 1024 and 4096. Farther ones say nothing."""
-_NEAR_GROUPS = 1.0
+_NEAR = 4
+"""Pages of 16 and of 64 tokens, windows of 1024 and of 4096. Farther ones say nothing."""
+_NEAR_GROUPS = 2
 """Of query heads to a key head. On an H200 the fastest for 128 heads of latents was the slowest for 16."""
 _HALVES = ("bfloat16", "float16")
 _SIZES = ("dtype", "heads", "kv_heads", "page_size", "window")
@@ -60,9 +60,12 @@ def _numbers(request: AttentionRequest) -> Numbers:
 
 def apart(a: Numbers, b: Numbers) -> float | None:
     """How far two of one kind are from each other, in factors of two; None where it is too far."""
-    groups = octaves(a.heads * b.kv_heads, b.heads * a.kv_heads)
-    others = [octaves(a.page_size, b.page_size), *map(octaves, a.window, b.window)]
-    return None if groups > _NEAR_GROUPS or max(others) > _NEAR else groups + sum(others)
+    groups = a.heads * b.kv_heads, b.heads * a.kv_heads
+    # A window of 1023 keys to the left sees 1024; -1 is no window.
+    others = [(a.page_size, b.page_size), *((x + 1, y + 1) for x, y in zip(a.window, b.window, strict=True))]
+    if not within(*groups, _NEAR_GROUPS) or not all(within(*sizes, _NEAR) for sizes in others):
+        return None
+    return octaves(*groups) + sum(octaves(*sizes) for sizes in others)
 
 
 def scaled(batch: int, measured: Numbers, asked: Numbers) -> Fraction:
@@ -71,11 +74,14 @@ def scaled(batch: int, measured: Numbers, asked: Numbers) -> Fraction:
     return Fraction(batch * measured.kv_heads, asked.kv_heads)
 
 
+def within(a: Fraction | int, b: Fraction | int, factor: int) -> bool:
+    """Whether neither size is more than so many times the other. Both may be 0: off, or unlimited."""
+    return a == b or 0 < max(a, b) <= factor * min(a, b)
+
+
 def octaves(a: Fraction | int, b: Fraction | int) -> float:
-    """Factors of two between two sizes. What is off or unlimited in both is no difference, in one more than any."""
-    if a == b:
-        return 0.0
-    return abs(_log2(a) - _log2(b)) if min(a, b) > 0 else math.inf
+    """Factors of two between two sizes; 0 of both is no difference."""
+    return 0.0 if a == b else abs(_log2(a) - _log2(b))
 
 
 def _log2(size: Fraction | int) -> float:

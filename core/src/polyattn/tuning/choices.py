@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..records import AttentionRequest
-from .alike import octaves
+from .alike import octaves, within
 from .kernels import bucket
 from .keys import request_key
 from .known import NOT_ANY, known, shipped
@@ -110,12 +110,15 @@ def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
         f"{name} is quarantined for such requests: {reason}; `polyattn tune --release {name}` lets it be chosen again"
         for name, reason in held.items()
     ]
-    # Who has nobody left to choose leaves it to others.
-    said = _order(request, [one for one in here.advising(fields) if not held.keys() >= one.times.keys()])
+    found = here.advising(fields)
+    if held:
+        # Who has nobody left to choose leaves it to others.
+        kept = [{name: time for name, time in one.times.items() if name not in held} for one in found]
+        found = [dataclasses.replace(one, times=times) for one, times in zip(found, kept, strict=True) if times]
+    said = _order(request, found)
     if key not in here.measured and (others := here.elsewhere.get(key)):
         notes.append(f"{len(others)} measurements of such requests are not used: {'; '.join(dict.fromkeys(others))}")
-    order = tuple((name, why) for name, why in said.order if name not in held)
-    return dataclasses.replace(said, order=order, avoid=tuple(held), notes=tuple(notes))
+    return dataclasses.replace(said, avoid=tuple(held), notes=tuple(notes))
 
 
 def shipped_advice(request: AttentionRequest, place: Callable[[], Place], *, own: bool = True) -> Advice:
@@ -150,8 +153,8 @@ def _distance(one: Measured, lengths: Lengths) -> float | None:
     measured = (one.lengths[0] if one.kin is None else one.kin.batch, *one.lengths[1:])
     if 0 in (*one.lengths, *lengths):
         return 0.0 if measured == lengths else None
-    off = [octaves(x, y) for x, y in zip(measured, lengths, strict=True)]
-    return sum(off) if max(off) <= math.log2(NEAR) else None
+    pairs = list(zip(measured, lengths, strict=True))
+    return sum(octaves(x, y) for x, y in pairs) if all(within(x, y, NEAR) for x, y in pairs) else None
 
 
 def meet(a: Lengths, b: Lengths) -> bool:

@@ -14,8 +14,8 @@ _WHERE = {"platform", "arch", "toolkit", "features"}
 """Fields that say which machine it is: the place of a measurement does."""
 _FREE = {"options", "graph_capture", "batch_bucket", "q_bucket", "k_bucket"}
 """Fields that do not tell one measurement from another. A recorded call runs the kernel of the one that is not."""
-_SWITCHES = {"scale": 0.5, "softcap": 50.0, "dropout": 0.5}
-"""Fields whose value changes nothing but the result, beside one that they may have."""
+_SWITCHES = {"scale": 0.3, "softcap": 50.0, "dropout": 0.5}
+"""Fields whose value changes nothing but the result, beside a value that is no default of theirs."""
 
 
 def request_key(request: AttentionRequest) -> dict[str, Any]:

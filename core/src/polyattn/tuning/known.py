@@ -33,7 +33,7 @@ class Known:
     Attributes:
         measured: measurements by the text of `request_key`. elsewhere: why others of such requests are not used.
         quarantined: backend -> reason. kinds: requests, with their text, by what tells their kernels apart.
-        shipped: of this, what plugins ship; None where that is all there is.
+        shipped: of this, what plugins ship; None: this is that.
     """
 
     measured: Mapping[str, Sequence[Measured]] = dataclasses.field(default_factory=dict)
@@ -93,8 +93,8 @@ class Known:
 
 
 def _for_kin(one: Measured, theirs: Numbers, mine: Numbers, off: float, held: Collection[str]) -> Measured | None:
-    """A measurement for another request, None where that has more to do at any batch. Who is quarantined where it was
-    measured is not taken from there."""
+    """A measurement for another request, None where that has more to do at any batch, or nobody is left: who is
+    quarantined where it was measured is not taken from there."""
     times = {name: time for name, time in one.times.items() if name not in held}
     batch, (_, s_q, s_k) = scaled(one.lengths[0], theirs, mine), one.lengths
     if not times or batch * NEAR < 1:
@@ -167,8 +167,8 @@ def _key(row: Row) -> str:
 
 
 def shipped_rows() -> Sequence[Row]:
-    """The measurements of backends that come with plugins, the latest last. A file that cannot be used is said once,
-    and the others are."""
+    """The measurements of backends that come with plugins, the latest last, read once in a process. A file that cannot
+    be used is said once, and the others are used."""
     return _read_tables(get_manager().measurements)
 
 
