@@ -75,8 +75,7 @@ def _random(device: torch.device) -> dict[str, _Part]:
     found: dict[str, _Part] = {"the state of torch's random numbers": (torch.get_rng_state, torch.set_rng_state)}
     if device.type == "mps":
         found["the state of the device's random numbers"] = (torch.mps.get_rng_state, torch.mps.set_rng_state)
-    elif _of(device):
-        module = torch.get_device_module(device)
+    elif _of(device) and hasattr(module := torch.get_device_module(device), "get_rng_state"):
         found["the state of the device's random numbers"] = (
             lambda: module.get_rng_state(device),
             lambda was: module.set_rng_state(was, device),
