@@ -475,6 +475,7 @@ def test_who_is_quarantined_has_no_say_in_the_order():
         costly((1, length, length), {"bad": 1.0, "x": 2.0, "rule": 2.01}, {}, rule="rule")
     tuning.quarantine(Quarantined(HERE, "bad", request_key(REQUEST), "it lies", "2026-01-01"))
     assert order((1, 64, 64)) == order() == ["rule", "x"]
+    assert all("bad" not in one.times for one in advising(REQUEST, here))
 
 
 def test_what_is_known_of_requests_like_one_is_kept_for_a_while(monkeypatch):

@@ -13,9 +13,8 @@ from polyattn.bench.peers import load
 from polyattn.bench.workloads import workload
 from polyattn.errors import UnsupportedRequestError
 from polyattn.measuring import check, make_inputs
-from polyattn.testing.emulators import Library
 
-from .emulators import trtllm as emulator
+from .emulators.trtllm import library as flashinfer
 
 PEERS = Path(__file__).parents[3] / "benchmarks" / "peers"
 CPU = torch.device("cpu")
@@ -35,10 +34,7 @@ SHARED = of(PAGED, shared=32, kv_len=72)
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch):
-    if not PEERS.is_dir():
-        pytest.skip("the benchmark's peers are in a checkout of polyattn")
-    library: Library = emulator.library(arch=90)
-    library.install(monkeypatch)
+    flashinfer(arch=90).install(monkeypatch)
     return load([str(PEERS)])
 
 

@@ -15,7 +15,7 @@ from ..records import AttentionRequest
 from .alike import octaves, within
 from .kernels import bucket
 from .keys import request_key
-from .known import NOT_ANY, known, shipped
+from .known import NOT_ANY, Known, known, shipped
 from .rows import BACKEND, Place, Row, canonical
 from .times import NEAR, Kin, Lengths, Measured, ranked, where, whose
 
@@ -88,9 +88,19 @@ def measured(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[
 
 
 def advising(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[Measured]:
-    """All measurements that have a say in a request: its own, then those of requests like it."""
+    """All measurements that have a say in a request: its own, then those of requests like it; of those who are not
+    quarantined for it."""
     here = known(request, place)
-    return () if here is NOT_ANY else here.advising(request_key(request))
+    return () if here is NOT_ANY else _advising(here, request_key(request))
+
+
+def _advising(here: Known, key: Mapping[str, Any]) -> Sequence[Measured]:
+    found, held = here.advising(key), here.quarantined.get(canonical(key))
+    if not held:
+        return found
+    # Who has nobody left to choose leaves it to others.
+    left = [{name: time for name, time in one.times.items() if name not in held} for one in found]
+    return [dataclasses.replace(one, times=times) for one, times in zip(found, left, strict=True) if times]
 
 
 def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
@@ -110,12 +120,7 @@ def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
         f"{name} is quarantined for such requests: {reason}; `polyattn tune --release {name}` lets it be chosen again"
         for name, reason in held.items()
     ]
-    found = here.advising(fields)
-    if held:
-        # Who has nobody left to choose leaves it to others.
-        kept = [{name: time for name, time in one.times.items() if name not in held} for one in found]
-        found = [dataclasses.replace(one, times=times) for one, times in zip(found, kept, strict=True) if times]
-    said = _order(request, found)
+    said = _order(request, _advising(here, fields))
     if key not in here.measured and (others := here.elsewhere.get(key)):
         notes.append(f"{len(others)} measurements of such requests are not used: {'; '.join(dict.fromkeys(others))}")
     return dataclasses.replace(said, avoid=tuple(held), notes=tuple(notes))

@@ -10,6 +10,7 @@ the fa2 template reads V by strides of its own, by kernels that 0.7 loads when t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,6 +123,17 @@ class Planned:
         return (result, lse.contiguous()) if a["return_lse"] else result
 
 
+def _beginning(lib: Library, key: str) -> Callable[..., None]:
+    """The `__init__` of a wrapper that only keeps what it was made with."""
+
+    @lib.method(f"{key}.__init__")
+    def begin(self: Any, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
+        self.begin(float_workspace_buffer, use_cuda_graph)
+        self.made = a
+
+    return begin
+
+
 def check_csr(indptr: Tensor, indices: Tensor, last: Tensor, page_size: int) -> None:
     for tensor in (indptr, indices, last):
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
@@ -129,6 +141,13 @@ def check_csr(indptr: Tensor, indices: Tensor, last: Tensor, page_size: int) -> 
     counts = indptr.diff()
     if (last > page_size).any() or ((last <= 0) & (counts > 0)).any():
         raise ValueError("last_page_len is in [1, page_size]")
+
+
+def check_dtypes(p: dict[str, Any], q: Tensor, caches: tuple[Tensor, Tensor]) -> None:
+    """Of a run against its plan."""
+    planned = _dtype(p["q_data_type"]), _dtype(p["kv_data_type"])
+    if (q.dtype, caches[0].dtype) != planned:
+        raise ValueError(f"q and caches are not of the dtypes planned: {q.dtype}, {caches[0].dtype}, not {planned}")
 
 
 def scale_given(a: dict[str, Any]) -> tuple[float, float]:
@@ -231,8 +250,7 @@ def _prefill(lib: Library, key: str, old: bool) -> None:
         @lib.method(f"{key}.run")
         def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], **a: Any) -> Any:
             p, layout = self.a, self.made["kv_layout"]
-            if q.dtype != p["q_data_type"] or paged_kv_cache[0].dtype != p["kv_data_type"]:
-                raise ValueError(f"q and caches are not of the dtypes planned: {q.dtype}, {p['q_data_type']}")
+            check_dtypes(p, q, paged_kv_cache)
             starts, lens = p["qo_indptr"].tolist(), _lens(p).tolist()
             if q.shape[0] != starts[-1]:
                 raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({starts[-1]})")
@@ -265,10 +283,7 @@ def _cascade(lib: Library, key: str) -> None:
     class MultiLevelCascadeAttentionWrapper(Planned):
         """Of each level the keys of a group of queries; the last is causal, and windows count in each level anew."""
 
-        @lib.method(f"{key}.__init__")
-        def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
-            self.begin(float_workspace_buffer, use_cuda_graph)
-            self.made = a
+        __init__ = _beginning(lib, key)
 
         @lib.method(f"{key}.plan")
         def plan(self, **a: Any) -> None:
@@ -292,8 +307,7 @@ def _cascade(lib: Library, key: str) -> None:
         # Not bound to its signature: that says Tensor where the documentation, and all of its examples, have a pair.
         def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Any:
             p, layout = self.a, self.made["kv_layout"]
-            if q.dtype != _dtype(p["q_data_type"]) or paged_kv_cache[0].dtype != _dtype(p["kv_data_type"]):
-                raise ValueError("q and caches are not of the dtypes planned")
+            check_dtypes(p, q, paged_kv_cache)
             found: list[tuple[Tensor, Tensor]] = []
             for number, (starts, indptr, indices, last) in enumerate(self.levels):
                 lens = _lens({"paged_kv_indptr": indptr, "page_size": p["page_size"], "paged_kv_last_page_len": last})
@@ -326,10 +340,7 @@ def _decode(lib: Library, key: str, old: bool) -> None:
     class BatchDecodeWithPagedKVCacheWrapper(Planned):
         strided = old
 
-        @lib.method(f"{key}.__init__")
-        def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
-            self.begin(float_workspace_buffer, use_cuda_graph)
-            self.made = a
+        __init__ = _beginning(lib, key)
 
         @lib.method(f"{key}._plan_impl")
         def plan(self, **a: Any) -> None:
@@ -355,8 +366,7 @@ def _decode(lib: Library, key: str, old: bool) -> None:
         @lib.method(f"{key}.run")
         def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], **a: Any) -> Any:
             p, layout = self.a, self.made["kv_layout"]
-            if q.dtype != p["q_data_type"] or paged_kv_cache[0].dtype != p["kv_data_type"]:
-                raise ValueError("q and caches are not of the dtypes planned")
+            check_dtypes(p, q, paged_kv_cache)
             if q.shape[0] != len(p["last_page_len"]):
                 raise ValueError("decode takes one query for each sequence")
             if self.made["use_tensor_cores"]:
@@ -397,10 +407,7 @@ def _decode(lib: Library, key: str, old: bool) -> None:
 
 def _ragged(lib: Library, key: str) -> None:
     class BatchPrefillWithRaggedKVCacheWrapper(Planned):
-        @lib.method(f"{key}.__init__")
-        def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
-            self.begin(float_workspace_buffer, use_cuda_graph)
-            self.made = a
+        __init__ = _beginning(lib, key)
 
         @lib.method(f"{key}.plan")
         def plan(self, **a: Any) -> None:
@@ -442,10 +449,7 @@ def _latent(lib: Library, key: str) -> None:
             return cls(**a)
 
     class BatchMLAPagedAttentionWrapper(Planned):
-        @lib.method(f"{key}.__init__")
-        def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool, **a: Any) -> None:
-            self.begin(float_workspace_buffer, use_cuda_graph)
-            self.made = a
+        __init__ = _beginning(lib, key)
 
         @lib.method(f"{key}.plan")
         def plan(self, metadata: Any, **a: Any) -> None:
