@@ -18,7 +18,9 @@ apart, with a kernel that does nothing: serving_layer.py --device cuda. The file
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import importlib.metadata
 import json
 import os
 import sys
@@ -45,11 +47,22 @@ IMPLEMENTATIONS = ("sdpa", "flash_attention_4", "flash_attention_3", "flash_atte
 FULL = {"hidden": 2048, "heads": 32, "kv_heads": 8, "intermediate": 4096, "vocab": 32000, "layers": 32}
 TINY = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 128, "vocab": 256, "layers": 2}
 OURS = "polyattn"
+LIBRARIES = ("flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python", "vllm")
+"""What may run in either; a result has the versions of those that are there."""
 SAME = ("benchmark", "machine", "versions", "context", "parameters", "quick")
 """What the rows of one file have in common."""
 
 Generate = Callable[[int], Sequence[Sequence[int]]]
 """From a number of new tokens to those of each request."""
+
+
+def libraries() -> dict[str, str]:
+    """name -> version."""
+    found = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def model_of(sizes: dict[str, int], context: int, device: torch.device) -> LlamaForCausalLM:
@@ -292,7 +305,7 @@ def main() -> None:
     device = torch.device(args.device)
     model = model_of(TINY if args.quick else FULL, args.context, device)
     result = {
-        **report.stamp("engine", device, transformers=transformers.__version__),
+        **report.stamp("engine", device, transformers=transformers.__version__, **libraries()),
         "context": args.context,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "quick": args.quick,

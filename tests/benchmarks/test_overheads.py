@@ -141,6 +141,18 @@ def test_the_best_of_transformers_counts(script):
     assert module.ratio({**row, "tokens_per_second": {"polyattn": 300.0}}) is None
 
 
+def test_an_engine_result_has_the_versions_of_the_libraries_that_are_here(script, monkeypatch):
+    module = script("engine")
+
+    def version(name):
+        if name == "flash-attn":
+            return "2.8.3"
+        raise module.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(module.importlib.metadata, "version", version)
+    assert module.libraries() == {"flash-attn": "2.8.3"}
+
+
 def test_an_engine_run_goes_on_where_it_was_stopped(script, monkeypatch, tmp_path):
     module = script("engine")
     path = tmp_path / "engine.json"
