@@ -49,6 +49,9 @@ def dense() -> Iterator[Row]:
     for (head_dim, group, causal), some in sizes:
         for batch, length in some:
             yield row("prompt", "dense", group, head_dim, batch=batch, q_len=length, causal=causal)
+    for head_dim in (64, 128):
+        for batch, length in CACHES[:4]:
+            yield row("growing keys", "dense", 4, head_dim, batch=batch, q_len=1, kv_len=length, causal=False)
     for batch in (1, 16):
         yield row("latent prompt", "dense", 1, 192, v_head_dim=128, batch=batch, q_len=1024)
         yield row("cross", "dense", 1, 128, batch=batch, q_len=8192, kv_len=256, causal=False)
@@ -63,9 +66,6 @@ def dense() -> Iterator[Row]:
     yield row("window", "dense", 2, 128, batch=2, q_len=8192, window=(2047, -1), softcap=50.0)
     yield row("training", "training", 4, 128, batch=1, q_len=16384)
     yield row("training", "training", 1, 128, batch=1, q_len=16384, causal=False)
-    for head_dim in (64, 128):
-        for batch, length in CACHES[:4]:
-            yield row("growing keys", "dense", 4, head_dim, batch=batch, q_len=1, kv_len=length, causal=False)
 
 
 def packed() -> Iterator[Row]:
@@ -104,12 +104,12 @@ def latent() -> Iterator[Row]:
 
 
 def workloads(device: torch.device) -> list[Workload]:
-    """Everything, each room in an order in which the most common comes first."""
+    """Everything, what is most common first: a run that is stopped has that, and another goes on."""
     found = [workload(dataclasses.replace(one, page_size=PAGE), device) for one in served()]
     found += [workload(one, device) for one in (*latent(), *packed())]
     calls = [workload(one, device) for one in dense()]
     swapped = [dataclasses.replace(one, request=dataclasses.replace(one.request, layout="BHSD")) for one in calls]
-    return found + calls + swapped
+    return found + [one for both in zip(calls, swapped, strict=True) for one in both]
 
 
 def main() -> None:
