@@ -75,6 +75,21 @@ def test_the_fastest_is_kept_and_used(store):
     assert "measured today" in selection.why
 
 
+def test_whose_kernels_were_measured_is_kept(store, monkeypatch):
+    """Where an alias tells the providers of a backend apart."""
+    before = tuner.candidates
+
+    def several(asked, device):
+        return tuple(
+            dataclasses.replace(c, kind="new" if c.name == "torch_sdpa" else "") for c in before(asked, device)
+        )
+
+    monkeypatch.setattr(tuner, "candidates", several)
+    tune(workload())
+    (row,) = TuningStore(store).rows(subject=BACKEND)
+    assert row.value["by"] == {"torch_sdpa": "new"}
+
+
 def test_the_second_start_does_no_work(monkeypatch):
     first = tune(workload(), workload(128))
     monkeypatch.setattr(tuner, "measure", None)

@@ -177,6 +177,22 @@ def test_a_measurement_of_another_request_holds_for_who_serves_both_in_the_same_
         assert chosen(*offers, request=request, tuned=(asked("wide", "measured"),)).backend == "wide"
 
 
+@pytest.mark.parametrize(
+    "missing, backend, served_by",
+    [((), "many", "new/x"), (("new/x",), "many", "new/y"), (("new/x", "new/y"), "plain", "own")],
+)
+def test_a_measurement_is_of_the_kernels_that_were_measured(missing, backend, served_by):
+    """`many` has the kernels of several libraries: a time with the new ones is none of the old ones."""
+    kinds = tuple(provider(name) for name in ("old", "new/x", "new/y", "newer"))
+    absent = dict.fromkeys(missing, "is not here")
+    offers = (offer("many", *kinds, priority=9, missing=absent), offer("plain", priority=-1))
+    for like in (None, dataclasses.replace(REQUEST, heads=4, kv_heads=4)):
+        tuned = (Choice("many", "measured", like, "new"), Choice("plain", "measured"))
+        found = chosen(*offers, tuned=tuned)
+        assert (found.backend, found.provider, found.source) == (backend, served_by, "tuned")
+    assert chosen(*offers, tuned=(Choice("many", "measured"),)).provider == "old"
+
+
 def test_what_was_only_declared_is_never_picked_by_itself():
     declared = offer("declared", evidence="declared", auto=rule(1), priority=100)
     plain = offer("plain", evidence="emulator")

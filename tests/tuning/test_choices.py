@@ -13,11 +13,12 @@ import warnings
 
 import pytest
 
-from polyattn import tuning
+from polyattn import policies, tuning
 from polyattn.errors import ConfigError
 from polyattn.plugins import PluginReport
 from polyattn.records import AttentionRequest, request_fields
 from polyattn.request_text import plain_request, read_request
+from polyattn.selection import Policy
 from polyattn.tuning import (
     BACKEND,
     Place,
@@ -88,6 +89,32 @@ def test_lengths_that_were_not_measured_have_the_choice_of_the_nearest():
     assert order((1, 256, 256)) == ["a", "b"]
     assert order((1, 128, 128)) == order((8, 1024, 1024)) == order((1, 2**20, 2**20)) == [], "too far"
     assert order((0, 1024, 1024)) == []
+
+
+def test_whose_kernels_were_measured_is_kept_and_said(monkeypatch):
+    """Of a backend with kernels of several libraries."""
+
+    def put_by(length, times, by):
+        row = backend_row(HERE, REQUEST, (1, length, length), times, "a test", by=by)
+        assert row.value.get("by", {}) == {name: kind for name, kind in by.items() if kind and name in times}
+        tuning.record(row)
+
+    put_by(1024, {"a": 1.0, "b": 2.0, "c": 3.0}, {"a": "new", "b": "", "absent": "x"})
+    said = advise(with_lengths(REQUEST, 1, 1024, 1024), here)
+    assert (said.by, advise(REQUEST, here).by) == ({"a": "new"}, {"a": "new"})
+    assert said.order[0][1].startswith("1 us with new (others: b 2 us, c 3 us) at")
+    assert said.order[1][1].startswith("2 us (others: a 1 us with new, c 3 us) at")
+    monkeypatch.setattr(policies, "tuning_place", lambda platform: HERE)
+    (known,) = advising(REQUEST, here)
+    for policy in (policies.measured_policy(Policy(), REQUEST), policies.policy_of(Policy(), REQUEST, known)):
+        assert [(one.name, one.provider) for one in policy.tuned] == [("a", "new"), ("b", ""), ("c", "")]
+    put_by(8192, {"a": 1.0, "b": 2.0, "c": 9.0}, {"a": "new"})
+    said = advise(REQUEST, here)
+    assert said.order[0] == ("a", "1.00 x the fastest over 2 measured lengths, measured today with new")
+    assert (said.by, order()) == ({"a": "new"}, ["a", "b", "c"])
+    put_by(65536, {"a": 1.0, "b": 2.0, "c": 9.0}, {"a": "old"})
+    assert (advise(REQUEST, here).by, order()) == ({}, ["b", "c"]), "times of two libraries are no backend's"
+    assert advise(with_lengths(REQUEST, 1, 65536, 65536), here).by == {"a": "old"}
 
 
 def test_without_lengths_it_is_who_loses_least():
@@ -276,6 +303,9 @@ WRONG = [
     ({"value": {"backend": "a", "times": {}}}, "backend is 'a'; one of those with a time it is"),
     ({"value": {"backend": "c", "times": {"a": 1.0}}}, "backend is 'c'; one of those with a time it is: a"),
     ({"value": {**ROW["value"], "rule": ["x"]}}, r"rule is \['x'\]; the name of a backend it is"),
+    ({"value": {**ROW["value"], "by": ["x"]}}, r"by is \['x'\]; the provider of backends with a time it is"),
+    ({"value": {**ROW["value"], "by": {"c": "x"}}}, r"by is {'c': 'x'}; the provider of backends with a time it is"),
+    ({"value": {**ROW["value"], "by": {"a": 1}}}, r"by is {'a': 1}; the provider of backends with a time it is"),
     ({"value": {"backend": "a", "times": {"a": 10**400}}}, "the time of a is 10*...; a time is finite and above 0"),
     ({"value": []}, r"value is \[\]; dict it is"),
     ({"date": "zzzz"}, "date is 'zzzz'; ISO 8601 it is, such as 2026-11-22T"),

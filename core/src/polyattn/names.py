@@ -8,10 +8,22 @@ from .errors import BackendUnavailableError, did_you_mean
 from .unknown_names import unknown_backend
 
 if TYPE_CHECKING:
-    from .records import AttentionRequest
+    from .records import AttentionRequest, BackendInfo
     from .selection import Catalogue, Offer
 
-__all__ = ["resolve"]
+__all__ = ["provider_kind", "resolve", "within"]
+
+
+def within(provider: str, only: str) -> bool:
+    """Whether a provider is of those that an alias is bound to: `fa3/vllm` of "fa3"; everybody of ""."""
+    return not only or provider == only or provider.startswith(f"{only}/")
+
+
+def provider_kind(info: BackendInfo, provider: str) -> str:
+    """What aliases call those of a backend's providers that this one is of: "fa3" for `fa3/vllm` of `fa`. "": no alias
+    tells them apart, so that they are the same kernels from other packages."""
+    kinds = {alias.provider for alias in info.aliases if alias.provider and within(provider, alias.provider)}
+    return max(kinds, key=len, default="")
 
 
 def resolve(

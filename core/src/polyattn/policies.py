@@ -34,9 +34,10 @@ def compiled_policy(argument: str | None, scope: Scope, request: AttentionReques
     """`current_policy` for code that is being compiled: where nobody chose, it is traced anew once measurements put the
     backends into another order, or keep another one out."""
 
-    def said() -> tuple[list[str], tuple[str, ...], Any]:
+    def said() -> tuple[list[tuple[str, str | None]], tuple[str, ...], Any]:
         found = advise(request, functools.partial(tuning_place, request.platform))
-        return [name for name, _ in found.order], found.avoid, found.kin and found.kin.fields
+        order = [(name, found.by.get(name)) for name, _ in found.order]
+        return order, found.avoid, found.kin and found.kin.fields
 
     if current_choice(argument, scope, request) is None:
         watch(("compiled", request), said)
@@ -52,7 +53,7 @@ def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:
 def policy_of(policy: Policy, request: AttentionRequest, one: Measured) -> Policy:
     """A policy with what one measurement says, whatever the lengths."""
     order = tuple((name, "measured") for name in one.costs(recorded=bool(request.graph_capture)))
-    return _advised(policy, request, Advice(order, policy.avoid, policy.notes, one.kin))
+    return _advised(policy, request, Advice(order, policy.avoid, policy.notes, one.kin, one.by))
 
 
 def shipped_policy(
@@ -72,7 +73,7 @@ def _advised(policy: Policy, request: AttentionRequest, said: Advice) -> Policy:
     if not (said.order or said.avoid or said.notes):
         return policy
     like = None if said.kin is None else dataclasses.replace(request, **said.kin.fields).normalised()
-    tuned = tuple(Choice(name, why, like) for name, why in said.order)
+    tuned = tuple(Choice(name, why, like, said.by.get(name, "")) for name, why in said.order)
     return dataclasses.replace(policy, tuned=tuned, avoid=said.avoid, notes=said.notes)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import BackendUnavailableError, PluginError, UnsupportedRequestError
 from .lowering import Plan, Planner
-from .names import resolve
+from .names import resolve, within
 from .records import (
     Accepted,
     AttentionRequest,
@@ -39,12 +39,14 @@ class Choice:
 
     Attributes:
         like: of a measurement, the request that was measured, where it is another one: a backend that serves the two
-            in different ways is not chosen for it.
+            in different ways is not chosen for it. provider: and of whom it is, where a backend has several: no other
+            is chosen for it.
     """
 
     name: str
     source: str
     like: AttentionRequest | None = None
+    provider: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,10 +211,6 @@ class _Judgement:
     lowered: _Judgement | None = None
 
 
-def _within(provider: Provider, only: str) -> bool:
-    return not only or provider.name == only or provider.name.startswith(f"{only}/")
-
-
 def holds(conditions: Mapping[str, Constraint], request: AttentionRequest) -> bool:
     """Whether every condition of a rule holds for a request."""
     return all(c.reason(getattr(request, name)) is None for name, c in conditions.items())
@@ -247,7 +245,7 @@ class _Judge:
         here = False
         several = len(offer.info.providers) > 1
         for provider in offer.info.providers:
-            if not _within(provider, only):
+            if not within(provider.name, only):
                 continue
             prefix = f"{provider.name}: " if several else ""
             if provider.planned and not self.policy.what_if:
@@ -296,11 +294,11 @@ class _Judge:
         said = self.ask(offer, only)
         return said if said.provider is not None or said.error is not None else self.lower(offer, only) or said
 
-    def same_way(self, said: _Judgement, like: AttentionRequest | None) -> bool:
-        """Whether a backend would serve another request by the same provider and rewrites as this one."""
-        if like is None:
+    def same_way(self, said: _Judgement, choice: Choice) -> bool:
+        """Whether a backend would serve the request that was measured by the same provider and rewrites as this one."""
+        if choice.like is None:
             return True
-        other = _Judge(like, self.catalogue, self.policy, self._all).take(said.offer)
+        other = _Judge(choice.like, self.catalogue, self.policy, self._all).take(said.offer, choice.provider)
         return (other.provider, other.lowerings) == (said.provider, said.lowerings)
 
     def lower(self, offer: Offer, only: str = "") -> _Judgement | None:
@@ -311,7 +309,8 @@ class _Judge:
         return refused.lowered
 
     def _lowered(self, offer: Offer, only: str, refused: _Judgement) -> _Judgement | None:
-        usable = [p for p in offer.info.providers if not p.planned and p.name not in offer.missing and _within(p, only)]
+        missing = offer.missing
+        usable = [p for p in offer.info.providers if not p.planned and p.name not in missing and within(p.name, only)]
         try:
             plans = [(self.plan(offer, provider), provider) for provider in usable]
         except Exception as exc:  # noqa: BLE001 - its rows may raise on a request that only a rewrite makes
@@ -395,8 +394,8 @@ def _automatic(asked: _Judge) -> Selection:
     ranked = sorted((o for o in asked.offers if may_be_automatic(o, policy)), key=Offer.rank)
     named = {o.info.name: o for o in ranked}
     for choice in (c for c in policy.tuned if c.name in named):
-        said = asked.take(named[choice.name])
-        if said.provider is not None and asked.same_way(said, choice.like):
+        said = asked.take(named[choice.name], choice.provider)
+        if said.provider is not None and asked.same_way(said, choice):
             return _selection(asked, said, "tuned", choice.source)
     rules = [(rule.rank, o.info.name, i, rule, o) for o in ranked for i, rule in enumerate(o.info.auto)]
     for *_, rule, offer in sorted(rules, key=lambda r: r[:3]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import json
 from typing import Any
 
 import pytest
@@ -9,10 +11,12 @@ import pytest
 from polyattn import what_if
 from polyattn.errors import PolyattnError
 from polyattn.lowering import Planner
+from polyattn.names import provider_kind
 from polyattn.platforms import parse_platform
 from polyattn.plugins import PluginManager
 from polyattn.records import Accepted, AttentionRequest, judge
 from polyattn.testing import FAMILIES, generate
+from polyattn.tuning import with_lengths
 from polyattn_cuda.plugin import BACKENDS
 
 NAMES = {
@@ -125,3 +129,37 @@ def test_a_rewrite_that_a_row_names_leads_to_what_its_provider_takes(chip: str) 
                 if planner.plan(request) is None:
                     lost.append(f"{info.name}, {provider.name}, {verdict.lowerings}: {request.summary()}")
     assert not lost
+
+
+def test_aliases_tell_kernels_apart_and_packages_do_not():
+    named = {info.name: info for info in BACKENDS}
+    kinds = {provider.name: provider_kind(named["fa"], provider.name) for provider in named["fa"].providers}
+    assert set(kinds.values()) == {"fa2", "fa3", "fa4"}
+    assert all(name.startswith(kind) for name, kind in kinds.items())
+    assert {provider_kind(named["fa3"], provider.name) for provider in named["fa3"].providers} == {""}
+
+
+def test_the_shipped_table_says_whose_kernels_it_measured():
+    file = importlib.resources.files("polyattn_cuda").joinpath("measurements/nvidia-h200.json")
+    named = {info.name: info for info in BACKENDS}
+    for one in json.loads(file.read_text(encoding="utf-8"))["measurements"]:
+        times, by = one["value"]["times"], one["value"].get("by", {})
+        for name in (name for name in times if name in named):
+            kinds = {provider_kind(named[name], provider.name) for provider in named[name].providers}
+            assert by.get(name, "") in kinds or not any(kinds), f"{name}: {by}"
+
+
+@pytest.mark.parametrize(
+    "installed, backend, said",
+    [("flash-attn-3", "fa", "with fa3"), ("vllm", "fa", "with fa3"), ("flash-attn==2.8.3", "triton", "")],
+)
+def test_what_was_measured_with_fa3_says_nothing_of_fa2(installed, backend, said):
+    request = AttentionRequest(
+        dtype="bfloat16", head_dim=128, v_head_dim=128, heads=32, kv_heads=8, causal="bottom_right"
+    )
+    long = with_lengths(request, 1, 16384, 16384)
+    found = what_if(long, platform="cuda:sm90", installed=[installed])
+    assert found.backend == "fa", "by rule"
+    (note,) = [note for note in found.notes if note.startswith("on NVIDIA H200: ")]
+    assert note.startswith(f"on NVIDIA H200: {backend}, ")
+    assert said in note

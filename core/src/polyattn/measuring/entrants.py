@@ -14,6 +14,7 @@ from ..choose import Chosen, choose
 from ..errors import PolyattnError, UnsupportedRequestError
 from ..facts import device_facts
 from ..inspection import catalogue
+from ..names import provider_kind
 from ..selection import Choice, Policy, Selection, may_be_automatic, select
 from ..serving.workspace import Limits, Workspaces
 from ..signature import runner
@@ -49,11 +50,13 @@ class Candidate:
 
     Attributes:
         selection: what it would be if it were asked for. chosen: it is what is chosen without any measurement.
+        kind: which of its providers serves, where they are not the same kernels (`polyattn.names.provider_kind`).
     """
 
     name: str
     selection: Selection
     chosen: bool = False
+    kind: str = ""
 
     def prepare(self, inputs: Inputs) -> Call:
         request = inputs.workload.request
@@ -80,14 +83,15 @@ def candidates(workload: Workload, device: torch.device, *, by_name: bool = Fals
     today = select(request, here, automatic, full=True)
     able = dict.fromkeys((today.backend, *today.others, *today.rewritable))
     offers = here.on(today.platform)
-    allowed = {offer.info.name for offer in offers if by_name or may_be_automatic(offer, automatic)}
+    allowed = {o.info.name: o.info for o in offers if by_name or may_be_automatic(o, automatic)}
     found = []
     for name in (n for n in able if n in allowed):
         try:
             selection = select(request, here, Policy(Choice(name, "measuring"), strict=True))
         except PolyattnError:
             continue  # it was accepted as part of a documented fallback only
-        found.append(Candidate(name, selection, chosen=name == today.backend))
+        kind = provider_kind(allowed[name], selection.provider)
+        found.append(Candidate(name, selection, name == today.backend, kind))
     return tuple(found)
 
 

@@ -209,7 +209,8 @@ def _tune(
         return said.without_times("not begun", why)
     if not times:
         return said.without_times("refused", "not one backend could be measured")
-    row = backend_row(place, workload.request, workload.buckets, times, source, host=host, rule=rule)
+    by = {candidate.name: candidate.kind for candidate in able}
+    row = backend_row(place, workload.request, workload.buckets, times, source, host=host, rule=rule, by=by)
     record(row)
     return Tried(workload, "measured", row.value["times"], host, rule, said.texts(), tuple(said.held))
 

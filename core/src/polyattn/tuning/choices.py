@@ -17,7 +17,7 @@ from .kernels import bucket
 from .keys import request_key
 from .known import NOT_ANY, Known, known, shipped
 from .rows import BACKEND, Place, Row, canonical
-from .times import NEAR, Kin, Lengths, Measured, ranked, where, whose
+from .times import NEAR, Kin, Lengths, Measured, ranked, where, whose, with_whom
 
 __all__ = [
     "NOTHING",
@@ -45,12 +45,14 @@ class Advice:
         order: (backend, why), the fastest first. avoid: backends that are quarantined for it.
         notes: what else a reader should know: who is quarantined and why, which measurements are not used.
         kin: whose measurements these are, where they are not of the request itself.
+        by: which provider of a backend it was, as `Measured`: its others were not measured.
     """
 
     order: tuple[tuple[str, str], ...] = ()
     avoid: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     kin: Kin | None = None
+    by: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 NOTHING = Advice()
@@ -66,8 +68,9 @@ def backend_row(
     *,
     host: Mapping[str, float] | None = None,
     rule: str = "",
+    by: Mapping[str, str] | None = None,
 ) -> Row:
-    """A measurement as it is recorded. times, host: microseconds by backend. rule: as `Measured`."""
+    """A measurement as it is recorded. times, host: microseconds by backend. rule, by: as `Measured`."""
     batch, s_q, s_k = lengths
     key = {"request": request_key(request), "batch": batch, "q": s_q, "k": s_k}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
@@ -78,6 +81,8 @@ def backend_row(
         value["host"] = {name: host[name] for name in costs if name in host}
     if rule:
         value["rule"] = rule
+    if kinds := {name: by[name] for name in costs if by and by.get(name)}:
+        value["by"] = kinds
     return Row(place, BACKEND, key, value, times[best], now, source)
 
 
@@ -150,7 +155,7 @@ def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool) -> Advice
     if not off:
         return NOTHING
     best = found[min(off)[2]]
-    return Advice(tuple((name, best.why(name)) for name in best.costs(recorded=recorded)), kin=best.kin)
+    return _of(best, recorded)
 
 
 def _distance(one: Measured, lengths: Lengths) -> float | None:
@@ -174,14 +179,24 @@ def _overall(found: Sequence[Measured], recorded: bool) -> Advice:
     else:
         found, kin = [m for m in found if m.kin is None], None
     if len(found) == 1:
-        return Advice(tuple((name, found[0].why(name)) for name in found[0].costs(recorded=recorded)), kin=kin)
+        return _of(found[0], recorded)
     costs = [m.costs(recorded=recorded) for m in found]
-    names = [name for name in (costs[0] if costs else ()) if all(name in one for one in costs)]
+    by = {name: kind for m in found for name, kind in m.by.items()}
+    # Times of two libraries' kernels are no backend's.
+    one = [name for name in (costs[0] if costs else ()) if len({m.by.get(name, "") for m in found}) == 1]
+    names = [name for name in one if all(name in each for each in costs)]
     losses = {
-        name: math.exp(sum(math.log(one[name] / min(one.values())) for one in costs) / len(costs)) for name in names
+        name: math.exp(sum(math.log(each[name] / min(each.values())) for each in costs) / len(costs)) for name in names
     }
     rules = {m.rule for m in found}
     when = "" if not found else where(min(found, key=lambda one: (one.shipped, one.date)))
     all_of_them = f"the fastest over {len(found)} measured lengths, {when}{whose(kin)}"
     order = ranked(losses, rules.pop() if len(rules) == 1 else "")
-    return Advice(tuple((name, f"{losses[name]:.2f} x {all_of_them}") for name in order), kin=kin)
+    said = tuple((name, f"{losses[name]:.2f} x {all_of_them}{with_whom(by.get(name, ''))}") for name in order)
+    return Advice(said, kin=kin, by={name: by[name] for name in order if name in by})
+
+
+def _of(one: Measured, recorded: bool) -> Advice:
+    """What one measurement says."""
+    order = tuple((name, one.why(name)) for name in one.costs(recorded=recorded))
+    return Advice(order, kin=one.kin, by=one.by)

@@ -11,7 +11,7 @@ from typing import Any
 
 from .rows import when
 
-__all__ = ["NEAR", "SAME", "Kin", "Lengths", "Measured", "age", "ranked", "where", "whose"]
+__all__ = ["NEAR", "SAME", "Kin", "Lengths", "Measured", "age", "ranked", "where", "whose", "with_whom"]
 
 Lengths = tuple[int, int, int]
 """Buckets of (B or N, the longest S_q, the longest S_k)."""
@@ -48,6 +48,7 @@ class Measured:
         shipped: measured by the authors of a plugin on such a device, not on this machine.
         host: microseconds until a call returns, by backend, where that was measured. rule: who is chosen without
             measurements; "" where that was not written down.
+        by: of backends that have kernels of several libraries, which it was (`polyattn.names.provider_kind`).
         kin: whose times these are, where they are not of the request itself.
     """
 
@@ -57,6 +58,7 @@ class Measured:
     shipped: bool = False
     host: Mapping[str, float] = dataclasses.field(default_factory=dict)
     rule: str = ""
+    by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     kin: Kin | None = None
 
     def costs(self, *, recorded: bool) -> dict[str, float]:
@@ -74,7 +76,8 @@ class Measured:
 
     def _took(self, backend: str) -> str:
         time, host = self.times[backend], self.host.get(backend, 0.0)
-        return f"{_us(time)}, {_us(host)} of the host" if host > SAME * time else _us(time)
+        took = f"{_us(time)}, {_us(host)} of the host" if host > SAME * time else _us(time)
+        return took + with_whom(self.by.get(backend, ""))
 
 
 def ranked(costs: Mapping[str, float], rule: str) -> dict[str, float]:
@@ -87,6 +90,11 @@ def ranked(costs: Mapping[str, float], rule: str) -> dict[str, float]:
 def where(one: Measured) -> str:
     """Where the times are from, or how old they are, in words."""
     return "shipped with a plugin" if one.shipped else f"measured {age(one.date)}"
+
+
+def with_whom(kind: str) -> str:
+    """Whose kernels were measured, in words, where a backend has those of several libraries."""
+    return f" with {kind}" if kind else ""
 
 
 def whose(kin: Kin | None) -> str:
