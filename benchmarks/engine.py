@@ -224,6 +224,17 @@ def ratio(row: dict[str, Any]) -> tuple[float, str] | None:
     return None if best is None or own is None else (own / rates[best], best)
 
 
+def by_round(row: Mapping[str, Any], name: str) -> str:
+    """The least and the most that the ratio to `name` is with single rounds of both, in words; "" of one round."""
+    own, theirs = (
+        [(new_tokens(row, who) - 1) / (all_ - first) for first, all_ in row["seconds"].get(who, ()) if all_ > first]
+        for who in (OURS, name)
+    )
+    if len(own) < 2 or len(theirs) < 2:
+        return ""
+    return f", by round {min(own) / max(theirs):.2f} to {max(own) / min(theirs):.2f}"
+
+
 def markdown(result: dict[str, Any]) -> str:
     """A result file as the table of docs/benchmarks.md."""
     names = list(dict.fromkeys(name for row in result["rows"] for name in row["tokens_per_second"]))
@@ -236,7 +247,7 @@ def markdown(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         found = ratio(row)
         cells = [f"{row['tokens_per_second'][name]:.0f}" if name in row["tokens_per_second"] else "-" for name in names]
-        best = f"{found[0]:.2f} x {found[1]}" if found else ""
+        best = f"{found[0]:.2f} x {found[1]}{by_round(row, found[1])}" if found else ""
         asked = f"{BAR:g}" if row["requests"] >= BAR_FROM else ""
         lines.append(
             f"| {row['requests']} | {row['new_tokens']}, {row['their_new_tokens']} | {' | '.join(cells)} | {best} "

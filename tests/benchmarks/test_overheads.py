@@ -138,6 +138,10 @@ def test_the_best_of_transformers_counts(script):
     text = module.markdown({**head, "rows": [row]})
     assert "| 32 | 128, 16 | 300 | 100 | 200 | 1.50 x transformers flash_attention_3 | 1.2 | yes |" in text
     assert text.endswith("- transformers x: not here")
+    row["seconds"] = {"polyattn": [[1.0, 2.0], [1.0, 3.0]], "transformers flash_attention_3": [[1.0, 4.0], [1.0, 2.0]]}
+    assert "| 1.50 x transformers flash_attention_3, by round 4.23 to 25.40 |" in module.markdown(
+        {**head, "rows": [row]}
+    )
     assert module.ratio({**row, "tokens_per_second": {"polyattn": 300.0}}) is None
 
 

@@ -21,13 +21,13 @@ import polyattn
 from polyattn import tuning
 from polyattn.epoch import EPOCH
 from polyattn.errors import ConfigError, InvalidInputError
-from polyattn.measuring import Candidate, Measured, Time, Workload, online, probe, tuner
+from polyattn.measuring import Candidate, Measured, Time, Workload, entrants, online, probe, tuner
 from polyattn.measuring.marks import Marks
 from polyattn.measuring.probe import Prober
 from polyattn.measuring.running import out_of_memory
 from polyattn.measuring.tuner import tune_all
 from polyattn.policies import tuning_place
-from polyattn.records import AttentionRequest
+from polyattn.records import Alias, AttentionRequest
 from polyattn.selection import Policy
 from polyattn.tuning import BACKEND, TuningStore
 
@@ -88,6 +88,18 @@ def test_whose_kernels_were_measured_is_kept(store, monkeypatch):
     tune(workload())
     (row,) = TuningStore(store).rows(subject=BACKEND)
     assert row.value["by"] == {"torch_sdpa": "new"}
+
+
+def test_candidates_say_whose_kernels_they_have(monkeypatch):
+    def told(offer):
+        aliases = (Alias("another", provider="torch"),) if offer.info.name == "torch_sdpa" else ()
+        return dataclasses.replace(offer, info=dataclasses.replace(offer.info, aliases=aliases))
+
+    here = entrants.catalogue()
+    changed = dataclasses.replace(here, offers=tuple(map(told, here.offers)))
+    monkeypatch.setattr(entrants, "catalogue", lambda: changed)
+    found = {candidate.name: candidate.kind for candidate in tuner.candidates(workload(), CPU)}
+    assert found == {"torch_sdpa": "torch", "torch_native": "", "reference": ""}
 
 
 def test_the_second_start_does_no_work(monkeypatch):
@@ -512,11 +524,11 @@ def test_an_exported_store_serves_elsewhere(store, tmp_path):
 # ------------------------------------------------------------------------------------------------------ calls by length
 
 
-def measured(length: int, best: str, **fields) -> None:
+def measured(length: int, best: str, by=None, **fields) -> None:
     asked = workload(length, platform="cpu", **fields)
     rest = {"torch_sdpa": 20.0, "torch_native": 30.0, "reference": 400.0}
     times = {**rest, best: 10.0}
-    tuning.record(tuning.backend_row(tuning_place("cpu"), asked.request, asked.buckets, times, "a test"))
+    tuning.record(tuning.backend_row(tuning_place("cpu"), asked.request, asked.buckets, times, "a test", by=by))
 
 
 def tensors(length: int, grad: bool = False):
@@ -746,6 +758,10 @@ def test_compiled_code_is_traced_anew_only_where_its_choice_changes(selected):
     assert traced() == ["torch_native"]
     measured(64, "torch_native")
     assert traced() == [], "the same once more"
+    measured(64, "torch_native", by={"torch_native": "another library"})
+    assert traced() == ["torch_sdpa"]
+    measured(64, "torch_native")
+    assert traced() == ["torch_native"]
     request, place = workload().request, tuning_place("cpu")
     tuning.quarantine(tuning.Quarantined(place, "torch_native", tuning.request_key(request), "it lies", "2026-01-01"))
     assert traced() == ["torch_sdpa"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import re
 import sqlite3
@@ -107,14 +108,26 @@ def test_whose_kernels_were_measured_is_kept_and_said(monkeypatch):
     monkeypatch.setattr(policies, "tuning_place", lambda platform: HERE)
     (known,) = advising(REQUEST, here)
     for policy in (policies.measured_policy(Policy(), REQUEST), policies.policy_of(Policy(), REQUEST, known)):
-        assert [(one.name, one.provider) for one in policy.tuned] == [("a", "new"), ("b", ""), ("c", "")]
+        assert [(one.name, one.kind) for one in policy.tuned] == [("a", "new"), ("b", ""), ("c", "")]
     put_by(8192, {"a": 1.0, "b": 2.0, "c": 9.0}, {"a": "new"})
     said = advise(REQUEST, here)
-    assert said.order[0] == ("a", "1.00 x the fastest over 2 measured lengths, measured today with new")
+    assert said.order[0] == ("a", "with new, 1.00 x the fastest over 2 measured lengths, measured today")
     assert (said.by, order()) == ({"a": "new"}, ["a", "b", "c"])
     put_by(65536, {"a": 1.0, "b": 2.0, "c": 9.0}, {"a": "old"})
     assert (advise(REQUEST, here).by, order()) == ({}, ["b", "c"]), "times of two libraries are no backend's"
     assert advise(with_lengths(REQUEST, 1, 65536, 65536), here).by == {"a": "old"}
+
+
+def test_what_is_not_said_is_no_other_library(shipped):
+    """Rows from before that was written down; and shipped ones of a library that was not measured here."""
+    put((1, 1024, 1024), {"a": 1.0, "b": 2.0})
+    put_by = functools.partial(backend_row, HERE, REQUEST, times={"a": 1.0, "b": 2.0}, source="a test")
+    tuning.record(put_by(lengths=(1, 8192, 8192), by={"a": "new"}))
+    assert (order(), advise(REQUEST, here).by) == (["a", "b"], {"a": "new"})
+    shipped(put_by(lengths=(1, 65536, 65536), by={"a": "other"}))
+    said = advise(REQUEST, here)
+    assert (order(), said.by) == (["a", "b"], {"a": "new"})
+    assert "2 measured lengths" in said.order[0][1]
 
 
 def test_without_lengths_it_is_who_loses_least():
@@ -303,9 +316,18 @@ WRONG = [
     ({"value": {"backend": "a", "times": {}}}, "backend is 'a'; one of those with a time it is"),
     ({"value": {"backend": "c", "times": {"a": 1.0}}}, "backend is 'c'; one of those with a time it is: a"),
     ({"value": {**ROW["value"], "rule": ["x"]}}, r"rule is \['x'\]; the name of a backend it is"),
-    ({"value": {**ROW["value"], "by": ["x"]}}, r"by is \['x'\]; the provider of backends with a time it is"),
-    ({"value": {**ROW["value"], "by": {"c": "x"}}}, r"by is {'c': 'x'}; the provider of backends with a time it is"),
-    ({"value": {**ROW["value"], "by": {"a": 1}}}, r"by is {'a': 1}; the provider of backends with a time it is"),
+    (
+        {"value": {**ROW["value"], "by": ["x"]}},
+        r"by is \['x'\]; whose kernels were measured, by backends with a time, it is",
+    ),
+    (
+        {"value": {**ROW["value"], "by": {"c": "x"}}},
+        r"by is {'c': 'x'}; whose kernels were measured, by backends with a time, it is",
+    ),
+    (
+        {"value": {**ROW["value"], "by": {"a": 1}}},
+        r"by is {'a': 1}; whose kernels were measured, by backends with a time, it is",
+    ),
     ({"value": {"backend": "a", "times": {"a": 10**400}}}, "the time of a is 10*...; a time is finite and above 0"),
     ({"value": []}, r"value is \[\]; dict it is"),
     ({"date": "zzzz"}, "date is 'zzzz'; ISO 8601 it is, such as 2026-11-22T"),

@@ -11,19 +11,20 @@ if TYPE_CHECKING:
     from .records import AttentionRequest, BackendInfo
     from .selection import Catalogue, Offer
 
-__all__ = ["provider_kind", "resolve", "within"]
+__all__ = ["is_of", "kind_of", "resolve"]
 
 
-def within(provider: str, only: str) -> bool:
-    """Whether a provider is of those that an alias is bound to: `fa3/vllm` of "fa3"; everybody of ""."""
-    return not only or provider == only or provider.startswith(f"{only}/")
+def kind_of(info: BackendInfo, provider: str) -> str:
+    """Whose kernels a provider of a backend has, where its aliases tell several libraries apart: "fa3" of `fa3/vllm` in
+    `fa`, and the provider's own name where no alias means it. "": no alias tells any apart, so that the providers are
+    packages of the same kernels."""
+    bound = {alias.provider for alias in info.aliases if alias.provider}
+    return max((one for one in bound if is_of(provider, one)), key=len, default=provider if bound else "")
 
 
-def provider_kind(info: BackendInfo, provider: str) -> str:
-    """What aliases call those of a backend's providers that this one is of: "fa3" for `fa3/vllm` of `fa`. "": no alias
-    tells them apart, so that they are the same kernels from other packages."""
-    kinds = {alias.provider for alias in info.aliases if alias.provider and within(provider, alias.provider)}
-    return max(kinds, key=len, default="")
+def is_of(provider: str, kind: str) -> bool:
+    """Whether a provider is of a kind: `fa3/vllm` of "fa3"; everybody is of ""."""
+    return not kind or provider == kind or provider.startswith(f"{kind}/")
 
 
 def resolve(

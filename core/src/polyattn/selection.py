@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import BackendUnavailableError, PluginError, UnsupportedRequestError
 from .lowering import Plan, Planner
-from .names import resolve, within
+from .names import is_of, resolve
 from .records import (
     Accepted,
     AttentionRequest,
@@ -39,14 +39,14 @@ class Choice:
 
     Attributes:
         like: of a measurement, the request that was measured, where it is another one: a backend that serves the two
-            in different ways is not chosen for it. provider: and of whom it is, where a backend has several: no other
-            is chosen for it.
+            in different ways is not chosen for it. kind: and whose kernels were measured (`names.kind_of`): those of
+            no other library are chosen for it.
     """
 
     name: str
     source: str
     like: AttentionRequest | None = None
-    provider: str = ""
+    kind: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +245,7 @@ class _Judge:
         here = False
         several = len(offer.info.providers) > 1
         for provider in offer.info.providers:
-            if not within(provider.name, only):
+            if not is_of(provider.name, only):
                 continue
             prefix = f"{provider.name}: " if several else ""
             if provider.planned and not self.policy.what_if:
@@ -298,7 +298,7 @@ class _Judge:
         """Whether a backend would serve the request that was measured by the same provider and rewrites as this one."""
         if choice.like is None:
             return True
-        other = _Judge(choice.like, self.catalogue, self.policy, self._all).take(said.offer, choice.provider)
+        other = _Judge(choice.like, self.catalogue, self.policy, self._all).take(said.offer, choice.kind)
         return (other.provider, other.lowerings) == (said.provider, said.lowerings)
 
     def lower(self, offer: Offer, only: str = "") -> _Judgement | None:
@@ -310,7 +310,7 @@ class _Judge:
 
     def _lowered(self, offer: Offer, only: str, refused: _Judgement) -> _Judgement | None:
         missing = offer.missing
-        usable = [p for p in offer.info.providers if not p.planned and p.name not in missing and within(p.name, only)]
+        usable = [p for p in offer.info.providers if not p.planned and p.name not in missing and is_of(p.name, only)]
         try:
             plans = [(self.plan(offer, provider), provider) for provider in usable]
         except Exception as exc:  # noqa: BLE001 - its rows may raise on a request that only a rewrite makes
@@ -394,7 +394,7 @@ def _automatic(asked: _Judge) -> Selection:
     ranked = sorted((o for o in asked.offers if may_be_automatic(o, policy)), key=Offer.rank)
     named = {o.info.name: o for o in ranked}
     for choice in (c for c in policy.tuned if c.name in named):
-        said = asked.take(named[choice.name], choice.provider)
+        said = asked.take(named[choice.name], choice.kind)
         if said.provider is not None and asked.same_way(said, choice):
             return _selection(asked, said, "tuned", choice.source)
     rules = [(rule.rank, o.info.name, i, rule, o) for o in ranked for i, rule in enumerate(o.info.auto)]

@@ -11,12 +11,12 @@ import pytest
 from polyattn import what_if
 from polyattn.errors import PolyattnError
 from polyattn.lowering import Planner
-from polyattn.names import provider_kind
+from polyattn.names import kind_of
 from polyattn.platforms import parse_platform
 from polyattn.plugins import PluginManager
 from polyattn.records import Accepted, AttentionRequest, judge
 from polyattn.testing import FAMILIES, generate
-from polyattn.tuning import with_lengths
+from polyattn.tuning import request_of, with_lengths
 from polyattn_cuda.plugin import BACKENDS
 
 NAMES = {
@@ -133,27 +133,35 @@ def test_a_rewrite_that_a_row_names_leads_to_what_its_provider_takes(chip: str) 
 
 def test_aliases_tell_kernels_apart_and_packages_do_not():
     named = {info.name: info for info in BACKENDS}
-    kinds = {provider.name: provider_kind(named["fa"], provider.name) for provider in named["fa"].providers}
+    kinds = {provider.name: kind_of(named["fa"], provider.name) for provider in named["fa"].providers}
     assert set(kinds.values()) == {"fa2", "fa3", "fa4"}
     assert all(name.startswith(kind) for name, kind in kinds.items())
-    assert {provider_kind(named["fa3"], provider.name) for provider in named["fa3"].providers} == {""}
+    assert {kind_of(named["fa3"], provider.name) for provider in named["fa3"].providers} == {""}
+
+
+TABLE = json.loads(
+    importlib.resources.files("polyattn_cuda").joinpath("measurements/nvidia-h200.json").read_text(encoding="utf-8")
+)["measurements"]
 
 
 def test_the_shipped_table_says_whose_kernels_it_measured():
-    file = importlib.resources.files("polyattn_cuda").joinpath("measurements/nvidia-h200.json")
-    named = {info.name: info for info in BACKENDS}
-    for one in json.loads(file.read_text(encoding="utf-8"))["measurements"]:
-        times, by = one["value"]["times"], one["value"].get("by", {})
-        for name in (name for name in times if name in named):
-            kinds = {provider_kind(named[name], provider.name) for provider in named[name].providers}
-            assert by.get(name, "") in kinds or not any(kinds), f"{name}: {by}"
+    """Those that the libraries of a row lead to."""
+    fa = next(info for info in BACKENDS if info.name == "fa")
+    found = []
+    for one in (one for one in TABLE if "fa" in one["value"]["times"]):
+        request = request_of(one["key"]["request"])
+        installed = [f"{name}=={one['versions'][name]}" for name in ("vllm", "flash-attn-4") if name in one["versions"]]
+        served = what_if(request, platform="cuda:sm90", installed=installed, backend="fa")
+        found.append(kind_of(fa, served.provider))
+        assert one["value"]["by"] == {"fa": found[-1]}, one["key"]
+    assert {*found} == {"fa3", "fa4"}
+    assert all(one["value"].get("by", {}) in ({}, {"fa": "fa3"}, {"fa": "fa4"}) for one in TABLE)
 
 
 @pytest.mark.parametrize(
-    "installed, backend, said",
-    [("flash-attn-3", "fa", "with fa3"), ("vllm", "fa", "with fa3"), ("flash-attn==2.8.3", "triton", "")],
+    "installed, chosen", [("flash-attn-3", "fa, "), ("vllm", "fa, "), ("flash-attn==2.8.3", "triton, ")]
 )
-def test_what_was_measured_with_fa3_says_nothing_of_fa2(installed, backend, said):
+def test_what_was_measured_with_fa3_says_nothing_of_fa2(installed, chosen):
     request = AttentionRequest(
         dtype="bfloat16", head_dim=128, v_head_dim=128, heads=32, kv_heads=8, causal="bottom_right"
     )
@@ -161,5 +169,5 @@ def test_what_was_measured_with_fa3_says_nothing_of_fa2(installed, backend, said
     found = what_if(long, platform="cuda:sm90", installed=[installed])
     assert found.backend == "fa", "by rule"
     (note,) = [note for note in found.notes if note.startswith("on NVIDIA H200: ")]
-    assert note.startswith(f"on NVIDIA H200: {backend}, ")
-    assert said in note
+    assert note.startswith(f"on NVIDIA H200: {chosen}")
+    assert " with fa3" in note, "it, or what it is beside"

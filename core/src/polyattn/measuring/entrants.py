@@ -14,7 +14,7 @@ from ..choose import Chosen, choose
 from ..errors import PolyattnError, UnsupportedRequestError
 from ..facts import device_facts
 from ..inspection import catalogue
-from ..names import provider_kind
+from ..names import kind_of
 from ..selection import Choice, Policy, Selection, may_be_automatic, select
 from ..serving.workspace import Limits, Workspaces
 from ..signature import runner
@@ -50,7 +50,7 @@ class Candidate:
 
     Attributes:
         selection: what it would be if it were asked for. chosen: it is what is chosen without any measurement.
-        kind: which of its providers serves, where they are not the same kernels (`polyattn.names.provider_kind`).
+        kind: whose kernels it has (`polyattn.names.kind_of`).
     """
 
     name: str
@@ -90,7 +90,7 @@ def candidates(workload: Workload, device: torch.device, *, by_name: bool = Fals
             selection = select(request, here, Policy(Choice(name, "measuring"), strict=True))
         except PolyattnError:
             continue  # it was accepted as part of a documented fallback only
-        kind = provider_kind(allowed[name], selection.provider)
+        kind = kind_of(allowed[name], selection.provider)
         found.append(Candidate(name, selection, name == today.backend, kind))
     return tuple(found)
 

@@ -17,7 +17,7 @@ from .kernels import bucket
 from .keys import request_key
 from .known import NOT_ANY, Known, known, shipped
 from .rows import BACKEND, Place, Row, canonical
-from .times import NEAR, Kin, Lengths, Measured, ranked, where, whose, with_whom
+from .times import NEAR, Kin, Lengths, Measured, ranked, where, whose
 
 __all__ = [
     "NOTHING",
@@ -45,7 +45,7 @@ class Advice:
         order: (backend, why), the fastest first. avoid: backends that are quarantined for it.
         notes: what else a reader should know: who is quarantined and why, which measurements are not used.
         kin: whose measurements these are, where they are not of the request itself.
-        by: which provider of a backend it was, as `Measured`: its others were not measured.
+        by: as `Measured`.
     """
 
     order: tuple[tuple[str, str], ...] = ()
@@ -178,22 +178,26 @@ def _overall(found: Sequence[Measured], recorded: bool) -> Advice:
         found = [m for m in found if m.kin is not None and m.kin.fields == kin.fields]
     else:
         found, kin = [m for m in found if m.kin is None], None
+    mine = {name: kind for m in found if not m.shipped for name, kind in m.by.items()}
+    # What was shipped of other kernels than are here says nothing.
+    found = [m for m in found if not m.shipped or all(mine.get(name, kind) == kind for name, kind in m.by.items())]
     if len(found) == 1:
         return _of(found[0], recorded)
     costs = [m.costs(recorded=recorded) for m in found]
-    by = {name: kind for m in found for name, kind in m.by.items()}
+    kinds = {name: {m.by[name] for m in found if name in m.by} for name in (costs[0] if costs else ())}
     # Times of two libraries' kernels are no backend's.
-    one = [name for name in (costs[0] if costs else ()) if len({m.by.get(name, "") for m in found}) == 1]
-    names = [name for name in one if all(name in each for each in costs)]
+    names = [name for name, of in kinds.items() if len(of) < 2 and all(name in one for one in costs)]
+    by = {name: kind for name in names for kind in kinds[name]}
     losses = {
-        name: math.exp(sum(math.log(each[name] / min(each.values())) for each in costs) / len(costs)) for name in names
+        name: math.exp(sum(math.log(one[name] / min(one.values())) for one in costs) / len(costs)) for name in names
     }
     rules = {m.rule for m in found}
     when = "" if not found else where(min(found, key=lambda one: (one.shipped, one.date)))
     all_of_them = f"the fastest over {len(found)} measured lengths, {when}{whose(kin)}"
     order = ranked(losses, rules.pop() if len(rules) == 1 else "")
-    said = tuple((name, f"{losses[name]:.2f} x {all_of_them}{with_whom(by.get(name, ''))}") for name in order)
-    return Advice(said, kin=kin, by={name: by[name] for name in order if name in by})
+    whom = {name: f"with {kind}, " for name, kind in by.items()}
+    said = tuple((name, f"{whom.get(name, '')}{losses[name]:.2f} x {all_of_them}") for name in order)
+    return Advice(said, kin=kin, by=by)
 
 
 def _of(one: Measured, recorded: bool) -> Advice:

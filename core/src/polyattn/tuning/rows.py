@@ -231,7 +231,7 @@ def _check_figures(value: Mapping[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: rule is {_shown(rule)}; the name of a backend it is")
     by = value.get("by", {})
     if not isinstance(by, dict) or not all(name in times and isinstance(kind, str) for name, kind in by.items()):
-        raise ConfigError(f"{where}: by is {_shown(by)}; the provider of backends with a time it is")
+        raise ConfigError(f"{where}: by is {_shown(by)}; whose kernels were measured, by backends with a time, it is")
 
 
 def _check_time(what: str, time: Any, where: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .rows import when
 
-__all__ = ["NEAR", "SAME", "Kin", "Lengths", "Measured", "age", "ranked", "where", "whose", "with_whom"]
+__all__ = ["NEAR", "SAME", "Kin", "Lengths", "Measured", "age", "ranked", "where", "whose"]
 
 Lengths = tuple[int, int, int]
 """Buckets of (B or N, the longest S_q, the longest S_k)."""
@@ -48,7 +48,7 @@ class Measured:
         shipped: measured by the authors of a plugin on such a device, not on this machine.
         host: microseconds until a call returns, by backend, where that was measured. rule: who is chosen without
             measurements; "" where that was not written down.
-        by: of backends that have kernels of several libraries, which it was (`polyattn.names.provider_kind`).
+        by: whose kernels they are (`polyattn.names.kind_of`), by backend, where that was written down.
         kin: whose times these are, where they are not of the request itself.
     """
 
@@ -77,7 +77,7 @@ class Measured:
     def _took(self, backend: str) -> str:
         time, host = self.times[backend], self.host.get(backend, 0.0)
         took = f"{_us(time)}, {_us(host)} of the host" if host > SAME * time else _us(time)
-        return took + with_whom(self.by.get(backend, ""))
+        return f"{took} with {self.by[backend]}" if backend in self.by else took
 
 
 def ranked(costs: Mapping[str, float], rule: str) -> dict[str, float]:
@@ -90,11 +90,6 @@ def ranked(costs: Mapping[str, float], rule: str) -> dict[str, float]:
 def where(one: Measured) -> str:
     """Where the times are from, or how old they are, in words."""
     return "shipped with a plugin" if one.shipped else f"measured {age(one.date)}"
-
-
-def with_whom(kind: str) -> str:
-    """Whose kernels were measured, in words, where a backend has those of several libraries."""
-    return f" with {kind}" if kind else ""
 
 
 def whose(kin: Kin | None) -> str:
