@@ -18,9 +18,7 @@ apart, with a kernel that does nothing: serving_layer.py --device cuda. The file
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import importlib.metadata
 import json
 import os
 import sys
@@ -37,6 +35,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from polyattn.distributions import distribution_version
 from polyattn.integrations.transformers.serving import CausalLMRunner
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams
 
@@ -58,11 +57,7 @@ Generate = Callable[[int], Sequence[Sequence[int]]]
 
 def libraries() -> dict[str, str]:
     """name -> version."""
-    found = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    return {name: version for name in LIBRARIES if (version := distribution_version(name))}
 
 
 def model_of(sizes: dict[str, int], context: int, device: torch.device) -> LlamaForCausalLM:
