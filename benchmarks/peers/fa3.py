@@ -38,16 +38,15 @@ def fixed(inputs: Inputs) -> Call:
         "is_rotary_interleaved": True,
         "num_splits": 1,
         "sm_margin": 0,
-        "s_aux": inputs.tensors[0].get("sinks"),
         "cp_world_size": 1,
         "cp_rank": 0,
     }
     names = [argument.name for argument in operator.default._schema.arguments]
-    rest = [given.get(name) for name in names[3:]]
+    rests = [[{**given, **_sinks(inputs, n)}.get(name) for name in names[3:]] for n in range(inputs.count)]
 
     def call(number: int) -> Tensor:
         some = inputs.tensors[number]
-        out: Tensor = operator(some["query"], some["key"], some["value"], *rest)[0]
+        out: Tensor = operator(some["query"], some["key"], some["value"], *rests[number])[0]
         return out
 
     return call
@@ -67,12 +66,12 @@ def packed(inputs: Inputs) -> Call:
     else:
         more = inputs.extra
         sets = [tuple(some[name] for name in ("query", "key", "value")) for some in inputs.tensors]
-    more = {**more, **_keywords(request, inputs)}
+    more = {**more, **_keywords(request)}
     shape = inputs.tensors[0]["query"].shape[:-2]
 
     def call(number: int) -> Tensor:
         q, k, v = sets[number]
-        out: Tensor = library.flash_attn_varlen_func(q=q, k=k, v=v, **more)
+        out: Tensor = library.flash_attn_varlen_func(q=q, k=k, v=v, **_sinks(inputs, number), **more)
         return out.unflatten(0, shape)
 
     return call
@@ -84,14 +83,18 @@ def _dense_lengths(inputs: Inputs) -> dict[str, Any]:
     return {"cu_seqlens_q": starts * s_q, "cu_seqlens_k": starts * s_k, "max_seqlen_q": s_q, "max_seqlen_k": s_k}
 
 
-def _keywords(request: AttentionRequest, inputs: Inputs) -> dict[str, Any]:
-    """What says the row; sinks are the same for all sets here, as for all layers of a step."""
+def _sinks(inputs: Inputs, number: int) -> dict[str, Tensor]:
+    """Of a set: a layer has its own."""
+    return {"s_aux": inputs.tensors[number].get("sinks")}
+
+
+def _keywords(request: AttentionRequest) -> dict[str, Any]:
+    """What says the row, beside the sinks."""
     return {
         "softmax_scale": scale_of(request),
         "causal": request.causal != "none",
         "window_size": window_of(request),
         "softcap": request.softcap,
-        "s_aux": inputs.tensors[0].get("sinks"),
         "fa_version": 3,
     }
 
@@ -117,7 +120,7 @@ def _scheduled(
         has_softcap=request.softcap > 0,
     )
     return {
-        **_keywords(request, inputs),
+        **_keywords(request),
         "max_seqlen_q": step.q_len,
         "cu_seqlens_q": step.cu_seqlens_q,
         "max_seqlen_k": step.kv_len,
@@ -134,7 +137,7 @@ def _pages(inputs: Inputs) -> Call:
     def call(number: int) -> Tensor:
         given = inputs.tensors[number]
         out: Tensor = library.flash_attn_varlen_func(
-            q=given["query"], k=given["key_cache"], v=given["value_cache"], **more
+            q=given["query"], k=given["key_cache"], v=given["value_cache"], **_sinks(inputs, number), **more
         )
         return out
 

@@ -22,36 +22,37 @@ def fa4(inputs: Inputs) -> Call:
         return _pages(inputs)
     if inputs.workload.request.family == "varlen":
         return _packed(inputs)
-    request = only(inputs, ("dense",), *_TAKES, "grad")
-    more = _keywords(request, inputs)
+    # A call with its backward is given no sinks here.
+    request = only(inputs, ("dense",), *(_TAKES[:-1] if inputs.workload.training else _TAKES), "grad")
+    more = _keywords(request)
 
-    def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out: Tensor = flash_attn_func(query, key, value, **more)[0]
+    def forward(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        out: Tensor = flash_attn_func(query, key, value, learnable_sink=sinks, **more)[0]
         return out
 
-    sets = [tuple(some[name] for name in ("query", "key", "value")) for some in inputs.tensors]
-    return called(inputs, forward, sets, first=False)
+    names = ("query", "key", "value", *(["sinks"] if request.sinks else []))
+    return called(inputs, forward, [tuple(some[name] for name in names) for some in inputs.tensors], first=False)
 
 
-def _keywords(request: AttentionRequest, inputs: Inputs) -> dict[str, Any]:
-    """What says the row; sinks are the same for all sets here, as for all layers of a step."""
+def _keywords(request: AttentionRequest) -> dict[str, Any]:
+    """What says the row, beside the sinks: a layer has its own."""
     left, right = window_of(request)
     return {
         "softmax_scale": scale_of(request),
         "causal": request.causal != "none",
         "window_size": (None if left < 0 else left, None if right < 0 else right),
         "softcap": request.softcap,
-        "learnable_sink": inputs.tensors[0].get("sinks"),
     }
 
 
 def _packed(inputs: Inputs) -> Call:
     request, extra = only(inputs, ("varlen",), *_TAKES), inputs.extra
-    more = {**_keywords(request, inputs), **extra}
+    more = {**_keywords(request), **extra}
 
     def call(number: int) -> Tensor:
         given = inputs.tensors[number]
-        out: Tensor = flash_attn_varlen_func(q=given["query"], k=given["key"], v=given["value"], **more)[0]
+        q, k, v, sinks = (given.get(name) for name in ("query", "key", "value", "sinks"))
+        out: Tensor = flash_attn_varlen_func(q=q, k=k, v=v, learnable_sink=sinks, **more)[0]
         return out
 
     return call
@@ -59,7 +60,7 @@ def _packed(inputs: Inputs) -> Call:
 
 def _pages(inputs: Inputs) -> Call:
     request = only(inputs, ("paged",), *_TAKES, "kv_parts")
-    step, more = plain_step(inputs), _keywords(request, inputs)
+    step, more = plain_step(inputs), _keywords(request)
 
     def call(number: int) -> Tensor:
         given = inputs.tensors[number]
@@ -71,6 +72,7 @@ def _pages(inputs: Inputs) -> Call:
             max_seqlen_k=step.kv_len,
             seqused_k=step.seq_lens,
             page_table=step.page_table,
+            learnable_sink=given.get("sinks"),
             **more,
         )[0]
         return out.flatten(0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import flashinfer
@@ -20,6 +21,10 @@ __all__ = ["cascade", "default", "fa2", "fa3", "xqa"]
 _WORKSPACE = 384 * 2**20
 _TAKES = ("causal", "v_head_dim", "window", "softcap")
 _CACHE = ("kv_parts", "kv_dtype", "kv_scales")
+_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
+"""Of keys and of values. Templates of others compile; on an H200 they returned something else, or ended the context."""
+_XQA_GROUP = 32
+"""Query heads of a key head are one tile of it."""
 
 
 def default(inputs: Inputs) -> Call:
@@ -43,6 +48,10 @@ def xqa(inputs: Inputs) -> Call:
     request = only(inputs, ("paged",), "window", "kv_parts")
     if inputs.workload.longest[0] != 1:
         raise UnsupportedRequestError("called here with one query")
+    if request.group > _XQA_GROUP:
+        raise UnsupportedRequestError(
+            f"takes up to {_XQA_GROUP} query heads for a key head, this row has {request.group}"
+        )
     step = plain_step(inputs)
     workspace = _workspace(inputs)  # zeros: it holds semaphores
 
@@ -67,7 +76,7 @@ def xqa(inputs: Inputs) -> Call:
 
 def cascade(inputs: Inputs) -> Call:
     """Two levels: what all sequences share is read once, for the queries of all of them."""
-    request = only(inputs, ("paged",), "causal", "softcap", "kv_parts")
+    request = _taken(inputs, ("paged",), "causal", "softcap", "kv_parts")
     if not request.kv_parts:
         raise UnsupportedRequestError("takes rows with a prefix that all sequences share")
     extra, size, device = inputs.extra, request.page_size, inputs.device
@@ -90,6 +99,14 @@ def cascade(inputs: Inputs) -> Call:
         **{name: str(dtype).removeprefix("torch.") for name, dtype in _types(inputs).items()},
     )
     return lambda number: wrapper.run(inputs.tensors[number]["query"], _caches(inputs, number))
+
+
+def _taken(inputs: Inputs, families: Sequence[str], *options: str) -> AttentionRequest:
+    """`only`, of the templates of its wrappers."""
+    request = only(inputs, families, *options)
+    if request.dims not in _DIMS:
+        raise UnsupportedRequestError(f"takes head dims {', '.join(map(str, _DIMS))}, this row has {request.dims}")
+    return request
 
 
 def _workspace(inputs: Inputs) -> Tensor:
@@ -125,7 +142,7 @@ def _any(inputs: Inputs, backend: str) -> Call:
 
 
 def _ragged(inputs: Inputs, backend: str) -> Call:
-    request = only(inputs, ("dense", "varlen"), *_TAKES)
+    request = _taken(inputs, ("dense", "varlen"), *_TAKES)
     dense = request.family == "dense"
     batch, (s_q, s_k) = inputs.workload.batch, inputs.workload.longest
     one = torch.arange(batch + 1, dtype=torch.int32, device=inputs.device)
@@ -154,7 +171,7 @@ def _caches(inputs: Inputs, number: int) -> tuple[Tensor, Tensor]:
 
 def _extend(inputs: Inputs, backend: str) -> Call:
     # The template for Hopper takes FP8 caches beside FP8 queries alone.
-    request = only(inputs, ("paged",), *_TAKES, *(_CACHE if backend == "fa2" else _CACHE[:1]))
+    request = _taken(inputs, ("paged",), *_TAKES, *(_CACHE if backend == "fa2" else _CACHE[:1]))
     step, scales = plain_step(inputs), _scales(inputs, request)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(inputs), "NHD", backend=backend)
     wrapper.plan(
@@ -175,7 +192,7 @@ def _extend(inputs: Inputs, backend: str) -> Call:
 
 
 def _decode(inputs: Inputs, **how: Any) -> Call:
-    request = only(inputs, ("paged",), "window", "softcap", *_CACHE)
+    request = _taken(inputs, ("paged",), "window", "softcap", *_CACHE)
     step, scales = plain_step(inputs), _scales(inputs, request)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(inputs), "NHD", **how)
     wrapper.plan(

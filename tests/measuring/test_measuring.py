@@ -6,19 +6,21 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import time
 
 import pytest
 import torch
 
 from polyattn.errors import ConfigError, InvalidInputError, UnsupportedRequestError
-from polyattn.measuring import Anchors, Clock, Workload, candidates, check, examine, make_inputs, measure
+from polyattn.measuring import Anchors, Clock, Workload, candidates, check, checking, examine, make_inputs, measure
 from polyattn.measuring.clock import Time, interleaved
 from polyattn.measuring.device_rates import UNITS
 from polyattn.measuring.inputs import _sets
 from polyattn.measuring.running import estimated, without_folders
 from polyattn.records import AttentionRequest
 from polyattn.selection import Selection
+from polyattn.testing.tolerances import RELATIVE_L2
 
 CPU = torch.device("cpu")
 SERVING = {"family": "paged", "layout": "THD", "dtype": "bfloat16", "page_size": 16, "kv_layout": "NHD"}
@@ -214,7 +216,32 @@ def test_what_is_wrong_where_no_kernel_differs_is_found_in_the_whole(name):
     assert check(inputs, given).ok, "in no place that is looked at"
     assert check(inputs, result, whole=True).ok
     found = check(inputs, given, whole=True)
-    assert found.reason.startswith("out: 1 from plain torch in relative L2 at sequence ")
+    assert re.fullmatch(
+        r"out: largest error \S+, FlashAttention's rule allows \S+ \(.*\), at sequence \d, head \d, queries from 0",
+        found.reason,
+    )
+    assert found.margin > 1
+
+
+def test_where_plain_torch_is_off_the_whole_is_held_to_float64():
+    """Single queries with large logits: plain torch rounds those, in bfloat16 to several percent of the result."""
+    request = AttentionRequest(dtype="bfloat16", head_dim=64, heads=8, kv_heads=2, s_relation="one")
+    inputs = make_inputs(Workload(request, ((1, 512),) * 9), CPU, sets=1)
+    inputs.tensors[0]["query"] *= 12
+    q, k, v = (inputs.tensors[0][name].transpose(1, 2) for name in QKV)
+    exact = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), enable_gqa=True)
+    right = exact.bfloat16().transpose(1, 2)
+    plain = torch.stack(list(checking._plain_whole(inputs)))
+    off = (plain.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    inner = off[1:-1, 1:-1, 0]
+    assert inner.max() > checking._NEAR * RELATIVE_L2[torch.bfloat16] + 0.02, "where samples do not look either"
+    assert check(inputs, right, whole=True).ok
+    n, head = divmod(int(inner.argmax()), 6)
+    wrong = right.clone()
+    wrong[n + 1, 0, head + 1] *= 1.02
+    assert check(inputs, wrong).ok
+    found = check(inputs, wrong, whole=True)
+    assert found.reason.endswith(f", at sequence {n + 1}, head {head + 1}, queries from 0")
     assert found.margin > 1
 
 
@@ -600,8 +627,6 @@ def test_products_are_timed_once_the_device_is_warm_and_steady(monkeypatch):
 
 
 def test_the_reference_is_worked_out_once_for_all_who_are_checked(monkeypatch):
-    from polyattn.measuring import checking
-
     asked = []
     real = checking._solve
     monkeypatch.setattr(checking, "_solve", lambda *args, **how: [asked.append(1), real(*args, **how)][1])

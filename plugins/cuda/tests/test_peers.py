@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from polyattn.bench.workloads import workload
 from polyattn.errors import UnsupportedRequestError
 from polyattn.measuring import check, make_inputs
 
+from .emulators.flash_attention import fa4, vllm
 from .emulators.trtllm import library as flashinfer
 
 PEERS = Path(__file__).parents[3] / "benchmarks" / "peers"
@@ -34,8 +36,11 @@ SHARED = of(PAGED, shared=32, kv_len=72)
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch):
-    flashinfer(arch=90).install(monkeypatch)
-    return load([str(PEERS)])
+    for library in (flashinfer(arch=90), vllm(), fa4()):
+        library.install(monkeypatch)
+    yield load([str(PEERS)])
+    for name in [name for name in sys.modules if name.startswith("polyattn_bench_peers")]:
+        del sys.modules[name]  # it has imported emulators
 
 
 SERVED = [
@@ -44,14 +49,18 @@ SERVED = [
     *(("flashinfer_fa3", row) for row in (CHUNK, DENSE, of(DENSE, causal=False, kv_len=24), of(SHARED, q_len=5))),
     *(("flashinfer_cascade", row) for row in (SHARED, of(SHARED, q_len=5), of(SHARED, softcap=20.0))),
     ("xqa", PAGED),
+    *(("fa3", row) for row in (DENSE, of(DENSE, sinks=True, window=(15, 0)))),
+    *(("fa4", row) for row in (DENSE, of(DENSE, kind="training"), of(DENSE, sinks=True), of(PACKED, sinks=True))),
 ]
 
 
 @pytest.mark.parametrize("name, row", SERVED, ids=lambda value: value if isinstance(value, str) else value.name)
 def test_a_library_called_by_hand_is_right(peers, name, row):
     inputs = make_inputs(workload(row, CPU), CPU)
-    verdict = check(inputs, peers[name].prepare(inputs)(0))
-    assert (verdict.ok, verdict.reason) == (True, "")
+    call = peers[name].prepare(inputs)
+    for number in range(inputs.count):
+        verdict = check(inputs.only(number), call(number))
+        assert (verdict.ok, verdict.reason) == (True, ""), f"of set {number}"
 
 
 @pytest.mark.parametrize(
@@ -63,6 +72,10 @@ def test_a_library_called_by_hand_is_right(peers, name, row):
         ("flashinfer_cascade", of(SHARED, window=(15, 0)), "called here without window"),
         ("flashinfer_cascade", DENSE, "takes paged rows, this one is dense"),
         ("xqa", CHUNK, "called here without causal"),
+        ("xqa", of(PAGED, heads=66), "takes up to 32 query heads for a key head, this row has 33"),
+        ("flashinfer", of(DENSE, head_dim=72), r"takes head dims \(64, 64\), \(128, 128\), \(256, 256\), \(192, 128\)"),
+        ("flashinfer_fa2", of(PAGED, head_dim=96), r"this row has \(96, 96\)"),
+        ("fa4", of(DENSE, kind="training", sinks=True), "called here without sinks"),
     ],
 )
 def test_what_a_library_called_by_hand_would_drop_it_refuses(peers, name, row, said):
