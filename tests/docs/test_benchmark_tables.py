@@ -122,7 +122,7 @@ def test_shipped_tables_are_held_to_what_they_say_of_requests_they_do_not_have(c
         assert len(like) > len(rows) / 3
         mean, least = map(float, module.figures(like, "unseen"))
         assert mean >= 0.97 > float(module.figures(like, "rules")[0]), "asked of choices that nobody measured"
-        assert least >= 0.85
+        assert least >= 0.9
 
 
 def test_kernel_counters_are_read_from_what_ncu_writes(monkeypatch, tmp_path):
