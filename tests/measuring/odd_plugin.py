@@ -1,7 +1,7 @@
 """A package whose backends do what no backend should: they crash, hang, lie or write where they must not.
 
 They take dense requests of head dim 24, which nobody else in the tests uses; `sleepy` takes any, and has a rule that
-chooses it.
+chooses it. `several` has kernels of three libraries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 from polyattn import hookspecs
 from polyattn.contract import Bound
-from polyattn.records import AutoRule, BackendInfo, Provider, Range, row
+from polyattn.records import Alias, AutoRule, BackendInfo, Provider, Range, row
 
 DIM = 24
 ROW = row(
@@ -51,6 +51,13 @@ def polyattn_register_backends():
     for name in (n for n in NAMES if n in wanted):
         provider = Provider("odd", (ROW,), f"{__name__}:{name.capitalize()}")
         yield BackendInfo(name, "cpu", (provider,), f"it {name}", priority=-50, evidence="vendor code")
+    if "several" in wanted:
+        kinds = ("sleepy", "quick", "lies")
+        providers = tuple(Provider(f"{kind}/odd", (ROW,), f"{__name__}:{kind.capitalize()}") for kind in kinds)
+        aliases = tuple(Alias(f"the_{kind}", provider=kind) for kind in kinds)
+        yield BackendInfo(
+            "several", "cpu", providers, "it is three", priority=-50, evidence="vendor code", aliases=aliases
+        )
     if "sleepy" in wanted:
         common = {"family": "dense", "dtype": ("float32",), "head_dim": Range(1), "group": True, "scale": True}
         common |= {"causal": ("none", "bottom_right"), "s_relation": ("equal", "one"), "mask": ("none", "bool")}

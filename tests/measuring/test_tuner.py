@@ -91,6 +91,41 @@ def test_whose_kernels_were_measured_is_kept(store, monkeypatch):
     assert row.value["by"] == {"torch_sdpa": "torch"}
 
 
+def test_each_library_of_a_backend_is_measured_and_chosen_by_itself(odd, store):
+    odd("several")
+    asked = Workload(AttentionRequest(**ODD), ((40, 40),))
+    (tried,) = tune(asked)
+    assert {name for name in tried.times if "several" in name} == {"several", "several/quick"}
+    assert tried.times["several/quick"] < tried.times["several"]
+    assert tried.trouble["several/lies"].startswith("wrong: out: largest error")
+    assert tried.quarantined == ("several/lies",)
+    (row,) = TuningStore(store).rows(subject=BACKEND)
+    assert row.value["by"] == {"several": "sleepy"}, "the others say it in their names"
+    able = {candidate.name: candidate for candidate in entrants.candidates(asked, CPU)}
+    assert able["several"].selection.provider == "sleepy/odd"
+    assert "several/sleepy" not in able, "that is what it has by itself"
+
+    times = {"several/quick": 1.0, "torch_sdpa": 2.0, "several": 9.0}
+    value = {**row.value, "backend": "several/quick", "times": times}
+    tuning.record(dataclasses.replace(row, value=value))
+    selection = polyattn.explain(asked.request)
+    assert (selection.backend, selection.provider, selection.source) == ("several", "quick/odd", "tuned")
+    assert selection.why.startswith("1 us (others: several 9 us with sleepy, torch_sdpa 2 us) at batch 1")
+    assert any(note.startswith("several/lies is quarantined for such requests: wrong") for note in selection.notes)
+    q, k, v = (torch.randn(1, 40, 2, 24) for _ in range(3))
+    assert torch.equal(polyattn.attention(q, k, v), polyattn.attention(q, k, v, backend="several/quick"))
+    assert not torch.equal(polyattn.attention(q, k, v), polyattn.attention(q, k, v, backend="several/lies"))
+    assert TuningStore(":memory:").import_rows(TuningStore(store).export(), {"several", "torch_sdpa"}) == 1
+
+    # What keeps out the backend keeps out each.
+    (held,) = TuningStore(store).quarantined()
+    assert tuning.release("several/lies") == 1
+    tuning.quarantine(dataclasses.replace(held, backend="several"))
+    assert polyattn.explain(asked.request).backend == "torch_sdpa"
+    (again,) = tune(asked, again=True)
+    assert {name for name in again.times if "several" in name} == set()
+
+
 def test_the_second_start_does_no_work(monkeypatch):
     first = tune(workload(), workload(128))
     monkeypatch.setattr(tuner, "measure", None)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from polyattn.names import is_of, kind_of
+import dataclasses
+
+import pytest
+
+from polyattn.errors import BackendUnavailableError
+from polyattn.inspection import catalogue
+from polyattn.names import is_of, kind_of, kinds_here, resolve
 from polyattn.plugins import get_manager
-from polyattn.records import Alias, BackendInfo, Provider, row
+from polyattn.records import Alias, AttentionRequest, BackendInfo, Provider, row
 
 
 def test_aliases_tell_libraries_apart():
@@ -35,3 +41,28 @@ def test_no_kind_takes_a_provider_of_another():
                 info.id
             )
     assert told, "fa is here"
+
+
+def test_the_kernels_of_one_library_can_be_named():
+    here, cuda = catalogue(), AttentionRequest(platform="cuda", arch="sm90")
+    offer, kind, name = resolve("fa/fa4", cuda, here)
+    assert (offer.info.id, kind, name) == ("fa@cuda", "fa4", "fa")
+    assert resolve("fa/fa4@cuda", cuda, here)[1:] == ("fa4", "fa")
+    assert resolve("fa/fa4", AttentionRequest(platform="cpu"), here) == (None, "", "fa")
+    for given, said in (
+        ("fa/fa5", "backend 'fa/fa5', asked for by a test: fa has none of 'fa5'; its kernels are those of fa3, fa4"),
+        ("fa/", "no backend is named"),
+        ("triton/x", "triton has none of 'x'; its kernels are of one library"),
+        ("fa4/flash-attn-4", "fa4 has none of 'flash-attn-4'; its kernels are of one library"),
+        ("tokenspeed_mla/x", "no backend is named 'tokenspeed_mla/x', asked for by a test"),
+    ):
+        with pytest.raises(BackendUnavailableError, match=said):
+            resolve(given, cuda, here, "a test")
+
+
+def test_libraries_that_are_not_here_or_not_shown_to_work_have_no_kernels():
+    (offer,) = (one for one in catalogue().offers if one.info.id == "fa@cuda")
+    shown = dataclasses.replace(offer, missing={}, evidence="hardware", levels={})
+    assert kinds_here(shown) == ["fa3", "fa4", "fa2"]
+    assert kinds_here(dataclasses.replace(shown, missing={"fa4/flash-attn-4": "it is not installed"})) == ["fa3", "fa2"]
+    assert kinds_here(dataclasses.replace(shown, levels={"fa2/flash-attn": "declared"})) == ["fa3", "fa4"]

@@ -1,4 +1,7 @@
-"""Who is meant by the name of a backend: its own or an alias, with a platform or without."""
+"""Who is meant by the name of a backend: its own or an alias, with a platform or without.
+
+`NAME/KIND` is a backend with the kernels of one of its libraries: "fa/fa4".
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
     from .records import AttentionRequest, BackendInfo
     from .selection import Catalogue, Offer
 
-__all__ = ["is_of", "kind_of", "resolve"]
+__all__ = ["is_of", "kind_of", "kinds_here", "parts", "resolve"]
 
 
 def kind_of(info: BackendInfo, provider: str) -> str:
@@ -27,6 +30,19 @@ def is_of(provider: str, kind: str) -> bool:
     return not kind or provider == kind or provider.startswith(f"{kind}/")
 
 
+def kinds_here(offer: Offer) -> list[str]:
+    """Whose kernels a backend can have on this machine, of what was shown to work: in the order of its providers."""
+    able = (p.name for p in offer.info.providers if not p.planned and p.name not in offer.missing)
+    shown = (name for name in able if offer.levels.get(name, offer.evidence) != "declared")
+    return list(dict.fromkeys(kind_of(offer.info, name) for name in shown))
+
+
+def parts(name: str) -> tuple[str, str]:
+    """(backend, kind) of a name without a platform; "fa" has no kind."""
+    backend, _, kind = name.partition("/")
+    return backend, kind
+
+
 def resolve(
     name: str, request: AttentionRequest, catalogue: Catalogue, source: str = ""
 ) -> tuple[Offer | None, str, str]:
@@ -36,7 +52,8 @@ def resolve(
     Raises:
         BackendUnavailableError: no plugin knows the name, or two mean different backends by it.
     """
-    bare, _, platform = name.partition("@")
+    whole, _, platform = name.partition("@")
+    bare, kind = parts(whole)
     offers = catalogue.on(request.platform)
     by = f", asked for by {source}" if source else ""
     if platform and platform != request.platform:
@@ -45,6 +62,11 @@ def resolve(
             raise BackendUnavailableError(f"backend {name!r}{by}: no platform {platform!r}.{near}")
         return None, "", bare
     named = next((offer for offer in offers if offer.info.name == bare), None)
+    if kind and named is not None:
+        _check_kind(named.info, kind, f"backend {name!r}{by}")
+        return named, kind, bare
+    if whole != bare and (not kind or all(offer.info.name != bare for offer in catalogue.offers)):
+        bare, named = whole, None  # of an alias there are no kinds
     # A name cannot be taken over: only its own plugin gives it another meaning, and only in a family.
     meant = [
         (offer, alias.provider, offer.info.name)
@@ -69,3 +91,10 @@ def resolve(
     usable = {o.info.name: [a.name for a in o.info.aliases] for o in sorted(offers, key=lambda o: o.rank()) if o.here()}
     text = unknown_backend(bare, source, request.platform, usable, known, catalogue.broken)
     raise BackendUnavailableError(text) from next((e for e in catalogue.errors.values() if e is not None), None)
+
+
+def _check_kind(info: BackendInfo, kind: str, who: str) -> None:
+    kinds = dict.fromkeys(kind_of(info, provider.name) for provider in info.providers)
+    if kind not in kinds:
+        said = f"its kernels are those of {', '.join(kinds)}" if all(kinds) else "its kernels are of one library"
+        raise BackendUnavailableError(f"{who}: {info.name} has none of {kind!r}; {said}")

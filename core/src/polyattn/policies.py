@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .distributions import distribution_version
 from .epoch import EPOCH
+from .names import parts
 from .overrides import Scope, current_choice, current_settings
 from .plugins import PluginManager, get_manager
 from .records import AttentionRequest
@@ -73,7 +74,7 @@ def _advised(policy: Policy, request: AttentionRequest, said: Advice) -> Policy:
     if not (said.order or said.avoid or said.notes):
         return policy
     like = None if said.kin is None else dataclasses.replace(request, **said.kin.fields).normalised()
-    tuned = tuple(Choice(name, why, like, said.by.get(name, "")) for name, why in said.order)
+    tuned = tuple(Choice(parts(name)[0], why, like, said.by.get(name) or parts(name)[1]) for name, why in said.order)
     return dataclasses.replace(policy, tuned=tuned, avoid=said.avoid, notes=said.notes)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ConfigError, InvalidInputError, did_you_mean
 from ..inspection import detect
+from ..names import kind_of
 from ..plugins import get_manager
 from . import peers
 from .bars import OBJECTS, OWN
@@ -112,7 +113,7 @@ class Asked:
                 raise ConfigError(f"{flag} {value}: give a finite number of seconds")
         sheet = read([Path(path) for path in self.sheets])
         rows = [row for family in selected(sheet, self.rows) for row in family.rows]
-        peers.named(dict.fromkeys(name for name, _ in get_manager().backends), self.candidates, "--candidates")
+        peers.named(dict.fromkeys(_candidates()), self.candidates, "--candidates")
         known = self.listed
         if self.peer != ("*",) and not self.peers:
             raise ConfigError(
@@ -130,6 +131,13 @@ class Asked:
         named = {name: known[name] for name in wanted}
         how = (self.seconds, self.limit, self.quick, self.tune, self.again)
         return Plan(rows, named, self.candidates, device, *how), sheet
+
+
+def _candidates() -> Iterator[str]:
+    """Names that candidates may have: of backends, and with the kernels of each of their libraries."""
+    for (name, _), info in get_manager().backends.items():
+        yield name
+        yield from (f"{name}/{kind}" for one in info.providers if (kind := kind_of(info, one.name)))
 
 
 def _check(row: Row, device: torch.device) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import BackendUnavailableError, UnsupportedRequestError
 from ..measuring import Call, Candidate, Inputs, Workload, candidates, peak_memory
+from ..names import parts
 from ..plugins import get_manager
 from ..selection import Selection
 from .bars import OWN
@@ -67,7 +68,7 @@ def entries_of(
     """
     compiled = {info.name for info in get_manager().backends.values() if info.compiles}
     found = [
-        Entry(OWN + one.name, one, seen, one.selection, one.name in compiled)
+        Entry(OWN + one.name, one, seen, one.selection, one.selection.backend in compiled)
         for one in _candidates(asked, device, patterns)
     ]
     return found + [Entry(name, peer, seen, compiles=peer.compiles) for name, peer in peers.items()]
@@ -84,7 +85,7 @@ def _candidates(asked: Workload, device: torch.device, patterns: Sequence[str]) 
         automatic = {one.name for one in candidates(asked, device)}
     except (UnsupportedRequestError, BackendUnavailableError):
         automatic = set()
-    backends = get_manager().backends
-    automatic -= {name for name, platform in backends if (backends[name, platform].priority or 0) < 0}
-    matching = {name for name in automatic if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    last = {name for (name, _), info in get_manager().backends.items() if (info.priority or 0) < 0}
+    usual = {name for name in automatic if parts(name)[0] not in last}
+    matching = {name for name in usual if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
     return [one for one in named if one.name in patterns or one.name in matching]

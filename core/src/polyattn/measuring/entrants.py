@@ -14,7 +14,7 @@ from ..choose import Chosen, choose
 from ..errors import PolyattnError, UnsupportedRequestError
 from ..facts import device_facts
 from ..inspection import catalogue
-from ..names import kind_of
+from ..names import kind_of, kinds_here
 from ..selection import Choice, Policy, Selection, may_be_automatic, select
 from ..serving.workspace import Limits, Workspaces
 from ..signature import runner
@@ -49,6 +49,7 @@ class Candidate:
     """One of polyattn's backends, with the exact rewrites that lead to it.
 
     Attributes:
+        name: of the backend; with kernels of another library than it has by itself, NAME/KIND.
         selection: what it would be if it were asked for. chosen: it is what is chosen without any measurement.
         kind: whose kernels it has (`polyattn.names.kind_of`).
     """
@@ -61,7 +62,7 @@ class Candidate:
     def prepare(self, inputs: Inputs) -> Call:
         request = inputs.workload.request
         chosen = choose(request, self.name, _NO_SCOPE)
-        if chosen.selection.backend != self.name:
+        if chosen.selection.backend != self.selection.backend:
             raise UnsupportedRequestError(f"{self.name} is replaced by {chosen.selection.id}: {chosen.selection.why}")
         if inputs.step is not None:
             return _served(chosen, inputs)
@@ -70,7 +71,9 @@ class Candidate:
 
 
 def candidates(workload: Workload, device: torch.device, *, by_name: bool = False) -> tuple[Candidate, ...]:
-    """Every backend that accepts a workload, what is chosen without measuring first.
+    """Every backend that accepts a workload, with the kernels of each of its libraries.
+
+    What is chosen without measuring comes first.
 
     Args:
         by_name: also those that only a person chooses: approximate ones, and ones that were only declared.
@@ -83,15 +86,20 @@ def candidates(workload: Workload, device: torch.device, *, by_name: bool = Fals
     today = select(request, here, automatic, full=True)
     able = dict.fromkeys((today.backend, *today.others, *today.rewritable))
     offers = here.on(today.platform)
-    allowed = {o.info.name: o.info for o in offers if by_name or may_be_automatic(o, automatic)}
+    allowed = {o.info.name: o for o in offers if by_name or may_be_automatic(o, automatic)}
     found = []
-    for name in (n for n in able if n in allowed):
-        try:
-            selection = select(request, here, Policy(Choice(name, "measuring"), strict=True))
-        except PolyattnError:
-            continue  # it was accepted as part of a documented fallback only
-        kind = kind_of(allowed[name], selection.provider)
-        found.append(Candidate(name, selection, name == today.backend, kind))
+    for backend in (n for n in able if n in allowed):
+        # By itself it has the kernels of the first library that takes the request.
+        met = set[str]()
+        for name in (backend, *(f"{backend}/{kind}" for kind in kinds_here(allowed[backend]) if kind)):
+            try:
+                selection = select(request, here, Policy(Choice(name, "measuring"), strict=True))
+            except PolyattnError:
+                continue  # it was accepted as part of a documented fallback only, or another of its libraries takes it
+            kind = kind_of(allowed[backend].info, selection.provider)
+            if kind not in met:
+                found.append(Candidate(name, selection, name == today.backend, kind))
+            met.add(kind)
     return tuple(found)
 
 

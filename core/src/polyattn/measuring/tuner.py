@@ -150,7 +150,7 @@ def tune_one(
     if known and not known[0].shipped:
         return Tried(workload, "known", *_chosen_first(known[0], workload), rule)
     avoided = set(advise(workload.request, lambda: place).avoid)
-    able = tuple(c for c in able if c.name not in avoided)
+    able = tuple(c for c in able if not avoided & {c.name, c.selection.backend})
     if len(able) < 2:
         return Tried(workload, "alone", rule=rule, reason="no other backend takes it")
     return _tune(workload, place, able, rule, device, prober, rounds, isolation, deadline, strict, source)
@@ -296,7 +296,7 @@ def _line(error: Exception) -> str:
 def _own(candidate: Candidate) -> bool:
     """Whether it is made of torch's own operators, by polyattn itself."""
     manager = get_manager()
-    return manager.owner(manager.backends[candidate.name, candidate.selection.platform]).name == "core"
+    return manager.owner(manager.backends[candidate.selection.backend, candidate.selection.platform]).name == "core"
 
 
 @contextlib.contextmanager

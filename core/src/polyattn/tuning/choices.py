@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..names import parts
 from ..records import AttentionRequest
 from .alike import octaves, within
 from .kernels import bucket
@@ -70,7 +71,7 @@ def backend_row(
     rule: str = "",
     by: Mapping[str, str] | None = None,
 ) -> Row:
-    """A measurement as it is recorded. times, host: microseconds by backend. rule, by: as `Measured`."""
+    """A measurement as it is recorded. times, host: microseconds by backend, or NAME/KIND. rule, by: as `Measured`."""
     batch, s_q, s_k = lengths
     key = {"request": request_key(request), "batch": batch, "q": s_q, "k": s_k}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
@@ -81,7 +82,7 @@ def backend_row(
         value["host"] = {name: host[name] for name in costs if name in host}
     if rule:
         value["rule"] = rule
-    if kinds := {name: by[name] for name in costs if by and by.get(name)}:
+    if kinds := {name: by[name] for name in costs if by and by.get(name) and not parts(name)[1]}:
         value["by"] = kinds
     return Row(place, BACKEND, key, value, times[best], now, source)
 

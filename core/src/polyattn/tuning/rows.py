@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import ConfigError, did_you_mean
+from ..names import parts
 from .kernels import registered_kernels
 
 __all__ = ["BACKEND", "KERNEL", "Place", "Quarantined", "Row", "canonical", "check_row", "row_of", "when"]
@@ -149,7 +150,7 @@ def check_row(row: Row, where: str, backends: Collection[str] | None) -> None:
     if row.subject == BACKEND:
         rule = row.value.get("rule")
         for name in (*row.value["times"], *row.value.get("host", {}), *([rule] if rule else [])):
-            if backends is not None and name not in backends:
+            if backends is not None and parts(name)[0] not in backends:
                 known = sorted(backends)
                 raise ConfigError(
                     f"{where}: no backend {name!r} is registered here.{did_you_mean(name, known)} Known: "

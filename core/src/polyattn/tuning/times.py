@@ -44,7 +44,8 @@ class Measured:
     """Times of one request at one set of lengths.
 
     Attributes:
-        lengths: in buckets. times: microseconds of the device by backend. date: ISO 8601, UTC.
+        lengths: in buckets. times: microseconds of the device by backend; with the kernels of another of its libraries
+            by NAME/KIND (`polyattn.names`). date: ISO 8601, UTC.
         shipped: measured by the authors of a plugin on such a device, not on this machine.
         host: microseconds until a call returns, by backend, where that was measured. rule: who is chosen without
             measurements; "" where that was not written down.
