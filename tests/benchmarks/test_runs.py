@@ -409,6 +409,12 @@ def test_a_cpu_needs_quick_and_devices_are_known(asked):
             dataclasses.replace(asked, device=device).plan()
 
 
+def test_the_kernels_of_one_library_are_a_candidate_of_their_own(asked):
+    assert dataclasses.replace(asked, candidates=("fa/fa4", "torch_*")).plan()[0].candidates == ("fa/fa4", "torch_*")
+    with pytest.raises(ConfigError, match=r"--candidates 'fa/fa5' names none\. Did you mean 'fa/fa4'"):
+        dataclasses.replace(asked, candidates=("fa/fa5",)).plan()
+
+
 @pytest.mark.parametrize(
     "change, said",
     [

@@ -360,6 +360,8 @@ def test_backend_names() -> None:
         "fa@cuda": (FA,),
         "fa@rocm": (FA_ROCM,),
         "fa3": (FA,),
+        "fa/fa": (FA,),
+        "fa/fa@cuda": (FA,),
         "sliding_tile_attn": (STA,),
         "sliding_tile_attn@cuda": (STA,),
         "cutlass_mla": (PLANNED,),
@@ -378,8 +380,9 @@ def test_options_of_a_backend_come_under_all_its_names() -> None:
 
 
 def test_flat_options_for_an_alias_reach_its_backend() -> None:
-    settings = load_settings({"attention_backend": "fa3", "attention_backend_config": "splits=2"}, {})
-    assert settings.options_of(FA)[0] == {"splits": 2}
+    for name in ("fa3", "fa/fa", "fa/fa@cuda"):
+        settings = load_settings({"attention_backend": name, "attention_backend_config": "splits=2"}, {})
+        assert settings.options_of(FA)[0] == {"splits": 2}
 
 
 def test_settings_without_problems(tmp_path: Path) -> None:

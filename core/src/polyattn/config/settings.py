@@ -12,6 +12,7 @@ from typing import Any
 from .. import envvars
 from ..errors import ConfigError, did_you_mean
 from ..field_words import DTYPE_WORDS
+from ..names import kind_of
 from ..records import BackendInfo
 from .options import check_options, resolve_options
 from .reading import parse_backend_config, read_config_file
@@ -68,19 +69,18 @@ class Settings:
         return self.sources.get(name, "default")
 
     def options_of(self, backend: BackendInfo) -> tuple[dict[str, Any], str]:
-        """The options given for a backend under its name, its aliases and name@platform (the last wins), unchecked.
+        """The options given for a backend under each of its names (the last wins), unchecked.
 
         Returns:
             (options, the words that name their source in messages).
         """
-        names = dict.fromkeys((backend.name, *(alias.name for alias in backend.aliases), backend.id))
-        given = [name for name in names if name in self.attention_backend_config]
+        given = [name for name in _names(backend) if name in self.attention_backend_config]
         options = {key: value for name in given for key, value in self.attention_backend_config[name].items()}
         origins = dict.fromkeys(self.source(f"{_OPTIONS}.{name}") for name in given)
         return options, f"{_OPTIONS} of {' and '.join(given) or backend.name} ({', '.join(origins) or 'default'})"
 
 
-_BACKEND = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(?:@[A-Za-z0-9_-]+)?")
+_BACKEND = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(?:/[A-Za-z0-9_.-]+)?(?:@[A-Za-z0-9_-]+)?")
 
 
 def _backend(name: str, value: Any, source: str) -> str:
@@ -313,12 +313,20 @@ def _checked_layer(layer: _Layer, problems: _Problems) -> _Layer:
 
 
 def backend_names(backends: Iterable[BackendInfo]) -> dict[str, tuple[BackendInfo, ...]]:
-    """Every word that names a backend (name, alias, name@platform) -> the backends it can mean."""
+    """Every word that names a backend (name, alias, name/kind, with @platform) -> the backends it can mean."""
     found: dict[str, list[BackendInfo]] = {}
     for info in backends:
-        for name in dict.fromkeys((info.name, info.id, *(alias.name for alias in info.aliases))):
+        for name in _names(info):
             found.setdefault(name, []).append(info)
     return {name: tuple(infos) for name, infos in found.items()}
+
+
+def _names(info: BackendInfo) -> list[str]:
+    """What people call a backend, from what may be several to what is one."""
+    kinds = dict.fromkeys(kind for one in info.providers if (kind := kind_of(info, one.name)))
+    own = (info.name, *(f"{info.name}/{kind}" for kind in kinds))
+    aliases = (alias.name for alias in info.aliases)
+    return list(dict.fromkeys((info.name, *aliases, *own, *(f"{name}@{info.platform}" for name in own))))
 
 
 def named_backends(settings: Settings) -> list[tuple[str, str]]:
