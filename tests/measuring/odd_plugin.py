@@ -1,7 +1,7 @@
 """A package whose backends do what no backend should: they crash, hang, lie or write where they must not.
 
 They take dense requests of head dim 24, which nobody else in the tests uses; `sleepy` takes any, and has a rule that
-chooses it. `several` has kernels of three libraries.
+chooses it. `several` and `mixed` have kernels of several libraries.
 """
 
 from __future__ import annotations
@@ -51,13 +51,12 @@ def polyattn_register_backends():
     for name in (n for n in NAMES if n in wanted):
         provider = Provider("odd", (ROW,), f"{__name__}:{name.capitalize()}")
         yield BackendInfo(name, "cpu", (provider,), f"it {name}", priority=-50, evidence="vendor code")
-    if "several" in wanted:
-        kinds = ("sleepy", "quick", "lies")
-        providers = tuple(Provider(f"{kind}/odd", (ROW,), f"{__name__}:{kind.capitalize()}") for kind in kinds)
-        aliases = tuple(Alias(f"the_{kind}", provider=kind) for kind in kinds)
-        yield BackendInfo(
-            "several", "cpu", providers, "it is three", priority=-50, evidence="vendor code", aliases=aliases
-        )
+    for name, kinds in (("several", ("sleepy", "quick", "lies")), ("mixed", ("lies", "quick"))):
+        if name in wanted:
+            providers = tuple(Provider(f"{kind}/odd", (ROW,), f"{__name__}:{kind.capitalize()}") for kind in kinds)
+            aliases = tuple(Alias(f"{name}_{kind}", provider=kind) for kind in kinds)
+            more = {"summary": "it is several", "priority": -50, "evidence": "vendor code", "aliases": aliases}
+            yield BackendInfo(name, "cpu", providers, **more)
     if "sleepy" in wanted:
         common = {"family": "dense", "dtype": ("float32",), "head_dim": Range(1), "group": True, "scale": True}
         common |= {"causal": ("none", "bottom_right"), "s_relation": ("equal", "one"), "mask": ("none", "bool")}

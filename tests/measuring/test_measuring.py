@@ -245,6 +245,25 @@ def test_where_plain_torch_is_off_the_whole_is_held_to_float64():
     assert found.margin > 1
 
 
+def test_where_plain_torch_overflows_the_whole_is_held_to_float64():
+    request = AttentionRequest(dtype="float16", head_dim=64, heads=6, kv_heads=6)
+    inputs = make_inputs(Workload(request, ((40, 40),)), CPU, sets=1)
+    inputs.tensors[0]["query"][:, :, 2] *= 1e4  # finite, and its logits are not, in float16
+    q, k, v = (inputs.tensors[0][name].transpose(1, 2) for name in QKV)
+    assert q.isfinite().all()
+    exact = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in (q, k, v)))
+    (plain,) = checking._plain_whole(inputs)
+    assert plain[2].isnan().any()
+    assert not plain[3].isnan().any()
+    right = exact.half().transpose(1, 2)
+    assert check(inputs, right, whole=True).ok
+    for head in (2, 3):
+        wrong = right.clone()
+        wrong[:, :, head] = 0
+        assert check(inputs, wrong).ok
+        assert f", at sequence 0, head {head}, queries from 0" in check(inputs, wrong, whole=True).reason
+
+
 class Fickle:
     """An entrant that is right of set 0, and at first."""
 

@@ -119,11 +119,42 @@ def test_each_library_of_a_backend_is_measured_and_chosen_by_itself(odd, store):
 
     # What keeps out the backend keeps out each.
     (held,) = TuningStore(store).quarantined()
+    assert tuning.release("several/quick") == 0
     assert tuning.release("several/lies") == 1
     tuning.quarantine(dataclasses.replace(held, backend="several"))
     assert polyattn.explain(asked.request).backend == "torch_sdpa"
     (again,) = tune(asked, again=True)
     assert {name for name in again.times if "several" in name} == set()
+
+
+def test_a_library_that_misbehaves_keeps_out_no_other_of_its_backend(odd, store):
+    odd("mixed")
+    asked = Workload(AttentionRequest(**ODD), ((40, 40),))
+    (tried,) = tune(asked)
+    assert tried.quarantined == ("mixed",)
+    assert "mixed/quick" in tried.times
+    (held,) = TuningStore(store).quarantined()
+    assert held.backend == "mixed/lies", "what it has by itself"
+    (row,) = TuningStore(store).rows(subject=BACKEND)
+
+    def served(**times):
+        named = {name.replace("_quick", "/quick"): time for name, time in times.items()}
+        value = {
+            "backend": min(named, key=named.get),
+            "times": named,
+            "by": {"mixed": "lies"} if "mixed" in named else {},
+        }
+        tuning.record(dataclasses.replace(row, value=value))
+        selection = polyattn.explain(asked.request)
+        return selection.backend, selection.provider
+
+    assert served(mixed_quick=1.0, torch_sdpa=2.0) == ("mixed", "quick/odd")
+    assert served(mixed=1.0, torch_sdpa=2.0)[0] == "torch_sdpa", "the same kernels by another name"
+    assert polyattn.explain(asked.request, backend="mixed").provider == "lies/odd", "by name it can be had"
+    (again,) = tune(asked, again=True)
+    assert (again.quarantined, {name for name in again.times if "mixed" in name}) == ((), {"mixed/quick"})
+    assert tuning.release("mixed") == 1
+    assert TuningStore(store).quarantined() == []
 
 
 def test_the_second_start_does_no_work(monkeypatch):

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from polyattn.errors import BackendUnavailableError
-from polyattn.inspection import catalogue
+from polyattn.inspection import catalogue, served_by
 from polyattn.names import is_of, kind_of, kinds_here, resolve
 from polyattn.plugins import get_manager
 from polyattn.records import Alias, AttentionRequest, BackendInfo, Provider, row
+from polyattn.selection import Choice, Policy, select
 
 
 def test_aliases_tell_libraries_apart():
@@ -66,3 +67,13 @@ def test_libraries_that_are_not_here_or_not_shown_to_work_have_no_kernels():
     assert kinds_here(shown) == ["fa3", "fa4", "fa2"]
     assert kinds_here(dataclasses.replace(shown, missing={"fa4/flash-attn-4": "it is not installed"})) == ["fa3", "fa2"]
     assert kinds_here(dataclasses.replace(shown, levels={"fa2/flash-attn": "declared"})) == ["fa3", "fa4"]
+
+
+def test_who_serves_is_said_so_that_it_can_be_asked_for():
+    request = AttentionRequest(platform="cuda", arch="sm90", head_dim=64, heads=8, kv_heads=8)
+    here = catalogue({"vllm": "0.33.0", "flash-attn-4": "4.0", "torch": "2.11.0"})
+    for asked, said in (("fa", "fa/fa3@cuda"), ("fa/fa4", "fa/fa4@cuda"), ("torch_sdpa", "torch_sdpa@cuda")):
+        found = select(request, here, Policy(Choice(asked, "a test")))
+        assert served_by(found) == said
+        again = select(request, here, Policy(Choice(said, "a test")))
+        assert (again.backend, again.provider) == (found.backend, found.provider)

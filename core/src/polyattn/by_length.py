@@ -17,7 +17,7 @@ from .autograd import differentiable
 from .call_shapes import Extent, extent_of, head_axis
 from .contract import Bound
 from .epoch import EPOCH
-from .inspection import catalogue
+from .inspection import catalogue, served_by
 from .policies import measured_policy, policy_of, tuning_place
 from .records import AttentionRequest
 from .selection import Policy, Said, Selection, select
@@ -141,7 +141,7 @@ class _Switch:
 
     def at(self, extent: Extent) -> str:
         """Who serves calls of these lengths."""
-        return _at(self._chosen.selection.request, self._policy, extent).id
+        return served_by(_at(self._chosen.selection.request, self._policy, extent))
 
     def _find(self, extent: Extent) -> _Ways:
         """Lengths that were not met yet: keys that grow by one with each call are, every time. What is chosen holds for

@@ -16,6 +16,7 @@ from .distributions import availability, normalise_distribution
 from .errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError, did_you_mean
 from .evidence import Evidence, read_evidence
 from .hybrid import select_pair
+from .names import whole
 from .overrides import SCOPE
 from .platforms import parse_platform
 from .plugins import FAILURES, PluginManager, _import_target, get_manager
@@ -30,6 +31,7 @@ __all__ = [
     "detect",
     "explain",
     "list_backends",
+    "served_by",
     "support_matrix",
     "what_if",
 ]
@@ -47,6 +49,12 @@ def catalogue(installed: Mapping[str, str] | None = None) -> Catalogue:
     """Everything selection may know about this machine, or about one with `installed` distributions (what-if)."""
     manager = get_manager()
     return _catalogue(manager, epoch.EPOCH.value) if installed is None else _build(manager, installed)
+
+
+def served_by(selection: Selection) -> str:
+    """Who serves, so that it can be asked for: backend@platform, with whose kernels where it has several libraries'."""
+    info = get_manager().backends[selection.backend, selection.platform]
+    return f"{whole(info, selection.provider)}@{selection.platform}"
 
 
 def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catalogue:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .errors import BackendUnavailableError, did_you_mean
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from .records import AttentionRequest, BackendInfo
     from .selection import Catalogue, Offer
 
-__all__ = ["is_of", "kind_of", "kinds_here", "parts", "resolve"]
+__all__ = ["is_of", "kind_of", "kinds_here", "parts", "resolve", "spared", "whole"]
 
 
 def kind_of(info: BackendInfo, provider: str) -> str:
@@ -30,11 +32,34 @@ def is_of(provider: str, kind: str) -> bool:
     return not kind or provider == kind or provider.startswith(f"{kind}/")
 
 
-def kinds_here(offer: Offer) -> list[str]:
-    """Whose kernels a backend can have on this machine, of what was shown to work: in the order of its providers."""
+def kinds_here(offer: Offer, *, by_name: bool = False) -> list[str]:
+    """Whose kernels a backend can have on this machine, in the order of its providers.
+
+    Args:
+        by_name: also what was only declared.
+    """
     able = (p.name for p in offer.info.providers if not p.planned and p.name not in offer.missing)
-    shown = (name for name in able if offer.levels.get(name, offer.evidence) != "declared")
+    shown = (name for name in able if by_name or offer.levels.get(name, offer.evidence) != "declared")
     return list(dict.fromkeys(kind_of(offer.info, name) for name in shown))
+
+
+def whole(info: BackendInfo, provider: str) -> str:
+    """The name that means a backend with these kernels and no others: NAME/KIND, or NAME where there is one kind."""
+    kind = kind_of(info, provider)
+    return f"{info.name}/{kind}" if kind else info.name
+
+
+def spared(offers: Sequence[Offer], avoid: Sequence[str]) -> Sequence[Offer]:
+    """Offers without the kernels that must not be chosen by themselves."""
+    avoided = {parts(name)[0] for name in avoid if parts(name)[1]}
+    if not avoided:
+        return offers
+    return tuple(_without(offer, avoid) if offer.info.name in avoided else offer for offer in offers)
+
+
+def _without(offer: Offer, avoid: Sequence[str]) -> Offer:
+    held = [p.name for p in offer.info.providers if whole(offer.info, p.name) in avoid]
+    return dataclasses.replace(offer, missing={**offer.missing, **dict.fromkeys(held, "quarantined for such requests")})
 
 
 def parts(name: str) -> tuple[str, str]:
@@ -52,8 +77,8 @@ def resolve(
     Raises:
         BackendUnavailableError: no plugin knows the name, or two mean different backends by it.
     """
-    whole, _, platform = name.partition("@")
-    bare, kind = parts(whole)
+    given, _, platform = name.partition("@")
+    bare, kind = parts(given)
     offers = catalogue.on(request.platform)
     by = f", asked for by {source}" if source else ""
     if platform and platform != request.platform:
@@ -65,8 +90,8 @@ def resolve(
     if kind and named is not None:
         _check_kind(named.info, kind, f"backend {name!r}{by}")
         return named, kind, bare
-    if whole != bare and (not kind or all(offer.info.name != bare for offer in catalogue.offers)):
-        bare, named = whole, None  # of an alias there are no kinds
+    if given != bare and (not kind or all(offer.info.name != bare for offer in catalogue.offers)):
+        bare, named = given, None  # of an alias there are no kinds
     # A name cannot be taken over: only its own plugin gives it another meaning, and only in a family.
     meant = [
         (offer, alias.provider, offer.info.name)

@@ -117,7 +117,7 @@ class use_backend(_Scoped):  # noqa: N801 - reads as the statement it is
     activation checkpointing and code that runs after the block has ended, see `checkpoint_context_fn`.
 
     Args:
-        name: backend name or alias, optionally `name@platform`; None lifts an outer `use_backend`.
+        name: backend name or alias, optionally `name/kind` and `name@platform`; None lifts an outer `use_backend`.
 
     Raises:
         InvalidInputError: name is neither a string nor None.

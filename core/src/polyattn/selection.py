@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import BackendUnavailableError, PluginError, UnsupportedRequestError
 from .lowering import Plan, Planner
-from .names import is_of, resolve
+from .names import is_of, resolve, spared
 from .records import (
     Accepted,
     AttentionRequest,
@@ -56,7 +56,7 @@ class Policy:
     Attributes:
         choice: the highest-ranking explicit choice, None = automatic.
         tuned: what was measured for this request on this device: backends, the fastest first, and the figures.
-        avoid: backends that are not to be chosen by themselves. notes: what measuring has to say besides.
+        avoid: backends, or NAME/KIND, not to be chosen by themselves. notes: what measuring has to say besides.
         strict: a documented fallback is an error.
         lowering: exact rewrites may be used where a backend does not take a request as it is.
         what_if: judge planned adapters as if built, and do not ask for evidence.
@@ -228,7 +228,7 @@ class _Judge:
     ) -> None:
         self.request, self.catalogue, self.policy = request, catalogue, policy
         self.active = request.active()
-        self.offers = catalogue.on(request.platform)
+        self.offers = spared(catalogue.on(request.platform), policy.avoid)
         self._all = said
         self._said: dict[tuple[str, str], _Judgement] = {}
         if said is not None:

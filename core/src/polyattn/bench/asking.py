@@ -85,7 +85,7 @@ class Asked:
     def strangers(self, sheet: Sheet) -> list[str]:
         """A line for each bar of a sheet that is on nobody, or compares with nobody, that is known here: what of it is
         a slip nobody can tell from a plugin, a folder of peers or a sheet that was left out, so it is no error."""
-        backends = {name for name, _ in get_manager().backends}
+        backends = set(_candidates())
         families = [family.name for family in sheet.families]
         said = []
         for bar in sheet.bars:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..measuring.device_rates import UNITS
-from .bars import best
+from .bars import OWN, best
 
 __all__ = [
     "BENCHMARK",
@@ -173,7 +173,7 @@ def said_of(row: Mapping[str, Any]) -> str:
             continue  # of a run that was to measure other candidates
         us = row["entries"][name].get("us")
         share = f" {row['entries'][fastest]['us'] / us:.2f}" if us and fastest else ""
-        parts.append(f"{how} {name.rpartition('/')[2]}{share}")
+        parts.append(f"{how} {name.removeprefix(OWN)}{share}")
     return ", ".join(parts)
 
 

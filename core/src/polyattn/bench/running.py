@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError
-from ..inspection import catalogue, explain
+from ..inspection import catalogue, explain, served_by
 from ..measuring import Anchors, Clock, Measured, Workload, measure
 from ..measuring.clock import ROUNDS
 from ..measuring.probe import Prober
@@ -270,7 +270,9 @@ def _choices(asked: Workload, entries: Sequence[Entry]) -> dict[str, str]:
         }
     except (UnsupportedRequestError, BackendUnavailableError):
         return {}
-    return {how: names.get(_key(selection), OWN + selection.backend) for how, selection in found.items()}
+    # Who is no candidate of this run has no entry, and no other's name.
+    others = {how: OWN + served_by(selection).partition("@")[0] for how, selection in found.items()}
+    return {how: names.get(_key(selection), others[how]) for how, selection in found.items()}
 
 
 def _key(selection: Selection) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from ..distributions import availability
 from ..envvars import flag, number, unknown
 from ..errors import ConfigError
 from ..inspection import BackendStatus, detect, list_backends
+from ..names import is_of, parts
 from ..plugins import get_manager
 from ..records import BackendInfo
 from .rendering import grid, screen, show_json, title
@@ -77,13 +78,14 @@ def not_here(settings: Settings, statuses: Iterable[BackendStatus]) -> list[str]
 
 
 def _lacks(info: BackendInfo, word: str, status: BackendStatus) -> tuple[str, ...]:
-    """Why the backend that a word means cannot be used here; empty when it can. An alias may mean one provider."""
+    """Why the backend that a word means cannot be used here; empty when it can. An alias may mean the kernels of one
+    library, and NAME/KIND does."""
     if status.status != "available" or word in (info.name, info.id):
         return status.reasons
-    only = {alias.provider for alias in info.aliases if alias.name == word}
-    answers = [availability(provider) for provider in info.providers if provider.name in only]
+    only = {alias.provider for alias in info.aliases if alias.name == word} or {parts(word.partition("@")[0])[1]}
+    answers = [availability(one) for one in info.providers if any(is_of(one.name, kind) for kind in only)]
     lacking = [f"{answer.reason}; {answer.hint}" for answer in answers if not answer.ok]
-    return tuple(lacking) if answers and "" not in only and len(lacking) == len(answers) else ()
+    return tuple(lacking) if len(lacking) == len(answers) else ()
 
 
 def in_force(settings: Settings) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..errors import ConfigError
 from ..hybrid import select_pair
-from ..inspection import catalogue, detect, what_if
+from ..inspection import catalogue, detect, served_by, what_if
 from ..overrides import SCOPE, current_settings
 from ..plugins import get_manager
 from ..policies import current_policy
@@ -69,7 +69,7 @@ def _hybrid(request: AttentionRequest, policy: Policy, pair: dict[str, str | Non
     decode = _in_phase(request, "decode", kept=("decode",))
     chosen = select_pair(prefill, decode, catalogue(), policies)
     if request.phase == "verify":
-        return dataclasses.replace(policy, choice=Choice(chosen[mode].backend, f"speculative_attention_mode={mode}"))
+        return dataclasses.replace(policy, choice=Choice(served_by(chosen[mode]), f"speculative_attention_mode={mode}"))
     return policies["decode" if request.phase == "decode" else "prefill"]
 
 

@@ -80,7 +80,7 @@ class Settings:
         return options, f"{_OPTIONS} of {' and '.join(given) or backend.name} ({', '.join(origins) or 'default'})"
 
 
-_BACKEND = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(?:/[A-Za-z0-9_.-]+)?(?:@[A-Za-z0-9_-]+)?")
+_BACKEND = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(?:/[A-Za-z0-9_.-]+)*(?:@[A-Za-z0-9_-]+)?")
 
 
 def _backend(name: str, value: Any, source: str) -> str:

@@ -134,8 +134,11 @@ def _everywhere(inputs: Inputs, out: Tensor) -> Iterator[tuple[Finding | None, f
     for n, near in enumerate(plain):
         mine = _heads_first(inputs, n, out)
         error, size = _sizes(mine.float() - near.float()), _sizes(near.float())
+        known = size[size.isfinite()]
         # Rows that see nothing are zeros: theirs is compared with what others have.
-        far = error / size.clamp(min=float(size.mean()) * 1e-3 or 1.0)
+        least = float(known.mean()) * 1e-3 if known.numel() else 0.0
+        # Where plain math overflows, it is no help.
+        far = (error / size.clamp(min=least or 1.0)).nan_to_num(nan=torch.inf)
         # The farthest first: where that is wrong, nobody asks for the others.
         order = far.flatten().argsort(descending=True)[: int((far > allowed).sum())]
         for head, block in (divmod(index, far.shape[1]) for index in order.tolist()):

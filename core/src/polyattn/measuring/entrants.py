@@ -14,7 +14,7 @@ from ..choose import Chosen, choose
 from ..errors import PolyattnError, UnsupportedRequestError
 from ..facts import device_facts
 from ..inspection import catalogue
-from ..names import kind_of, kinds_here
+from ..names import kind_of, kinds_here, parts
 from ..selection import Choice, Policy, Selection, may_be_automatic, select
 from ..serving.workspace import Limits, Workspaces
 from ..signature import runner
@@ -59,6 +59,11 @@ class Candidate:
     chosen: bool = False
     kind: str = ""
 
+    @property
+    def whole(self) -> str:
+        """The name that means these kernels and no others."""
+        return f"{parts(self.name)[0]}/{self.kind}" if self.kind else self.name
+
     def prepare(self, inputs: Inputs) -> Call:
         request = inputs.workload.request
         chosen = choose(request, self.name, _NO_SCOPE)
@@ -91,7 +96,7 @@ def candidates(workload: Workload, device: torch.device, *, by_name: bool = Fals
     for backend in (n for n in able if n in allowed):
         # By itself it has the kernels of the first library that takes the request.
         met = set[str]()
-        for name in (backend, *(f"{backend}/{kind}" for kind in kinds_here(allowed[backend]) if kind)):
+        for name in (backend, *(f"{backend}/{kind}" for kind in kinds_here(allowed[backend], by_name=by_name) if kind)):
             try:
                 selection = select(request, here, Policy(Choice(name, "measuring"), strict=True))
             except PolyattnError:

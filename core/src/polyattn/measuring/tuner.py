@@ -150,7 +150,7 @@ def tune_one(
     if known and not known[0].shipped:
         return Tried(workload, "known", *_chosen_first(known[0], workload), rule)
     avoided = set(advise(workload.request, lambda: place).avoid)
-    able = tuple(c for c in able if not avoided & {c.name, c.selection.backend})
+    able = tuple(c for c in able if not avoided & {c.whole, c.selection.backend})
     if len(able) < 2:
         return Tried(workload, "alone", rule=rule, reason="no other backend takes it")
     return _tune(workload, place, able, rule, device, prober, rounds, isolation, deadline, strict, source)
@@ -225,6 +225,7 @@ class _Verdicts:
     def __init__(self, place: Place, workload: Workload, able: Sequence[Candidate], rule: str) -> None:
         self._place, self._workload, self._rule = place, workload, rule
         self._left = [candidate.name for candidate in able]
+        self._whole = {candidate.name: candidate.whole for candidate in able}
         self.trouble: dict[str, tuple[str, str]] = {}
         self.held: list[str] = []
 
@@ -243,7 +244,8 @@ class _Verdicts:
         key, now = request_key(self._workload.request), datetime.datetime.now(datetime.timezone.utc).isoformat()
         batch, (s_q, s_k) = self._workload.batch, self._workload.longest
         where, texts = f"at batch {batch}, S_q {s_q}, S_k {s_k}", self.texts()
-        quarantine(*(Quarantined(self._place, name, key, f"{texts[name]} ({where})", now) for name in bad))
+        held = ((self._whole[name], texts[name]) for name in bad)
+        quarantine(*(Quarantined(self._place, whole, key, f"{text} ({where})", now) for whole, text in held))
         self.held += bad
         self._left = [name for name in self._left if name not in bad]
 

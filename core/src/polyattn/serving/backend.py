@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError, did_you_mean
+from ..inspection import served_by
 from ..selection import Selection
 from ..signature import capturing
 from ..tuning import note_serving
@@ -376,7 +377,7 @@ class AttentionBackend:
     def _differ(self) -> bool:
         """Whether some layer extends and decodes by different backends."""
         pairs = zip(self._served["extend"].values(), self._served["decode"].values(), strict=True)
-        return any(a.chosen.selection.id != b.chosen.selection.id for a, b in pairs)
+        return any(served_by(a.chosen.selection) != served_by(b.chosen.selection) for a, b in pairs)
 
     def _split(self) -> Mapping[int, Run]:
         def parts(i: int) -> list[tuple[Run, Tokens]]:

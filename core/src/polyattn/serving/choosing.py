@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..choose import Chosen, choose
 from ..contract import Bound
 from ..errors import BackendUnavailableError, UnsupportedRequestError
-from ..inspection import catalogue
+from ..inspection import catalogue, served_by
 from ..overrides import Scope, current_settings
 from ..records import AttentionRequest
 from ..selection import Choice, Policy, Selection, select
@@ -118,7 +118,7 @@ def _may_save(request: AttentionRequest) -> bool:
 def _saver(request: AttentionRequest, chosen: Chosen, scope: Scope) -> Bound | None:
     """The chosen kernel where it writes keys and values as well, without a rewrite more than it needs anyway."""
     saving = dataclasses.replace(request, save_kv_cache=True)
-    name = chosen.selection.id
+    name = served_by(chosen.selection)
     try:
         selection = select(saving, catalogue(), Policy(Choice(name, "argument"), strict=current_settings().strict))
     except (UnsupportedRequestError, BackendUnavailableError):

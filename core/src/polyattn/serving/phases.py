@@ -16,7 +16,7 @@ import torch
 from ..choose import Chosen, choose, device_facts, dtype_name
 from ..errors import BackendUnavailableError, InvalidInputError, UnsupportedRequestError, did_you_mean
 from ..hybrid import select_pair
-from ..inspection import catalogue
+from ..inspection import catalogue, served_by
 from ..overrides import SCOPE, Scope, current_choice, current_settings
 from ..policies import measured_policy
 from ..records import AttentionRequest
@@ -160,7 +160,8 @@ def _verifier(requests: Mapping[ServingPhase, AttentionRequest], asked: Asked) -
             return dataclasses.replace(chosen, selection=dataclasses.replace(chosen.selection, source=source))
         # Not by `choose` alone: the settings may name a backend for the phase that does not verify here.
         selection = select(request, catalogue(), policy)
-        return choose(request, selection.id if current_choice(None, asked.scope, request) else None, asked.scope)
+        named = served_by(selection) if current_choice(None, asked.scope, request) else None
+        return choose(request, named, asked.scope)
     except (UnsupportedRequestError, BackendUnavailableError) as exc:
         mode = "decode" if asked.verifier == "decode" else "prefill"
         by = _said(requests, asked, asked.verifier)

@@ -105,7 +105,7 @@ def _advising(here: Known, key: Mapping[str, Any]) -> Sequence[Measured]:
     if not held:
         return found
     # Who has nobody left to choose leaves it to others.
-    left = [{name: time for name, time in one.times.items() if name not in held} for one in found]
+    left = [one.without(held) for one in found]
     return [dataclasses.replace(one, times=times) for one, times in zip(found, left, strict=True) if times]
 
 

@@ -95,7 +95,7 @@ class Known:
 def _for_kin(one: Measured, theirs: Numbers, mine: Numbers, off: float, held: Collection[str]) -> Measured | None:
     """A measurement for another request, None where that has more to do at any batch, or nobody is left: who is
     quarantined where it was measured is not taken from there."""
-    times = {name: time for name, time in one.times.items() if name not in held}
+    times = one.without(held)
     batch, (_, s_q, s_k) = scaled(one.lengths[0], theirs, mine), one.lengths
     if not times or batch * NEAR < 1:
         return None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..names import parts
 from .rows import BACKEND, Place, Quarantined, Row, canonical, check_row, row_of, when
 
 __all__ = ["FORMAT", "SCHEMA", "TuningStore", "path_of"]
@@ -179,14 +180,15 @@ class TuningStore:
             self._held |= {_held(one): one for one in held}
 
     def release(self, backend: str | None = None) -> int:
-        """Let a backend, or all, be chosen again, in every place. Returns how many entries there were.
+        """Let a backend with each of its libraries, one of these, or all, be chosen again, in every place. Returns how
+        many entries there were.
 
         Measurements that were made without it are taken out: who tunes such a request next measures it with all.
 
         Raises:
             ConfigError: as `record`.
         """
-        gone = [held for held in self.quarantined() if backend in (None, held.backend)]
+        gone = [one for one in self.quarantined() if backend in (None, one.backend, parts(one.backend)[0])]
         if not gone:
             return 0
         without = {(held.place, held.backend, canonical(held.key)) for held in gone}
@@ -202,8 +204,9 @@ class TuningStore:
             self._own.pop(identity, None)
 
         def change(connection: sqlite3.Connection) -> None:
-            where, given = _where(None, backend=backend)
-            connection.execute(f"DELETE FROM quarantine WHERE {where}", given)
+            for name in {held.backend for held in gone}:
+                where, given = _where(None, backend=name)
+                connection.execute(f"DELETE FROM quarantine WHERE {where}", given)
             where = " AND ".join(f"{name} = ?" for name in ("device", "arch", "versions", "subject", "key"))
             connection.executemany(f"DELETE FROM measurement WHERE {where}", lacking)
 

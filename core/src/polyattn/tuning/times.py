@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
+from ..names import parts
 from .rows import when
 
 __all__ = ["NEAR", "SAME", "Kin", "Lengths", "Measured", "age", "ranked", "where", "whose"]
@@ -67,6 +68,14 @@ class Measured:
         before it, so the slower of both counts; a `recorded` one is issued with its graph."""
         found = {name: time if recorded else max(time, self.host.get(name, 0.0)) for name, time in self.times.items()}
         return ranked(found, self.rule)
+
+    def without(self, held: Collection[str]) -> dict[str, float]:
+        """The times of those who are not quarantined, by their own name or their backend's."""
+        return {name: time for name, time in self.times.items() if not {self._whole(name), parts(name)[0]} & {*held}}
+
+    def _whole(self, name: str) -> str:
+        """NAME/KIND where that was written down."""
+        return f"{name}/{self.by[name]}" if name in self.by else name
 
     def why(self, backend: str) -> str:
         """The figures behind a choice, and how old they are."""
