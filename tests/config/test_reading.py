@@ -75,6 +75,14 @@ def test_pairs_that_end_like_a_path_are_pairs() -> None:
     }
 
 
+def test_pairs_of_backends_by_all_their_names() -> None:
+    found = parse_backend_config("fa.x=1,fa@cuda.x=2,fa/fa4.x=3,fa/fa4@cuda.y.z=4")
+    assert found == {"fa": {"x": 1}, "fa@cuda": {"x": 2}, "fa/fa4": {"x": 3}, "fa/fa4@cuda": {"y": {"z": 4}}}
+    for wrong in ("/fa4.x=1", "fa/.x=1", "fa@.x=1", "fa//b.x=1"):
+        with pytest.raises(ConfigError, match="is not a name"):
+            parse_backend_config(wrong)
+
+
 def test_a_path_that_holds_an_equals_sign(tmp_path: Path) -> None:
     folder = tmp_path / "run=3"
     folder.mkdir()

@@ -12,7 +12,9 @@ from .words import FORMS, show
 
 __all__ = ["parse_pairs"]
 
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z_][A-Za-z0-9_-]*)*")
+_NAME = r"[A-Za-z_][A-Za-z0-9_-]*"
+_KEY = re.compile(rf"{_NAME}(?:[/@]{_NAME})*(?:\.{_NAME})*")
+"""A name, of a backend also name/kind@platform, then what is nested in it."""
 _INT = re.compile(r"[+-]?[0-9]+")
 _FLOAT = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MAX_LIST_DEPTH = 16
