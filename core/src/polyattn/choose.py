@@ -16,7 +16,7 @@ from .config import check_options
 from .contract import Bound
 from .errors import InvalidInputError
 from .facts import device_facts, dtype_name
-from .inspection import catalogue, served_by
+from .inspection import catalogue
 from .lowering import Plan, bind
 from .overrides import Scope, current_settings
 from .plugins import get_manager
@@ -73,7 +73,7 @@ def choose(request: AttentionRequest, argument: str | None, scope: Scope, *, eag
     chosen = _load(selection)
     if policy.choice is None:
         chosen = unasked(chosen, policy, _load, eager=eager)
-    bound = observed(chosen.bound, request, chosen.at or served_by(selection)) if eager else opaque(chosen.bound)
+    bound = observed(chosen.bound, request, chosen.at or selection) if eager else opaque(chosen.bound)
     return chosen if bound is chosen.bound else dataclasses.replace(chosen, bound=bound)
 
 

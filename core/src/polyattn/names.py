@@ -51,9 +51,9 @@ def whole(info: BackendInfo, provider: str) -> str:
 
 def spared(offers: Sequence[Offer], avoid: Sequence[str]) -> Sequence[Offer]:
     """Offers without the kernels that must not be chosen by themselves."""
-    avoided = {parts(name)[0] for name in avoid if parts(name)[1]}
-    if not avoided:
+    if not avoid:
         return offers
+    avoided = {parts(name)[0] for name in avoid if parts(name)[1]}
     return tuple(_without(offer, avoid) if offer.info.name in avoided else offer for offer in offers)
 
 

@@ -28,8 +28,10 @@ from .contract import Bound, Session, Slot
 from .envvars import text
 from .epoch import bump
 from .errors import ConfigError
+from .inspection import served_by
 from .records import AttentionRequest
 from .request_text import plain_request
+from .selection import Selection
 from .tuning import bucket
 
 __all__ = ["CallLengths", "lengths_of", "observed", "opaque", "record_to", "recording", "stop"]
@@ -156,15 +158,16 @@ def stop() -> None:
         bump()
 
 
-def observed(bound: Bound, request: AttentionRequest, backend: _Who) -> Bound:
+def observed(bound: Bound, request: AttentionRequest, by: _Who | Selection) -> Bound:
     """The functions of a choice, recorded where somebody does.
 
     Args:
-        request: that they were chosen for. backend: who serves it, or calls of these lengths.
+        request: that they were chosen for. by: who serves it, or calls of these lengths.
     """
     recorder = _recorder
     if recorder is None or request.zero_size:
         return bound
+    backend = served_by(by) if isinstance(by, Selection) else by
     asked = dataclasses.replace(request, options=(), graph_capture=False)
     extent = extent_of(asked)
 

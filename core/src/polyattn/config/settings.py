@@ -74,7 +74,8 @@ class Settings:
         Returns:
             (options, the words that name their source in messages).
         """
-        given = [name for name in _names(backend) if name in self.attention_backend_config]
+        names = _names(backend) if self.attention_backend_config else []  # asked at each first call
+        given = [name for name in names if name in self.attention_backend_config]
         options = {key: value for name in given for key, value in self.attention_backend_config[name].items()}
         origins = dict.fromkeys(self.source(f"{_OPTIONS}.{name}") for name in given)
         return options, f"{_OPTIONS} of {' and '.join(given) or backend.name} ({', '.join(origins) or 'default'})"
