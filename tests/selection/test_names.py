@@ -66,7 +66,9 @@ def test_libraries_that_are_not_here_or_not_shown_to_work_have_no_kernels():
     shown = dataclasses.replace(offer, missing={}, evidence="hardware", levels={})
     assert kinds_here(shown) == ["fa3", "fa4", "fa2"]
     assert kinds_here(dataclasses.replace(shown, missing={"fa4/flash-attn-4": "it is not installed"})) == ["fa3", "fa2"]
-    assert kinds_here(dataclasses.replace(shown, levels={"fa2/flash-attn": "declared"})) == ["fa3", "fa4"]
+    declared = dataclasses.replace(shown, levels={"fa2/flash-attn": "declared"})
+    assert kinds_here(declared) == ["fa3", "fa4"]
+    assert kinds_here(declared, by_name=True) == ["fa3", "fa4", "fa2"]
 
 
 def test_who_serves_is_said_so_that_it_can_be_asked_for():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .records import AttentionRequest, BackendInfo
     from .selection import Catalogue, Offer
 
-__all__ = ["is_of", "kind_of", "kinds_here", "parts", "resolve", "spared", "whole"]
+__all__ = ["is_of", "kind_of", "kinds_here", "own_names", "parts", "resolve", "spared", "whole"]
 
 
 def kind_of(info: BackendInfo, provider: str) -> str:
@@ -47,6 +47,11 @@ def whole(info: BackendInfo, provider: str) -> str:
     """The name that means a backend with these kernels and no others: NAME/KIND, or NAME where there is one kind."""
     kind = kind_of(info, provider)
     return f"{info.name}/{kind}" if kind else info.name
+
+
+def own_names(info: BackendInfo) -> list[str]:
+    """Its name, and the names that mean it with the kernels of each of its libraries."""
+    return list(dict.fromkeys((info.name, *(whole(info, provider.name) for provider in info.providers))))
 
 
 def spared(offers: Sequence[Offer], avoid: Sequence[str]) -> Sequence[Offer]:

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ConfigError, InvalidInputError, did_you_mean
 from ..inspection import detect
-from ..names import kind_of
+from ..names import own_names
 from ..plugins import get_manager
 from . import peers
 from .bars import OBJECTS, OWN
@@ -85,7 +85,7 @@ class Asked:
     def strangers(self, sheet: Sheet) -> list[str]:
         """A line for each bar of a sheet that is on nobody, or compares with nobody, that is known here: what of it is
         a slip nobody can tell from a plugin, a folder of peers or a sheet that was left out, so it is no error."""
-        backends = set(_candidates())
+        backends = _candidates()
         families = [family.name for family in sheet.families]
         said = []
         for bar in sheet.bars:
@@ -113,7 +113,7 @@ class Asked:
                 raise ConfigError(f"{flag} {value}: give a finite number of seconds")
         sheet = read([Path(path) for path in self.sheets])
         rows = [row for family in selected(sheet, self.rows) for row in family.rows]
-        peers.named(dict.fromkeys(_candidates()), self.candidates, "--candidates")
+        peers.named(_candidates(), self.candidates, "--candidates")
         known = self.listed
         if self.peer != ("*",) and not self.peers:
             raise ConfigError(
@@ -133,11 +133,9 @@ class Asked:
         return Plan(rows, named, self.candidates, device, *how), sheet
 
 
-def _candidates() -> Iterator[str]:
-    """Names that candidates may have: of backends, and with the kernels of each of their libraries."""
-    for (name, _), info in get_manager().backends.items():
-        yield name
-        yield from (f"{name}/{kind}" for one in info.providers if (kind := kind_of(info, one.name)))
+def _candidates() -> dict[str, None]:
+    """Names that candidates may have."""
+    return dict.fromkeys(name for info in get_manager().backends.values() for name in own_names(info))
 
 
 def _check(row: Row, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from .. import envvars
 from ..errors import ConfigError, did_you_mean
 from ..field_words import DTYPE_WORDS
-from ..names import kind_of
+from ..names import own_names
 from ..records import BackendInfo
 from .options import check_options, resolve_options
 from .reading import parse_backend_config, read_config_file
@@ -324,8 +324,7 @@ def backend_names(backends: Iterable[BackendInfo]) -> dict[str, tuple[BackendInf
 
 def _names(info: BackendInfo) -> list[str]:
     """What people call a backend, from what may be several to what is one."""
-    kinds = dict.fromkeys(kind for one in info.providers if (kind := kind_of(info, one.name)))
-    own = (info.name, *(f"{info.name}/{kind}" for kind in kinds))
+    own = own_names(info)
     aliases = (alias.name for alias in info.aliases)
     return list(dict.fromkeys((info.name, *aliases, *own, *(f"{name}@{info.platform}" for name in own))))
 
