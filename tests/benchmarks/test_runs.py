@@ -243,6 +243,17 @@ def test_rows_measured_elsewhere_are_not_put_into_one_file(asked, done, tmp_path
         results.resumed(now, out)
 
 
+def test_times_of_another_statistic_are_not_put_into_one_file(asked, done, tmp_path):
+    """Results from before said nothing of it: the median of the rounds counted."""
+    assert done["settings"]["of_rounds"] == "interquartile mean"
+    out = tmp_path / "result.json"
+    settings = {name: value for name, value in done["settings"].items() if name != "of_rounds"}
+    results.save({**done, "settings": settings}, out)
+    _, _, now = begun(asked)
+    with pytest.raises(ConfigError, match=r"settings of .* differs .*of_rounds: .* there, interquartile mean here"):
+        results.resumed(now, out)
+
+
 def test_a_file_that_is_no_result_is_refused(tmp_path):
     path = tmp_path / "result.json"
     for text, said in (("{", "is not JSON"), ("[]", "is no result"), ('{"benchmark": "dispatch"}', "is no result")):

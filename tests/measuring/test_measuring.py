@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
 import math
 import re
 import time
+import types
 
 import pytest
 import torch
@@ -561,7 +563,38 @@ def test_who_ran_before_is_not_in_the_times():
         return take
 
     found = interleaved({name: timing(name) for name in ("a", "cool", "b", "c", "d")})
-    assert {time.seconds for time in found.values()} == {1.0}
+    assert all(time.seconds == pytest.approx(1.0, rel=0.02) for time in found.values())
+
+
+def test_everybody_comes_after_everybody():
+    order = []
+
+    def timing(name):
+        return lambda: (order.append(name), Time(1.0, 0.0, 1))[1]
+
+    interleaved({name: timing(name) for name in range(8)}, 9)
+    rounds = [tuple(order[start : start + 8]) for start in range(0, len(order), 8)]
+    assert len(set(rounds)) == 9
+    followed = collections.Counter(itertools.pairwise(order))
+    assert max(followed.values()) <= 2, "of nine rounds, with seven others"
+
+
+def test_one_kernel_under_two_names_takes_as_long():
+    """Half the rounds at one speed of the device, half at another: the median would be the one or the other."""
+    slow = {"a": {1, 3, 5, 7}, "b": {0, 2, 4, 6, 8}}
+
+    def timing(name):
+        number = itertools.count()
+        return lambda: Time(1.08 if next(number) in slow[name] else 1.0, 0.0, 1)
+
+    found = interleaved({name: timing(name) for name in slow})
+    assert found["a"].seconds == pytest.approx(found["b"].seconds, rel=0.02)
+    assert 1.02 < found["a"].seconds < 1.06
+
+
+def test_an_interruption_is_not_in_the_times():
+    number = itertools.count()
+    assert interleaved({"a": lambda: Time(9.0 if next(number) in (2, 5) else 1.0, 0.0, 1)})["a"].seconds == 1.0
 
 
 def test_no_round_is_begun_after_a_while(monkeypatch):
@@ -604,6 +637,37 @@ def test_a_slow_call_is_not_repeated_for_long():
     assert len(calls) == 3
     calls.clear()
     assert Clock(CPU, 0.05).calls([lambda: calls.append(1)]).count == 200
+
+
+@pytest.mark.parametrize(("seconds", "runs", "count"), [(0.002, 9, 5), (0.05, 4, 3), (0.2, 3, 2)])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_how_often_a_gpu_calls(monkeypatch, recorded, seconds, runs, count):
+    """The longer a call, the fewer; what tells how long it takes is one of those of a long one."""
+    now, calls = 0.0, []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = None
+
+        def record(self):
+            self.at = now
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 1e3
+
+    def call():
+        nonlocal now
+        now += seconds
+        calls.append(now)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    clock = Clock(CPU, 0.01)
+    clock.on_gpu = True
+    monkeypatch.setattr(clock, "synchronise", lambda: None)
+    took = clock._replays(types.SimpleNamespace(replay=call), 1) if recorded else clock.calls([call])
+    assert (len(calls), took.count) == (runs, count)
+    assert took.seconds == pytest.approx(seconds)
 
 
 def test_the_device_has_rates():

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ConfigError, InvalidInputError, did_you_mean
 from ..inspection import detect
+from ..measuring.clock import OF_ROUNDS
 from ..names import own_names
 from ..plugins import get_manager
 from . import peers
@@ -58,7 +59,7 @@ class Asked:
 
     def settings(self) -> dict[str, Any]:
         """How rows are measured: what those must have in common that are shown together."""
-        return {"seconds": self.seconds, "tune": self.tune, "candidates": list(self.candidates)}
+        return {"seconds": self.seconds, "tune": self.tune, "candidates": list(self.candidates), "of_rounds": OF_ROUNDS}
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""

@@ -4,15 +4,17 @@ its clock."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["ROUNDS", "Clock", "Time", "Timing", "interleaved"]
+__all__ = ["OF_ROUNDS", "ROUNDS", "Clock", "Time", "Timing", "interleaved"]
 
 ROUNDS, _ROUNDS_LEAST, _ROUNDS_WITHIN = 9, 3, 12.0
 """How often everybody is timed; after so many seconds no other round begins, the least number of them apart.
@@ -20,13 +22,18 @@ ROUNDS, _ROUNDS_LEAST, _ROUNDS_WITHIN = 9, 3, 12.0
 A GPU at the limit of its power runs as fast as the last tenth of a second allows, so a window of one entry depends on
 who ran before it, by up to 10%. Many short windows in ever other orders meet everybody in the same states; few long
 ones do not."""
+OF_ROUNDS = "interquartile mean"
+"""What counts of their times (`Time.over`)."""
 _WARM, _WARM_MOST = 0.4, 0.025
 """Work before the first time that counts: a share of the window, and seconds."""
 _FEWEST, _MOST = 5, 200
-_LONG = 3
-"""Times taken of a call that is longer than the whole budget."""
+_LONG, _LONGER, _LONGER_FROM = 3, 2, 0.1
+"""Times taken of a call that is longer than the whole budget, the one that said so among them; fewer of one that takes
+so many seconds, which is a window in itself."""
 _FAR, _NEAR = 4, 1.1
 """Times slower than the fastest, and nobody asks how much exactly; and so close that it matters."""
+_ORDERS = 32
+"""Orders that one of a round is picked from."""
 _SETTLED, _AGAIN = 0.02, 2
 """Rounds of whoever is near that differ by more (their interquartile range) are as many again, and so often at most."""
 _ISSUE_CYCLES = 400_000
@@ -39,8 +46,8 @@ _ISSUE_MOST = 40_000_000
 class Time:
     """Seconds of one call, the median; spread: interquartile range over the median; count: times taken.
 
-    Of several rounds, the middle one's. rounds: how many. between: interquartile range of their medians over the middle
-    of these, None where one has no other.
+    Of several rounds, the interquartile mean of theirs, and the middle of their spreads. rounds: how many. between:
+    interquartile range of their medians over the middle of these, None where one has no other.
     """
 
     seconds: float
@@ -55,11 +62,25 @@ class Time:
         return cls(middle, (high - low) / middle, len(seconds))
 
     @classmethod
-    def middle(cls, rounds: Sequence[Time]) -> Time:
-        """The middle of several rounds."""
-        found = sorted(rounds, key=lambda one: one.seconds)[(len(rounds) - 1) // 2]
-        between = cls.of([one.seconds for one in rounds]).spread if len(rounds) > 1 else None
-        return cls(found.seconds, found.spread, sum(one.count for one in rounds), len(rounds), between)
+    def over(cls, rounds: Sequence[Time]) -> Time:
+        """Several rounds as one.
+
+        At the limit of a GPU's power rounds, each steady in itself, were found 5 to 10% apart. The median of rounds
+        that are half of one kind and half of the other is a toss: one kernel under two names came out 3% apart (the
+        standard deviation over rows), and up to 9%. A mean is no toss, and of the middle half it has no interruptions.
+        """
+        medians = [one.seconds for one in rounds]
+        between = cls.of(medians).spread if len(rounds) > 1 else None
+        spread = statistics.median(one.spread for one in rounds)
+        return cls(_midmean(medians), spread, sum(one.count for one in rounds), len(rounds), between)
+
+
+def _midmean(values: Sequence[float]) -> float:
+    """The interquartile mean; of three or four, without the least and the greatest."""
+    ends = max(len(values) / 4, 1.0) if len(values) > 2 else 0.0
+    # The share of a value, in their order, that is between the quartiles.
+    shares = [min(max(min(number, len(values) - 1 - number) + 1 - ends, 0.0), 1.0) for number in range(len(values))]
+    return sum(share * value for share, value in zip(shares, sorted(values), strict=True)) / sum(shares)
 
 
 Timing = Callable[[], Time]
@@ -86,7 +107,7 @@ class Clock:
         """Of calls one by one, in turn."""
         if not self.on_gpu:
             return self._on_host(calls)
-        count, once = self._counts(calls[0])
+        count, once, taken = self._counts(calls[0])
         for _ in range(round(self._warm / (once * len(calls)))):
             for call in calls:
                 call()
@@ -97,7 +118,7 @@ class Clock:
             calls[number % len(calls)]()
             end.record()
         self.synchronise()
-        return Time.of([start.elapsed_time(end) / 1e3 for start, end in events])
+        return Time.of([*taken, *(start.elapsed_time(end) / 1e3 for start, end in events)])
 
     def issues(self, calls: Sequence[Callable[[], Any]]) -> Time:
         """Of the host alone: until a call returns, which nobody waits for. Where a device has no queue that is all of
@@ -136,7 +157,7 @@ class Clock:
         return lambda: self._replays(graph, len(calls)), results
 
     def _replays(self, graph: torch.cuda.CUDAGraph, calls: int) -> Time:
-        count, once = self._counts(graph.replay)
+        count, once, taken = self._counts(graph.replay)
         for _ in range(round(self._warm / once)):
             graph.replay()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
@@ -146,10 +167,11 @@ class Clock:
             graph.replay()
             end.record()
         self.synchronise()
-        return Time.of([start.elapsed_time(end) / 1e3 / calls for start, end in events])
+        replays = [*taken, *(start.elapsed_time(end) / 1e3 for start, end in events)]
+        return Time.of([seconds / calls for seconds in replays])
 
-    def _counts(self, run: Callable[[], Any]) -> tuple[int, float]:
-        """(times that the budget has room for, about what one takes). Both runs that tell are warm-up too."""
+    def _counts(self, run: Callable[[], Any]) -> tuple[int, float, list[float]]:
+        """(times to take, about what one takes, those that were taken already). Both runs that tell are warm-up too."""
         run()
         self.synchronise()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -158,7 +180,9 @@ class Clock:
         end.record()
         self.synchronise()
         once = start.elapsed_time(end) / 1e3
-        return (_LONG if once > self.seconds else min(max(round(self.seconds / once), _FEWEST), _MOST)), once
+        if once > self.seconds:
+            return (_LONG if once < _LONGER_FROM else _LONGER) - 1, once, [once]
+        return min(max(round(self.seconds / once), _FEWEST), _MOST), once, []
 
     def _on_host(self, calls: Sequence[Callable[[], Any]]) -> Time:
         """By the host's clock, waiting for the device at both ends of each call."""
@@ -207,21 +231,43 @@ def interleaved(
         found[name] = [timing()]
     fastest = min((times[0].seconds for times in found.values()), default=0.0)
     close = [name for name, times in found.items() if times[0].seconds <= _FAR * fastest]
-    orders = random.Random(0)  # always the same ones
+    orders = _Orders(found)
     most = rounds * (1 + _AGAIN) if settle and rounds > 1 else rounds
     for number in range(1, most):
         if not close or late() or (number >= _ROUNDS_LEAST and time.monotonic() - began > _ROUNDS_WITHIN):
             break
         if number % rounds == 0:
             close = _unsettled({name: found[name] for name in close})
-        for name in orders.sample(close, len(close)):
+        for name in orders.next(close):
             found[name].append(timings[name]())
-    return {name: Time.middle(times) for name, times in found.items()}
+    return {name: Time.over(times) for name, times in found.items()}
+
+
+class _Orders:
+    """Ever other orders, always the same ones, in which everybody comes after everybody about as often."""
+
+    def __init__(self, first: Iterable[Hashable]) -> None:
+        self._dice, self._last = random.Random(0), list[Any]()
+        self._followed: Counter[tuple[Any, Any]] = Counter()
+        self._take(list(first))
+
+    def next(self, names: Sequence[_N]) -> list[_N]:
+        """The next one of these."""
+        some = [self._dice.sample(names, len(names)) for _ in range(_ORDERS)]
+        return self._take(min(some, key=lambda order: sum(self._followed[pair] for pair in self._pairs(order))))
+
+    def _take(self, order: list[_N]) -> list[_N]:
+        self._followed.update(self._pairs(order))
+        self._last = order[-1:]
+        return order
+
+    def _pairs(self, order: Sequence[_N]) -> Iterable[tuple[Any, Any]]:
+        return itertools.pairwise([*self._last, *order])
 
 
 def _unsettled(found: Mapping[_N, Sequence[Time]]) -> list[_N]:
     """Those near the fastest, where the rounds of one of them differ; else nobody."""
-    middle = {name: Time.middle(times).seconds for name, times in found.items()}
+    middle = {name: Time.over(times).seconds for name, times in found.items()}
     near = [name for name in found if middle[name] <= _NEAR * min(middle.values())]
     settled = all(Time.of([one.seconds for one in found[name]]).spread <= _SETTLED for name in near)
     return [] if settled or len(near) < 2 else near
