@@ -595,6 +595,8 @@ def test_one_kernel_under_two_names_takes_as_long():
 def test_an_interruption_is_not_in_the_times():
     number = itertools.count()
     assert interleaved({"a": lambda: Time(9.0 if next(number) in (2, 5) else 1.0, 0.0, 1)})["a"].seconds == 1.0
+    assert Time.over([Time(1.0, 0.0, 1)] * 8 + [Time(math.inf, 0.0, 0)]).seconds == 1.0
+    assert Time.over([Time(math.inf, 0.0, 0)] * 9).seconds == math.inf
 
 
 def test_no_round_is_begun_after_a_while(monkeypatch):
