@@ -1,7 +1,7 @@
 """The tables and pictures of docs/benchmarks.md, docs/kernels.md and the README from the committed result files: every
 block between `<!-- NAME -->` and `<!-- /NAME -->` is benchmarks/results/NAME.json. Of a result of `polyattn bench`,
-`<!-- NAME: summary -->` is a line for each family, `<!-- NAME: ratios -->` one for each bar; docs/images/NAME has its
-pictures.
+`<!-- NAME: summary -->` is a line for each family, `<!-- NAME: ratios -->` one for each bar, and
+`<!-- NAME: pictures -->` shows its pictures, which are in docs/images/NAME.
 
     python benchmarks/page.py            # write the pages, and pictures that are not of their result (needs matplotlib)
     python benchmarks/page.py --check    # exit code 1 where one is not up to date
@@ -38,6 +38,17 @@ def ratios(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def drawn(result: dict[str, Any]) -> list[str]:
+    """The sheets of a run that have a picture: something of them was timed."""
+    timed = (row["sheet"] for row in result["rows"] if any("us" in entry for entry in row["entries"].values()))
+    return sorted(set(timed))
+
+
+def pictures(result: dict[str, Any], folder: str) -> str:
+    """The pictures of a run, as a page in docs shows them. folder: of them."""
+    return "\n".join(f"![{result['titles'][sheet]}](images/{folder}/{sheet}.svg)" for sheet in drawn(result))
+
+
 VIEWS = {"": pages.markdown, "summary": pages.summary, "ratios": ratios}
 
 
@@ -52,6 +63,8 @@ def table(block: str) -> str:
     if not path.is_file():
         raise SystemExit(f"a page shows {name}, but there is no {path.name} among the results")
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if view == "pictures":
+        return pictures(result, name)
     if result["benchmark"] == pages.BENCHMARK:
         return VIEWS[view](result)
     module = importlib.import_module(result["benchmark"].replace("-", "_"))
@@ -69,9 +82,8 @@ def outdated() -> list[Path]:
     found = []
     for folder in sorted(path for path in PICTURES.iterdir() if path.is_dir()):
         result = json.loads((RESULTS / f"{folder.name}.json").read_text(encoding="utf-8"))
-        drawn = {row["sheet"] for row in result["rows"] if any("us" in entry for entry in row["entries"].values())}
         there = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
-        if there.keys() != drawn or not all(plots.digest(result) in text for text in there.values()):
+        if sorted(there) != drawn(result) or not all(plots.digest(result) in text for text in there.values()):
             found.append(folder)
     return found
 

@@ -223,7 +223,7 @@ def test_the_host_counts_where_calls_are_not_recorded(monkeypatch, captured):
     monkeypatch.setattr(tuner, "make_inputs", lambda *args: None)
     # No backend of a CPU has a session that is recorded.
     said = polyattn.explain(dataclasses.replace(request, graph_capture=False))
-    able = [Candidate(name, said, chosen=name == "torch_sdpa") for name in ("torch_sdpa", "torch_native", "reference")]
+    able = [Candidate(name, said, name == "torch_sdpa", name) for name in ("torch_sdpa", "torch_native", "reference")]
     monkeypatch.setattr(tuner, "candidates", lambda asked, device: able)
     (tried,) = tune(Workload(request, ((1, 64),)))
     assert asked == [(not captured, captured == "session")]

@@ -65,9 +65,9 @@ class Time:
     def over(cls, rounds: Sequence[Time]) -> Time:
         """Several rounds as one.
 
-        At the limit of a GPU's power rounds, each steady in itself, were found 5 to 10% apart. The median of rounds
-        that are half of one kind and half of the other is a toss: one kernel under two names came out 3% apart (the
-        standard deviation over rows), and up to 9%. A mean is no toss, and of the middle half it has no interruptions.
+        At the limit of a GPU's power rounds that are steady in themselves are far apart (`between`). Where half of them
+        are slow, which half the median is of is a toss; a mean is no toss, and of the middle half it has no
+        interruptions.
         """
         medians = [one.seconds for one in rounds]
         between = cls.of(medians).spread if len(rounds) > 1 else None

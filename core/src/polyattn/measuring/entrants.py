@@ -14,7 +14,7 @@ from ..choose import Chosen, choose
 from ..errors import PolyattnError, UnsupportedRequestError
 from ..facts import device_facts
 from ..inspection import catalogue
-from ..names import kind_of, kinds_here, parts
+from ..names import kinds_here, parts, whole
 from ..selection import Choice, Policy, Selection, may_be_automatic, select
 from ..serving.workspace import Limits, Workspaces
 from ..signature import runner
@@ -51,18 +51,18 @@ class Candidate:
     Attributes:
         name: of the backend; with kernels of another library than it has by itself, NAME/KIND.
         selection: what it would be if it were asked for. chosen: it is what is chosen without any measurement.
-        kind: whose kernels it has (`polyattn.names.kind_of`).
+        whole: the name that means these kernels and no others (`polyattn.names.whole`).
     """
 
     name: str
     selection: Selection
-    chosen: bool = False
-    kind: str = ""
+    chosen: bool
+    whole: str
 
     @property
-    def whole(self) -> str:
-        """The name that means these kernels and no others."""
-        return f"{parts(self.name)[0]}/{self.kind}" if self.kind else self.name
+    def kind(self) -> str:
+        """Whose kernels it has."""
+        return parts(self.whole)[1]
 
     def prepare(self, inputs: Inputs) -> Call:
         request = inputs.workload.request
@@ -101,10 +101,10 @@ def candidates(workload: Workload, device: torch.device, *, by_name: bool = Fals
                 selection = select(request, here, Policy(Choice(name, "measuring"), strict=True))
             except PolyattnError:
                 continue  # it was accepted as part of a documented fallback only, or another of its libraries takes it
-            kind = kind_of(allowed[backend].info, selection.provider)
-            if kind not in met:
-                found.append(Candidate(name, selection, name == today.backend, kind))
-            met.add(kind)
+            these = whole(allowed[backend].info, selection.provider)
+            if these not in met:
+                found.append(Candidate(name, selection, name == today.backend, these))
+            met.add(these)
     return tuple(found)
 
 
