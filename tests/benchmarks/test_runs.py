@@ -558,6 +558,17 @@ def test_peers_are_what_a_result_names(asked):
     assert all(isinstance(peer, Peer) for peer in plan.peers.values())
 
 
+@pytest.mark.parametrize("word", ["auto", "always", "never"])
+def test_whom_the_tuner_tries_in_a_process_of_its_own(asked, monkeypatch, word):
+    asked = dataclasses.replace(asked, tune=True, rows=("step",), isolate=word)
+    plan, _, result = begun(asked)
+    asked_of = []
+    monkeypatch.setattr(running, "tune_one", lambda *args, isolation, **how: asked_of.append(isolation))
+    list(run(plan, result, lambda row: None))
+    assert asked_of == [word]
+    assert ("--isolate" in asked.words()) == (word != "auto")
+
+
 def test_a_row_is_tuned_before_it_is_measured_where_that_is_asked_for(asked, monkeypatch):
     plan, _, result = begun(dataclasses.replace(asked, tune=True, rows=("step",), peers=(), candidates=("*",)))
     list(run(plan, result, lambda row: None))

@@ -99,6 +99,8 @@ def test_parts_of_a_run_are_joined(run: Run, tmp_path: Path) -> None:
             "--again measures rows of a result once more: name it with --out, and add --resume",
         ),
         ((str(SHEETS), "--device", "cpu"), "take hours on a CPU: --quick"),
+        ((str(SHEETS), "--quick", "--isolate", "never"), "--isolate says whom --tune tries in a process of its own"),
+        ((str(SHEETS), "--quick", "--tune", "--isolate", "nevr"), "--isolate 'nevr'. Did you mean 'never'? Allowed:"),
         ((str(SHEETS), "--quick", "--rows", "fluxx"), "--rows 'fluxx' names no row. Did you mean 'flux'?"),
         ((str(SHEETS), "--quick", "--peers", "no_such_place"), "--peers no_such_place: neither a folder nor a module"),
         (("none.yaml", "--quick"), "none.yaml does not exist"),

@@ -177,7 +177,7 @@ def test_a_call_costs_what_device_or_host_take_longer_for_unless_it_is_recorded(
     assert (order()[0], order(request=recorded)[0]) == ("b", "a"), "over both"
 
 
-@pytest.mark.parametrize("least, first", [(97.0, "ab"), (98.0, "ba")])
+@pytest.mark.parametrize("least, first", [(98.5, "ab"), (99.5, "ba")])
 def test_the_rule_stays_where_nothing_is_faster_by_more_than_measurements_differ(least, first):
     costly((1, 64, 64), {"a": least, "b": 100.0, "c": 400.0}, {}, rule="b")
     (row,) = tuning.store().rows(subject=BACKEND)

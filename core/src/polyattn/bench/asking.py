@@ -15,6 +15,7 @@ import torch
 from ..errors import ConfigError, InvalidInputError, did_you_mean
 from ..inspection import detect
 from ..measuring.clock import OF_ROUNDS
+from ..measuring.tuner import isolation_of
 from ..names import own_names
 from ..plugins import get_manager
 from . import peers
@@ -43,6 +44,7 @@ class Asked:
     seconds: float = 0.03
     limit: float = 3600.0
     again: bool = False
+    isolate: str = "auto"
 
     def words(self) -> list[str]:
         """The command line that asks for the same, without `polyattn`; defaults are left out."""
@@ -107,11 +109,12 @@ class Asked:
         """
         Raises:
             ConfigError: sheets, rows, backends, peers or a device that are not there; a row that no call is like; a
-                CPU without `quick`.
+                CPU without `quick`; a word that says nothing.
         """
         for flag, value in (("--seconds", self.seconds), ("--limit", self.limit)):
             if not math.isfinite(value):
                 raise ConfigError(f"{flag} {value}: give a finite number of seconds")
+        isolation = isolation_of(self.isolate)
         sheet = read([Path(path) for path in self.sheets])
         rows = [row for family in selected(sheet, self.rows) for row in family.rows]
         peers.named(_candidates(), self.candidates, "--candidates")
@@ -130,7 +133,7 @@ class Asked:
                 "the rows of a sheet take hours on a CPU: --quick makes them tiny, --device names another"
             )
         named = {name: known[name] for name in wanted}
-        how = (self.seconds, self.limit, self.quick, self.tune, self.again)
+        how = (self.seconds, self.limit, self.quick, self.tune, self.again, isolation)
         return Plan(rows, named, self.candidates, device, *how), sheet
 
 

@@ -22,7 +22,7 @@ from ..inspection import catalogue, explain, served_by
 from ..measuring import Anchors, Clock, Measured, Workload, measure
 from ..measuring.clock import ROUNDS
 from ..measuring.probe import Prober
-from ..measuring.tuner import tune_one
+from ..measuring.tuner import Isolation, tune_one
 from ..overrides import current_settings
 from ..policies import shipped_policy
 from ..selection import Policy, Selection, select
@@ -60,6 +60,7 @@ class Plan:
         quick: rows as small as they get, timed once, without what is compiled first; the times mean nothing, and no
             row is rejected.
         again: rows that the result has are measured all the same, and take their place.
+        isolation: whom the tuner tries in a process of its own first (`measuring.tuner.tune_one`).
     """
 
     rows: Sequence[Row]
@@ -71,6 +72,7 @@ class Plan:
     quick: bool
     tune: bool = False
     again: bool = False
+    isolation: Isolation = "auto"
 
     def sized(self, row: Row) -> Row:
         """The row as this run measures it."""
@@ -116,6 +118,7 @@ def _tuned(row: Row, plan: Plan, prober: Prober) -> str:
             workload(plan.sized(row), plan.device),
             plan.device,
             prober,
+            isolation=plan.isolation,
             deadline=time.monotonic() + _TUNED_WITHIN,
             source="polyattn bench --tune",
         )

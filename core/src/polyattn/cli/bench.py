@@ -53,6 +53,10 @@ def bench(
         float, typer.Option(min=0, metavar="N", help="Seconds from the start after which no row is begun.")
     ] = 3600.0,
     tune: Annotated[bool, typer.Option("--tune", help="Tune each row's request first, unless that was done.")] = False,
+    isolate: Annotated[
+        str,
+        typer.Option(metavar="WHO", help="Whom --tune tries in a process of its own first: auto, always, never."),
+    ] = "auto",
     compile_ahead: Annotated[
         int, typer.Option("--compile", min=0, metavar="N", help="Compile kernels ahead, in N processes.")
     ] = 0,
@@ -95,6 +99,7 @@ def bench(
         seconds=seconds,
         limit=limit,
         again=again,
+        isolate=isolate,
     )
     measuring = {**dict.fromkeys(asked.given(), True), "--compile": compile_ahead, "--resume": resume}
     if show is not None:
@@ -106,6 +111,8 @@ def bench(
     if join:
         _check_idle("--join", measuring)
     _agree(sheets, out, resume, join, again=again)
+    if isolate != "auto" and not tune:
+        raise ConfigError("--isolate says whom --tune tries in a process of its own: add --tune")
     if join:
         result = joined(read_parts(join), read(sheets or []))
         _make_room(out, plots)

@@ -6,7 +6,7 @@ import collections
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -130,12 +130,10 @@ def _tune(
 ) -> None:
     from ..facts import device_facts
     from ..measuring.traces import read_trace
-    from ..measuring.tuner import Isolation, tune_all
+    from ..measuring.tuner import isolation_of, tune_all
     from .request_words import workload_of
 
-    if isolate not in get_args(Isolation):
-        known = get_args(Isolation)
-        raise ConfigError(f"--isolate {isolate!r}.{did_you_mean(isolate, known)} Allowed: {', '.join(known)}")
+    isolation = isolation_of(isolate)
     where = _device(device)
     workloads = [one.workload for one in read_trace(traces)]
     workloads += [workload_of(text, device_facts(where)) for text in requests]
@@ -144,7 +142,7 @@ def _tune(
     with progress(console, quiet=as_json) as bar:
         task = bar.add_task("requests", total=len(workloads))
         for one in tune_all(
-            workloads, where, seconds=seconds, rounds=rounds, again=again, isolation=isolate,  # type: ignore[arg-type]
+            workloads, where, seconds=seconds, rounds=rounds, again=again, isolation=isolation,
             probe_seconds=probe_seconds,
         ):  # fmt: skip
             tried.append(one)

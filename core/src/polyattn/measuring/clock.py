@@ -27,9 +27,9 @@ OF_ROUNDS = "interquartile mean"
 _WARM, _WARM_MOST = 0.4, 0.025
 """Work before the first time that counts: a share of the window, and seconds."""
 _FEWEST, _MOST = 5, 200
-_LONG, _LONGER, _LONGER_FROM = 3, 2, 0.1
-"""Times taken of a call that is longer than the whole budget, the one that said so among them; fewer of one that takes
-so many seconds, which is a window in itself."""
+_LONG, _LONGER_FROM = 3, 0.1
+"""Times taken of a call that is longer than the whole budget, the one that said so among them; of one that takes so
+many seconds, which is a window in itself and needs no warm-up, two."""
 _FAR, _NEAR = 4, 1.1
 """Times slower than the fastest, and nobody asks how much exactly; and so close that it matters."""
 _ORDERS = 32
@@ -172,18 +172,23 @@ class Clock:
         return Time.of([seconds / calls for seconds in replays])
 
     def _counts(self, run: Callable[[], Any]) -> tuple[int, float, list[float]]:
-        """(times to take, about what one takes, those that were taken already). Both runs that tell are warm-up too."""
-        run()
-        self.synchronise()
+        """(times to take, about what one takes, those that were taken already). Both runs that tell are warm-up too;
+        of the longest calls both count."""
+        first, once = self._once(run), self._once(run)
+        if min(first, once) >= _LONGER_FROM:
+            return 0, once, [first, once]
+        if once > self.seconds:
+            return _LONG - 1, once, [once]
+        return min(max(round(self.seconds / once), _FEWEST), _MOST), once, []
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        """Seconds of one run, waited for."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         run()
         end.record()
         self.synchronise()
-        once = start.elapsed_time(end) / 1e3
-        if once > self.seconds:
-            return (_LONG if once < _LONGER_FROM else _LONGER) - 1, once, [once]
-        return min(max(round(self.seconds / once), _FEWEST), _MOST), once, []
+        return float(start.elapsed_time(end)) / 1e3
 
     def _on_host(self, calls: Sequence[Callable[[], Any]]) -> Time:
         """By the host's clock, waiting for the device at both ends of each call."""

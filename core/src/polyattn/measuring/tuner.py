@@ -9,11 +9,11 @@ import datetime
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from ..errors import ConfigError, InvalidInputError, PolyattnError
+from ..errors import ConfigError, InvalidInputError, PolyattnError, did_you_mean
 from ..facts import device_facts
 from ..plugins import get_manager
 from ..policies import tuning_place
@@ -39,7 +39,7 @@ from .probe import Prober
 from .running import estimated, forms, measure, out_of_memory
 from .workload import Workload
 
-__all__ = ["Isolation", "Tried", "tune_all", "tune_one"]
+__all__ = ["Isolation", "Tried", "isolation_of", "tune_all", "tune_one"]
 
 Isolation = Literal["auto", "always", "never"]
 """Which backends are tried in a process of their own first: those of other packages than polyattn's, all, or none."""
@@ -53,6 +53,17 @@ _CALLS = 6
 _BLAMED = "two processes that measured it ended while it ran, though it was right in one of its own"
 _HARMLESS = ("refused", "memory", "late")
 """What keeps nobody out of automatic choice."""
+
+
+def isolation_of(word: str) -> Isolation:
+    """
+    Raises:
+        ConfigError: a word of `--isolate` that says nothing.
+    """
+    known: dict[str, Isolation] = {one: one for one in get_args(Isolation)}
+    if word not in known:
+        raise ConfigError(f"--isolate {word!r}.{did_you_mean(word, known)} Allowed: {', '.join(known)}")
+    return known[word]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,8 @@ Lengths = tuple[int, int, int]
 NEAR = 4
 """Lengths that were not measured have the choice of the nearest that were, if none is further off than this factor."""
 
-SAME = 1.025
-"""Times nearer than this factor tell nothing apart: on an H200, two measurements of one kernel, by the tuner and by the
-benchmark, differed by 0.7%, one pair of seven by 2.3%."""
+SAME = 1.01
+"""Times nearer than this factor tell nothing apart."""
 
 
 @dataclasses.dataclass(frozen=True)
