@@ -92,6 +92,22 @@ def test_lengths_that_were_not_measured_have_the_choice_of_the_nearest():
     assert order((0, 1024, 1024)) == []
 
 
+def test_a_tree_has_the_choice_of_its_own_size():
+    """Who is fast for 16 drafts was slow for 64."""
+    tree = like(tree=True)
+    put((4, 16, 1024), {"a": 1.0, "b": 2.0}, tree)
+    assert order((4, 16, 1024), tree) == order((1, 16, 4096), tree) == ["a", "b"]
+    assert order((4, 32, 1024), tree) == order((4, 8, 1024), tree) == []
+    assert order((4, 16, 1024), like()) == []
+
+
+@pytest.mark.parametrize(("least", "own", "others"), [(97.0, "ab", "ab"), (98.5, "ab", "ba"), (99.5, "ba", "ba")])
+def test_another_request_has_to_say_it_louder(least, own, others):
+    costly((1, 64, 64), {"a": least, "b": 100.0}, {}, rule="b")
+    assert order((1, 64, 64)) == [*own]
+    assert order((1, 64, 64), like(dtype="float16")) == [*others]
+
+
 def test_whose_kernels_were_measured_is_kept_and_said(monkeypatch):
     """Of a backend with kernels of several libraries."""
 

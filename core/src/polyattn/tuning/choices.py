@@ -143,15 +143,18 @@ def shipped_advice(request: AttentionRequest, place: Callable[[], Place], *, own
 
 def _order(request: AttentionRequest, found: Sequence[Measured]) -> Advice:
     lengths, recorded = (request.batch_bucket, request.q_bucket, request.k_bucket), bool(request.graph_capture)
-    return _near(found, lengths, recorded) if any(lengths) else _overall(found, recorded)
+    if not any(lengths):
+        return _overall(found, recorded)
+    # Who is fast for a tree turns with its size: on an H200 FlashInfer is ahead for 16 drafts and far behind for 64.
+    return _near(found, lengths, recorded, (NEAR, 1 if request.tree else NEAR, NEAR))
 
 
-def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool) -> Advice:
+def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool, factors: Lengths) -> Advice:
     """The order at the nearest lengths that were measured: of the request itself, else of one like it."""
     off = [
         (one.kin is not None, distance + (one.kin.off if one.kin else 0.0), i)
         for i, one in enumerate(found)
-        if (distance := _distance(one, lengths)) is not None
+        if (distance := _distance(one, lengths, factors)) is not None
     ]
     if not off:
         return NOTHING
@@ -159,13 +162,13 @@ def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool) -> Advice
     return _of(best, recorded)
 
 
-def _distance(one: Measured, lengths: Lengths) -> float | None:
-    """In factors of two, added up; None where one length is further off than `NEAR`."""
+def _distance(one: Measured, lengths: Lengths, factors: Lengths) -> float | None:
+    """In factors of two, added up; None where one length is further off than its factor."""
     measured = (one.lengths[0] if one.kin is None else one.kin.batch, *one.lengths[1:])
     if 0 in (*one.lengths, *lengths):
         return 0.0 if measured == lengths else None
     pairs = list(zip(measured, lengths, strict=True))
-    return sum(octaves(x, y) for x, y in pairs) if all(within(x, y, NEAR) for x, y in pairs) else None
+    return sum(octaves(x, y) for x, y in pairs) if all(map(within, *zip(*pairs, strict=True), factors)) else None
 
 
 def meet(a: Lengths, b: Lengths) -> bool:
