@@ -5,9 +5,10 @@
     polyattn tune --export table.json      # for a plugin: docs/tuning.md, "Measurements in a package"
 
 A measurement serves requests like it (`polyattn.tuning.alike`): twice or half as many query heads to a key head, four
-times as much or as little of batch times key heads, of each length, page size and window. So batches and lengths are up
-to sixteen times apart here, and what makes for another kernel (head dims, masks, sinks, a softcap, the cache's dtype,
-gradients, the layout) is there by itself. Shapes are those of language models and DiTs, of no model in particular.
+times as much or as little of batch times key heads, of each length, page size and window; a tree of drafts only those of
+its own size. So batches and lengths are up to sixteen times apart here, and what makes for another kernel (head dims,
+masks, sinks, a softcap, the cache's dtype, gradients, the layout) is there by itself. Shapes are those of language models
+and DiTs, of no model in particular.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def served() -> Iterator[Row]:
     for window in ((-1, -1), (127, -1)):
         yield row("sinks", "paged", 8, 64, batch=16, q_len=512, kv_len=4096, sinks=True, window=window)
     for batch in (4, 64):
-        yield row("verify", "paged", 4, 128, batch=batch, q_len=16, kv_len=4096, tree=True)
+        for drafts in (16, 64):
+            yield row("verify", "paged", 4, 128, batch=batch, q_len=drafts, kv_len=4096, tree=True)
 
 
 def latent() -> Iterator[Row]:
