@@ -106,6 +106,8 @@ def test_another_request_has_to_say_it_louder(least, own, others):
     costly((1, 64, 64), {"a": least, "b": 100.0}, {}, rule="b")
     assert order((1, 64, 64)) == [*own]
     assert order((1, 64, 64), like(dtype="float16")) == [*others]
+    costly((1, 128, 128), {"a": least, "b": 100.0}, {}, rule="b")
+    assert (order(), order(request=like(dtype="float16"))) == ([*own], [*others]), "over both"
 
 
 def test_whose_kernels_were_measured_is_kept_and_said(monkeypatch):

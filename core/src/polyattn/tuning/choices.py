@@ -167,8 +167,7 @@ def _distance(one: Measured, lengths: Lengths, factors: Lengths) -> float | None
     measured = (one.lengths[0] if one.kin is None else one.kin.batch, *one.lengths[1:])
     if 0 in (*one.lengths, *lengths):
         return 0.0 if measured == lengths else None
-    pairs = list(zip(measured, lengths, strict=True))
-    return sum(octaves(x, y) for x, y in pairs) if all(map(within, *zip(*pairs, strict=True), factors)) else None
+    return sum(map(octaves, measured, lengths)) if all(map(within, measured, lengths, factors)) else None
 
 
 def meet(a: Lengths, b: Lengths) -> bool:
@@ -198,7 +197,7 @@ def _overall(found: Sequence[Measured], recorded: bool) -> Advice:
     rules = {m.rule for m in found}
     when = "" if not found else where(min(found, key=lambda one: (one.shipped, one.date)))
     all_of_them = f"the fastest over {len(found)} measured lengths, {when}{whose(kin)}"
-    order = ranked(losses, rules.pop() if len(rules) == 1 else "")
+    order = ranked(losses, rules.pop() if len(rules) == 1 else "", kin)
     whom = {name: f"with {kind}, " for name, kind in by.items()}
     said = tuple((name, f"{whom.get(name, '')}{losses[name]:.2f} x {all_of_them}") for name in order)
     return Advice(said, kin=kin, by=by)

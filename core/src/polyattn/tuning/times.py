@@ -68,7 +68,7 @@ class Measured:
         """Microseconds by backend, who is to be chosen first. The host issues a call while the device works on those
         before it, so the slower of both counts; a `recorded` one is issued with its graph."""
         found = {name: time if recorded else max(time, self.host.get(name, 0.0)) for name, time in self.times.items()}
-        return ranked(found, self.rule, SAME if self.kin is None else SAME_OF_OTHERS)
+        return ranked(found, self.rule, self.kin)
 
     def without(self, held: Collection[str]) -> dict[str, float]:
         """The times of those who are not quarantined, by their own name or their backend's."""
@@ -91,9 +91,10 @@ class Measured:
         return f"{took} with {self.by[backend]}" if backend in self.by else took
 
 
-def ranked(costs: Mapping[str, float], rule: str, same: float = SAME) -> dict[str, float]:
-    """What costs least first; before it what is chosen anyway, where nothing is faster by more than `same`."""
-    least = same * min(costs.values(), default=0.0)
+def ranked(costs: Mapping[str, float], rule: str, kin: Kin | None) -> dict[str, float]:
+    """What costs least first; before it what is chosen anyway, where nothing is faster by more than `SAME`, or of
+    another request by more than `SAME_OF_OTHERS`."""
+    least = (SAME if kin is None else SAME_OF_OTHERS) * min(costs.values(), default=0.0)
     kept = rule if costs.get(rule, math.inf) <= least else ""
     return dict(sorted(costs.items(), key=lambda item: (item[0] != kept, item[1], item[0])))
 
