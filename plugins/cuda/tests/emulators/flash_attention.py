@@ -550,38 +550,55 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
                 for row in range(tile * heads, min(tile + 128, end_k) * heads):
                     flat[(row + 1) * width : row * width + -(-width // 32) * 32] = 0
 
-    @library.function(module, f"{keys}.flash_attn_func")
-    def flash_attn_func(**a: Any) -> Any:
-        check_widths(a["q"], a["v"])
-        check_sink(a["learnable_sink"])
-        out, lse = dense(a["q"], a["k"], a["v"], rule(a, a["window_size"]), sink=a["learnable_sink"])
+    def attend(a: dict[str, Any], window: tuple[int | None, int | None]) -> tuple[Tensor, Tensor | None]:
+        q, k, v, qv, sink = (a.get(name) for name in ("q", "k", "v", "qv", "learnable_sink"))
+        check_widths(q, v)
+        check_sink(sink)
+        given = rule(a, window)
+        if a.get("page_table") is not None:
+            out, lse = over_pages(a, given)
+        elif a.get("cu_seqlens_q") is not None:
+            out, lse = packed(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], given, sink=sink)
+        else:
+            out, lse = dense(q, k, v, given, sink=sink)
+        lse = lse.transpose(0, 1).contiguous() if qv is not None else lse
         return out, lse if a["return_lse"] else None
 
-    @library.function(module, f"{keys}.flash_attn_varlen_func")
-    def flash_attn_varlen_func(**a: Any) -> Any:
-        q, k, v, qv = a["q"], a["k"], a["v"], a["qv"]
-        check_widths(q, v)
-        check_sink(a["learnable_sink"])
-        given = rule(a, a["window_size"])
-        if a["page_table"] is None:
-            out, lse = packed(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], given, sink=a["learnable_sink"])
-            return out, lse if a["return_lse"] else None
+    def over_pages(a: dict[str, Any], given: Rule) -> tuple[Tensor, Tensor]:
+        """Packed queries, or [N, S_q, H_q, D], whose LSE is [N, H_q, S_q]."""
+        q, k, v, qv, starts = a["q"], a["k"], a["v"], a["qv"], a["cu_seqlens_q"]
         assert a["cu_seqlens_k"] is None, "page_table is not supported with cu_seqlens_k"
         assert arch not in (80, 120), "paged KV not supported"
         assert qv is None or (arch // 10 in (10, 11) and not a["softcap"]), "only support Blackwell arch with qv"
         assert qv is None or 128 % q.shape[-2] == 0, "a tile of 128 rows of whole tokens"
+        if starts is None:
+            assert qv is None, "the emulator knows no batch of latent queries"
+            N, S_q = q.shape[:2]
+            starts = torch.arange(N + 1, dtype=torch.int32) * S_q
+            out, lse = over_pages({**a, "q": q.flatten(0, 1), "cu_seqlens_q": starts}, given)
+            return out.unflatten(0, (N, S_q)), lse.unflatten(1, (N, S_q)).transpose(0, 1)
         table, lengths = a["page_table"], a["seqused_k"]
         whole = k.shape[1] == tile(q, v, given) and qv is None
         assert whole or not (q.shape[-1] % 16 or v.shape[-1] % 16), "Paged KV does not support irregular head dim"
         rows = k.shape[1] if whole else 1
         if arch == 90 and whole:
-            check_first_pages(table, lengths, a["cu_seqlens_q"], q.shape[1] // k.shape[2], given)
+            check_first_pages(table, lengths, starts, q.shape[1] // k.shape[2], given)
         if arch == 90 and not whole and tile(q, v, given) % (1024 // math.gcd(q.shape[-1], v.shape[-1], 64)):
             # 128 threads load so many rows at a time; those of the last time lie beyond the tile.
             v = v.roll(1, 0)
-        out, lse = paged(q, k, v, table, lengths, a["cu_seqlens_q"], given, qv, a["learnable_sink"], tile=rows)
-        lse = lse.transpose(0, 1).contiguous() if qv is not None else lse
-        return out, lse if a["return_lse"] else None
+        return paged(q, k, v, table, lengths, starts, given, qv, a["learnable_sink"], tile=rows)
+
+    @library.function(module, f"{keys}.flash_attn_func")
+    def flash_attn_func(**a: Any) -> Any:
+        return attend(a, a["window_size"])
+
+    @library.function(module, f"{keys}.flash_attn_varlen_func")
+    def flash_attn_varlen_func(**a: Any) -> Any:
+        return attend(a, a["window_size"])
+
+    @library.function(module, f"{keys}._flash_attn_fwd")
+    def _flash_attn_fwd(**a: Any) -> Any:
+        return *attend(a, (a["window_size_left"], a["window_size_right"])), None, None, None
 
     @library.function(module, f"{keys}._flash_attn_bwd")
     def _flash_attn_bwd(**a: Any) -> Any:

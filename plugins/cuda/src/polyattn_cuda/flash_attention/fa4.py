@@ -1,8 +1,11 @@
 """FlashAttention 4: `flash_attn.cute.interface`, compiled at the first call of a kind, from Ampere to Blackwell.
 
-From its source: a window is off by None, not by -1; every call returns (out, lse or None); sinks of any floating dtype
-are taken as they are, and are then part of the LSE; pages exclude cu_seqlens_k; the latent of absorbed MLA goes in as
-`qv` on Blackwell, and its LSE then has the heads last.
+Called are the forward and the backward that its public functions, autograd functions around the two, call themselves:
+autograd is polyattn's here, and a second one would cost every call microseconds.
+
+From its source: a window is off by None, not by -1; the forward returns (out, lse or None, ...); sinks of any floating
+dtype are taken as they are, and are then part of the LSE; pages exclude cu_seqlens_k; the latent of absorbed MLA goes
+in as `qv` on Blackwell, and its LSE then has the heads last.
 
 A page that is a tile of keys, 128 of them, is loaded whole by TMA, with the rows behind a sequence's last token; these
 get weights of 0, and "must be finite" (flash_attn_varlen_func), which a cache need not be there (S9). So such pages are
@@ -55,38 +58,38 @@ class _Kernels:
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
         left, right = (None if bound < 0 else bound for bound in request.window)
-        self.window = {"window_size_left": left, "window_size_right": right}
-        self.options: dict[str, Any] = {
+        self._options: dict[str, Any] = {
             "softmax_scale": request.softmax_scale,
             "causal": request.causal != "none",
             "softcap": request.softcap,
+            "window_size_left": left,
+            "window_size_right": right,
         }
-        given = {**self.options, "window_size": (left, right)}
         finite = dict(request.options).get("free_slots", "any") == "finite"
         whole = request.page_size == _TILE
         self._cut, self._spared = whole and not finite, whole and finite and request.arch == "sm90"
+        self._alone = request.family == "paged" and not request.batch_invariant
+        needs = {"qv": "a latent cache"} if request.family == "mla" else {}
+        forward = self._forward = functools.partial(_load("_flash_attn_fwd", needs), **self._options)
         self.simple: Callable[..., Tensor] | None = None
         if request.family == "dense":
-            dense = self._dense = functools.partial(_load("flash_attn_func"), **given)
-            self.simple = lambda query, key, value: dense(query, key, value)[0]
-        else:
-            needs = {"qv": "a latent cache"} if request.family == "mla" else {}
-            self._packed = functools.partial(_load("flash_attn_varlen_func", needs), **given)
+            self.simple = lambda query, key, value: forward(query, key, value)[0]
         if request.grad:
-            self._backward = _load("_flash_attn_bwd", dict.fromkeys(self.window, "the backward"))
+            bounds = dict.fromkeys(("window_size_left", "window_size_right"), "the backward")
+            self._backward = _load("_flash_attn_bwd", bounds)
 
     def fuses(self, sinks: Tensor, query: Tensor) -> bool:
         return sinks.dtype in _SINKS
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, sinks: Tensor | None = None) -> Result:
-        result: Result = self._dense(query, key, value, learnable_sink=sinks, return_lse=lse)
-        return result
+        out, found, *_ = self._forward(query, key, value, learnable_sink=sinks, return_lse=lse)
+        return out, found
 
     def packed(
         self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, sinks: Tensor | None = None
     ) -> Result:
-        result: Result = self._packed(query, key, value, **where._asdict(), learnable_sink=sinks, return_lse=lse)
-        return result
+        out, found, *_ = self._forward(query, key, value, **where._asdict(), learnable_sink=sinks, return_lse=lse)
+        return out, found
 
     def paged(
         self,
@@ -112,11 +115,18 @@ class _Kernels:
             before = max_seqlen_q // _TILE + 1
             if table.storage_offset() < before:
                 table = torch.nn.functional.pad(table, (before, 0))[:, before:]
-        result: Result = self._packed(
-            query, key, value, page_table=table, seqused_k=seq_lens, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, learnable_sink=sinks, return_lse=lse, **latent,
+        given = {"page_table": table, "seqused_k": seq_lens, "max_seqlen_k": max_seqlen_k, **latent}
+        if max_seqlen_q == 1 and query.shape[0] == seq_lens.shape[0] and self._alone:
+            # Nothing has to be looked up to know whose query it is. Other bits, maybe: not where they must not differ
+            # from those beside a sequence without a query.
+            single = query.unsqueeze(1)
+            out, found, *_ = self._forward(single, key, value, **given, learnable_sink=sinks, return_lse=lse)
+            return out.squeeze(1), None if found is None else found.squeeze(2).transpose(0, 1)
+        out, found, *_ = self._forward(
+            query, key, value, **given, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+            learnable_sink=sinks, return_lse=lse,
         )  # fmt: skip
-        return result
+        return out, found
 
     def latent(self, query: Tensor, cache: Tensor, where: Tables, *, lse: bool) -> Result:
         width = self.request.dims[1]
@@ -132,6 +142,6 @@ class _Kernels:
         dq, dk, dv = self._backward(
             q=query, k=key, v=value, out=out, dout=dout, lse=lse,
             **({} if where is None else where._asdict()),
-            **self.options, **self.window, deterministic=self.request.deterministic,
+            **self._options, deterministic=self.request.deterministic,
         )  # fmt: skip
         return dq, dk, dv
