@@ -65,7 +65,7 @@ def pytest(session: nox.Session, *args: str, parallel: bool = False) -> None:
     env: dict[str, str | None] = {}
     if parallel and _has_xdist():
         # A worker with nothing left to do takes what waits for another: a long test holds up nothing but itself.
-        args = (*args, "-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal")
+        args = (*args, "-n", str(min(os.cpu_count() or 1, 8)), "--dist", "worksteal")
         env = {"OMP_NUM_THREADS": "1"}  # one thread per worker: the workers already fill the machine
     shared(session, "-m", "pytest", *args, *words, env=env)
 
@@ -103,7 +103,7 @@ def tests(session: nox.Session) -> None:
 
 def _test_plugin(name: str) -> None:
     def run(session: nox.Session) -> None:
-        pytest(session, f"plugins/{name}/tests")
+        pytest(session, f"plugins/{name}/tests", parallel=True)  # on a chip thousands of cases, each a host's work
 
     run.__doc__ = f"Run the tests of polyattn-{name}; `-- --strict-device` fails when its chip is missing."
     nox.session(run, name=f"test-{name}", venv_backend="none", requires=["environment"], default=False)

@@ -802,8 +802,8 @@ def test_compiled_code_is_traced_anew_only_where_its_choice_changes(selected):
         tuning.reload()
         assert traced() == [], "nothing was measured"
         measured(64, "torch_native", heads=2 * heads, kv_heads=2 * heads, v_head_dim=48)
-        polyattn.attention(*torch.randn(3, 1, 64, heads + 2, 16), causal=True)
-        measured(64, "torch_native", heads=heads + 2, kv_heads=heads + 2, head_dim=16)
+        polyattn.attention(*torch.randn(3, 1, 64, heads + 2, 8), causal=True)
+        measured(64, "torch_native", heads=heads + 2, kv_heads=heads + 2, head_dim=8)
         assert traced() == [], "others were"
     measured(64, "torch_native", heads=4, kv_heads=4)
     assert traced() == ["torch_native"], "one like it was"
@@ -1148,7 +1148,7 @@ def test_outcomes_are_equal_where_calls_of_all_lengths_are():
         return polyattn.by_length._outcome("rule" if best else None, found, "rule")
 
     assert outcome() == outcome(_64="rule") == outcome(_64="rule", _1024="rule") == ("rule", [])
-    assert outcome(_64="fast") == outcome(_64="fast", _2048="rule") == ("rule", [((1, 64, 64), "", "fast")])
+    assert outcome(_64="fast") == outcome(_64="fast", _32768="rule") == ("rule", [((1, 64, 64), "", "fast")])
     assert outcome(_64="fast") != outcome(_64="fast", _1024="rule"), "lengths of 256 have the choice of either"
     assert outcome(_64="fast") != outcome(_64="fast", _1024="fast")
     assert outcome(_64="fast") != outcome(_64="fast", of="a request like it")

@@ -88,8 +88,16 @@ def test_lengths_that_were_not_measured_have_the_choice_of_the_nearest():
     assert order((1, 1024, 1024)) == order((1, 700, 700)) == order((4, 1024, 1024)) == ["a", "b"]
     assert order((1, 8192, 8192)) == order((1, 30000, 30000)) == ["b", "a"]
     assert order((1, 256, 256)) == ["a", "b"]
-    assert order((1, 128, 128)) == order((8, 1024, 1024)) == order((1, 2**20, 2**20)) == [], "too far"
+    assert order((1, 64, 64)) == order((16, 1024, 1024)) == ["a", "b"], "nothing is nearer"
+    assert order((1, 32, 32)) == order((32, 1024, 1024)) == order((1, 2**20, 2**20)) == [], "too far"
     assert order((0, 1024, 1024)) == []
+
+
+def test_what_is_near_of_another_request_goes_before_what_is_far_of_its_own():
+    put((1, 1024, 1024), {"a": 1.0, "b": 2.0})
+    put((1, 256, 256), {"b": 1.0, "a": 2.0}, like(dtype="float16"))
+    assert order((1, 256, 256)) == ["a", "b"], "its own is as near"
+    assert order((1, 128, 128)) == ["b", "a"]
 
 
 def test_a_tree_has_the_choice_of_its_own_size():
@@ -412,6 +420,7 @@ SHARD = dataclasses.replace(PAGED, heads=4, kv_heads=1)
             {"heads": 64, "kv_heads": 16},
             {"dtype": "float16"},
         ),
+        *({"head_dim": 64}, {"head_dim": 256}, {"head_dim": 80}),
         *({"page_size": 4}, {"page_size": 64}, {"window": (255, -1)}, {"window": (4095, -1)}, {"lse": True}),
         *({"large": True}, {"multimodal": True}, {"save_kv_cache": True}),
     ],
@@ -438,7 +447,7 @@ def test_a_request_that_was_not_measured_has_the_choice_of_one_like_it(other):
             {"dtype": "float32"},
             {"page_size": 128},
             {"window": (127, -1)},
-            {"head_dim": 64},
+            {"head_dim": 56},
         ),
         *({"window": (-1, -1)}, {"window": (8191, -1)}, {"sinks": True}, {"softcap": 30.0}, {"scale": 0.5}),
         *({"kv_dtype": "fp8_e4m3"}, {"kv_layout": "HND"}, {"phase": "extend"}, {"kv_parts": 1}, {"misaligned": True}),
@@ -452,10 +461,20 @@ def test_what_runs_other_kernels_or_is_far_off_says_nothing(other):
     assert advising(asked, here) == ()
 
 
-@pytest.mark.parametrize("other", [{"layout": "BHSD"}, {"grad": ("query",)}, {"causal": "none"}])
-def test_nor_do_other_layouts_gradients_and_masks(other):
+@pytest.mark.parametrize("other", [{"grad": ("query",)}, {"causal": "none"}, {"mask": "bool"}])
+def test_nor_do_other_gradients_and_masks(other):
     put((8, 64, 64), {"a": 1.0, "b": 2.0})
     assert order((8, 64, 64), like(**other)) == []
+
+
+def test_the_other_layout_of_whole_tensors_is_as_far_as_twice_the_heads():
+    put((8, 64, 64), {"a": 1.0, "b": 2.0})
+    swapped = like(layout="BHSD")
+    assert order((8, 64, 64), swapped) == ["a", "b"]
+    said = advise(with_lengths(swapped, 8, 64, 64), here)
+    assert (said.kin.fields, said.kin.off) == ({"layout": "BSHD"}, 1.0)
+    put((8, 64, 64), {"b": 1.0, "a": 2.0}, like(layout="BHSD", head_dim=96))
+    assert order((8, 64, 64), swapped) == ["b", "a"], "another head dim is nearer"
 
 
 def test_who_was_like_it_is_said():
@@ -500,15 +519,14 @@ def test_what_is_measured_while_a_program_runs_says_nothing_of_its_other_request
 def test_batches_count_with_their_key_heads():
     small = dataclasses.replace(PAGED, heads=4, kv_heads=1)
     put((1, 1, 4096), {"a": 1.0, "b": 2.0}, request=small)
-    put((64, 1, 4096), {"b": 1.0, "a": 2.0}, request=small)
-    of = {
-        batch: order((batch, 1, 4096), dataclasses.replace(PAGED, heads=16, kv_heads=4)) for batch in (1, 2, 4, 16, 64)
-    }
-    assert of == {1: ["a", "b"], 2: [], 4: ["b", "a"], 16: ["b", "a"], 64: ["b", "a"]}
+    put((1024, 1, 4096), {"b": 1.0, "a": 2.0}, request=small)
+    asked = dataclasses.replace(PAGED, heads=16, kv_heads=4)
+    of = {batch: order((batch, 1, 4096), asked) for batch in (1, 4, 8, 16, 64, 256)}
+    assert of == {1: ["a", "b"], 4: ["a", "b"], 8: [], 16: ["b", "a"], 64: ["b", "a"], 256: ["b", "a"]}
     wide = dataclasses.replace(PAGED, heads=128, kv_heads=32)
-    assert order((1, 1, 4096), wide) == ["b", "a"], "it has 32 times what one sequence was measured with"
-    assert [one.kin.batch for one in advising(wide, here)] == [2], "and more than four times at any batch"
-    assert order((1, 1, 4096), dataclasses.replace(PAGED, heads=2048, kv_heads=512)) == []
+    assert order((2, 1, 4096), wide) == ["b", "a"]
+    assert [one.kin.batch for one in advising(wide, here)] == [32], "one sequence has 32 times what was measured of one"
+    assert order((1, 1, 4096), dataclasses.replace(PAGED, heads=2**18, kv_heads=2**16)) == []
 
 
 def test_what_was_shipped_stays_for_requests_like_it_while_a_program_measures(monkeypatch, shipped):
@@ -623,11 +641,11 @@ def test_a_shipped_table_serves_such_a_device_whatever_its_versions(shipped):
     other = dataclasses.replace(HERE, versions=(("torch", "2.9"),))
     shipped(
         backend_row(other, REQUEST, (1, 1024, 1024), {"a": 1.0, "b": 2.0}, "the authors"),
-        backend_row(dataclasses.replace(other, arch="sm80"), REQUEST, (1, 64, 64), {"c": 1.0}, "the authors"),
+        backend_row(dataclasses.replace(other, arch="sm80"), REQUEST, (1, 32, 32), {"c": 1.0}, "the authors"),
     )
     ((name, why), _) = advise(with_lengths(REQUEST, 1, 1024, 1024), here).order
     assert (name, why) == ("a", "1 us (others: b 2 us) at batch 1, S_q 1024, S_k 1024, shipped with a plugin")
-    assert order((1, 64, 64)) == []
+    assert order((1, 32, 32)) == []
     put((1, 1024, 1024), {"b": 1.0, "a": 2.0})
     assert order((1, 1024, 1024)) == ["b", "a"], "what was measured here is nearer"
     assert [one.shipped for one in measured(REQUEST, here)] == [False]

@@ -1,8 +1,10 @@
-"""Requests that differ from a measured one in numbers only: a model on more GPUs, another page size, the other half
-precision. The same kernels serve them, with more or less of the same work, so one measurement says who is fast for all.
+"""Requests that differ from a measured one in numbers only: a model on more GPUs, another head dim or page size, the
+other half precision, the same tensors in the other layout. Kernels of one design serve them, with more or less of the
+same work, so one measurement says who is fast for all.
 
-What changes the kernel (head dims, causal, sinks, a softcap, a quantised cache, gradients, the layout) tells requests
-apart. Whether a backend takes the other request in the same way, or has to rewrite it, is for selection to see.
+What changes the design (causal, sinks, a softcap, a quantised cache, gradients, values of another width than keys)
+tells requests apart. Whether a backend takes the other request in the same way, or has to rewrite it, is for selection
+to see. `benchmarks/shipped_tables.py` says how good choices by this are.
 """
 
 from __future__ import annotations
@@ -23,8 +25,13 @@ _NEAR = 4
 """Pages of 16 and of 64 tokens, windows of 1024 and of 4096. Farther ones say nothing."""
 _NEAR_GROUPS = 2
 """Of query heads to a key head. On an H200 the fastest for 128 heads of latents was the slowest for 16."""
+_NEAR_DIMS = 2
+_OTHER_LAYOUT = 1.0
+"""As far as twice the heads. On an H200 prompts in both layouts take times within 3% of each other, but for backends
+that copy one of them: those have another rewrite, so that selection passes them over."""
+_LAYOUTS = ("BSHD", "BHSD")
 _HALVES = ("bfloat16", "float16")
-_SIZES = ("dtype", "heads", "kv_heads", "page_size", "window")
+_SIZES = ("dtype", "heads", "kv_heads", "head_dim", "v_head_dim", "layout", "page_size", "window")
 _IDLE = ("lse", "large", "multimodal", "save_kv_cache")
 """Fields that decide whether a backend takes a request, and hardly how fast it is."""
 
@@ -34,8 +41,10 @@ class Numbers(NamedTuple):
 
     heads: int
     kv_heads: int
+    head_dim: int
     page_size: int
     window: tuple[int, int]
+    layout: str
     fields: Mapping[str, Any]
 
 
@@ -48,14 +57,19 @@ def numbers_of(key: Mapping[str, Any]) -> tuple[str, Numbers] | None:
     if request.heads % request.kv_heads:
         return None
     kept = {name: value for name, value in key.items() if name not in (*_SIZES, *_IDLE)}
-    dtype = "half" if request.dtype in _HALVES else request.dtype
-    kind = canonical({**kept, "dtype": dtype, "bounds": [side >= 0 for side in request.window]})
-    return kind, _numbers(request)
+    same = {
+        "dtype": "half" if request.dtype in _HALVES else request.dtype,
+        "layout": "dense" if request.layout in _LAYOUTS else request.layout,
+        "widths": [] if request.same_dims else [request.head_dim, request.v_head_dim],
+        "bounds": [side >= 0 for side in request.window],
+    }
+    return canonical({**kept, **same}), _numbers(request)
 
 
 def _numbers(request: AttentionRequest) -> Numbers:
     fields = {name: getattr(request, name) for name in (*_SIZES, *_IDLE)}
-    return Numbers(request.heads, request.kv_heads, request.page_size, request.window, fields)
+    head_dim, page_size, window = request.head_dim, request.page_size, request.window
+    return Numbers(request.heads, request.kv_heads, head_dim, page_size, window, request.layout, fields)
 
 
 def apart(a: Numbers, b: Numbers) -> float | None:
@@ -63,9 +77,11 @@ def apart(a: Numbers, b: Numbers) -> float | None:
     groups = a.heads * b.kv_heads, b.heads * a.kv_heads
     # A window of 1023 keys to the left sees 1024; -1 is no window.
     others = [(a.page_size, b.page_size), *((x + 1, y + 1) for x, y in zip(a.window, b.window, strict=True))]
-    if not within(*groups, _NEAR_GROUPS) or not all(within(*sizes, _NEAR) for sizes in others):
+    dims = a.head_dim, b.head_dim
+    if not (within(*groups, _NEAR_GROUPS) and within(*dims, _NEAR_DIMS) and all(within(*x, _NEAR) for x in others)):
         return None
-    return octaves(*groups) + sum(octaves(*sizes) for sizes in others)
+    layouts = 0.0 if a.layout == b.layout else _OTHER_LAYOUT
+    return layouts + octaves(*groups) + octaves(*dims) + sum(octaves(*sizes) for sizes in others)
 
 
 def scaled(batch: int, measured: Numbers, asked: Numbers) -> Fraction:

@@ -18,7 +18,7 @@ from .kernels import bucket
 from .keys import request_key
 from .known import NOT_ANY, Known, known, shipped
 from .rows import BACKEND, Place, Row, canonical
-from .times import NEAR, Kin, Lengths, Measured, ranked, where, whose
+from .times import FAR, NEAR, Kin, Lengths, Measured, ranked, where, whose
 
 __all__ = [
     "NOTHING",
@@ -145,12 +145,14 @@ def _order(request: AttentionRequest, found: Sequence[Measured]) -> Advice:
     lengths, recorded = (request.batch_bucket, request.q_bucket, request.k_bucket), bool(request.graph_capture)
     if not any(lengths):
         return _overall(found, recorded)
+    near = _near(found, lengths, recorded, NEAR, tree=request.tree)
+    return near if near is not NOTHING else _near(found, lengths, recorded, FAR, tree=request.tree)
+
+
+def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool, reach: int, *, tree: bool) -> Advice:
+    """The order at the nearest lengths that were measured, of the request itself, else of one like it."""
     # Who is fast for a tree turns with its size: on an H200 FlashInfer is ahead for 16 drafts and far behind for 64.
-    return _near(found, lengths, recorded, (NEAR, 1 if request.tree else NEAR, NEAR))
-
-
-def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool, factors: Lengths) -> Advice:
-    """The order at the nearest lengths that were measured: of the request itself, else of one like it."""
+    factors = (reach, 1 if tree else reach, reach)
     off = [
         (one.kin is not None, distance + (one.kin.off if one.kin else 0.0), i)
         for i, one in enumerate(found)
@@ -171,8 +173,8 @@ def _distance(one: Measured, lengths: Lengths, factors: Lengths) -> float | None
 
 
 def meet(a: Lengths, b: Lengths) -> bool:
-    """Whether there are lengths that both of these are near."""
-    return all(max(x, y) <= NEAR * NEAR * min(x, y) for x, y in zip(a, b, strict=True))
+    """Whether there are lengths that both of these reach."""
+    return all(max(x, y) <= FAR * FAR * min(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _overall(found: Sequence[Measured], recorded: bool) -> Advice:

@@ -18,7 +18,7 @@ from .current import cached, mode, store
 from .kernels import bucket
 from .rows import BACKEND, Place, Row, canonical, row_of, when
 from .store import FORMAT
-from .times import NEAR, Kin, Lengths, Measured
+from .times import FAR, Kin, Lengths, Measured
 
 __all__ = ["NOT_ANY", "Known", "known", "shipped", "shipped_devices", "shipped_rows"]
 
@@ -97,7 +97,7 @@ def _for_kin(one: Measured, theirs: Numbers, mine: Numbers, off: float, held: Co
     quarantined where it was measured is not taken from there."""
     times = one.without(held)
     batch, (_, s_q, s_k) = scaled(one.lengths[0], theirs, mine), one.lengths
-    if not times or batch * NEAR < 1:
+    if not times or batch * FAR < 1:
         return None
     fields = {name: value for name, value in theirs.fields.items() if value != mine.fields[name]}
     whole = (bucket(max(round(batch), 1)), s_q, s_k)

@@ -12,13 +12,14 @@ from typing import Any
 from ..names import parts
 from .rows import when
 
-__all__ = ["NEAR", "SAME", "Kin", "Lengths", "Measured", "age", "ranked", "where", "whose"]
+__all__ = ["FAR", "NEAR", "SAME", "Kin", "Lengths", "Measured", "age", "ranked", "where", "whose"]
 
 Lengths = tuple[int, int, int]
 """Buckets of (B or N, the longest S_q, the longest S_k)."""
 
-NEAR = 4
-"""Lengths that were not measured have the choice of the nearest that were, if none is further off than this factor."""
+NEAR, FAR = 4, 16
+"""Lengths that were not measured have the choice of the nearest that were, if none is further off than the first
+factor: of the request itself, else of one like it. Where there are none, of either by the second factor."""
 
 SAME, SAME_OF_OTHERS = 1.01, 1.025
 """Times nearer than this factor tell nothing apart: in the benchmark on an H200, FlashAttention's kernels through
