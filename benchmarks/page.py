@@ -1,7 +1,7 @@
-"""The tables and pictures of docs/benchmarks.md, docs/kernels.md and the README from the committed result files: every
-block between `<!-- NAME -->` and `<!-- /NAME -->` is benchmarks/results/NAME.json. Of a result of `polyattn bench`,
-`<!-- NAME: summary -->` is a line for each family, `<!-- NAME: ratios -->` one for each bar, and
-`<!-- NAME: pictures -->` shows its pictures, which are in docs/images/NAME.
+"""The tables and pictures of the README and of the pages in docs from the committed result files: every block between
+`<!-- NAME -->` and `<!-- /NAME -->` is benchmarks/results/NAME.json. Of a result of `polyattn bench`,
+`<!-- NAME: ratios -->` has a line for each bar, `<!-- NAME: summary -->` one for each family and the bars in full,
+`<!-- NAME: rows -->` has every row, and `<!-- NAME: pictures -->` its pictures, which are in docs/images/NAME.
 
     python benchmarks/page.py            # write the pages, and pictures that are not of their result (needs matplotlib)
     python benchmarks/page.py --check    # exit code 1 where one is not up to date
@@ -20,7 +20,8 @@ from typing import Any
 from polyattn.bench import pages, plots
 
 RESULTS = Path(__file__).parent / "results"
-PAGES = tuple(Path(__file__).parents[1] / name for name in ("README.md", "docs/benchmarks.md", "docs/kernels.md"))
+_NAMES = ("README.md", "docs/benchmarks.md", "docs/benchmark-rows.md", "docs/kernels.md")
+PAGES = tuple(Path(__file__).parents[1] / name for name in _NAMES)
 PICTURES = Path(__file__).parents[1] / "docs" / "images"
 """A folder for each result that is drawn, under its name."""
 BLOCK = re.compile(r"(<!-- ([\w-]+(?:: \w+)?) -->\n).*?(\n?<!-- /\2 -->)", re.S)
@@ -49,7 +50,7 @@ def pictures(result: dict[str, Any], folder: str) -> str:
     return "\n".join(f"![{result['titles'][sheet]}](images/{folder}/{sheet}.svg)" for sheet in drawn(result))
 
 
-VIEWS = {"": pages.markdown, "summary": pages.summary, "ratios": ratios}
+VIEWS = {"": pages.markdown, "summary": pages.summary, "rows": pages.rows, "ratios": ratios}
 
 
 def table(block: str) -> str:

@@ -1,4 +1,4 @@
-"""A result file as Markdown: the bars, then a table for each family; or a line for each."""
+"""A result file as Markdown: the bars, and a table for each family, or a line for each."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ __all__ = [
     "memory_of",
     "parts_line",
     "rejected",
+    "rows",
     "said_of",
     "summary",
     "title_of",
@@ -45,20 +46,31 @@ def markdown(result: Result) -> str:
     lines = _head(result)
     if result["verdicts"]:
         lines += _bars(result["verdicts"])
-    lines += _legend(result)
+    return "\n".join([*lines, *_families(result)])
+
+
+def rows(result: Result) -> str:
+    """The run in a line; a table of rates for each family; what failed, with its reason."""
+    return "\n".join([*_head(result)[:-1], *_families(result)])
+
+
+def _families(result: Result) -> list[str]:
+    lines = _legend(result)
     for name in dict.fromkeys(row["family"] for row in result["rows"]):
         lines += ["", *_family(name, [row for row in result["rows"] if row["family"] == name])]
-    return "\n".join(lines)
+    return lines
 
 
 def summary(result: Result) -> str:
-    """The run in a line; each family in one, the fastest candidate beside the fastest peer; the bars."""
+    """The run in a line, its bars; each family in a line, the fastest candidate beside the fastest peer."""
     lines = _head(result)
+    if result["verdicts"]:
+        lines += [*_bars(result["verdicts"]), ""]
     lines += ["| family | rows | fastest candidate | fastest peer, in rows | geometric mean | least | of row |"]
     lines += ["|---|---:|---|---|---:|---:|---|"]
     for name in dict.fromkeys(row["family"] for row in result["rows"]):
         lines.append(_in_a_line(name, [row for row in result["rows"] if row["family"] == name]))
-    return "\n".join([*lines, *(["", *_bars(result["verdicts"])] if result["verdicts"] else [])])
+    return "\n".join(lines)
 
 
 def _in_a_line(family: str, rows: Sequence[Mapping[str, Any]]) -> str:
