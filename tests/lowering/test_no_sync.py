@@ -84,6 +84,10 @@ def bound(name: str, request: AttentionRequest, kernel: Allocates) -> Bound:
     return lowering.bind(request, rewrite, inner, [kernel(r.normalised()) for r in rewrite.helpers])
 
 
+on_the_host = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+"""Alignment is a fact of the host. torch warns once in a process, whichever test is the first."""
+
+
 def without_contents(name: str, fields: Mapping[str, Any], lengths: Sequence[Any], grad: tuple[str, ...] = ()) -> None:
     request = dense(**fields, grad=grad, dtype="float32" if grad else "bfloat16").normalised()
     case = Case(request=request, lengths=tuple(lengths), storage="misaligned" if request.misaligned else "contiguous")
@@ -107,13 +111,14 @@ def without_contents(name: str, fields: Mapping[str, Any], lengths: Sequence[Any
     assert kernel.calls > 0
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # alignment is a fact of the host
+@on_the_host
 @pytest.mark.parametrize("name", SAMPLES)
 def test_forward(name: str) -> None:
     fields, lengths = SAMPLES[name]
     without_contents(name, fields, lengths)
 
 
+@on_the_host
 @pytest.mark.parametrize(
     "name", [n for n, (f, _) in SAMPLES.items() if f.get("family", "dense") in ("dense", "varlen")]
 )

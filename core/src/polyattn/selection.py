@@ -232,7 +232,9 @@ class _Judge:
         self._all = said
         self._said: dict[tuple[str, str], _Judgement] = {}
         if said is not None:
-            self._said = said.setdefault(dataclasses.replace(request, q_bucket=0, k_bucket=0, batch_bucket=0), {})
+            if request.q_bucket or request.k_bucket or request.batch_bucket:
+                request = dataclasses.replace(request, q_bucket=0, k_bucket=0, batch_bucket=0)
+            self._said = said.setdefault(request, {})
 
     def ask(self, offer: Offer, only: str = "") -> _Judgement:
         key = (offer.info.name, only)

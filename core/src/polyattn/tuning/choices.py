@@ -166,10 +166,11 @@ def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool, reach: in
 
 def _distance(one: Measured, lengths: Lengths, factors: Lengths) -> float | None:
     """In factors of two, added up; None where one length is further off than its factor."""
-    measured = (one.lengths[0] if one.kin is None else one.kin.batch, *one.lengths[1:])
+    measured = (*one.lengths[1:], one.lengths[0] if one.kin is None else one.kin.batch)
+    asked, most = (*lengths[1:], lengths[0]), (*factors[1:], factors[0])  # whole numbers are compared faster
     if 0 in (*one.lengths, *lengths):
-        return 0.0 if measured == lengths else None
-    return sum(map(octaves, measured, lengths)) if all(map(within, measured, lengths, factors)) else None
+        return 0.0 if measured == asked else None
+    return sum(map(octaves, measured, asked)) if all(map(within, measured, asked, most)) else None
 
 
 def meet(a: Lengths, b: Lengths) -> bool:
