@@ -79,6 +79,41 @@ def test_a_class_of_a_plugin_s_own_tests(project: Path) -> None:
     assert counts(said)["passed"] > 60
 
 
+RECORDS = """
+from polyattn.testing import Asked, AttentionRecords
+
+
+class TestRecords(AttentionRecords):
+    plugin = "acme_kernels.plugin"
+    names = ("acme",)
+    asked = (
+        Asked("plain", "cpu", "acme", {"dtype": "float32"}, lowerings=()),
+        Asked("a softcap", "cpu", "acme", {"dtype": "float32", "softcap": 9.0}, "softcap=9.0 is not declared"),
+    )
+"""
+
+
+def test_the_records_of_a_plugin(project: Path) -> None:
+    (project / "test_acme.py").write_text(RECORDS)
+    plugin = project / "acme_kernels" / "plugin.py"
+    plugin.write_text(plugin.read_text().replace("summary=", 'upstream="https://acme.example", summary=', 1))
+    code, said = run(project)
+    assert (code, counts(said)) == (0, {"passed": 5}), said
+
+
+def test_records_that_say_something_else_fail_with_what_they_say(project: Path) -> None:
+    wrong = RECORDS.replace('names = ("acme",)', 'names = ("other",)').replace("lowerings=()", 'lowerings=("fold",)')
+    wrong = wrong.replace('"softcap": 9.0}, "softcap=9.0 is not declared"', '"softcap": 9.0}')
+    extra = ("refused", '{"dtype": "float32"}', '"never said"'), ("else", '{"softcap": 9.0}', '"never said"')
+    more = "\n".join(f'        Asked("{name}", "cpu", "acme", {fields}, {refusal}),' for name, fields, refusal in extra)
+    (project / "test_acme.py").write_text(wrong.replace("\n    )\n", f"\n{more}\n    )\n"))
+    code, said = run(project, *PLUGIN_OPTION)
+    assert code == 1
+    assert counts(said) == {"failed": 6, "passed": 1}, said
+    for words in ("{'acme'} == {'other'}", "upstream", "softcap=9.0 is not declared", "served, as it is"):
+        assert words in said
+
+
 def test_workers_share_it(project: Path) -> None:
     pytest.importorskip("xdist")
     code, said = run(project, "-n", "2", *PLUGIN_OPTION)

@@ -4,51 +4,18 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-from typing import Any
 
 import pytest
 
 from polyattn import what_if
-from polyattn.errors import PolyattnError
 from polyattn.lowering import Planner
 from polyattn.names import kind_of
 from polyattn.platforms import parse_platform
-from polyattn.plugins import PluginManager
 from polyattn.records import Accepted, AttentionRequest, judge
-from polyattn.testing import FAMILIES, generate
+from polyattn.testing import FAMILIES, Asked, AttentionRecords, generate
 from polyattn.tuning import request_of, with_lengths
 from polyattn_cuda.plugin import BACKENDS
 
-NAMES = {
-    "fa",
-    "fa2",
-    "fa3",
-    "fa3_fp8",
-    "fa4",
-    "flashinfer",
-    "flashinfer_mla",
-    "flashinfer_cudnn",
-    "trtllm_mha",
-    "trtllm_mla",
-    "cutedsl_mla",
-    "cutlass_mla",
-    "flashmla",
-    "hpc_ops",
-    "dsa",
-    "dual_chunk_flash_attn",
-    "sage_attn",
-    "sage_attn_3",
-    "sparge_attn",
-    "cudnn",
-    "sliding_tile_attn",
-    "video_sparse_attn",
-    "vmoba_attn",
-    "sla_attn",
-    "sage_sla_attn",
-    "sparse_video_gen_2_attn",
-    "cutedsl",
-    "fla",
-}
 PAGED = {"family": "paged", "heads": 32, "kv_heads": 8, "page_size": 64, "phase": "decode", "s_relation": "one"}
 MLA = {
     "family": "mla",
@@ -60,56 +27,53 @@ MLA = {
     "phase": "decode",
     "s_relation": "one",
 }
-CASES = [
-    pytest.param("cuda:sm80", "fa", {}, "", id="fa on Ampere"),
-    pytest.param("cuda:sm75", "fa", {}, "arch='sm75' is not one of", id="fa before Ampere"),
-    pytest.param("cuda:sm90", "fa", {"dtype": "float32"}, "dtype='float32' is not one of", id="fa in float32"),
-    pytest.param("cuda:sm80", "fa2", PAGED, "page_size=64 is not >= 256", id="fa2 pages"),
-    pytest.param("cuda:sm90@12.1", "fa3", PAGED, "toolkit=(12, 1) is not >= 12.3", id="fa3 toolkit"),
-    pytest.param("cuda:sm90", "fa3", {**PAGED, "head_dim": 512}, "head_dim=512", id="fa3 head dim"),
-    pytest.param("cuda:sm90", "hpc_ops", {**PAGED, "kv_heads": 32}, "group", id="hpc_ops group"),
-    pytest.param("cuda:sm90", "flashmla", MLA, "", id="flashmla"),
-    pytest.param("cuda:sm100", "cutlass_mla", {**MLA, "page_size": 64}, "page_size=64 is not 128", id="cutlass pages"),
-    pytest.param("cuda:sm90", "dsa", MLA, "method", id="dsa wants its method"),
-    pytest.param("cuda:sm120", "sage_attn_3", {"lse": True}, "lse=True is not declared", id="sage 3 LSE"),
-]
 
 
-def test_the_plugin_registers_every_name() -> None:
-    manager = PluginManager(
-        environ={"POLYATTN_PLUGINS": "cuda", "POLYATTN_EXTRA_PLUGINS": "polyattn_cuda.plugin"}
-    ).load()
-    report = manager.plugins["cuda"]
-    assert report.state == "ready", report.traceback
-    assert {b.partition("@")[0] for b in report.backends} == NAMES
-
-
-def test_every_backend_says_what_it_needs_and_where_it_comes_from() -> None:
-    lacking = [b.id for b in BACKENDS if not b.summary or not b.upstream]
-    assert not lacking
-    bare = [f"{b.id}: {p.name}" for b in BACKENDS for p in b.providers if not all(r.hint for r in p.requires)]
-    assert not bare, "a requirement without the one thing to do when it is missing"
-
-
-def test_approximate_methods_are_never_automatic() -> None:
-    assert not [b.id for b in BACKENDS if b.lossy and (b.priority is not None or b.auto)]
-
-
-@pytest.mark.parametrize(("platform", "name", "changes", "refusal"), CASES)
-def test_limits(platform: str, name: str, changes: dict[str, Any], refusal: str) -> None:
-    """Accepted where `refusal` is empty; otherwise refused with these words."""
-    request = AttentionRequest(**changes)
-    needs = {r.distribution for b in BACKENDS if b.name == name for p in b.providers for r in p.requires}
-    if not refusal:
-        assert what_if(request, platform=platform, installed=needs, backend=name).backend == name
-        return
-    try:
-        selection = what_if(request, platform=platform, installed=needs, backend=name)
-    except PolyattnError as error:
-        said = str(error)
-    else:
-        said = "; ".join(selection.rejected[name])
-    assert refusal in said
+class TestRecords(AttentionRecords):
+    plugin = "polyattn_cuda.plugin"
+    names = (
+        "fa",
+        "fa2",
+        "fa3",
+        "fa3_fp8",
+        "fa4",
+        "flashinfer",
+        "flashinfer_mla",
+        "flashinfer_cudnn",
+        "trtllm_mha",
+        "trtllm_mla",
+        "cutedsl_mla",
+        "cutlass_mla",
+        "flashmla",
+        "hpc_ops",
+        "dsa",
+        "dual_chunk_flash_attn",
+        "sage_attn",
+        "sage_attn_3",
+        "sparge_attn",
+        "cudnn",
+        "sliding_tile_attn",
+        "video_sparse_attn",
+        "vmoba_attn",
+        "sla_attn",
+        "sage_sla_attn",
+        "sparse_video_gen_2_attn",
+        "cutedsl",
+        "fla",
+    )
+    asked = (
+        Asked("fa on Ampere", "cuda:sm80", "fa", {}),
+        Asked("fa before Ampere", "cuda:sm75", "fa", {}, "arch='sm75' is not one of"),
+        Asked("fa in float32", "cuda:sm90", "fa", {"dtype": "float32"}, "dtype='float32' is not one of"),
+        Asked("fa2 pages", "cuda:sm80", "fa2", PAGED, "page_size=64 is not >= 256"),
+        Asked("fa3 toolkit", "cuda:sm90@12.1", "fa3", PAGED, "toolkit=(12, 1) is not >= 12.3"),
+        Asked("fa3 head dim", "cuda:sm90", "fa3", {**PAGED, "head_dim": 512}, "head_dim=512"),
+        Asked("hpc_ops group", "cuda:sm90", "hpc_ops", {**PAGED, "kv_heads": 32}, "group"),
+        Asked("flashmla", "cuda:sm90", "flashmla", MLA),
+        Asked("cutlass pages", "cuda:sm100", "cutlass_mla", {**MLA, "page_size": 64}, "page_size=64 is not 128"),
+        Asked("dsa wants its method", "cuda:sm90", "dsa", MLA, "method"),
+        Asked("sage 3 LSE", "cuda:sm120", "sage_attn_3", {"lse": True}, "lse=True is not declared"),
+    )
 
 
 @pytest.mark.parametrize("chip", ["cuda:sm90@12.8", "cuda:sm100@13.0"])

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from polyattn import what_if
 from polyattn.distributions import availability, distribution_version
-from polyattn.errors import PolyattnError
-from polyattn.plugins import PluginManager
-from polyattn.records import AttentionRequest, Provider
-from polyattn_musa.plugin import BACKENDS
+from polyattn.records import Provider
+from polyattn.testing import Asked, AttentionRecords
 from polyattn_musa.records import MATE
 
-NAMES = {"fa", "fa3", "sage_attn"}
 PAGED = {"family": "paged", "heads": 32, "kv_heads": 8, "page_size": 64, "phase": "decode", "s_relation": "one"}
 MLA = {
     "family": "mla",
@@ -27,99 +22,65 @@ MLA = {
     "phase": "decode",
     "s_relation": "one",
 }
-CASES = [
-    pytest.param("musa:mp31", "fa", {"window": (127, 0), "softcap": 30.0}, "", id="fa"),
-    pytest.param("musa:mp22", "fa", {}, "arch='mp22' is not one of", id="before MP31"),
-    pytest.param("musa:mp31", "fa", {"family": "varlen", "grad": ("query",)}, "", id="packed batches train"),
-    pytest.param("musa:mp31", "fa", {"grad": ("query",)}, "", id="dense ones packed"),
-    pytest.param(
-        "musa:mp31", "fa", {"grad": ("query",), "softcap": 9.0}, "softcap=9.0 is not declared", id="without a softcap"
-    ),
-    pytest.param("musa:mp31", "fa", {"head_dim": 512}, "", id="the widest"),
-    pytest.param("musa:mp31", "fa", {"head_dim": 520}, "head_dim=520", id="wider"),
-    pytest.param("musa:mp31", "fa", {"dtype": "float32"}, "dtype='float32'", id="float32"),
-    pytest.param(
-        "musa:mp31",
-        "fa",
-        {"family": "varlen", "grad": ("query",), "head_dim": 264},
-        "grad=('query',)",
-        id="wide training",
-    ),
-    pytest.param("musa:mp31", "fa3", {**PAGED, "page_size": 1}, "", id="any page"),
-    pytest.param("musa:mp31", "fa3", {**MLA, "page_size": 32}, "page_size=32", id="latent pages"),
-    pytest.param("musa:mp31", "sage_attn", {"head_dim": 128, "causal": "bottom_right"}, "", id="sage"),
-    pytest.param("musa:mp31", "sage_attn", {"head_dim": 136}, "head_dim=136", id="sage width"),
-    pytest.param("musa:mp31", "sage_attn", {"lse": True}, "lse=True is not declared", id="no LSE"),
-    pytest.param("musa:mp31", "sage_attn", {"head_dim": 64, "dtype": "float16"}, "", id="sage, the narrower"),
-    pytest.param("musa:mp31", "sage_attn", {"window": (9, -1)}, "window=(9, -1) is not declared", id="sage, a window"),
-    pytest.param(
-        "musa:mp31", "sage_attn", {"grad": ("query",)}, "grad=('query',) is not declared", id="sage, training"
-    ),
-    pytest.param("musa:mp31", "fa", {"head_dim": 192, "v_head_dim": 128, "lse": True}, "", id="K wider than V"),
-    pytest.param("musa:mp31", "fa", {"mask": "bool"}, "mask='bool' is not declared", id="a mask"),
-    pytest.param("musa:mp31", "fa", {"alibi": True}, "alibi=True is not declared", id="ALiBi"),
-    pytest.param("musa:mp31", "fa", {"dropout": 0.1}, "dropout=0.1 is not declared", id="dropout"),
-    pytest.param(
-        "musa:mp31",
-        "fa",
-        {"causal": "bottom_right", "s_relation": "fewer", "family": "varlen", "grad": ("query",)},
-        "grad=('query',) is not declared",
-        id="training, causal is square",
-    ),
-    pytest.param("musa:mp31", "fa3", {**PAGED, "head_dim": 512, "page_size": 48}, "", id="the widest, paged"),
-    pytest.param("musa:mp31", "fa3", {**PAGED, "head_dim": 520}, "head_dim=520", id="wider, paged"),
-    pytest.param("musa:mp31", "fa3", {**PAGED, "kv_layout": "HND"}, "kv_layout='HND' is not declared", id="HND"),
-    pytest.param("musa:mp31", "fa3", {**PAGED, "dtype": "float32"}, "dtype='float32'", id="float32, paged"),
-    pytest.param("musa:mp22", "fa3", PAGED, "arch='mp22' is not one of", id="paged before MP31"),
-    pytest.param(
-        "musa:mp31",
-        "fa3",
-        {**MLA, "head_dim": 192, "v_head_dim": 128, "page_size": 16},
-        "",
-        id="latent of 128, any page",
-    ),
-    pytest.param("musa:mp31", "fa3", {**MLA, "window": (9, -1)}, "window=(9, -1) is not declared", id="latent window"),
-    pytest.param("musa:mp31", "fa3", {**MLA, "softcap": 9.0}, "softcap=9.0 is not declared", id="latent softcap"),
-    pytest.param("musa:mp31", "fa3", PAGED, "", id="paged"),
-    pytest.param("musa:mp31", "fa3", MLA, "", id="latent"),
-]
 
 
-def test_the_plugin_registers_every_name() -> None:
-    manager = PluginManager(
-        environ={"POLYATTN_PLUGINS": "musa", "POLYATTN_EXTRA_PLUGINS": "polyattn_musa.plugin"}
-    ).load()
-    report = manager.plugins["musa"]
-    assert report.state == "ready", report.traceback
-    assert {b.partition("@")[0] for b in report.backends} == NAMES
-
-
-def test_every_backend_says_what_it_needs_and_where_it_comes_from() -> None:
-    lacking = [b.id for b in BACKENDS if not b.summary or not b.upstream]
-    assert not lacking
-    bare = [f"{b.id}: {p.name}" for b in BACKENDS for p in b.providers if not all(r.hint for r in p.requires)]
-    assert not bare, "a requirement without the one thing to do when it is missing"
-
-
-def test_approximate_methods_are_never_automatic() -> None:
-    assert not [b.id for b in BACKENDS if b.lossy and (b.priority is not None or b.auto)]
-
-
-@pytest.mark.parametrize(("platform", "name", "changes", "refusal"), CASES)
-def test_limits(platform: str, name: str, changes: dict[str, Any], refusal: str) -> None:
-    """Accepted where `refusal` is empty; otherwise refused with these words."""
-    request = AttentionRequest(**changes)
-    needs = {r.distribution for b in BACKENDS if b.name == name for p in b.providers for r in p.requires}
-    if not refusal:
-        assert what_if(request, platform=platform, installed=needs, backend=name).backend == name
-        return
-    try:
-        selection = what_if(request, platform=platform, installed=needs, backend=name)
-    except PolyattnError as error:
-        said = str(error)
-    else:
-        said = "; ".join(selection.rejected[name])
-    assert refusal in said
+class TestRecords(AttentionRecords):
+    plugin = "polyattn_musa.plugin"
+    names = ("fa", "fa3", "sage_attn")
+    asked = (
+        Asked("fa", "musa:mp31", "fa", {"window": (127, 0), "softcap": 30.0}),
+        Asked("before MP31", "musa:mp22", "fa", {}, "arch='mp22' is not one of"),
+        Asked("packed batches train", "musa:mp31", "fa", {"family": "varlen", "grad": ("query",)}),
+        Asked("dense ones packed", "musa:mp31", "fa", {"grad": ("query",)}),
+        Asked(
+            "without a softcap",
+            "musa:mp31",
+            "fa",
+            {"grad": ("query",), "softcap": 9.0},
+            "grad=('query',) is not declared",
+        ),
+        Asked("the widest", "musa:mp31", "fa", {"head_dim": 512}),
+        Asked("wider", "musa:mp31", "fa", {"head_dim": 520}, "head_dim=520"),
+        Asked("float32", "musa:mp31", "fa", {"dtype": "float32"}, "dtype='float32'"),
+        Asked(
+            "wide training",
+            "musa:mp31",
+            "fa",
+            {"family": "varlen", "grad": ("query",), "head_dim": 264},
+            "grad=('query',)",
+        ),
+        Asked("any page", "musa:mp31", "fa3", {**PAGED, "page_size": 1}),
+        Asked("latent pages", "musa:mp31", "fa3", {**MLA, "page_size": 32}, "page_size=32"),
+        Asked("sage", "musa:mp31", "sage_attn", {"head_dim": 128, "causal": "bottom_right"}),
+        Asked("sage width", "musa:mp31", "sage_attn", {"head_dim": 136}, "head_dim=136"),
+        Asked("no LSE", "musa:mp31", "sage_attn", {"lse": True}, "lse=True is not declared"),
+        Asked("sage, the narrower", "musa:mp31", "sage_attn", {"head_dim": 64, "dtype": "float16"}),
+        Asked("sage, a window", "musa:mp31", "sage_attn", {"window": (9, -1)}, "window=(9, -1) is not declared"),
+        Asked("sage, training", "musa:mp31", "sage_attn", {"grad": ("query",)}, "grad=('query',) is not declared"),
+        Asked("K wider than V", "musa:mp31", "fa", {"head_dim": 192, "v_head_dim": 128, "lse": True}),
+        Asked("a mask", "musa:mp31", "fa", {"mask": "bool"}, "mask='bool' is not declared"),
+        Asked("ALiBi", "musa:mp31", "fa", {"alibi": True}, "alibi=True is not declared"),
+        Asked("dropout", "musa:mp31", "fa", {"dropout": 0.1}, "dropout=0.1 is not declared"),
+        Asked(
+            "training, causal is square",
+            "musa:mp31",
+            "fa",
+            {"causal": "bottom_right", "s_relation": "fewer", "family": "varlen", "grad": ("query",)},
+            "grad=('query',) is not declared",
+        ),
+        Asked("the widest, paged", "musa:mp31", "fa3", {**PAGED, "head_dim": 512, "page_size": 48}),
+        Asked("wider, paged", "musa:mp31", "fa3", {**PAGED, "head_dim": 520}, "head_dim=520"),
+        Asked("HND", "musa:mp31", "fa3", {**PAGED, "kv_layout": "HND"}, "kv_layout='HND' is not declared"),
+        Asked("float32, paged", "musa:mp31", "fa3", {**PAGED, "dtype": "float32"}, "dtype='float32'"),
+        Asked("paged before MP31", "musa:mp22", "fa3", PAGED, "arch='mp22' is not one of"),
+        Asked(
+            "latent of 128, any page", "musa:mp31", "fa3", {**MLA, "head_dim": 192, "v_head_dim": 128, "page_size": 16}
+        ),
+        Asked("latent window", "musa:mp31", "fa3", {**MLA, "window": (9, -1)}, "window=(9, -1) is not declared"),
+        Asked("latent softcap", "musa:mp31", "fa3", {**MLA, "softcap": 9.0}, "softcap=9.0 is not declared"),
+        Asked("paged", "musa:mp31", "fa3", PAGED),
+        Asked("latent", "musa:mp31", "fa3", MLA),
+    )
 
 
 def test_the_impostor_on_the_registry_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,10 @@ from polyattn.backends.torch_sdpa import TorchSDPA
 from polyattn.distributions import availability, distribution_version
 from polyattn.errors import PolyattnError
 from polyattn.inspection import list_backends
-from polyattn.plugins import PluginManager
 from polyattn.records import AttentionRequest, Provider
-from polyattn_rocm.plugin import BACKENDS
+from polyattn.testing import Asked, AttentionRecords
 from polyattn_rocm.records.common import AITER
 
-NAMES = {"fa", "aiter", "aiter_sage", "wave"}
 PAGED = {"family": "paged", "heads": 32, "kv_heads": 8, "page_size": 64, "phase": "decode", "s_relation": "one"}
 MLA = {
     "family": "mla",
@@ -34,97 +32,92 @@ MLA = {
 }
 E4M3 = {"kv_dtype": "fp8_e4m3", "kv_scales": "tensor"}
 MI300, MI350, MI200, RDNA4 = "rocm:gfx942", "rocm:gfx950", "rocm:gfx90a", "rocm:gfx1201"
-# id, chip, backend, changes of a dense request, lowerings or the words of the refusal
-SERVED: list[tuple[str, str, str, dict[str, Any], tuple[str, ...]]] = [
-    ("fa, dropout", MI300, "fa", {"dtype": "float16", "dropout": 0.1}, ()),
-    ("fa, 256 wide", MI300, "fa", {"head_dim": 256}, ()),
-    ("fa, K wider than V", MI300, "fa", {"head_dim": 192, "v_head_dim": 128, "sinks": True}, ()),
-    ("fa, a packed batch with a softcap", MI300, "fa", {"family": "varlen", "layout": "THD", "softcap": 30.0}, ()),
-    ("fa, width 100", MI300, "fa", {"head_dim": 100}, ("pad_head_dim", "pad_value_dim")),
-    ("fa, a softcap", MI300, "fa", {"softcap": 30.0}, ("pack_sequences",)),
-    ("fa, a right bound", MI300, "fa", {"window": (-1, 9), "s_relation": "fewer"}, ()),
-    ("aiter, any page", MI300, "aiter", {**PAGED, "page_size": 48, "lse": True}, ()),
-    ("aiter, FP8 on MI350", MI350, "aiter", {**PAGED, **E4M3}, ()),
-    ("aiter, FP8 on MI300", MI300, "aiter", {**PAGED, **E4M3}, ("dequantise_kv",)),
-    ("aiter, FP8 on MI350 in pages of 8", MI350, "aiter", {**PAGED, **E4M3, "page_size": 8}, ("dequantise_kv",)),
-    ("aiter, FP8 on RDNA 4", RDNA4, "aiter", {**PAGED, **E4M3}, ()),
-    ("aiter, sinks beside an LSE", MI300, "aiter", {**PAGED, "sinks": True, "lse": True}, ("sinks_from_lse",)),
-    ("aiter, RDNA 4, page 48", RDNA4, "aiter", {**PAGED, "page_size": 48}, ("finer_pages",)),
-    ("aiter, latent", MI300, "aiter", MLA, ()),
-    ("aiter, 64 heads on MI350", MI350, "aiter", {**MLA, "heads": 64}, ()),
-    ("sage", MI300, "aiter_sage", {"lse": True}, ()),
-    ("sage, 96 wide", MI300, "aiter_sage", {"head_dim": 96}, ("pad_head_dim", "pad_value_dim")),
-]
-REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
-    ("fa, 264 wide", MI300, "fa", {"head_dim": 264}, "head_dim=264 is not 8 to 256, a multiple of 8"),
-    ("fa, ALiBi", MI300, "fa", {"alibi": True}, "alibi=True is not declared"),
-    ("fa, a mask", MI300, "fa", {"mask": "bool"}, "mask='bool' is not declared"),
-    ("fa, float32", MI300, "fa", {"dtype": "float32"}, "dtype='float32' is not one of bfloat16, float16"),
-    (
-        "fa, gradients of a packed batch with a softcap",
-        MI300,
-        "fa",
-        {"family": "varlen", "layout": "THD", "softcap": 30.0, "grad": ("query",)},
-        "softcap=30.0 is not declared",
-    ),
-    (
-        "fa, a right bound where queries stand before the keys",
-        MI300,
-        "fa",
-        {"window": (-1, 9), "s_relation": "more"},
-        "window=(-1, 9) has a right bound",
-    ),
-    ("fa, dropout and an LSE", MI300, "fa", {"dropout": 0.1, "lse": True}, "dropout=0.1 is not declared"),
-    ("fa, RDNA without flash-attn", "rocm:gfx1100", "fa", {"dropout": 0.1, "softcap": 30.0}, "softcap=30.0 is not"),
-    ("aiter, HND", MI300, "aiter", {**PAGED, "kv_layout": "HND"}, "kv_layout='HND' is not declared"),
-    ("aiter, MI200 latent", MI200, "aiter", MLA, "arch='gfx90a' is not"),
-    ("aiter, 24 heads", MI300, "aiter", {**MLA, "heads": 24}, "heads=24 is not one of 8, 16, 32, 128"),
-    ("aiter, 64 heads on MI300", MI300, "aiter", {**MLA, "heads": 64}, "heads=64 is not one of 8, 16, 32, 128"),
-    ("aiter, latent in float16", MI300, "aiter", {**MLA, "dtype": "float16"}, "dtype='float16' is not bfloat16"),
-    ("aiter, RDNA 4, page 8", RDNA4, "aiter", {**PAGED, "page_size": 8}, "page_size=8 is not one of 16, 32, 64"),
-    ("aiter, RDNA 4, an LSE", RDNA4, "aiter", {**PAGED, "lse": True}, "lse=True is not declared"),
-    ("wave has no window", MI300, "wave", {**PAGED, "window": (127, -1)}, "window"),
-    ("sage on MI200", MI200, "aiter_sage", {}, "arch='gfx90a' is not one of"),
-    ("sage, 136 wide", MI300, "aiter_sage", {"head_dim": 136}, "head_dim=136 is not one of 64, 128"),
-    ("sage, more queries", MI300, "aiter_sage", {"s_relation": "more"}, "s_relation='more' is not one of"),
-]
 
 
-def test_the_plugin_registers_every_name() -> None:
-    manager = PluginManager(
-        environ={"POLYATTN_PLUGINS": "rocm", "POLYATTN_EXTRA_PLUGINS": "polyattn_rocm.plugin"}
-    ).load()
-    report = manager.plugins["rocm"]
-    assert report.state == "ready", report.traceback
-    assert {b.partition("@")[0] for b in report.backends} == NAMES
-
-
-def test_every_backend_says_what_it_needs_and_where_it_comes_from() -> None:
-    lacking = [b.id for b in BACKENDS if not b.summary or not b.upstream]
-    assert not lacking
-    bare = [f"{b.id}: {p.name}" for b in BACKENDS for p in b.providers if not all(r.hint for r in p.requires)]
-    assert not bare, "a requirement without the one thing to do when it is missing"
-
-
-def test_approximate_methods_are_never_automatic() -> None:
-    assert not [b.id for b in BACKENDS if b.lossy and (b.priority is not None or b.auto)]
-
-
-def installed(name: str) -> set[str]:
-    return {r.distribution for b in BACKENDS if b.name == name for p in b.providers for r in p.requires}
-
-
-@pytest.mark.parametrize(("chip", "name", "changes", "lowerings"), [pytest.param(*c[1:], id=c[0]) for c in SERVED])
-def test_served(chip: str, name: str, changes: dict[str, Any], lowerings: tuple[str, ...]) -> None:
-    selection = what_if(AttentionRequest(**changes), platform=chip, installed=installed(name), backend=name)
-    assert (selection.backend, selection.lowerings) == (name, lowerings)
-
-
-@pytest.mark.parametrize(("chip", "name", "changes", "refusal"), [pytest.param(*c[1:], id=c[0]) for c in REFUSED])
-def test_refused(chip: str, name: str, changes: dict[str, Any], refusal: str) -> None:
-    with pytest.raises(PolyattnError) as refused:
-        what_if(AttentionRequest(**changes), platform=chip, installed=installed(name), backend=name, strict=True)
-    assert refusal in str(refused.value)
+class TestRecords(AttentionRecords):
+    plugin = "polyattn_rocm.plugin"
+    names = ("fa", "aiter", "aiter_sage", "wave")
+    asked = (
+        Asked("fa, dropout", MI300, "fa", {"dtype": "float16", "dropout": 0.1}, lowerings=()),
+        Asked("fa, 256 wide", MI300, "fa", {"head_dim": 256}, lowerings=()),
+        Asked("fa, K wider than V", MI300, "fa", {"head_dim": 192, "v_head_dim": 128, "sinks": True}, lowerings=()),
+        Asked(
+            "fa, a packed batch with a softcap",
+            MI300,
+            "fa",
+            {"family": "varlen", "layout": "THD", "softcap": 30.0},
+            lowerings=(),
+        ),
+        Asked("fa, width 100", MI300, "fa", {"head_dim": 100}, lowerings=("pad_head_dim", "pad_value_dim")),
+        Asked("fa, a softcap", MI300, "fa", {"softcap": 30.0}, lowerings=("pack_sequences",)),
+        Asked("fa, a right bound", MI300, "fa", {"window": (-1, 9), "s_relation": "fewer"}, lowerings=()),
+        Asked("aiter, any page", MI300, "aiter", {**PAGED, "page_size": 48, "lse": True}, lowerings=()),
+        Asked("aiter, FP8 on MI350", MI350, "aiter", {**PAGED, **E4M3}, lowerings=()),
+        Asked("aiter, FP8 on MI300", MI300, "aiter", {**PAGED, **E4M3}, lowerings=("dequantise_kv",)),
+        Asked(
+            "aiter, FP8 on MI350 in pages of 8",
+            MI350,
+            "aiter",
+            {**PAGED, **E4M3, "page_size": 8},
+            lowerings=("dequantise_kv",),
+        ),
+        Asked("aiter, FP8 on RDNA 4", RDNA4, "aiter", {**PAGED, **E4M3}, lowerings=()),
+        Asked(
+            "aiter, sinks beside an LSE",
+            MI300,
+            "aiter",
+            {**PAGED, "sinks": True, "lse": True},
+            lowerings=("sinks_from_lse",),
+        ),
+        Asked("aiter, RDNA 4, page 48", RDNA4, "aiter", {**PAGED, "page_size": 48}, lowerings=("finer_pages",)),
+        Asked("aiter, latent", MI300, "aiter", MLA, lowerings=()),
+        Asked("aiter, 64 heads on MI350", MI350, "aiter", {**MLA, "heads": 64}, lowerings=()),
+        Asked("sage", MI300, "aiter_sage", {"lse": True}, lowerings=()),
+        Asked("sage, 96 wide", MI300, "aiter_sage", {"head_dim": 96}, lowerings=("pad_head_dim", "pad_value_dim")),
+        Asked("fa, 264 wide", MI300, "fa", {"head_dim": 264}, "head_dim=264 is not 8 to 256, a multiple of 8"),
+        Asked("fa, ALiBi", MI300, "fa", {"alibi": True}, "alibi=True is not declared"),
+        Asked("fa, a mask", MI300, "fa", {"mask": "bool"}, "mask='bool' is not declared"),
+        Asked("fa, float32", MI300, "fa", {"dtype": "float32"}, "dtype='float32' is not one of bfloat16, float16"),
+        Asked(
+            "fa, gradients of a packed batch with a softcap",
+            MI300,
+            "fa",
+            {"family": "varlen", "layout": "THD", "softcap": 30.0, "grad": ("query",)},
+            "softcap=30.0 is not declared",
+        ),
+        Asked(
+            "fa, a right bound where queries stand before the keys",
+            MI300,
+            "fa",
+            {"window": (-1, 9), "s_relation": "more"},
+            "window=(-1, 9) has a right bound",
+        ),
+        Asked("fa, dropout and an LSE", MI300, "fa", {"dropout": 0.1, "lse": True}, "dropout=0.1 is not declared"),
+        Asked(
+            "fa, RDNA without flash-attn",
+            "rocm:gfx1100",
+            "fa",
+            {"dropout": 0.1, "softcap": 30.0},
+            "softcap=30.0 is not",
+        ),
+        Asked("aiter, HND", MI300, "aiter", {**PAGED, "kv_layout": "HND"}, "kv_layout='HND' is not declared"),
+        Asked("aiter, MI200 latent", MI200, "aiter", MLA, "arch='gfx90a' is not"),
+        Asked("aiter, 24 heads", MI300, "aiter", {**MLA, "heads": 24}, "heads=24 is not one of 8, 16, 32, 128"),
+        Asked(
+            "aiter, 64 heads on MI300", MI300, "aiter", {**MLA, "heads": 64}, "heads=64 is not one of 8, 16, 32, 128"
+        ),
+        Asked(
+            "aiter, latent in float16", MI300, "aiter", {**MLA, "dtype": "float16"}, "dtype='float16' is not bfloat16"
+        ),
+        Asked(
+            "aiter, RDNA 4, page 8", RDNA4, "aiter", {**PAGED, "page_size": 8}, "page_size=8 is not one of 16, 32, 64"
+        ),
+        Asked("aiter, RDNA 4, an LSE", RDNA4, "aiter", {**PAGED, "lse": True}, "lse=True is not declared"),
+        Asked("wave has no window", MI300, "wave", {**PAGED, "window": (127, -1)}, "window"),
+        Asked("sage on MI200", MI200, "aiter_sage", {}, "arch='gfx90a' is not one of"),
+        Asked("sage, 136 wide", MI300, "aiter_sage", {"head_dim": 136}, "head_dim=136 is not one of 64, 128"),
+        Asked("sage, more queries", MI300, "aiter_sage", {"s_relation": "more"}, "s_relation='more' is not one of"),
+    )
 
 
 @pytest.mark.parametrize("chip", ["rocm:gfx90a", "rocm:gfx1100", "rocm:gfx1201"])

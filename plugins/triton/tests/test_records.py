@@ -8,23 +8,12 @@ from typing import Any
 import pytest
 
 from polyattn import what_if
-from polyattn.errors import PolyattnError
 from polyattn.evidence import read_evidence
-from polyattn.plugins import PluginManager
 from polyattn.records import AttentionRequest, DeviceReport
+from polyattn.testing import Asked, AttentionRecords
 from polyattn_triton import plugin
 from polyattn_triton.plugin import BACKENDS
 
-NAMES = {
-    "triton",
-    "dsa",
-    "dual_chunk_flash_attn",
-    "sliding_tile_attn",
-    "video_sparse_attn",
-    "vmoba_attn",
-    "sla_attn",
-    "sparse_video_gen_2_attn",
-}
 PAGED = {"family": "paged", "heads": 32, "kv_heads": 8, "page_size": 64, "phase": "decode", "s_relation": "one"}
 MLA = {
     "family": "mla",
@@ -37,51 +26,28 @@ MLA = {
     "s_relation": "one",
 }
 LINEAR = {"family": "linear", "method": "gdn", "phase": "verify", "s_relation": "fewer"}
-CASES = [
-    pytest.param("cpu", "triton", {"softcap": 30.0, "sinks": True, "window": (127, 0)}, "", id="dense"),
-    pytest.param("cuda:sm80", "triton", {**PAGED, "spec_topk": 4}, "", id="a tree on pages"),
-    pytest.param("cuda:sm80", "triton", {**MLA, "spec_topk": 4}, "", id="a tree on latent pages"),
-    pytest.param("rocm:gfx942", "triton", LINEAR, "", id="linear verification"),
-    pytest.param("npu", "triton", LINEAR, "phase='verify' is not one of", id="none on NPUs"),
-    pytest.param("xpu", "dsa", {**MLA, "method": "dsa"}, "", id="dsa"),
-]
 
 
-def test_the_plugin_registers_every_name() -> None:
-    manager = PluginManager(
-        environ={"POLYATTN_PLUGINS": "triton", "POLYATTN_EXTRA_PLUGINS": "polyattn_triton.plugin"}
-    ).load()
-    report = manager.plugins["triton"]
-    assert report.state == "ready", report.traceback
-    assert {b.partition("@")[0] for b in report.backends} == NAMES
-
-
-def test_every_backend_says_what_it_needs_and_where_it_comes_from() -> None:
-    lacking = [b.id for b in BACKENDS if not b.summary or not b.upstream]
-    assert not lacking
-    bare = [f"{b.id}: {p.name}" for b in BACKENDS for p in b.providers if not all(r.hint for r in p.requires)]
-    assert not bare, "a requirement without the one thing to do when it is missing"
-
-
-def test_approximate_methods_are_never_automatic() -> None:
-    assert not [b.id for b in BACKENDS if b.lossy and (b.priority is not None or b.auto)]
-
-
-@pytest.mark.parametrize(("platform", "name", "changes", "refusal"), CASES)
-def test_limits(platform: str, name: str, changes: dict[str, Any], refusal: str) -> None:
-    """Accepted where `refusal` is empty; otherwise refused with these words."""
-    request = AttentionRequest(**changes)
-    needs = {r.distribution for b in BACKENDS if b.name == name for p in b.providers for r in p.requires}
-    if not refusal:
-        assert what_if(request, platform=platform, installed=needs, backend=name).backend == name
-        return
-    try:
-        selection = what_if(request, platform=platform, installed=needs, backend=name)
-    except PolyattnError as error:
-        said = str(error)
-    else:
-        said = "; ".join(selection.rejected[name])
-    assert refusal in said
+class TestRecords(AttentionRecords):
+    plugin = "polyattn_triton.plugin"
+    names = (
+        "triton",
+        "dsa",
+        "dual_chunk_flash_attn",
+        "sliding_tile_attn",
+        "video_sparse_attn",
+        "vmoba_attn",
+        "sla_attn",
+        "sparse_video_gen_2_attn",
+    )
+    asked = (
+        Asked("dense", "cpu", "triton", {"softcap": 30.0, "sinks": True, "window": (127, 0)}),
+        Asked("a tree on pages", "cuda:sm80", "triton", {**PAGED, "spec_topk": 4}),
+        Asked("a tree on latent pages", "cuda:sm80", "triton", {**MLA, "spec_topk": 4}),
+        Asked("linear verification", "rocm:gfx942", "triton", LINEAR),
+        Asked("none on NPUs", "npu", "triton", LINEAR, "phase='verify' is not one of"),
+        Asked("dsa", "xpu", "dsa", {**MLA, "method": "dsa"}),
+    )
 
 
 def test_the_softmax_kernels_were_shown_to_work_on_cuda() -> None:

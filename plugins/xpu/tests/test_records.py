@@ -1,26 +1,21 @@
-"""The records of polyattn-xpu: they load, each says what it needs, and nothing approximate is automatic."""
+"""The records of polyattn-xpu: they load, and they say yes and no where the libraries do."""
 
 from __future__ import annotations
 
-from polyattn.plugins import PluginManager
-from polyattn_xpu.plugin import BACKENDS
+from polyattn.testing import Asked, AttentionRecords
 
-NAMES = {"fa", "intel_xpu", "intel_amx", "ipex"}
-
-
-def test_the_plugin_registers_every_name() -> None:
-    manager = PluginManager(environ={"POLYATTN_PLUGINS": "xpu", "POLYATTN_EXTRA_PLUGINS": "polyattn_xpu.plugin"}).load()
-    report = manager.plugins["xpu"]
-    assert report.state == "ready", report.traceback
-    assert {b.partition("@")[0] for b in report.backends} == NAMES
+PAGED = {"family": "paged", "heads": 8, "kv_heads": 2, "page_size": 64, "phase": "decode", "s_relation": "one"}
 
 
-def test_every_backend_says_what_it_needs_and_where_it_comes_from() -> None:
-    lacking = [b.id for b in BACKENDS if not b.summary or not b.upstream]
-    assert not lacking
-    bare = [f"{b.id}: {p.name}" for b in BACKENDS for p in b.providers if not all(r.hint for r in p.requires)]
-    assert not bare, "a requirement without the one thing to do when it is missing"
-
-
-def test_approximate_methods_are_never_automatic() -> None:
-    assert not [b.id for b in BACKENDS if b.lossy and (b.priority is not None or b.auto)]
+class TestRecords(AttentionRecords):
+    plugin = "polyattn_xpu.plugin"
+    names = ("fa", "intel_xpu", "intel_amx", "ipex")
+    asked = (
+        Asked("fa", "xpu:bmg", "fa", {"head_dim": 64}, lowerings=()),
+        Asked("fa, 80 wide", "xpu:bmg", "fa", {"head_dim": 80}, lowerings=("pad_head_dim", "pad_value_dim")),
+        Asked("fa, a softcap", "xpu:bmg", "fa", {"softcap": 30.0}, "softcap=30.0 is not declared"),
+        Asked("fa in float32", "xpu:bmg", "fa", {"dtype": "float32"}, "dtype='float32' is not one of"),
+        Asked("pages on a GPU", "xpu:bmg", "intel_xpu", PAGED),
+        Asked("pages on a CPU with AMX", "cpu:amx", "intel_amx", {**PAGED, "page_size": 1}),
+        Asked("AMX, 272 wide", "cpu:amx", "intel_amx", {**PAGED, "head_dim": 272}, "head_dim=272 is not 32 to 256"),
+    )

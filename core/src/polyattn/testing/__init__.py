@@ -21,7 +21,9 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 _WHERE = {
+    "Asked": "declaring",
     "AttentionConformance": "conforming",
+    "AttentionRecords": "declaring",
     "Case": "cases",
     "Control": "negative",
     "FAMILIES": "families",
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from .checks import Outcome as Outcome
     from .checks import run_case as run_case
     from .conforming import AttentionConformance as AttentionConformance
+    from .declaring import Asked as Asked
+    from .declaring import AttentionRecords as AttentionRecords
     from .families import FAMILIES as FAMILIES
     from .families import Family as Family
     from .generation import generate as generate

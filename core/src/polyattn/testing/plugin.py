@@ -13,7 +13,7 @@ import pytest
 from ..plugins import get_manager
 from ..records import DeviceReport
 
-pytest.register_assert_rewrite("polyattn.testing.conforming")
+pytest.register_assert_rewrite("polyattn.testing.conforming", "polyattn.testing.declaring")
 
 # After the line above: what is imported before it keeps its plain assert statements.
 from .conforming import BACKEND, DEVICE, FULL, STRICT  # noqa: E402

@@ -1,0 +1,109 @@
+"""`AttentionRecords`: what a plugin's records say, as tests of its own suite, without torch and without a device."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from ..errors import PolyattnError
+from ..inspection import what_if
+from ..plugins import PluginManager, PluginReport, _short_name
+from ..records import AttentionRequest, BackendInfo
+
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["Asked", "AttentionRecords"]
+
+
+class Asked(NamedTuple):
+    """A request, and what the records must answer on a machine that has all that the backend can use.
+
+    Attributes:
+        name: of the test. platform: as `polyattn.what_if` takes it. backend: who is asked for.
+        fields: of the request, others than those of a plain dense one.
+        refusal: words of the reason for which it is refused; "" = it is served.
+        lowerings: the exact rewrites by which it is served; None = by whichever.
+    """
+
+    name: str
+    platform: str
+    backend: str
+    fields: Mapping[str, Any]
+    refusal: str = ""
+    lowerings: tuple[str, ...] | None = None
+
+
+class AttentionRecords:
+    """Inherit from it in a test file; a class whose name starts with `Test` is collected by pytest.
+
+        class TestRecords(AttentionRecords):
+            plugin = "polyattn_acme.plugin"
+            names = ("acme",)
+            asked = (
+                Asked("a window", "cuda:sm90", "acme", {"window": (127, 0)}),
+                Asked("float32", "cuda:sm90", "acme", {"dtype": "float32"}, refusal="dtype='float32' is not"),
+            )
+
+    Attributes:
+        plugin: its module. names: the backends that it must register. asked: what it must say yes and no to.
+    """
+
+    plugin: ClassVar[str] = ""
+    names: ClassVar[Collection[str]] = ()
+    asked: ClassVar[Sequence[Asked]] = ()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test for each request."""
+        if "one" in metafunc.fixturenames:
+            metafunc.parametrize("one", self.asked, ids=[one.name for one in self.asked])
+
+    def test_every_name_is_registered(self) -> None:
+        """By the plugin alone, as polyattn loads it."""
+        report = self._report()
+        assert report.state == "ready", report.traceback or report.reason
+        assert {name.partition("@")[0] for name in report.backends} == {*self.names}
+
+    def test_every_backend_says_what_it_needs_and_where_it_comes_from(self) -> None:
+        """Summaries, sources, and for each requirement the one thing to do when it is missing."""
+        backends = self._backends()
+        assert not [info.id for info in backends if not (info.summary and info.upstream)]
+        providers = [(info.id, provider) for info in backends for provider in info.providers]
+        assert not [f"{name}: {p.name}" for name, p in providers if not all(need.hint for need in p.requires)]
+
+    def test_approximate_methods_are_never_automatic(self) -> None:
+        """Whoever computes something else is asked for by name."""
+        assert not [info.id for info in self._backends() if info.lossy and (info.priority is not None or info.auto)]
+
+    def test_what_is_served_and_what_is_refused(self, one: Asked) -> None:
+        """Everything installed, nothing replaced by a fallback."""
+        request = AttentionRequest(**one.fields)
+        try:
+            said = what_if(
+                request, platform=one.platform, installed=self._libraries(one.backend), backend=one.backend, strict=True
+            )
+        except PolyattnError as refused:
+            reasons = "; ".join([str(refused), *getattr(refused, "rejected", {}).get(one.backend, ())])
+            assert one.refusal, reasons
+            assert one.refusal in reasons
+            return
+        assert not one.refusal, f"served, {said.steps() or 'as it is'}"
+        assert said.backend == one.backend
+        assert one.lowerings is None or said.lowerings == one.lowerings
+
+    @classmethod
+    def _backends(cls) -> list[BackendInfo]:
+        return list(importlib.import_module(cls.plugin).polyattn_register_backends())
+
+    @classmethod
+    def _report(cls) -> PluginReport:
+        name = _short_name(cls.plugin)
+        manager = PluginManager(environ={"POLYATTN_PLUGINS": name, "POLYATTN_EXTRA_PLUGINS": cls.plugin}).load()
+        return manager.plugins[name]
+
+    @classmethod
+    def _libraries(cls, backend: str) -> set[str]:
+        """Distributions that any provider of a backend needs."""
+        found = [info for info in cls._backends() if info.name == backend]
+        return {need.distribution for info in found for p in info.providers for need in p.requires}
