@@ -16,6 +16,7 @@ import torch
 import polyattn
 from polyattn import tracing
 from polyattn.contract import Bound
+from polyattn.epoch import bump
 from polyattn.errors import ConfigError
 from polyattn.measuring.traces import read_trace
 from polyattn.records import AttentionRequest
@@ -140,6 +141,31 @@ def test_a_file_that_is_gone_is_said_once(trace):
         polyattn.attention(*torch.randn(3, 2, 50, 1, 8))
         tracing.stop()
     assert not trace.exists(), "what outlives the program that is traced begins no file of its own"
+
+
+def test_a_call_without_keys_is_no_work(trace):
+    q, cache = torch.randn(1, 2, 8), torch.randn(2, 16, 2, 8)
+    polyattn.paged_attention(
+        q, cache, cache, page_table=ints(1).view(1, 1), seq_lens=ints(0), cu_seqlens_q=ints(0, 1), max_seqlen_q=1,
+        max_seqlen_k=0,
+    )  # fmt: skip
+    polyattn.attention(torch.randn(1, 4, 2, 8), *torch.randn(2, 1, 0, 2, 8))
+    tracing.stop()
+    assert trace.read_bytes() == b""
+
+
+def test_who_serves_since_something_was_measured_is_recorded(trace):
+    who = ["first"]
+    bound = tracing.observed(Bound(lambda *tensors: tensors), AttentionRequest(dtype="float32"), lambda extent: who[0])
+    tensors = torch.randn(3, 1, 4, 1, 128)
+    bound.forward(*tensors)
+    who[0] = "second"
+    bound.forward(*tensors)
+    bump()
+    bound.forward(*tensors)
+    tracing.stop()
+    (one,) = read_trace([trace])
+    assert (one.count, one.backend) == (3, "second")
 
 
 def test_a_step_that_is_planned_is_recorded_once_for_all_layers(trace):

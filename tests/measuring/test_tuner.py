@@ -339,6 +339,23 @@ def test_a_mark_is_of_whoever_ran(tmp_path):
         assert marks.blamed == []
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no marks")
+def test_who_runs_when_a_scheduler_ends_the_command_is_not_to_blame(tmp_path):
+    code = """
+import os, signal, sys, time
+from pathlib import Path
+from polyattn.measuring.marks import Marks, orderly
+with orderly(), Marks(Path(sys.argv[1]), {"a": "a of a request"}) as marks, marks.running("a"):
+    assert marks.blamed == []
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "store")], timeout=60, check=False)
+        assert done.returncode == 128 + signal.SIGTERM
+        assert not (tmp_path / "store.running").exists()
+
+
 def test_where_no_mark_can_be_made_one_measures_without(tmp_path):
     (tmp_path / "store.running").write_text("a file")
     for path in (None, tmp_path / "store"):
@@ -873,6 +890,45 @@ def test_an_engine_is_bound_to_what_was_measured():
     after = engine()
     assert (after["decode"].backend, after["decode"].source) == ("torch_sdpa", "tuned")
     assert after["extend"].backend == "torch_native"
+
+
+def test_one_backend_serves_an_engine_whatever_the_lengths(monkeypatch):
+    """It was planned for, and may be recorded: a latent cache, whose keys the pool writes itself."""
+    from polyattn import choose, serving
+
+    layers = [serving.AttentionLayer(0, 4, 1, 96, 64, scale=0.1, latent=True)]
+
+    def engine():
+        pool = serving.KVPool(layers, serving.KVCacheConfig(page_size=16), 64, dtype=torch.float32, device=CPU)
+        table = serving.RequestTable(2, 1024, 16, [-1], [serving.PageAllocator(64)], device=CPU)
+        return table, serving.AttentionBackend(layers, pool, table, limits=serving.Limits(2, 8, 1024))
+
+    request = engine()[1].explain(0)["decode"].request
+    for length, times in ((32, (100.0, 10.0)), (1024, (10.0, 1000.0))):
+        found = dict(zip(("torch_native", "torch_sdpa"), times, strict=True))
+        tuning.record(tuning.backend_row(tuning_place("cpu"), request, (1, 1, length), found, "a test"))
+    served, load = [], choose._load
+
+    def watched(selection):
+        chosen = load(selection)
+
+        def forward(*tensors, **given):
+            served.append(selection.backend)
+            return chosen.bound.forward(*tensors, **given)
+
+        return dataclasses.replace(chosen, bound=dataclasses.replace(chosen.bound, forward=forward))
+
+    monkeypatch.setattr(choose, "_load", watched)
+    table, attention = engine()
+    for length in (20, 700):
+        row = table.add()
+        table.extend(row, length)
+        table.flush()
+        attention.init_forward_metadata(serving.ForwardBatch(serving.ForwardMode.DECODE, [row], [length], [1]))
+        served.clear()
+        attention.forward(torch.randn(1, 4, 96), torch.randn(1, 96), None, layers[0])
+        assert served[:1] == ["torch_native"], "it loses least over both"
+        table.remove(row)
 
 
 def test_off_uses_nothing(monkeypatch):

@@ -516,6 +516,23 @@ def test_what_is_measured_while_a_program_runs_says_nothing_of_its_other_request
     assert order((8, 1, 4096), PAGED) == ["a", "b"]
 
 
+def test_of_two_that_are_equally_near_the_one_of_this_machine_counts(shipped):
+    shipped(backend_row(HERE, REQUEST, (1, 1024, 1024), {"a": 1.0, "b": 2.0}, "authors"))
+    put((1, 4096, 4096), {"b": 1.0, "a": 2.0})
+    assert order((1, 2048, 2048)) == ["b", "a"]
+    assert order((1, 1024, 1024)) == ["a", "b"], "this one is nearer"
+
+
+def test_what_is_not_used_is_said_beside_what_was_shipped(shipped):
+    shipped(backend_row(HERE, REQUEST, (1, 1024, 1024), {"a": 1.0, "b": 2.0}, "authors"))
+    put((1, 1024, 1024), {"b": 1.0, "a": 2.0}, place=dataclasses.replace(HERE, versions=(("torch", "2.10"),)))
+    said = advise(with_lengths(REQUEST, 1, 1024, 1024), here)
+    assert said.order[0][0] == "a"
+    assert said.notes == ("1 measurements of such requests are not used: of torch 2.10, which this machine has not",)
+    put((1, 1024, 1024), {"b": 1.0, "a": 2.0})
+    assert advise(with_lengths(REQUEST, 1, 1024, 1024), here).notes == ()
+
+
 def test_batches_count_with_their_key_heads():
     small = dataclasses.replace(PAGED, heads=4, kv_heads=1)
     put((1, 1, 4096), {"a": 1.0, "b": 2.0}, request=small)

@@ -38,12 +38,12 @@ ONLINE = "polyattn.measuring.online"
 _KEPT = 4096
 
 
-def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen], *, eager: bool) -> Chosen:
+def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen], *, by_length: bool) -> Chosen:
     """A choice that nobody made by name: the same on all ranks, and of each call by its lengths.
 
     Args:
         chosen: for lengths that are not known. policy: it was made by. load: binds a selection.
-        eager: calls may be looked at one by one.
+        by_length: calls may be looked at one by one.
 
     Raises:
         ConfigError: another rank chooses otherwise.
@@ -53,7 +53,7 @@ def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
     if distributed():
         why = f"{selection.id} ({selection.source}: {selection.why})"
         agree(selection.request, repr((_served(selection), *_outcome(rule, found, _served(selection)))), why)
-    if not eager:
+    if not by_length:
         return chosen
     if {rule, *(who for *_, who in found)} - {None, _served(selection)}:
         switch = _Switch(chosen, policy, load)

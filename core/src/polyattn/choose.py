@@ -51,11 +51,14 @@ def select_here(
     return select(request, catalogue(), policy, full=full)
 
 
-def choose(request: AttentionRequest, argument: str | None, scope: Scope, *, eager: bool = True) -> Chosen:
+def choose(
+    request: AttentionRequest, argument: str | None, scope: Scope, *, eager: bool = True, planned: bool = False
+) -> Chosen:
     """Select a backend for a request and load its functions. Says once when something was replaced.
 
     Args:
         eager: the functions are called as they are; False: torch.compile looks into them.
+        planned: they are planned for, or recorded, before lengths are known: one backend serves all of them.
 
     Raises:
         BackendUnavailableError, UnsupportedRequestError, PluginError, ConfigError: see `polyattn.selection.select`,
@@ -72,7 +75,7 @@ def choose(request: AttentionRequest, argument: str | None, scope: Scope, *, eag
     _announce(selection)
     chosen = _load(selection)
     if policy.choice is None:
-        chosen = unasked(chosen, policy, _load, eager=eager)
+        chosen = unasked(chosen, policy, _load, by_length=eager and not planned)
     bound = observed(chosen.bound, request, chosen.at or selection) if eager else opaque(chosen.bound)
     return chosen if bound is chosen.bound else dataclasses.replace(chosen, bound=bound)
 

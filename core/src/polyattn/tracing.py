@@ -26,7 +26,7 @@ import torch
 from .call_shapes import Extent, extent_of
 from .contract import Bound, Session, Slot
 from .envvars import text
-from .epoch import bump
+from .epoch import EPOCH, bump
 from .errors import ConfigError
 from .inspection import served_by
 from .records import AttentionRequest
@@ -44,11 +44,12 @@ _Who = str | Callable[[Extent], str]
 
 @dataclasses.dataclass
 class _Entry:
-    """written: of its count, how many calls are in the file."""
+    """backend: who serves since epoch number `epoch`. written: of its count, how many calls are in the file."""
 
     request: AttentionRequest
     lengths: CallLengths
     backend: str
+    epoch: int
     count: int = 0
     written: int = 0
 
@@ -73,13 +74,18 @@ class _Recorder:
             ) from exc
 
     def note(self, request: AttentionRequest, backend: _Who, extent: Extent, read: Callable[[], CallLengths]) -> None:
-        """One call. read: the lengths of its sequences, asked for once for each bucket."""
+        """One call. read: the lengths of its sequences, asked for once for each bucket. One without queries or without
+        keys is no work, and there is nothing to measure."""
+        if 0 in extent:
+            return
         name = (request, (bucket(extent[0]), bucket(extent[1]), bucket(extent[2])))
         with self._lock:
             entry = self._entries.get(name)
-            if entry is None:
+            if entry is None or entry.epoch != EPOCH.value:
                 who = backend if isinstance(backend, str) else backend(extent)
-                entry = self._entries[name] = _Entry(request, read(), who)
+                if entry is None:
+                    entry = self._entries[name] = _Entry(request, read(), who, EPOCH.value)
+                entry.backend, entry.epoch = who, EPOCH.value  # what was measured meanwhile may have changed it
             entry.count += 1
             if entry.count >= 2 * entry.written:
                 self._add([entry])

@@ -198,10 +198,11 @@ def _agree(sheets: list[Path] | None, out: Path | None, resume: bool, join: list
 def _measured(plan: Plan, sheet: Sheet, result: dict[str, Any], out: Path | None, *, quiet: bool) -> dict[str, Any]:
     from ..bench import results
     from ..bench.running import run
+    from ..measuring.marks import orderly
 
     console = screen()
     every = [row for family in sheet.families for row in family.rows]
-    with progress(console, quiet=quiet) as bar:
+    with orderly(), progress(console, quiet=quiet) as bar:
         task = bar.add_task(
             "rows", total=len(plan.rows), completed=sum(bool(results.kept(result, r)) for r in plan.rows)
         )

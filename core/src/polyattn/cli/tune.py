@@ -129,6 +129,7 @@ def _tune(
     as_json: bool,
 ) -> None:
     from ..facts import device_facts
+    from ..measuring.marks import orderly
     from ..measuring.traces import read_trace
     from ..measuring.tuner import isolation_of, tune_all
     from .request_words import workload_of
@@ -139,7 +140,7 @@ def _tune(
     workloads += [workload_of(text, device_facts(where)) for text in requests]
     tuning.store().insist()  # before anything is measured that could not be kept
     console, tried = screen(), []
-    with progress(console, quiet=as_json) as bar:
+    with orderly(), progress(console, quiet=as_json) as bar:
         task = bar.add_task("requests", total=len(workloads))
         for one in tune_all(
             workloads, where, seconds=seconds, rounds=rounds, again=again, isolation=isolation,
@@ -187,7 +188,9 @@ def _plain(one: Tried) -> dict[str, Any]:
 def _say(console: Console, one: Tried) -> None:
     console.print(Text(one.workload.id, style="name"))
     if one.times:
-        gain = f", {one.gain:.2f} x {one.rule}, the choice without measuring" if one.best != one.rule else ", as before"
+        gain = ", as before" if one.best == one.rule else f", beside {one.rule}, the choice without measuring"
+        if one.best != one.rule and one.rule in one.times:
+            gain = f", {one.gain:.2f} x {one.rule}, the choice without measuring"
         beside = "; ".join(f"{name} {_took(one.times, one.host, name)}" for name in one.times)
         console.print(Text.assemble(f"  {one.outcome}: ", (one.best, "good"), f"{gain} ({beside})"))
     else:

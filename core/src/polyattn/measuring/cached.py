@@ -28,6 +28,8 @@ _MIXED = 64
 """Tokens that a sequence gets at a time: so its pages lie mixed with those of others, as they do after a while."""
 _FILLED = 65536
 """Tokens that are written at once."""
+_SCALE = 0.75
+"""Of keys and of values, where a cache has static scales."""
 
 
 def cached_inputs(maker: Maker, count: int) -> Inputs:
@@ -69,7 +71,8 @@ def _pool(maker: Maker, layers: list[AttentionLayer], pages: int) -> KVPool:
     pool = KVPool(layers, config, pages, dtype=maker.dtype, device=maker.device)
     for layer in layers:
         if r.kv_scales in ("tensor", "head"):
-            pool.set_scales(layer.layer_id, 0.75, 0.75)
+            scale = _SCALE if r.kv_scales == "tensor" else torch.full((r.kv_heads,), _SCALE, device=maker.device)
+            pool.set_scales(layer.layer_id, scale, scale)
         for slots in torch.split(torch.arange(pages * r.page_size, device=maker.device), _FILLED):
             pool.write(layer.layer_id, slots, *_new_rows(maker, slots.shape[0]))
     return pool

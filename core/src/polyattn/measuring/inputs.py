@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -78,12 +78,19 @@ class Inputs:
         return {name: _sum_of_bytes(t) for name, t in self.tensors[0].items()}
 
     def renew(self) -> None:
-        """Make all of it anew."""
+        """Write everything anew, where it is: calls that were prepared with it are to find it as it was."""
         made = make_inputs(
             self.workload, self.device, self.count, density=self.density, backward_only=self.backward_only
         )
-        for field in dataclasses.fields(made):
-            setattr(self, field.name, getattr(made, field.name))
+        with torch.no_grad():
+            for mine, new in zip(self._written(), made._written(), strict=True):
+                mine.copy_(new)
+
+    def _written(self) -> Iterator[Tensor]:
+        """What a call could write to."""
+        for tensors in (*self.tensors, self.extra):
+            yield from (t for t in tensors.values() if isinstance(t, Tensor))
+        yield from (*self.dout, *self.dlse)
 
     @property
     def grows(self) -> bool:

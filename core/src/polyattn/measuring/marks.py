@@ -10,14 +10,31 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import signal
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Marks"]
+__all__ = ["Marks", "orderly"]
 
 _STRIKES = 2
 _RUNNING, _IDLE = b"1", b"0"
+
+
+@contextlib.contextmanager
+def orderly() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does, so that its marks are taken back: schedulers end what takes too long with
+    it, and that is not the doing of whoever is being run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Marks:

@@ -16,7 +16,7 @@ __all__ = ["Traced", "read_trace"]
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A workload of a program: how often it was asked for, and who served it."""
+    """A workload of a program: how often it was asked for, and who served it (last, where that changed)."""
 
     workload: Workload
     count: int
@@ -38,8 +38,9 @@ def read_trace(paths: Sequence[str | Path]) -> list[Traced]:
         for number, line in enumerate(lines, 1):
             one = _line(line, f"{path}, line {number}")
             key = canonical(one.workload.key())
-            known = found.get(key)
-            found[key] = one if known is None else dataclasses.replace(known, count=known.count + one.count)
+            if (known := found.get(key)) is not None:
+                one = dataclasses.replace(known, count=known.count + one.count, backend=one.backend)
+            found[key] = one
     return sorted(found.values(), key=lambda one: -one.count)
 
 

@@ -126,4 +126,4 @@ def _saver(request: AttentionRequest, chosen: Chosen, scope: Scope) -> Bound | N
     same = ("backend", "platform", "provider", "lowerings")
     if any(getattr(selection, field) != getattr(chosen.selection, field) for field in same):
         return None
-    return choose(saving, name, scope).bound
+    return choose(saving, name, scope, planned=True).bound

@@ -144,7 +144,7 @@ def choose_phases(requests: Mapping[ServingPhase, AttentionRequest], asked: Aske
         select_pair(requests["extend"], requests["decode"], catalogue(), policies)
     except (UnsupportedRequestError, BackendUnavailableError) as exc:
         _refuse(exc, f"{_said(requests, asked, 'extend')} with {_said(requests, asked, 'decode')}{_drafts(asked)}")
-    chosen = {phase: choose(requests[phase], asked.argument(phase), asked.scope) for phase in _FLAGS}
+    chosen = {phase: choose(requests[phase], asked.argument(phase), asked.scope, planned=True) for phase in _FLAGS}
     if "verify" in requests:
         chosen["verify"] = _verifier(requests, asked)
     return {phase: chosen[phase] for phase in requests}  # in the order of the requests
@@ -155,13 +155,13 @@ def _verifier(requests: Mapping[ServingPhase, AttentionRequest], asked: Asked) -
     request, policy = requests["verify"], _policy(requests, asked, asked.verifier)
     try:
         if (choice := policy.choice) is not None:
-            chosen = choose(request, choice.name, asked.scope)
+            chosen = choose(request, choice.name, asked.scope, planned=True)
             source = choice.source if chosen.selection.source == "argument" else chosen.selection.source
             return dataclasses.replace(chosen, selection=dataclasses.replace(chosen.selection, source=source))
         # Not by `choose` alone: the settings may name a backend for the phase that does not verify here.
         selection = select(request, catalogue(), policy)
         named = served_by(selection) if current_choice(None, asked.scope, request) else None
-        return choose(request, named, asked.scope)
+        return choose(request, named, asked.scope, planned=True)
     except (UnsupportedRequestError, BackendUnavailableError) as exc:
         mode = "decode" if asked.verifier == "decode" else "prefill"
         by = _said(requests, asked, asked.verifier)

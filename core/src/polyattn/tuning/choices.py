@@ -127,7 +127,7 @@ def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
         for name, reason in held.items()
     ]
     said = _order(request, _advising(here, fields))
-    if key not in here.measured and (others := here.elsewhere.get(key)):
+    if all(one.shipped for one in here.measured.get(key, ())) and (others := here.elsewhere.get(key)):
         notes.append(f"{len(others)} measurements of such requests are not used: {'; '.join(dict.fromkeys(others))}")
     return dataclasses.replace(said, avoid=tuple(held), notes=tuple(notes))
 
@@ -154,14 +154,13 @@ def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool, reach: in
     # Who is fast for a tree turns with its size: on an H200 FlashInfer is ahead for 16 drafts and far behind for 64.
     factors = (reach, 1 if tree else reach, reach)
     off = [
-        (one.kin is not None, distance + (one.kin.off if one.kin else 0.0), i)
+        (one.kin is not None, distance + (one.kin.off if one.kin else 0.0), one.shipped, i)
         for i, one in enumerate(found)
         if (distance := _distance(one, lengths, factors)) is not None
     ]
     if not off:
         return NOTHING
-    best = found[min(off)[2]]
-    return _of(best, recorded)
+    return _of(found[min(off)[-1]], recorded)
 
 
 def _distance(one: Measured, lengths: Lengths, factors: Lengths) -> float | None:
