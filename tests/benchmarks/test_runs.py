@@ -270,7 +270,19 @@ def test_a_result_must_be_whole(done, tmp_path):
     assert set(results.ROW) <= set(done["rows"][0])
     path = tmp_path / "result.json"
     rows = done["rows"]
+    timed = next(name for name, entry in rows[0]["entries"].items() if "us" in entry)
+
+    def row(**changed):
+        entries = {**rows[0]["entries"], timed: {**rows[0]["entries"][timed], **changed.pop("entry", {})}}
+        return {**done, "rows": [{**rows[0], "entries": entries, **changed}]}
+
     for given, said in (
+        (row(entry={"us": "x"}), f"us of {timed} of row 0 is 'x', which is no float. Name another file"),
+        (row(entry={"rate": True}), f"rate of {timed} of row 0 is 'True', which is no float"),
+        (row(anchors={"copy": []}), r"copy of anchors of row 0 is '\[\]', which is no float"),
+        (row(choice={"tuned": 3}), "tuned of choice of row 0 is '3', which is no str"),
+        (row(entries=[]), r"entries of row 0 is '\[\]', which is no dict"),
+        ({**done, "verdicts": {}}, "verdicts is '{}', which is no list"),
         ({"benchmark": pages.BENCHMARK, "format": results.FORMAT}, "is not whole: command, date, device, versions, "),
         ({**done, "rows": {}}, "rows is no list: name another file"),
         ({**done, "rows": [rows[0], 3]}, "is not whole: date, sheet, family, .*, choice of row 1 is missing"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polyattn import PluginError
+from polyattn import PluginError, tuning
 from polyattn.cli import doctor as doctor_module
 from polyattn.inspection import list_backends
 from polyattn.plugins import get_manager, reset_manager
@@ -227,6 +228,20 @@ def test_a_platform_whose_detection_raises_is_a_problem(run: Run, plugin: Plugin
     (device,) = [p for p in shown.data["platforms"] if p["name"] == "acme"]
     assert not device["present"]
     assert "driver on fire" in device["detail"]
+
+
+def test_a_store_that_cannot_be_used_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "store.sqlite3").write_bytes(b"SQLite format 3\0" + bytes(100))
+    monkeypatch.setenv("POLYATTN_TUNING_STORE", str(tmp_path / "store.sqlite3"))
+    tuning.reload()
+    try:
+        (problem,) = run("doctor", "--json").data["problems"]
+        assert problem.startswith(f"the tuning store {tmp_path / 'store.sqlite3'} cannot be read")
+        monkeypatch.setenv("POLYATTN_TUNING", "off")
+        assert run("doctor", "--json").data["problems"] == []
+    finally:
+        monkeypatch.undo()
+        tuning.reload()
 
 
 @pytest.mark.parametrize(

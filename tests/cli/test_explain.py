@@ -71,6 +71,17 @@ def test_text_says_who_why_and_who_not(run: Run) -> None:
     assert "arch='sm90' is not one of sm100, sm103" in shown
 
 
+def test_nobody_is_told_to_install_what_would_not_serve(run: Run) -> None:
+    """What a package lacks for this request stands in the place of how to get it."""
+    words = ["--assume-platform", "cuda:sm90", "--assume-installed", "flash-attn-3", "--phase", "decode"]
+    rejected = run("explain", *words, "--family", "paged", "--json").data["rejected"]
+    assert all(" is not installed" not in reason for name in ("fa", "fa2", "fa4", "flashmla", "cutlass_mla")
+               for reason in rejected[name])  # fmt: skip
+    assert rejected["fa2"] == ["page_size=64 is not >= 256, a multiple of 256"]
+    hints = [reason for reason in rejected["flashinfer"] if "is not installed; pip install" in reason]
+    assert len(hints) == 1, "this one would serve"
+
+
 def test_verbose_has_every_reason(run: Run) -> None:
     words = [*shlex.split(HOPPER), "--phase", "decode"]
     brief, full = run("explain", *words).out, run("explain", *words, "--verbose").out

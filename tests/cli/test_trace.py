@@ -136,6 +136,9 @@ def test_a_program_that_became_slower_is_told_so(capsys: pytest.CaptureFixture[s
     assert words in json.loads(capsys.readouterr().out)["slower"]
     trace._compare(now, before, as_json=True)
     assert json.loads(capsys.readouterr().out)["slower"] == ""
+    trace._compare(now, before, as_json=False)
+    same = "No choice is another, so this is how much two runs of the program differ." in capsys.readouterr().out
+    assert same is (now_by == "sleepy@cpu"), "nor is what nobody chose otherwise a gain"
 
 
 def trace_of(workload: Workload, backend: str) -> Traced:

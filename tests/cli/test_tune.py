@@ -36,6 +36,31 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     tuning.reload()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--export", "tuning.sqlite3"), "--export tuning.sqlite3 would replace a tuning store; name another file"),
+        (("--import", "tuning.sqlite3"), "--import tuning.sqlite3: this is a tuning store, which goes to --merge"),
+        (("--merge", "e.json"), "--merge e.json: this is no tuning store; what --export wrote goes to --import"),
+        (("--merge", "none.sqlite3"), "there is no store none.sqlite3"),
+        (("--request", DENSE, "--device", "cuda"), "--device 'cuda' is not here; torch finds: cpu (1)."),
+        (("--request", DENSE, "--device", "cpu:7"), "--device 'cpu:7' is not here; torch finds: cpu (1)."),
+        (("--request", DENSE, "--device", "zpu"), "--device 'zpu' is no device of torch"),
+    ],
+)
+def test_what_is_given_for_something_else_is_said(
+    run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    assert run("tune", "--request", DENSE, "--rounds", "1", "--json").code == 0
+    assert run("tune", "--export", "e.json").code == 0
+    before = Path("tuning.sqlite3").read_bytes()
+    found = run("tune", *words)
+    assert found.code == 2
+    assert said in " ".join(found.err.split())
+    assert Path("tuning.sqlite3").read_bytes() == before
+
+
 def test_requests_in_words_are_measured_and_shown(run: Run) -> None:
     data = run("tune", "--request", DENSE, "--request", PAGED, "--rounds", "1", "--json").data
     dense, paged = data["workloads"]

@@ -835,3 +835,7 @@ def test_every_field_of_a_request_may_be_left_out():
     names = {field.name for field in dataclasses.fields(AttentionRequest)}
     assert {field.name for field in request_fields()} <= names
     assert all(field.default is not dataclasses.MISSING for field in dataclasses.fields(AttentionRequest))
+
+
+def test_a_date_that_is_to_come_is_told_as_it_is():
+    assert age("2199-01-01T00:00:00+00:00") == "on 2199-01-01T00:00:00+00:00"

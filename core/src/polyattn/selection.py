@@ -29,6 +29,7 @@ from .records import (
     Verdict,
     judge,
 )
+from .rejections import listing, nearest, without_vain_advice
 
 __all__ = ["Catalogue", "Choice", "Offer", "Policy", "Said", "Selection", "holds", "may_be_automatic", "select"]
 
@@ -232,9 +233,8 @@ class _Judge:
         self._all = said
         self._said: dict[tuple[str, str], _Judgement] = {}
         if said is not None:
-            if request.q_bucket or request.k_bucket or request.batch_bucket:
-                request = dataclasses.replace(request, q_bucket=0, k_bucket=0, batch_bucket=0)
-            self._said = said.setdefault(request, {})
+            bare = dataclasses.replace(request, q_bucket=0, k_bucket=0, batch_bucket=0) if request.k_bucket else request
+            self._said = said.setdefault(bare, {})
 
     def ask(self, offer: Offer, only: str = "") -> _Judgement:
         key = (offer.info.name, only)
@@ -350,7 +350,8 @@ class _Judge:
 
     def ask_all(self) -> None:
         for offer in self.offers:
-            self.ask(offer)
+            if (said := self.ask(offer)).provider is None:
+                said.reasons[:] = without_vain_advice(said.reasons, offer.info, self.request, offer.missing)
 
 
 def select(
@@ -420,11 +421,11 @@ def _automatic(asked: _Judge) -> Selection:
     asked.ask_all()
     rejected = asked.rejected("")
     able = asked.others("")
-    hint = f"By name these can: {', '.join(able)}." if able else _nearest(rejected)
+    hint = f"By name these can: {', '.join(able)}." if able else nearest(rejected)
     known = ", ".join(sorted(asked.catalogue.platforms))
     none_here = "" if asked.offers else f" No backend is registered for {request.platform!r} (known: {known})."
     raise UnsupportedRequestError(
-        f"no backend can serve this call: {request.summary()}.{none_here} {hint}{_listing(rejected)}", rejected
+        f"no backend can serve this call: {request.summary()}.{none_here} {hint}{listing(rejected)}", rejected
     )
 
 
@@ -533,19 +534,3 @@ def _selection(asked: _Judge, said: _Judgement, source: str, why: str, notes: tu
         evidence=said.offer.levels.get(provider.name, said.offer.evidence),
         notes=(*notes, *asked.policy.notes),
     )
-
-
-def _nearest(rejected: Mapping[str, list[str]]) -> str:
-    if not rejected:
-        return ""
-    name, reasons = min(_runnable(rejected) or rejected.items(), key=lambda item: len(item[1]))
-    return f"Nearest miss: {name} ({'; '.join(reasons)})."
-
-
-def _runnable(rejected: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
-    away = ("planned", "is not installed", "is installed")
-    return [(n, r) for n, r in rejected.items() if not any(word in reason for reason in r for word in away)]
-
-
-def _listing(rejected: Mapping[str, list[str]]) -> str:
-    return "".join(f"\n  {name}: {'; '.join(reasons)}" for name, reasons in rejected.items())

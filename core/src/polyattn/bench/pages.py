@@ -12,6 +12,7 @@ from .bars import OWN, best
 
 __all__ = [
     "BENCHMARK",
+    "MARKED",
     "QUICK",
     "again_line",
     "breaking",
@@ -33,6 +34,9 @@ __all__ = [
 
 BENCHMARK = "polyattn bench"
 """What result files of this command call themselves."""
+
+MARKED = "\\*"
+"""Of a row that was measured again (`again_line`), in Markdown."""
 
 QUICK = "Rows as small as they get: the times mean nothing."
 
@@ -173,7 +177,7 @@ def rejected(row: Mapping[str, Any]) -> str:
 def title_of(row: Mapping[str, Any]) -> str:
     """A row for people: its own name, whether it was measured again (`again_line`), and what is wrong with it."""
     why = "; ".join(filter(None, (rejected(row), "its sheet has it no more" if row.get("gone") else "")))
-    return str(row["name"]) + (" \\*" if "replaced" in row else "") + (f" ({why})" if why else "")
+    return str(row["name"]) + (f" {MARKED}" if "replaced" in row else "") + (f" ({why})" if why else "")
 
 
 def said_of(row: Mapping[str, Any]) -> str:

@@ -109,9 +109,41 @@ def load(path: Path) -> dict[str, Any]:
     _check_whole(path, "", found, HEAD)
     if not isinstance(found["rows"], list):
         raise ConfigError(f"result file {path}: rows is no list: name another file, or measure again")
+    _check_kinds(path, "", found, _KINDS)
     for number, row in enumerate(found["rows"]):
-        _check_whole(path, f" of row {number}", row, ROW)
+        where = f" of row {number}"
+        _check_whole(path, where, row, ROW)
+        _check_kinds(path, where, row, _KINDS)
+        for name, entry in row["entries"].items():
+            _check_kinds(path, f" of {name}{where}", {"entry": entry}, _KINDS)
+            if "us" in entry:
+                _check_whole(path, f" of {name}{where}", entry, _TIMED)
+                _check_kinds(path, f" of {name}{where}", entry, dict.fromkeys(_TIMED, (int, float)))
+        _check_kinds(path, f" of anchors{where}", row["anchors"], dict.fromkeys(row["anchors"], (int, float)))
+        _check_kinds(path, f" of choice{where}", row["choice"], dict.fromkeys(row["choice"], (str,)))
     return found
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("date", "device", "command", "sheet", "family", "name", "kind", "unit", "bound", "model"), (str,)),
+    **dict.fromkeys(("versions", "settings", "sheets", "titles", "libraries", "lost"), (dict,)),
+    **dict.fromkeys(("fields", "anchors", "entries", "choice", "entry"), (dict,)),
+    **dict.fromkeys(("quick", "accepted"), (bool,)),
+    "verdicts": (list,),
+    "moved": (int, float),
+}
+_TIMED = ("us", "rate", "percent")
+"""Numbers of an entry that has a time."""
+
+
+def _check_kinds(path: Path, part: str, found: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]]) -> None:
+    for name in found.keys() & kinds.keys():
+        value, allowed = found[name], kinds[name]
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            raise ConfigError(
+                f"result file {path}: {name}{part} is {str(value)[:40]!r}, which is no {allowed[-1].__name__}. Name "
+                f"another file, or measure again"
+            )
 
 
 def _check_whole(path: Path, part: str, found: Any, names: Sequence[str]) -> None:

@@ -295,7 +295,7 @@ def _finish(result: dict[str, Any], plots: Path | None, as_json: bool) -> None:
 def _summary(row: Mapping[str, Any]) -> list[Text]:
     """A row at the end: polyattn's choice, and the fastest of all."""
     from ..bench.bars import OWN
-    from ..bench.pages import figure, title_of
+    from ..bench.pages import MARKED, figure, title_of
 
     name = row["choice"].get("tuned", "")
     name = name if name in row["entries"] else ""
@@ -307,5 +307,5 @@ def _summary(row: Mapping[str, Any]) -> list[Text]:
         fastest = Text(timed[0][1] + ratio, style="good" if timed[0][1] == name else "")
     rate = f"{figure(entry['rate'])} {row['unit']}" if "us" in entry else "-"
     share = f"{entry['percent']:.0f}%" if "us" in entry else ""
-    label = Text(f"{row['family']}/{title_of(row)}", style="" if row["accepted"] else "warn")
+    label = Text(f"{row['family']}/{title_of(row).replace(MARKED, '*')}", style="" if row["accepted"] else "warn")
     return [label, Text(name.removeprefix(OWN), style="name"), Text(rate, style="figure"), Text(share), fastest]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform as python_platform
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
@@ -22,6 +23,7 @@ from ..inspection import BackendStatus, detect, list_backends
 from ..platforms import torch_build
 from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
 from ..records import FAMILIES, BackendInfo, DeviceReport, Fallback, Provider
+from ..tuning import mode, store
 from .config_check import not_here, wrong_variables
 from .probes import speaks_of
 from .rendering import facts, grid, screen, show_json, standing, title
@@ -63,6 +65,7 @@ def examine(verbose: bool = False) -> dict[str, Any]:
     statuses = _contained(problems, list_backends) or []
     settings = _contained(problems, lambda: load_settings(environ=os.environ))
     problems += wrong_variables()
+    amiss = _contained(problems, _store) or []
     if settings is not None:
         problems += check_settings(settings, backend_names(manager.backends.values()))
     return {
@@ -76,10 +79,25 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in ENVVARS if name in os.environ},
         "unread": unknown(),
         "problems": list(dict.fromkeys(problems)),  # what several readers stumble over is one problem
-        "warnings": _warnings(manager) + (not_here(settings, statuses) if settings is not None else []),
+        "warnings": amiss + _warnings(manager) + (not_here(settings, statuses) if settings is not None else []),
         "backends": [_backend(s, devices[s.platform], manager) for s in statuses if s.platform in present],
         "elsewhere": [_elsewhere(status, devices, manager) for status in statuses if status.platform not in present],
     }
+
+
+def _store() -> list[str]:
+    """What is wrong with single measurements of the tuning store.
+
+    Raises:
+        ConfigError: it cannot be used at all.
+    """
+    if mode() == "off":
+        return []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        store().rows()
+        store().quarantined()
+    return [str(one.message) for one in said]
 
 
 def _warnings(manager: PluginManager) -> list[str]:

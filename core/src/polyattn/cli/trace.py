@@ -139,6 +139,9 @@ def _report(out: Path, run: _Run, as_json: bool) -> None:
     console.print(table)
 
 
+SAME = "no choice is another, so this is how much two runs of the program differ"
+
+
 def _compare(before: _Run, now: _Run, as_json: bool) -> None:
     """Two runs of one program: who served it, and how long it took."""
     was = {canonical(one.workload.key()): one.backend for one in before.found}
@@ -151,7 +154,7 @@ def _compare(before: _Run, now: _Run, as_json: bool) -> None:
             "kernels that were compiled or loaded for the first time are in it, so run it again; if it stays, "
             "POLYATTN_TUNING=off runs the program as before, and a backend can be named"
             if changed
-            else "no choice is another, so this is how much two runs of the program differ"
+            else SAME
         )
     if as_json:
         rows = [{**_plain(one), "before": old} for one, old in both]
@@ -169,3 +172,5 @@ def _compare(before: _Run, now: _Run, as_json: bool) -> None:
     console.print(facts([("changed", str(changed)), ("took", took)]))
     if slower:
         console.print(Text(f"The program as a whole was {slower}.", style="warn" if changed else "quiet"))
+    elif not changed:
+        console.print(Text(f"{SAME[0].upper()}{SAME[1:]}.", style="quiet"))

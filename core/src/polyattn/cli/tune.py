@@ -161,12 +161,17 @@ def _tune(
 def _device(name: str) -> torch.device:
     import torch
 
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name != "auto":
         try:
-            return torch.device(name)
+            asked = torch.device(name)
         except RuntimeError as exc:
             raise ConfigError(f"--device {name!r} is no device of torch: {exc}") from exc
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        there = {"cpu": 1, **({} if found is None else {found.type: torch.accelerator.device_count()})}
+        if (asked.index or 0) >= there.get(asked.type, 0):
+            here = ", ".join(f"{kind} ({count})" for kind, count in there.items())
+            raise ConfigError(f"--device {name!r} is not here; torch finds: {here}. `polyattn doctor` says why")
+        return asked
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
@@ -224,6 +229,15 @@ def _summary(console: Console, tried: list[Tried]) -> None:
 # ------------------------------------------------------------------------------------------------------- what is kept
 
 
+def _is_store(path: Path) -> bool:
+    """Whether a file is there that is a database, as stores are."""
+    try:
+        with path.open("rb") as file:
+            return file.read(16) == b"SQLite format 3\0"
+    except OSError:
+        return False
+
+
 def _keep(export: Path | None, imports: list[Path], merges: list[Path], release: str | None, as_json: bool) -> None:
     store, said = tuning.store(), {}
     known = {name for name, _ in get_manager().backends}
@@ -231,7 +245,11 @@ def _keep(export: Path | None, imports: list[Path], merges: list[Path], release:
         _check_release(release, known | {held.backend for held in store.quarantined()})
     if imports or merges or release is not None:
         store.insist()
+    if export is not None and _is_store(export):
+        raise ConfigError(f"--export {export} would replace a tuning store; name another file")
     for path in imports:
+        if _is_store(path):
+            raise ConfigError(f"--import {path}: this is a tuning store, which goes to --merge")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as exc:
@@ -239,7 +257,9 @@ def _keep(export: Path | None, imports: list[Path], merges: list[Path], release:
         said[f"imported from {path}"] = store.import_rows(data, known, str(path))
     for path in merges:
         if not path.is_file():
-            raise ConfigError(f"there is no store {path}")
+            raise ConfigError(f"there is no store {path}; --merge takes another machine's or process's tuning store")
+        if not _is_store(path):
+            raise ConfigError(f"--merge {path}: this is no tuning store; what --export wrote goes to --import")
         said[f"merged from {path}"] = store.import_rows(TuningStore(path).export(), known, str(path))
     if release is not None:
         said[f"released {release}"] = tuning.release(None if release == ALL else release)

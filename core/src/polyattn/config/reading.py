@@ -75,6 +75,8 @@ def read_config_file(path: str | os.PathLike[str], *, where: str = "config file"
     file = Path(named if "\0" in named else os.path.expanduser(named))
     suffix = file.suffix.lower()
     if suffix not in SUFFIXES:
+        if not file.exists():
+            raise ConfigError(f"{where}: {file} does not exist; name a file with one of: {', '.join(SUFFIXES)}")
         raise ConfigError(f"{where}: {file} has the suffix {file.suffix!r}; allowed: {', '.join(SUFFIXES)}")
     try:
         text = file.read_bytes().decode("utf-8-sig")

@@ -123,4 +123,6 @@ def age(date: str) -> str:
     except ValueError:
         return f"on {date}"
     days = (datetime.datetime.now(datetime.timezone.utc) - then).days
+    if days < -1:  # a clock that is ahead, or a date that is none
+        return f"on {date}"
     return "today" if days < 1 else f"{days} day{'s' if days > 1 else ''} ago"
