@@ -265,6 +265,10 @@ def _index(name: str, value: Any, rank: int, shape: str) -> None:
     _tensor(name, value, rank, shape)
     if value.dtype != torch.int32:
         raise InvalidInputError(f"{name} is {value.dtype}; int32 is needed: {name}.to(torch.int32)")
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        raise InvalidInputError(
+            f"{name} has strides {value.stride()}; its last axis must be dense (stride 1): {name}.contiguous()"
+        )
 
 
 def check_lengths(query: Tensor, key: Tensor, **lens: Any) -> None:

@@ -201,9 +201,14 @@ def test_fewer_are_kept_than_there_may_be_lengths(
 ) -> None:
     install("sgl")
     monkeypatch.setattr(flash_attention, "_kept", {})
+    monkeypatch.setattr(flash_attention, "_MOST_KEPT", 64)
     for length in range(1, 70):
-        flash_attention.starts(AttentionRequest(), 2, length, torch.device("cpu"))
-    assert 0 < len(flash_attention._kept) <= 64
+        made = flash_attention.starts(AttentionRequest(), 2, length, torch.device("cpu"))
+        assert made.tolist() == [0, length, 2 * length]
+    kept = dict(flash_attention._kept)
+    assert len(kept) == 64
+    again = flash_attention.starts(AttentionRequest(), 2, 1, torch.device("cpu"))
+    assert any(again is one for one in kept.values()), "what another stream may still read is not given back"
 
 
 # What a bound call costs beside the library, at most: torch operations, and calls of Python functions of ours.

@@ -83,6 +83,17 @@ def test_lengths_and_tables_with_gaps_are_those_without(fields: dict[str, Any], 
     assert torch.equal(forward(query, *caches, page_table=table[:, :1], **given, **sizes), wanted)
 
 
+def test_rows_of_padding_are_zeros_in_a_prefill_too(library: Library) -> None:
+    caches, query = torch.randn(2, 3, 64, 2, 128).bfloat16(), torch.randn(4, 8, 128).bfloat16()
+    lens, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([9, 0], [0, 2, 4]))
+    table = torch.tensor([[1], [0]], dtype=torch.int32)
+    sizes = {"max_seqlen_q": 2, "max_seqlen_k": 9}
+    out = TARGET.bind(**PAGED).forward(query, *caches, page_table=table, seq_lens=lens, cu_seqlens_q=starts, **sizes)
+    assert bool(out.isfinite().all())
+    assert float(out[:2].abs().max()) > 0
+    assert float(out[2:].abs().max()) == 0
+
+
 def test_it_writes_into_the_output_it_is_given(library: Library) -> None:
     out = torch.full((1, 8, 128), torch.nan).bfloat16()
     assert run(out=out, **DECODE) is out

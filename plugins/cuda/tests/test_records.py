@@ -72,6 +72,13 @@ class TestRecords(AttentionRecords):
         Asked("flashmla", "cuda:sm90", "flashmla", MLA),
         Asked("cutlass pages", "cuda:sm100", "cutlass_mla", {**MLA, "page_size": 64}, "page_size=64 is not 128"),
         Asked("dsa wants its method", "cuda:sm90", "dsa", MLA, "method"),
+        Asked(
+            "fa4, 256 wide on Blackwell, the same bits in any batch",
+            "cuda:sm100",
+            "fa4",
+            {**PAGED, "head_dim": 256, "page_size": 128, "batch_invariant": True},
+            "head_dim=256 is not 16 to 128",
+        ),
         Asked("sage 3 LSE", "cuda:sm120", "sage_attn_3", {"lse": True}, "lse=True is not declared"),
     )
 

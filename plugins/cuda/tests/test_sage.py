@@ -107,6 +107,20 @@ def test_the_lse_is_of_keys_that_were_not_centred(monkeypatch: pytest.MonkeyPatc
     assert float((lse - right[1]).abs().max()) < 0.05
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("name", ["sage_attn", "sparge_attn"])
+def test_a_scale_of_0_or_less_goes_into_the_queries(name: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse = name == "sparge_attn"
+    library = (emulator.sparge() if sparse else emulator.sage2()).install(monkeypatch)
+    target, options = (SPARGE, (("topk", 1.0),)) if sparse else (SAGE2, ())
+    q, k, v = tensors(130, 200, width=128)
+    bound = target.bind(heads=2, kv_heads=2, head_dim=128, s_relation="fewer", scale=scale, options=options)
+    out = bound.forward(q, k, v)
+    right = reference.attention(q.double(), k.double(), v.double(), scale=scale, compute_dtype=torch.float64)
+    assert compare_class("out", out, right, torch.bfloat16, INT8_FP8)[0] is None
+    assert len(library.calls) == 1
+
+
 @pytest.mark.parametrize(("s_k", "calls"), [(64, 1), (128, 1), (65, 2), (1, 2)])
 def test_sage_1_is_right_for_any_number_of_keys(s_k: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     library = emulator.sage1().install(monkeypatch)

@@ -203,6 +203,18 @@ EXTEND = {"phase": "extend", "s_relation": "fewer", "causal": "bottom_right"}
 
 
 @pytest.mark.parametrize("step", [ONE, CHAIN, EXTEND], ids=["decode", "verify", "extend"])
+def test_queries_of_trtllm_gen_may_have_strides(step: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.library().install(monkeypatch)
+    bound, count = MHA[100].bind(**STEP, **step, kv_layout="NHD"), 1 if step is ONE else 3
+    caches, query = torch.randn(2, 4, 16, 2, 64).bfloat16(), torch.randn(2 * count, 8, 64).bfloat16()
+    tables: dict[str, Any] = {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2), "max_seqlen_k": 20}
+    tables |= {"seq_lens": torch.tensor([20, 9], dtype=torch.int32), "max_seqlen_q": count}
+    tables |= {"cu_seqlens_q": torch.arange(3, dtype=torch.int32) * count}
+    heads_first = query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(bound.forward(heads_first, *caches, **tables), bound.forward(query, *caches, **tables))
+
+
+@pytest.mark.parametrize("step", [ONE, CHAIN, EXTEND], ids=["decode", "verify", "extend"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_trtllm_gen_is_given_what_it_can_find_its_way_in(
     layout: str, step: dict[str, Any], monkeypatch: pytest.MonkeyPatch

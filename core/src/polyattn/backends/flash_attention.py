@@ -320,7 +320,7 @@ def _filled(count: int, value: int, device: torch.device) -> Tensor:
     return torch.full((count,), value, dtype=torch.int32, device=device)
 
 
-_MOST_KEPT = 64
+_MOST_KEPT = 1024
 _kept: dict[Any, Tensor] = {}
 _in_graphs: dict[Any, Tensor] = {}
 
@@ -335,7 +335,8 @@ def _made(make: Callable[..., Tensor], request: AttentionRequest, *given: Any) -
         return make(*given) if found is None else found
     if found is None:
         if len(_kept) >= _MOST_KEPT:
-            _kept.clear()
+            # None is given back: kernels of another stream may still have to read it.
+            return make(*given)
         *numbers, device = given
         # Copied, which waits: the next call may come on another stream.
         found = _kept[key] = make(*numbers, torch.device("cpu")).to(device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from polyattn.adapters import load
 from polyattn.backends.free_slots import without_free_slots
 from polyattn.backends.gathering import nothing
+from polyattn.backends.padding_rows import blank
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound
 from polyattn.packing import per_token
@@ -81,6 +82,8 @@ class HpcOps:
                 result = kernel(
                     cu_seqlens_q=cu_seqlens_q, seqlens_kvcache=seq_lens, max_seqlens_q=max_seqlen_q, **given
                 )
+                # Nor has one in a prefill, whose softmax takes -inf from -inf.
+                result = result.masked_fill_(blank(query.shape[0], seq_lens, cu_seqlens_q)[:, None, None], 0.0)
             return result if out is None or result is out else out.copy_(result)
 
         return Bound(forward)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters import load
+from polyattn.backends.torch_sdpa import signed
 from polyattn.contract import Bound
 from polyattn.placement import placing
 from polyattn.records import AttentionRequest
@@ -40,9 +41,13 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Sage2:
-    """Binds dense requests. Keys are centred inside, on a copy, and the LSE is corrected for it."""
+    """Binds dense requests. Keys are centred inside, on a copy, and the LSE is corrected for it. The largest logit of a
+    row is found before the scale: scales of 0 and less go into the queries."""
 
     def bind(self, request: AttentionRequest) -> Bound:
+        return placing(signed(request, self._bind))
+
+    def _bind(self, request: AttentionRequest) -> Bound:
         name, how = KERNELS[request.arch]
         given = {
             **how,
@@ -55,13 +60,14 @@ class Sage2:
         kernel = load(SAGE_2, f"sageattention.core:{name}", dict.fromkeys(given, "polyattn"))
 
         def forward(query: Tensor, key: Tensor, value: Tensor, *, out: Tensor | None = None, **_: None) -> Any:
-            found = kernel(q=query, k=key, v=value, **given)
+            with torch.cuda.device_of(query):  # it makes the device of the values current, and leaves it so
+                found = kernel(q=query, k=key, v=value, **given)
             if not request.lse:
                 return _into(found, out)
             result, lse = found
             return _into(result, out), lse.transpose(1, 2) if request.layout == "BSHD" else lse
 
-        return placing(Bound(forward))
+        return Bound(forward)
 
 
 class Sage1:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polyattn.adapters import load
 from polyattn.contract import Bound
+from polyattn.placement import placing
 from polyattn.records import AttentionRequest
 
 from .records.diffusion import SAGE_3
@@ -33,4 +34,4 @@ class Sage3:
             result = result.transpose(1, 2) if turned else result
             return result if out is None else out.copy_(result)
 
-        return Bound(forward)
+        return placing(Bound(forward))

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters import load
+from polyattn.backends.torch_sdpa import signed
 from polyattn.contract import Bound
+from polyattn.placement import placing
 from polyattn.records import AttentionRequest
 
 from .records.diffusion import SPARGE
@@ -23,9 +25,13 @@ _FEWEST = 128
 
 
 class Sparge:
-    """Binds dense requests. Its functions copy what they are given into [B, H, S, D]."""
+    """Binds dense requests. Its functions copy what they are given into [B, H, S, D], and choose blocks by scores that
+    are not scaled yet: scales of 0 and less go into the queries."""
 
     def bind(self, request: AttentionRequest) -> Bound:
+        return placing(signed(request, self._bind))
+
+    def _bind(self, request: AttentionRequest) -> Bound:
         options: dict[str, Any] = dict(request.options)
         given: dict[str, Any] = {
             "is_causal": False,
@@ -44,7 +50,8 @@ class Sparge:
             q, k, v = (t.transpose(1, 2) if turned else t for t in (query, key, value))
             missing = max(_FEWEST - q.shape[2], 0)
             padded = torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q
-            result = kernel(q=padded, k=k, v=v, **given)[:, :, : q.shape[2]]
+            with torch.cuda.device_of(query):  # it makes the device of the values current, and leaves it so
+                result = kernel(q=padded, k=k, v=v, **given)[:, :, : q.shape[2]]
             result = result.transpose(1, 2) if turned else result
             return result if out is None else out.copy_(result)
 

@@ -137,6 +137,7 @@ def sage3() -> Library:
         assert q.size(-1) < 256
         assert q.shape[1] == k.shape[1], "no GQA"
         assert attn_mask is None, "it ignores masks"
+        _aligned(q, k, v)
         size, length = q.shape[2], k.shape[2]
         k -= k.mean(dim=-2, keepdim=True)
         q, keys, v = (torch.nn.functional.pad(t, (0, 0, 0, -t.shape[2] % 128)) for t in (q, k, v))
@@ -180,6 +181,7 @@ def sparge() -> Library:
         assert more["dropout_p"] == 0.0, "ignored"
         if not smooth_k:
             raise UnboundLocalError("km")
+        _aligned(q, k, v, scale)
         keys = k.float() - k.mean(-2, keepdim=True).float()
         logits = _logits(_int8(q.float(), 128), _int8(keys, 64), False, q.shape[-1] ** -0.5 if scale is None else scale)
         kept = _kept(q.float(), keys, topk).repeat_interleave(128, 2).repeat_interleave(64, 3)
@@ -197,8 +199,10 @@ def _kept(q: Tensor, k: Tensor, topk: float) -> Tensor:
     return torch.zeros_like(score, dtype=torch.bool).scatter(-1, score.topk(count, -1).indices, True)
 
 
-def _aligned(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> None:
-    """Tensors of other widths than the kernels' are copied into wider ones first."""
+def _aligned(q: Tensor, k: Tensor, v: Tensor, sm_scale: float | None = None, **_: Any) -> None:
+    """Tensors of other widths than the kernels' are copied into wider ones first. Of a row the largest logit is taken
+    before the scale (attn_utils.cuh)."""
+    assert sm_scale is None or sm_scale > 0, "exponentials of the largest logit's other side: inf, NaN"
     for tensor in (q, k, v) if q.shape[-1] in (64, 128) else ():
         rows = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
         if tensor.data_ptr() % 16 or any(stride * tensor.itemsize % 16 for stride in rows):

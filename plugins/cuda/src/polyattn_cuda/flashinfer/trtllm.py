@@ -165,7 +165,8 @@ class _Generated(_Call):
 
     def run(self, given: dict[str, Any], tables: Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
         r = self.request
-        given["kv_cache"] = _alike(given["kv_cache"])
+        # It makes its result with the strides of the queries, and writes it as if these were packed.
+        given |= {"query": given["query"].contiguous(), "kv_cache": _alike(given["kv_cache"])}
         wanted = lse_bytes(r.heads, tables.seq_lens.shape[0], tables.max_seqlen_q) if r.lse else 0
         if wanted > WORKSPACE // 2:
             given["workspace_buffer"] = workspace_of(given["query"].device, WORKSPACE + wanted)
@@ -267,9 +268,10 @@ class _XQA(_Call):
         key = (drafts, device)
         if key in self._masks:
             return self._masks[key]
-        made = drafts_mask(drafts, self.causal, device)
-        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self._masks[key] = made
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return drafts_mask(drafts, self.causal, device)
+        # Copied, which waits: the next call may come on another stream.
+        made = self._masks[key] = drafts_mask(drafts, self.causal, torch.device("cpu")).to(device)
         return made
 
 
