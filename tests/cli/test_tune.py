@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,30 @@ def test_what_is_given_for_something_else_is_said(
     assert found.code == 2
     assert said in " ".join(found.err.split())
     assert Path("tuning.sqlite3").read_bytes() == before
+
+
+def test_it_ends_in_order_when_a_scheduler_ends_it(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys, time
+from polyattn.cli import app
+from polyattn.measuring import tuner
+
+def tune_all(*args, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+    yield
+
+tuner.tune_all = tune_all
+sys.exit(app.run(sys.argv[1:]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "tune", "--request", DENSE],
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (143, "")
 
 
 def test_requests_in_words_are_measured_and_shown(run: Run) -> None:

@@ -116,7 +116,9 @@ def _common(
         )
     if h_kv != h_v:
         raise InvalidInputError(f"key has {h_kv} heads, value {h_v}; they must be equal")
-    if not h_q or not h_kv or h_q % h_kv:
+    if not h_q or not h_kv:
+        raise InvalidInputError(f"query has {h_q} heads, key and value {h_kv}; one at least is needed of each")
+    if h_q % h_kv:
         raise InvalidInputError(
             f"query has {h_q} heads, key and value {h_kv}: H_q must be a multiple of H_kv"
             f"{_other_layout(query, key, value, layout)}"

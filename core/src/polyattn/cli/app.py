@@ -55,6 +55,7 @@ EXIT_CODES: dict[type[PolyattnError], int] = {
 }
 OTHER_ERROR = 1
 INTERRUPTED = 130
+TERMINATED = 143
 
 # typer's own copy of click from 0.26 on, click itself before: typer re-exports one of the two.
 _ProblemWithWords: Any = typer.BadParameter.__mro__[2]
@@ -119,7 +120,9 @@ def run(words: list[str]) -> int:
         return 2
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except (BrokenPipeError, SystemExit):
+    except (BrokenPipeError, SystemExit) as ended:
+        if getattr(ended, "code", None) == TERMINATED:
+            return TERMINATED
         # The reader (head, a closed pager) has seen enough; typer notices first, or the flush above. What is still
         # buffered must not fail once more at exit.
         with contextlib.suppress(OSError, ValueError):

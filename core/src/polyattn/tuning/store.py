@@ -240,7 +240,8 @@ class TuningStore:
             ConfigError: not such data, or it names a kernel, a backend or a choice that nobody here knows.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("measurements"), list):
-            raise ConfigError(f"{where}: this is no export of measurements; one has format {FORMAT!r}")
+            found = f" (format {data['format']!r})" if isinstance(data, dict) and "format" in data else ""
+            raise ConfigError(f"{where}: this is no export of measurements{found}; one has format {FORMAT!r}")
         rows = []
         for i, one in enumerate(data["measurements"]):
             rows.append(row_of(one, f"{where}: measurement {i}"))
