@@ -107,6 +107,9 @@ def test_a_tree_has_the_choice_of_its_own_size():
     assert order((4, 16, 1024), tree) == order((1, 16, 4096), tree) == ["a", "b"]
     assert order((4, 32, 1024), tree) == order((4, 8, 1024), tree) == []
     assert order((4, 16, 1024), like()) == []
+    half = like(tree=True, dtype="float16")
+    assert order((4, 16, 1024), half) == ["a", "b"]
+    assert (order(request=tree), order(request=half)) == (["a", "b"], []), "of unknown size"
 
 
 @pytest.mark.parametrize(("least", "own", "others"), [(97.0, "ab", "ab"), (98.5, "ab", "ba"), (99.5, "ba", "ba")])

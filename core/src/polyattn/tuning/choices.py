@@ -144,7 +144,8 @@ def shipped_advice(request: AttentionRequest, place: Callable[[], Place], *, own
 def _order(request: AttentionRequest, found: Sequence[Measured]) -> Advice:
     lengths, recorded = (request.batch_bucket, request.q_bucket, request.k_bucket), bool(request.graph_capture)
     if not any(lengths):
-        return _overall(found, recorded)
+        # Nobody knows whether another tree has this one's size.
+        return _overall([one for one in found if one.kin is None] if request.tree else found, recorded)
     near = _near(found, lengths, recorded, NEAR, tree=request.tree)
     return near if near is not NOTHING else _near(found, lengths, recorded, FAR, tree=request.tree)
 
