@@ -261,7 +261,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for text, message in {
         "missing.json": "missing.json does not exist; relative paths start at the working directory",
         str(tmp_path / "missing.json"): "missing.json does not exist",
-        "./missing": "missing has the suffix ''",
+        "./missing": "missing does not exist; name a file with one of: .json, .yaml, .yml, .toml",
         "folder.json": "'folder.json' cannot be read: ",
         "nul\0.json": "cannot be read: ",
     }.items():

@@ -231,7 +231,8 @@ def test_pairs_of_vendors_backends_that_work(
     class Loaded(Exception):  # noqa: N818 - no error
         pass
 
-    def load(*args: Any) -> None:
+    def load(*args: Any, planned: bool) -> None:
+        assert planned
         raise Loaded
 
     monkeypatch.setattr(phases, "choose", load)
