@@ -359,7 +359,7 @@ VARLEN: list[Case] = [
     (
         "cu_seqlens with gaps",
         lambda: packed(cu_seqlens_k=int32([0, 9], [2, 9], [5, 9])[:, 0]),
-        r"cu_seqlens_k has strides \(2,\); its last axis must be dense \(stride 1\): cu_seqlens_k.contiguous\(\)",
+        r"cu_seqlens_k's last axis is not dense \(strides \(2,\)\); pass cu_seqlens_k.contiguous\(\)",
     ),
     (
         "cu_seqlens empty",
@@ -440,11 +440,15 @@ PAGED: list[Case] = [
         lambda: paged(page_table=torch.zeros(2, 2)),
         r"page_table is torch.float32; int32 is needed: page_table.to\(torch.int32\)",
     ),
-    ("seq_lens with gaps", lambda: paged(seq_lens=int32([5, 9], [7, 9])[:, 0]), r"seq_lens has strides \(2,\)"),
+    (
+        "seq_lens with gaps",
+        lambda: paged(seq_lens=int32([5, 9], [7, 9])[:, 0]),
+        "seq_lens's last axis is not dense",
+    ),
     (
         "page_table with gaps",
         lambda: paged(page_table=int32([1, 9, 2, 9], [3, 9, 0, 9])[:, ::2]),
-        r"page_table has strides \(4, 2\); its last axis must be dense",
+        r"page_table's last axis is not dense \(strides \(4, 2\)\)",
     ),
     ("seq_lens 2-D", lambda: paged(seq_lens=int32([5, 7])), r"seq_lens has 2 dimensions .*\[N\]"),
     (
@@ -882,7 +886,11 @@ AFTER_PACKED = [
     ("max_seqlen_q", {"max_seqlen_q": 2}, "max_seqlen_q=2 is less than the longest sequence, 3"),
     ("max_seqlen_k", {"max_seqlen_k": 2.0}, "max_seqlen_k=2.0 must be a Python int"),
     ("dtype", {"cu_seqlens_q": torch.tensor([0, 2, 5])}, "cu_seqlens_q is torch.int64"),
-    ("gaps", {"cu_seqlens_q": int32([0, 9], [2, 9], [5, 9])[:, 0]}, "cu_seqlens_q has strides (2,)"),
+    (
+        "gaps",
+        {"cu_seqlens_q": int32([0, 9], [2, 9], [5, 9])[:, 0]},
+        "cu_seqlens_q's last axis is not dense",
+    ),
     ("value", {"value": torch.ones(4, 2, 8)}, "key has 5 tokens, value 4"),
     ("sinks", {"sinks": torch.ones(3)}, "sinks has 3 entries"),
     ("mask", {"attn_mask": torch.ones(2, 1, 3, 4)}, "attn_mask has shape"),

@@ -177,7 +177,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "latent query, strided": (
         lambda: latent(query=torch.ones(3, 4, 48)[..., ::2]),
-        r"query has strides \(192, 48, 2\); its last axis must be dense \(stride 1\): call .contiguous\(\)",
+        r"query's last axis is not dense \(strides \(192, 48, 2\)\); pass query.contiguous\(\)",
     ),
     "tree without mask": (
         lambda: tree(attn_mask=None),

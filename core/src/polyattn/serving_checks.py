@@ -14,7 +14,7 @@ from torch import Tensor
 from .contract import KVPart
 from .errors import InvalidInputError
 from .quantised import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS
-from .validate import FLOATS, check_page_table, contents_readable
+from .validate import FLOATS, check_dense_axis, check_page_table, contents_readable
 
 __all__ = ["check_kv_parts", "check_mla", "check_storage", "check_tree"]
 
@@ -173,10 +173,7 @@ def check_mla(query: Any, cache: Any, v_head_dim: Any) -> None:
     if query.device != cache.device:
         raise InvalidInputError(f"query is on {query.device}, cache on {cache.device}; move them to one device")
     for name, tensor in (("query", query), ("cache", cache)):
-        if tensor.stride(2) != 1 and tensor.shape[2] > 1:
-            raise InvalidInputError(
-                f"{name} has strides {tensor.stride()}; its last axis must be dense (stride 1): call .contiguous()"
-            )
+        check_dense_axis(name, tensor)
     fp8 = cache.dtype == torch.uint8 and cache.shape[2] == MLA_BYTES and query.dtype in FLOATS
     if query.dtype != cache.dtype and not fp8:
         raise InvalidInputError(

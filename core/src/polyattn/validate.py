@@ -20,6 +20,7 @@ __all__ = [
     "TensorGuards",
     "check_cu_seqlens",
     "check_dense",
+    "check_dense_axis",
     "check_lengths",
     "check_new_keys",
     "check_page_table",
@@ -106,10 +107,7 @@ def _common(
             raise InvalidInputError(f"{name} is {tensor.dtype}; float32, float16, bfloat16 or float64 is needed")
         if tensor.device != query.device:
             raise InvalidInputError(f"{name} is on {tensor.device}, query on {query.device}; move them to one device")
-        if tensor.shape[-1] != 1 and tensor.stride(-1) != 1 and tensor.numel():
-            raise InvalidInputError(
-                f"{name}'s last axis is not dense (strides {tuple(tensor.stride())}); pass {name}.contiguous()"
-            )
+        check_dense_axis(name, tensor)
     if not kv_dtypes and not (query.dtype == key.dtype == value.dtype):
         raise InvalidInputError(
             f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; cast them to one dtype, or use autocast"
@@ -267,9 +265,14 @@ def _index(name: str, value: Any, rank: int, shape: str) -> None:
     _tensor(name, value, rank, shape)
     if value.dtype != torch.int32:
         raise InvalidInputError(f"{name} is {value.dtype}; int32 is needed: {name}.to(torch.int32)")
-    if value.stride(-1) != 1 and value.shape[-1] > 1:
+    check_dense_axis(name, value)
+
+
+def check_dense_axis(name: str, tensor: Tensor) -> None:
+    """Of the strides the last one has to be 1 (S1)."""
+    if tensor.shape[-1] != 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise InvalidInputError(
-            f"{name} has strides {value.stride()}; its last axis must be dense (stride 1): {name}.contiguous()"
+            f"{name}'s last axis is not dense (strides {tuple(tensor.stride())}); pass {name}.contiguous()"
         )
 
 
