@@ -65,7 +65,8 @@ def pytest(session: nox.Session, *args: str, parallel: bool = False) -> None:
     env: dict[str, str | None] = {}
     if parallel and _has_xdist():
         # A worker with nothing left to do takes what waits for another: a long test holds up nothing but itself.
-        args = (*args, "-n", str(min(os.cpu_count() or 1, 8)), "--dist", "worksteal")
+        # pytest-benchmark, where it is installed, warns of workers, and a warning is an error here.
+        args = (*args, "-n", str(min(os.cpu_count() or 1, 8)), "--dist", "worksteal", "-p", "no:benchmark")
         env = {"OMP_NUM_THREADS": "1"}  # one thread per worker: the workers already fill the machine
     shared(session, "-m", "pytest", *args, *words, env=env)
 
