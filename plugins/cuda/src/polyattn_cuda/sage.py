@@ -22,6 +22,7 @@ from polyattn.placement import placing
 from polyattn.records import AttentionRequest
 
 from .records.diffusion import SAGE_1, SAGE_2
+from .unstreamed import on_default_stream
 
 __all__ = ["KERNELS", "Sage1", "Sage2"]
 
@@ -60,8 +61,7 @@ class Sage2:
         kernel = load(SAGE_2, f"sageattention.core:{name}", dict.fromkeys(given, "polyattn"))
 
         def forward(query: Tensor, key: Tensor, value: Tensor, *, out: Tensor | None = None, **_: None) -> Any:
-            with torch.cuda.device_of(query):  # it makes the device of the values current, and leaves it so
-                found = kernel(q=query, k=key, v=value, **given)
+            found = on_default_stream(kernel, query, key, value, **given)
             if not request.lse:
                 return _into(found, out)
             result, lse = found

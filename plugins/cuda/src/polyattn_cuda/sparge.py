@@ -18,6 +18,7 @@ from polyattn.placement import placing
 from polyattn.records import AttentionRequest
 
 from .records.diffusion import SPARGE
+from .unstreamed import on_default_stream
 
 __all__ = ["Sparge"]
 
@@ -50,8 +51,7 @@ class Sparge:
             q, k, v = (t.transpose(1, 2) if turned else t for t in (query, key, value))
             missing = max(_FEWEST - q.shape[2], 0)
             padded = torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q
-            with torch.cuda.device_of(query):  # it makes the device of the values current, and leaves it so
-                result = kernel(q=padded, k=k, v=v, **given)[:, :, : q.shape[2]]
+            result = on_default_stream(kernel, padded, k, v, **given)[:, :, : q.shape[2]]
             result = result.transpose(1, 2) if turned else result
             return result if out is None else out.copy_(result)
 
