@@ -260,6 +260,8 @@ def test_torch_is_loaded_when_something_is_run() -> None:
         (("acme", "--planted-bugs"), 2, "--planted-bugs tries the kit itself, not acme: leave one of the two out"),
         (("acme", "--dtypes", "float31"), 2, "dtype 'float31' is not one of"),
         (("acme", "--families", "dens"), 2, "family 'dens' is not one of"),
+        (("acme", "--dtypes", ""), 2, "--dtypes '' names none; leave it out for all"),
+        (("acme", "--families", ","), 2, "--families ',' names none; leave it out for all"),
     ],
 )
 def test_wrong_words(run: Run, acme: Path, words: tuple[str, ...], code: int, message: str) -> None:

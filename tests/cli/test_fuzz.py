@@ -75,3 +75,10 @@ def test_wrong_usage(run: Run, words: list[str], code: int, said: str) -> None:
     shown = run("fuzz", *words)
     assert shown.code == code
     assert said in " ".join(shown.err.split())
+
+
+def test_a_folder_that_cannot_be_made_is_said(run: Run, somewhere: Path) -> None:
+    Path("file").touch()
+    shown = run("fuzz", "--seconds", "1", "--out", "file/below")
+    assert shown.code == 2
+    assert "--out file/below cannot be written ([Errno 20] Not a directory" in " ".join(shown.err.split())

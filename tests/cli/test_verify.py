@@ -54,7 +54,7 @@ def test_a_report_and_evidence_to_hand_in(run: Run, plugin: Plugin, tmp_path: Pa
     assert "short_prefill" in text
     (report,) = json.loads((folder / "report.json").read_text())
     assert report["ok"]
-    code, said = verify(run, folder)
+    code, said = verify(run, folder / "report.md" / "below")
     assert code == 2
     assert "Name a folder that can be made, or remove this one" in " ".join(said.split())
 
@@ -98,3 +98,11 @@ def test_what_cannot_be_verified(words: tuple[str, ...], code: int, reason: str,
     assert shown.code == code
     assert reason in " ".join(shown.err.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "report.md").write_text("mine")
+    shown = run("verify", "--device", "cpu", "--backend", "torch_native", "--quick", "--out", str(tmp_path))
+    assert shown.code == 2
+    assert "there is something in it" in " ".join(shown.err.split())
+    assert (tmp_path / "report.md").read_text() == "mine"

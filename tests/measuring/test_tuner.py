@@ -22,6 +22,7 @@ from polyattn import tuning
 from polyattn.epoch import EPOCH
 from polyattn.errors import ConfigError, InvalidInputError
 from polyattn.measuring import Candidate, Measured, Time, Workload, entrants, online, probe, tuner
+from polyattn.measuring.clock import made_current
 from polyattn.measuring.marks import Marks
 from polyattn.measuring.probe import Prober
 from polyattn.measuring.running import out_of_memory
@@ -166,6 +167,16 @@ def test_the_second_start_does_no_work(monkeypatch):
     assert [one.times for one in second] == [one.times for one in first]
     with pytest.raises(TypeError):
         tune(workload(), again=True)
+
+
+def test_the_device_that_is_measured_is_the_current_one_meanwhile(monkeypatch):
+    current = [0]
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: current.__setitem__(0, index))
+    with made_current(torch.device("cuda", 1)):
+        assert current == [1]
+    with made_current(CPU):
+        assert current == [0]
 
 
 def test_equal_workloads_are_measured_once():
@@ -1082,6 +1093,24 @@ def test_a_backend_that_hangs_leaves_time_for_the_others(on, odd):
     (row,) = tuning.store().rows(subject=BACKEND)
     assert {"torch_sdpa", "torch_native", "reference"} <= set(row.value["times"])
     assert tuning.store().quarantined() == []
+
+
+def test_without_a_time_of_the_rules_choice_nobody_replaces_it(on, odd, monkeypatch):
+    odd("sleepy")
+    on.isolation = "never"
+    monkeypatch.setattr(tuner, "_too_slow", lambda *args: {"sleepy": ("late", "it compiles")})
+    with pytest.warns(RuntimeWarning, match=r"was up before sleepy, the choice without measuring, was timed"):
+        polyattn.attention(*tensors(100))
+    assert rows() == set()
+
+
+def test_where_no_process_can_be_started_a_call_is_served_all_the_same(on, odd, monkeypatch):
+    odd("quick")
+    for nothing in ("/nowhere/python", None):
+        monkeypatch.setattr(online, "BUDGET", online.Budget())
+        monkeypatch.setattr(sys, "executable", nothing)
+        with pytest.warns(RuntimeWarning, match=r"no process can be started to try backends in: .* cannot be run \("):
+            assert polyattn.attention(*torch.randn(3, 1, 100, 2, 24)).shape == (1, 100, 2, 24)
 
 
 def test_who_is_too_slow_for_the_time_is_left_out(on, odd):

@@ -13,6 +13,7 @@ import types
 import warnings
 
 import pytest
+import torch
 
 from polyattn import policies, tuning
 from polyattn.errors import ConfigError
@@ -258,6 +259,12 @@ def test_the_quarantined_are_avoided_with_their_reason():
     assert advise(REQUEST, here).avoid == ()
 
 
+def test_a_device_that_has_no_others_of_its_kind_has_no_index_to_ask_for(monkeypatch):
+    """torch.mps has no current_device."""
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    assert policies._device("mps") == torch.device("mps", 0)
+
+
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_quarantine_is_kept(own_store, in_memory):
     store = TuningStore(None if in_memory else own_store)
@@ -288,6 +295,18 @@ def test_who_is_released_is_measured_where_it_was_left_out(own_store, in_memory)
     assert len(store.rows()) == 4
     assert store.release("a") == 1
     assert {row.source for row in store.rows()} == {row.source for row in kept}
+
+
+def test_a_library_that_is_released_took_part_under_its_backends_name(own_store):
+    store = TuningStore(own_store)
+    times = {"a": 1.0, "b": 2.0}
+    store.record(
+        backend_row(HERE, REQUEST, (1, 64, 64), times, "with it", by={"a": "x"}),
+        backend_row(HERE, REQUEST, (1, 128, 128), times, "with another", by={"a": "y"}),
+    )
+    store.quarantine(Quarantined(HERE, "a/x", request_key(REQUEST), "it lies", "2026-01-01"))
+    assert store.release("a/x") == 1
+    assert [row.source for row in store.rows()] == ["with it"]
 
 
 def test_a_file_of_the_first_version_is_read_and_grows(own_store):

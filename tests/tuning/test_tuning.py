@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -254,6 +255,45 @@ def test_a_file_that_is_none_is_an_error_or_begun_anew(own_store, make, message)
     store.record(row())
     assert TuningStore(own_store).rows() == [row()]
     assert own_store.with_name("tuning.sqlite3.old").exists()
+
+
+def test_a_store_that_was_begun_anew_took_its_journal_along(own_store):
+    own_store.parent.mkdir()
+    connection = sqlite3.connect(own_store)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("CREATE TABLE x (y)")
+    with pytest.warns(RuntimeWarning, match="It was moved to"):
+        TuningStore(own_store, rebuild=True)
+    assert own_store.with_name("tuning.sqlite3.old-wal").stat().st_size
+    assert not own_store.with_name("tuning.sqlite3-wal").exists()
+    connection.close()
+
+
+def test_a_file_is_whole_once_nobody_has_it_open(own_store, tmp_path):
+    """Also where somebody who reads closes it last: a copy of the file alone has every measurement."""
+    store = TuningStore(own_store)
+    store.record(row())
+    with store._reading(own_store):
+        store.record(row(key={**row().key, "k_bucket": 1 << 20}))
+    assert not own_store.with_name("tuning.sqlite3-wal").exists()
+    shutil.copy(own_store, tmp_path / "copy")
+    assert len(TuningStore(tmp_path / "copy").rows()) == 2
+
+
+def test_a_journal_that_cannot_be_opened_is_said(own_store, monkeypatch):
+    store = TuningStore(own_store)
+    store.record(row())
+    own_store.with_name("tuning.sqlite3-wal").write_bytes(b"x")
+    connect = sqlite3.connect
+
+    def connected(name, **options):
+        if "immutable=1" not in str(name):
+            raise sqlite3.OperationalError("unable to open database file")
+        return connect(name, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connected)
+    with pytest.warns(RuntimeWarning, match="are not read: they are in tuning.sqlite3-wal, which can be opened only"):
+        assert TuningStore(own_store).rows() == [row()]
 
 
 @pytest.mark.parametrize("make, message", UNREADABLE)

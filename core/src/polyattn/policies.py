@@ -113,7 +113,7 @@ def _device(kind: str) -> Any:
     module = getattr(torch, kind, None)
     if module is None or not module.is_available():
         return None
-    return torch.device(kind, module.current_device())
+    return torch.device(kind, getattr(module, "current_device", int)())  # MPS, which is one device, does not say
 
 
 @functools.lru_cache(maxsize=32)

@@ -20,7 +20,7 @@ import torch
 from ..errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError
 from ..inspection import catalogue, explain, served_by
 from ..measuring import Anchors, Clock, Measured, Workload, measure
-from ..measuring.clock import ROUNDS
+from ..measuring.clock import ROUNDS, made_current
 from ..measuring.probe import Prober
 from ..measuring.tuner import Isolation, tune_one
 from ..overrides import current_settings
@@ -102,7 +102,8 @@ def run(plan: Plan, result: dict[str, Any], tell: Callable[[dict[str, Any]], Non
             if time.monotonic() - began > plan.limit:
                 return
             why_not = _tuned(row, plan, prober) if prober is not None else ""
-            found = {**_best_of_attempts(row, plan, anchors, result["lost"]), **provenance(before)}
+            with made_current(plan.device):
+                found = {**_best_of_attempts(row, plan, anchors, result["lost"]), **provenance(before)}
             if why_not:
                 found["note"] = "; ".join(filter(None, (found.get("note"), f"not tuned: {why_not}")))
             others = [one for one in result["rows"] if (one["family"], one["name"]) != (row.family, row.name)]

@@ -150,6 +150,8 @@ def _heads(question: Question, family: str) -> tuple[int, int]:
 
 def _causal(question: Question, *, default: bool) -> str:
     alignment = _one_of("--causal-alignment", question.causal_alignment, ALIGNMENTS)
+    if question.causal is False and alignment != "bottom_right":
+        raise ConfigError(f"--causal-alignment {alignment} and --no-causal exclude each other: leave one out")
     causal = question.causal if question.causal is not None else default or alignment != "bottom_right"
     return alignment if causal else "none"
 

@@ -84,8 +84,11 @@ def _agree(
         )
 
 
-def _words(text: str | None) -> list[str] | None:
-    return None if text is None else [word for word in text.split(",") if word]
+def _words(flag: str, text: str | None) -> list[str] | None:
+    words = [word for word in (text or "").split(",") if word]
+    if text is not None and not words:
+        raise ConfigError(f"{flag} {text!r} names none; leave it out for all")
+    return words or None
 
 
 def _run(console: Console, here: Place, *, full: bool, dtypes: str | None, families: str | None, quiet: bool) -> Report:
@@ -100,8 +103,8 @@ def _run(console: Console, here: Place, *, full: bool, dtypes: str | None, famil
             here.info.id,
             device=here.device,
             level="full" if full else "quick",
-            dtypes=_words(dtypes),
-            families=_words(families),
+            dtypes=_words("--dtypes", dtypes),
+            families=_words("--families", families),
             progress=told,
         )
 

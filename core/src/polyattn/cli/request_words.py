@@ -32,6 +32,8 @@ def workload_of(text: str, where: Mapping[str, Any]) -> Workload:
     for word in text.split():
         name, _, value = word.partition("=")
         name = name.replace("-", "_")
+        if name in given or name in lengths:
+            raise ConfigError(f"--request {text!r}: {name} is given twice")
         if name in _LENGTHS:
             lengths[name] = _whole(name, value)
         elif name in _KINDS:

@@ -49,7 +49,7 @@ def tune(
         str, typer.Option("--device", metavar="DEVICE", help="A torch device; auto = the accelerator, else the CPU.")
     ] = "auto",
     seconds: Annotated[
-        float, typer.Option(metavar="N", help="After so much nothing else is begun.", rich_help_panel=HOW)
+        float, typer.Option(metavar="N", help="After so much no other request is begun.", rich_help_panel=HOW)
     ] = 600.0,
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="How often everybody is timed.", rich_help_panel=HOW)
@@ -89,7 +89,9 @@ def tune(
     ] = None,
     merge: Annotated[
         list[Path] | None,
-        typer.Option(metavar="STORE", help="Keep what is in another store; may be repeated.", rich_help_panel=KEPT),
+        typer.Option(
+            metavar="STORE", help="Keep the measurements of another store; may be repeated.", rich_help_panel=KEPT
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
 ) -> None:

@@ -3,18 +3,19 @@ its clock."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["OF_ROUNDS", "ROUNDS", "Clock", "Time", "Timing", "interleaved"]
+__all__ = ["OF_ROUNDS", "ROUNDS", "Clock", "Time", "Timing", "interleaved", "made_current"]
 
 ROUNDS, _ROUNDS_LEAST, _ROUNDS_WITHIN = 9, 3, 12.0
 """How often everybody is timed; after so many seconds no other round begins, the least number of them apart.
@@ -40,6 +41,20 @@ _ISSUE_CYCLES = 400_000
 """Device cycles, about 0.2 ms, in which the host issues one call: calls are issued ahead of the device, so that what
 the host costs is not in the times."""
 _ISSUE_MOST = 40_000_000
+
+
+@contextlib.contextmanager
+def made_current(device: torch.device) -> Iterator[None]:
+    """The device that events are recorded on, graphs are made of and libraries look at, whichever it was before."""
+    if device.type == "cpu" or device.index is None:
+        yield
+        return
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(device.index)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
 
 
 @dataclasses.dataclass(frozen=True)

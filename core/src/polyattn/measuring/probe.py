@@ -31,6 +31,7 @@ __all__ = ["HANG_SECONDS", "Prober", "serve"]
 _MARK = "polyattn-probe:"
 """Begins the lines that are answers: what starts with Python may print before they have the pipe to themselves."""
 _READY = "ready"
+_NO_PROCESS = "no process can be started to try backends in"
 _PR_SET_PDEATHSIG = 1
 _START_SECONDS = 300.0
 """To import torch, on a machine that has other things to do."""
@@ -119,14 +120,18 @@ class Prober:
         # The process imports what this one does, from the same places.
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         environ.pop("POLYATTN_TRACE", None)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**environ, "POLYATTN_TUNING": "off"},
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env={**environ, "POLYATTN_TUNING": "off"},
+            )
+        except (OSError, TypeError, ValueError) as exc:  # there is no such file, or None; no room for a process
+            self._errors.close()
+            raise BackendUnavailableError(f"{_NO_PROCESS}: {sys.executable} cannot be run ({exc})") from exc
         self._answers = queue.Queue()
         threading.Thread(target=_read, args=(self._process, self._answers), daemon=True).start()
         try:
@@ -139,7 +144,7 @@ class Prober:
         if ready is None or ready.strip() != _READY:
             said = "it was not ready in time" if ready else self._death()[1]
             self.close()
-            raise BackendUnavailableError(f"no process can be started to try backends in: {said}")
+            raise BackendUnavailableError(f"{_NO_PROCESS}: {said}")
         return self._process
 
     def _death(self) -> tuple[str, str]:
@@ -190,7 +195,7 @@ def serve(lines: Iterable[str], answers: IO[str]) -> None:
     """Answer probes until there are no more."""
     import torch
 
-    from .clock import Clock
+    from .clock import Clock, made_current
     from .entrants import candidates
     from .inputs import Inputs, make_inputs
     from .running import forms, measure, out_of_memory
@@ -217,7 +222,8 @@ def serve(lines: Iterable[str], answers: IO[str]) -> None:
         else:
             # Each way it is called in when it is timed: who does it once may not do it twice, or for other lengths.
             clock = Clock(device, _WINDOW)
-            found = measure(made[1], [candidate], clock=clock, rounds=1, **forms(workload))[candidate.name]
+            with made_current(device):
+                found = measure(made[1], [candidate], clock=clock, rounds=1, **forms(workload))[candidate.name]
             answer = {"kind": found.kind, "reason": found.reason}
         print(f"{_MARK}{json.dumps(answer)}", file=answers, flush=True)
 

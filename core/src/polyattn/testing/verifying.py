@@ -93,6 +93,8 @@ def prepare(folder: Path) -> None:
         ConfigError: it cannot be made, or there is something in it.
     """
     try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(f"--out {folder}: there is something in it. Name another folder, or remove this one")
         (folder / "evidence").mkdir(parents=True)
     except OSError as exc:
         raise ConfigError(

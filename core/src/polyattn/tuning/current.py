@@ -138,7 +138,8 @@ def watch(name: Hashable, ask: Callable[[], Any]) -> None:
 
 
 def _forget() -> None:
-    _state.known, _state.tables, _state.read = {}, {}, {}
+    _state.tables, _state.read = {}, {}
+    _state.known = {}  # the last: who asks meanwhile must not keep here what was in those
     bump(traced=_overtaken())
 
 

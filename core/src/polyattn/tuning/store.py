@@ -96,9 +96,10 @@ class TuningStore:
             if not rebuild:
                 raise
             aside = self.path.with_name(self.path.name + ".old")
-            self.path.replace(aside)
-            for suffix in ("-wal", "-shm"):
-                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            for suffix in ("", "-wal"):
+                with contextlib.suppress(FileNotFoundError):
+                    self.path.with_name(self.path.name + suffix).replace(aside.with_name(aside.name + suffix))
+            self.path.with_name(self.path.name + "-shm").unlink(missing_ok=True)
             warnings.warn(f"{exc} It was moved to {aside}, and a new one is begun.", RuntimeWarning, stacklevel=2)
 
     # ------------------------------------------------------------------------------------------------------- reading
@@ -196,7 +197,7 @@ class TuningStore:
             _identity(row)
             for row in self.rows(subject=BACKEND)
             for place, name, request in without
-            if row.place == place and canonical(row.key["request"]) == request and name not in row.value["times"]
+            if row.place == place and canonical(row.key["request"]) == request and not _took_part(name, row)
         ]
         for held in gone:
             self._held.pop(_held(held), None)
@@ -318,22 +319,37 @@ class TuningStore:
     def _reading(self, path: Path) -> Iterator[sqlite3.Connection]:
         with self._understood(), contextlib.ExitStack() as stack:
             uri = path.absolute().as_uri()
-            # Where the folder cannot be written, a journal cannot be opened; nobody writes there then.
-            for mode in ("mode=ro", "immutable=1"):
-                opened = sqlite3.connect(f"{uri}?{mode}", uri=True, timeout=_WAIT_S)
-                connection = stack.enter_context(contextlib.closing(opened))
+            # The last to close a file, if it may write, puts the journal into it, and copies of it are whole. Where the
+            # folder cannot be written, a journal cannot be opened; nobody writes there then.
+            for mode in ("mode=rw", "mode=ro", "immutable=1"):
                 try:
+                    opened = sqlite3.connect(f"{uri}?{mode}", uri=True, timeout=_WAIT_S)
+                    connection = stack.enter_context(contextlib.closing(opened))
                     version = self._version(connection)
                     break
                 except sqlite3.OperationalError:
                     if mode == "immutable=1":
                         raise
+            if mode == "immutable=1":
+                self._tell_of_journal(path)
             if not version:  # somebody is making it
                 connection = stack.enter_context(contextlib.closing(sqlite3.connect(":memory:")))
             # The file is only read: what it lacks is an empty table beside it.
             for table in _LACKS.get(version, ()):
                 connection.execute(table.replace("CREATE TABLE", "CREATE TEMP TABLE"))
             yield connection
+
+    def _tell_of_journal(self, path: Path) -> None:
+        """What a process that was killed, or copied a file in use, left beside it."""
+        journal = path.with_name(path.name + "-wal")
+        if not self._told and journal.exists() and journal.stat().st_size:
+            self._told = True
+            warnings.warn(
+                f"the last measurements of the tuning store {path} are not read: they are in {journal.name}, which can "
+                "be opened only where the folder can be written; open the store there once, as polyattn tune --show",
+                RuntimeWarning,
+                stacklevel=7,
+            )
 
     @contextlib.contextmanager
     def _understood(self) -> Iterator[None]:
@@ -400,6 +416,12 @@ def _where(place: Place | None, **columns: str | None) -> tuple[str, dict[str, s
         wanted |= {"device": place.device, "arch": place.arch, "versions": canonical(dict(place.versions))}
     given = {name: value for name, value in wanted.items() if value is not None}
     return " AND ".join(f"{name} = :{name}" for name in given) or "1", given
+
+
+def _took_part(name: str, row: Row) -> bool:
+    """Whether a backend, or one of its libraries, was timed."""
+    by = row.value.get("by", {})
+    return any(name in (one, f"{one}/{by.get(one, '')}") for one in row.value["times"])
 
 
 def _held(one: Quarantined) -> _Identity:

@@ -229,8 +229,12 @@ def _trail(folder: Path | None) -> Iterator[Callable[[str], None]]:
     if folder is None:
         yield lambda text: None
         return
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "running"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as exc:
+        raise ConfigError(f"--out {folder} cannot be written ({exc}); name another folder") from exc
 
     def say(text: str) -> None:
         file.seek(0)
