@@ -69,6 +69,14 @@ def test_a_quick_run_of_the_sheets(run: Run, tmp_path: Path) -> None:
     assert "tuned choice" in run("bench", "--show", str(out)).out
 
 
+def test_rows_that_were_not_begun_are_counted(run: Run, tmp_path: Path) -> None:
+    words = ("bench", str(SHEETS), *TINY, "--rows", "ltx_video", "--limit", "0")
+    found = run(*words, "--json")
+    assert (found.code, found.data["rows"]) == (0, [])
+    assert "1 of 1 rows were not begun: the time was up (--limit); with --out, --resume could" in found.err
+    assert "(--limit); --resume goes on with them" in run(*words, "--out", str(tmp_path / "result.json")).err
+
+
 def test_parts_of_a_run_are_joined(run: Run, tmp_path: Path) -> None:
     parts = [tmp_path / "0.json", tmp_path / "1.json"]
     for part, rows in zip(parts, ("sd3_5_large", "decode_8b/*B1 KV2048*"), strict=True):

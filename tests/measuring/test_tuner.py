@@ -21,7 +21,7 @@ import polyattn
 from polyattn import tuning
 from polyattn.epoch import EPOCH
 from polyattn.errors import ConfigError, InvalidInputError
-from polyattn.measuring import Candidate, Measured, Time, Workload, entrants, online, probe, tuner
+from polyattn.measuring import Candidate, Measured, Time, Workload, entrants, marks, online, probe, tuner
 from polyattn.measuring.clock import made_current
 from polyattn.measuring.marks import Marks
 from polyattn.measuring.probe import Prober
@@ -348,6 +348,29 @@ def test_a_mark_is_of_whoever_ran(tmp_path):
         assert marks.blamed == ["a"]
     with Marks(path, both) as marks:
         assert marks.blamed == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no marks")
+def test_who_runs_when_a_program_is_interrupted_is_not_to_blame(on, monkeypatch, tmp_path):
+    def interrupted(thread):
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        ended = Marks(tmp_path / "store", {"a": "a of a request"})
+        ended.__enter__()
+        assert ended.blamed == []
+        ((_, handle),) = ended._open.values()
+        os.pwrite(handle, b"1", 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(online, "BUDGET", online.Budget())
+            patch.setattr(online, "_measure", lambda *args: None)
+            patch.setattr(online.threading.Thread, "join", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                polyattn.attention(*tensors(64), causal=True)
+        with ended.running("a"):
+            assert os.pread(handle, 1, 0) == b"0", "nor is who is run after that"
+        os.close(handle)  # as the system does for a process that ended
+        marks._USED.discard(ended)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no marks")
@@ -1121,6 +1144,21 @@ def test_who_is_too_slow_for_the_time_is_left_out(on, odd):
     assert time.monotonic() - began < 10
     (row,) = tuning.store().rows(subject=BACKEND)
     assert set(row.value["times"]) == {"torch_sdpa", "torch_native", "reference"}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_process_that_was_forked_while_another_thread_measures_measures_too():
+    code = """
+import os
+from polyattn.measuring import online
+online.BUDGET.lock.acquire()
+child = os.fork()
+if not child:
+    os._exit(0 if online.BUDGET.lock.acquire(blocking=False) else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    # Whether torch has threads of its own by then is not what is asked.
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_a_call_that_leaves_no_room_for_measuring_says_so(on, monkeypatch):

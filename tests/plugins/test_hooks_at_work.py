@@ -173,7 +173,7 @@ def test_a_plugin_that_cannot_load_its_forward(site, source, reason, cause):
     assert reason in str(caught.value)
     if cause is not None:
         assert "could not load acme@cpu (provider own)" in str(caught.value)
-        assert "Choose another backend, or see `polyattn doctor`" in str(caught.value)
+        assert "Name another backend, mend the plugin, or leave it out: POLYATTN_DISABLE=acme" in str(caught.value)
         assert isinstance(caught.value.__cause__, cause)
     report = manager.plugins["acme"]
     assert reason in report.reason

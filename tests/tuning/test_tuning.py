@@ -242,6 +242,15 @@ UNREADABLE = [
 ]
 
 
+@pytest.mark.parametrize("make, ours", [(damaged, False), (of_another_program, False), (of_a_later_polyattn, True)])
+def test_only_a_store_may_be_moved_away(own_store, make, ours):
+    own_store.parent.mkdir()
+    make(own_store)
+    with pytest.raises(ConfigError) as error:
+        TuningStore(own_store)
+    assert ("or move it away: nothing but measurements is in it" in str(error.value)) is ours
+
+
 @pytest.mark.parametrize("make, message", UNREADABLE)
 def test_a_file_that_is_none_is_an_error_or_begun_anew(own_store, make, message):
     own_store.parent.mkdir()

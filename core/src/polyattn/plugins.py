@@ -202,7 +202,7 @@ class PluginManager:
             self.remember(backend, exc)
             raise PluginError(
                 f"plugin {label} could not load {backend.id} (provider {provider.name}): {type(exc).__name__}: {exc}. "
-                f"Choose another backend, or see `polyattn doctor`"
+                f"Name another backend, mend the plugin, or leave it out: POLYATTN_DISABLE={self.owner(backend).name}"
             ) from exc
         try:
             return checked(bound, request, f"plugin {label}: {backend.id}")

@@ -218,6 +218,11 @@ def _measured(plan: Plan, sheet: Sheet, result: dict[str, Any], out: Path | None
     result = results.summed(result, sheet, every)
     if out is not None:
         results.save(result, out)
+    begun = {(row["family"], row["name"]) for row in result["rows"]}
+    if left := sum((row.family, row.name) not in begun for row in plan.rows):
+        more = "--resume goes on with them" if out is not None else "with --out, --resume could go on with them"
+        said = f"{left} of {len(plan.rows)} rows were not begun: the time was up (--limit); {more}"
+        print(said, file=sys.stderr, flush=True)
     return result
 
 

@@ -17,10 +17,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Marks", "orderly"]
+__all__ = ["Marks", "forgive", "orderly"]
 
 _STRIKES = 2
 _RUNNING, _IDLE = b"1", b"0"
+_USED: set[Marks] = set()
+"""Those of this process, as long as somebody measures with them."""
 
 
 @contextlib.contextmanager
@@ -37,6 +39,15 @@ def orderly() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def forgive() -> None:
+    """Who is being run in this process, by any thread of it, is not to blame when it ends: it was interrupted."""
+    for marks in list(_USED):
+        marks.forgiving = True
+        for _, handle in list(marks._open.values()):
+            with contextlib.suppress(OSError):  # it was closed at this moment
+                os.pwrite(handle, _IDLE, 0)
+
+
 class Marks:
     """
     Args:
@@ -45,7 +56,10 @@ class Marks:
 
     Attributes:
         blamed: who was running when processes ended, `_STRIKES` times. Their marks are gone.
+        forgiving: nobody is marked from here on, see `forgive`.
     """
+
+    forgiving = False
 
     def __init__(self, store: Path | None, subjects: Mapping[str, str]) -> None:
         self._store, self._subjects = store, subjects
@@ -57,6 +71,7 @@ class Marks:
             # A mark is a help: where there can be none, one measures without, and the store says what it cannot write.
             with contextlib.suppress(ImportError, OSError):
                 self._take(name, subject)
+        _USED.add(self)
         return self
 
     def _take(self, name: str, subject: str) -> None:
@@ -85,7 +100,7 @@ class Marks:
     @contextlib.contextmanager
     def running(self, name: str) -> Iterator[None]:
         """While a backend is run."""
-        if name not in self._open:
+        if name not in self._open or self.forgiving:
             yield
             return
         _, handle = self._open[name]
@@ -98,6 +113,7 @@ class Marks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _USED.discard(self)
         for path, handle in self._open.values():
             path.unlink(missing_ok=True)
             os.close(handle)

@@ -9,6 +9,7 @@ tensors, in a thread of its own. The call itself runs as it would have; those af
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
 import warnings
@@ -26,6 +27,7 @@ from ..records import AttentionRequest
 from ..tracing import lengths_of
 from ..tuning import bucket, request_key, serving
 from ..tuning.rows import canonical
+from .marks import forgive
 from .probe import Prober
 from .tuner import Isolation, Tried, tune_one
 from .workload import Workload
@@ -60,6 +62,15 @@ class Budget:
 
 
 BUDGET = Budget()
+
+
+def _after_fork() -> None:
+    """Whoever measured in the parent does not in the child, where nobody else would give the lock back."""
+    BUDGET.lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def watched(chosen: Chosen) -> Chosen:
@@ -145,7 +156,11 @@ def _consider(request: AttentionRequest, extent: Extent, device: torch.device, k
     except BaseException:
         budget.lock.release()
         raise
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C: the program ends, mostly, and the thread with it
+        forgive()
+        raise
     for exc in failed:
         if not isinstance(exc, PolyattnError):
             raise exc

@@ -367,14 +367,14 @@ class TuningStore:
         if application != _APPLICATION and tables:
             raise self._unreadable("is a database of another program")
         if version > SCHEMA:
-            raise self._unreadable(f"has tables of version {version}, and this polyattn knows {SCHEMA}")
+            what = f"has tables of version {version}, and this polyattn knows {SCHEMA}"
+            raise self._unreadable(what, ours=True)
         return int(version)
 
-    def _unreadable(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"the tuning store {self.path} {what}; name another file with POLYATTN_TUNING_STORE, or move it away: "
-            "nothing but measurements is in it."
-        )
+    def _unreadable(self, what: str, *, ours: bool = False) -> ConfigError:
+        """ours: it is known to be a store, and no file of somebody else's."""
+        more = ", or move it away: nothing but measurements is in it" if ours else ""
+        return ConfigError(f"the tuning store {self.path} {what}; name another file with POLYATTN_TUNING_STORE{more}.")
 
     def _row(self, line: tuple[Any, ...]) -> Row | None:
         """None where it is none."""
@@ -401,7 +401,7 @@ class TuningStore:
         except (ValueError, TypeError, AttributeError, RecursionError) as exc:
             if not self._told:
                 self._told = True
-                said = self._unreadable(f"has a row that is none ({exc})")
+                said = self._unreadable(f"has a row that is none ({exc})", ours=True)
                 warnings.warn(f"{said} Such rows are not used.", RuntimeWarning, stacklevel=7)
 
 
