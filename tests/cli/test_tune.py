@@ -234,7 +234,7 @@ def test_what_is_kept_goes_from_store_to_store(run: Run, monkeypatch: pytest.Mon
         (("--request", "heds=3 k=4"), "no word 'heds'. Did you mean 'heads'"),
         (("--request", "heads=3"), "k is missing, the keys of a sequence"),
         (("--request", "heads=32 k=4 heads=16"), "heads is given twice"),
-        (("--from", os.devnull), f"the trace {os.devnull} is empty; `polyattn trace` writes one"),
+        (("--from", os.devnull), f"--from {os.devnull}: no request is in it; `polyattn trace` writes those"),
         (("--request", "heads=2 k=²"), "k='²' is not a whole number above 0"),
         (("--request", "heads=2 k=" + "9" * 5000), "is not a whole number above 0"),
         (("--request", "heads=x k=4"), "heads='x' is not a whole number above 0"),

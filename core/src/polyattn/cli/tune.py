@@ -139,6 +139,11 @@ def _tune(
     isolation = isolation_of(isolate)
     where = _device(device)
     workloads = [one.workload for one in read_trace(traces)]
+    if traces and not workloads:
+        named = ", ".join(map(str, traces))
+        raise ConfigError(
+            f"--from {named}: no request is in it; `polyattn trace` writes those of a program that has some"
+        )
     workloads += [workload_of(text, device_facts(where)) for text in requests]
     tuning.store().insist()  # before anything is measured that could not be kept
     console, tried = screen(), []

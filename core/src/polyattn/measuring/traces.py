@@ -35,8 +35,6 @@ def read_trace(paths: Sequence[str | Path]) -> list[Traced]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError(f"the trace {path} cannot be read: {exc}") from exc
-        if not lines:
-            raise ConfigError(f"the trace {path} is empty; `polyattn trace` writes one, an object per line")
         for number, line in enumerate(lines, 1):
             one = _line(line, f"{path}, line {number}")
             key = canonical(one.workload.key())
