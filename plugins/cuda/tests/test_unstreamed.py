@@ -10,10 +10,19 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
-from polyattn.testing.where import place
+from polyattn.records import BackendInfo
+from polyattn.testing.conforming import STRICT
+from polyattn.testing.emulators import OnDevice
 from polyattn_cuda.plugin import BACKENDS
 from polyattn_cuda.unstreamed import on_default_stream
+
+
+def serves_dense(info: BackendInfo) -> bool:
+    rows = (row for provider in info.providers for row in provider.rows)
+    return any(not limit.reason("dense") for row in rows if (limit := row.allows.get("family", row.when.get("family"))))
+
+
+DENSE = [info for info in BACKENDS if not info.planned and serves_dense(info)]
 
 
 class Recorder:
@@ -77,20 +86,17 @@ def test_on_the_default_stream_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> 
     assert cuda.said == ["runs on default"]
 
 
-@pytest.mark.parametrize("name", sorted(info.name for info in BACKENDS if not info.planned))
-def test_inputs_that_come_late_on_another_stream(name: str) -> None:
+@pytest.mark.filterwarnings("default")  # a vendor's own
+@pytest.mark.parametrize("info", DENSE, ids=lambda info: info.name)
+def test_inputs_that_come_late_on_another_stream(info: BackendInfo, request: pytest.FixtureRequest) -> None:
     """The stream is busy when the call is made, and the inputs are NaN until it gets to them."""
-    try:
-        here = place(name, "cuda")
-    except BackendUnavailableError as exc:
-        pytest.skip(str(exc))
+    here = type("Here", (OnDevice,), {"backend": info.id})._place(None, None)
     if here.missing:
-        pytest.skip(here.missing)
+        # Under --polyattn-strict-device only a backend that is not for this architecture is not run.
+        strict = request.config.getoption(STRICT, False) and not here.other
+        (pytest.fail if strict else pytest.skip)(f"not run: {here.missing}")
     tensors = [torch.randn(1, 256, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
-    try:
-        want = polyattn.attention(*tensors, backend=name)
-    except UnsupportedRequestError as exc:
-        pytest.skip(str(exc))
+    want = polyattn.attention(*tensors, backend=info.name)
     late = [torch.full_like(tensor, torch.nan) for tensor in tensors]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -98,7 +104,7 @@ def test_inputs_that_come_late_on_another_stream(name: str) -> None:
         torch.cuda._sleep(50_000_000)
         for tensor, right in zip(late, tensors, strict=True):
             tensor.copy_(right)
-        found = polyattn.attention(*late, backend=name)
+        found = polyattn.attention(*late, backend=info.name)
     side.synchronize()
     assert not found.isnan().any(), "its kernels did not wait for the stream that they were called on"
     torch.testing.assert_close(found, want, rtol=0.02, atol=0.02)
