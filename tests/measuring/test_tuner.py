@@ -321,6 +321,13 @@ def test_who_ends_the_tuner_twice_is_left_out_from_then_on(odd, store):
     assert not store.with_name(store.name + ".running").exists()
 
 
+def its_process_ends(of: Marks) -> None:
+    """What the system does then, and what is forgotten."""
+    marks._USED.discard(of)
+    for _, handle in of._open.values():
+        os.close(handle)
+
+
 def test_a_mark_is_of_whoever_ran(tmp_path):
     """Who is killed while others run, or while nobody does, tells nothing; nor does who ends in order."""
     path, both = tmp_path / "store", {"a": "a of a request", "b": "b of a request"}
@@ -341,8 +348,7 @@ def test_a_mark_is_of_whoever_ran(tmp_path):
         ended.__enter__()
         assert ended.blamed == []
         os.pwrite(ended._open["a"][1], b"1", 0)
-        for _, handle in ended._open.values():
-            os.close(handle)  # as the system does for a process that ended
+        its_process_ends(ended)
         assert len(list(folder.iterdir())) == 2, strikes
     with Marks(path, both) as marks:
         assert marks.blamed == ["a"]
@@ -369,8 +375,7 @@ def test_who_runs_when_a_program_is_interrupted_is_not_to_blame(on, monkeypatch,
                 polyattn.attention(*tensors(64), causal=True)
         with ended.running("a"):
             assert os.pread(handle, 1, 0) == b"0", "nor is who is run after that"
-        os.close(handle)  # as the system does for a process that ended
-        marks._USED.discard(ended)
+        its_process_ends(ended)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no marks")

@@ -23,6 +23,8 @@ _STRIKES = 2
 _RUNNING, _IDLE = b"1", b"0"
 _USED: set[Marks] = set()
 """Those of this process, as long as somebody measures with them."""
+_CLOSING = threading.Lock()
+"""Held where files are closed: nobody writes to one whose number another file may have by then."""
 
 
 @contextlib.contextmanager
@@ -41,10 +43,10 @@ def orderly() -> Iterator[None]:
 
 def forgive() -> None:
     """Who is being run in this process, by any thread of it, is not to blame when it ends: it was interrupted."""
-    for marks in list(_USED):
-        marks.forgiving = True
-        for _, handle in list(marks._open.values()):
-            with contextlib.suppress(OSError):  # it was closed at this moment
+    with _CLOSING:
+        for marks in _USED:
+            marks.forgiving = True
+            for _, handle in marks._open.values():
                 os.pwrite(handle, _IDLE, 0)
 
 
@@ -71,7 +73,8 @@ class Marks:
             # A mark is a help: where there can be none, one measures without, and the store says what it cannot write.
             with contextlib.suppress(ImportError, OSError):
                 self._take(name, subject)
-        _USED.add(self)
+        with _CLOSING:
+            _USED.add(self)
         return self
 
     def _take(self, name: str, subject: str) -> None:
@@ -113,10 +116,11 @@ class Marks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _USED.discard(self)
-        for path, handle in self._open.values():
-            path.unlink(missing_ok=True)
-            os.close(handle)
-            with contextlib.suppress(OSError):  # there are others in it
-                path.parent.rmdir()
-        self._open = {}
+        with _CLOSING:
+            _USED.discard(self)
+            for path, handle in self._open.values():
+                path.unlink(missing_ok=True)
+                os.close(handle)
+                with contextlib.suppress(OSError):  # there are others in it
+                    path.parent.rmdir()
+            self._open = {}

@@ -85,7 +85,7 @@ class TuningStore:
         self._own: dict[_Identity, Row] = {}
         self._held: dict[_Identity, Quarantined] = {}
         self._only_memory = False
-        self._told = False
+        self._told: set[str] = set()
         self._insists = False
         if self.path is None or not self._there(self.path):
             return
@@ -342,8 +342,8 @@ class TuningStore:
     def _tell_of_journal(self, path: Path) -> None:
         """What a process that was killed, or copied a file in use, left beside it."""
         journal = path.with_name(path.name + "-wal")
-        if not self._told and journal.exists() and journal.stat().st_size:
-            self._told = True
+        if "journal" not in self._told and journal.exists() and journal.stat().st_size:
+            self._told.add("journal")
             warnings.warn(
                 f"the last measurements of the tuning store {path} are not read: they are in {journal.name}, which can "
                 "be opened only where the folder can be written; open the store there once, as polyattn tune --show",
@@ -399,8 +399,8 @@ class TuningStore:
         try:
             yield
         except (ValueError, TypeError, AttributeError, RecursionError) as exc:
-            if not self._told:
-                self._told = True
+            if "row" not in self._told:
+                self._told.add("row")
                 said = self._unreadable(f"has a row that is none ({exc})", ours=True)
                 warnings.warn(f"{said} Such rows are not used.", RuntimeWarning, stacklevel=7)
 
