@@ -1149,6 +1149,23 @@ def test_who_is_too_slow_for_the_time_is_left_out(on, odd):
     assert time.monotonic() - began < 10
     (row,) = tuning.store().rows(subject=BACKEND)
     assert set(row.value["times"]) == {"torch_sdpa", "torch_native", "reference"}
+    assert row.value["late"] == ["slow"]
+
+
+def test_whom_a_call_had_no_time_for_is_measured_by_who_has(on, monkeypatch):
+    on.isolation = "never"
+    monkeypatch.setattr(tuner, "_too_slow", lambda *args: {"reference": ("late", "it is slow")})
+    polyattn.attention(*tensors(64), causal=True)
+    (row,) = tuning.store().rows(subject=BACKEND)
+    assert row.value["late"] == ["reference"]
+    monkeypatch.setattr(online, "BUDGET", online.Budget())
+    with monkeypatch.context() as nobody:
+        nobody.setattr(tuner, "measure", None)
+        polyattn.attention(*tensors(64), causal=True)  # as another process would: it has no more time either
+    (tried,) = tune(workload())
+    assert (tried.outcome, set(tried.times)) == ("measured", {"torch_sdpa", "torch_native", "reference"})
+    (tried,) = tune(workload())
+    assert tried.outcome == "known"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
@@ -1195,6 +1212,7 @@ def call():
     except polyattn.errors.ConfigError as exc:
         print(exc)
 if best: put(best)
+if os.environ.get("BEFORE"): call()
 if tuning.mode() == "online":
     from polyattn.measuring import online
     call()  # small: it is chosen for before there are ranks
@@ -1202,6 +1220,10 @@ if tuning.mode() == "online":
     online.BUDGET.isolation = "never"
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 dist.init_process_group("gloo", rank=rank, world_size=2)
+if os.environ.get("BEFORE"):
+    q = torch.randn(1, 64, 4, 32)
+    polyattn.attention(q, q.clone(), q.clone(), causal=True, backend="torch_sdpa")
+    polyattn.attention(q, q.clone(), q.clone(), causal=True)
 call()
 dist.barrier()
 if later:
@@ -1313,6 +1335,17 @@ def test_each_request_like_one_leads_where_it_leads(served):
         who[batch] = served[-1]
         assert polyattn.explain(tuning.with_lengths(request, batch, 64, 64)).backend == served[-1], batch
     assert set(who.values()) == {"torch_native", "torch_sdpa"}
+
+
+def test_what_was_chosen_before_the_job_is_compared_within_it(tmp_path, monkeypatch):
+    """As soon as anything is chosen there."""
+    monkeypatch.setenv("BEFORE", "1")
+    first, second = sorted(ranks(tmp_path, "torch_native", ""), key=len)
+    assert first == "served\nserved"
+    before, error = second.split("\n")
+    assert before == "served"
+    assert "ranks of one job choose alike" in error
+    assert ranks(tmp_path, "torch_native", "torch_native") == ["served\nserved"] * 2
 
 
 def test_no_rank_measures(tmp_path):

@@ -376,6 +376,14 @@ WRONG = [
         {"value": {**ROW["value"], "by": {"a": 1}}},
         r"by is {'a': 1}; whose kernels were measured, by backends with a time, it is",
     ),
+    (
+        {"value": {**ROW["value"], "late": "a"}},
+        "late is 'a'; a list of the backends that there was no time for it is",
+    ),
+    (
+        {"value": {**ROW["value"], "late": [1]}},
+        r"late is \[1\]; a list of the backends that there was no time for it is",
+    ),
     ({"value": {"backend": "a", "times": {"a": 10**400}}}, "the time of a is 10*...; a time is finite and above 0"),
     ({"value": []}, r"value is \[\]; dict it is"),
     ({"date": "zzzz"}, "date is 'zzzz'; ISO 8601 it is, such as 2026-11-22T"),

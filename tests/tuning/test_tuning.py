@@ -20,7 +20,7 @@ import torch
 from polyattn import tuning
 from polyattn.epoch import EPOCH
 from polyattn.errors import ConfigError, InvalidInputError, UnsupportedRequestError
-from polyattn.tuning import Kernel, Place, Row, TuningStore, current, kernels, offline
+from polyattn.tuning import Kernel, Place, Row, TuningStore, current, kernels, offline, places
 
 CPU = torch.device("cpu")
 KERNEL = Kernel(
@@ -83,6 +83,7 @@ def test_a_name_belongs_to_one_kernel():
         ({"block_n": 16}, r"'num_warps' is missing; its choices are block_n, num_warps, split"),
         ({**FAST, "num_warps": 10**9}, r"num_warps=1000000000; allowed: 2, 4"),
         ({**FAST, "num_warps": "4"}, r"num_warps='4'; allowed: 2, 4"),
+        ({**FAST, "num_warps": 4.0}, r"num_warps=4.0; allowed: 2, 4"),
         ({**FAST, "split": 1}, r"split=1; allowed: False, True"),
     ],
 )
@@ -264,6 +265,10 @@ def test_a_file_that_is_none_is_an_error_or_begun_anew(own_store, make, message)
     store.record(row())
     assert TuningStore(own_store).rows() == [row()]
     assert own_store.with_name("tuning.sqlite3.old").exists()
+    make(own_store)
+    with pytest.warns(RuntimeWarning, match=r"moved to .*tuning.sqlite3.old2, and a new one is begun"):
+        TuningStore(own_store, rebuild=True)
+    assert {path.name for path in own_store.parent.glob("*.old*")} == {"tuning.sqlite3.old", "tuning.sqlite3.old2"}
 
 
 def test_a_store_that_was_begun_anew_took_its_journal_along(own_store):
@@ -692,3 +697,22 @@ def test_no_connection_is_left_open(own_store):
     store.rows()
     opened = {os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()}
     assert not [name for name in opened if "tuning.sqlite3" in name]
+
+
+ARM = """processor	: 0
+BogoMIPS	: 243.75
+CPU implementer	: 0x41
+CPU architecture: 8
+CPU variant	: 0x3
+CPU part	: 0xd0c
+
+processor	: 1
+CPU part	: 0xd4f
+"""
+
+
+def test_processors_are_told_apart(monkeypatch):
+    monkeypatch.setattr(places.platform, "machine", lambda: "aarch64")
+    assert places._model(ARM) == "aarch64 implementer 0x41, part 0xd0c, variant 0x3"
+    assert places._model("vendor_id\t: x\nmodel name\t: AMD EPYC: 7B13\nmodel name\t: other\n") == "AMD EPYC: 7B13"
+    assert places._model("") == ""

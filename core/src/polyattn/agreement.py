@@ -3,7 +3,8 @@
 Ranks compare through the key-value store of torch.distributed, which no rank waits on another for: the first to resolve
 a request says what it chose, those that come later compare. So ranks that ask for different things, as the stages of a
 pipeline do, are in nobody's way. What was said holds as long as the job: a rank that resolves a request anew, because
-something was measured meanwhile, cannot know whether the others ever will.
+something was measured meanwhile, cannot know whether the others ever will. What a process chose before its job began
+it chooses anew, and compares, once it has compared anything.
 """
 
 from __future__ import annotations
@@ -12,16 +13,28 @@ import hashlib
 
 import torch
 
+from .epoch import bump
 from .errors import ConfigError
 from .records import AttentionRequest
 
-__all__ = ["agree", "distributed"]
+__all__ = ["agree", "distributed", "not_compared"]
+
+
+class _Before:
+    """Whether this process chose anything that it has not compared."""
+
+    chosen = False
 
 
 def distributed() -> bool:
     """Whether this process is one of several ranks."""
     here = torch.distributed.is_available() and torch.distributed.is_initialized()
     return bool(here and torch.distributed.get_world_size() > 1)
+
+
+def not_compared() -> None:
+    """A choice was made by a process that is not `distributed`, or not yet."""
+    _Before.chosen = True
 
 
 def agree(request: AttentionRequest, choice: str, why: str) -> None:
@@ -33,6 +46,9 @@ def agree(request: AttentionRequest, choice: str, why: str) -> None:
     Raises:
         ConfigError: a rank chose otherwise for the same request.
     """
+    if _Before.chosen:
+        _Before.chosen = False
+        bump(traced=False)  # compiled code stays: to trace it anew would cost each rank seconds
     store = torch.distributed.distributed_c10d._get_default_store()
     key = "polyattn/choice/" + hashlib.sha256(repr(request).encode()).hexdigest()[:24]
     rank = torch.distributed.get_rank()

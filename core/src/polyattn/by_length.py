@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .agreement import agree, distributed
+from .agreement import agree, distributed, not_compared
 from .autograd import differentiable
 from .call_shapes import Extent, extent_of, head_axis
 from .contract import Bound
@@ -53,6 +53,8 @@ def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
     if distributed():
         why = f"{selection.id} ({selection.source}: {selection.why})"
         agree(selection.request, repr((_served(selection), *_outcome(rule, found, _served(selection)))), why)
+    else:
+        not_compared()
     if not by_length:
         return chosen
     if {rule, *(who for *_, who in found)} - {None, _served(selection)}:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..names import parts
@@ -70,8 +70,9 @@ def backend_row(
     host: Mapping[str, float] | None = None,
     rule: str = "",
     by: Mapping[str, str] | None = None,
+    late: Collection[str] = (),
 ) -> Row:
-    """A measurement as it is recorded. times, host: microseconds by backend, or NAME/KIND. rule, by: as `Measured`."""
+    """A measurement as it is recorded. times, host: microseconds by backend, or NAME/KIND; the rest as `Measured`."""
     batch, s_q, s_k = lengths
     key = {"request": request_key(request), "batch": batch, "q": s_q, "k": s_k}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
@@ -84,6 +85,8 @@ def backend_row(
         value["rule"] = rule
     if kinds := {name: by[name] for name in costs if by and by.get(name) and not parts(name)[1]}:
         value["by"] = kinds
+    if late:
+        value["late"] = sorted(late)
     return Row(place, BACKEND, key, value, times[best], now, source)
 
 

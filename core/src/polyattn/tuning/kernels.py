@@ -71,9 +71,8 @@ class Kernel:
         for name, allowed in self.choices.items():
             if name not in value:
                 raise ConfigError(f"kernel {self.name!r}: {name!r} is missing; its choices are {_list(self.choices)}")
-            if value[name] not in allowed or isinstance(value[name], bool) not in {
-                isinstance(a, bool) for a in allowed
-            }:
+            # True == 1 == 1.0, and a kernel is compiled for each.
+            if not any(type(value[name]) is type(one) and value[name] == one for one in allowed):
                 raise ConfigError(f"kernel {self.name!r}: {name}={value[name]!r}; allowed: {_list(allowed)}")
 
 

@@ -159,8 +159,8 @@ def _tables(here: Place) -> dict[str, dict[Lengths, Measured]]:
 def _keep(found: dict[str, dict[Lengths, Measured]], row: Row, *, shipped: bool) -> None:
     lengths = (row.key["batch"], row.key["q"], row.key["k"])
     host, rule = row.value.get("host", {}), row.value.get("rule", "")
-    by, times = row.value.get("by", {}), row.value["times"]
-    found.setdefault(_key(row), {})[lengths] = Measured(lengths, times, row.date, shipped, host, rule, by)
+    by, late, times = row.value.get("by", {}), (*row.value.get("late", ()),), row.value["times"]
+    found.setdefault(_key(row), {})[lengths] = Measured(lengths, times, row.date, shipped, host, rule, by, late=late)
 
 
 def _key(row: Row) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["cpu_name", "driver", "place_of"]
 
 _DRIVERS = {"cuda": Path("/proc/driver/nvidia/version"), "rocm": Path("/sys/module/amdgpu/version")}
+_ARM = {"CPU implementer": "implementer", "CPU part": "part", "CPU variant": "variant"}
 _RELEASE = re.compile(r"\b\d+\.\d+(\.\d+)*\b")
 
 
@@ -52,9 +53,19 @@ def _described(where: device) -> tuple[str, str]:
 def cpu_name() -> str:
     """The processor, as its vendor calls it."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+    return _model(info.read_text() if info.is_file() else "") or platform.processor() or platform.machine()
+
+
+def _model(info: str) -> str:
+    """From /proc/cpuinfo. Arm's has numbers instead of a name."""
+    told: dict[str, str] = {}
+    for line in info.splitlines():
+        name, _, said = line.partition(":")
+        told.setdefault(name.strip(), said.strip())
+    if "model name" in told:
+        return told["model name"]
+    numbers = [f"{what} {told[name]}" for name, what in _ARM.items() if name in told]
+    return f"{platform.machine()} {', '.join(numbers)}" if numbers else ""
 
 
 @functools.cache

@@ -233,6 +233,9 @@ def _check_figures(value: Mapping[str, Any], where: str) -> None:
     by = value.get("by", {})
     if not isinstance(by, dict) or not all(name in times and isinstance(kind, str) for name, kind in by.items()):
         raise ConfigError(f"{where}: by is {_shown(by)}; whose kernels were measured, by backends with a time, it is")
+    late = value.get("late", [])
+    if not isinstance(late, list) or not all(isinstance(name, str) for name in late):
+        raise ConfigError(f"{where}: late is {_shown(late)}; a list of the backends that there was no time for it is")
 
 
 def _check_time(what: str, time: Any, where: str) -> None:

@@ -7,6 +7,7 @@ what is recorded stays in the memory of the process, which is said once.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sqlite3
 import warnings
@@ -73,8 +74,8 @@ class TuningStore:
 
     Args:
         path: of the file; it is made with the first measurement. None: memory.
-        rebuild: a file that is damaged, of another program or of a later polyattn is moved aside (`.old`), which is
-            warned about, and a new one begun.
+        rebuild: a file that is damaged, of another program or of a later polyattn is moved aside (`.old`, `.old2`
+            ...), which is warned about, and a new one begun.
 
     Raises:
         ConfigError: there is such a file, and `rebuild` is not asked for; or nobody can see whether there is one.
@@ -95,7 +96,8 @@ class TuningStore:
         except ConfigError as exc:
             if not rebuild:
                 raise
-            aside = self.path.with_name(self.path.name + ".old")
+            names = (f"{self.path.name}.old{number}" for number in itertools.chain([""], itertools.count(2)))
+            aside = next(path for path in map(self.path.with_name, names) if not path.exists())
             for suffix in ("", "-wal"):
                 with contextlib.suppress(FileNotFoundError):
                     self.path.with_name(self.path.name + suffix).replace(aside.with_name(aside.name + suffix))

@@ -54,6 +54,7 @@ class Measured:
             measurements; "" where that was not written down.
         by: whose kernels they are (`polyattn.names.kind_of`), by backend, where that was written down.
         kin: whose times these are, where they are not of the request itself.
+        late: backends that have no time because there was none left to measure them in.
     """
 
     lengths: Lengths
@@ -64,6 +65,7 @@ class Measured:
     rule: str = ""
     by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     kin: Kin | None = None
+    late: tuple[str, ...] = ()
 
     def costs(self, *, recorded: bool) -> dict[str, float]:
         """Microseconds by backend, who is to be chosen first. The host issues a call while the device works on those
