@@ -265,6 +265,7 @@ def test_a_file_that_is_none_is_an_error_or_begun_anew(own_store, make, message)
     store.record(row())
     assert TuningStore(own_store).rows() == [row()]
     assert own_store.with_name("tuning.sqlite3.old").exists()
+    own_store.unlink()
     make(own_store)
     with pytest.warns(RuntimeWarning, match=r"moved to .*tuning.sqlite3.old2, and a new one is begun"):
         TuningStore(own_store, rebuild=True)
