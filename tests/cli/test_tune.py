@@ -46,6 +46,7 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
         (("--import", "tuning.sqlite3"), "--import tuning.sqlite3: this is a tuning store, which goes to --merge"),
         (("--merge", "e.json"), "--merge e.json: this is no tuning store; what --export wrote goes to --import"),
         (("--merge", "none.sqlite3"), "there is no store none.sqlite3"),
+        (("--request", "k=64 dtype=float99"), "--request 'k=64 dtype=float99': --dtype 'float99' is not known."),
         (("--request", DENSE, "--device", "cuda"), "--device 'cuda' is not here; torch finds: cpu (1)."),
         (("--request", DENSE, "--device", "cpu:7"), "--device 'cpu:7' is not here; torch finds: cpu (1)."),
         (("--request", DENSE, "--device", "zpu"), "--device 'zpu' is no device of torch"),

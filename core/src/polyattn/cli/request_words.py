@@ -43,7 +43,10 @@ def workload_of(text: str, where: Mapping[str, Any]) -> Workload:
                 f"--request: no word {name!r}.{did_you_mean(name, (*_KINDS, *_LENGTHS))} Known: "
                 f"{', '.join((*_LENGTHS, *_KINDS))}"
             )
-    request = ask(Question(**given), where)
+    try:
+        request = ask(Question(**given), where)
+    except ConfigError as exc:  # of a flag, as the words are
+        raise ConfigError(f"--request {text!r}: {exc}") from exc
     s_k = lengths.get("k")
     if s_k is None:
         raise ConfigError(f"--request {text!r}: k is missing, the keys of a sequence; for example k=4096")
