@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import polyattn
 from polyattn import what_if
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.records import AttentionRequest
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 
+from .devices import need
 from .emulators import hpc_ops as emulator
 
 TARGET = Emulated("hpc_ops", "hpc-ops", "cuda:sm90@12.8")
@@ -101,6 +103,60 @@ def test_it_writes_into_the_output_it_is_given(library: Library) -> None:
     assert bool(out.isfinite().all())
 
 
+def misplaced(shape: tuple[int, ...]) -> Tensor:
+    """Contiguous, and 2 bytes behind where TMA could begin."""
+    count = torch.Size(shape).numel()
+    return torch.zeros(count + 1, dtype=torch.bfloat16)[1:].view(shape)
+
+
+@pytest.mark.parametrize("fields", [PAGED, DECODE], ids=["prefill", "decode"])
+def test_what_tma_cannot_address_is_copied(fields: dict[str, Any], library: Library) -> None:
+    """The emulator refuses it."""
+    query, caches = torch.randn(1, 8, 128).bfloat16(), torch.randn(2, 2, 64, 2, 128).bfloat16()
+    tables: dict[str, Any] = {
+        "page_table": torch.tensor([[1]], dtype=torch.int32),
+        "seq_lens": torch.tensor([9], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32),
+        "max_seqlen_q": 1,
+        "max_seqlen_k": 9,
+    }
+    forward = TARGET.bind(**fields, **FINITE).forward
+    wanted = forward(query, *caches, **tables)
+    odd = torch.empty(1025, dtype=torch.bfloat16).as_strided((1, 8, 128), (1025, 128, 1)).copy_(query)
+    assert odd.is_contiguous()
+    out = misplaced((1, 8, 128))
+    moved = [misplaced((2, 64, 2, 128)).copy_(cache) for cache in caches]
+    assert forward(odd, *moved, **tables, out=out) is out
+    assert torch.equal(out, wanted)
+    assert library.calls[-1].given["output"] is None
+
+
+def test_queries_of_padding_have_keys_to_wait_for(library: Library) -> None:
+    """The emulator says where the kernel would wait for ever."""
+    query, caches = torch.randn(260, 8, 128).bfloat16(), torch.randn(2, 4, 64, 2, 128).bfloat16()
+    lens, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([150, 0], [0, 130, 260]))
+    table = torch.tensor([[3, 1, 2], [0, 0, 0]], dtype=torch.int32)
+    sizes = {"max_seqlen_q": 130, "max_seqlen_k": 150}
+    for options in ({}, FINITE):
+        forward = TARGET.bind(**PAGED, **options).forward
+        out = forward(query, *caches, page_table=table, seq_lens=lens, cu_seqlens_q=starts, **sizes)
+        assert bool(out.isfinite().all())
+        assert float(out[:130].abs().min(-1).values.max()) > 0
+        assert float(out[130:].abs().max()) == 0
+
+
+def test_more_queries_than_it_can_count_are_refused(library: Library) -> None:
+    forward = TARGET.bind(**PAGED).forward
+    query = torch.empty(1, dtype=torch.bfloat16).expand(2**21, 8, 128)
+    message = (
+        r"hpc_ops counts .* in 32 bits, and \[2097152, 8, 128\] has 2147483648; plan steps of fewer than 2097152 to"
+    )
+    with pytest.raises(UnsupportedRequestError, match=message):
+        forward(
+            query, query, query, page_table=query, seq_lens=query, cu_seqlens_q=query, max_seqlen_q=1, max_seqlen_k=1
+        )
+
+
 def test_a_decode_step_skips_sequences_without_a_query(library: Library) -> None:
     """Its kernel has a query for each sequence."""
     caches, query = torch.randn(2, 3, 64, 2, 128).bfloat16(), torch.randn(2, 8, 128).bfloat16()
@@ -146,3 +202,44 @@ def test_an_older_build_is_named(library: Library) -> None:
     library.add(emulator.MODULE, attention_decode_bf16=attention_decode_bf16)
     with pytest.raises(BackendUnavailableError, match=r"hpc-ops 0\.0\.1.* takes no 'block_ids'"):
         TARGET.bind(**DECODE)
+
+
+SIZES: list[tuple[str, list[int], list[int], int]] = [
+    ("tiles of many sequences", [512, 700, 512], [512, 130, 512], 32),
+    ("a sequence of padding", [512, 512, 0, 900], [512, 512, 512, 512], 32),
+    ("few sequences, many keys", [5000, 4097, 64, 1], [1, 1, 1, 1], 32),
+    ("many sequences, more keys", [9000 - 31 * n for n in range(40)], [1] * 40, 64),
+    ("groups of 4, long and short", [1, 63, 64, 65, 3000], [1] * 5, 8),
+]
+
+
+@pytest.mark.filterwarnings("default")  # a vendor's own
+@pytest.mark.parametrize(("lens", "news", "heads"), [size[1:] for size in SIZES], ids=[size[0] for size in SIZES])
+@pytest.mark.parametrize("slots", ["any", "finite"])
+def test_sizes_that_lead_to_its_other_kernels(
+    lens: list[int], news: list[int], heads: int, slots: str, request: pytest.FixtureRequest
+) -> None:
+    """Conformance is small: those of few tiles and of unsplit rows serve it."""
+    need("hpc_ops@cuda", request)
+    kv_heads = 8 if heads > 8 else 2
+    pages = [-(-length // 64) for length in lens]
+    caches = torch.randn(2, sum(pages) + 1, 64, kv_heads, 128, dtype=torch.bfloat16, device="cuda")
+    table, first = torch.zeros(len(lens), max(pages), dtype=torch.int32), 1
+    for n, count in enumerate(pages):
+        table[n, :count] = torch.arange(first, first + count)
+        first += count
+    query = torch.randn(sum(news), heads, 128, dtype=torch.bfloat16, device="cuda")
+    given = {
+        "page_table": table.cuda(),
+        "seq_lens": torch.tensor(lens, dtype=torch.int32, device="cuda"),
+        "cu_seqlens_q": torch.tensor([0, *news], device="cuda").cumsum(0, dtype=torch.int32),
+        "max_seqlen_q": max(news),
+        "max_seqlen_k": max(lens),
+    }
+    polyattn.configure(attention_backend_config={"hpc_ops": {"free_slots": slots}})
+    try:
+        found = polyattn.paged_attention(query, *caches, **given, backend="hpc_ops")
+    finally:
+        polyattn.configure(attention_backend_config={"hpc_ops": {"free_slots": "any"}})
+    want = polyattn.paged_attention(query, *caches, **given, backend="torch_native")
+    torch.testing.assert_close(found, want, rtol=0.02, atol=0.02)

@@ -121,6 +121,42 @@ def test_a_scale_of_0_or_less_goes_into_the_queries(name: str, scale: float, mon
     assert len(library.calls) == 1
 
 
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+@pytest.mark.parametrize("name", ["sage_attn", "sparge_attn"])
+def test_a_channel_of_zeros_is_one_of_zeros(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled by its largest element it would be NaN."""
+    sparse = name == "sparge_attn"
+    library = (emulator.sparge() if sparse else emulator.sage2()).install(monkeypatch)
+    target, kv = (SPARGE, 4) if sparse else (SAGE2, 2)
+    q, k, v = (torch.randn(1, 200, heads, 64).bfloat16() for heads in (4, kv, kv))
+    v[:, :, 1, 5] = 0.0
+    right = reference.attention(q.double(), k.double(), v.double(), compute_dtype=torch.float64)
+    given = [t.transpose(1, 2).contiguous() if layout == "BHSD" else t for t in (q, k, v)]
+    options = ((("topk", 1.0),)) if sparse else ()
+    out = target.bind(heads=4, kv_heads=kv, head_dim=64, layout=layout, options=options).forward(*given)
+    out = out.transpose(1, 2) if layout == "BHSD" else out
+    assert compare_class("out", out, right, torch.bfloat16, INT8_FP8)[0] is None
+    assert float(out[..., (2 if kv == 2 else 1), 5].abs().max()) == 0.0
+    assert len(library.calls) == 1
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1e-6, 1e-30])
+@pytest.mark.parametrize("name", ["sage_attn", "sparge_attn"])
+def test_a_scale_that_lets_masked_keys_back_in_goes_into_the_queries(
+    name: str, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse = name == "sparge_attn"
+    library = (emulator.sparge() if sparse else emulator.sage2()).install(monkeypatch)
+    target, options = (SPARGE, (("topk", 1.0),)) if sparse else (SAGE2, ())
+    q, k, v = tensors(130, 130)
+    v += 1.0
+    out = target.bind(heads=2, kv_heads=2, head_dim=64, scale=scale, options=options).forward(q, k, v)
+    right = reference.attention(q.double(), k.double(), v.double(), scale=scale, compute_dtype=torch.float64)
+    assert compare_class("out", out, right, torch.bfloat16, INT8_FP8)[0] is None
+    given = library.calls[-1].given
+    assert 1e-4 <= given.get("sm_scale", given.get("scale")) < 2e-4
+
+
 @pytest.mark.parametrize(("s_k", "calls"), [(64, 1), (128, 1), (65, 2), (1, 2)])
 def test_sage_1_is_right_for_any_number_of_keys(s_k: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     library = emulator.sage1().install(monkeypatch)

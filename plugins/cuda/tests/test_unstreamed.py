@@ -11,10 +11,10 @@ import torch
 
 import polyattn
 from polyattn.records import BackendInfo
-from polyattn.testing.conforming import STRICT
-from polyattn.testing.emulators import OnDevice
 from polyattn_cuda.plugin import BACKENDS
 from polyattn_cuda.unstreamed import on_default_stream
+
+from .devices import need
 
 
 def serves_dense(info: BackendInfo) -> bool:
@@ -90,11 +90,7 @@ def test_on_the_default_stream_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("info", DENSE, ids=lambda info: info.name)
 def test_inputs_that_come_late_on_another_stream(info: BackendInfo, request: pytest.FixtureRequest) -> None:
     """The stream is busy when the call is made, and the inputs are NaN until it gets to them."""
-    here = type("Here", (OnDevice,), {"backend": info.id})._place(None, None)
-    if here.missing:
-        # Under --polyattn-strict-device only a backend that is not for this architecture is not run.
-        strict = request.config.getoption(STRICT, False) and not here.other
-        (pytest.fail if strict else pytest.skip)(f"not run: {here.missing}")
+    need(info.id, request)
     tensors = [torch.randn(1, 256, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
     want = polyattn.attention(*tensors, backend=info.name)
     late = [torch.full_like(tensor, torch.nan) for tensor in tensors]

@@ -4,22 +4,27 @@ From its sources: lengths count the new tokens too; prefill is causal from the l
 query for each sequence; layouts are strides; there is no LSE. Both multiply the free slots of a sequence's last page by
 0, so these must hold finite numbers. A cache may hold anything there (S9), so its pages are copied without them, unless
 the option `free_slots` promises otherwise: then they are read where they are.
+
+What it reads and writes by TMA starts at 16 bytes, rows and strides of an axis of one included, and no check of its own
+says otherwise. A prefill of many tiles waits for ever for the keys of 128 queries that have none. Tokens are counted in
+elements of the queries, in 32 bits.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from polyattn.adapters import load
 from polyattn.backends.free_slots import without_free_slots
 from polyattn.backends.gathering import nothing
-from polyattn.backends.padding_rows import blank
+from polyattn.backends.padding_rows import blank, with_keys
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound
+from polyattn.errors import UnsupportedRequestError
 from polyattn.packing import per_token
-from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
 from .records.serving import HPC_OPS_PACKAGE
@@ -28,6 +33,8 @@ __all__ = ["HpcOps"]
 
 _DECODE = ("q", "kcache", "vcache", "block_ids", "num_seq_kvcache", "new_kv_included", "output")
 _PREFILL = ("q", "kcache", "vcache", "cu_seqlens_q", "block_ids", "seqlens_kvcache", "max_seqlens_q", "output")
+
+_MOST = 2**31
 
 
 class HpcOps:
@@ -54,6 +61,11 @@ class HpcOps:
             out: Tensor | None = None,
             **_: None,
         ) -> Any:
+            if query.numel() >= _MOST:
+                raise UnsupportedRequestError(
+                    f"hpc_ops counts the elements of queries in 32 bits, and {[*query.shape]} has {query.numel()}; "
+                    f"plan steps of fewer than {_MOST // query[0].numel()} tokens, or name another backend"
+                )
             if not (query.shape[0] and max_seqlen_k):
                 return nothing(request, query, out)
             if key is not None:
@@ -66,24 +78,41 @@ class HpcOps:
                 page_table, seq_lens = per_token(query.shape[0], cu_seqlens_q, page_table, seq_lens)
             if not finite:
                 caches, page_table = without_free_slots(request, caches, page_table, seq_lens, max_seqlen_k)
+            caches = tuple(map(_for_tma, caches))
             keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)
+            table, lengths = page_table, seq_lens
+            if not decode:
+                table, lengths = with_keys(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, request.page_size)
+            direct = out is not None and out.is_contiguous() and _by_tma(out)
             given = {
-                "q": placed(query.contiguous()),
+                "q": _for_tma(query.contiguous()),
                 "kcache": keys,
                 "vcache": values,
-                "block_ids": page_table.contiguous(),
-                "output": out if out is not None and out.is_contiguous() else None,
+                "block_ids": table.contiguous(),
+                "output": out if direct else None,
             }
-            if decode:
-                result = kernel(num_seq_kvcache=seq_lens, new_kv_included=True, **given)
-                # A padding row has no keys to divide by.
-                result = result.masked_fill_((seq_lens == 0)[:, None, None], 0.0)
-            else:
-                result = kernel(
-                    cu_seqlens_q=cu_seqlens_q, seqlens_kvcache=seq_lens, max_seqlens_q=max_seqlen_q, **given
-                )
-                # Nor has one in a prefill, whose softmax takes -inf from -inf.
-                result = result.masked_fill_(blank(query.shape[0], seq_lens, cu_seqlens_q)[:, None, None], 0.0)
-            return result if out is None or result is out else out.copy_(result)
+            with torch.cuda.device_of(query):  # it launches on the current device
+                if decode:
+                    result = kernel(num_seq_kvcache=lengths, new_kv_included=True, **given)
+                else:
+                    result = kernel(
+                        cu_seqlens_q=cu_seqlens_q, seqlens_kvcache=lengths, max_seqlens_q=max_seqlen_q, **given
+                    )
+            # A padding row has no keys to divide by, or those it was given.
+            padding = seq_lens == 0 if decode else blank(query.shape[0], seq_lens, cu_seqlens_q)
+            result.masked_fill_(padding[:, None, None], 0.0)
+            return result if out is None or direct else out.copy_(result)
 
         return Bound(forward)
+
+
+def _by_tma(tensor: Tensor) -> bool:
+    """Whether TMA can read it. Unlike `polyattn.placement.aligned` this asks of an axis of one too."""
+    bits = tensor.data_ptr()
+    for stride in tensor.stride()[:-1]:
+        bits |= stride * tensor.itemsize
+    return not bits & 15
+
+
+def _for_tma(tensor: Tensor) -> Tensor:
+    return tensor if _by_tma(tensor) else tensor.clone(memory_format=torch.contiguous_format)

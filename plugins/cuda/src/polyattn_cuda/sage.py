@@ -21,6 +21,7 @@ from polyattn.contract import Bound
 from polyattn.placement import placing
 from polyattn.records import AttentionRequest
 
+from .int8 import scaled, with_empty_channels
 from .records.diffusion import SAGE_1, SAGE_2
 from .unstreamed import on_default_stream
 
@@ -46,7 +47,7 @@ class Sage2:
     row is found before the scale: scales of 0 and less go into the queries."""
 
     def bind(self, request: AttentionRequest) -> Bound:
-        return placing(signed(request, self._bind))
+        return placing(signed(request, lambda positive: scaled(positive, self._bind)))
 
     def _bind(self, request: AttentionRequest) -> Bound:
         name, how = KERNELS[request.arch]
@@ -60,12 +61,16 @@ class Sage2:
         }
         kernel = load(SAGE_2, f"sageattention.core:{name}", dict.fromkeys(given, "polyattn"))
 
+        values_in_fp8, heads_first = "fp8" in name, request.layout == "BHSD"
+
         def forward(query: Tensor, key: Tensor, value: Tensor, *, out: Tensor | None = None, **_: None) -> Any:
             found = on_default_stream(kernel, query, key, value, **given)
-            if not request.lse:
-                return _into(found, out)
-            result, lse = found
-            return _into(result, out), lse.transpose(1, 2) if request.layout == "BSHD" else lse
+            result, lse = found if request.lse else (found, None)
+            if values_in_fp8:
+                result = with_empty_channels(result, value, heads_first)
+            if lse is None:
+                return _into(result, out)
+            return _into(result, out), lse if heads_first else lse.transpose(1, 2)
 
         return Bound(forward)
 

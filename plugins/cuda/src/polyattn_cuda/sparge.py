@@ -17,6 +17,7 @@ from polyattn.contract import Bound
 from polyattn.placement import placing
 from polyattn.records import AttentionRequest
 
+from .int8 import scaled, with_empty_channels
 from .records.diffusion import SPARGE
 from .unstreamed import on_default_stream
 
@@ -30,7 +31,7 @@ class Sparge:
     are not scaled yet: scales of 0 and less go into the queries."""
 
     def bind(self, request: AttentionRequest) -> Bound:
-        return placing(signed(request, self._bind))
+        return placing(signed(request, lambda positive: scaled(positive, self._bind)))
 
     def _bind(self, request: AttentionRequest) -> Bound:
         options: dict[str, Any] = dict(request.options)
@@ -51,7 +52,8 @@ class Sparge:
             q, k, v = (t.transpose(1, 2) if turned else t for t in (query, key, value))
             missing = max(_FEWEST - q.shape[2], 0)
             padded = torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q
-            result = on_default_stream(kernel, padded, k, v, **given)[:, :, : q.shape[2]]
+            result = with_empty_channels(on_default_stream(kernel, padded, k, v, **given), v, heads_first=True)
+            result = result[:, :, : q.shape[2]]
             result = result.transpose(1, 2) if turned else result
             return result if out is None else out.copy_(result)
 

@@ -52,6 +52,8 @@ def library() -> Library:
             # Read as they lie in memory: with gaps between them the numbers are others.
             assert given.is_contiguous(), "strided lengths are read wrongly"
         assert max_seqlens_q >= int(cu_seqlens_q.diff().max())
+        late = (cu_seqlens_q.diff() >= 128) & (seqlens_kvcache < cu_seqlens_q.diff())
+        assert not late.any(), "the consumers of a tile without keys wait for ever"
         return _attend(q, kcache, vcache, block_ids, cu_seqlens_q.tolist(), seqlens_kvcache.tolist(), output)
 
     return lib
@@ -73,7 +75,11 @@ def _attend(
 ) -> Tensor:
     _check(q.dtype == kcache.dtype == vcache.dtype == torch.bfloat16, "bfloat16")
     _check(q.shape[2] == 128 and vcache.shape[3] == 128, "expected dim_qk=128 and dim_v=128")
-    _check(q.stride()[1:] == (128, 1) and q.data_ptr() % 16 == 0, "heads of a token lie one after the other")
+    _check(q.stride()[1:] == (128, 1), "heads of a token lie one after the other")
+    for given in (q, kcache, vcache, *([] if output is None else [output])):
+        # An axis of one included: TMA is told its stride.
+        odd = given.data_ptr() % 16 or any(stride * given.itemsize % 16 for stride in given.stride()[:-1])
+        assert not odd, "a TMA descriptor that is none, and is used"
     _check(kcache.shape[1] == 64, "kvcache paged blocksize")
     _check(q.shape[1] // kcache.shape[2] in (4, 8), "we only support num_head_q / num_head_k == 4 or 8.")
     _check(block_ids.dtype == torch.int32, "block_ids dtype must be int32")

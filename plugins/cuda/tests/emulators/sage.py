@@ -18,6 +18,10 @@ __all__ = ["sage1", "sage2", "sage3", "sparge"]
 
 HALF = (torch.float16, torch.bfloat16)
 LOG2_E = 1.44269504
+SPARGE_Q, SPARGE_K = 64, 128
+"""SpargeAttn's blocks on SM90."""
+MASKED = -5e6
+"""Before the scale."""
 
 
 def sage1() -> Library:
@@ -87,8 +91,9 @@ def sage2() -> Library:
         mean = k.mean(2, keepdim=True) if smooth_k else torch.zeros_like(k[:, :, :1])
         # The correction is a product in the tensors' own dtype.
         shift = (q @ mean.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3)).squeeze(-1).float()
-        logits = _logits(_int8(q.float(), block_q), _int8((k - mean).float(), block_k), is_causal, scale)
+        logits = _masked(_int8(q.float(), block_q), _int8((k - mean).float(), block_k), is_causal, scale, block_k)
         fitted = v.half().float() if values == torch.float16 else _fp8(v.float())
+        fitted = torch.nn.functional.pad(fitted, (0, 0, 0, logits.shape[-1] - v.shape[2]))
         out, base2 = _values(logits, fitted, values)
         out = out[..., :width].to(q.dtype)
         out = out if heads_first else out.transpose(1, 2).contiguous()
@@ -183,17 +188,19 @@ def sparge() -> Library:
             raise UnboundLocalError("km")
         _aligned(q, k, v, scale)
         keys = k.float() - k.mean(-2, keepdim=True).float()
-        logits = _logits(_int8(q.float(), 128), _int8(keys, 64), False, q.shape[-1] ** -0.5 if scale is None else scale)
-        kept = _kept(q.float(), keys, topk).repeat_interleave(128, 2).repeat_interleave(64, 3)
-        logits = logits.masked_fill(~kept[:, :, : q.shape[2], : k.shape[2]], -torch.inf)
-        return _values(logits, _fp8(v.float()), torch.float8_e4m3fn)[0].to(q.dtype)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        logits = _masked(_int8(q.float(), SPARGE_Q), _int8(keys, SPARGE_K), False, scale, SPARGE_K)
+        kept = _kept(q.float(), keys, topk).repeat_interleave(SPARGE_Q, 2).repeat_interleave(SPARGE_K, 3)
+        logits = logits.masked_fill(~kept[:, :, : q.shape[2]], -torch.inf)
+        values = torch.nn.functional.pad(_fp8(v.half().float()), (0, 0, 0, logits.shape[-1] - k.shape[2]))
+        return _values(logits, values, torch.float8_e4m3fn)[0].to(q.dtype)
 
     return lib
 
 
 def _kept(q: Tensor, k: Tensor, topk: float) -> Tensor:
     """[B, H, blocks of queries, blocks of keys]: of the pooled scores the highest share, one at least."""
-    pooled = [torch.stack([b.mean(2) for b in t.split(size, 2)], 2) for t, size in ((q, 128), (k, 64))]
+    pooled = [torch.stack([b.mean(2) for b in t.split(size, 2)], 2) for t, size in ((q, SPARGE_Q), (k, SPARGE_K))]
     score = pooled[0] @ pooled[1].transpose(2, 3)
     count = max(int(topk * score.shape[-1]), 1)
     return torch.zeros_like(score, dtype=torch.bool).scatter(-1, score.topk(count, -1).indices, True)
@@ -219,8 +226,8 @@ def _int8(x: Tensor, block: int) -> Tensor:
 
 
 def _fp8(v: Tensor) -> Tensor:
-    """[B, H, S, D] in e4m3 with a scale for each channel, as numbers."""
-    step = v.abs().amax(2, keepdim=True).clamp(min=1e-30) / 448
+    """[B, H, S, D] in e4m3 with a scale for each channel, as numbers; NaN where that is 0."""
+    step = v.abs().amax(2, keepdim=True) / 448
     return (v / step).to(torch.float8_e4m3fn).float() * step
 
 
@@ -233,9 +240,17 @@ def _fp4(x: Tensor) -> Tensor:
     return (nearest * groups.sign() * step).flatten(-2)
 
 
-def _logits(q: Tensor, k: Tensor, causal: bool, scale: float = 1.0) -> Tensor:
+def _masked(q: Tensor, k: Tensor, causal: bool, scale: float, block: int) -> Tensor:
+    """[B, H_q, S_q, S_k to the end of its last block]; causal from the upper left corner."""
+    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3)
+    logits = torch.nn.functional.pad(logits, (0, -k.shape[2] % block), value=MASKED)
+    later = ~torch.ones(logits.shape[2:], dtype=torch.bool).tril()
+    return (logits.masked_fill(later, MASKED) if causal else logits) * scale
+
+
+def _logits(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """[B, H_q, S_q, S_k]; causal from the upper left corner."""
-    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * scale
+    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3)
     return logits.masked_fill(~torch.ones(logits.shape[2:], dtype=torch.bool).tril(), -1e6) if causal else logits
 
 

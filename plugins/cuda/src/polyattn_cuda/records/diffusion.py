@@ -66,7 +66,8 @@ SAGE_ATTN = BackendInfo(
     lossy="INT8 QK, FP16 or FP8 PV: cosine at least 0.9995 (1.x) or 0.998 (2.x)",
     upstream="https://github.com/thu-ml/SageAttention",
     note="1.x without a causal mask is called twice where S_k is no multiple of 64: it lets the keys that fill up its "
-    "last block take part",
+    "last block take part; where values are in float16 (1.x, and 2.x on SM80 and SM86), those of a block whose sum is "
+    "beyond it are lost",
 )
 
 SAGE_ATTN_3 = BackendInfo(
@@ -134,6 +135,7 @@ SPARGE_ATTN = BackendInfo(
     ),
     lossy="sparse, and INT8 QK over the key blocks it keeps: cosine at least 0.998 at topk = 1",
     upstream="https://github.com/thu-ml/SpargeAttn",
+    note="it takes values to float16 first: those beyond it are lost",
 )
 
 # Every sparse video method is self-attention over one grid: S_q = S_k, no causal mask, keys of the same sequence.
