@@ -205,3 +205,16 @@ def test_planned_choices_are_marked() -> None:
     selection = what_if(AttentionRequest(**MHA), platform="cuda:sm90", installed=(FA3,))
     assert not selection.planned
     assert selection.evidence == "emulator"
+
+
+def test_what_if_says_where_a_machine_would_choose_otherwise():
+    """It judges as if everybody had evidence; nobody chooses by itself what is only declared."""
+    request = AttentionRequest(**{**MHA, "page_size": 8})
+    selection = what_if(request, platform="rocm:gfx1100", installed=())
+    assert (selection.backend, selection.evidence) == ("triton", "declared")
+    (note,) = [note for note in selection.notes if note.startswith("declared: ")]
+    assert "so torch_sdpa@rocm is chosen there until `polyattn conform triton` has passed" in note
+    by_name = what_if(request, platform="rocm:gfx1100", installed=(), backend="triton")
+    assert not [note for note in by_name.notes if note.startswith("declared: ")]
+    proven = what_if(request, platform="cuda:sm90", installed=())
+    assert not [note for note in proven.notes if note.startswith("declared: ")]

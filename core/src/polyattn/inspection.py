@@ -13,7 +13,7 @@ from typing import Any
 
 from . import epoch
 from .distributions import availability, normalise_distribution
-from .errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError, did_you_mean
+from .errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError, PolyattnError, did_you_mean
 from .evidence import Evidence, read_evidence
 from .hybrid import select_pair
 from .names import whole
@@ -116,7 +116,8 @@ def what_if(
     speculative_attention_mode: str = "prefill",
     strict: bool = False,
 ) -> Selection:
-    """What would be chosen on another machine. Planned adapters are judged as if built and marked.
+    """What would be chosen on another machine. Planned adapters are judged as if built and marked; a note says where a
+    backend has no evidence there, which no machine chooses by itself.
 
     Args:
         request: what is asked for; its platform fields are replaced.
@@ -156,15 +157,25 @@ def what_if(
         }
         chosen_pair = select_pair(pair["prefill"], pair["decode"], there, policies)
         if here.phase != "verify":
-            return _with_devices(select(here, there, policies[phase], full=True), there, policies[phase])
+            return _with_notes(select(here, there, policies[phase], full=True), there, policies[phase])
         choice = Choice(chosen_pair[phase].backend, f"speculative_attention_mode={phase}")
         return select(here, there, dataclasses.replace(policies[phase], choice=choice), full=True)
-    return _with_devices(select(here, there, policies[phase], full=True), there, policies[phase])
+    return _with_notes(select(here, there, policies[phase], full=True), there, policies[phase])
 
 
-def _with_devices(selection: Selection, there: Catalogue, policy: Policy) -> Selection:
-    """What nobody chose by name, with a note for each device of its architecture that measurements choose for."""
+def _with_notes(selection: Selection, there: Catalogue, policy: Policy) -> Selection:
+    """What nobody chose by name, with a note where it is only declared, and one for each device of its architecture
+    that measurements choose for."""
     request, notes = selection.request, []
+    if policy.choice is None and selection.evidence == "declared" and not selection.planned:
+        try:
+            instead = select(request, there, dataclasses.replace(policy, what_if=False)).id
+        except PolyattnError:
+            instead = "none"
+        notes.append(
+            f"declared: it was not shown to work on such a chip, so {instead} is chosen there until `polyattn conform "
+            f"{selection.backend}` has passed; by name ({selection.backend}) it can be had"
+        )
     asked = policy.choice is not None or mode() == "off" or not request.arch
     for device in () if asked else shipped_devices(request.arch):
         measured = shipped_policy(policy, request, place=Place(device, request.arch))
