@@ -7,12 +7,14 @@
     python benchmarks/engine.py --render FILE                     # a result file as the table of docs/benchmarks.md
 
 Both serve the same prompts of random tokens, all of one length, greedily. The rate is that of decoding: tokens after
-the first of each request, over the time that a run to the last of them takes longer than a run to the first. Runs of
-all alternate in rounds, and the fastest of each kind counts: one in which somebody still compiles or records is in no
-figure. transformers runs with each attention implementation that is named and works here, and the best of them counts;
---their-new has it make fewer new tokens, where it takes minutes for a batch. On a device with graphs polyattn's decode
-steps are replayed, and one run has every wait of the host inside a replayed step raise. Host time per step is measured
-apart, with a kernel that does nothing: serving_layer.py --device cuda. The file is written after every run.
+the first of each request, over the time that a run to the last of them takes longer than a run to the first. A run is
+timed from when the requests are handed over: what transformers does before for each batch, seconds of recording graphs
+among it, is not in it. Runs of all alternate in rounds, and the fastest of each kind counts: one in which somebody
+still compiles or records is in no figure. transformers runs with each attention implementation that is named and works
+here, and the best of them counts; --their-new has it make fewer new tokens, where it takes minutes for a batch. On a
+device with graphs polyattn's decode steps are replayed, and one run has every wait of the host inside a replayed step
+raise. Host time per step is measured apart, with a kernel that does nothing: serving_layer.py --device cuda. The file
+is written after every run.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import report
 import torch
 import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from polyattn.distributions import distribution_version
 from polyattn.integrations.transformers.serving import CausalLMRunner
@@ -51,8 +54,8 @@ LIBRARIES = ("flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python", 
 SAME = ("benchmark", "machine", "versions", "context", "parameters", "quick")
 """What the rows of one file have in common."""
 
-Generate = Callable[[int], Sequence[Sequence[int]]]
-"""From a number of new tokens to those of each request."""
+Generate = Callable[[int], tuple[Sequence[Sequence[int]], float]]
+"""From a number of new tokens to those of each request, and the seconds from handing these over."""
 
 
 def libraries() -> dict[str, str]:
@@ -94,20 +97,34 @@ def ours(
     )
     engine = Engine(CausalLMRunner(model), config)
 
-    def generate(new: int) -> list[list[int]]:
-        return [out.token_ids for out in engine.generate(prompts, SamplingParams(max_new_tokens=new))]
+    def generate(new: int) -> tuple[list[list[int]], float]:
+        began = time.perf_counter()
+        found = engine.generate(prompts, SamplingParams(max_new_tokens=new))
+        return [out.token_ids for out in found], time.perf_counter() - began
 
     return generate, engine
 
 
-def theirs(model: LlamaForCausalLM, prompts: list[list[int]], implementation: str, more: dict[str, Any]) -> Generate:
-    """more: keywords of `generate_batch`."""
+def theirs(
+    model: LlamaForCausalLM, prompts: list[list[int]], implementation: str, new: int, more: dict[str, Any]
+) -> Generate:
+    """What `generate_batch` does. new: most tokens of a request. more: keywords of its context manager."""
+    hints = WorkloadHints(max_prompt_length=len(prompts[0]), max_generated_length=new, num_requests=len(prompts))
 
-    def generate(new: int) -> list[list[int]]:
+    def generate(new: int) -> tuple[list[list[int]], float]:
         model.set_attn_implementation(implementation)  # all runs share the model
         config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        found = model.generate_batch(prompts, generation_config=config, progress_bar=False, **more)
-        return [list(out.generated_tokens) for out in found.values()]
+        with model.continuous_batching_context_manager(config, timeout=5, workload_hints=hints, **more) as manager:
+            began, found = time.perf_counter(), {}
+            names = manager.add_requests(prompts, max_new_tokens=new)
+            while len(found) < len(names):
+                out = manager.get_result(timeout=1)
+                if out is not None and out.is_finished():
+                    found[out.request_id] = list(out.generated_tokens)
+                elif out is None and not manager.is_running():
+                    raise RuntimeError(f"its thread ended after {len(found)} of {len(names)} requests")
+            took = time.perf_counter() - began
+        return [found[name] for name in names], took
 
     return generate
 
@@ -142,9 +159,7 @@ def without_waiting(generate: Generate, engine: Engine) -> bool:
 
 
 def seconds_of(generate: Generate, new: int, count: int) -> float:
-    began = time.perf_counter()
-    found = generate(new)
-    took = time.perf_counter() - began
+    found, took = generate(new)
     if [len(tokens) for tokens in found] != [new] * count:
         raise RuntimeError(
             f"{new} tokens of each of {count} requests are wanted; got {[len(t) for t in found][:8]} ..."
@@ -174,7 +189,11 @@ def measured(model: LlamaForCausalLM, row: dict[str, Any], args: argparse.Namesp
     prompts = prompts_of(count, args.context - new, model.config.vocab_size)
     generate, engine = ours(model, prompts, args.context, args.backend)
     runs = dict(
-        zip(names, (generate, *(theirs(model, prompts, name, more) for name in args.implementations)), strict=True)
+        zip(
+            names,
+            (generate, *(theirs(model, prompts, name, row["their_new_tokens"], more) for name in args.implementations)),
+            strict=True,
+        )
     )
     row["backends"] = dict(engine.backends)
     # Graphs are recorded, kernels compiled, for all lengths that come: seconds for polyattn, a round for transformers.

@@ -178,7 +178,7 @@ def test_an_engine_run_goes_on_where_it_was_stopped(script, monkeypatch, tmp_pat
 
     monkeypatch.setattr(module, "seconds_of", seconds_of)
     monkeypatch.setattr(module, "ours", lambda *_: ("ours", engine))
-    monkeypatch.setattr(module, "theirs", lambda model, prompts, name, more: name)
+    monkeypatch.setattr(module, "theirs", lambda model, prompts, name, new, more: name)
     stop = 4  # one run to be warm, a round of ours, half of one of theirs
     with pytest.raises(KeyboardInterrupt):
         module.run({**head, "rows": []}, model, args)
@@ -204,4 +204,4 @@ def test_an_engine_run_goes_on_where_it_was_stopped(script, monkeypatch, tmp_pat
 def test_a_run_that_stops_early_is_an_error(script):
     module = script("engine")
     with pytest.raises(RuntimeError, match=r"4 tokens of each of 2 requests are wanted; got \[4, 3\]"):
-        module.seconds_of(lambda new: [[0] * new, [0] * (new - 1)], 4, 2)
+        module.seconds_of(lambda new: ([[0] * new, [0] * (new - 1)], 1.0), 4, 2)
