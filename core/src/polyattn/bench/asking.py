@@ -163,10 +163,12 @@ def _device(word: str) -> torch.device:
 
 
 def _absent(word: str, error: Exception) -> str:
-    """Why: what the detection of this kind of device says, or the first sentence of torch where there is such a device
-    or nobody knows the kind."""
-    kinds = [name for name, info in get_manager().platforms.items() if info.device_type == word.partition(":")[0]]
-    reports = [detect(name) for name in kinds]
-    if reports and not any(report.present for report in reports):
-        return "; ".join(report.detail for report in reports)
+    """Why: what the detection of this kind of device says, or the first sentence of torch where there is such a device.
+    Of a kind that no platform has: what is here, since torch lists kinds that nobody has."""
+    found = {name: (info.device_type, detect(name)) for name, info in get_manager().platforms.items()}
+    reports = [report for kind, report in found.values() if kind == word.partition(":")[0]]
+    if not reports:
+        return f"there is {', '.join(dict.fromkeys(kind for kind, report in found.values() if report.present))}"
+    if not any(report.present for report in reports):
+        return f"{'; '.join(report.detail for report in reports)}. `polyattn doctor` says why"
     return str(error).partition("\n")[0].partition(". ")[0]

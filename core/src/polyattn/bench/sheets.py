@@ -147,7 +147,8 @@ def _mapping(where: str, given: Any, keys: set[str] | None = None) -> dict[str, 
     if keys is None:
         return given
     if unknown := given.keys() - keys:
-        raise ConfigError(f"{where}: unknown {_words(unknown)}; known: {_words(keys)}")
+        named = f"{'key' if len(unknown) == 1 else 'keys'} {', '.join(sorted(map(repr, unknown)))}"
+        raise ConfigError(f"{where}: unknown {named}; allowed: {_words(keys)}")
     if missing := keys - given.keys():
         raise ConfigError(f"{where}: {_words(missing)} is missing")
     return given

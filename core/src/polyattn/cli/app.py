@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.text import Text
+from typer import rich_utils
 
 from .. import __version__
 from ..errors import (
@@ -36,7 +37,7 @@ from .listing import list_command
 from .matrix import matrix
 from .new_plugin import new_plugin
 from .reasons import reasons_table
-from .rendering import screen, show_json
+from .rendering import WIDTH, screen, show_json
 from .trace import trace
 from .tune import tune
 from .verify import verify
@@ -107,6 +108,8 @@ def run(words: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    if "TERMINAL_WIDTH" not in os.environ:  # typer's own variable
+        rich_utils.MAX_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
     try:
         code = app(words, prog_name="polyattn", standalone_mode=False)
         sys.stdout.flush()
@@ -114,9 +117,8 @@ def run(words: list[str]) -> int:
         _report(as_json, type(error).__name__, str(error), getattr(error, "rejected", None))
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), OTHER_ERROR)
     except _ProblemWithWords as error:
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context is not None else "polyattn"
-        _report(as_json, "UsageError", f"{error.format_message().rstrip('. ')}. See `{command} --help`")
+        said = (_wrong_number(error, words) or error.format_message()).rstrip(". ")
+        _report(as_json, "UsageError", f"{said}{'' if said.endswith('?') else '.'} See `{_command(words)} --help`")
         return 2
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
@@ -129,6 +131,31 @@ def run(words: list[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OTHER_ERROR
     return code if isinstance(code, int) else 0
+
+
+def _command(words: list[str]) -> str:
+    """The command that is asked for. Of an option that lacks its value, typer does not say whose it is."""
+    group, path = typer.main.get_command(app), ["polyattn"]
+    for word in words:
+        if word not in getattr(group, "commands", {}):
+            break
+        group = group.commands[word]  # type: ignore[attr-defined]
+        path.append(word)
+    return " ".join(path)
+
+
+def _wrong_number(error: Any, words: list[str]) -> str:
+    """A number that is none, or is out of bounds, in our words; empty where something else is wrong. Typer checks with
+    pydantic from 0.28 on, whose sentences name neither the value nor what to give; those of click before do."""
+    found, option = getattr(error, "__cause__", None), getattr(error, "param", None)
+    if option is None or not hasattr(found, "errors"):
+        return ""
+    (wrong, *_) = found.errors()
+    flag, kind = max(option.opts, key=len), wrong["type"]
+    if kind == "greater_than_equal":
+        return f"{flag} {wrong['input']}: give {wrong['ctx']['ge']:g} or more"
+    what = {"int_parsing": "a whole number", "float_parsing": "a number"}.get(kind)
+    return f"{flag} {wrong['input']!r} is not {what}" if what else ""
 
 
 def _report(as_json: bool, kind: str, message: str, rejected: Mapping[str, list[str]] | None = None) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 from ..config import KV_CACHE_DTYPES
 from ..errors import ConfigError, did_you_mean
 from ..field_words import DTYPE_WORDS, WORDS
+from ..plugins import get_manager
 from ..records import FAMILIES, PHASES, AttentionRequest
 
-__all__ = ["QUERY_DTYPES", "SCALES", "Question", "ask"]
+__all__ = ["QUERY_DTYPES", "SCALES", "Question", "above_zero", "ask", "one_of"]
 
 QUERY_DTYPES = DTYPE_WORDS
 SERVING = ("paged", "mla")
@@ -74,11 +75,12 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         ConfigError: a word that is not known (near match offered), or numbers that do not fit together.
     """
     family = _family(question)
-    phase = _one_of("--phase", question.phase or ("verify" if question.spec_topk else "prefill"), PHASES)
+    _check_family(question, family)
+    phase = one_of("--phase", question.phase or ("verify" if question.spec_topk else "prefill"), PHASES)
     serving = family in SERVING
     head_dim, v_head_dim = _dims(question, family)
     heads, kv_heads = _heads(question, family)
-    kv_dtype = _one_of("--kv-dtype", question.kv_dtype or "auto", KV_CACHE_DTYPES)
+    kv_dtype = one_of("--kv-dtype", question.kv_dtype or "auto", KV_CACHE_DTYPES)
     topk = question.spec_topk if question.spec_topk is not None else (1 if phase == "verify" and serving else 0)
     tree = serving and phase == "verify" and topk > 1
     fields: dict[str, Any] = {
@@ -86,7 +88,7 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         # Phases are a word of serving; elsewhere they only say how many queries there are.
         "phase": "prefill" if family in ("dense", "varlen", "block_sparse") else phase,
         "s_relation": RELATIONS[phase],
-        "dtype": _one_of("--dtype", question.dtype, QUERY_DTYPES),
+        "dtype": one_of("--dtype", question.dtype, QUERY_DTYPES),
         "kv_dtype": kv_dtype,
         "head_dim": head_dim,
         "v_head_dim": v_head_dim,
@@ -103,17 +105,17 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         "tree": tree,
         "scale": MLA_SCALE if question.scale is None and family == "mla" else _finite("--scale", question.scale),
         # A tree comes as a mask.
-        "mask": _one_of("--mask", "bool" if tree and question.mask == "none" else question.mask, WORDS["mask"]),
+        "mask": one_of("--mask", "bool" if tree and question.mask == "none" else question.mask, WORDS["mask"]),
         "lse": question.lse,
         "grad": _gradients(question.grad),
         "cross": question.cross,
         "dropout": _probability("--dropout", question.dropout),
         "deterministic": question.deterministic,
-        "graph_capture": RECORDINGS[_one_of("--graph-capture", question.graph_capture, tuple(RECORDINGS))],
+        "graph_capture": RECORDINGS[one_of("--graph-capture", question.graph_capture, tuple(RECORDINGS))],
         "multimodal": question.multimodal,
         "chunked_prefix": question.chunked_prefix,
         "save_kv_cache": question.save_kv_cache,
-        "kv_scales": _one_of("--kv-scales", question.kv_scales, SCALES[1:])
+        "kv_scales": one_of("--kv-scales", question.kv_scales, SCALES[1:])
         if question.kv_scales
         else ONE_KIND_OF_SCALES.get((family, kv_dtype), ""),
         "method": question.method or ("gdn" if family == "linear" else ""),
@@ -128,9 +130,42 @@ def _family(question: Question) -> str:
             raise ConfigError(f"--mla means --family mla, but --family {question.family} is given too: leave one out")
         return "mla"
     if question.family is not None:
-        return _one_of("--family", question.family, FAMILIES)
+        return one_of("--family", question.family, FAMILIES)
     given = (question.page_size, question.phase, question.kv_dtype, question.spec_topk)
     return "paged" if any(value is not None for value in given) else "dense"
+
+
+def _check_family(question: Question, family: str) -> None:
+    """What belongs to other families is a slip of the command line, not something that backends refuse."""
+    how = "use" if question.mla or question.family is not None else "add"
+    of_caches = {
+        "--page-size": question.page_size is not None,
+        "--kv-scales": question.kv_scales is not None,
+        "--save-kv-cache": question.save_kv_cache is True,
+        "--no-save-kv-cache": question.save_kv_cache is False,
+        "--chunked-prefix": question.chunked_prefix,
+    }
+    if family not in SERVING and (given := [flag for flag, there in of_caches.items() if there]):
+        verb = "is" if len(given) == 1 else "are"
+        raise ConfigError(
+            f"{', '.join(given)} {verb} of KV caches, and family {family} has none: {how} --family {' or '.join(SERVING)}"
+        )
+    homes = _homes(question.method) if question.method else []
+    if homes and family not in homes:
+        where, other = " or ".join(homes), "" if how == "add" else f", not of {family}"
+        raise ConfigError(f"--method {question.method} is a method of {where}{other}: {how} --family {where}")
+
+
+def _homes(method: str) -> list[str]:
+    """The families that have a method, as the plugins that are here declare it; empty where none knows it."""
+    found = set()
+    for info in get_manager().backends.values():
+        for row in (row for provider in info.providers for row in provider.rows):
+            said = {**row.when, **row.allows}
+            # Only a row that lists methods is about them; one that takes any says nothing of where they belong.
+            if method in getattr(said.get("method"), "values", ()):
+                found |= {family for family in FAMILIES if "family" in said and not said["family"].reason(family)}
+    return [family for family in FAMILIES if family in found]
 
 
 def _dims(question: Question, family: str) -> tuple[int, int]:
@@ -149,7 +184,7 @@ def _heads(question: Question, family: str) -> tuple[int, int]:
 
 
 def _causal(question: Question, *, default: bool) -> str:
-    alignment = _one_of("--causal-alignment", question.causal_alignment, ALIGNMENTS)
+    alignment = one_of("--causal-alignment", question.causal_alignment, ALIGNMENTS)
     if question.causal is False and alignment != "bottom_right":
         raise ConfigError(f"--causal-alignment {alignment} and --no-causal exclude each other: leave one out")
     causal = question.causal if question.causal is not None else default or alignment != "bottom_right"
@@ -163,7 +198,7 @@ def _layout(word: str | None, family: str) -> str:
         return usual
     if family != "dense":
         raise ConfigError(f"--layout is for family dense; of {family} it is {usual}: leave it out")
-    return _one_of("--layout", word, ("BSHD", "BHSD"))
+    return one_of("--layout", word, ("BSHD", "BHSD"))
 
 
 def _window(text: str | None) -> tuple[int, int]:
@@ -180,15 +215,24 @@ def _window(text: str | None) -> tuple[int, int]:
 
 def _gradients(text: str | None) -> tuple[str, ...]:
     names = [part.strip() for part in (text or "").split(",") if part.strip()]
-    return tuple(_one_of("--grad", name, WORDS["grad"]) for name in names)
+    return tuple(one_of("--grad", name, WORDS["grad"]) for name in names)
 
 
-def _one_of(flag: str, word: str, known: Iterable[str]) -> str:
+def one_of(flag: str, word: str, known: Iterable[str]) -> str:
     """`word`, or what it stands for where `known` is a mapping."""
     words = list(known)
     if word not in words:
         raise ConfigError(f"{flag} {word!r} is not known.{did_you_mean(word, words)} Allowed: {', '.join(words)}")
     return known[word] if isinstance(known, Mapping) else word
+
+
+def above_zero(flag: str, value: float) -> None:
+    """
+    Raises:
+        ConfigError: it is none.
+    """
+    if not value > 0:
+        raise ConfigError(f"{flag} {value:g}: give a number above 0")
 
 
 def _at_least(flag: str, value: int | None, low: int) -> int:

@@ -182,6 +182,10 @@ def _make_room(out: Path | None, plots: Path | None) -> None:
 
 def _agree(sheets: list[Path] | None, out: Path | None, resume: bool, join: list[Path] | None, *, again: bool) -> None:
     """Check that the words of a command line fit together."""
+    if not sheets and join:
+        raise ConfigError(
+            "--join needs the sheets of the run too, with all their rows: polyattn bench SHEET... --join FILE"
+        )
     if not sheets:
         raise ConfigError(
             "which rows? polyattn bench SHEET..., YAML files or folders of them; --show FILE shows a result"

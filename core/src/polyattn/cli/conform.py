@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import ConfigError
+from ..field_words import DTYPE_WORDS
+from ..plugins import get_manager
+from ..records import FAMILIES
 from ..testing.where import AUTO, Place, place
+from .asking import one_of
 from .rendering import grid, progress, screen, show_json, title
 
 if TYPE_CHECKING:
@@ -25,7 +30,7 @@ FAILED = 1
 def conform(
     backend: Annotated[str | None, typer.Argument(help="As `polyattn list` names it, or NAME@PLATFORM.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first answer: the pairs of values, once each.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Six times as many combinations; the default.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Up to ten times as many combinations; the default.")] = False,
     device: Annotated[str, typer.Option(help="torch device; auto: the backend's accelerator, else the CPU.")] = AUTO,
     strict_device: Annotated[
         bool, typer.Option("--strict-device", help="A device that is not here is a failure, not `not run`.")
@@ -49,6 +54,7 @@ def conform(
     if planted_bugs:
         _planted(console, as_json)
         return
+    _check_device(device)
     here = place(backend or "", device)
     if here.missing:
         _not_run(console, here, strict_device, as_json)
@@ -84,8 +90,17 @@ def _agree(
         )
 
 
-def _words(flag: str, text: str | None) -> list[str] | None:
-    words = [word for word in (text or "").split(",") if word]
+def _check_device(device: str) -> None:
+    """A kind of device that is no platform's is a slip. Of the others `place` knows more, and needs no torch."""
+    kinds = {platform.device_type for platform in get_manager().platforms.values()}
+    if device.partition(":")[0] not in {AUTO, *kinds}:
+        from .tune import named_device
+
+        named_device(device)
+
+
+def _words(flag: str, text: str | None, known: Iterable[str]) -> list[str] | None:
+    words = [one_of(flag, word, known) for word in (text or "").split(",") if word]
     if text is not None and not words:
         raise ConfigError(f"{flag} {text!r} names none; leave it out for all")
     return words or None
@@ -94,7 +109,9 @@ def _words(flag: str, text: str | None) -> list[str] | None:
 def _run(console: Console, here: Place, *, full: bool, dtypes: str | None, families: str | None, quiet: bool) -> Report:
     with progress(console, quiet=quiet) as bar:
         task = bar.add_task("starting PyTorch", total=None)
-        from ..testing.running import run
+        from ..testing.running import FLOATS, run
+
+        meant = {word: name for word, name in DTYPE_WORDS.items() if name in FLOATS}
 
         def told(done: int, total: int, case: str) -> None:
             bar.update(task, completed=done, total=total, description=case[:60])
@@ -103,8 +120,8 @@ def _run(console: Console, here: Place, *, full: bool, dtypes: str | None, famil
             here.info.id,
             device=here.device,
             level="full" if full else "quick",
-            dtypes=_words("--dtypes", dtypes),
-            families=_words("--families", families),
+            dtypes=_words("--dtypes", dtypes, meant),
+            families=_words("--families", families, FAMILIES),
             progress=told,
         )
 

@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..hybrid import select_pair
 from ..inspection import catalogue, detect, served_by, what_if
 from ..overrides import SCOPE, current_settings
+from ..platforms import parse_platform
 from ..plugins import get_manager
 from ..policies import current_policy
 from ..records import AttentionRequest
@@ -42,6 +43,22 @@ def _assumed(fields: dict[str, Any]) -> str:
     toolkit = ".".join(map(str, fields["toolkit"]))
     arch = f":{fields['arch']}" if fields["arch"] else ""
     return f"{fields['platform']}{arch}{'@' + toolkit if toolkit and arch else ''}"
+
+
+def _either(name: str, yes: bool, no: bool) -> bool | None:
+    """What the two flags of a switch say; None = nothing."""
+    if yes and no:
+        raise ConfigError(f"--{name} and --no-{name} exclude each other: leave one out")
+    return yes if yes or no else None
+
+
+def _checked(words: str) -> str:
+    """The words of --assume-platform, once they are known to mean a machine."""
+    try:
+        parse_platform(words, get_manager().platforms)
+    except ConfigError as exc:
+        raise ConfigError(f"--assume-platform {exc}") from exc
+    return words
 
 
 def _on_this_machine(
@@ -152,12 +169,13 @@ def explain(
     kv_heads: Annotated[
         int | None, typer.Option(metavar="H_KV", help="Default: as --heads; 1 for mla.", rich_help_panel=REQUEST)
     ] = None,
+    # Two flags each, since of one with two names the last that is typed would win in silence.
     causal: Annotated[
-        bool | None,
-        typer.Option(
-            "--causal/--no-causal", help="Default: causal for paged and mla, else not.", rich_help_panel=REQUEST
-        ),
-    ] = None,
+        bool, typer.Option("--causal", help="Default for paged and mla.", rich_help_panel=REQUEST)
+    ] = False,
+    no_causal: Annotated[
+        bool, typer.Option("--no-causal", help="Default for the other families.", rich_help_panel=REQUEST)
+    ] = False,
     causal_alignment: Annotated[
         str,
         typer.Option(metavar="WORD", help="bottom_right, or top_left (means --causal).", rich_help_panel=REQUEST),
@@ -235,9 +253,11 @@ def explain(
         ),
     ] = None,
     save_kv_cache: Annotated[
-        bool | None,
-        typer.Option("--save-kv-cache/--no-save-kv-cache", help="The backend writes new K/V.", rich_help_panel=SERVE),
-    ] = None,
+        bool, typer.Option("--save-kv-cache", help="The backend writes new K/V.", rich_help_panel=SERVE)
+    ] = False,
+    no_save_kv_cache: Annotated[
+        bool, typer.Option("--no-save-kv-cache", help="New K/V are written before the call.", rich_help_panel=SERVE)
+    ] = False,
     chunked_prefix: Annotated[
         bool, typer.Option("--chunked-prefix", help="MLA: a prefix attended in chunks.", rich_help_panel=SERVE)
     ] = False,
@@ -269,7 +289,7 @@ def explain(
         heads=heads,
         kv_heads=kv_heads,
         page_size=page_size,
-        causal=causal,
+        causal=_either("causal", causal, no_causal),
         causal_alignment=causal_alignment,
         layout=layout,
         window=window,
@@ -287,7 +307,7 @@ def explain(
         graph_capture=graph_capture,
         multimodal=multimodal,
         chunked_prefix=chunked_prefix,
-        save_kv_cache=save_kv_cache,
+        save_kv_cache=_either("save-kv-cache", save_kv_cache, no_save_kv_cache),
         kv_scales=kv_scales,
         method=method,
     )
@@ -301,7 +321,7 @@ def explain(
     else:
         selection = what_if(
             ask(question),
-            platform=_assumed(here()) if assume_platform is None else assume_platform,
+            platform=_assumed(here()) if assume_platform is None else _checked(assume_platform),
             installed=[name.strip() for name in (assume_installed or "").split(",") if name.strip()],
             backend=attention_backend,
             prefill_backend=prefill_attention_backend,

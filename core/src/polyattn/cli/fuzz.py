@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ import typer
 from rich.text import Text
 
 from ..errors import ConfigError
+from .asking import above_zero
 from .rendering import grid, progress, screen, show_json, title
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ def fuzz(
     """
     from ..testing import fuzz as fuzzing  # it needs torch
 
+    above_zero("--seconds", seconds)
+    if math.isinf(seconds):
+        raise ConfigError(f"--seconds {seconds:g}: give a finite number of seconds")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder, or a name that is free")
     seed = random.randrange(2**31) if seed is None else seed

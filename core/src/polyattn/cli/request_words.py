@@ -15,6 +15,13 @@ __all__ = ["workload_of"]
 
 _LENGTHS = ("batch", "q", "k")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_EXAMPLES = {
+    "batch": "4", "q": "512", "k": "4096", "family": "paged", "phase": "decode", "dtype": "bf16", "kv_dtype": "fp8_e4m3",
+    "head_dim": "128", "v_head_dim": "128", "heads": "32", "kv_heads": "8", "page_size": "64", "layout": "BHSD",
+    "causal_alignment": "top_left", "window": "127,0", "softcap": "30", "spec_topk": "4", "scale": "0.1", "mask": "bool",
+    "grad": "query,key,value", "dropout": "0.1", "graph_capture": "session", "kv_scales": "tensor", "method": "dsa",
+}  # fmt: skip
+"""A value for each word that needs one."""
 _KINDS = {field.name: str(field.type).split(" ")[0] for field in dataclasses.fields(Question)}
 
 
@@ -34,6 +41,8 @@ def workload_of(text: str, where: Mapping[str, Any]) -> Workload:
         name = name.replace("-", "_")
         if name in given or name in lengths:
             raise ConfigError(f"--request {text!r}: {name} is given twice")
+        if not value and name in _EXAMPLES:
+            raise ConfigError(f"--request: {name} needs a value, as {name}={_EXAMPLES[name]}")
         if name in _LENGTHS:
             lengths[name] = _whole(name, value)
         elif name in _KINDS:
@@ -51,9 +60,19 @@ def workload_of(text: str, where: Mapping[str, Any]) -> Workload:
     if s_k is None:
         raise ConfigError(f"--request {text!r}: k is missing, the keys of a sequence; for example k=4096")
     s_q = lengths.get("q", 1 if request.s_relation == "one" else s_k)
-    if request.family not in SERVING:
+    if request.family in SERVING:
+        _check_lengths(text, request.phase, s_q, s_k)
+    else:
         request = dataclasses.replace(request, s_relation=relation(s_q, s_k))
     return Workload(request, ((s_q, s_k),) * lengths.get("batch", 1))
+
+
+def _check_lengths(text: str, phase: str, s_q: int, s_k: int) -> None:
+    """Of serving, a phase says how many queries there are; fewer than keys may be as many, where nothing is cached."""
+    if phase == "decode" and s_q != 1:
+        raise ConfigError(f"--request {text!r}: decode has one query per sequence: leave q out, or phase=extend")
+    if phase == "prefill" and s_q != s_k:
+        raise ConfigError(f"--request {text!r}: prefill has as many queries as keys: leave q out, or phase=extend")
 
 
 def _value(name: str, value: str) -> Any:

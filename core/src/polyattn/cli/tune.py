@@ -15,6 +15,7 @@ from .. import tuning
 from ..errors import BackendUnavailableError, ConfigError, did_you_mean
 from ..plugins import get_manager
 from ..tuning import TuningStore
+from .asking import above_zero
 from .rendering import facts, grid, panel, progress, screen, show_json, title
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..measuring.tuner import Tried
 
-__all__ = ["tune"]
+__all__ = ["named_device", "tune"]
 
 WHAT, HOW, KEPT = "What is measured", "How", "What is kept"
 ALL = "all"
@@ -100,6 +101,7 @@ def tune(
     Every backend that takes a request is checked against the reference before it is timed. What is known already is not
     measured again, so a run that was stopped goes on where it was.
     """
+    tuning.mode()  # what calls would refuse is refused here too
     keep = {"--export": export, "--import": import_, "--merge": merge, "--release": release}
     kept = [flag for flag, value in keep.items() if value is not None]
     shown = ["--show"] if show else []
@@ -136,8 +138,9 @@ def _tune(
     from ..measuring.tuner import isolation_of, tune_all
     from .request_words import workload_of
 
+    above_zero("--seconds", seconds)
     isolation = isolation_of(isolate)
-    where = _device(device)
+    where = named_device(device)
     workloads = [one.workload for one in read_trace(traces)]
     if traces and not workloads:
         named = ", ".join(map(str, traces))
@@ -165,18 +168,23 @@ def _tune(
         _summary(console, tried)
 
 
-def _device(name: str) -> torch.device:
+def named_device(name: str) -> torch.device:
+    """What --device means.
+
+    Raises:
+        ConfigError: torch has no such device, or none here.
+    """
     import torch
 
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name != "auto":
+        there = {"cpu": 1, **({} if found is None else {found.type: torch.accelerator.device_count()})}
+        here = ", ".join(f"{kind} ({count})" for kind, count in there.items())
         try:
             asked = torch.device(name)
-        except RuntimeError as exc:
-            raise ConfigError(f"--device {name!r} is no device of torch: {exc}") from exc
-        there = {"cpu": 1, **({} if found is None else {found.type: torch.accelerator.device_count()})}
+        except RuntimeError as exc:  # its text lists kinds that nobody has
+            raise ConfigError(f"--device {name!r} is no device of torch; it finds here: {here}") from exc
         if (asked.index or 0) >= there.get(asked.type, 0):
-            here = ", ".join(f"{kind} ({count})" for kind, count in there.items())
             raise ConfigError(f"--device {name!r} is not here; torch finds: {here}. `polyattn doctor` says why")
         return asked
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
@@ -259,8 +267,10 @@ def _keep(export: Path | None, imports: list[Path], merges: list[Path], release:
             raise ConfigError(f"--import {path}: this is a tuning store, which goes to --merge")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as exc:
+            raise ConfigError(f"--import {path}: there is no such file") from exc
         except (OSError, ValueError, RecursionError) as exc:
-            raise ConfigError(f"{path} cannot be read as JSON: {exc}") from exc
+            raise ConfigError(f"--import {path} cannot be read as JSON: {exc}") from exc
         said[f"imported from {path}"] = store.import_rows(data, known, str(path))
     for path in merges:
         if not path.is_file():

@@ -120,8 +120,9 @@ def tune_all(
     """
     if mode() == "off":
         raise ConfigError("POLYATTN_TUNING=off reads no measurements, so none are made; unset it to tune")
-    if not seconds > 0 or rounds < 1:
-        raise InvalidInputError(f"tune: seconds={seconds}, rounds={rounds}; both are above 0")
+    for name, value in (("seconds", seconds), ("rounds", rounds)):
+        if not value > 0:
+            raise InvalidInputError(f"tune: {name}={value} must be above 0")
     end = time.monotonic() + seconds
     with Prober(str(device), probe_seconds) as prober:
         for workload in dict.fromkeys(_here(workload, device) for workload in workloads):

@@ -32,6 +32,8 @@ _ARCHS = {
     "npu": r"ascend\d[a-z0-9_]*",
 }
 _CORE_NAMES = tuple(info.name for info in CORE_PLATFORMS)
+_PREFIXES = {"cuda": "sm", "rocm": "gfx", "musa": "mp", "npu": "ascend"}
+_EXAMPLES = ("cuda:sm90", "rocm:gfx942")
 _ANY_ARCH = r"[a-z0-9][a-z0-9_.-]*"
 _SYNTAX = "PLATFORM, PLATFORM:ARCH or PLATFORM:ARCH@TOOLKIT, such as cuda:sm90@12.3, and cpu:FEATURE+FEATURE"
 
@@ -54,8 +56,10 @@ def parse_platform(text: str, known: Iterable[str] = _CORE_NAMES) -> AssumedPlat
     body, at, toolkit = text.strip().lower().partition("@")
     name, colon, arch = body.partition(":")
     if name not in names:
+        said = f"{text!r}" if text == name else f"{text!r}: {name!r}"
         raise ConfigError(
-            f"{text!r}: {name!r} is not a platform.{did_you_mean(name, names)} Known: {', '.join(names)}."
+            f"{said} is not a platform.{did_you_mean(name, names)} Known: {', '.join(names)}; with an architecture "
+            f"{', '.join(_EXAMPLES)}"
         )
     if (colon and not arch) or (at and not re.fullmatch(r"\d+(\.\d+)*", toolkit)):
         raise ConfigError(f"{text!r} is not a platform: give {_SYNTAX}")
@@ -72,13 +76,16 @@ def parse_platform(text: str, known: Iterable[str] = _CORE_NAMES) -> AssumedPlat
 
 
 def _near_arch(name: str, arch: str) -> str:
-    """sm_90, 9.0, 90 and sm90a all mean sm90. A product name (h100) says nothing about the number."""
-    prefix = {"cuda": "sm", "rocm": "gfx", "musa": "mp"}.get(name, "")
-    match = re.match(rf"(?:{prefix})?[_-]?(\d[0-9a-f.]*)", arch) if prefix else None
+    """sm_90, 9.0, 90 and sm90a all mean sm90, 910b means ascend910b. A product name (h100) says nothing about the
+    number."""
+    prefix = _PREFIXES.get(name, "")
+    letters = "0-9a-z_" if name == "npu" else "0-9a-f."
+    match = re.match(rf"(?:{prefix})?[_-]?(\d[{letters}]*)", arch) if prefix else None
     if match is None:
         return ""
-    guess = prefix + re.sub(r"[^0-9a-f]" if prefix == "gfx" else r"\D", "", match[1])
-    return f" Did you mean {guess!r}?" if re.fullmatch(_ARCHS[name], guess) else ""
+    kept = {"rocm": r"[^0-9a-f]", "npu": r"[^0-9a-z_]"}.get(name, r"\D")
+    guess = prefix + re.sub(kept, "", match[1])
+    return f" Did you mean '{name}:{guess}'?" if re.fullmatch(_ARCHS[name], guess) else ""
 
 
 def _assumed_cpu(text: str, features: str, toolkit: str) -> AssumedPlatform:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..envvars import text
 from ..epoch import bump
-from ..errors import ConfigError, PolyattnError
+from ..errors import ConfigError, PolyattnError, did_you_mean
 from .kernels import Choices, Kernel, Key
 from .places import place_of
 from .rows import Quarantined, Row, canonical
@@ -67,7 +67,9 @@ def mode() -> str:
     """
     value = (text("POLYATTN_TUNING") or "use").strip().lower()
     if value not in MODES:
-        raise ConfigError(f"POLYATTN_TUNING={value!r}; allowed: {', '.join(MODES)}")
+        raise ConfigError(
+            f"POLYATTN_TUNING={value!r} is not known.{did_you_mean(value, MODES)} Allowed: {', '.join(MODES)}"
+        )
     return value
 
 
