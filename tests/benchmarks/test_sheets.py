@@ -163,11 +163,11 @@ def prefill(given):
 
 
 WRONG = {
-    "a key of the top": (lambda s: s.update(tolerances={}), "unknown tolerances; known: bars, families, title"),
+    "a key of the top": (lambda s: s.update(tolerances={}), "unknown key 'tolerances'; allowed: bars, families, title"),
     "a missing key": (lambda s: s.pop("title"), "title is missing"),
     "families": (lambda s: s.update(families=[]), "families is []; it must be a mapping"),
     "bars": (lambda s: s.update(bars={}), "bars is {}; it must be a list"),
-    "a key of a family": (lambda s: decode(s).update(peers=[]), "family decode: unknown peers; known: kind, of, rows"),
+    "a key of a family": (lambda s: decode(s).update(peers=[]), "unknown key 'peers'; allowed: kind, of, rows"),
     "a kind": (lambda s: decode(s).update(kind="page"), "kind 'page' is not known. Did you mean 'paged' or 'packed'?"),
     "no rows": (lambda s: decode(s).update(rows=[]), "family decode has no rows"),
     "a row": (lambda s: decode(s).update(rows=[3]), "family decode: a row is 3; it must be a mapping"),

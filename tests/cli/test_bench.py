@@ -94,7 +94,7 @@ def test_parts_of_a_run_are_joined(run: Run, tmp_path: Path) -> None:
     resumed = run("bench", str(SHEETS), *named, "--resume", "--out", str(out))
     assert "--join measures nothing, and takes no --resume: leave out one or the other" in " ".join(resumed.err.split())
     alone = run("bench", "--join", str(parts[0]))
-    assert (alone.code, "which rows? polyattn bench SHEET..." in " ".join(alone.err.split())) == (2, True)
+    assert (alone.code, "--join needs the sheets of the run too" in " ".join(alone.err.split())) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,8 @@ def test_parts_of_a_run_are_joined(run: Run, tmp_path: Path) -> None:
             "--candidates 'torch_sdpaa' names none. Did you mean",
         ),
         ((str(SHEETS), "--quick", "--peer", "sdpa"), "--peer sdpa: which peers there are, --peers says"),
-        ((str(SHEETS), "--quick", "--device", "meta"), "--device meta: torch has no such device here"),
+        ((str(SHEETS), "--quick", "--device", "meta"), "--device meta: torch has no such device here: it has cpu"),
+        ((str(SHEETS), "--quick", "--device", "warp"), "--device warp: torch has no such device here: it has cpu"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(run: Run, words: tuple[str, ...], said: str) -> None:

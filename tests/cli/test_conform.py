@@ -244,7 +244,9 @@ def test_torch_is_loaded_when_something_is_run() -> None:
         (("torch_spda",), 4, "no backend is named 'torch_spda'. Did you mean 'torch_sdpa'"),
         (("dsa",), 4, "dsa@cpu: planned, its adapter is not part of this version"),
         (("intel_amx",), 4, "intel_amx@cpu is unavailable: sgl-kernel-cpu is not installed"),
-        (("torch_sdpa", "--device", "banana"), 4, "there is no torch_sdpa on device banana"),
+        (("torch_sdpa", "--device", "banana"), 2, "--device 'banana' is no device of torch; it finds here: cpu (1)"),
+        (("torch_sdpa", "--device", "meta"), 2, "--device 'meta' is not here; torch finds: cpu (1)"),
+        (("acme", "--device", "cuda"), 4, "there is no acme on device cuda. acme is registered as: acme@cpu (cpu)"),
         ((), 2, "which backend? polyattn conform BACKEND; `polyattn list` shows them"),
         (("acme", "--quick", "--full"), 2, "--quick and --full exclude each other: leave one out"),
         (
@@ -258,8 +260,9 @@ def test_torch_is_loaded_when_something_is_run() -> None:
             "--write-evidence with --dtypes or --families: part of a backend is no evidence for it. Leave these out",
         ),
         (("acme", "--planted-bugs"), 2, "--planted-bugs tries the kit itself, not acme: leave one of the two out"),
-        (("acme", "--dtypes", "float31"), 2, "dtype 'float31' is not one of"),
-        (("acme", "--families", "dens"), 2, "family 'dens' is not one of"),
+        (("acme", "--dtypes", "float31"), 2, "--dtypes 'float31' is not known. Did you mean 'float32'"),
+        (("acme", "--dtypes", "fp32,fp8_e4m3"), 2, "--dtypes 'fp8_e4m3' is not known. Allowed: fp64, bf16, fp16, fp32"),
+        (("acme", "--families", "dens"), 2, "--families 'dens' is not known. Did you mean 'dense'? Allowed: dense,"),
         (("acme", "--dtypes", ""), 2, "--dtypes '' names none; leave it out for all"),
         (("acme", "--families", ","), 2, "--families ',' names none; leave it out for all"),
     ],
@@ -271,6 +274,10 @@ def test_wrong_words(run: Run, acme: Path, words: tuple[str, ...], code: int, me
     said = run("conform", *words, "--json")
     assert said.code == code
     assert message in said.data["error"]["message"]
+
+
+def test_help_says_how_much_more_a_full_run_is(run: Run) -> None:
+    assert "Up to ten times as many combinations" in " ".join(run("conform", "--help").out.split())
 
 
 # --- the kit itself

@@ -251,7 +251,7 @@ def test_a_store_that_cannot_be_used_is_a_problem(run: Run, monkeypatch: pytest.
         ("POLYATTN_DISABLE", "acme,core", "POLYATTN_DISABLE='acme,core': core cannot be left out"),
         ("POLYATTN_VALIDATE", "maybe", "POLYATTN_VALIDATE='maybe' is not a switch"),
         ("POLYATTN_REFERENCE_MEMORY_GB", "lots", "POLYATTN_REFERENCE_MEMORY_GB='lots' is not a positive number"),
-        ("POLYATTN_TUNING", "on", "POLYATTN_TUNING='on'; allowed: use, off, online"),
+        ("POLYATTN_TUNING", "on", "POLYATTN_TUNING='on' is not known. Allowed: use, off, online"),
         ("POLYATTN_ATTENTION_BACKEND", "torch_spda", "is not a known backend. Did you mean 'torch_sdpa'"),
         ("POLYATTN_CONFIG", "/nowhere/polyattn.yaml", "/nowhere/polyattn.yaml"),
     ],

@@ -252,7 +252,7 @@ def test_every_word_for_a_dtype_is_a_request_dtype() -> None:
         ({"phase": "decoding"}, "--phase 'decoding' is not known. Did you mean 'decode'"),
         ({"dtype": "bf61"}, "--dtype 'bf61' is not known. Did you mean 'bf16'"),
         ({"kv_dtype": "fp8"}, "--kv-dtype 'fp8' is not known"),
-        ({"kv_scales": "tensors"}, "--kv-scales 'tensors' is not known. Did you mean 'tensor'"),
+        ({"kv_scales": "tensors", "phase": "decode"}, "--kv-scales 'tensors' is not known. Did you mean 'tensor'"),
         ({"mask": "boolean"}, "--mask 'boolean' is not known. Did you mean 'bool'"),
         ({"layout": "HSD"}, "--layout 'HSD' is not known"),
         ({"layout": "BHSD", "phase": "decode"}, "--layout is for family dense; of paged it is THD: leave it out"),
@@ -270,12 +270,40 @@ def test_every_word_for_a_dtype_is_a_request_dtype() -> None:
         ({"scale": float("nan")}, "--scale nan is no finite number"),
         ({"scale": float("inf")}, "--scale inf is no finite number"),
         ({"dropout": 1.0}, "--dropout 1 is no probability below 1"),
+        ({"method": "sta"}, "--method sta is a method of block_sparse: add --family block_sparse"),
+        ({"method": "kda"}, "--method kda is a method of linear: add --family linear"),
+        ({"method": "dsa", "phase": "decode"}, "--method dsa is a method of mla: add --family mla"),
+        ({"method": "dual_chunk"}, "--method dual_chunk is a method of paged: add --family paged"),
+        ({"method": "gdn", "family": "dense"}, "--method gdn is a method of linear, not of dense: use --family linear"),
+        ({"method": "gdn", "mla": True}, "--method gdn is a method of linear, not of mla: use --family linear"),
+        ({"kv_scales": "block128"}, "--kv-scales: family dense has no KV cache that this could be of: add"),
+        ({"save_kv_cache": True}, "--save-kv-cache: family dense has no KV cache that this could be of: add"),
+        ({"save_kv_cache": False}, "--no-save-kv-cache: family dense has no KV cache that this could be of: add"),
+        ({"chunked_prefix": True}, "--chunked-prefix: family dense has no KV cache that this could be of: add"),
+        ({"family": "dense", "page_size": 64}, "--page-size: family dense has no KV cache that this could be of: use"),
+        ({"family": "linear", "page_size": 64, "kv_scales": "head"}, "--page-size, --kv-scales: family linear has no"),
     ],
 )
 def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ask(Question(**flags))
     assert message in str(caught.value)
+
+
+def test_a_method_that_no_plugin_here_knows_is_left_to_the_backends(run: Run) -> None:
+    assert ask(Question(method="acme")).method == "acme"
+
+
+@pytest.mark.parametrize("name", ["causal", "save-kv-cache"])
+def test_the_two_flags_of_a_switch_exclude_each_other(run: Run, name: str) -> None:
+    for words in ((f"--{name}", f"--no-{name}"), (f"--no-{name}", f"--{name}")):
+        found = run("explain", *words)
+        assert found.code == 2
+        assert f"--{name} and --no-{name} exclude each other: leave one out" in " ".join(found.err.split())
+    for word, value in ((f"--{name}", True), (f"--no-{name}", False)):
+        words = ("--family", "paged", word, "--attention-backend", "reference", "--json")
+        found = run("explain", *words).data["request"][name.replace("-", "_")]
+        assert found == (value if name != "causal" else "bottom_right" if value else "none")
 
 
 def test_the_flags_reach_the_request(run: Run) -> None:

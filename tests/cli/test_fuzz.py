@@ -64,10 +64,12 @@ def test_json(run: Run, somewhere: Path) -> None:
     "words, code, said",
     [
         (["--backend", "referense"], 4, "no backend 'referense' is registered"),
-        (["--seconds", "0"], 2, "must be a number above 0"),
-        (["--seconds", "soon"], 2, "'--seconds'"),
+        (["--seconds", "0"], 2, "--seconds 0: give a number above 0"),
+        (["--seconds", "-1"], 2, "--seconds -1: give a number above 0"),
+        (["--seconds", "inf"], 2, "--seconds inf: give a finite number of seconds"),
+        (["--seconds", "soon"], 2, "--seconds 'soon' is not a number"),
         (["--device", "acme"], 2, "no device of torch"),
-        (["--number", "-1"], 2, "'--number'"),
+        (["--number", "-1"], 2, "--number -1: give 0 or more"),
         (["--out", __file__], 2, "is a file; give a folder"),
     ],
 )
@@ -75,6 +77,8 @@ def test_wrong_usage(run: Run, words: list[str], code: int, said: str) -> None:
     shown = run("fuzz", *words)
     assert shown.code == code
     assert said in " ".join(shown.err.split())
+    if "--seconds" in words:
+        assert shown.out == "", "before the seed is said"
 
 
 def test_a_folder_that_cannot_be_made_is_said(run: Run, somewhere: Path) -> None:

@@ -26,8 +26,17 @@ HOPPER = ("--assume-platform", "cuda:sm90")
     ("words", "code", "kind", "message"),
     [
         (("explain", "--nope"), 2, "UsageError", "No such option: --nope"),
-        (("explain", "--head-dim", "wide"), 2, "UsageError", "--head-dim"),
-        (("frobnicate",), 2, "UsageError", "frobnicate"),
+        (("explain", "--head-dim", "wide"), 2, "UsageError", "--head-dim 'wide' is not a whole number. See `poly"),
+        (("explain", "--head-dim=1.5"), 2, "UsageError", "--head-dim '1.5' is not a whole number. See `polyattn expl"),
+        (("explain", "--softcap", "wide"), 2, "UsageError", "--softcap 'wide' is not a number. See `polyattn explain"),
+        (("config", "check", "--page-size", "big"), 2, "UsageError", "--page-size 'big' is not a whole number. See `p"),
+        (("tune", "--rounds", "0"), 2, "UsageError", "--rounds 0: give 1 or more. See `polyattn tune --help`"),
+        (("fuzz", "--number", "-1"), 2, "UsageError", "--number -1: give 0 or more. See `polyattn fuzz --help`"),
+        (("bench", "--seconds", "0"), 2, "UsageError", "--seconds 0: give 0.001 or more. See `polyattn bench --h"),
+        (("frobnicate",), 2, "UsageError", "No such command 'frobnicate'. See `polyattn --help`"),
+        (("explian",), 2, "UsageError", "Did you mean 'explain'? See `polyattn --help`"),
+        (("explain", "--assume-platform", "gpu"), 2, "ConfigError", "--assume-platform 'gpu' is not a platform."),
+        (("explain", "--assume-platform", "npu:910b"), 2, "ConfigError", "Did you mean 'npu:ascend910b'?"),
         (("matrix", "--format", "pdf"), 2, "ConfigError", "Allowed: text, markdown, json"),
         (("explain", "--family", "dens"), 2, "ConfigError", "Did you mean 'dense'"),
         (("explain", "--assume-platform", "cuda:h100"), 2, "ConfigError", "is not an architecture of cuda"),
@@ -56,6 +65,9 @@ def test_failures_have_a_code_and_a_message_in_both_forms(
 def test_a_usage_error_names_the_help(run: Run) -> None:
     assert "See `polyattn explain --help`" in run("explain", "--nope").err
     assert "See `polyattn config check --help`" in run("config", "check", "--nope").err
+    assert "See `polyattn config --help`" in run("config", "chek").err
+    assert "requires an argument. See `polyattn explain --help`" in run("explain", "--window").err
+    assert "requires an argument. See `polyattn config check --help`" in run("config", "check", "--file").err
 
 
 def test_a_refused_request_lists_the_reasons(run: Run) -> None:
@@ -201,6 +213,13 @@ def test_a_pipe_gets_100_columns(run: Run, words: tuple[str, ...]) -> None:
     shown = run(*words)
     assert shown.code == 0
     assert max(map(len, shown.out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("words", [("--help",), ("explain", "--help"), ()], ids=" ".join)
+def test_so_does_help(run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    assert max(map(len, run(*words).out.splitlines())) == 100
+    monkeypatch.setenv("COLUMNS", "70")
+    assert max(map(len, run(*words).out.splitlines())) == 70
 
 
 def test_columns_sets_another_width(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

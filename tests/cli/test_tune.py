@@ -12,7 +12,7 @@ import pytest
 
 import polyattn
 from polyattn import tuning
-from polyattn.cli import tune
+from polyattn.cli import request_words, tune
 from polyattn.measuring import Clock, tuner
 from polyattn.plugins import reset_manager
 from polyattn.policies import tuning_place
@@ -49,7 +49,7 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
         (("--request", "k=64 dtype=float99"), "--request 'k=64 dtype=float99': --dtype 'float99' is not known."),
         (("--request", DENSE, "--device", "cuda"), "--device 'cuda' is not here; torch finds: cpu (1)."),
         (("--request", DENSE, "--device", "cpu:7"), "--device 'cpu:7' is not here; torch finds: cpu (1)."),
-        (("--request", DENSE, "--device", "zpu"), "--device 'zpu' is no device of torch"),
+        (("--request", DENSE, "--device", "zpu"), "--device 'zpu' is no device of torch; it finds here: cpu (1)"),
     ],
 )
 def test_what_is_given_for_something_else_is_said(
@@ -238,13 +238,21 @@ def test_what_is_kept_goes_from_store_to_store(run: Run, monkeypatch: pytest.Mon
         (("--from", os.devnull), f"--from {os.devnull}: no request is in it; `polyattn trace` writes those"),
         (("--request", "heads=2 k=²"), "k='²' is not a whole number above 0"),
         (("--request", "heads=2 k=" + "9" * 5000), "is not a whole number above 0"),
+        (("--request", "head_dim"), "--request: head_dim needs a value, as head_dim=128"),
+        (("--request", "k= heads=4"), "--request: k needs a value, as k=4096"),
+        (("--request", "k=4 method"), "--request: method needs a value, as method="),
         (("--request", "heads=x k=4"), "heads='x' is not a whole number above 0"),
         (("--request", "softcap=x k=4"), "softcap='x' is not a number"),
         (("--request", "sinks=x k=4"), "sinks='x' is not a switch; allowed: true"),
         (("--request", DENSE, "--isolate", "alway"), "--isolate 'alway'. Did you mean 'always'? Allowed: auto"),
         (("--request", DENSE, "--device", "gpu9"), "--device 'gpu9' is no device of torch"),
-        (("--request", DENSE, "--seconds", "0"), "both are above 0"),
-        (("--import", "missing.json"), "missing.json cannot be read as JSON"),
+        (("--request", f"{PAGED} q=7"), "decode has one query per sequence: leave q out, or phase=extend"),
+        (("--request", "family=paged q=7 k=64"), "prefill has as many queries as keys: leave q out, or phase=extend"),
+        (("--request", DENSE, "--seconds", "0"), "--seconds 0: give a number above 0"),
+        (("--request", DENSE, "--seconds", "-1"), "--seconds -1: give a number above 0"),
+        (("--request", DENSE, "--seconds", "nan"), "--seconds nan: give a number above 0"),
+        (("--import", "missing.json"), "--import missing.json: there is no such file"),
+        (("--import", os.curdir), "--import . cannot be read as JSON: [Errno"),
         (("--merge", "missing.sqlite3"), "there is no store missing.sqlite3"),
         (("--export", "missing/kept.json"), "--export missing/kept.json cannot be written: [Errno 2] No such file"),
         (("--request", DENSE, "--export", "kept.json"), "--request and --export exclude one another; run them one"),
@@ -256,3 +264,24 @@ def test_what_is_wrong_says_so(run: Run, words: tuple[str, ...], message: str) -
     result = run("tune", *words)
     assert result.code == 2
     assert message in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize("words", [("--show",), ("--export", "kept.json"), ("--request", DENSE)], ids=" ".join)
+def test_a_mode_that_is_none_is_refused_whatever_is_done(
+    run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("POLYATTN_TUNING", "onlin")
+    refused = run("tune", *words)
+    assert (refused.code, refused.out) == (2, "")
+    said = "POLYATTN_TUNING='onlin' is not known. Did you mean 'online'? Allowed: use, off, online"
+    assert said in " ".join(refused.err.split())
+
+
+def test_every_word_that_needs_a_value_has_an_example() -> None:
+    needed = {name for name, kind in request_words._KINDS.items() if kind != "bool"}
+    assert set(request_words._EXAMPLES) == {*needed, *request_words._LENGTHS}
+
+
+@pytest.mark.parametrize("words", ["phase=extend q=7 k=64", "phase=extend k=64", "phase=verify q=4 k=64", "q=64 k=64"])
+def test_lengths_that_a_phase_can_have(words: str) -> None:
+    assert request_words.workload_of(f"family=paged {words}", {}).longest[1] == 64

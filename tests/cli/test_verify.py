@@ -89,6 +89,8 @@ def test_a_quick_run_is_no_evidence(run: Run, plugin: Plugin, tmp_path: Path) ->
         (("--device", "xpu"), 2, "--device xpu: torch has no such device here: no Intel GPU: "),
         (("--device", "npu:0"), 2, "--device npu:0: torch has no such device here: no Ascend NPU: "),
         (("--device", "mps"), 2, "--device mps: torch has no such device here: no Apple GPU: "),
+        (("--device", "xpu"), 2, ". `polyattn doctor` says why"),
+        (("--device", "foo"), 2, "--device foo: torch has no such device here: it has cpu"),
         (("--device", "cpu:x"), 2, "--device cpu:x: torch has no such device here: Invalid device string: 'cpu:x'"),
         (("--device", "cpu", "--backend", "intel_amx"), 4, "nothing can be run on cpu: intel_amx: "),
     ],

@@ -386,7 +386,8 @@ def test_what_cannot_be_measured_says_so(fields, lengths, message):
         ({}, ((0, 5),), 0, "with S_q and S_k above 0"),
         ({}, ((5, 5), (6, 6)), 0, "the sequences of family dense have one length"),
         ({}, ((5, 9),), 0, r"S_q, S_k = \(5, 9\) are fewer, the request says equal"),
-        (DECODE, ((5, 3),), 0, "S_k is S_q or more"),
+        (EXTEND, ((5, 3),), 0, "S_k is S_q or more"),
+        (DECODE, ((1, 9), (7, 9)), 0, "one query per sequence, and here S_q is 7: more are phase extend or verify"),
         (DECODE, ((1, 3),), 7, "shared=7 with kv_parts=0"),
     ],
 )

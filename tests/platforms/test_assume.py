@@ -62,29 +62,31 @@ CUDA = "cuda architectures look like sm80, sm86, sm89, sm90, sm100, sm120."
     ("text", "message"),
     [
         ("cude:sm90", "'cude:sm90': 'cude' is not a platform. Did you mean 'cuda'? Known: cuda, rocm, xpu, musa, npu,"),
-        ("", "'': '' is not a platform. Known: cuda, rocm, xpu, musa, npu, mps, cpu."),
-        ("acme", "'acme': 'acme' is not a platform."),
+        ("cude", "'cude' is not a platform. Did you mean 'cuda'? Known: cuda, rocm,"),
+        ("", "'' is not a platform. Known: cuda, rocm, xpu, musa, npu, mps, cpu; an architecture may follow, as in"),
+        ("acme", "'acme' is not a platform."),
         ("cuda:", f"'cuda:' {SYNTAX}"),
         ("cuda:sm90@", f"'cuda:sm90@' {SYNTAX}"),
         ("cuda:sm90@twelve", f"'cuda:sm90@twelve' {SYNTAX}"),
         ("cuda:sm90@12.", f"'cuda:sm90@12.' {SYNTAX}"),
-        ("cuda:sm_90", f"'cuda:sm_90': 'sm_90' is not an architecture of cuda; {CUDA} Did you mean 'sm90'?"),
-        ("cuda:9.0", f"'cuda:9.0': '9.0' is not an architecture of cuda; {CUDA} Did you mean 'sm90'?"),
-        ("cuda:sm90a", f"'cuda:sm90a': 'sm90a' is not an architecture of cuda; {CUDA} Did you mean 'sm90'?"),
-        ("cuda:120", f"'cuda:120': '120' is not an architecture of cuda; {CUDA} Did you mean 'sm120'?"),
+        ("cuda:sm_90", f"'cuda:sm_90': 'sm_90' is not an architecture of cuda; {CUDA} Did you mean 'cuda:sm90'?"),
+        ("cuda:9.0", f"'cuda:9.0': '9.0' is not an architecture of cuda; {CUDA} Did you mean 'cuda:sm90'?"),
+        ("cuda:sm90a", f"'cuda:sm90a': 'sm90a' is not an architecture of cuda; {CUDA} Did you mean 'cuda:sm90'?"),
+        ("cuda:120", f"'cuda:120': '120' is not an architecture of cuda; {CUDA} Did you mean 'cuda:sm120'?"),
         ("cuda:gfx942", f"'cuda:gfx942': 'gfx942' is not an architecture of cuda; {CUDA}"),
         (
             "rocm:942",
             (
                 "'rocm:942': '942' is not an architecture of rocm; rocm architectures look like gfx90a, gfx942, "
-                "gfx950, gfx1100, gfx1201. Did you mean 'gfx942'?"
+                "gfx950, gfx1100, gfx1201. Did you mean 'rocm:gfx942'?"
             ),
         ),
-        ("rocm:gfx90a:xnack+", "Did you mean 'gfx90a'?"),
+        ("rocm:gfx90a:xnack+", "Did you mean 'rocm:gfx90a'?"),
         ("xpu:0xe20b", "'0xe20b' is not an architecture of xpu; xpu architectures look like pvc, bmg."),
         ("musa:s4000", "'s4000' is not an architecture of musa; musa architectures look like mp22, mp31."),
-        ("musa:31", "Did you mean 'mp31'?"),
-        ("npu:910b", "npu architectures look like ascend910b, ascend910_93, ascend310p."),
+        ("musa:31", "Did you mean 'musa:mp31'?"),
+        ("npu:910b", "architectures look like ascend910b, ascend910_93, ascend310p. Did you mean 'npu:ascend910b'?"),
+        ("npu:910_93", "Did you mean 'npu:ascend910_93'?"),
         ("mps:m3", "'mps:m3': mps has no architectures or toolkits; give mps"),
         ("mps@15", "'mps@15': mps has no architectures or toolkits; give mps"),
         ("cpu:", f"'cpu:' {SYNTAX}"),
@@ -99,7 +101,7 @@ def test_messages(text: str, message: str) -> None:
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["cuda:h100", "cuda:b200", "rocm:mi300x", "musa:s4000"])
+@pytest.mark.parametrize("text", ["cuda:h100", "cuda:b200", "rocm:mi300x", "musa:s4000", "npu:910x"])
 def test_a_product_name_is_not_taken_for_a_number(text: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_platform(text)

@@ -251,9 +251,10 @@ class PluginManager:
                     if strict:
                         raise PluginError(f"plugin {report.label}: {report.reason}") from report.error
                     log.warning("plugin %s was left out: %s", report.label, report.reason)
-        for name in (*deny, *(allow or ())):
-            if name not in self.plugins:
-                log.warning("no plugin is named %r.%s", name, did_you_mean(name, self.plugins))
+        for variable, given in (("POLYATTN_DISABLE", deny), ("POLYATTN_PLUGINS", allow or ())):
+            for name in (name for name in given if name not in self.plugins):
+                near, known = did_you_mean(name, self.plugins), ", ".join(self.plugins)
+                log.warning("%s: no plugin is named %r.%s Known: %s", variable, name, near, known)
 
     def _leave_out(self, source: _Source, state: State, reason: str, key: str = "") -> PluginReport:
         report = self.plugins[key or source.name] = source.report()

@@ -168,7 +168,7 @@ def _absent(word: str, error: Exception) -> str:
     found = {name: (info.device_type, detect(name)) for name, info in get_manager().platforms.items()}
     reports = [report for kind, report in found.values() if kind == word.partition(":")[0]]
     if not reports:
-        return f"there is {', '.join(dict.fromkeys(kind for kind, report in found.values() if report.present))}"
+        return f"it has {', '.join(dict.fromkeys(kind for kind, report in found.values() if report.present))}"
     if not any(report.present for report in reports):
         return f"{'; '.join(report.detail for report in reports)}. `polyattn doctor` says why"
     return str(error).partition("\n")[0].partition(". ")[0]

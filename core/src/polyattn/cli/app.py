@@ -108,8 +108,8 @@ def run(words: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
-    if "TERMINAL_WIDTH" not in os.environ:  # typer's own variable
-        rich_utils.MAX_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
+    # Of help, which typer prints: as wide as `screen` makes answers.
+    rich_utils.MAX_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
     try:
         code = app(words, prog_name="polyattn", standalone_mode=False)
         sys.stdout.flush()
@@ -117,7 +117,7 @@ def run(words: list[str]) -> int:
         _report(as_json, type(error).__name__, str(error), getattr(error, "rejected", None))
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), OTHER_ERROR)
     except _ProblemWithWords as error:
-        said = (_wrong_number(error, words) or error.format_message()).rstrip(". ")
+        said = (_wrong_number(error) or error.format_message()).rstrip(". ")
         _report(as_json, "UsageError", f"{said}{'' if said.endswith('?') else '.'} See `{_command(words)} --help`")
         return 2
     except (typer.Abort, KeyboardInterrupt):
@@ -144,10 +144,11 @@ def _command(words: list[str]) -> str:
     return " ".join(path)
 
 
-def _wrong_number(error: Any, words: list[str]) -> str:
-    """A number that is none, or is out of bounds, in our words; empty where something else is wrong. Typer checks with
-    pydantic from 0.28 on, whose sentences name neither the value nor what to give; those of click before do."""
-    found, option = getattr(error, "__cause__", None), getattr(error, "param", None)
+def _wrong_number(error: Any) -> str:
+    """A number that is none, or is out of bounds, in our words; empty where something else is wrong. Typer may check
+    with pydantic, whose sentences do not name the value; with click, as earlier ones do, they do and are kept."""
+    found: Any = error.__cause__
+    option = getattr(error, "param", None)
     if option is None or not hasattr(found, "errors"):
         return ""
     (wrong, *_) = found.errors()

@@ -146,9 +146,9 @@ def _check_family(question: Question, family: str) -> None:
         "--chunked-prefix": question.chunked_prefix,
     }
     if family not in SERVING and (given := [flag for flag, there in of_caches.items() if there]):
-        verb = "is" if len(given) == 1 else "are"
         raise ConfigError(
-            f"{', '.join(given)} {verb} of KV caches, and family {family} has none: {how} --family {' or '.join(SERVING)}"
+            f"{', '.join(given)}: family {family} has no KV cache that this could be of: {how} --family "
+            f"{' or '.join(SERVING)}"
         )
     homes = _homes(question.method) if question.method else []
     if homes and family not in homes:

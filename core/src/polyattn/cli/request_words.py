@@ -16,10 +16,11 @@ __all__ = ["workload_of"]
 _LENGTHS = ("batch", "q", "k")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _EXAMPLES = {
-    "batch": "4", "q": "512", "k": "4096", "family": "paged", "phase": "decode", "dtype": "bf16", "kv_dtype": "fp8_e4m3",
-    "head_dim": "128", "v_head_dim": "128", "heads": "32", "kv_heads": "8", "page_size": "64", "layout": "BHSD",
-    "causal_alignment": "top_left", "window": "127,0", "softcap": "30", "spec_topk": "4", "scale": "0.1", "mask": "bool",
-    "grad": "query,key,value", "dropout": "0.1", "graph_capture": "session", "kv_scales": "tensor", "method": "dsa",
+    "batch": "4", "q": "512", "k": "4096", "family": "paged", "phase": "decode", "dtype": "bf16",
+    "kv_dtype": "fp8_e4m3", "head_dim": "128", "v_head_dim": "128", "heads": "32", "kv_heads": "8", "page_size": "64",
+    "layout": "BHSD", "causal_alignment": "top_left", "window": "127,0", "softcap": "30", "spec_topk": "4",
+    "mask": "bool", "scale": "0.1", "grad": "query,key,value", "dropout": "0.1", "graph_capture": "session",
+    "kv_scales": "tensor", "method": "dsa",
 }  # fmt: skip
 """A value for each word that needs one."""
 _KINDS = {field.name: str(field.type).split(" ")[0] for field in dataclasses.fields(Question)}

@@ -57,9 +57,10 @@ class Workload:
             )
         if request.family in CACHED and not request.cross and any(s_q > s_k for s_q, s_k in self.lengths):
             raise InvalidInputError("the new tokens of a sequence over a cache are among its keys: S_k is S_q or more")
-        if request.family in CACHED and request.phase == "decode" and any(s_q != 1 for s_q, _ in self.lengths):
+        if request.family in CACHED and request.s_relation == "one" and self.longest[0] != 1:
             raise InvalidInputError(
-                f"decode has one query per sequence, and here S_q is {self.longest[0]}: more are phase extend or verify"
+                f"the request has one query per sequence, and here S_q is {self.longest[0]}: more are phase extend or "
+                f"verify"
             )
         if self.shared < 0 or (self.shared and not request.kv_parts):
             raise InvalidInputError(f"shared={self.shared} with kv_parts={request.kv_parts}: a shared prefix is a part")

@@ -33,7 +33,6 @@ _ARCHS = {
 }
 _CORE_NAMES = tuple(info.name for info in CORE_PLATFORMS)
 _PREFIXES = {"cuda": "sm", "rocm": "gfx", "musa": "mp", "npu": "ascend"}
-_EXAMPLES = ("cuda:sm90", "rocm:gfx942")
 _ANY_ARCH = r"[a-z0-9][a-z0-9_.-]*"
 _SYNTAX = "PLATFORM, PLATFORM:ARCH or PLATFORM:ARCH@TOOLKIT, such as cuda:sm90@12.3, and cpu:FEATURE+FEATURE"
 
@@ -58,8 +57,8 @@ def parse_platform(text: str, known: Iterable[str] = _CORE_NAMES) -> AssumedPlat
     if name not in names:
         said = f"{text!r}" if text == name else f"{text!r}: {name!r}"
         raise ConfigError(
-            f"{said} is not a platform.{did_you_mean(name, names)} Known: {', '.join(names)}; with an architecture "
-            f"{', '.join(_EXAMPLES)}"
+            f"{said} is not a platform.{did_you_mean(name, names)} Known: {', '.join(names)}; an architecture "
+            f"may follow, as in cuda:sm90"
         )
     if (colon and not arch) or (at and not re.fullmatch(r"\d+(\.\d+)*", toolkit)):
         raise ConfigError(f"{text!r} is not a platform: give {_SYNTAX}")
@@ -68,7 +67,7 @@ def parse_platform(text: str, known: Iterable[str] = _CORE_NAMES) -> AssumedPlat
     if name == "mps" and (arch or at):
         raise ConfigError(f"{text!r}: mps has no architectures or toolkits; give mps")
     if arch and not re.fullmatch(_ARCHS.get(name, _ANY_ARCH), arch):
-        examples = next((p.archs for p in CORE_PLATFORMS if p.name == name), ())
+        examples = _examples(name)
         looks = f"; {name} architectures look like {', '.join(examples)}" if examples else ""
         raise ConfigError(f"{text!r}: {arch!r} is not an architecture of {name}{looks}.{_near_arch(name, arch)}")
     features = XPU_FEATURES.get(arch, ()) if name == "xpu" else ()
@@ -85,7 +84,13 @@ def _near_arch(name: str, arch: str) -> str:
         return ""
     kept = {"rocm": r"[^0-9a-f]", "npu": r"[^0-9a-z_]"}.get(name, r"\D")
     guess = prefix + re.sub(kept, "", match[1])
-    return f" Did you mean '{name}:{guess}'?" if re.fullmatch(_ARCHS[name], guess) else ""
+    # Names of Ascend chips follow no pattern by which a guess could be told from a chip.
+    known = guess in _examples(name) if name == "npu" else re.fullmatch(_ARCHS[name], guess)
+    return f" Did you mean '{name}:{guess}'?" if known else ""
+
+
+def _examples(name: str) -> tuple[str, ...]:
+    return next((p.archs for p in CORE_PLATFORMS if p.name == name), ())
 
 
 def _assumed_cpu(text: str, features: str, toolkit: str) -> AssumedPlatform:

@@ -97,8 +97,9 @@ def tune(
         )
     if not 0 < len(candidates) <= MOST_CANDIDATES:
         raise InvalidInputError(f"tune: {len(candidates)} candidates; 1 to {MOST_CANDIDATES} are measured")
-    if not seconds > 0 or rounds < 1:
-        raise InvalidInputError(f"tune: seconds={seconds}, rounds={rounds}; both are above 0")
+    for name, value in (("seconds", seconds), ("rounds", rounds)):
+        if not value > 0:
+            raise InvalidInputError(f"tune: {name}={value} must be above 0")
     named = kernel.named(key)
     for candidate in candidates:
         kernel.check(candidate)
