@@ -434,9 +434,12 @@ def test_a_ring_of_fallbacks_ends():
 def test_a_replacement_that_cannot_serve_either_is_told_as_such():
     picky = offer("plain", provider("own", {"dtype": "float16"}))
     with pytest.raises(
-        UnsupportedRequestError, match="plain, asked for by argument, as the fallback of old, cannot serve"
-    ):
+        UnsupportedRequestError,
+        match=r"^old, asked for by argument, cannot serve it: .+\. Nor can its fallback: plain, asked "
+        r"for by argument, as the fallback of old, cannot serve",
+    ) as refused:
         chosen(OLD, picky, choice=asked("old"))
+    assert {"old", "plain"} <= set(refused.value.rejected)
 
 
 def test_the_replacement_of_a_sparse_method_is_asked_as_dense():

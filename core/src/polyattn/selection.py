@@ -472,8 +472,13 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
         request = dataclasses.replace(request, family=step.family, **left)  # type: ignore[arg-type]
     next_choice = Choice(step.to, f"{choice.source}, as the fallback of {name}")
     policy = dataclasses.replace(asked.policy, choice=next_choice, replaced=(*asked.policy.replaced, name))
-    inner = select(request, asked.catalogue, policy)
-    note = f"{name} was asked for by {choice.source} and replaced by {step.to} ({step.why}): {because}"
+    try:
+        inner = select(request, asked.catalogue, policy)
+    except UnsupportedRequestError as exc:
+        text = f"{name}, asked for by {choice.source}, cannot serve it: {because}. Nor can its fallback: {exc}"
+        raise UnsupportedRequestError(text, {**exc.rejected, name: reasons}) from exc
+    more = "" if because == step.why else f": {because}"
+    note = f"{name} was asked for by {choice.source} and replaced by {step.to} ({step.why}){more}"
     return dataclasses.replace(
         inner,
         source=f"fallback from {name}",
