@@ -173,3 +173,8 @@ def test_a_model_that_pages_cannot_serve(run: Run, folder: Path, tmp_path: Path)
     assert done.code == 3
     assert done.data["error"]["type"] == "UnsupportedRequestError"
     assert "BloomForCausalLM" in done.data["error"]["message"]
+
+
+def test_what_is_wrong_with_the_words_is_said_before_a_model_is_loaded(run: Run) -> None:
+    done = run("generate", "--model-path", "nowhere", "--prompt", "a", "--temperature", "-1")
+    assert (done.code, "temperature=-1.0" in done.err) == (2, True)

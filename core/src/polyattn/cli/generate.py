@@ -134,9 +134,10 @@ def generate(
     from ..serving.engine import Engine, EngineConfig, SamplingParams  # it needs torch
     from ..serving.pool import KVCacheConfig
 
+    params = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed)  # checked before anything is loaded
     model, tokenizer = _model(model_path, device), _tokenizer(model_path)
+    params = dataclasses.replace(params, stop_token_ids=_stop_tokens(model))
     ids = [tokenizer(text)["input_ids"] for text in prompts]
-    params = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed, _stop_tokens(model))
     draft = speculative_draft_model_path
     engine = Engine(
         _runner(model),
