@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import polyattn
 from polyattn import reference, what_if
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.records import Accuracy, AttentionRequest
@@ -17,6 +18,7 @@ from polyattn.testing.tolerances import compare_class
 from polyattn_cuda.records.diffusion import FP4, INT8_FP8, INT8_FP16, SAGE_2_ARCHS
 from polyattn_cuda.sage import KERNELS
 
+from .devices import need
 from .emulators import sage as emulator
 
 SAGE1 = Emulated("sage_attn", "sage1", "cuda:sm80@12.8")
@@ -138,6 +140,25 @@ def test_a_channel_of_zeros_is_one_of_zeros(name: str, layout: str, monkeypatch:
     assert compare_class("out", out, right, torch.bfloat16, INT8_FP8)[0] is None
     assert float(out[..., (2 if kv == 2 else 1), 5].abs().max()) == 0.0
     assert len(library.calls) == 1
+
+
+@pytest.mark.filterwarnings("default")  # a vendor's own
+@pytest.mark.parametrize("name", ["sage_attn", "sparge_attn"])
+def test_zeros_and_tiny_scales_on_a_device(name: str, request: pytest.FixtureRequest) -> None:
+    need(f"{name}@cuda", request)
+    q, k, v = (torch.randn(1, 500, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    v[:, :, 1, 5] = 0.0
+    polyattn.configure(attention_backend_config={"sparge_attn": {"topk": 1.0}})
+    try:
+        found = {scale: polyattn.attention(q, k, v, scale=scale, backend=name) for scale in (None, 1e-6)}
+        nothing = polyattn.attention(q, k, torch.zeros_like(v), backend=name)
+    finally:
+        polyattn.configure(attention_backend_config={"sparge_attn": {"topk": 0.5}})
+    for scale, out in found.items():
+        right = reference.attention(q.double(), k.double(), v.double(), scale=scale, compute_dtype=torch.float64)
+        assert compare_class("out", out, right, torch.bfloat16, INT8_FP8)[0] is None
+        assert float(out[:, :, 1, 5].abs().max()) == 0.0
+    assert float(nothing.abs().max()) == 0.0
 
 
 @pytest.mark.parametrize("scale", [1e-5, 1e-6, 1e-30])
