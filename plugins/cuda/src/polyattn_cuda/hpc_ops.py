@@ -28,6 +28,7 @@ from polyattn.packing import per_token
 from polyattn.records import AttentionRequest
 
 from .records.serving import HPC_OPS_PACKAGE
+from .tma import by_tma, for_tma
 
 __all__ = ["HpcOps"]
 
@@ -78,14 +79,14 @@ class HpcOps:
                 page_table, seq_lens = per_token(query.shape[0], cu_seqlens_q, page_table, seq_lens)
             if not finite:
                 caches, page_table = without_free_slots(request, caches, page_table, seq_lens, max_seqlen_k)
-            caches = tuple(map(_for_tma, caches))
+            caches = tuple(map(for_tma, caches))
             keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)
             table, lengths = page_table, seq_lens
             if not decode:
                 table, lengths = with_keys(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, request.page_size)
-            direct = out is not None and out.is_contiguous() and _by_tma(out)
+            direct = out is not None and out.is_contiguous() and by_tma(out)
             given = {
-                "q": _for_tma(query.contiguous()),
+                "q": for_tma(query.contiguous()),
                 "kcache": keys,
                 "vcache": values,
                 "block_ids": table.contiguous(),
@@ -104,15 +105,3 @@ class HpcOps:
             return result if out is None or direct else out.copy_(result)
 
         return Bound(forward)
-
-
-def _by_tma(tensor: Tensor) -> bool:
-    """Whether TMA can read it. Unlike `polyattn.placement.aligned` this asks of an axis of one too."""
-    bits = tensor.data_ptr()
-    for stride in tensor.stride()[:-1]:
-        bits |= stride * tensor.itemsize
-    return not bits & 15
-
-
-def _for_tma(tensor: Tensor) -> Tensor:
-    return tensor if _by_tma(tensor) else tensor.clone(memory_format=torch.contiguous_format)
