@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -108,3 +110,35 @@ def test_a_recorded_call_needs_a_kernel_that_can_be(monkeypatch):
     monkeypatch.setattr("polyattn.serving_calls.capturing", lambda kind: True)
     with pytest.raises(polyattn.UnsupportedRequestError, match="graph_capture"):
         polyattn.explain(polyattn.paged_attention, **paged(1), backend="torch_native")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tables_of_one_column_and_one_row_come_with_a_last_stride_of_one(shared, monkeypatch):
+    """Libraries ask for it, or for a contiguous tensor, where no stride matters."""
+    given = {}
+
+    def forward(*tensors, **words):
+        given.update(words)
+
+    chosen = SimpleNamespace(bound=SimpleNamespace(forward=forward))
+    monkeypatch.setattr("polyattn.serving_calls._chosen", lambda *asked: chosen)
+    call = paged(1)
+    table = torch.tensor([[2, 1]], dtype=torch.int32).t()
+    lengths = torch.tensor([[4, 9, 9]], dtype=torch.int32)[:, :1].expand(1, 1).t()[0]
+    lengths = lengths.as_strided((1,), (5,))
+    one = {"page_table": table[:1], "seq_lens": lengths, "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32)}
+    assert table.stride(-1) != 1
+    assert lengths.stride(-1) != 1
+    if shared:
+        part = polyattn.KVPart(one["page_table"], lengths, torch.tensor([0, 2], dtype=torch.int32), 2, 4)
+        polyattn.paged_attention(**call, kv_parts=[part])
+        tables = given["kv_parts"][0].page_table, given["kv_parts"][0].seq_lens
+    else:
+        polyattn.paged_attention(**{**call, **one, "query": call["query"][:1]})
+        tables = given["page_table"], given["seq_lens"]
+        latent = {name: tensor for name, tensor in call.items() if name not in ("key_cache", "value_cache")}
+        cache, query = torch.randn(4, 4, 24), torch.randn(1, 4, 24)
+        polyattn.mla_attention(**{**latent, **one, "query": query}, cache=cache, scale=0.2, v_head_dim=16)
+        assert given["page_table"].stride(-1) == given["seq_lens"].stride(-1) == 1
+    assert [t.stride(-1) for t in tables] == [1, 1]
+    assert [t.tolist() for t in tables] == [[[2]], [4]]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import overrides, serving_checks, validate
+from .axes_of_one import row_major
 from .call_shapes import extent_of
 from .choose import Chosen, choose, device_facts, dtype_name, select_here
 from .contract import KVPart
@@ -51,7 +52,11 @@ def _mask_kind(attn_mask: Tensor | None) -> str:
 
 def _parts(parts: Sequence[KVPart]) -> dict[str, Any]:
     # A backend that knows no parts need not know the keyword.
-    return {"kv_parts": parts} if parts else {}
+    return {"kv_parts": [_row_major(part) for part in parts]} if parts else {}
+
+
+def _row_major(part: KVPart) -> KVPart:
+    return part._replace(page_table=row_major(part.page_table), seq_lens=row_major(part.seq_lens))
 
 
 def _no_grad(*tensors: Tensor | None) -> None:
@@ -231,8 +236,8 @@ def paged_attention(
         query,
         key_cache,
         value_cache,
-        page_table=page_table,
-        seq_lens=seq_lens,
+        page_table=row_major(page_table),
+        seq_lens=row_major(seq_lens),
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
@@ -376,8 +381,8 @@ def mla_attention(
     return chosen.bound.forward(
         query,
         cache,
-        page_table=page_table,
-        seq_lens=seq_lens,
+        page_table=row_major(page_table),
+        seq_lens=row_major(seq_lens),
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyattn import reference, what_if
-from polyattn.backends import flash_attention
-from polyattn.errors import BackendUnavailableError, PolyattnError
+from polyattn import axes_of_one, reference, what_if
+from polyattn.backends import flash_attention, flash_pieces
+from polyattn.errors import BackendUnavailableError, GraphError, PolyattnError
 from polyattn.merging import merge
 from polyattn.records import AttentionRequest
 from polyattn.testing import Case
@@ -213,12 +213,12 @@ def test_fewer_are_kept_than_there_may_be_lengths(
 
 # What a bound call costs beside the library, at most: torch operations, and calls of Python functions of ours.
 COSTS = {
-    "fa2": {"dense": (0, 0), "varlen": (0, 3), "paged": (2, 3)},
-    "fa3": {"dense": (0, 0), "varlen": (0, 4), "paged": (0, 4)},
-    "sgl": {"dense": (4, 5), "varlen": (0, 3), "paged": (0, 4)},
-    "vllm": {"dense": (0, 1), "varlen": (0, 5), "paged": (0, 6)},
+    "fa2": {"dense": (0, 2), "varlen": (0, 3), "paged": (2, 3)},
+    "fa3": {"dense": (0, 2), "varlen": (0, 4), "paged": (0, 4)},
+    "sgl": {"dense": (4, 7), "varlen": (0, 3), "paged": (0, 4)},
+    "vllm": {"dense": (0, 3), "varlen": (0, 5), "paged": (0, 6)},
     # Of these one is a kernel: the page table in parts of pages. The others are views.
-    "fa4": {"dense": (0, 1), "varlen": (0, 3), "paged": (7, 4)},
+    "fa4": {"dense": (0, 3), "varlen": (0, 3), "paged": (7, 4)},
 }
 
 
@@ -251,7 +251,8 @@ def test_what_a_bound_call_costs_beside_the_library(build: str, family: str, ins
     call()
     with Operations() as operations:
         call()
-    ours = (str(Path(fa3.__file__).parents[1]), str(flash_attention.__file__))
+    files = (flash_attention, axes_of_one, flash_pieces)
+    ours = (str(Path(fa3.__file__).parents[1]), *(str(file.__file__) for file in files))
     calls = []
     sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
     call()
@@ -307,6 +308,186 @@ def test_dropout_leaves_the_gradient_to_the_library(install: Callable[[str], Lib
     bound.forward(q, k, v).sum().backward()
     assert library.calls[-1].given["dropout_p"] == 0.25
     assert all(bool(t.grad.isfinite().all()) for t in (q, k, v))
+
+
+def odd_axis_of_one(shape: tuple[int, ...], axis: int) -> Tensor:
+    """A tensor whose stride along `axis`, which has one entry, is no multiple of 16 bytes."""
+    tensor = tensors(shape)[0]
+    strides = [*tensor.stride()]
+    strides[axis] = 12_345
+    return tensor.as_strided(shape, strides)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(("shape", "axis"), [((1, 9, 4, 64), 0), ((2, 1, 4, 64), 1), ((2, 9, 1, 64), 2)])
+def test_axes_of_one_have_a_stride_that_tma_takes(
+    build: str, shape: tuple[int, ...], axis: int, install: Callable[[str], Library]
+) -> None:
+    install(build)
+    heads = shape[2]
+    q, k, v = (odd_axis_of_one(shape, axis) for _ in "qkv")
+    for bound in (dense(build, heads=heads, kv_heads=heads), dense(build, heads=heads, kv_heads=heads, lse=True)):
+        found = bound.forward(q, k, v)
+        wanted = bound.forward(*(t.clone(memory_format=torch.contiguous_format) for t in (q, k, v)))
+        assert all(map(torch.equal, *(r if isinstance(r, tuple) else (r,) for r in (found, wanted))))
+    short = dense(build, heads=heads, kv_heads=heads).simple
+    assert torch.equal(short(q, k, v), wanted[0])
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_packed_axes_of_one(build: str, install: Callable[[str], Library]) -> None:
+    install(build)
+    where = {**PACKED, "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32), "max_seqlen_q": 1}
+    where |= {"cu_seqlens_k": where["cu_seqlens_q"], "max_seqlen_k": 1}
+    bound = dense(build, family="varlen", kv_heads=4)
+    one = odd_axis_of_one((1, 4, 64), 0)
+    assert torch.equal(bound.forward(one, one, one, **where), one)
+    call = cached(build, (1, 0), phase="decode", heads=1, kv_heads=1)
+    call.query, call.keys, call.values = odd_axis_of_one((1, 1, 64), 1), call.keys[:, :, :1], call.values[:, :, :1]
+    assert bool(call.run().isfinite().all())
+
+
+@pytest.mark.parametrize("build", TRAINING)
+def test_gradients_of_an_axis_of_one(build: str, install: Callable[[str], Library]) -> None:
+    install(build)
+    bound = dense(build, kv_heads=4, lse=True, grad=("query", "key", "value"))
+    given = [odd_axis_of_one((1, 9, 4, 64), 0) for _ in range(4)]
+    out, lse = bound.forward(*given[1:])
+    assert all(bool(g.isfinite().all()) for g in bound.backward(*given, out, lse))
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid has room for three samples, and calls have too."""
+    monkeypatch.setattr(emulators, "GRID", 3)
+    for module in (flash_attention, flash_pieces):
+        monkeypatch.setattr(module, "MOST", 3)
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+def test_more_samples_than_a_grid_has_blocks(
+    build: str, lse: bool, layout: str, install: Callable[[str], Library]
+) -> None:
+    library = install(build)
+    q, k, v = tensors(*((7, *shape[1:]) for shape in QKV))
+    bound = dense(build, layout=layout, lse=lse)
+    given = [t.transpose(1, 2) if layout == "BHSD" else t for t in (q, k, v)]
+    found = bound.forward(*given)
+    assert len(library.calls) == 3
+    one_by_one = [bound.forward(*(t[i : i + 1] for t in given)) for i in range(7)]
+    for whole, parts in zip(found, zip(*one_by_one, strict=True), strict=True) if lse else [(found, one_by_one)]:
+        assert torch.equal(whole, torch.cat(parts))
+    room = torch.empty_like(found[0] if lse else found)
+    bound.forward(*given, out=room)
+    assert torch.equal(room, found[0] if lse else found)
+    if not lse:
+        assert torch.equal(bound.simple(*given), found)
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("build", FUSED)
+def test_sinks_of_more_samples_than_a_grid_has_blocks(build: str, install: Callable[[str], Library]) -> None:
+    install(build)
+    q, k, v, sinks = tensors(*((7, *shape[1:]) for shape in QKV), (4,))
+    bound = dense(build, sinks=True)
+    parts = [bound.forward(*(t[i : i + 1] for t in (q, k, v)), sinks=sinks) for i in range(7)]
+    assert torch.equal(bound.forward(q, k, v, sinks=sinks), torch.cat(parts))
+
+
+SEVEN = {
+    "cu_seqlens_q": torch.tensor([0, 2, 2, 2, 2, 3, 7, 9], dtype=torch.int32),
+    "cu_seqlens_k": torch.tensor([0, 2, 5, 6, 6, 6, 7, 9], dtype=torch.int32),
+    "max_seqlen_q": 4,
+    "max_seqlen_k": 3,
+}
+"""Sequences without queries, without keys, with more of them than keys; and pieces of three without any query."""
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("room", [False, True])
+def test_more_sequences_than_a_grid_has_blocks(
+    build: str, room: bool, install: Callable[[str], Library], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(build)
+    q, k, v = (t[0] for t in tensors(*QKV))
+    bound = dense(build, family="varlen", lse=True, s_relation="more")
+    out = torch.full_like(q, torch.nan) if room else None
+    found = bound.forward(q, k, v, **SEVEN, out=out)
+    monkeypatch.setattr(emulators, "GRID", 7)
+    monkeypatch.setattr(flash_attention, "MOST", 7)
+    wanted = dense(build, family="varlen", lse=True, s_relation="more").forward(q, k, v, **SEVEN)
+    assert all(map(torch.equal, found, wanted))
+    assert out is None or torch.equal(out, wanted[0])
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("family", ["dense", "varlen"])
+@pytest.mark.parametrize("build", TRAINING)
+def test_gradients_of_more_samples_than_a_grid_has_blocks(
+    build: str, family: str, install: Callable[[str], Library], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(build)
+    gradients_in_pieces_are_those_of_a_whole(build, family, monkeypatch)
+
+
+def gradients_in_pieces_are_those_of_a_whole(build: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = family == "varlen"
+    fields: dict[str, Any] = {"family": family, "lse": True, "grad": ("query", "key", "value")}
+    fields["s_relation"] = "more" if packed else "equal"
+    dout, q, k, v = (t[0] if packed else t for t in tensors(*((1 if packed else 7, *s[1:]) for s in (QKV[0], *QKV))))
+    where = SEVEN if packed else {}
+    found = []
+    for most in (None, 7):
+        if most:
+            monkeypatch.setattr(emulators, "GRID", most)
+            monkeypatch.setattr(emulators, "OFFSETS", 2**31)
+            monkeypatch.setattr(flash_pieces, "_OFFSETS", 2**31)
+            for module in (flash_attention, flash_pieces):
+                monkeypatch.setattr(module, "MOST", most)
+        bound = dense(build, **fields)
+        result = bound.forward(q, k, v, **where)
+        found.append(bound.backward(dout, q, k, v, *result, **where))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("family", ["dense", "varlen"])
+def test_sums_of_dq_beyond_an_offset_of_32_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulators.fa2("2.8.3").install(monkeypatch)
+    # Room for two samples of up to 128 queries.
+    most = 2 * 128 * 4 * 64 + (64 if family == "varlen" else 1)
+    monkeypatch.setattr(emulators, "OFFSETS", most)
+    monkeypatch.setattr(flash_pieces, "_OFFSETS", most)
+    gradients_in_pieces_are_those_of_a_whole("fa2", family, monkeypatch)
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("family", ["dense", "varlen"])
+def test_dropout_of_more_samples_than_a_grid_has_blocks(family: str, install: Callable[[str], Library]) -> None:
+    library = install("fa2")
+    packed = family == "varlen"
+    bound = dense("fa2", family=family, dropout=0.25, grad=("query", "key", "value"), s_relation="equal")
+    given = [(t[0] if packed else t).requires_grad_() for t in tensors(*((1 if packed else 7, *s[1:]) for s in QKV))]
+    out = bound.forward(*given, **(SEVEN if packed else {}))
+    out.sum().backward()
+    assert out.shape == given[0].shape
+    assert len(library.calls) > 1
+    assert all(bool(t.grad.isfinite().all()) for t in given)
+
+
+@pytest.mark.usefixtures("three")
+def test_pieces_are_not_cut_while_a_graph_is_recorded(
+    install: Callable[[str], Library], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("fa2")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    q, k, v = (t[0] for t in tensors(*QKV))
+    with pytest.raises(GraphError, match=r"7 sequences of 9 queries are more .* pass at most 3 sequences"):
+        dense("fa2", family="varlen").forward(q, k, v, **SEVEN)
 
 
 # ------------------------------------------------------------------------------------------------------ over a cache

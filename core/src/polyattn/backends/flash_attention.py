@@ -15,27 +15,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..axes_of_one import fit, fit_batch
 from ..contract import Bound
 from ..merging import merge
 from ..placement import aligned, placed
 from ..records import AttentionRequest
+from .flash_pieces import MOST, Packed, Result, by_samples, differentiable, gradient, packed_in_pieces
 from .gathering import nothing
 from .paged_varlen_attn import with_new
 from .sdpa_masks import may_have_empty_rows
 from .torch_sdpa import signed
 
 __all__ = ["Kernels", "Packed", "Result", "Tables", "bind", "dense_by_packed", "dropping", "filled", "starts"]
-
-Result = tuple[Tensor, Tensor | None]
-
-
-class Packed(NamedTuple):
-    """Where the sequences of a packed batch are."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
 
 
 class Tables(NamedTuple):
@@ -108,11 +99,16 @@ def dropping(request: AttentionRequest, kernel: Callable[..., Any]) -> Bound:
     """
     swapped = request.layout == "BHSD" and request.family == "dense"
 
+    def alone(*tensors: Tensor, **where: Any) -> Tensor:
+        found = kernel(*tensors, **where)
+        result: Tensor = found[0] if isinstance(found, tuple) else found
+        return result
+
     def forward(
         *tensors: Tensor, attn_mask: None = None, sinks: None = None, out: Tensor | None = None, **where: Any
     ) -> Tensor:
-        found = kernel(*(t.transpose(1, 2) for t in tensors) if swapped else tensors, **where)
-        result: Tensor = found[0] if isinstance(found, tuple) else found
+        given = tuple(t.transpose(1, 2) for t in tensors) if swapped else tensors
+        result = differentiable(alone, Packed(**where) if where else None, *given)
         result = result.transpose(1, 2) if swapped else result
         return result if out is None else out.copy_(result)
 
@@ -176,12 +172,14 @@ class _Call:
         *others, lse = tensors
         if self.kernels.empty != -torch.inf:
             lse = lse.masked_fill(lse == -torch.inf, self.kernels.empty)
-        return self.kernels.gradient(placed(dout), *others, lse.contiguous(), where=where)
+        tensors = fit(placed(dout), *others)
+        return gradient(self.kernels.gradient, where, *tensors, lse.contiguous())
 
 
 def _dense(call: _Call) -> Bound:
     request, kernels = call.request, call.kernels
     swapped, empties = request.layout == "BHSD", may_have_empty_rows(request)
+    in_pieces = functools.partial(by_samples, kernels.dense, MOST)
 
     def turned(tensor: Tensor) -> Tensor:
         return tensor.transpose(1, 2) if swapped else tensor
@@ -195,9 +193,10 @@ def _dense(call: _Call) -> Bound:
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Any:
-        tensors = (turned(query), turned(key), turned(value))
+        tensors = fit_batch(turned(query), turned(key), turned(value))
         room = None if out is None else turned(out)
-        result, lse = call.attend(kernels.dense, *tensors, sinks=sinks, out=room, empties=empties)
+        kernel = kernels.dense if query.shape[0] <= MOST else in_pieces
+        result, lse = call.attend(kernel, *tensors, sinks=sinks, out=room, empties=empties)
         result = turned(result) if out is None else out
         if not call.with_lse or lse is None:
             return result
@@ -222,17 +221,24 @@ def _simple(call: _Call, swapped: bool) -> Callable[..., Tensor] | None:
         return dense(query, key, value, lse=False)[0]
 
     function = call.kernels.simple or alone
-    if not swapped:
-        return function
 
     def simple(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return function(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)).transpose(1, 2)
+        query, key, value = fit_batch(query, key, value)
+        if query.shape[0] <= MOST:
+            return function(query, key, value)
+        result: Tensor = by_samples(function, MOST, query, key, value)[0]
+        return result
 
-    return simple
+    def turned(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return simple(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)).transpose(1, 2)
+
+    return turned if swapped else simple
 
 
 def _packed(call: _Call) -> Bound:
-    packed = call.kernels.packed
+    request, packed = call.request, call.kernels.packed
+    lone = 1 in (request.heads, request.kv_heads)
+    in_pieces = functools.partial(packed_in_pieces, packed, call.kernels.empty)
 
     def forward(
         query: Tensor,
@@ -248,14 +254,17 @@ def _packed(call: _Call) -> Bound:
         out: Tensor | None = None,
     ) -> Any:
         where = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        result, lse = call.attend(packed, query, key, value, where, sinks=sinks, out=out)
+        if lone or query.shape[0] == 1 or key.shape[0] == 1:
+            query, key, value = fit(query, key, value)
+        kernel = packed if cu_seqlens_q.shape[0] - 1 <= MOST else in_pieces
+        result, lse = call.attend(kernel, query, key, value, where, sinks=sinks, out=out)
         return (result, lse.transpose(0, 1)) if call.with_lse and lse is not None else result
 
     def backward(*tensors: Tensor, attn_mask: None = None, **where: Any) -> tuple[Tensor, Tensor, Tensor]:
         *others, lse = tensors
         return call.gradient(*others, lse.transpose(0, 1), where=Packed(**where))
 
-    return Bound(forward, backward if call.request.grad else None)
+    return Bound(forward, backward if request.grad else None)
 
 
 def _paged(call: _Call) -> Bound:
@@ -289,7 +298,10 @@ def _paged(call: _Call) -> Bound:
         if swapped:
             caches = tuple(cache.transpose(1, 2) for cache in caches)
         where = Tables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-        inputs = (placed(query) if odd else query, *caches, where)
+        query = placed(query) if odd else query
+        if request.heads == 1 or query.shape[0] == 1:
+            (query,) = fit(query)
+        inputs = (query, *(fit(*caches) if request.kv_heads == 1 else caches), where)
         result, lse = call.attend(kernel, *inputs, sinks=sinks, out=out)
         return (result, lse.transpose(0, 1)) if call.with_lse and lse is not None else result
 
@@ -306,6 +318,8 @@ def _latent(call: _Call) -> Bound:
         if not (query.shape[0] and where.max_seqlen_k):
             return nothing(request, query, out)
         query = placed(query) if request.misaligned else query
+        if request.heads == 1 or query.shape[0] == 1:
+            (query,) = fit(query)
         result, lse = call.attend(kernel, query, cache.unsqueeze(2), where, out=out)
         return (result, lse.transpose(0, 1)) if call.with_lse and lse is not None else result
 

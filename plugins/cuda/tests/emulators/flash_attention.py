@@ -119,11 +119,22 @@ def check_tensors(*tensors: Tensor | None, widest: int = 256, fp8: bool = False)
         check(t.stride(-1) == 1, "Input tensor must have contiguous last dimension")
         check(t.shape[-1] % multiple == 0, f"head_size must be a multiple of {multiple}")
         check(t.shape[-1] <= widest, "FlashAttention forward only supports head dimension at most 256")
-        rows = (stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size > 1)
-        odd = t.data_ptr() % 16 or any(stride * t.itemsize % 16 for stride in rows)
+        # FA3's descriptors for TMA are made of the strides of axes of one too.
+        odd = t.data_ptr() % 16 or any(stride * t.itemsize % 16 for stride in t.stride()[:-1])
         check(not odd, "CUDA error: misaligned address")
     check(given[0].shape[0] > 0, "batch size must be positive")
     check(given[0].shape[-2] % given[1].shape[-2] == 0, "Number of heads in key/value must divide those of the query")
+
+
+GRID = 65_535
+"""Blocks along y and z of a grid."""
+OFFSETS = 2**31
+"""What an offset of 32 bits ends at."""
+
+
+def check_grid(samples: int) -> None:
+    """Of kernels that have samples along y or z."""
+    check(samples <= GRID, "CUDA error: invalid configuration argument")
 
 
 def check_lengths(*tensors: Tensor | None) -> None:
@@ -234,6 +245,7 @@ def fa2(version: str = "2.8.3.post2") -> Library:
     @library.function(module, "flash_attn.flash_attn_func")
     def flash_attn_func(**a: Any) -> Any:
         same(a["q"], a["k"], a["v"])
+        check_grid(a["q"].shape[0])
         out, lse = dense(a["q"], a["k"], a["v"], rule(a, a["k"].shape[1]))
         return (out, empties(lse), None) if a["return_attn_probs"] else out
 
@@ -241,6 +253,7 @@ def fa2(version: str = "2.8.3.post2") -> Library:
     def flash_attn_varlen_func(**a: Any) -> Any:
         q, k, v = a["q"], a["k"], a["v"]
         same(q, k, v)
+        check_grid(a["cu_seqlens_q"].shape[0] - 1)
         check(isinstance(a["max_seqlen_q"], int) and isinstance(a["max_seqlen_k"], int), "max_seqlen must be int")
         if a["max_seqlen_q"] == 1 and q.shape[1] > k.shape[-2] and a["window_size"] == (-1, -1):
             # seqlenq_ngroups_swapped
@@ -270,6 +283,18 @@ def fa2(version: str = "2.8.3.post2") -> Library:
         return (out, empties(lse)) if a["return_softmax_lse"] else out
 
     def differentiate(a: dict[str, Any], keys: int, where: Any = None) -> Tensor:
+        q = a["q"]
+        samples = q.shape[0] if where is None else where[0].shape[0] - 1
+        check_grid(samples)
+        if version != "2.8.3.post2":
+            # Where a sample's sums of dQ are: of the last one.
+            row = q.shape[-2] * -(-q.shape[-1] // 32) * 32
+            first = (
+                (samples - 1) * -(-q.shape[1] // 128) * 128
+                if where is None
+                else int(where[0][-2]) + 128 * (samples - 1)
+            )
+            check(first * row < OFFSETS, "CUDA error: an illegal memory access was encountered")
         tensors = (a[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse"))
         for name, gradient in zip(("dq", "dk", "dv"), gradients(*tensors, rule(a, keys), where), strict=True):
             a[name].copy_(gradient)
@@ -407,6 +432,7 @@ def fa3(source: str = "git") -> Library:
         check(not a["deterministic"] or a["q"].shape[-1] <= 192, "Deterministic backward not supported for hdim 256.")
         rule = Rule(a["softmax_scale"], a["is_causal"], (a["window_size_left"], a["window_size_right"]), a["softcap"])
         where = None if a["cu_seqlens_q"] is None else (a["cu_seqlens_q"], a["cu_seqlens_k"])
+        check_grid(a["q"].shape[0] if where is None else where[0].shape[0] - 1)
         tensors = (a[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse"))
         for name, gradient in zip(("dq", "dk", "dv"), gradients(*tensors, rule, where), strict=True):
             a[name].copy_(gradient)
@@ -560,6 +586,7 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
         elif a.get("cu_seqlens_q") is not None:
             out, lse = packed(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], given, sink=sink)
         else:
+            check_grid(q.shape[0])
             out, lse = dense(q, k, v, given, sink=sink)
         lse = lse.transpose(0, 1).contiguous() if qv is not None else lse
         return out, lse if a["return_lse"] else None
@@ -610,6 +637,7 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
         alike = width == a["v"].shape[-1] or a["q"].shape[-2] == a["k"].shape[-2]
         assert blackwell or alike, "GQA backward requires head_dim == head_dim_v"
         where = None if a["cu_seqlens_q"] is None else (a["cu_seqlens_q"], a["cu_seqlens_k"])
+        check_grid(0 if where else a["q"].shape[0])
         dq, dk, dv = gradients(a["dout"], a["q"], a["k"], a["v"], a["out"], a["lse"], given, where)
         if blackwell:
             for gradient in (dk, dv):
