@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyattn.errors import BackendUnavailableError, GraphError
+from polyattn.errors import BackendUnavailableError, GraphError, UnsupportedRequestError
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
-from polyattn_cuda.flashinfer import paged, ragged, workbench
+from polyattn_cuda.flashinfer import latent, lengths, paged, ragged, scales, workbench
+from polyattn_cuda.flashinfer.lengths import Lengths, cut, flattened, mask_rule, tree_rule
 from polyattn_cuda.flashinfer.scales import HostScale, scale_of
-from polyattn_cuda.flashinfer.workbench import Lender, Workbench, float_bytes
+from polyattn_cuda.flashinfer.workbench import Lender, Workbench, float_bytes, int_bytes
 
 from .emulators import flashinfer as emulator
 
@@ -67,7 +70,8 @@ def call(target: Emulated, tokens: int = 3, **fields: Any) -> Any:
     cache = cache.to(torch.float8_e4m3fn) if request.get("kv_dtype") == "fp8_e4m3" else cache
     lens = {"page_table": torch.tensor([[2, 1]], dtype=torch.int32), "seq_lens": torch.tensor([20], dtype=torch.int32)}
     starts = torch.tensor([0, tokens], dtype=torch.int32)
-    query = torch.randn(tokens, 8, 64).bfloat16()
+    query = request.pop("query", None)
+    query = torch.randn(tokens, 8, 64).bfloat16() if query is None else query
     return target.bind(**request).forward(
         query, cache, cache, **lens, cu_seqlens_q=starts, max_seqlen_q=tokens, max_seqlen_k=20, **given
     )
@@ -176,6 +180,277 @@ def test_a_dense_call_is_planned_once_for_its_lengths(library: Library) -> None:
     bound.forward(q[:, :5], k, k)
     bound.forward(q, k, k)
     assert sum(c.name.endswith(".plan") for c in library.calls) == 3
+
+
+# What the kernels read by TMA, and how far they reach.
+
+
+def odd_token(heads: int = 8, width: int = 64) -> Tensor:
+    """[1, heads, width] of a buffer whose rows are no whole 16 bytes: contiguous by torch, and its axis of one odd."""
+    token = torch.randn(2, heads * width + 4).bfloat16()[:, : heads * width].unflatten(1, (heads, width))[:1]
+    assert token.is_contiguous()
+    assert token.stride(0) % 8
+    return token
+
+
+def test_a_token_of_odd_rows_is_copied_for_tma(library: Library) -> None:
+    """The emulator reads garbage where a stride is no multiple of 16 bytes, as TMA does, that of an axis of one too."""
+    assert call(PAGED, 1, query=odd_token()).isfinite().all()
+    wrapper = given(library, "__init__")
+    assert (wrapper["backend"], given(library, ".run")["q"].stride()) == ("fa3", (512, 64, 1))
+    even = torch.randn(1, 8, 64).bfloat16()
+    call(PAGED, 1, query=even)
+    assert given(library, ".run")["q"] is even
+
+
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+def test_ragged_tensors_of_odd_strides_are_copied_for_tma(what: str, library: Library) -> None:
+    """One head of those that are padded to an odd width, or one token."""
+    tensors = {name: torch.randn(9, 1, 64).bfloat16() for name in ("query", "key", "value")}
+    tensors[what] = torch.randn(9, 8, 65).bfloat16()[:, :1, :64]
+    assert tensors[what].stride() == (520, 65, 1)
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
+    lens: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    bound = RAGGED.bind(family="varlen", layout="THD", heads=1, kv_heads=1, head_dim=64)
+    wanted = bound.forward(*(tensor.contiguous().clone() for tensor in tensors.values()), **lens)
+    assert given(library, "__init__")["backend"] == "fa3"
+    assert torch.equal(bound.forward(*tensors.values(), **lens), wanted)
+    one = {**lens, "cu_seqlens_q": torch.tensor([0, 0, 1], dtype=torch.int32)}
+    assert bound.forward(odd_token(1), *list(tensors.values())[1:], **one).isfinite().all()
+
+
+def test_queries_out_of_reach_are_copied(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32-bit offsets: the emulator reads garbage beyond."""
+    for module in (emulator, scales, paged):
+        monkeypatch.setattr(module, "REACH", 3 * 8 * 64)
+    wide = torch.randn(3, 8, 128).bfloat16()[..., :64]
+    assert call(AMPERE, query=wide).isfinite().all()
+    assert given(library, ".run")["q"].is_contiguous()
+    mask = torch.ones(1, 8, 3, 20, dtype=torch.bool)
+    assert call(AMPERE, query=wide, mask="bool", attn_mask=mask).isfinite().all()
+    monkeypatch.setattr(emulator, "REACH", 3 * 64)
+    monkeypatch.setattr(scales, "REACH", 3 * 64)
+    assert call(AMPERE, mask="bool", attn_mask=mask).isfinite().all(), "a head by itself, with the stride of all"
+
+
+DECODING: dict[str, Any] = {"phase": "decode", "s_relation": "one", "causal": "none"}
+
+
+@pytest.mark.parametrize("fields", [{}, {"mask": "bool"}, DECODING, {**DECODING, "kv_heads": 8}], ids=str)
+def test_more_tokens_than_fa2_reaches_are_refused(
+    fields: dict[str, Any], library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = 1 if "phase" in fields else 3
+    monkeypatch.setattr(paged, "REACH", tokens * 8 * 64 - 1)
+    if "mask" in fields:
+        fields = {**fields, "attn_mask": torch.ones(1, 1, 3, 20, dtype=torch.bool)}
+    message = rf"has {tokens} tokens of 8 heads of 64: it takes at most {tokens - 1} tokens at once\. Call it for fewer"
+    with pytest.raises(UnsupportedRequestError, match=message):
+        call(AMPERE, tokens, **fields)
+    assert not [c for c in library.calls if "plan" in c.name]
+    assert call(PAGED).isfinite().all(), "fa3 counts in 64 bits"
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("fields", [{}, {"causal": "none"}, {"window": (4, -1)}], ids=str)
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_mask_of_blocks_is_that_of_one(tree: bool, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences of which one is without queries, one without keys, and one has more queries than keys."""
+    request, lens = (
+        PAGED.request(**{**EXTEND, "mask": "bool", **fields}),
+        batch(((3, 20), (0, 5), (7, 33), (2, 0), (4, 2))),
+    )
+    mask = torch.rand(5, 7, 7) < 0.6 if tree else torch.rand(5, 1, 7, 33) < 0.4
+    flat, alive = [], []
+    for n, (s_q, s_k) in enumerate(zip(lens.queries.tolist(), lens.seq_lens.tolist(), strict=True)):
+        drafts = mask[n, :s_q, max(s_q - s_k, 0) : s_q] if tree else None
+        prefix = torch.ones(s_q, max(s_k - s_q, 0), dtype=torch.bool)
+        seen = mask[n, 0, :s_q, :s_k] if drafts is None else torch.cat([prefix, drafts], 1)
+        seen = seen & emulator.visible(s_q, s_k, request.causal != "none", request.window[0])
+        flat.append(seen.flatten())
+        alive.append(seen.any(1))
+    for block in (1, 7, 60, 1 << 20):
+        monkeypatch.setattr(lengths, "_BLOCK", block)
+        found = flattened(request, lens, (tree_rule if tree else mask_rule)(mask), CPU)
+        assert torch.equal(found.flat, torch.cat(flat))
+        assert torch.equal(found.alive, torch.cat(alive))
+
+
+class _Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation of torch makes, but for those of bool."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.dtype != torch.bool:
+            self.nbytes = max(self.nbytes, found.nbytes)
+        return found
+
+
+def test_a_long_mask_takes_little_memory_beside_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "_BLOCK", 1 << 12, raising=False)
+    rule = mask_rule(torch.ones(1, 1, 300, 400, dtype=torch.bool))
+    with _Largest() as largest:
+        flattened(PAGED.request(**EXTEND, mask="bool"), batch([(300, 400)]), rule, CPU)
+    assert largest.nbytes <= 4 << 12, "int32 over a block"
+
+
+def test_more_pairs_than_a_mask_may_have_are_refused(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lengths._PAIRS == emulator.PAIRS
+    mask = torch.ones(1, 1, 3, 20, dtype=torch.bool)
+    monkeypatch.setattr(lengths, "_PAIRS", 61)
+    assert call(PAGED, mask="bool", attn_mask=mask).isfinite().all()
+    monkeypatch.setattr(lengths, "_PAIRS", 60)
+    message = r"the sequences of this call have 60: it takes fewer than 60 at once\. Call it for fewer sequences"
+    with pytest.raises(UnsupportedRequestError, match=message):
+        call(PAGED, mask="bool", attn_mask=mask)
+
+
+# Latent attention in pieces.
+
+WIDE: dict[str, Any] = {"family": "mla", "layout": "THD", "heads": 128, "head_dim": 576, "v_head_dim": 512}
+WIDE |= {"scale": 0.07, "page_size": 4, "phase": "extend", "s_relation": "any"}
+
+
+def batch(rows: Iterable[tuple[int, int]], page_size: int = 4) -> Lengths:
+    """Of sequences (queries, keys)."""
+    counts, keys = zip(*rows, strict=True)
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    return Lengths.paged(starts, torch.tensor(keys, dtype=torch.int32), page_size)
+
+
+BATCHES = {
+    "one prompt": [(16384, 16384)],
+    "a prompt after a prefix": [(16300, 100_000)],
+    "short rows": [(1, 7)] * 16_000 + [(9, 30_000)],
+    "long rows": [(1, 1 << 20)] * 40,
+    "no keys": [(5, 0), (0, 9), (7, 3), (1, 900)],
+    "many": [(n % 50, 13 * n) for n in range(1, 600)],
+}
+
+
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=list(BATCHES))
+def test_work_is_counted_as_the_planner_does(
+    rows: list[tuple[int, int]], causal: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latent, "_MOST_WORK", 1 << 30)
+    request, lens = LATENT.request(**{**WIDE, "heads": heads, "causal": causal}), batch(rows)
+    wanted = emulator.mla_works(lens.queries.tolist(), lens.seq_lens.tolist(), heads, causal != "none")
+    assert latent._work(request, lens, emulator.PROCESSORS) == wanted
+    bound = lens.tokens * heads // 64 + len(rows) + emulator.PROCESSORS
+    assert wanted <= bound, "what is known without a look at each sequence"
+
+
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+def test_a_batch_is_cut_into_pieces_that_fit(causal: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulator, "PROCESSORS", 7)
+    request = LATENT.request(**{**WIDE, "heads": heads, "causal": causal})
+    rows = [(9, 40), (0, 6), (1, 1), (260, 270), (3, 0), (0, 8), (300, 4), (1, 999), (0, 3)]
+    lens, room = batch(rows), 5
+    pieces = cut(request, lens, room, 64)
+    assert len(pieces) > 1
+    tokens, sequence = 0, [n for n, (s_q, _) in enumerate(rows) for _ in range(s_q)]
+    for piece in pieces:
+        of, page = piece.lens, piece.pages.start
+        works = emulator.mla_works(of.queries.tolist(), of.seq_lens.tolist(), heads, causal != "none")
+        assert works <= room + emulator.PROCESSORS
+        assert (piece.tokens.start, piece.tokens.stop) == (tokens, tokens + of.tokens)
+        for s_q, s_k in zip(of.queries.tolist(), of.seq_lens.tolist(), strict=True):
+            for at in range(tokens, tokens + s_q):
+                n = sequence[at]
+                last, whole = int(lens.cu_seqlens_q[n + 1]) - 1, rows[n][1]
+                assert page == lens.kv_indptr[n]
+                # Keys that the query sees, here and in the whole batch.
+                here, there = (s_k - (tokens + s_q - 1 - at), whole - (last - at)) if causal != "none" else (s_k, whole)
+                assert max(here, 0) == max(there, 0)
+            tokens += s_q
+            page += -(-s_k // 4)
+        assert page == piece.pages.stop
+    assert tokens == len(sequence)
+
+
+def in_pieces(monkeypatch: pytest.MonkeyPatch, most: int = 12, processors: int = 3) -> None:
+    """Let plans have little room, in the emulator too."""
+    monkeypatch.setattr(latent, "_MOST_WORK", most)
+    monkeypatch.setattr(emulator, "WORKS", most)
+    monkeypatch.setattr(emulator, "PROCESSORS", processors)
+    monkeypatch.setattr(latent, "processors", lambda device: processors)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+def test_more_work_than_a_plan_has_room_for_is_planned_in_pieces(
+    causal: str, lse: bool, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lens = batch([(9, 40), (0, 6), (11, 0), (14, 3), (1, 30), (20, 20)])
+    bound = LATENT.bind(**WIDE, causal=causal, lse=lse)
+    query, cache = torch.randn(lens.tokens, 128, 576).bfloat16(), torch.randn(80, 4, 576).bfloat16()
+    table = torch.randperm(80)[:60].int().view(6, 10)
+    given: dict[str, Any] = {"page_table": table, "seq_lens": lens.seq_lens, "cu_seqlens_q": lens.cu_seqlens_q}
+    given |= {"max_seqlen_q": 20, "max_seqlen_k": 40}
+    whole = bound.forward(query, cache, **given)
+    assert sum(c.name.endswith("Wrapper.plan") for c in library.calls) == 1
+    in_pieces(monkeypatch)
+    out = torch.empty(lens.tokens, 128, 512).bfloat16()
+    for target in (None, out):
+        found = bound.forward(query, cache, **given, out=target)
+        for part, wanted in zip(found, whole, strict=True) if lse else [(found, whole)]:
+            torch.testing.assert_close(part, wanted, rtol=1e-2, atol=1e-2)
+        assert target is None or (found[0] if lse else found) is target
+    assert sum(c.name.endswith("Wrapper.plan") for c in library.calls) > 5
+
+
+def test_work_that_fits_to_the_last_item_is_planned_at_once(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 heads a work item is a token."""
+    assert latent._MOST_WORK == emulator.WORKS
+    in_pieces(monkeypatch, processors=2)
+    planner = latent._Call(LATENT.request(**WIDE, causal="bottom_right"))
+    assert len(planner._pieces(batch([(12, 12)]), CPU, recorded=True)) == 1
+    assert len(planner._pieces(batch([(13, 13)]), CPU, recorded=False)) > 1
+
+
+# The schedule of the fa3 template.
+
+SCHEDULES = {"of two tiles": (1200, 129), "of many": (4096, 1), "long": (1, 300_000), "one for all": (5000, 9)}
+
+
+@pytest.mark.parametrize(("sequences", "length"), SCHEDULES.values(), ids=list(SCHEDULES))
+@pytest.mark.parametrize("heads", [64, 128])
+def test_a_schedule_of_many_heads_has_room(heads: int, sequences: int, length: int, library: Library) -> None:
+    """The emulator counts the planner's arrays, and refuses what is larger than the integer workspace."""
+    fields: dict[str, Any] = {"heads": heads, "kv_heads": 8, "head_dim": 128, "causal": "bottom_right"}
+    starts, ones = torch.arange(sequences + 1, dtype=torch.int32) * length, torch.ones(sequences, dtype=torch.int32)
+    lens, pages, bench = Lengths.paged(starts, ones, 16), torch.zeros(sequences, dtype=torch.int32), Workbench(CPU)
+    request = PAGED.request(**{**EXTEND, **fields})
+    wrapper = [paged._Call(request).plan(bench, lens, pages, 1 << 20) for _ in range(2)][-1]
+    assert bench.planned(wrapper)
+    needed = int_bytes(request, sequences, int(starts[-1]))
+    assert needed <= wrapper.integers <= 16 << 20
+    assert heads > 64 or wrapper.integers == emulator.INTEGERS, "what a wrapper makes for itself is enough"
+    unpaged = RAGGED.request(family="varlen", layout="THD", **fields)
+    assert ragged._Call(unpaged)._planned(bench, lens).integers == wrapper.integers
+
+
+def test_an_integer_workspace_only_grows(library: Library) -> None:
+    assert workbench._STAGED == emulator.INTEGERS
+    bench, wrapper = Workbench(CPU), library.modules["flashinfer"].BatchPrefillWithPagedKVCacheWrapper
+    made, other = (
+        bench.wrapper(name, lambda workspace: wrapper(float_workspace_buffer=workspace), 1 << 10) for name in "ab"
+    )
+    sizes = []
+    for nbytes in (1 << 20, 9 << 20, 8 << 20, (16 << 20) + 1):
+        bench.stage(made, nbytes)
+        sizes.append(made.integers >> 20)
+    assert sizes == [8, 16, 16, 32]
+    assert made.workspace is bench.workspace(1 << 10)
+    bench.stage(other, 9 << 20)
+    assert other.integers == 16 << 20, "each has its own"
 
 
 def test_what_is_not_served_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import reference
+from polyattn.errors import UnsupportedRequestError
 from polyattn.serving import DraftTree, ForwardBatch, ForwardMode, PageAllocator, RequestTable, StepBuffers
 from polyattn.serving.workspace import Limits, Workspaces
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
+from polyattn_cuda.flashinfer import latent, lengths, paged, workbench
 
 from .emulators import flashinfer as wrappers
 from .emulators import trtllm as emulator
@@ -279,6 +281,86 @@ def test_latent_steps(library: Library, step: dict[str, Any], recorded: bool) ->
     assert made == [recorded]
 
 
+def test_a_step_of_one_token_is_copied_for_tma(library: Library) -> None:
+    """The emulator reads garbage where a stride is no multiple of 16 bytes, that of an axis of one included."""
+    server = Server(PAGED, **EXTENDING)
+    server.step(EXTEND, {server.table.add(): 1})
+    query = torch.randn(2, 8 * 64 + 4).bfloat16()[:, :-4].unflatten(1, (8, 64))[:1]
+    assert query.is_contiguous()
+    assert query.stride(0) % 8
+    server.layer(query)
+    assert next(c.given["backend"] for c in library.calls if c.name.endswith("__init__")) == "fa3"
+
+
+def little_room(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """For the work items of an MLA plan, in the emulator too."""
+    monkeypatch.setattr(latent, "_MOST_WORK", most)
+    monkeypatch.setattr(wrappers, "WORKS", most)
+    monkeypatch.setattr(wrappers, "PROCESSORS", 2)
+    monkeypatch.setattr(latent, "processors", lambda device: 2)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_latent_steps_of_much_work_are_planned_in_pieces(
+    library: Library, lse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for all layers, as others are."""
+    little_room(monkeypatch, 8)
+    server = Server(LATENT, **LATENTS, **EXTENDING, lse=lse)
+    a, b, c = (server.table.add() for _ in range(3))
+    server.give({a: 37, c: 20})
+    for new in ({a: 40, b: 21, c: 30}, {a: 2, b: 1}, {c: 60, a: 7}):
+        server.step(EXTEND, new)
+        before = len(plans(library))
+        found = [server.layer() for _ in range(2)]
+        assert len(plans(library)) == before, "layers plan nothing"
+        assert not lse or found[0][1].isfinite().all()
+    assert len(plans(library)) > 5
+
+
+def test_a_recorded_latent_step_of_too_much_work_is_refused(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    little_room(monkeypatch, 2)
+
+    def step(count: int) -> Server:
+        server = Server(LATENT, recorded=True, rows=count, tokens=count, graph_capture="session", **LATENTS, **DECODING)
+        server.step(DECODE, dict.fromkeys([server.table.add() for _ in range(count)], 1))
+        return server
+
+    step(2).layer()
+    message = r"room for 2 work items .* of 3 tokens with 16 heads needs 3: record steps of fewer tokens"
+    with pytest.raises(UnsupportedRequestError, match=message):
+        step(3)
+
+
+def test_a_recorded_wrapper_has_room_for_its_schedule_from_the_first(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulator refuses another integer workspace once there is a plan, which a graph may read."""
+    monkeypatch.setattr(wrappers, "INTEGERS", 1 << 10)
+    monkeypatch.setattr(workbench, "_STAGED", 1 << 10)
+    server = Server(PAGED, recorded=True, rows=6, tokens=24, graph_capture="session", **VERIFYING, spec_topk=1)
+    rows = [server.table.add() for _ in range(6)]
+    server.give(dict.fromkeys(rows, 5))
+    for real in (2, 6, 4):
+        server.step(VERIFY, dict.fromkeys(rows[:real], 4), padding=6 - real)
+        server.layer()
+    assert server.session._wrapper.integers > 1 << 10
+
+
+def test_steps_that_the_kernels_cannot_count_are_refused(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {**VERIFYING, "mask": "bool", "tree": True, "spec_topk": 4}
+    server = Server(PAGED, **fields)
+    a, b = server.table.add(), server.table.add()
+    server.give({a: 37, b: 3})
+    with monkeypatch.context() as patch:
+        patch.setattr(paged, "REACH", 4095)
+        with pytest.raises(UnsupportedRequestError, match="has 8 tokens of 8 heads of 64: it takes at most 7 tokens"):
+            server.step(VERIFY, {a: 4, b: 4}, tree=DraftTree.from_parents(TREES[0]))
+    monkeypatch.setattr(lengths, "_PAIRS", 4 * (45 + 11))
+    with pytest.raises(UnsupportedRequestError, match=r"this call have 224: it takes fewer than 224 at once"):
+        server.step(VERIFY, {a: 4, b: 4}, tree=DraftTree.from_parents(TREES[0]))
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("target", [PAGED, GENERATED, XQA], ids=["flashinfer", "trtllm-gen", "xqa"])
 def test_new_rows_go_to_their_slots(library: Library, target: Emulated, layout: str, monkeypatch: Any) -> None:
@@ -453,7 +535,7 @@ def test_what_a_planned_layer_adds_to_the_call_of_the_library(
     finally:
         sys.setprofile(None)
     assert found is out.out
-    assert seen == ["forward", "run_step", "readable", "run"]
+    assert seen == ["forward", "run_step", "prepared", "run"]
     with _Operations() as operations:
         server.session.forward(query, *server.caches, **tables)
     assert not operations.count

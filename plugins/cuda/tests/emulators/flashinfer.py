@@ -2,9 +2,11 @@
 
 Traps that are here as they are there: an LSE has base 2; sinks are dropped in silence; a row without keys and a scale
 of 0 or less give no numbers (0.6.18 and before); queries are float16 unless a plan says otherwise; a plan holds for one
-batch, and its workspace for one wrapper: two that are planned over one memory spoil each other; recorded wrappers have
-one batch size and buffers that were given; a mask takes the place of the causal rule, and is one for all heads; only
-the fa2 template reads V by strides of its own, by kernels that 0.7 loads when they are first called.
+batch, and its workspace for one wrapper: two that are planned over one memory spoil each other, but for those of MLA;
+recorded wrappers have one batch size and buffers that were given; a mask takes the place of the causal rule, and is one
+for all heads; only the fa2 template reads V by strides of its own, by kernels that 0.7 loads when they are first
+called. The fa3 template reads queries, and keys that are in no pages, by TMA, and has room for so many tiles; the fa2
+template counts queries and outputs in 32 bits, and pairs of a mask in 31; MLA has room for so many work items.
 """
 
 from __future__ import annotations
@@ -25,6 +27,11 @@ __all__ = ["attention", "library"]
 
 DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+INTEGERS = 8 << 20
+"""Bytes of the integer workspace that a wrapper makes."""
+REACH, PAIRS, WORKS = 1 << 32, 1 << 31, 16384
+PROCESSORS = 132
+"""Of an H100; the workspaces are sized for a CPU, which is one."""
 
 
 def attention(
@@ -74,8 +81,56 @@ def check_strides(caches: tuple[Tensor, Tensor], axes: tuple[int, ...]) -> None:
             raise RuntimeError(f"Check failed: K and V must have same stride of axis {axis} ({found})")
 
 
+def by_tma(*tensors: Tensor) -> bool:
+    """Whether TMA reads them: of strides it is told all, those of an axis of one too, and a wrong one is no error."""
+    return not any(t.stride(axis) * t.itemsize % 16 for t in tensors for axis in range(t.dim() - 1))
+
+
+def within_reach(query: Tensor, heads: int, width: int) -> bool:
+    """Whether the fa2 template finds all queries and outputs: beyond, its offsets wrap around."""
+    return query.shape[0] * max(query.stride(0), heads * width) <= REACH
+
+
+def check_room(integers: int, starts: Tensor, heads: int, width: int, rows: int | None) -> None:
+    """Whether the schedule of the fa3 template fits: `PrefillSM90Plan`.
+
+    Args:
+        integers: bytes. starts: int [N+1], of queries. rows: the most queries of a recorded wrapper, None = not one.
+    """
+    tile, batch = 192 if width == 64 else 128, len(starts) - 1
+    most = -(-(rows or int(starts[-1])) // tile) + batch - 1
+    copies = 1 if most > 4096 else heads
+    works = copies * (most if rows else int(((starts.diff() + tile - 1) // tile).sum()))
+    arrays, taken = [works] * 6 + [PROCESSORS + 1, works], 0
+    for count in arrays:
+        taken = -(-taken // 16) * 16 + 4 * count
+    if taken > integers:
+        raise RuntimeError(
+            f"Buffer overflow when allocating memory for batch_prefill_sm90: {taken} bytes of {integers}"
+        )
+
+
+def mla_works(queries: list[int], keys: list[int], heads: int, causal: bool) -> int:
+    """Work items of `MLAPlan`, as its loops make them."""
+    cluster = 2 if sum(queries) * heads // len(queries) > 64 else 1
+    tile, clusters = 64 * cluster, PROCESSORS // cluster
+    seen = []
+    for s_q, s_k in zip(queries, keys, strict=True):
+        tiles = -(-s_q * heads // tile)
+        for index in range(tiles):
+            upto = max(min(s_k - s_q - (-(index + 1) * tile // heads), s_k), 0)
+            seen.append(upto if causal and index + 1 < tiles else s_k)
+    average = max(-(-sum(seen) // clusters), 1)
+    limit = next((size for most, size in ((8, 32), (16, 64), (32, 128), (64, 192)) if average <= most), None)
+    limit = limit or -(-average // 256) * 256
+    return sum(max(-(-s_k // limit), 1) for s_k in seen)
+
+
 class Planned:
     """What the wrappers share."""
+
+    whose = 0
+    """Whose plans do not spoil each other over one memory: 0 = those of one wrapper."""
 
     capturing = False
     """Whether a graph is being recorded: set by tests."""
@@ -92,34 +147,55 @@ class Planned:
     def begin(self, workspace: Tensor, graph: bool) -> None:
         if workspace.dtype != torch.uint8 or workspace.data_ptr() % 16:
             raise ValueError("float_workspace_buffer must be 16-byte aligned")
-        self.workspace, self.graph, self.plans = workspace, graph, 0
+        self.workspace, self.graph, self.plans, self.integers = workspace, graph, 0, INTEGERS
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Of all wrappers but that of MLA."""
+        assert not (self.graph and self.plans), "what was recorded reads the workspace that it had"
+        assert int_workspace_buffer.dtype == torch.uint8
+        self.workspace, self.integers = float_workspace_buffer, int_workspace_buffer.numel()
 
     def stamp(self) -> None:
         """A plan takes the workspace."""
         self.plans += 1
-        self._mark().fill_(id(self) % 2**40 + self.plans)
+        self._mark().fill_(self._name())
 
     def spoilt(self) -> bool:
         """Whether another wrapper was planned over this one's workspace."""
-        return bool(self._mark() != id(self) % 2**40 + self.plans)
+        return bool(self._mark() != self._name())
+
+    def _name(self) -> int:
+        return self.whose or id(self) % 2**40 + self.plans
 
     def _mark(self) -> Tensor:
         return self.workspace[64:72].view(torch.int64)
 
     def finish(
-        self, outs: list[Tensor], lses: list[Tensor], like: Tensor, width: int, a: dict[str, Any], scale: float
+        self,
+        outs: list[Tensor],
+        lses: list[Tensor],
+        like: Tensor,
+        width: int,
+        a: dict[str, Any],
+        scale: float,
+        legible: bool = True,
     ) -> Any:
-        """What `run` returns."""
+        """What `run` returns. legible: whether the kernels find what they read and write."""
         shape = (*like.shape[:2], width)
         check_out(a["out"], shape, like.dtype)
         found = torch.cat(outs) if outs else torch.zeros(shape)
         lse = torch.cat(lses) if lses else torch.zeros(shape[:2])
-        if self.spoilt() or scale <= 0:
+        if self.spoilt() or scale <= 0 or not legible:
             found, lse = found * math.nan, lse * math.nan
         result = found.to(like.dtype)
         if a["out"] is not None:
             assert a["out"].is_contiguous(), "the kernels know no strides of out"
             result = a["out"].copy_(result)
+        if a.get("lse") is not None:
+            assert a["return_lse"]
+            assert a["lse"].is_contiguous()
+            assert a["lse"].dtype == torch.float32
+            lse = a["lse"].copy_(lse)
         return (result, lse.contiguous()) if a["return_lse"] else result
 
 
@@ -237,6 +313,8 @@ def _prefill(lib: Library, key: str, old: bool) -> None:
                     sizes = a["qo_indptr"].diff() * _lens(a).to(torch.int32)
                     assert made["mask_indptr_buf"] is not None
                     assert int(((sizes + 7) // 8).sum()) <= len(made["custom_mask_buf"])
+            if made["backend"] == "fa3":
+                check_room(self.integers, a["qo_indptr"], a["num_qo_heads"], dims[1], self.rows if self.graph else None)
             if masked and (a["custom_mask"].dim() != 1 or a["custom_mask"].dtype != torch.bool):
                 raise ValueError("custom_mask is a flat bool tensor")
             if masked:
@@ -244,6 +322,7 @@ def _prefill(lib: Library, key: str, old: bool) -> None:
                 pages = a["paged_kv_indptr"].diff() - 1
                 sizes = a["qo_indptr"].diff() * (pages * a["page_size"] + a["paged_kv_last_page_len"])
                 a["mask_indptr"] = [0, *sizes.cumsum(0).tolist()]
+                assert a["mask_indptr"][-1] < PAIRS, "mask_indptr is int32, and wraps around without a word"
             self.a = a
             self.stamp()
 
@@ -255,10 +334,13 @@ def _prefill(lib: Library, key: str, old: bool) -> None:
             if q.shape[0] != starts[-1]:
                 raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({starts[-1]})")
             assert q.data_ptr() % 16 == 0
+            width = paged_kv_cache[1].shape[-1]
             if self.made["backend"] == "fa3":
                 check_strides(paged_kv_cache, (0, 2 if layout == "HND" else 1))
+                legible = by_tma(q)
             else:
                 self.load_strided(paged_kv_cache)
+                legible = within_reach(q, q.shape[1], max(q.shape[2], width))
             k_scale, v_scale = scale_given(a)
             outs, lses = [], []
             for n, s_k in enumerate(lens):
@@ -274,7 +356,7 @@ def _prefill(lib: Library, key: str, old: bool) -> None:
                 out, lse = attention(queries, k, v, p["sm_scale"] * k_scale, seen, p["logits_soft_cap"] or 0.0)
                 outs.append(out * v_scale)
                 lses.append(lse)
-            return self.finish(outs, lses, q, paged_kv_cache[1].shape[-1], a, p["sm_scale"])
+            return self.finish(outs, lses, q, width, a, p["sm_scale"], legible)
 
     lib.add("flashinfer", BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper)
 
@@ -384,7 +466,7 @@ def _decode(lib: Library, key: str, old: bool) -> None:
                 out, lse = attention(q[n : n + 1], k, v, p["sm_scale"] * k_scale, seen, softcap)
                 outs.append(out * v_scale)
                 lses.append(lse)
-            return self.finish(outs, lses, q, q.shape[-1], a, p["sm_scale"])
+            return self.finish(outs, lses, q, q.shape[-1], a, p["sm_scale"], within_reach(q, *q.shape[1:]))
 
     lib.add("flashinfer", BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper)
 
@@ -415,6 +497,8 @@ def _ragged(lib: Library, key: str) -> None:
                 raise RuntimeError("no kernel for these head dims")
             assert a["custom_mask"] is None
             assert all(a[name].dtype == torch.int32 for name in ("qo_indptr", "kv_indptr"))
+            if self.made["backend"] == "fa3":
+                check_room(self.integers, a["qo_indptr"], a["num_qo_heads"], a["head_dim_vo"], None)
             self.a = {**a, "q_data_type": _dtype(a["q_data_type"])}
             self.stamp()
 
@@ -426,6 +510,8 @@ def _ragged(lib: Library, key: str) -> None:
             q_starts, k_starts = p["qo_indptr"].tolist(), p["kv_indptr"].tolist()
             assert q.shape[0] == q_starts[-1]
             assert all(t.stride(-1) == 1 and t.data_ptr() % 16 == 0 for t in (q, k, v))
+            fa3 = self.made["backend"] == "fa3"
+            legible = by_tma(q, k, v) if fa3 else all(within_reach(t, *t.shape[1:]) for t in (q, k, v))
             outs, lses = [], []
             for n in range(len(q_starts) - 1):
                 queries, of = q[q_starts[n] : q_starts[n + 1]], slice(k_starts[n], k_starts[n + 1])
@@ -433,7 +519,7 @@ def _ragged(lib: Library, key: str) -> None:
                 out, lse = attention(queries, k[of], v[of], p["sm_scale"], seen, p["logits_soft_cap"] or 0.0)
                 outs.append(out)
                 lses.append(lse)
-            return self.finish(outs, lses, q, v.shape[-1], a, p["sm_scale"])
+            return self.finish(outs, lses, q, v.shape[-1], a, p["sm_scale"], legible)
 
     lib.add("flashinfer", BatchPrefillWithRaggedKVCacheWrapper=BatchPrefillWithRaggedKVCacheWrapper)
 
@@ -449,6 +535,9 @@ def _latent(lib: Library, key: str) -> None:
             return cls(**a)
 
     class BatchMLAPagedAttentionWrapper(Planned):
+        # Its plans are in integer workspaces only; a call leaves nothing in the other one.
+        whose = 1
+
         __init__ = _beginning(lib, key)
 
         @lib.method(f"{key}.plan")
@@ -462,6 +551,9 @@ def _latent(lib: Library, key: str) -> None:
             room = 2 * 64 * (2 * a["head_dim_ckv"] + 4)
             if self.workspace.numel() < room:
                 raise RuntimeError(f"Buffer overflow when allocating memory for batch_mla: {room} bytes are needed")
+            works = mla_works(m["qo_indptr"].diff().tolist(), m["kv_len_arr"].tolist(), a["num_heads"], a["causal"])
+            if works > WORKS:
+                raise ValueError(f"FA MLA needs {works} work items including KV splits; native capacity is {WORKS}.")
             if a["head_dim_ckv"] % 128 or a["head_dim_kpe"] % 64:
                 raise ValueError("head_dim_ckv is a multiple of 128, head_dim_kpe of 64")
             if a["causal"] and 64 % a["num_heads"] and 128 % a["num_heads"]:
@@ -489,6 +581,8 @@ def _latent(lib: Library, key: str) -> None:
             if query.ndim != 3 or kv_cache.ndim != 3 or query.dtype != p["q_data_type"]:
                 raise ValueError("packed inputs have rank 3 and the dtype planned")
             starts, width = m["qo_indptr"].tolist(), p["head_dim_ckv"]
+            if query.shape[0] != starts[-1] or len(m["kv_indices"]) < int(m["kv_indptr"][-1]):
+                raise ValueError("query and kv_indices are those of the plan")
             outs, lses = [], []
             for n, s_k in enumerate(m["kv_len_arr"].tolist()):
                 queries = query[starts[n] : starts[n + 1]]

@@ -14,16 +14,25 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound, KVPart, Session, Slot
+from polyattn.errors import UnsupportedRequestError
 from polyattn.records import AttentionRequest
 
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
-from .lengths import Lengths, sighted
+from .lengths import Lengths, Piece, cut, sighted
 from .results import delivered, writable
-from .scales import readable, scale_of
+from .scales import prepared, scale_of
 from .sessions import PlannedSession
 from .workbench import LENDER, Workbench, processors
 
 __all__ = ["Latent"]
+
+_MOST_WORK = 16384
+"""Work items that a plan has room for (`max_total_num_works` of `MLAPlan` in scheduler.cuh). 0.7.0 checks nothing, and
+writes what is more over the rest of the plan."""
+_ROWS = 64
+"""Rows (queries times heads) of a tile of one thread block; two of them work on tiles of twice as many."""
+_CHUNKS = ((8, 32), (16, 64), (32, 128), (64, 192))
+"""(keys of a cluster of thread blocks on average up to which, keys of a chunk); above, whole 256."""
 
 
 class Latent:
@@ -44,6 +53,7 @@ class _Call:
         self.make = adapters.load(FLASHINFER_MLA_LIBRARY, "flashinfer.mla:BatchMLAPagedAttentionWrapper")
         self.metadata: Any = adapters.load(FLASHINFER_MLA_LIBRARY, "flashinfer.mla:MLAPlanMetadata")
         self.scale, self.factor = scale_of(r)
+        self.strides = (r.heads * r.head_dim, r.head_dim, 1)
         recent = not r.toolkit or r.toolkit >= (12, 3)
         self.backend = "fa3" if r.arch == "sm90" and recent else "fa2"
         width, compressed = r.dims
@@ -101,7 +111,30 @@ class _Call:
     def plan_step(
         self, bench: Workbench, lens: Lengths, pages: Tensor, nbytes: int, step: Any, fixed: dict[str, Tensor] | None
     ) -> tuple[Any, Tensor | None]:
-        """A planned wrapper, and the queries that see a key or None = all."""
+        """A planned wrapper, or several behind one, and the queries that see a key or None = all.
+
+        Raises:
+            UnsupportedRequestError: a recorded step is more than one plan has room for.
+        """
+        pieces = self._pieces(lens, bench.device, recorded=fixed is not None)
+        wrappers = [self._wrapper(bench, number, nbytes, fixed) for number in range(len(pieces))]
+        with bench.planning(wrappers[0]):
+            for wrapper, piece in zip(wrappers, pieces, strict=True):
+                of = piece.lens
+                metadata = self.metadata.csr(
+                    qo_indptr=of.cu_seqlens_q,
+                    kv_indptr=of.kv_indptr,
+                    kv_indices=pages[piece.pages],
+                    kv_len_arr=of.seq_lens,
+                )
+                wrapper.plan(metadata=metadata, **self.options)
+        planned = wrappers[0] if len(pieces) == 1 else _Several(self.request, wrappers, pieces)
+        # Of recorded steps only padding sees nothing, and its rows have no meaning.
+        return planned, sighted(self.request, lens, bench.device) if fixed is None else None
+
+    def _wrapper(self, bench: Workbench, number: int, nbytes: int, fixed: dict[str, Tensor] | None) -> Any:
+        """That of a piece of a batch. Plans are in integer workspaces of their own; the other one they share, in which
+        nothing is kept from one call to the next."""
         buffers = {} if fixed is None else {
             "qo_indptr": fixed["cu_seqlens_q"], "kv_indptr": fixed["kv_indptr"], "kv_indices": fixed["pages"],
             "kv_len_arr": fixed["seq_lens"],
@@ -112,14 +145,25 @@ class _Call:
                 float_workspace_buffer=workspace, use_cuda_graph=fixed is not None, backend=self.backend, **buffers
             )
 
-        wrapper = bench.wrapper((self.make, self.backend), make, nbytes)
-        metadata = self.metadata.csr(
-            qo_indptr=lens.cu_seqlens_q, kv_indptr=lens.kv_indptr, kv_indices=pages, kv_len_arr=lens.seq_lens
-        )
-        with bench.planning(wrapper):
-            wrapper.plan(metadata=metadata, **self.options)
-        # Of recorded steps only padding sees nothing, and its rows have no meaning.
-        return wrapper, sighted(self.request, lens, bench.device) if fixed is None else None
+        return bench.wrapper((self.make, self.backend, number), make, nbytes)
+
+    def _pieces(self, lens: Lengths, device: torch.device, *, recorded: bool) -> list[Piece]:
+        """The batch as pieces that a plan has room for: nearly always one."""
+        whole, count = [Piece(slice(None), slice(None), lens)], processors(device)
+        # Keys are cut in no more pieces than there are processors, and each sequence ends in one tile that is not full.
+        if lens.tokens * self.request.heads // _ROWS + len(lens.listed("seq_lens")) + count <= _MOST_WORK:
+            return whole
+        work = _work(self.request, lens, count)
+        if work <= _MOST_WORK:
+            return whole
+        if recorded:
+            raise UnsupportedRequestError(
+                f"FlashInfer's MLA planner has room for {_MOST_WORK} work items (tiles of {_ROWS} or {2 * _ROWS} rows, "
+                f"queries times heads), and this recorded step of {lens.tokens} tokens with {self.request.heads} heads "
+                f"needs {work}: record steps of fewer tokens, run this one without a graph, where it is planned in "
+                f"several pieces, or name another backend"
+            )
+        return [piece for piece in cut(self.request, lens, _MOST_WORK - count, _ROWS) if piece.lens.pages]
 
     def run_step(
         self,
@@ -132,9 +176,67 @@ class _Call:
     ) -> Any:
         """A call, or a layer of a step, that was planned."""
         r = self.request
-        query, target = readable(query, self.factor), out if out is None else writable(out)
+        query, target = prepared(query, self.factor, self.strides), out if out is None else writable(out)
         found = wrapper.run(query=query, kv_cache=caches[0], out=target, return_lse=r.lse, return_lse_base_on_e=r.lse)
         if alive is None and not r.lse and target is out:
             return found
         found, lse = found if r.lse else (found, None)
         return delivered(r, found, lse, alive, None, out)
+
+
+def _work(request: AttentionRequest, lens: Lengths, count: int) -> int:
+    """Work items of a plan, as `MLAPlan` counts them: tiles of rows times the chunks that their keys are cut into, and
+    one for a tile without keys. Of more tiles than there is room for, those alone.
+
+    Args:
+        count: of multiprocessors.
+    """
+    heads, queries, keys = request.heads, lens.queries.long(), lens.seq_lens.long()
+    blocks = 2 if lens.tokens * heads // queries.shape[0] > _ROWS else 1
+    rows, clusters = _ROWS * blocks, max(count // blocks, 1)
+    tiles = _ceil(queries * heads, rows)
+    total = int(tiles.sum())
+    if total > _MOST_WORK:
+        return total
+    sequence = torch.repeat_interleave(torch.arange(queries.shape[0], device="cpu"), tiles)
+    after = torch.arange(1, total + 1, device="cpu") - (tiles.cumsum(0) - tiles)[sequence]
+    seen = keys[sequence]
+    if request.causal != "none":
+        upto = (seen - queries[sequence] + _ceil(after * rows, heads)).minimum(seen).clamp(min=0)
+        seen = torch.where(after == tiles[sequence], seen, upto)
+    return int(_ceil(seen, _chunk(-(-int(seen.sum()) // clusters))).clamp(min=1).sum())
+
+
+def _ceil(counts: Tensor, size: int) -> Tensor:
+    return (counts + size - 1) // size
+
+
+def _chunk(average: int) -> int:
+    """Keys of a chunk at most, for so many keys of each cluster of thread blocks."""
+    return next((keys for most, keys in _CHUNKS if average <= most), -(-average // 256) * 256)
+
+
+class _Several:
+    """Wrappers that are planned for the pieces of a batch, as one. Queries in no piece see no key."""
+
+    def __init__(self, request: AttentionRequest, wrappers: Sequence[Any], pieces: Sequence[Piece]) -> None:
+        self._width = request.dims[1]
+        self._planned = [(wrapper, piece.tokens) for wrapper, piece in zip(wrappers, pieces, strict=True)]
+
+    def run(
+        self, *, query: Tensor, kv_cache: Tensor, out: Tensor | None, return_lse: bool, return_lse_base_on_e: bool
+    ) -> Any:
+        """As `BatchMLAPagedAttentionWrapper.run`."""
+        T, H, _ = query.shape
+        out = query.new_empty(T, H, self._width) if out is None else out
+        lse = query.new_empty(T, H, dtype=torch.float32) if return_lse else None
+        for wrapper, tokens in self._planned:
+            wrapper.run(
+                query=query[tokens],
+                kv_cache=kv_cache,
+                out=out[tokens],
+                lse=None if lse is None else lse[tokens],
+                return_lse=return_lse,
+                return_lse_base_on_e=return_lse_base_on_e,
+            )
+        return out if lse is None else (out, lse)

@@ -7,14 +7,21 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from polyattn.errors import UnsupportedRequestError
 from polyattn.records import AttentionRequest
 
-__all__ = ["Lengths", "Mask", "flattened", "mask_rule", "sighted", "tree_rule"]
+__all__ = ["Lengths", "Mask", "Piece", "cut", "flattened", "mask_rule", "sighted", "tree_rule"]
+
+_PAIRS = 1 << 31
+"""Pairs of a query and a key from which on FlashInfer's `mask_indptr`, int32 over all of them, wraps around."""
+_BLOCK = 1 << 21
+"""Pairs of a mask that are looked at at once: of temporary int32 tensors over them there are about ten."""
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(sequence, row, column, column of row 0) of pairs of a query and a key -> bool, whether the query sees the key."""
@@ -46,7 +53,11 @@ class Lengths:
     def read(cls, cu_seqlens_q: Tensor, seq_lens: Tensor, page_size: int) -> Lengths:
         """Those of a call: the device is waited for, once."""
         both = torch.cat([cu_seqlens_q, seq_lens]).cpu()
-        starts, keys = both[: cu_seqlens_q.shape[0]], both[cu_seqlens_q.shape[0] :]
+        return cls.paged(both[: cu_seqlens_q.shape[0]], both[cu_seqlens_q.shape[0] :], page_size)
+
+    @classmethod
+    def paged(cls, starts: Tensor, keys: Tensor, page_size: int) -> Lengths:
+        """Of int32 [N+1] and [N] on the host."""
         pages = (keys + page_size - 1) // page_size
         return cls.given(starts, keys, _starts(pages), (keys - (pages - 1) * page_size).minimum(keys))
 
@@ -123,6 +134,53 @@ def sighted(request: AttentionRequest, lens: Lengths, device: torch.device) -> T
     return seen.to(device, non_blocking=True)
 
 
+class Piece(NamedTuple):
+    """Consecutive queries of a batch, as a batch of their own: which they are, and which of the list of pages theirs
+    are."""
+
+    tokens: slice
+    pages: slice
+    lens: Lengths
+
+
+def cut(request: AttentionRequest, lens: Lengths, room: int, rows: int) -> list[Piece]:
+    """The batch in pieces of at most `room` tiles of `rows` rows (queries times heads), in order and with no query left
+    out. Only the last sequence of a piece may go on in the next one: its last keys, which under a causal mask belong to
+    later queries, are then missing, and so the pages of each piece lie one after another too.
+    """
+    heads, causal, size = request.heads, request.causal != "none", request.page_size
+    starts, lengths, pages = (lens.listed(name) for name in ("cu_seqlens_q", "seq_lens", "kv_indptr"))
+    made: list[Piece] = []
+    counts, keys, left, begin, first = list[int](), list[int](), room, 0, 0
+
+    def close(at: int, after: int) -> None:
+        """End a piece before query `at`; the next begins with sequence `after`."""
+        nonlocal left, begin, first
+        if at > begin:
+            of = Lengths.paged(_starts(torch.tensor(counts, device="cpu")), _host(keys), size)
+            made.append(Piece(slice(begin, at), slice(pages[first], pages[first] + of.pages), of))
+        counts.clear()
+        keys.clear()
+        left, begin, first = room, at, after
+
+    for n, (at, end) in enumerate(pairwise(starts)):
+        while (count := min(end - at, left * rows // heads)) < end - at:
+            at += count
+            if count:
+                counts.append(count)
+                keys.append(max(lengths[n] - (end - at), 0) if causal else lengths[n])
+            close(at, n)
+        counts.append(count)
+        keys.append(lengths[n])
+        left -= -(-count * heads // rows)
+    close(starts[-1], len(lengths))
+    return made
+
+
+def _host(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu")
+
+
 class Mask(NamedTuple):
     """`flat` bool: for each sequence [S_q, S_k], row by row. `alive` bool [T_q]: queries that see some key."""
 
@@ -131,13 +189,49 @@ class Mask(NamedTuple):
 
 
 def flattened(request: AttentionRequest, lens: Lengths, rule: Rule, device: torch.device) -> Mask:
-    """A mask with the request's causal rule and window in it: a custom mask takes their place in the kernels."""
-    queries, keys = lens.queries.long(), lens.seq_lens.long()
-    sizes = queries * keys
-    facts = torch.stack([sizes.cumsum(0), queries, keys, lens.cu_seqlens_q[:-1].long()])
-    ends, queries, keys, first = facts.to(device, non_blocking=True)
-    place = torch.arange(int(sizes.sum()), device=device)
-    sequence = torch.searchsorted(ends, place, right=True)
+    """A mask with the request's causal rule and window in it: a custom mask takes their place in the kernels. Beside
+    the mask itself it takes little memory, however long the sequences are.
+
+    Raises:
+        UnsupportedRequestError: there are more pairs of a query and a key than FlashInfer counts.
+    """
+    sizes = lens.queries.long() * lens.seq_lens.long()
+    pairs = int(sizes.sum())
+    _check_pairs(pairs)
+    facts = torch.stack([sizes.cumsum(0).int(), lens.queries, lens.seq_lens, lens.cu_seqlens_q[:-1]])
+    on_device = facts.to(device, non_blocking=True)
+    flat = torch.empty(pairs, dtype=torch.bool, device=device)
+    alive = torch.zeros(lens.tokens, dtype=torch.int32, device=device)
+    for start in range(0, pairs, _BLOCK):
+        place = torch.arange(start, min(start + _BLOCK, pairs), dtype=torch.int32, device=device)
+        token, seen = _seen(request, rule, place, *on_device)
+        flat[start : start + _BLOCK] = seen
+        alive.index_add_(0, token, seen.int())
+    return Mask(flat, alive > 0)
+
+
+def _check_pairs(pairs: int) -> None:
+    """
+    Raises:
+        UnsupportedRequestError: there are too many.
+    """
+    if pairs >= _PAIRS:
+        raise UnsupportedRequestError(
+            f"FlashInfer counts the pairs of a query and a key that a mask speaks of in 31 bits, and the sequences of "
+            f"this call have {pairs}: it takes fewer than {_PAIRS} at once. Call it for fewer sequences or queries at "
+            f"a time, leave out a mask that only says causal= or window=, or name another backend"
+        )
+
+
+def _seen(
+    request: AttentionRequest, rule: Rule, place: Tensor, ends: Tensor, queries: Tensor, keys: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(query of the batch, whether it sees the key) of the pairs at these places of the flat mask; all int32.
+
+    Args:
+        place: [pairs]. ends: [N], the place after the last pair of each sequence. first: [N], its first query.
+    """
+    sequence = torch.searchsorted(ends, place, right=True, out_int32=True)
     width = keys[sequence]
     place = place - (ends - queries * keys)[sequence]
     row, column = place // width, place % width
@@ -147,9 +241,7 @@ def flattened(request: AttentionRequest, lens: Lengths, rule: Rule, device: torc
         seen = seen & (column <= row + offset)
     if request.window[0] >= 0:
         seen = seen & (column >= row + offset - request.window[0])
-    alive = torch.zeros(lens.tokens, dtype=torch.int32, device=device)
-    alive.index_add_(0, first[sequence] + row, seen.int())
-    return Mask(seen, alive > 0)
+    return first[sequence] + row, seen
 
 
 def mask_rule(attn_mask: Tensor) -> Rule:

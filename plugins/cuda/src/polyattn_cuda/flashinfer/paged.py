@@ -19,15 +19,15 @@ from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound, KVPart, Session, Slot
-from polyattn.placement import placed
+from polyattn.errors import UnsupportedRequestError
 from polyattn.records import AttentionRequest
 
 from ..records.flashinfer import FLASHINFER
 from .lengths import Lengths, Mask, flattened, mask_rule, sighted, tree_rule
 from .results import blanked, delivered, natural, writable
-from .scales import HostScale, readable, scale_of, unscaled
+from .scales import REACH, HostScale, loadable, prepared, scale_of, unscaled
 from .sessions import PlannedSession
-from .workbench import LENDER, Workbench, float_bytes
+from .workbench import LENDER, Workbench, float_bytes, int_bytes
 
 __all__ = ["FA3_DIMS", "Paged", "template"]
 
@@ -72,6 +72,23 @@ _Part = tuple[Tensor, Tensor | None, Tensor | None]
 """(out, LSE of base 2 if the call needs one, the queries that see a key or None = all) over one set of keys."""
 
 
+def _check_reach(tokens: int, heads: int, width: int) -> None:
+    """Refuse what the fa2 template and the decode kernels do not reach with their 32-bit offsets.
+
+    Args:
+        width: of a head of queries or outputs, the larger one.
+
+    Raises:
+        UnsupportedRequestError: there are too many tokens.
+    """
+    if tokens * heads * width > REACH:
+        raise UnsupportedRequestError(
+            f"FlashInfer's fa2 template counts the numbers of queries and outputs in 32 bits, and this call has "
+            f"{tokens} tokens of {heads} heads of {width}: it takes at most {REACH // (heads * width)} tokens at once. "
+            f"Call it for fewer sequences or queries at a time, or name another backend"
+        )
+
+
 def _masked_last_page_len(lens: Lengths, page_size: int) -> Tensor:
     """int32 [N], as a plan with a mask needs them.
 
@@ -96,7 +113,8 @@ class _Call:
         self.replan = adapters.load(FLASHINFER, "flashinfer.decode:fast_decode_plan") if self.hints else None
         self.host_scale = HostScale()
         self.scale, self.factor = scale_of(r)
-        self.layout = r.kv_layout or "NHD"
+        self.template, self.layout = template(r), r.kv_layout or "NHD"
+        self.strides = (r.heads * r.head_dim, r.head_dim, 1)
         self.lse = r.lse or r.sinks or bool(r.kv_parts)
         self.scaled = bool(r.kv_scales)
         dtype = getattr(torch, r.dtype)
@@ -104,7 +122,7 @@ class _Call:
         self.decodes = r.s_relation == "one" and r.mask == "none" and r.same_dims
         self.tensor_cores = r.group >= _TENSOR_CORES or r.kv_dtype != "auto" or r.batch_invariant
         # Whether what is planned reads V by strides of its own: fa3, and decode without tensor cores, do not.
-        self.strided = template(r) == "fa2" and (self.tensor_cores or not self.decodes)
+        self.strided = self.template == "fa2" and (self.tensor_cores or not self.decodes)
         # 0.7 loads its kernels for such caches when they are first called, and not while a graph is recorded.
         self.load_strided = not r.same_dims and hasattr(self.prefill, "prewarm_paged_kv_stride_variant")
 
@@ -128,17 +146,27 @@ class _Call:
         Args:
             pages: int32, of all sequences. nbytes: of its workspace. heads: H_q and H_kv where not the request's.
             causal: where not the request's. fixed: buffers of recorded steps. alike: K and V have the same strides.
+
+        Raises:
+            UnsupportedRequestError: there are more tokens than the kernels reach.
         """
         r = self.request
-        head = dict(zip(("num_qo_heads", "num_kv_heads"), heads or (r.heads, r.kv_heads), strict=True))
+        heads = heads or (r.heads, r.kv_heads)
+        head = dict(zip(("num_qo_heads", "num_kv_heads"), heads, strict=True))
         common: dict[str, Any] = {**head, **self.dtypes, "page_size": r.page_size, "sm_scale": self.scale}
         common["logits_soft_cap"] = r.softcap or None
         common["window_left"] = r.window[0] if mask is None else -1
         if r.batch_invariant:
             common["disable_split_kv"] = True
         decode = self.decodes and causal is None and lens.single
-        wrapper = self._wrapper(bench, decode, mask is None and alike, nbytes, fixed)
+        plain = mask is None and alike
+        fa3 = plain and not decode and self.template == "fa3"
+        if not fa3:
+            _check_reach(lens.tokens, heads[0], max(r.dims))
+        wrapper = self._wrapper(bench, decode, plain, nbytes, fixed)
         with bench.planning(wrapper):
+            if fa3:
+                bench.stage(wrapper, int_bytes(r, len(lens.listed("seq_lens")), lens.tokens))
             if decode:
                 common |= {"indptr": lens.kv_indptr, "indices": pages, "last_page_len": lens.last_page_len}
                 if fixed is not None and self.replan is not None and bench.planned(wrapper):
@@ -166,7 +194,7 @@ class _Call:
     def _wrapper(
         self, bench: Workbench, decoding: bool, plain: bool, nbytes: int, fixed: dict[str, Tensor] | None
     ) -> Any:
-        backend, tensor_cores = template(self.request) if plain else "fa2", self.tensor_cores or not plain
+        backend, tensor_cores = self.template if plain else "fa2", self.tensor_cores or not plain
         shared: dict[str, Any] = {"kv_layout": self.layout, "use_cuda_graph": fixed is not None}
 
         def decode(workspace: Tensor) -> Any:
@@ -196,7 +224,7 @@ class _Call:
         scales: Sequence[Tensor | None],
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, LSE of base 2 if this call needs one) of a planned wrapper, for `readable` queries."""
+        """(out, LSE of base 2 if this call needs one) of a planned wrapper, for `prepared` queries."""
         found = wrapper.run(
             q=query, paged_kv_cache=tuple(caches), out=out, return_lse=self.lse, **self.host_scales(*scales)
         )
@@ -249,7 +277,7 @@ class _Call:
                 # The decode wrapper has a query for each sequence; another kernel may give the same rows other bits.
                 lens, page_table = lens.asked(page_table)
             heads_of_masks = 1 if attn_mask is None else attn_mask.shape[1]
-            q, scales = readable(query, self.factor), (k_scale, v_scale)
+            q, scales = prepared(query, self.factor, self.strides), (k_scale, v_scale)
             attend = self._attend if heads_of_masks == 1 else self._attend_by_head
             alone = not self.merge and heads_of_masks == 1
             whole: _Part | None = None
@@ -302,7 +330,7 @@ class _Call:
             of = [cache.narrow(axis, head // self.request.group, 1) for cache in keys.caches]
             own = keys._replace(caches=of)
             mask = attn_mask[:, head : head + 1]
-            found, lse, alive = self._attend(bench, placed(query[:, head : head + 1]), own, scales, mask, None)
+            found, lse, alive = self._attend(bench, loadable(query[:, head : head + 1]), own, scales, mask, None)
             found, lse = blanked(found, lse, alive)
             outs.append(found)
             lses.append(lse)
@@ -354,7 +382,7 @@ class _Call:
         if not self.strided and caches[0].stride() != caches[1].stride():
             # The kernels that were planned read V by the strides of K.
             return self.forward(query, *caches, out=out, **given)
-        query = readable(query, self.factor)
+        query = prepared(query, self.factor, self.strides)
         target = out if out is None else writable(out)
         if self.scaled:
             scales = self.host_scales(given.get("k_scale"), given.get("v_scale"))

@@ -14,15 +14,14 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.backends.gathering import nothing
 from polyattn.contract import Bound
-from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
 from ..records.flashinfer import FLASHINFER
 from .lengths import Lengths, sighted
 from .paged import template
 from .results import delivered, natural, writable
-from .scales import scale_of
-from .workbench import LENDER, Workbench, float_bytes
+from .scales import loadable, scale_of
+from .workbench import LENDER, Workbench, float_bytes, int_bytes
 
 __all__ = ["Ragged"]
 
@@ -121,21 +120,24 @@ class _Call:
         alive = sighted(r, lens, device)
         with LENDER.lend(device) as bench:
             wrapper = self._planned(bench, lens)
-            found = wrapper.run(q=placed(query), k=placed(key), v=placed(value), out=target, return_lse=self.lse)
+            q, k, v = map(loadable, (query, key, value))
+            found = wrapper.run(q=q, k=k, v=v, out=target, return_lse=self.lse)
         found, lse = found if self.lse else (found, None)
         return delivered(r, found, natural(lse), alive, sinks, out)
 
     def _planned(self, bench: Workbench, lens: Lengths) -> Any:
         """A wrapper with a plan for these lengths: the one of the last call, if that had the same."""
-        r = self.request
+        r, sequences = self.request, lens.seq_lens.shape[0]
 
         def make(workspace: Tensor) -> Any:
             return self.wrapper(float_workspace_buffer=workspace, kv_layout="NHD", backend=self.backend)
 
-        nbytes = float_bytes(r, bench.device, lens.seq_lens.shape[0], lens.tokens)
+        nbytes = float_bytes(r, bench.device, sequences, lens.tokens)
         wrapper = bench.wrapper((self.wrapper, self.backend), make, nbytes)
         made_for = (wrapper, r, tuple(lens.cu_seqlens_q.tolist()), tuple(lens.kv_indptr.tolist()))
         if not bench.holds(made_for):
             with bench.planning(wrapper, made_for):
+                if self.backend == "fa3":
+                    bench.stage(wrapper, int_bytes(r, sequences, lens.tokens))
                 wrapper.plan(qo_indptr=lens.cu_seqlens_q, kv_indptr=lens.kv_indptr, **self.options)
         return wrapper

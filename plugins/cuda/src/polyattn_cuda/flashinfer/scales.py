@@ -1,4 +1,4 @@
-"""Scales as FlashInfer wants them."""
+"""Scales as FlashInfer wants them, and queries times them where its kernels can read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from polyattn.errors import GraphError
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
-__all__ = ["HostScale", "readable", "scale_of", "unscaled"]
+from ..tma import for_tma
+
+__all__ = ["REACH", "HostScale", "loadable", "prepared", "readable", "scale_of", "unscaled"]
+
+REACH = 1 << 32
+"""Elements from the first row of queries, or of outputs, that the fa2 template reaches: `q_indptr * q_stride_n` and
+`o_indptr * o_stride_n` are uint32 in prefill.cuh."""
 
 
 def scale_of(request: AttentionRequest) -> tuple[float, float | None]:
@@ -29,6 +35,23 @@ def readable(query: Tensor, factor: float | None) -> Tensor:
         query = query * factor
     # Whole ones, which nearly all are, without a look at each stride.
     return query if query.is_contiguous() and not query.data_ptr() & 15 else placed(query)
+
+
+def prepared(query: Tensor, factor: float | None, strides: tuple[int, ...]) -> Tensor:
+    """As `readable`, for the plan-and-run wrappers: see `loadable`.
+
+    Args:
+        query: [T, H, D]. strides: of such queries without gaps. A contiguous tensor may have others, in an axis of one.
+    """
+    if factor is not None:
+        query = query * factor
+    return query if query.stride() == strides and not query.data_ptr() & 15 else loadable(query)
+
+
+def loadable(rows: Tensor) -> Tensor:
+    """`rows` [T, H, D], copied unless all templates can read them: fa3 does so by TMA, and fa2 counts in 32 bits."""
+    near = rows.shape[0] * rows.stride(0) <= REACH
+    return for_tma(rows) if near else rows.clone(memory_format=torch.contiguous_format)
 
 
 def unscaled(rows: Tensor | None, scale: Tensor | None) -> Tensor | None:

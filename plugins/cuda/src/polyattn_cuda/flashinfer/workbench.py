@@ -14,7 +14,7 @@ from polyattn.contract import Slot
 from polyattn.errors import GraphError
 from polyattn.records import AttentionRequest
 
-__all__ = ["LENDER", "Lender", "Workbench", "float_bytes", "processors"]
+__all__ = ["LENDER", "Lender", "Workbench", "float_bytes", "int_bytes", "processors"]
 
 _LEAST = 128 << 20
 """Bytes of a single call's workspace: what FlashInfer recommends."""
@@ -22,6 +22,10 @@ _RESIDENT = 2
 """Thread blocks of a multiprocessor that FlashInfer's planner counts on."""
 _TILES = (16, 64, 128)
 """Rows (queries times heads of a group) of its tiles: the smallest that a sequence fits in, else the largest."""
+_STAGED = 8 << 20
+"""Bytes of the integer workspace that a wrapper makes for itself."""
+_MOST_SCHEDULED = 4096
+"""Tiles of a head up to which the fa3 template has a schedule for each head; above, one for all."""
 
 
 def float_bytes(
@@ -41,6 +45,19 @@ def float_bytes(
     if recorded:
         tiles = max(tiles, -(-tokens * request.group // tile) + sequences - 1)
     return 4 * request.heads * tiles * tile * (request.dims[1] + 1) + (1 << 20)
+
+
+def int_bytes(request: AttentionRequest, sequences: int, tokens: int) -> int:
+    """Bytes that the schedule of the fa3 template needs at most, by the planner's own arithmetic (`PrefillSM90Plan` in
+    scheduler.cuh of 0.6.18 and 0.7.2): seven int32 for each tile of queries, of each head while there are few.
+
+    Args:
+        sequences, tokens: of a step, or of the largest one of a recorded wrapper.
+    """
+    tile = 192 if request.dims[1] == 64 else 128
+    tiles = -(-tokens // tile) + sequences - 1
+    # Starts of the multiprocessors' work and alignment come on top.
+    return 7 * 4 * max(tiles, min(tiles, _MOST_SCHEDULED) * request.heads) + (16 << 10)
 
 
 def processors(device: torch.device) -> int:
@@ -74,6 +91,7 @@ class Workbench:
         self._workspace: Tensor | None = None
         self._wrappers: dict[Hashable, Any] = {}
         self._planned: set[int] = set()
+        self._staged: dict[int, int] = {}
         self._made_for: Hashable = None
         self._copied: torch.cuda.Event | None = None
 
@@ -91,6 +109,7 @@ class Workbench:
                 self._workspace = self._memory("flashinfer", nbytes).zero_()
             self._wrappers.clear()
             self._planned.clear()
+            self._staged.clear()
             self._made_for = None
         return self._workspace
 
@@ -113,6 +132,18 @@ class Workbench:
     def holds(self, made_for: Hashable) -> bool:
         """Whether the last plan made here was `made_for` this."""
         return self._made_for is not None and self._made_for == made_for
+
+    def stage(self, wrapper: Any, nbytes: int) -> None:
+        """Give a wrapper an integer workspace of at least `nbytes`, pinned memory of that size included. To be done
+        while `planning`: what the wrapper had is no longer being copied then, and nothing recorded reads it yet, since
+        the first plan of a recorded wrapper says how much all of them need."""
+        if nbytes > self._staged.get(id(wrapper), _STAGED):
+            nbytes = 1 << (nbytes - 1).bit_length()
+            wrapper.reset_workspace_buffer(
+                float_workspace_buffer=self._workspace,
+                int_workspace_buffer=torch.empty(nbytes, dtype=torch.uint8, device=self.device),
+            )
+            self._staged[id(wrapper)] = nbytes
 
     @contextlib.contextmanager
     def planning(self, wrapper: Any, made_for: Hashable = None) -> Iterator[None]:
