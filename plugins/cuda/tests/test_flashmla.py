@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from polyattn.quantised import mla_pack_fp8
 from polyattn.records import AttentionRequest
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
+from polyattn_cuda import flashmla
 
 from .emulators import flash_mla as emulator
+from .sessions import InSession
 
 GIT, SGL, VLLM = (Emulated("flashmla", name, "cuda:sm90@12.8") for name in ("flash-mla", "sgl-flash-mla", "vllm"))
 BLACKWELL = Emulated("flashmla", "flash-mla", "cuda:sm100@12.8")
@@ -72,13 +75,18 @@ def tables(*lengths: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def run(target: Emulated, *lengths: tuple[int, int], **fields: Any) -> Tensor:
+def step_of(*lengths: tuple[int, int]) -> Any:
+    """What a plan may ask about a step of such sequences."""
+    return SimpleNamespace(listed={"query_lens": [queries for queries, _ in lengths]}.__getitem__)
+
+
+def run(target: Emulated, *lengths: tuple[int, int], **fields: Any) -> Any:
     request = {**MLA, **fields}
+    torch.manual_seed(0)
     rows = torch.randn(len(lengths), 64, 576).bfloat16()
     cache = mla_pack_fp8(rows.float()) if request.get("kv_dtype") == "fp8_e4m3" else rows
     query = torch.randn(sum(q for q, _ in lengths), 64, 576).bfloat16()
-    out: Tensor = target.bind(**request).forward(query, cache, **tables(*lengths))
-    return out
+    return target.bind(**request).forward(query, cache, **tables(*lengths))
 
 
 def test_the_cache_is_read_where_it_lies(library: Library) -> None:
@@ -122,7 +130,7 @@ def test_a_schedule_serves_one_step_of_all_layers(library: Library) -> None:
     cache, query = torch.randn(2, 64, 576).bfloat16(), torch.randn(2, 64, 576).bfloat16()
     seen = []
     for length in (9, 12):
-        session.plan(None)
+        session.plan(step_of((1, length), (1, 20)))
         session.prepare(None)
         for _ in range(3):
             session.forward(query, cache, **tables((1, length), (1, 20)))
@@ -164,6 +172,156 @@ def test_an_older_build_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendUnavailableError, match=r"flash-mla 1\.0\.0\+9241ae3 takes no 'cache_seqlens'"):
         GIT.bind(**MLA)
 
+
+# ---------------------------------------------------------------------------------------------- several calls of a step
+
+SIXTEEN_BIT = ("bfloat16",)
+STEPS = InSession("flashmla", "flash-mla", "cuda:sm90@12.8")
+CUT = [*GIT.cases(per_row=4, dtypes=SIXTEEN_BIT)]
+CUT_STEPS = [*STEPS.cases(per_row=2, dtypes=SIXTEEN_BIT), *STEPS.recorded()]
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
+    """What the kernel takes, here and in the emulator."""
+    if "_SEQUENCES" in limits:
+        monkeypatch.setattr(emulator, "SHARED", 4 * (5 * limits["_SEQUENCES"] + 1))
+    if "_ROWS" in limits:
+        monkeypatch.setattr(emulator, "GRID", limits["_ROWS"])
+    if "_NUMBERS" in limits:
+        monkeypatch.setattr(emulator, "OFFSETS", limits["_NUMBERS"])
+    for name, number in limits.items():
+        monkeypatch.setattr(flashmla, name, number)
+
+
+def sizes(library: Library) -> list[tuple[int, int]]:
+    """(sequences, queries of each) of the kernel's calls."""
+    return [tuple(call.given["q"].shape[:2]) for call in library.calls if "q" in call.given]
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+def test_conformance_of_small_calls(case: Case, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sequence is cut, no call has more than two, and hardly a row is filled up."""
+    limit(monkeypatch, _SEQUENCES=2, _ROWS=3, _SPARE=0)
+    GIT.passes(case, library)
+
+
+@pytest.mark.parametrize("case", CUT_STEPS, ids=str)
+def test_steps_of_small_calls(case: Case, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, _SEQUENCES=2, _ROWS=3, _SPARE=0)
+    STEPS.passes(case, library)
+
+
+def test_limits_are_those_of_the_kernel(library: Library) -> None:
+    ints = emulator.SHARED // 4
+    assert 5 * flashmla._SEQUENCES + 1 <= ints < 5 * (flashmla._SEQUENCES + 1) + 1
+    assert flashmla._ROWS == emulator.GRID
+    # Accumulators are as large as the outputs of so many sequences, and of one more for each part but the first.
+    limits = flashmla._Limits(128 * 512)
+    for queries in (1, 8, 2048, 30_000):
+        parts = max(132 // -(-queries * 128 // 64), 1)
+        assert (limits.sequences(queries) + parts - 1) * queries * 128 * 512 <= emulator.OFFSETS
+
+
+@pytest.mark.parametrize("fields", [{}, ROWS_OF_BYTES], ids=["dense", "rows of bytes"])
+def test_more_sequences_than_a_schedule_has_room_for(
+    fields: dict[str, Any], library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call they would end the process."""
+    asked = ((2, 9), (2, 30), (2, 64), (2, 2), (2, 7))
+    whole = run(GIT, *asked, **fields, lse=True)
+    limit(monkeypatch, _SEQUENCES=2)
+    parts = run(GIT, *asked, **fields, lse=True)
+    assert sizes(library) == [(5, 2), (2, 2), (2, 2), (1, 2)]
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("fields", [{}, {"causal": "none"}], ids=["causal", "full"])
+def test_a_prompt_beside_decodes_is_a_call_of_its_own(
+    fields: dict[str, Any], library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filled up they would be 160 rows, of 43 that are queries."""
+    asked = ((1, 9), (20, 30), (1, 64), (0, 5), (1, 2), (1, 7), (18, 40), (1, 1))
+    whole = run(GIT, *asked, **fields, lse=True)
+    assert sizes(library) == [(8, 20)], "160 rows are not worth a second call"
+    limit(monkeypatch, _SPARE=0)
+    parts = run(GIT, *asked, **fields, lse=True)
+    assert sizes(library)[1:] == [(5, 1), (2, 20)]
+    assert all(torch.allclose(a, b, atol=2e-3) for a, b in zip(whole, parts, strict=True))
+
+
+def test_what_is_filled_up_is_bounded(library: Library) -> None:
+    """A prompt of 700 tokens among 15 decodes: 16 times 700 rows otherwise."""
+    run(GIT, *[(1, 9)] * 8, (700, 64), *[(1, 30)] * 7)
+    assert sizes(library) == [(15, 1), (1, 700)]
+
+
+def test_offsets_of_outputs_stay_below_their_type(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ((4, 9), (4, 30), (4, 64))
+    whole = run(GIT, *asked)
+    limit(monkeypatch, _NUMBERS=2 * 4 * 64 * 512)
+    assert torch.equal(run(GIT, *asked), whole)
+    assert sizes(library)[1:] == [(2, 4), (1, 4)]
+    limit(monkeypatch, _NUMBERS=3 * 64 * 512)
+    torch.testing.assert_close(run(GIT, *asked), whole)
+    assert max(n * count for n, count in sizes(library)[3:]) == 3
+
+
+def test_offsets_of_places_stay_below_their_type(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of 700 pages for each query are longer than its output."""
+    keys = 64 * 700
+    caches = mla_pack_fp8(torch.randn(2, 64, 576))
+    asked = {**tables((2, 9), (2, 64)), "max_seqlen_k": keys}
+    asked["page_table"] = torch.nn.functional.pad(asked["page_table"], (0, 699))
+    query, bound = torch.randn(4, 64, 576).bfloat16(), GIT.bind(**ROWS_OF_BYTES)
+    whole = bound.forward(query, caches, **asked)
+    limit(monkeypatch, _NUMBERS=3 * keys)
+    assert torch.equal(bound.forward(query, caches, **asked), whole)
+    assert sizes(library) == [(2, 2), (1, 2), (1, 2)]
+
+
+def test_a_sequence_of_more_queries_than_a_grid_has_blocks(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last query of a piece sees nothing of what comes behind it."""
+    asked = ((5, 9), (7, 64))
+    whole = run(GIT, *asked, lse=True)
+    limit(monkeypatch, _ROWS=3)
+    parts = run(GIT, *asked, lse=True)
+    assert max(count for _, count in sizes(library)[1:]) == 3
+    assert all(torch.allclose(a, b, atol=2e-3) for a, b in zip(whole, parts, strict=True))
+
+
+def test_a_step_in_several_calls_is_taken_apart_once(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the host's numbers, which the device is not asked for."""
+    limit(monkeypatch, _SPARE=0)
+    bound, lengths = GIT.bind(**MLA), ((1, 9), (20, 30), (1, 64))
+    slot = Slot(torch.device("cpu"), 3, 22, 1, lambda name, size: torch.empty(size, dtype=torch.uint8))
+    session, cache, query = bound.session(slot), torch.randn(3, 64, 576).bfloat16(), torch.randn(22, 64, 576).bfloat16()
+    session.plan(step_of(*lengths))
+    session.prepare(None)
+    monkeypatch.setattr(Tensor, "diff", None, raising=False)
+    for _ in range(2):
+        session.forward(query, cache, **tables(*lengths))
+    schedules = [call.given["tile_scheduler_metadata"] for call in library.calls if "q" in call.given]
+    assert sizes(library) == [(2, 1), (1, 20)] * 2
+    assert schedules[:2] == schedules[2:]
+    assert schedules[0] is not schedules[1]
+
+
+def test_a_recording_never_asks_for_lengths(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, _SPARE=0)
+    monkeypatch.setattr(flashmla, "capturing", lambda kind: True)
+    run(GIT, (1, 9), (20, 30), (1, 64))
+    assert sizes(library) == [(3, 20)], "shapes of a recording do not depend on lengths"
+    limit(monkeypatch, _SEQUENCES=2)
+    run(GIT, (3, 9), (3, 30), (3, 64))
+    assert sizes(library)[1:] == [(2, 3), (1, 3)], "equal numbers are known"
+    with pytest.raises(UnsupportedRequestError, match=r"3 sequences of up to 20 queries: its kernel takes up to 65376"):
+        run(GIT, (1, 9), (20, 30), (1, 64))
+    limit(monkeypatch, _ROWS=2)
+    with pytest.raises(UnsupportedRequestError, match=r"2 queries of a sequence, and 2 sequences of so many"):
+        run(GIT, (3, 9))
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"page_size": 32}, "cuda:sm90", "page_size=32"),

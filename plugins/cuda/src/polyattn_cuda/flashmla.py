@@ -6,13 +6,19 @@ of, 64 at a time: here all that a query may see.
 
 A schedule is made by the first call that is given it, from the lengths of that call, and holds for them only: one per
 step, made anew where the step is recorded.
+
+A step is several calls of the kernel where its numbers of queries differ so much that filling up would cost more, and
+where it is too large for one: a schedule is made in shared memory, 5 ints for each sequence and one more, and a
+process in which that is not enough ends (get_decoding_sched_meta.cu); offsets in the sparse kernel and in the one that
+adds parts up are 32 bits wide; and the queries of a sequence are an axis of a grid.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +26,7 @@ from torch import Tensor
 from polyattn.adapters import load
 from polyattn.backends.gathering import deliver, nothing
 from polyattn.contract import Bound, Slot
+from polyattn.errors import UnsupportedRequestError
 from polyattn.packing import owners
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest, Requirement
@@ -34,6 +41,16 @@ _NEEDS = {
     **dict.fromkeys(("tile_scheduler_metadata", "softmax_scale", "causal"), "decoding"),
     **dict.fromkeys(("is_fp8_kvcache", "indices"), "a cache of FP8 rows"),
 }
+
+_SEQUENCES = (227 * 1024 // 4 - 1) // 5
+"""Of a call: what a schedule has room for in the shared memory of a block."""
+_ROWS = 65_535
+"""Queries of a sequence in a call: blocks of the second axis of a grid."""
+_NUMBERS = 2**31 - 160 * 64 * 512
+"""Elements of an output, or of a list of places. The accumulators have more than outputs: by no more than a tile of 64
+rows for each multiprocessor, of which the kernels know up to 160."""
+_SPARE = 512
+"""Rows that are filled up sooner than that another call is made: at 128 heads they take 280 MB."""
 
 
 class FlashMLA:
@@ -81,14 +98,14 @@ class _Rows:
     row: Tensor | None = None
 
     @classmethod
-    def of(cls, query: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> _Rows:
+    def of(cls, tokens: int, cu_seqlens_q: Tensor, max_seqlen_q: int) -> _Rows:
         ends = cu_seqlens_q[1:]
-        if query.shape[0] == ends.shape[0] * max_seqlen_q:
+        if tokens == ends.shape[0] * max_seqlen_q:
             return cls(max_seqlen_q)
         first = ends - max_seqlen_q
-        source = first[:, None] + torch.arange(max_seqlen_q, device=query.device)
-        token = torch.arange(query.shape[0], device=query.device, dtype=ends.dtype)
-        sequence = owners(query.shape[0], cu_seqlens_q)
+        source = first[:, None] + torch.arange(max_seqlen_q, device=ends.device)
+        token = torch.arange(tokens, device=ends.device, dtype=ends.dtype)
+        sequence = owners(tokens, cu_seqlens_q)
         return cls(max_seqlen_q, source.clamp(min=0), sequence, (token - first[sequence]).long())
 
     def padded(self, packed: Tensor) -> Tensor:
@@ -99,13 +116,74 @@ class _Rows:
         return padded.flatten(0, 1) if self.row is None else padded[self.sequence, self.row]
 
 
+class _Piece(NamedTuple):
+    """`rows` queries of a sequence, from the packed query `first` on; `later` ones of it come behind them."""
+
+    sequence: int
+    first: int
+    rows: int
+    later: int
+
+
+class _Limits(NamedTuple):
+    """What one call takes, where an output or a list of places has up to `width` elements for each query."""
+
+    width: int
+
+    @property
+    def rows(self) -> int:
+        """Queries of a sequence."""
+        return min(_ROWS, _NUMBERS // self.width)
+
+    def sequences(self, rows: int) -> int:
+        """Sequences of so many queries."""
+        return min(_SEQUENCES, _NUMBERS // (self.width * rows))
+
+
+def _pieces(lengths: Sequence[int], most: int) -> Iterator[_Piece]:
+    """The queries of sequences that have so many of them, cut into pieces of up to `most`."""
+    start = 0
+    for sequence, length in enumerate(lengths):
+        for first in range(0, length, most):
+            rows = min(most, length - first)
+            yield _Piece(sequence, start + first, rows, length - first - rows)
+        start += length
+
+
+def _calls(lengths: Sequence[int], limits: _Limits) -> Iterator[list[_Piece]]:
+    """The pieces of each call. None has twice as many queries as another of its call, so less than half of what the
+    kernel is given is filled up."""
+    alike: dict[int, list[_Piece]] = defaultdict(list)
+    for piece in _pieces(lengths, limits.rows):
+        alike[(piece.rows - 1).bit_length()].append(piece)
+    for pieces in alike.values():
+        most = limits.sequences(max(piece.rows for piece in pieces))
+        yield from (pieces[at : at + most] for at in range(0, len(pieces), most))
+
+
+def _index(numbers: Tensor, device: torch.device) -> slice | Tensor:
+    """int64 [n] of the host as an index of tensors on a device: a slice where they follow each other."""
+    first = int(numbers[0])
+    if torch.equal(numbers, torch.arange(first, first + len(numbers), device="cpu")):
+        return slice(first, first + len(numbers))
+    return numbers.to(device)
+
+
 @dataclasses.dataclass(frozen=True)
-class _Step:
-    """What the layers of a step share. indices: int32 [N, rows, keys], places of FP8 rows in the cache, -1 = none."""
+class _Part:
+    """One call of the kernel, and what the layers of a step share of it.
+
+    Attributes:
+        tokens: which packed queries it has, None = all. page_table: int32 [n, pages]. seq_lens: int32 [n].
+        indices: int32 [n, rows, keys], places of FP8 rows in the cache, -1 = none.
+    """
 
     rows: _Rows
+    page_table: Tensor
+    seq_lens: Tensor
     schedule: Any
     indices: Tensor | None
+    tokens: slice | Tensor | None = None
 
 
 class _Attention:
@@ -133,12 +211,70 @@ class _Attention:
         cu_seqlens_q: Tensor,
         max_seqlen_q: int,
         max_seqlen_k: int,
-    ) -> _Step:
-        rows = _Rows.of(query, cu_seqlens_q, max_seqlen_q)
+        lengths: Sequence[int] | None = None,
+    ) -> tuple[_Part, ...]:
+        """The calls of a step: one, unless it is too large or would be filled up to more than twice its size.
+
+        Args:
+            lengths: queries of each sequence, where the host has them; else the device is asked, if need be.
+
+        Raises:
+            UnsupportedRequestError: a step that is being recorded would have to be taken apart by its lengths.
+        """
+        tokens, sequences = query.shape[0], seq_lens.shape[0]
+        limits = _Limits(max(query.shape[1] * self._request.dims[1], self._places_of_query(max_seqlen_k)))
+        most = limits.sequences(min(max_seqlen_q, limits.rows))
+        fits = max_seqlen_q <= limits.rows and sequences <= most
+        full, recording = sequences * max_seqlen_q, capturing(query.device.type)
+        if fits and (recording or full <= 2 * tokens + _SPARE):
+            rows = _Rows.of(tokens, cu_seqlens_q, max_seqlen_q)
+            return (self._part(rows, page_table, seq_lens, max_seqlen_k),)
+        uniform = tokens == full
+        if recording and not (uniform and max_seqlen_q <= limits.rows):
+            raise UnsupportedRequestError(
+                f"flashmla cannot record a call of {sequences} sequences of up to {max_seqlen_q} queries: its kernel "
+                f"takes up to {limits.rows} queries of a sequence, and {most} sequences of so many; a recording cannot "
+                f"read how long each is, to split it. Split the batch, make the call eagerly, or name another backend"
+            )
+        if uniform:
+            lengths = [max_seqlen_q] * sequences
+        elif lengths is None:
+            lengths = cu_seqlens_q.diff().tolist()
+        calls = _calls(lengths, limits)
+        return tuple(self._part_of(pieces, page_table, seq_lens, max_seqlen_k) for pieces in calls)
+
+    def _places_of_query(self, max_seqlen_k: int) -> int:
+        """Keys that each query has a list of: whole pages, as many as the kernel reads at a time."""
+        return -(-max_seqlen_k // PAGE) * PAGE if self._rows_of_bytes else 0
+
+    def _part(
+        self,
+        rows: _Rows,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        max_seqlen_k: int,
+        tokens: slice | Tensor | None = None,
+    ) -> _Part:
         indices = None
-        if self._rows_of_bytes:
-            indices = _places(page_table, seq_lens, rows.count, max_seqlen_k, causal=self._causal)
-        return _Step(rows, self._new_schedule()[0], indices)
+        if keys := self._places_of_query(max_seqlen_k):
+            indices = _places(page_table, seq_lens, rows.count, keys, causal=self._causal)
+        return _Part(rows, page_table, seq_lens, self._new_schedule()[0], indices, tokens)
+
+    def _part_of(self, pieces: list[_Piece], page_table: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> _Part:
+        device = seq_lens.device
+        sequence, first, count, later = torch.tensor(pieces, device="cpu").unbind(1)
+        ends, longest = count.cumsum(0), int(count.max())
+        tokens = torch.arange(int(ends[-1]), device="cpu") + (first - ends + count).repeat_interleave(count)
+        of = _index(sequence, device)
+        table, lens = page_table[of], seq_lens[of]
+        if self._causal and bool(later.any()):
+            # The last query of a piece sees the keys before the later ones of its sequence.
+            lens = (lens - later.to(device, lens.dtype)).clamp(min=0)
+        rows = _Rows(longest)
+        if len(tokens) != len(pieces) * longest:
+            starts = torch.nn.functional.pad(ends, (1, 0)).to(device, torch.int32)
+            rows = _Rows.of(len(tokens), starts, longest)
+        return self._part(rows, table, lens, max_seqlen_k, _index(tokens, device))
 
     def __call__(
         self,
@@ -147,7 +283,7 @@ class _Attention:
         *,
         attn_mask: None = None,
         out: Tensor | None = None,
-        step: _Step | None = None,
+        step: tuple[_Part, ...] | None = None,
         **tables: Any,
     ) -> Any:
         """A `contract.MLAForward`. step: of the session, None = of this call alone."""
@@ -157,37 +293,46 @@ class _Attention:
         if step is None:
             step = self.step(query, **tables)
         signed = query if self._sign is None else query * self._sign
-        result, lse = self._attend(step, placed(step.rows.padded(signed)), cache.unsqueeze(2), **tables)
-        result = step.rows.packed(result)
-        if not request.lse:
-            return deliver(request, result, None, None, out)
-        lse = step.rows.packed(lse.transpose(1, 2))
-        return deliver(request, result, lse.masked_fill(lse == torch.inf, -torch.inf), None, out)
+        result, lse = self._together(step, signed, cache.unsqueeze(2))
+        if lse is not None:
+            lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+        return deliver(request, result, lse, None, out)
 
-    def _attend(
-        self, step: _Step, query: Tensor, cache: Tensor, *, page_table: Tensor, seq_lens: Tensor, **tables: Any
-    ) -> tuple[Tensor, Tensor]:
-        if step.indices is None:
-            keys: dict[str, Any] = {"block_table": page_table, "cache_seqlens": seq_lens, "causal": self._causal}
+    def _together(self, step: tuple[_Part, ...], query: Tensor, cache: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(out [T_q, H_q, D_v], LSE [T_q, H_q] where it is wanted) of all parts."""
+        if step[0].tokens is None:
+            return self._attend(step[0], query, cache)
+        out = query.new_empty(*query.shape[:2], self._request.dims[1])
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32) if self._request.lse else None
+        for part in step:
+            out[part.tokens], lse_of_part = self._attend(part, query[part.tokens], cache)
+            if lse is not None and lse_of_part is not None:
+                lse[part.tokens] = lse_of_part
+        return out, lse
+
+    def _attend(self, part: _Part, query: Tensor, cache: Tensor) -> tuple[Tensor, Tensor | None]:
+        if part.indices is None:
+            keys: dict[str, Any] = {"block_table": part.page_table, "cache_seqlens": part.seq_lens}
+            keys["causal"] = self._causal
         else:
-            keys = {"block_table": None, "cache_seqlens": None, "indices": step.indices}
-        found: tuple[Tensor, Tensor] = self._kernel(
-            q=query,
+            keys = {"block_table": None, "cache_seqlens": None, "indices": part.indices}
+        out, lse = self._kernel(
+            q=placed(part.rows.padded(query)),
             k_cache=cache,
             head_dim_v=self._request.dims[1],
-            tile_scheduler_metadata=step.schedule,
+            tile_scheduler_metadata=part.schedule,
             softmax_scale=self._scale,
             is_fp8_kvcache=self._rows_of_bytes,
             **keys,
             **self._kernels,
         )
-        return found
+        packed = part.rows.packed
+        return packed(out), packed(lse.transpose(1, 2)) if self._request.lse else None
 
 
-def _places(page_table: Tensor, seq_lens: Tensor, rows: int, max_seqlen_k: int, *, causal: bool) -> Tensor:
-    """int32 [N, rows, keys], the places of the keys that each query sees, -1 from its last one on; keys: `max_seqlen_k`
-    up to a whole page, as many as the kernel reads at a time."""
-    pages = page_table[:, : -(-max_seqlen_k // PAGE)]
+def _places(page_table: Tensor, seq_lens: Tensor, rows: int, keys: int, *, causal: bool) -> Tensor:
+    """int32 [N, rows, keys], the places of the keys each query sees, -1 from its last one on. keys: whole pages."""
+    pages = page_table[:, : keys // PAGE]
     place = torch.arange(PAGE, device=pages.device, dtype=torch.int32)
     places = (pages[:, :, None] * PAGE + place).flatten(1)
     last = seq_lens[:, None]
@@ -206,11 +351,13 @@ class _Session:
 
     def __init__(self, attention: _Attention, *, recorded: bool) -> None:
         self._attention, self._recorded = attention, recorded
-        self._step: _Step | None = None
+        self._step: tuple[_Part, ...] | None = None
+        self._lengths: list[int] | None = None
         self._in_graph = False
 
     def plan(self, step: Any) -> None:
-        """Nothing to do on the host: the kernel plans on the device."""
+        """Remember the numbers of queries, which recorded steps do not depend on: the kernel plans on the device."""
+        self._lengths = None if self._recorded else step.listed("query_lens")
 
     def prepare(self, step: Any) -> None:
         """Forget the step before. The first layer makes what this one needs, so that a recording holds it."""
@@ -222,5 +369,6 @@ class _Session:
         """A `contract.MLAForward` of the step."""
         in_graph = self._recorded and capturing(query.device.type)
         if (self._step is None or in_graph is not self._in_graph) and query.shape[0] and tables["max_seqlen_k"]:
-            self._step, self._in_graph = self._attention.step(query, **tables), in_graph
+            self._step = self._attention.step(query, **tables, lengths=self._lengths)
+            self._in_graph = in_graph
         return self._attention(query, cache, out=out, step=self._step, **tables)

@@ -22,6 +22,11 @@ BUILDS: dict[Build, tuple[str, str, str]] = {
     "vllm": ("vllm", "0.33.0", "vllm.third_party.flashmla.flash_mla_interface"),
 }
 BYTES = 656
+SHARED = 227 * 1024
+"""Bytes of shared memory that a block can have."""
+GRID = 65_535
+"""Blocks of the second axis of a grid, which were the queries of a sequence before 9241ae3."""
+OFFSETS = 2**31
 
 
 @dataclasses.dataclass
@@ -64,6 +69,7 @@ def library(build: Build = "git", hopper: bool = True) -> Library:
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         _check(q.stride(-1) == 1 and k_cache.stride(-1) == 1, "last dimension must be contiguous")
         _check(q.data_ptr() % 16 == 0, "misaligned address")
+        _check_sizes(q, head_dim_v, indices)
         if indices is None:
             assert not is_fp8_kvcache
             assert block_table is not None
@@ -82,6 +88,14 @@ def library(build: Build = "git", hopper: bool = True) -> Library:
 def _check(held: bool, message: str) -> None:
     if not held:
         raise RuntimeError(message)
+
+
+def _check_sizes(q: Tensor, width: int, indices: Tensor | None) -> None:
+    """CHECK_CUDA of csrc/utils.h ends the process; offsets of 32 bits wrap."""
+    if 4 * (5 * q.shape[0] + 1) > SHARED or q.shape[1] > GRID:
+        raise SystemExit(1)
+    elements = [q.shape[:-1].numel() * width] + ([] if indices is None else [indices.numel()])
+    _check(max(elements) <= OFFSETS, "CUDA error: an illegal memory access was encountered")
 
 
 def _planned(schedule: FlashMLASchedMeta, what: tuple[Any, ...]) -> None:
