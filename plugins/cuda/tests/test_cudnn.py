@@ -15,6 +15,7 @@ from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 
 from .emulators import cudnn as emulator
+from .emulators.gpus import Gpus
 
 FRONTEND, TORCH = (Emulated("cudnn", name, "cuda:sm90@12.8") for name in ("cudnn-frontend", "torch"))
 AMPERE = Emulated("cudnn", "cudnn-frontend", "cuda:sm80@12.8")
@@ -90,6 +91,23 @@ def test_gradients_do_not_depend_on_the_layouts_of_earlier_calls(value_dim: int,
     first, again = (bound.backward(d, q, k, v, o, lse) for d, o in (heads_first, tokens_first))
     assert heads_first[0].stride() != tokens_first[0].stride()
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+PACKED = {"cu_seqlens_q": torch.tensor([0, 4, 9], dtype=torch.int32), "max_seqlen_q": 5}
+PACKED |= {"cu_seqlens_k": PACKED["cu_seqlens_q"], "max_seqlen_k": 5}
+
+
+@pytest.mark.parametrize("lens", [{}, PACKED], ids=["dense", "packed"])
+def test_the_device_of_the_tensors_is_current(
+    lens: dict[str, Any], frontend: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = Gpus(monkeypatch)
+    fields = {"family": "varlen", "layout": "THD"} if lens else {}
+    bound = FRONTEND.bind(heads=4, kv_heads=4, head_dim=64, grad=("query", "key", "value"), **fields)
+    q, k, v = (t[0] if lens else t for t in tensors(9, 9, 9))
+    out, lse = bound.forward(q, k, v, **lens)
+    bound.backward(torch.ones_like(out), q, k, v, out, lse, **lens)
+    assert gpus.current == 0
 
 
 REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [

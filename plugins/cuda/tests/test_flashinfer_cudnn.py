@@ -15,6 +15,7 @@ from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 
 from .emulators import flashinfer_cudnn as emulator
+from .emulators.gpus import Gpus
 
 FINITE = {"options": (("free_slots", "finite"),)}
 TARGET = Emulated("flashinfer_cudnn", "flashinfer-python", "cuda:sm90@12.8")
@@ -124,6 +125,14 @@ def test_the_lse_is_asked_for_only_where_it_is_wanted(library: Library) -> None:
     for counts, fields in (((1, 1), ONE), ((3, 2), STEP)):
         assert isinstance(run(counts, **fields), Tensor)
         assert library.calls[-1].given["return_lse"] is False
+
+
+def test_the_device_of_the_tensors_is_current(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch)
+    for counts, fields in (((1, 1), ONE), ((3, 2), STEP)):
+        run(counts, **fields)
+    assert [call.name.rpartition(".")[2] for call in library.calls] == [DECODE, PREFILL]
+    assert gpus.current == 0
 
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from polyattn.errors import BackendUnavailableError
+from polyattn.contract import Slot
+from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.records import Accepted, Rejected, judge
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated
-from polyattn_cuda.flashinfer import memory
+from polyattn_cuda.flashinfer import memory, trtllm
 from polyattn_cuda.flashinfer.trtllm import drafts_mask
 
 from .emulators import trtllm as emulator
+from .emulators.gpus import Gpus
 
 BLACKWELL, HOPPER, CONSUMER = "cuda:sm100@13.0", "cuda:sm90@12.8", "cuda:sm120@13.0"
 HALF = ("bfloat16", "float16")
@@ -380,3 +383,110 @@ def test_a_stream_has_a_workspace_and_a_recorded_call_its_own(monkeypatch: pytes
     larger = memory.workspace_of(gpu, 2 * memory.WORKSPACE)
     assert larger.numel() == 2 * memory.WORKSPACE
     assert memory.workspace_of(gpu) is larger
+
+
+# ---------------------------------------------------------------------------------------------------- devices, launches
+
+PLAIN: dict[str, Any] = {"page_table": torch.arange(2, dtype=torch.int32)[:, None], "max_seqlen_q": 1}
+PLAIN |= {"seq_lens": torch.tensor([9, 16], dtype=torch.int32), "max_seqlen_k": 16}
+PLAIN |= {"cu_seqlens_q": torch.arange(3, dtype=torch.int32)}
+
+
+def session_of(target: Emulated, **fields: Any) -> Any:
+    bound = target.bind(**STEP, **fields)
+    assert bound.session is not None
+    return bound.session(Slot(torch.device("cpu"), 2, 2, 1, lambda name, size: torch.zeros(size, dtype=torch.uint8)))
+
+
+def step_of(tables: dict[str, Any], **changes: Any) -> Any:
+    """What a plan may ask about a step with these tables."""
+    lengths = {"seq_lens": tables["seq_lens"].tolist()}
+    return SimpleNamespace(**{**tables, "sequences": 2, "tokens": 2, "listed": lengths.__getitem__, **changes})
+
+
+@pytest.fixture
+def first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in which XQA was never called."""
+    monkeypatch.setattr(trtllm, "_first", {})
+
+
+@pytest.mark.usefixtures("first")
+@pytest.mark.parametrize("arch", [90, 120])
+def test_xqa_is_launched_where_its_tensors_are(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.library(arch=arch).install(monkeypatch)
+    gpus = Gpus(monkeypatch)
+    for counts in ((1, 1), (3, 3), (3, 1)):
+        run(MHA[arch], counts, **(ONE if max(counts) == 1 else CHAIN))
+    session, query = session_of(MHA[arch], **ONE), torch.randn(2, 8, 64).bfloat16()
+    caches = torch.randn(2, 2, 16, 2, 64).bfloat16()
+    step = step_of(PLAIN)
+    session.plan(step)
+    session.prepare(step)
+    found = []
+    for gpus.current in (0, 1):
+        found.append(session.forward(query, *caches, **PLAIN))
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("first")
+def test_xqa_serves_one_device_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels ask for their shared memory once."""
+    emulator.library(arch=90).install(monkeypatch)
+    gpus = Gpus(monkeypatch, here=1, current=1)
+    run(MHA[90], (1, 1), **ONE)
+    gpus.here = gpus.current = 0
+    wanted = r"serves one device of a process, and this one has called it on cuda:1: a call on cuda:0 needs a process"
+    with pytest.raises(UnsupportedRequestError, match=wanted):
+        run(MHA[90], (1, 1), **ONE)
+    with pytest.raises(UnsupportedRequestError, match=wanted):
+        session_of(MHA[90], **ONE).plan(step_of(PLAIN))
+
+
+@pytest.mark.usefixtures("first")
+def test_trtllm_gen_serves_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.library().install(monkeypatch)
+    gpus = Gpus(monkeypatch)
+    for gpus.here in (0, 1):
+        run(MHA[100], (1, 1), **ONE)
+
+
+def test_xqa_takes_as_many_sequences_as_a_grid_has_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = emulator.library(arch=90).install(monkeypatch)
+    assert emulator.GRID == trtllm._MOST
+    for module, name in ((emulator, "GRID"), (trtllm, "_MOST")):
+        monkeypatch.setattr(module, name, 2)
+    run(MHA[90], (1, 1), **ONE)
+    wanted = "takes up to 2 sequences in a call on this device .XQA., and this one has 3: split the batch"
+    with pytest.raises(UnsupportedRequestError, match=wanted):
+        run(MHA[90], (1, 1, 1), **ONE)
+    with pytest.raises(UnsupportedRequestError, match=wanted):
+        session_of(MHA[90], **ONE).plan(step_of(PLAIN, sequences=3))
+    assert len(library.calls) == 1
+
+
+@pytest.mark.parametrize(("drafts", "room"), [(220, 128 << 20), (240, (8 << 20) + 132 * 60 * (64 * 256 + 256))])
+@pytest.mark.parametrize("in_session", [False, True])
+def test_many_drafts_have_scratch(drafts: int, room: int, in_session: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XQA keeps parts of every tile of 32 rows, as many as there are processors where a sequence is alone."""
+    library = emulator.library(arch=90).install(monkeypatch)
+    monkeypatch.setattr(trtllm, "_processors", lambda device: emulator.PROCESSORS)
+    fields = {**STEP, **CHAIN, "heads": 8, "kv_heads": 1, "head_dim": 256, "page_size": 64}
+    bound = MHA[90].bind(**fields)
+    tables: dict[str, Any] = {"page_table": torch.arange(600, dtype=torch.int32)[None] % 4, "max_seqlen_k": 250}
+    tables |= {"seq_lens": torch.tensor([250], dtype=torch.int32), "max_seqlen_q": drafts}
+    tables |= {"cu_seqlens_q": torch.tensor([0, drafts], dtype=torch.int32)}
+    forward = bound.forward
+    if in_session:
+        assert bound.session is not None
+        slot = Slot(torch.device("cpu"), 1, 240, 600, lambda name, size: torch.zeros(size, dtype=torch.uint8))
+        session, step = bound.session(slot), step_of(tables, sequences=1, tokens=drafts)
+        session.plan(step)
+        session.prepare(step)
+        forward = session.forward
+    forward(torch.randn(drafts, 8, 256).bfloat16(), *torch.randn(2, 4, 64, 1, 256).bfloat16(), **tables)
+    assert library.calls[-1].given["workspace_buffer"].numel() == room
+
+
+def test_many_sequences_need_no_scratch() -> None:
+    assert memory.scratch_bytes(66, 1, 2048, 256, 132) == 2 * 66 * 64 * (64 * 256 + 256)
+    assert memory.scratch_bytes(67, 1, 2048, 256, 132) == 0, "no sequence is in parts then"

@@ -4,7 +4,8 @@ Both take [B, H, S, D] of any strides with a dense last axis, GQA included, and 
 before sinks, which are left to the LSE. Their backwards read (out, lse) as they are given them. The front end's causal
 mask and windows start at either corner; PyTorch's causal mask at the upper left one.
 
-A window of the front end counts as polyattn's does to the right; to the left it counts the query too.
+A window of the front end counts as polyattn's does to the right; to the left it counts the query too. It builds and
+runs its graphs on the current device, with the handle of the query's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from polyattn.contract import Bound
 from polyattn.placement import placing
 from polyattn.records import AttentionRequest
 
+from .devices import current_for
 from .records.cudnn import CUDNN_FRONTEND
 
 __all__ = ["Frontend", "Torch"]
@@ -161,7 +163,8 @@ def _frontend(request: AttentionRequest) -> _Kernel:
     sdpa = load(CUDNN_FRONTEND, "cudnn.sdpa.fwd.torch_op:sdpa", needs)
 
     def forward(query: Tensor, key: Tensor, value: Tensor, **lens: Any) -> tuple[Tensor, Tensor | None]:
-        found = sdpa(query, key, value, **given, **lens_of(**lens))
+        with current_for(query):
+            found = sdpa(query, key, value, **given, **lens_of(**lens))
         return (found[0], found[1].squeeze(-1)) if with_lse else (found, None)
 
     def backward(
@@ -172,10 +175,11 @@ def _frontend(request: AttentionRequest) -> _Kernel:
             # It sums dQ up in memory of its own, which has room for whole rows, at the offsets that query has (cuDNN 9,
             # on an H200): with other strides it writes behind it.
             query = query.contiguous()
-        # Registered by the module that `sdpa` is from.
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.cudnn.sdpa_bwd(
-            dout, query, key, value, out, stats, scale, **band, **lens_of(**lens)
-        )
+        with current_for(query):
+            # Registered by the module that `sdpa` is from.
+            grads: tuple[Tensor, Tensor, Tensor] = torch.ops.cudnn.sdpa_bwd(
+                dout, query, key, value, out, stats, scale, **band, **lens_of(**lens)
+            )
         return grads
 
     return _Kernel(forward, backward)

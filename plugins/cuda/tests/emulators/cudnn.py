@@ -1,6 +1,7 @@
 """cuDNN's attention: the torch ops of nvidia-cudnn-frontend 1.32 (cudnn/sdpa/fwd/torch_op.py) and PyTorch's own.
 
-The packed backward goes wrong where the query has gaps, on an H200 as far as an illegal instruction.
+The packed backward goes wrong where the query has gaps, on an H200 as far as an illegal instruction. The front end runs
+its graphs on the current device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from polyattn.testing.emulators import Library, signature_of_schema
 from polyattn.testing.emulators.arithmetic import gradients, lse_of, scores, weighted, weights_of
 
 from . import SIGNATURES
+from .gpus import launched
 
 __all__ = ["frontend", "torch_itself"]
 
@@ -32,6 +34,7 @@ def frontend(monkeypatch: pytest.MonkeyPatch) -> Library:
         assert given.pop("sinks") is None
         assert given.pop("seq_len_q") is None
         assert given.pop("seq_len_kv") is None
+        launched(query)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         starts, band = _taken(query, given)
         outs, lses = [], []
@@ -56,6 +59,7 @@ def frontend(monkeypatch: pytest.MonkeyPatch) -> Library:
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert given.pop("sinks") is None
         assert lse.dtype == torch.float32
+        launched(q)
         starts, band = _taken(q, given)
         lengths = (q.shape[2], k.shape[2]) if starts is None else (given["max_seqlen_q"], given["max_seqlen_kv"])
         _check_backward(*lengths)

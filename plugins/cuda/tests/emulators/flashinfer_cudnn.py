@@ -3,7 +3,8 @@
 Traps that are here as they are there: a page table has room for the longest sequence that is said, no more and no less,
 and is read to its end; free slots are multiplied by 0, by the decode graph not on Hopper; rows without keys get no
 numbers; the decode graph has one query for each sequence and gives an LSE of base 2, of other bits in each run; a
-prefill graph of one query with groups leaves heads of its LSE unwritten, and finds packed queries by offsets only.
+prefill graph of one query with groups leaves heads of its LSE unwritten, and finds packed queries by offsets only;
+graphs run on the current device.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from polyattn.testing.emulators import Library
 
 from . import SIGNATURES
 from .flashinfer import attention, check_out, rows_of, visible
+from .gpus import launched
 
 __all__ = ["library"]
 
@@ -69,6 +71,7 @@ def library(arch: str = "sm90") -> Library:
 def _attend(a: dict[str, Any], starts: list[int], rule: Any, *, spares: bool = False) -> tuple[Tensor, Tensor]:
     """(out, LSE of base 2), packed. `rule(s_q, s_k)`: who sees whom. spares: free slots are left out."""
     query, keys, values, table, lens = (a[x] for x in ("q", "k_cache", "v_cache", "block_tables", "actual_seq_lens_kv"))
+    launched(query)
     assert query.dtype == keys.dtype == values.dtype
     assert query.dtype in (torch.float16, torch.bfloat16)
     assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1

@@ -2,8 +2,9 @@
 
 Traps that are here as they are there: the default scale is 1 and the default layout HND; a workspace that is not zero
 when it is new gives no numbers; an LSE has base 2 and the sink in it; rows without keys are not written; latent outputs
-are bfloat16, and their queries causal among themselves; XQA counts the heads of sinks from the start of each tile; of
-lengths and sinks no strides are known, and of V those of K.
+are bfloat16, and their queries causal among themselves; XQA counts the heads of sinks from the start of each tile,
+launches on the current device, which must be that of the first launch, and looks at no size of its scratch; of lengths
+and sinks no strides are known, and of V those of K.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from polyattn.testing.emulators import Library
 from . import SIGNATURES
 from . import flashinfer as wrappers
 from .flashinfer import attention, check_out, rows_of, visible
+from .gpus import launched
 
 __all__ = ["cutlass", "library"]
 
 PAGES = (16, 32, 64, 128)
+PROCESSORS = 132
+GRID = 65_535
+"""Blocks of the third axis of a grid."""
 
 
 def library(version: str = "0.7.2.post1", arch: int = 100) -> Library:
@@ -181,12 +186,32 @@ def _context(lib: Library, key: str, arch: int) -> None:
         return finish(found, lse, query, a)
 
 
+def check_launch(a: dict[str, Any], loaded: dict[Any, int]) -> None:
+    """`launchMHAFlashInfer` of mha.cu. loaded: module -> the device on which it asked for its shared memory."""
+    query, sequences = a["query"], len(a["seq_lens"])
+    axes = (1, 2) if a["kv_layout"] == "HND" else (2, 1)
+    kv_heads, size = (a["kv_cache"][0].shape[axis] for axis in axes)
+    rows, width = a["q_len_per_req"] * (query.shape[-2] // kv_heads), query.shape[-1]
+    on = launched(query)
+    if loaded.setdefault((query.dtype, a["kv_cache"][0].dtype, size, width, rows, a["window_left"] >= 0), on) != on:
+        raise RuntimeError("CUDA error: invalid argument")
+    if sequences > GRID:
+        raise RuntimeError("CUDA error: invalid configuration argument")
+    split = min(PROCESSORS // (sequences * kv_heads), -(-a["block_tables"].shape[1] * size // 256))
+    scratch = split * sequences * kv_heads * -(-rows // 32) * (2 * 32 * width + 2 * 32 * 4)
+    if split > 1 and a["q_len_per_req"] > 1 and (8 << 20) + scratch > a["workspace_buffer"].numel():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 def _xqa(lib: Library, key: str, arch: int) -> None:
+    loaded: dict[Any, int] = {}
+
     @lib.function("flashinfer.decode", key)
     def xqa_batch_decode_with_kv_cache(**a: Any) -> Any:
         if arch // 10 not in (9, 10, 12):
             raise RuntimeError("XQA is only supported on SM90, SM100, SM120/SM121 GPUs")
         check_paged(a)
+        check_launch(a, loaded)
         query, caches, lens, drafts = a["query"], a["kv_cache"], a["seq_lens"], a["q_len_per_req"]
         assert caches[0].dtype == caches[1].dtype
         assert query.is_contiguous(), "it knows no strides of the query"

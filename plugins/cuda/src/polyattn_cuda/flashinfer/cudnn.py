@@ -6,6 +6,8 @@ the page table has room for; lengths and pages are read on the device. The decod
 other one whichever is asked for. On an H200 the decode graph leaves free slots out, which the other one multiplies by
 0, and its last bits differ from run to run, most often those of the LSE; the other one's do not. Without cuDNN's front
 end FlashInfer would run other kernels, bfloat16 ones, which is why both are required.
+
+Graphs are built and run on the current device, wherever their tensors are.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from polyattn.paging import Tokens, owned
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
+from ..devices import current_for
 from ..records.common import HOPPER
 from ..records.flashinfer_cudnn import FLASHINFER_CUDNN
 from .results import delivered, natural, writable
@@ -114,7 +117,8 @@ class _Call:
             "out": writable(out),
         }
         if one:
-            found = self.decode(window_left=r.window[0], **given)
+            with current_for(query):
+                found = self.decode(window_left=r.window[0], **given)
             found, lse = found if r.lse else (found, None)
             return delivered(r, found, natural(lse), seq_lens > 0, None, out)
         tokens = Tokens.of(query, seq_lens, cu_seqlens_q)
@@ -124,12 +128,13 @@ class _Call:
             given["lse"] = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
             given |= {"batch_offsets_stats": starts, "lse_base": "ln"}
         causal = r.causal != "none"
-        found, lse = self.prefill(
-            causal=causal,
-            max_token_per_sequence=max(1 << (max_seqlen_q - 1).bit_length(), PREFILL_AT_LEAST),
-            actual_seq_lens_q=starts.diff().reshape(-1, 1, 1, 1),
-            batch_offsets_q=starts,
-            batch_offsets_units="tokens",
-            **given,
-        )
+        with current_for(query):
+            found, lse = self.prefill(
+                causal=causal,
+                max_token_per_sequence=max(1 << (max_seqlen_q - 1).bit_length(), PREFILL_AT_LEAST),
+                actual_seq_lens_q=starts.diff().reshape(-1, 1, 1, 1),
+                batch_offsets_q=starts,
+                batch_offsets_units="tokens",
+                **given,
+            )
         return delivered(r, found, lse, tokens.real if causal else seq_lens[tokens.sequence] > 0, None, out)

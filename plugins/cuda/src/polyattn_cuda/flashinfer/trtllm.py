@@ -2,10 +2,14 @@
 which decodes and verifies, on Hopper and SM120.
 
 No plan: they read page tables and lengths on the device. Their scale is one number with the cache's in it.
+
+XQA launches on the current device. What a kernel of its needs of a device it asks for once, where it is loaded, of the
+device that is current then (`hostSmemSize` of mha.cu): on any other its launches fail, so a process has one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,12 +21,14 @@ from polyattn.backends.flash_attention import Tables
 from polyattn.backends.gathering import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.contract import Bound, Session, Slot
+from polyattn.errors import UnsupportedRequestError
 from polyattn.packing import owners
 from polyattn.placement import aligned
 from polyattn.records import AttentionRequest
 
+from .. import devices
 from ..records.flashinfer import FLASHINFER
-from .memory import WORKSPACE, counters, lse_bytes, workspace_of
+from .memory import SEMAPHORES, TILE, WORKSPACE, counters, lse_bytes, scratch_bytes, workspace_of
 from .results import delivered, natural, writable
 from .saving import Places
 from .scales import readable, scale_of, unscaled
@@ -123,8 +129,8 @@ class _Call:
         """(out, LSE of base 2 or None)."""
         raise NotImplementedError
 
-    def ready(self, drafts: int, device: torch.device) -> None:
-        """Make what a step with so many queries of a sequence needs, before one is recorded."""
+    def ready(self, step: Any, device: torch.device) -> None:
+        """Make what a step needs before it is recorded, and refuse one that cannot be served."""
 
     def planned(self, step: Any, memory: _Memory) -> dict[str, Any] | None:
         """What `decode` is given in every layer of a step beside queries and caches, None = `forward` finds out."""
@@ -205,8 +211,30 @@ def _alike(caches: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(cache.clone(memory_format=torch.contiguous_format) for cache in caches)
 
 
-_TILE = 32
-"""Rows of a tile of XQA's drafts: (draft, head of the group), draft by draft."""
+_MOST = 65_535
+"""Sequences of a call of XQA: the third axis of a grid (dimGrid of mha.cu)."""
+_processors = functools.cache(processors)
+_first: dict[str, int] = {}
+"""The "device" of XQA's first call in this process."""
+
+
+def _servable(sequences: int, place: Tensor) -> None:
+    """Whether XQA can serve a call of so many sequences where `place` is.
+
+    Raises:
+        UnsupportedRequestError: it cannot.
+    """
+    if sequences > _MOST:
+        raise UnsupportedRequestError(
+            f"trtllm_mha takes up to {_MOST} sequences in a call on this device (XQA), and this one has {sequences}: "
+            f"split the batch, or name another backend"
+        )
+    index = place.get_device()
+    if index >= 0 and (first := _first.setdefault("device", index)) != index:
+        raise UnsupportedRequestError(
+            f"trtllm_mha (XQA) serves one device of a process, and this one has called it on cuda:{first}: a call on "
+            f"cuda:{index} needs a process of its own, or another backend"
+        )
 
 
 class _XQA(_Call):
@@ -218,9 +246,10 @@ class _XQA(_Call):
         self.decode = adapters.load(FLASHINFER, "flashinfer.decode:xqa_batch_decode_with_kv_cache", needs)
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
 
-    def ready(self, drafts: int, device: torch.device) -> None:
-        if drafts > 1:
-            self._mask(drafts, device)
+    def ready(self, step: Any, device: torch.device) -> None:
+        _servable(step.sequences, step.seq_lens)
+        if step.max_seqlen_q > 1:
+            self._mask(step.max_seqlen_q, device)
 
     def planned(self, step: Any, memory: _Memory) -> dict[str, Any] | None:
         plain = self.factor is None and not memory.blind and step.max_seqlen_q == 1 and step.tokens == step.sequences
@@ -236,6 +265,7 @@ class _XQA(_Call):
 
     def run(self, given: dict[str, Any], tables: Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
         query, longest = given["query"].contiguous(), tables.max_seqlen_q
+        _servable(tables.seq_lens.shape[0], query)
         given |= {"query": query, "kv_cache": _in_rows(given["kv_cache"])}
         drafts: dict[str, Any] = {}
         if not _uniform(tables, query):
@@ -253,15 +283,24 @@ class _XQA(_Call):
             # It makes an axis of the drafts, and wants it in `out` too.
             given["out"] = None
         group = filled = self.request.group
-        if longest > 1 and "sinks" in given and longest * group > _TILE:
+        if longest > 1 and "sinks" in given and longest * group > TILE:
             # The head of a sink is the row in its tile, modulo the group: true where groups divide a tile.
             filled = 1 << (group - 1).bit_length()
         if filled != group:
             query, sinks = _filled(query, 1, group, filled), _filled(given["sinks"], 0, group, filled)
             given |= {"query": query, "sinks": sinks, "out": None}
-        found: Tensor = self.decode(max_seq_len=tables.max_seqlen_k, **drafts, **given)
+        if longest > 1:
+            given["workspace_buffer"] = self._roomy(given["workspace_buffer"], tables, longest * filled)
+        with devices.current_for(query):
+            found: Tensor = self.decode(max_seq_len=tables.max_seqlen_k, **drafts, **given)
         found = found if longest == 1 else found.flatten(0, -3)
         return found if filled == group else found.unflatten(1, (-1, filled))[:, :, :group].flatten(1, 2), None
+
+    def _roomy(self, workspace: Tensor, tables: Tables, rows: int) -> Tensor:
+        """`workspace`, or a larger one where so many rows of drafts need it."""
+        r, lens = self.request, tables.seq_lens
+        wanted = SEMAPHORES + scratch_bytes(lens.shape[0], r.kv_heads, rows, r.head_dim, _processors(lens.device))
+        return workspace if wanted <= workspace.numel() else workspace_of(lens.device, wanted)
 
     def _mask(self, drafts: int, device: torch.device) -> Tensor:
         """`drafts_mask`, kept; one that is made while a graph is recorded belongs to that graph."""
@@ -324,7 +363,7 @@ class _Session:
     def plan(self, step: Any) -> None:
         # Of recorded steps only padding sees nothing, and its rows have no meaning.
         self._memory.blind = not self._recorded and 0 in step.listed("seq_lens")
-        self._call.ready(step.max_seqlen_q, self._device)
+        self._call.ready(step, self._device)
 
     def prepare(self, step: Any) -> None:
         # The kernels read the step's own tensors.
@@ -335,8 +374,10 @@ class _Session:
     def _reading(self, query: Tensor, *caches: Tensor, **given: Any) -> Any:
         planned = self._planned
         whole = query.is_contiguous() and not query.data_ptr() & 15
+        # `devices.is_current`, of which the call alone would be a good part of what is spent here.
+        here = (index := query.get_device()) < 0 or index == devices.current_device()
         # With the keywords of a step and none beside, whole queries go straight to the library.
-        if whole and planned is not None and len(given) == len(_TABLES) and given["page_table"] is self._table:
+        if here and whole and planned is not None and len(given) == len(_TABLES) and given["page_table"] is self._table:
             return self._call.decode(query=query, kv_cache=_in_rows(caches), **planned)
         return self._call.forward(query, *caches, memory=self._memory, **given)
 
