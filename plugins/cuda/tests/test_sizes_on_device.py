@@ -29,10 +29,13 @@ def generation(name: str, request: pytest.FixtureRequest, *, trained: bool = Fal
     """Skip where no provider of this generation is here that serves and, if asked for, trains."""
     need("fa@cuda", request)
     small = [t.requires_grad_(trained) for t in tensors(*[(1, 16, 8, 64)] * 3)]
+    polyattn.configure(strict=True)  # no documented fallback
     try:
         polyattn.attention(*small, backend=name)
     except (BackendUnavailableError, UnsupportedRequestError) as refused:
         pytest.skip(f"not run: {refused}")
+    finally:
+        polyattn.configure()
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
