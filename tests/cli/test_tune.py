@@ -47,9 +47,12 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
         (("--merge", "e.json"), "--merge e.json: this is no tuning store; what --export wrote goes to --import"),
         (("--merge", "none.sqlite3"), "there is no store none.sqlite3"),
         (("--request", "k=64 dtype=float99"), "--request 'k=64 dtype=float99': --dtype 'float99' is not known."),
-        (("--request", DENSE, "--device", "cuda"), "--device 'cuda' is not here; torch finds: cpu (1)."),
-        (("--request", DENSE, "--device", "cpu:7"), "--device 'cpu:7' is not here; torch finds: cpu (1)."),
-        (("--request", DENSE, "--device", "zpu"), "--device 'zpu' is no device of torch; it finds here: cpu (1)"),
+        (("--request", DENSE, "--device", "cuda"), "--device cuda: torch has no such device here: "),
+        (
+            ("--request", DENSE, "--device", "cpu:7"),
+            "--device cpu:7: torch has no such device here: it has one cpu, named cpu",
+        ),
+        (("--request", DENSE, "--device", "zpu"), "--device zpu: torch has no such device here: it has cpu"),
     ],
 )
 def test_what_is_given_for_something_else_is_said(
@@ -245,7 +248,7 @@ def test_what_is_kept_goes_from_store_to_store(run: Run, monkeypatch: pytest.Mon
         (("--request", "softcap=x k=4"), "softcap='x' is not a number"),
         (("--request", "sinks=x k=4"), "sinks='x' is not a switch; allowed: true"),
         (("--request", DENSE, "--isolate", "alway"), "--isolate 'alway'. Did you mean 'always'? Allowed: auto"),
-        (("--request", DENSE, "--device", "gpu9"), "--device 'gpu9' is no device of torch"),
+        (("--request", DENSE, "--device", "gpu9"), "--device gpu9: torch has no such device here: it has cpu"),
         (("--request", f"{PAGED} q=7"), "decode has one query per sequence: leave q out, or phase=extend"),
         (("--request", "family=paged q=7 k=64"), "prefill has as many queries as keys: leave q out, or phase=extend"),
         (("--request", DENSE, "--seconds", "0"), "--seconds 0: give a number above 0"),

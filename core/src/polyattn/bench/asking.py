@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, InvalidInputError, did_you_mean
-from ..inspection import detect
 from ..measuring.clock import OF_ROUNDS
+from ..measuring.devices import named_device
 from ..measuring.tuner import isolation_of
 from ..names import own_names
 from ..plugins import get_manager
@@ -78,7 +78,7 @@ class Asked:
         Raises:
             ConfigError: torch has no such device here.
         """
-        return _device(self.device)
+        return named_device(self.device)
 
     @functools.cached_property
     def listed(self) -> dict[str, Peer]:
@@ -148,27 +148,3 @@ def _check(row: Row, device: torch.device) -> None:
         workload(row, device)
     except (ConfigError, InvalidInputError) as exc:
         raise ConfigError(f"sheet {row.sheet}: row {row.id}: {exc}") from exc
-
-
-def _device(word: str) -> torch.device:
-    if word == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        word = found.type if found is not None else "cpu"
-    try:
-        device = torch.device(word)
-        torch.empty(1, device=device).cpu()  # "meta" makes tensors too, and there is nothing in them
-    except (RuntimeError, AssertionError, NotImplementedError) as exc:
-        raise ConfigError(f"--device {word}: torch has no such device here: {_absent(word, exc)}") from exc
-    return torch.device(device.type, 0) if device.type != "cpu" and device.index is None else device
-
-
-def _absent(word: str, error: Exception) -> str:
-    """Why: what the detection of this kind of device says, or the first sentence of torch where there is such a device.
-    Of a kind that no platform has: what is here, since torch lists kinds that nobody has."""
-    found = {name: (info.device_type, detect(name)) for name, info in get_manager().platforms.items()}
-    reports = [report for kind, report in found.values() if kind == word.partition(":")[0]]
-    if not reports:
-        return f"it has {', '.join(dict.fromkeys(kind for kind, report in found.values() if report.present))}"
-    if not any(report.present for report in reports):
-        return f"{'; '.join(report.detail for report in reports)}. `polyattn doctor` says why"
-    return str(error).partition("\n")[0].partition(". ")[0]

@@ -94,7 +94,7 @@ def _check_device(device: str) -> None:
     """A kind of device that is no platform's is a slip. Of the others `place` knows more, and needs no torch."""
     kinds = {platform.device_type for platform in get_manager().platforms.values()}
     if device.partition(":")[0] not in {AUTO, *kinds}:
-        from .tune import named_device
+        from ..measuring.devices import named_device
 
         named_device(device)
 

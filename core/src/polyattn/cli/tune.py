@@ -19,12 +19,11 @@ from .asking import above_zero
 from .rendering import facts, grid, panel, progress, screen, show_json, title
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
     from ..measuring.tuner import Tried
 
-__all__ = ["named_device", "tune"]
+__all__ = ["tune"]
 
 WHAT, HOW, KEPT = "What is measured", "How", "What is kept"
 ALL = "all"
@@ -133,6 +132,7 @@ def _tune(
     as_json: bool,
 ) -> None:
     from ..facts import device_facts
+    from ..measuring.devices import named_device
     from ..measuring.marks import orderly
     from ..measuring.traces import read_trace
     from ..measuring.tuner import isolation_of, tune_all
@@ -166,28 +166,6 @@ def _tune(
         )
     else:
         _summary(console, tried)
-
-
-def named_device(name: str) -> torch.device:
-    """What --device means.
-
-    Raises:
-        ConfigError: torch has no such device, or none here.
-    """
-    import torch
-
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name != "auto":
-        there = {"cpu": 1, **({} if found is None else {found.type: torch.accelerator.device_count()})}
-        here = ", ".join(f"{kind} ({count})" for kind, count in there.items())
-        try:
-            asked = torch.device(name)
-        except RuntimeError as exc:  # its text lists kinds that nobody has
-            raise ConfigError(f"--device {name!r} is no device of torch; it finds here: {here}") from exc
-        if (asked.index or 0) >= there.get(asked.type, 0):
-            raise ConfigError(f"--device {name!r} is not here; torch finds: {here}. `polyattn doctor` says why")
-        return asked
-    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def _plain(one: Tried) -> dict[str, Any]:

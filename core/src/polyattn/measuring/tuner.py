@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..errors import ConfigError, InvalidInputError, PolyattnError, did_you_mean
+from ..errors import ConfigError, PolyattnError, did_you_mean
 from ..facts import device_facts
 from ..plugins import get_manager
 from ..policies import tuning_place
@@ -30,6 +30,7 @@ from ..tuning import (
     request_key,
     store,
 )
+from ..tuning.offline import check_limits
 from ..tuning.rows import canonical
 from .clock import ROUNDS, Clock, made_current
 from .entrants import Candidate, candidates
@@ -120,9 +121,7 @@ def tune_all(
     """
     if mode() == "off":
         raise ConfigError("POLYATTN_TUNING=off reads no measurements, so none are made; unset it to tune")
-    for name, value in (("seconds", seconds), ("rounds", rounds)):
-        if not value > 0:
-            raise InvalidInputError(f"tune: {name}={value} must be above 0")
+    check_limits(seconds, rounds)
     end = time.monotonic() + seconds
     with Prober(str(device), probe_seconds) as prober:
         for workload in dict.fromkeys(_here(workload, device) for workload in workloads):

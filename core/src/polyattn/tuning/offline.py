@@ -17,9 +17,21 @@ from .rows import Row
 if TYPE_CHECKING:
     from torch import device
 
-__all__ = ["MOST_CANDIDATES", "Trial", "Tuned", "note_serving", "serving", "tune"]
+__all__ = ["MOST_CANDIDATES", "Trial", "Tuned", "check_limits", "note_serving", "serving", "tune"]
 
 MOST_CANDIDATES = 256
+
+
+def check_limits(seconds: float, rounds: int) -> None:
+    """Of a tuner.
+
+    Raises:
+        InvalidInputError: one is not above 0.
+    """
+    for name, value in (("seconds", seconds), ("rounds", rounds)):
+        if not value > 0:
+            raise InvalidInputError(f"tune: {name}={value} must be above 0")
+
 
 _serving: list[str] = []
 
@@ -97,9 +109,7 @@ def tune(
         )
     if not 0 < len(candidates) <= MOST_CANDIDATES:
         raise InvalidInputError(f"tune: {len(candidates)} candidates; 1 to {MOST_CANDIDATES} are measured")
-    for name, value in (("seconds", seconds), ("rounds", rounds)):
-        if not value > 0:
-            raise InvalidInputError(f"tune: {name}={value} must be above 0")
+    check_limits(seconds, rounds)
     named = kernel.named(key)
     for candidate in candidates:
         kernel.check(candidate)
