@@ -478,6 +478,19 @@ def test_dropout_of_more_samples_than_a_grid_has_blocks(family: str, install: Ca
     assert all(bool(t.grad.isfinite().all()) for t in given)
 
 
+def test_one_sequence_is_one_call(install: Callable[[str], Library], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long: there is nothing to cut, and nothing to ask the device."""
+    library = install("fa4")  # of 64-bit offsets
+    monkeypatch.setattr(flash_pieces, "_OFFSETS", 1)
+    monkeypatch.setattr(flash_pieces, "_piece", lambda *_: pytest.fail("it was cut"))
+    dout, q, k, v = (t[0] for t in tensors(*((1, *shape[1:]) for shape in (QKV[0], *QKV))))
+    starts = torch.tensor([0, 9], dtype=torch.int32)
+    one = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 9, "max_seqlen_k": 9}
+    bound = dense("fa4", family="varlen", lse=True, grad=("query", "key", "value"))
+    assert all(bool(g.isfinite().all()) for g in bound.backward(dout, q, k, v, *bound.forward(q, k, v, **one), **one))
+    assert len(library.calls) == 2
+
+
 @pytest.mark.usefixtures("three")
 def test_pieces_are_not_cut_while_a_graph_is_recorded(
     install: Callable[[str], Library], monkeypatch: pytest.MonkeyPatch

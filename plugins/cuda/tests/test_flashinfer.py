@@ -251,6 +251,28 @@ def test_more_tokens_than_fa2_reaches_are_refused(
     assert call(PAGED).isfinite().all(), "fa3 counts in 64 bits"
 
 
+@pytest.mark.parametrize("side", ["queries", "keys"])
+@pytest.mark.parametrize("family", ["dense", "varlen"])
+def test_packed_tokens_that_fa2_does_not_reach_are_refused(
+    family: str, side: str, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = (9, 3) if side == "queries" else (1, 9)
+    heads = 8 if side == "queries" else 2
+    monkeypatch.setattr(paged, "REACH", 9 * heads * 64 - 1)
+    bound = Emulated("flashinfer", "ragged", "cuda:sm80@12.4").bind(
+        family=family, heads=8, kv_heads=2, head_dim=64, causal="none", s_relation="fewer"
+    )
+    q, k, v = torch.randn(long, 8, 64).bfloat16(), *torch.randn(2, short, 2, 64).bfloat16()
+    where: dict[str, Any] = {}
+    if family == "varlen":
+        where = {f"cu_seqlens_{n}": torch.tensor([0, t.shape[0]], dtype=torch.int32) for n, t in (("q", q), ("k", k))}
+        where |= {"max_seqlen_q": long, "max_seqlen_k": short}
+    given = (q, k, v) if where else (q[None], k[None], v[None])
+    with pytest.raises(UnsupportedRequestError, match=rf"has 9 tokens of {heads} heads of 64: it takes at most 8"):
+        bound.forward(*given, **where)
+    assert not [c for c in library.calls if "plan" in c.name]
+
+
 # Masks.
 
 

@@ -45,7 +45,7 @@ def _row(query: Tensor) -> int:
 
 def most_samples(query: Tensor) -> int:
     """How many samples of [B, S_q, H_q, D] a call with a backward has room for."""
-    return min(MOST, max((_OFFSETS - 1) // (-(-query.shape[1] // _ROWS) * _ROWS * _row(query)), 1))
+    return min(MOST, max((_OFFSETS - 1) // (max(-(-query.shape[1] // _ROWS), 1) * _ROWS * _row(query)), 1))
 
 
 def by_samples(function: Callable[..., Any], most: int, *tensors: Tensor, **given: Any) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ def by_samples(function: Callable[..., Any], most: int, *tensors: Tensor, **give
         tensors, given: of the whole batch.
 
     Returns:
-        What it returns for the whole batch, as a tuple.
+        What it returns for the whole batch, as a tuple; with `out` that comes first.
     """
     out = given.pop("out", None)
     found = []
@@ -66,7 +66,8 @@ def by_samples(function: Callable[..., Any], most: int, *tensors: Tensor, **give
         more = {} if out is None else {"out": out[piece]}
         part = function(*(tensor[piece] for tensor in tensors), **given, **more)
         found.append(part if isinstance(part, tuple) else (part,))
-    return tuple(_joined(parts, 0) for parts in zip(*found, strict=True))
+    first_of, *others = zip(*found, strict=True)
+    return (_joined(first_of, 0) if out is None else out, *(_joined(parts, 0) for parts in others))
 
 
 class Piece(NamedTuple):
@@ -89,7 +90,7 @@ def sequences(query: Tensor, where: Packed, *, trained: bool) -> list[Piece]:
         GraphError: there are pieces, and a graph is being recorded: where they end the host has to read.
     """
     count, row = where.cu_seqlens_q.shape[0] - 1, _row(query) if trained else 0
-    if count <= MOST and (query.shape[0] + _ROWS * count) * row < _OFFSETS:
+    if count == 1 or (count <= MOST and (query.shape[0] + _ROWS * count) * row < _OFFSETS):
         return []
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise GraphError(
@@ -141,7 +142,8 @@ def packed_in_pieces(
         else:
             result = q.new_zeros(*q.shape[:2], v.shape[2]) if out is None else out[piece.queries].zero_()
             found = q.new_full(q.shape[1::-1], empty, dtype=torch.float32) if lse else None
-        outs.append(result)
+        if out is None:
+            outs.append(result)
         lses.append(found)
     return torch.cat(outs) if out is None else out, _joined(lses, -1)
 
@@ -160,13 +162,13 @@ def differentiable(function: Callable[..., Tensor], where: Packed | None, *tenso
     pieces = sequences(query, where, trained=True)
     if not pieces:
         return function(*tensors, **where._asdict())
-    parts = [(piece.of(tensors), piece.where) for piece in pieces]
-    return torch.cat(
-        [
-            function(*given, **lens._asdict()) if given[0].shape[0] and given[1].shape[0] else given[0] * 0
-            for given, lens in parts
-        ]
-    )
+    outs = []
+    for piece in pieces:
+        q, k, v = piece.of(tensors)
+        # Of a query without keys nothing is left, whatever it holds; but it stays in the graph.
+        none = q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0)
+        outs.append(function(q, k, v, **piece.where._asdict()) if q.shape[0] and k.shape[0] else none)
+    return torch.cat(outs)
 
 
 def gradient(

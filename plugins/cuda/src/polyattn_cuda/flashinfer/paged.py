@@ -29,7 +29,7 @@ from .scales import REACH, HostScale, loadable, prepared, scale_of, unscaled
 from .sessions import PlannedSession
 from .workbench import LENDER, Workbench, float_bytes, int_bytes
 
-__all__ = ["FA3_DIMS", "Paged", "template"]
+__all__ = ["FA3_DIMS", "Paged", "check_reach", "template"]
 
 FA3_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 """(D, D_v) of the Hopper template."""
@@ -72,18 +72,18 @@ _Part = tuple[Tensor, Tensor | None, Tensor | None]
 """(out, LSE of base 2 if the call needs one, the queries that see a key or None = all) over one set of keys."""
 
 
-def _check_reach(tokens: int, heads: int, width: int) -> None:
+def check_reach(tokens: int, heads: int, width: int) -> None:
     """Refuse what the fa2 template and the decode kernels do not reach with their 32-bit offsets.
 
     Args:
-        width: of a head of queries or outputs, the larger one.
+        tokens, heads: of queries and outputs, or of packed keys and values. width: of a head, the larger one.
 
     Raises:
         UnsupportedRequestError: there are too many tokens.
     """
     if tokens * heads * width > REACH:
         raise UnsupportedRequestError(
-            f"FlashInfer's fa2 template counts the numbers of queries and outputs in 32 bits, and this call has "
+            f"FlashInfer's fa2 template counts the numbers of its tensors in 32 bits, and this call has "
             f"{tokens} tokens of {heads} heads of {width}: it takes at most {REACH // (heads * width)} tokens at once. "
             f"Call it for fewer sequences or queries at a time, or name another backend"
         )
@@ -162,7 +162,7 @@ class _Call:
         plain = mask is None and alike
         fa3 = plain and not decode and self.template == "fa3"
         if not fa3:
-            _check_reach(lens.tokens, heads[0], max(r.dims))
+            check_reach(lens.tokens, heads[0], max(r.dims))
         wrapper = self._wrapper(bench, decode, plain, nbytes, fixed)
         with bench.planning(wrapper):
             if fa3:

@@ -18,7 +18,7 @@ from polyattn.records import AttentionRequest
 
 from ..records.flashinfer import FLASHINFER
 from .lengths import Lengths, sighted
-from .paged import template
+from .paged import check_reach, template
 from .results import delivered, natural, writable
 from .scales import loadable, scale_of
 from .workbench import LENDER, Workbench, float_bytes, int_bytes
@@ -109,10 +109,17 @@ class _Call:
         sinks: Tensor | None,
         out: Tensor | None,
     ) -> Any:
-        """Packed tensors; `starts` are int32 [N+1] on the host."""
+        """Packed tensors; `starts` are int32 [N+1] on the host.
+
+        Raises:
+            UnsupportedRequestError: there are more tokens than the kernels reach.
+        """
         r = self.request
         if not (query.shape[0] and key.shape[0]):
             return nothing(r, query, out)
+        if self.backend != "fa3":
+            check_reach(query.shape[0], r.heads, max(r.dims))
+            check_reach(key.shape[0], r.kv_heads, max(r.dims))
         device, target = query.device, writable(out)
         query = query if self.factor is None else query * self.factor
         keys = starts_k.diff()
