@@ -26,7 +26,8 @@ def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def generation(name: str, request: pytest.FixtureRequest, *, trained: bool = False) -> None:
-    """Skip where no provider of this generation is here that serves and, if asked for, trains."""
+    """Skip where no provider of this generation is here that serves and, if asked for, trains: `fa` is one backend of
+    three, and as in its conformance any one of them may be missing, which is said."""
     need("fa@cuda", request)
     small = [t.requires_grad_(trained) for t in tensors(*[(1, 16, 8, 64)] * 3)]
     polyattn.configure(strict=True)  # no documented fallback

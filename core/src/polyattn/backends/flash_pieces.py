@@ -3,7 +3,8 @@
 Generations 2 and 4, and the backward of 3, put the samples of a batch on an axis of the grid, and CUDA's and HIP's end
 at 65,535 there (flash_fwd_launch_template.h, flash_bwd_launch_template.h, tile_scheduler.py). The backward of 2 sums dQ
 up in rows of its own, and finds those of a sample by an offset of 32 bits (flash_bwd_kernel.h, before 2.8.3.post2).
-Which of them a build does is not asked: so large a batch loses nothing by a second call.
+Which of them a build does is not asked: so large a batch loses little by a second call. But where packed sequences end
+the host has to read for it, and so a recording of such a batch is refused.
 """
 
 from __future__ import annotations

@@ -21,18 +21,6 @@ __all__ = ["MOST_CANDIDATES", "Trial", "Tuned", "check_limits", "note_serving", 
 
 MOST_CANDIDATES = 256
 
-
-def check_limits(seconds: float, rounds: int) -> None:
-    """Of a tuner.
-
-    Raises:
-        InvalidInputError: one is not above 0.
-    """
-    for name, value in (("seconds", seconds), ("rounds", rounds)):
-        if not value > 0:
-            raise InvalidInputError(f"tune: {name}={value} must be above 0")
-
-
 _serving: list[str] = []
 
 
@@ -74,6 +62,17 @@ class Tuned:
     row: Row
     trials: tuple[Trial, ...]
     complete: bool
+
+
+def check_limits(seconds: float, rounds: int) -> None:
+    """Of a tuner.
+
+    Raises:
+        InvalidInputError: one is not above 0.
+    """
+    for name, value in (("seconds", seconds), ("rounds", rounds)):
+        if not value > 0:
+            raise InvalidInputError(f"tune: {name}={value} must be above 0")
 
 
 def tune(
