@@ -256,7 +256,13 @@ def test_times_of_another_statistic_are_not_put_into_one_file(asked, done, tmp_p
 
 def test_a_file_that_is_no_result_is_refused(tmp_path):
     path = tmp_path / "result.json"
-    for text, said in (("{", "is not JSON"), ("[]", "is no result"), ('{"benchmark": "dispatch"}', "is no result")):
+    for text, said in (
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"us": NaN}', "NaN is no number"),
+        ("[]", "is no result"),
+        ('{"benchmark": "dispatch"}', "is no result"),
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=said):
             results.load(path)

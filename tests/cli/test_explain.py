@@ -107,6 +107,31 @@ def test_a_documented_fallback_and_strict(run: Run) -> None:
     assert "is not taken in strict mode" in strict.data["error"]["message"]
 
 
+def test_a_fallback_names_what_was_asked_for_and_advises_nothing_in_vain(run: Run) -> None:
+    """No library of FlashAttention 3 serves an A100, so none is to be installed."""
+    words = ["explain", "--assume-platform", "cuda:sm80", "--attention-backend", "fa3"]
+    (note, *_) = run(*words, "--json").data["notes"]
+    assert note.startswith("fa3 was asked for by argument and replaced by torch_sdpa")
+    error = run(*words, "--strict", "--json").data["error"]["message"]
+    assert error.startswith("fa3, asked for by argument, cannot serve dense prefill, cuda:sm80")
+    for said in (note, error):
+        assert "fa3/vllm: arch='sm80' is not sm90" in said
+        assert "install" not in said.replace("FlashAttention is not installed or the call is outside its limits", "")
+
+
+def test_a_call_of_its_own_advises_nothing_in_vain() -> None:
+    """Selection for a call asks one backend; its message is that of `explain`."""
+    from polyattn.inspection import catalogue
+    from polyattn.records import AttentionRequest
+    from polyattn.selection import Choice, Policy, select
+
+    request = AttentionRequest(platform="cuda", arch="sm80")
+    chosen = select(request, catalogue({"torch": ""}), Policy(Choice("fa3", "argument")))
+    assert chosen.backend == "torch_sdpa"
+    assert "arch='sm80' is not sm90" in chosen.notes[0]
+    assert "pip install" not in chosen.notes[0]
+
+
 def test_strict_from_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from polyattn import configure
 
@@ -133,6 +158,16 @@ class TestPhases:
         words = (*self.words, "--decode-attention-backend", "flashinfer", "--spec-topk", "1")
         data = run(*words, "--speculative-attention-mode", mode).data
         assert (data["backend"], data["source"]) == (backend, f"speculative_attention_mode={mode}")
+
+    @pytest.mark.parametrize(("mode", "backend"), [("prefill", "fa3"), ("decode", "flashinfer")])
+    @pytest.mark.parametrize("phase", ["extend", "decode", "verify"])
+    def test_a_tree_is_of_verify_alone(self, run: Run, mode: str, backend: str, phase: str) -> None:
+        """The other phases of that server have no mask, and are asked for without one."""
+        words = (*self.words, "--decode-attention-backend", "flashinfer", "--spec-topk", "4", "--phase", phase)
+        found = run(*words, "--page-size", "64", "--speculative-attention-mode", mode)
+        assert found.code == 0, found.err
+        own = {"extend": "fa3", "decode": "flashinfer", "verify": backend}[phase]
+        assert (found.data["backend"], found.data["request"].get("tree", False)) == (own, phase == "verify")
 
     def test_a_pair_that_does_not_work(self, run: Run) -> None:
         words = ("--prefill-attention-backend", "fa4", "--decode-attention-backend", "trtllm_mha")

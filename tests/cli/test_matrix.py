@@ -10,7 +10,7 @@ import pytest
 
 from polyattn import what_if
 from polyattn.cli.matrix import Cell, Support, gather, markdown
-from polyattn.cli.probes import Limits, Sheet, limits
+from polyattn.cli.probes import LATENT, LLM, VERIFY, Limits, Sheet, limits
 from polyattn.inspection import support_matrix
 from polyattn.plugins import get_manager
 from polyattn.records import AttentionRequest
@@ -60,19 +60,20 @@ MLA = [
     ("fa4", "cuda", "no none yes no no"),
 ]
 MLA_COLUMNS = ("FP8 KV", "FP4 KV", "chunked prefix", "topk = 1", "topk > 1")
+FINER = "; multiples lowered: finer_pages"
 PAGES = [
     ("serving_mha", "flashinfer", "cuda", "any"),
     ("serving_mha", "fa3", "cuda", "any"),
-    ("serving_mha", "fa4", "cuda", "128 (sm90); any (sm100, sm103)"),
+    ("serving_mha", "fa4", "cuda", "128 (sm90); any (sm100, sm103)" + FINER),
     ("serving_mha", "triton", "cuda", "any"),
     ("serving_mha", "flex_attention", "cuda", "any"),
-    ("serving_mha", "trtllm_mha", "cuda", "16, 32, 64"),
-    ("serving_mha", "hpc_ops", "cuda", "64"),
-    ("serving_mla", "flashmla", "cuda", "64"),
-    ("serving_mla", "cutlass_mla", "cuda", "128"),
-    ("serving_mla", "trtllm_mla", "cuda", "32, 64"),
-    ("serving_mla", "cutedsl_mla", "cuda", "32, 64"),
-    ("serving_mla", "ascend", "npu", "128"),
+    ("serving_mha", "trtllm_mha", "cuda", "16, 32, 64" + FINER),
+    ("serving_mha", "hpc_ops", "cuda", "64" + FINER),
+    ("serving_mla", "flashmla", "cuda", "64" + FINER),
+    ("serving_mla", "cutlass_mla", "cuda", "128" + FINER),
+    ("serving_mla", "trtllm_mla", "cuda", "32, 64" + FINER),
+    ("serving_mla", "cutedsl_mla", "cuda", "32, 64" + FINER),
+    ("serving_mla", "ascend", "npu", "128" + FINER),
     ("serving_mla", "fa3", "cuda", "any"),
 ]
 
@@ -98,7 +99,9 @@ def test_page_sizes(support: Support, sheet: str, name: str, platform: str, page
 
 def test_cells_that_are_limited_say_to_what(support: Support) -> None:
     assert cell(support, "serving_mla", "triton", "cuda", "topk > 1") == "native"
-    assert cell(support, "serving_mla", "fa3", "cuda", "topk > 1") == "lowered: tree_by_lse (page 1)"
+    assert cell(support, "serving_mla", "fa3", "cuda", "topk > 1") == "lowered: tree_by_lse"
+    # Of two libraries one is not built: the cell is of the other.
+    assert cell(support, "serving_mla", "cutedsl_mla", "cuda", "FP8 KV") == "lowered: dequantise_kv"
     assert cell(support, "serving_mha", "fa3", "cuda", "FP8 KV") == "lowered: dequantise_kv"
     found = cell(support, "serving_mha", "aiter", "rocm", "FP8 KV")
     assert found.startswith("native (gfx950")
@@ -135,6 +138,55 @@ def test_a_cell_is_what_selection_says(support: Support, backend: str, column: s
         assert found == verdict, f"{platform}: {column}"
 
 
+SERVED: list[tuple[str, str, str, str, dict[str, Any], tuple[str, ...]]] = [
+    ("serving_mha", "fa2", "flash-attn", "sm90", {"page_size": 256}, ("tree_by_lse",)),
+    (
+        "serving_mha",
+        "flashinfer_cudnn",
+        "flashinfer-python,nvidia-cudnn-frontend",
+        "sm90",
+        {"page_size": 16},
+        ("tree_by_lse",),
+    ),
+    ("serving_mha", "trtllm_mha", "flashinfer-python", "sm100", {"page_size": 16}, ("tree_by_lse",)),
+    ("serving_mha", "trtllm_mha", "flashinfer-python", "sm100", {"page_size": 128}, ("finer_pages",)),
+    ("serving_mha", "hpc_ops", "hpc-ops", "sm90", {"page_size": 128}, ("finer_pages",)),
+    ("serving_mla", "flashinfer_mla", "flashinfer-python", "sm90", {"page_size": 1}, ("tree_by_lse",)),
+    ("serving_mla", "flashmla", "sgl-flash-mla", "sm90", {"page_size": 64}, ("tree_by_lse",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("sheet", "name", "library", "arch", "fields", "plan"), SERVED, ids=[f"{s[1]} {s[5][0]}" for s in SERVED]
+)
+def test_a_cell_has_the_rewrites_that_selection_finds(
+    support: Support,
+    sheet: str,
+    name: str,
+    library: str,
+    arch: str,
+    fields: dict[str, Any],
+    plan: tuple[str, ...],
+) -> None:
+    tree = plan == ("tree_by_lse",)
+    verify = {**VERIFY, "spec_topk": 4, "tree": True, "mask": "bool"}
+    step = verify if tree else {"phase": "decode", "s_relation": "one"}
+    shape: dict[str, Any] = {"family": "paged", **LLM} if sheet == "serving_mha" else {"family": "mla", **LATENT}
+    request = AttentionRequest(**{**shape, **step, **fields, "layout": "THD"})
+    chosen = what_if(request, platform=f"cuda:{arch}", installed=library.split(","), backend=name)
+    assert (chosen.backend, chosen.lowerings) == (name, plan)
+    assert plan[0] in cell(support, sheet, name, "cuda", "topk > 1" if tree else "page size")
+
+
+def test_a_rewrite_that_leads_to_nothing_is_no_cell(support: Support) -> None:
+    request = AttentionRequest(
+        **{"family": "mla", **LATENT, "phase": "decode", "s_relation": "one", "page_size": 64, "kv_dtype": "fp4_e2m1"}
+    )
+    with pytest.raises(NotImplementedError, match="leads to nothing that it takes"):
+        what_if(request, platform="cuda:sm90", installed=("sgl-flash-mla",), backend="flashmla")
+    assert cell(support, "serving_mla", "flashmla", "cuda", "FP4 KV") == "no"
+
+
 def test_planned_is_said_per_family(support: Support) -> None:
     (mha,) = [s for s in support.sheets if s.key == "serving_mha"]
     (dense,) = [s for s in support.sheets if s.key == "dense"]
@@ -160,7 +212,7 @@ def test_json_has_all_of_it(run: Run) -> None:
     assert set(shown.data["limits"]) == {"dense", "packed", "serving_mha", "serving_mla", "linear"}
     rows = shown.data["limits"]["serving_mha"]["rows"]
     (hpc_ops,) = [row for row in rows if row["name"] == "hpc_ops"]
-    assert (hpc_ops["platforms"], hpc_ops["planned"], hpc_ops["cells"]["page size"]) == (["cuda"], False, "64")
+    assert (hpc_ops["platforms"], hpc_ops["planned"], hpc_ops["cells"]["page size"]) == (["cuda"], False, "64" + FINER)
     assert {b["name"] for b in shown.data["backends"]} == {b["name"] for b in support_matrix()}
 
 

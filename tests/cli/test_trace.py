@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -115,7 +117,7 @@ def test_a_comparison_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     other = Workload(AttentionRequest(dtype="float32"), ((7, 7),))
     before = trace._Run(0, 3.0, [trace_of(asked, "sleepy@cpu"), trace_of(other, "torch_sdpa@cpu")])
     now = trace._Run(0, 2.0, [trace_of(asked, "torch_native@cpu"), trace_of(other, "torch_sdpa@cpu")])
-    trace._compare(before, now, as_json=False)
+    trace._compare(Path("t.jsonl"), before, now, as_json=False)
     shown = capsys.readouterr().out
     assert "sleepy@cpu" in shown
     assert "torch_native@cpu" in shown
@@ -129,14 +131,14 @@ def test_a_comparison_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_program_that_became_slower_is_told_so(capsys: pytest.CaptureFixture[str], now_by: str, words: str) -> None:
     asked = Workload(AttentionRequest(dtype="float32"), ((96, 96),))
     before, now = trace._Run(0, 2.0, [trace_of(asked, "sleepy@cpu")]), trace._Run(0, 2.5, [trace_of(asked, now_by)])
-    trace._compare(before, now, as_json=False)
+    trace._compare(Path("t.jsonl"), before, now, as_json=False)
     shown = " ".join(capsys.readouterr().out.split())
     assert f"The program as a whole was slower with measurements, by 0.50 s (25%): {words}" in shown
-    trace._compare(before, now, as_json=True)
+    trace._compare(Path("t.jsonl"), before, now, as_json=True)
     assert words in json.loads(capsys.readouterr().out)["slower"]
-    trace._compare(now, before, as_json=True)
+    trace._compare(Path("t.jsonl"), now, before, as_json=True)
     assert json.loads(capsys.readouterr().out)["slower"] == ""
-    trace._compare(now, before, as_json=False)
+    trace._compare(Path("t.jsonl"), now, before, as_json=False)
     same = "No choice is another, so this is how much two runs of the program differ." in capsys.readouterr().out
     assert same is (now_by == "sleepy@cpu"), "nor is what nobody chose otherwise a gain"
 
@@ -249,6 +251,35 @@ def test_a_program_that_is_ended_by_a_signal_is_recorded(run: Run) -> None:
     assert Path("link.jsonl").is_symlink()
     assert [one.count for one in read_trace(["kept.jsonl"])] == [1]
     assert sorted(os.listdir()) == ["kept.jsonl", "link.jsonl", "program.py"]
+
+
+GOES_ON = """
+import time, polyattn, torch
+polyattn.attention(*torch.randn(3, 1, 5, 1, 8))
+open("asked", "w").close()
+time.sleep(60)
+open("outlived", "w").close()
+"""
+
+
+def test_a_trace_that_is_ended_by_a_scheduler_keeps_what_was_asked(tmp_path: Path) -> None:
+    command = "import sys; from polyattn.cli import app; sys.exit(app.run(sys.argv[1:]))"
+    words = [sys.executable, "-c", command, "trace", "-o", "kept.jsonl", "--", program(GOES_ON)]
+    with subprocess.Popen(words) as tracing:
+        until = time.monotonic() + 60
+        while not Path("asked").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        tracing.terminate()
+        assert tracing.wait(30) == 128 + 15
+    assert [one.count for one in read_trace(["kept.jsonl"])] == [1]
+    assert sorted(os.listdir()) == ["asked", "kept.jsonl", "program.py"]
+
+
+def test_json_of_the_program_is_its_own(run: Run) -> None:
+    result = run("trace", "-o", "none/x", "--", "program.py", "--json")
+    assert result.code == 2
+    assert "cannot be written" in " ".join(result.err.split())
+    assert not result.out
 
 
 @pytest.mark.parametrize("given, second", [("off", "use"), ("use", "use"), ("online", "online")])

@@ -102,6 +102,34 @@ def test_what_cannot_be_verified(words: tuple[str, ...], code: int, reason: str,
     assert not (tmp_path / "out").exists()
 
 
+def test_seconds_are_looked_at_before_anything_runs(run: Run, tmp_path: Path) -> None:
+    shown = run("verify", "--device", "cpu", "--seconds", "inf", "--out", str(tmp_path / "out"))
+    assert shown.code == 2
+    assert "--seconds inf: give a finite number of seconds" in shown.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_what_conformed_outlives_the_benchmark(
+    run: Run, plugin: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    plugin("acme", PLUGIN)
+    seen = []
+
+    def faulty(*_: object, **__: object) -> None:
+        seen.append((tmp_path / "out" / "report.md").read_text())
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("polyattn.bench.running.measure", faulty)
+    code, said = verify(run, tmp_path / "out", *words)
+    assert code == 1
+    lost = "The benchmark failed: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert (json.loads(said)["benchmark"] if words else " ".join(said.split())).count(lost) == 1
+    assert "The benchmark did not come to its end." in seen[0]
+    assert lost in (tmp_path / "out" / "report.md").read_text()
+    assert [path.name for path in (tmp_path / "out" / "evidence").iterdir()] == ["acme@cpu.json"]
+
+
 def test_a_folder_with_something_in_it_is_left_alone(run: Run, tmp_path: Path) -> None:
     (tmp_path / "report.md").write_text("mine")
     shown = run("verify", "--device", "cpu", "--backend", "torch_native", "--quick", "--out", str(tmp_path))

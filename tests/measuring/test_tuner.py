@@ -215,6 +215,35 @@ def test_what_cannot_be_measured_is_refused(store):
     assert not store.exists()
 
 
+@pytest.mark.parametrize(
+    "fields", [{"sinks": True, "grad": ("sinks",)}, {"mask": "additive", "grad": ("mask",)}], ids=["sinks", "mask"]
+)
+def test_who_trains_sinks_or_a_mask_alone_is_measured(store, fields):
+    (tried,) = tune(workload(9, **fields))
+    assert tried.outcome in ("measured", "alone")
+    assert not tried.quarantined
+    assert not tried.trouble
+
+
+@pytest.mark.parametrize(
+    "odd_one",
+    [
+        workload(10**17),
+        Workload(
+            AttentionRequest(family="paged", phase="decode", s_relation="one", page_size=4, kv_scales="tensor"),
+            ((1, 9),),
+        ),
+    ],
+    ids=["too long", "no such cache"],
+)
+def test_what_cannot_be_made_keeps_nobody_from_being_measured(store, odd_one):
+    refused, measured = tune(odd_one, workload(9))
+    assert refused.outcome == "refused"
+    assert "its inputs cannot be made" in refused.reason
+    assert not refused.quarantined
+    assert measured.outcome == "measured"
+
+
 @pytest.mark.parametrize("captured", [False, "session"])
 def test_the_host_counts_where_calls_are_not_recorded(monkeypatch, captured):
     """torch_native is faster on the device, and takes longer to be called than either takes there."""
@@ -354,6 +383,19 @@ def test_a_mark_is_of_whoever_ran(tmp_path):
         assert marks.blamed == ["a"]
     with Marks(path, both) as marks:
         assert marks.blamed == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no marks")
+def test_a_damaged_mark_blames_nobody(tmp_path):
+    path, one = tmp_path / "store", {"a": "a of a request"}
+    ended = Marks(path, one)
+    ended.__enter__()
+    its_process_ends(ended)
+    (mark,) = (tmp_path / "store.running").iterdir()
+    mark.write_bytes(b"\0\0")
+    with Marks(path, one) as marks:
+        assert marks.blamed == []
+        assert list(marks._open) == ["a"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no marks")

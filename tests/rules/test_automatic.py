@@ -207,6 +207,23 @@ def test_planned_choices_are_marked() -> None:
     assert selection.evidence == "emulator"
 
 
+@pytest.mark.parametrize(
+    ("backend", "platform", "level"),
+    [
+        ("triton", "cuda:sm90", "hardware"),
+        ("triton", "cuda:sm80", "interpreter"),
+        ("triton", "rocm:gfx942", "declared"),
+        ("trtllm_mha", "cuda:sm100", "emulator"),
+        ("fa4", "cuda:sm100", "emulator"),
+        ("torch_sdpa", "cuda:sm80", "vendor code"),
+    ],
+)
+def test_what_ran_on_one_chip_shows_nothing_of_another(backend: str, platform: str, level: str) -> None:
+    request = AttentionRequest(**{**MHA, "phase": "decode", "s_relation": "one", "causal": "none"})
+    selection = what_if(request, platform=platform, installed=(FLASHINFER, FA4), backend=backend)
+    assert (selection.backend, selection.evidence.removesuffix(", stale")) == (backend, level)
+
+
 def test_what_if_says_where_a_machine_would_choose_otherwise():
     """It judges as if everybody had evidence; nobody chooses by itself what is only declared."""
     request = AttentionRequest(**{**MHA, "page_size": 8})

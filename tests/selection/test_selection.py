@@ -385,7 +385,7 @@ def test_it_is_an_error_in_strict_mode():
     with pytest.raises(
         UnsupportedRequestError,
         match=r"old, asked for by argument, cannot serve .* Its documented fallback plain is not taken in strict "
-        r"mode; ask for plain, or unset POLYATTN_STRICT",
+        r"mode; ask for plain, or leave strict mode \(--strict, POLYATTN_STRICT, `strict` in the configuration\)",
     ) as caught:
         chosen(OLD, offer("plain"), choice=asked("old"), strict=True)
     assert caught.value.rejected == {"old": ["dtype='float32' is not bfloat16"]}

@@ -392,7 +392,15 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("change, message", WRONG)
+UNKEPT = [
+    ({"source": "\ud800"}, r"source is '\\ud800'; characters that can be printed it has"),
+    ({"device": "H\x00"}, r"device is 'H\\x00'; characters that can be printed it has"),
+    ({"microseconds": 10**30}, "microseconds is 10*; a time is finite and above 0"),
+]
+"""What no store can keep."""
+
+
+@pytest.mark.parametrize("change, message", [*WRONG, *UNKEPT])
 def test_an_import_is_checked_whole(own_store, change, message):
     data = {"format": "polyattn tuning 1", "measurements": [ROW, {**ROW, **change}]}
     with pytest.raises(ConfigError, match=f"import: measurement 1: {message}"):
@@ -430,6 +438,18 @@ def test_a_quarantine_that_is_none_is_not_used(own_store, recwarn):
     assert [one.backend for one in tuning.store().quarantined()] == ["b"]
     (said,) = [str(w.message) for w in recwarn if w.category is RuntimeWarning]
     assert "has a row that is none (what a is quarantined for is []; a request it is)" in said
+
+
+def test_a_quarantine_of_no_text_is_not_used(own_store, recwarn):
+    tuning.quarantine(Quarantined(HERE, "a", request_key(REQUEST), "it lies", "2026-01-01"))
+    with sqlite3.connect(own_store) as connection:
+        connection.execute("INSERT INTO quarantine VALUES ('d', 'a', '{}', x'ff', '{}', 'r', 'd')")
+    connection.close()
+    tuning.reload()
+    assert advise(REQUEST, here).avoid == ("a",)
+    assert [one.backend for one in tuning.store().quarantined()] == ["a"]
+    (said,) = [str(w.message) for w in recwarn if w.category is RuntimeWarning]
+    assert r"a quarantine of b'\xff' at 'd', 'a' has something that is no text" in said
 
 
 # --------------------------------------------------------------------------------------------------- requests like this

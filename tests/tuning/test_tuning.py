@@ -648,6 +648,11 @@ def test_candidates_that_all_fail_are_an_error(own_store):
         ({"rounds": 0}, InvalidInputError, r"rounds=0"),
         ({"candidates": [{}]}, ConfigError, r"'block_n' is missing"),
         ({"key": ()}, InvalidInputError, r"a key of 0 values"),
+        (
+            {"key": (torch.bfloat16, 64, 1)},
+            InvalidInputError,
+            r"dtype=torch.bfloat16 is a dtype; a key has str, int, float, bool and None, such as str\(dtype\)",
+        ),
     ],
 )
 def test_what_cannot_be_tuned(given, error, message):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from .errors import UnsupportedRequestError
 from .records import AttentionRequest
 from .selection import Catalogue, Policy, Selection, holds, select
 
-__all__ = ["select_pair"]
+__all__ = ["in_phase", "select_pair"]
+
+
+def in_phase(request: AttentionRequest, phase: str) -> AttentionRequest:
+    """A server's request as its extend or decode would make it. Only a verify step has a tree, and the mask it comes
+    as."""
+    relation, mask = "one" if phase == "decode" else "fewer", "none" if request.tree else request.mask
+    return dataclasses.replace(request, phase=phase, s_relation=relation, tree=False, mask=mask)  # type: ignore[arg-type]
 
 
 def select_pair(

@@ -15,7 +15,7 @@ from . import epoch
 from .distributions import availability, normalise_distribution
 from .errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError, PolyattnError, did_you_mean
 from .evidence import Evidence, read_evidence
-from .hybrid import select_pair
+from .hybrid import in_phase, select_pair
 from .names import whole
 from .overrides import SCOPE
 from .platforms import parse_platform
@@ -67,10 +67,12 @@ def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catal
             if not found.ok:
                 missing[provider.name] = f"{found.reason}; {found.hint}"
         evidence = _evidence(manager, info)
-        level = evidence.level if evidence.level != "declared" else info.evidence
+        runs = [one for one in (evidence, *evidence.others) if one.level != "declared"]
+        level = info.evidence if not runs else evidence.level + (", stale" if evidence.stale else "")
+        chips = () if "" in (archs := [one.arch for one in runs]) else tuple(dict.fromkeys(archs))
         unseen = [p for p in info.providers if p.planned or p.name in evidence.unseen]
         levels = {p.name: "declared" if p.planned else info.evidence for p in unseen}
-        offers.append(Offer(info, owner.name, level, missing, levels))
+        offers.append(Offer(info, owner.name, level, missing, levels, chips))
     # A plugin left out on purpose is named when its backend is asked for, but it is no failure of its device.
     broken = {p.label: p.reason for p in manager.plugins.values() if p.state != "ready"}
     failed = {p.label for p in manager.broken()}
@@ -86,7 +88,7 @@ def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catal
 def _evidence(manager: PluginManager, info: BackendInfo) -> Evidence:
     """A backend's evidence; a file that is none shows nothing, and is a failure of its plugin alone."""
     try:
-        return read_evidence(manager.owner(info).origin, info.name, info.platform)
+        return read_evidence(manager.owner(info).origin, info.name, info.platform).beside(info.providers)
     except PluginError as exc:
         manager.remember(info, exc)
         return Evidence(info.name, info.platform, "declared")
@@ -152,8 +154,8 @@ def what_if(
                 f"use `backend` (--attention-backend)"
             )
         pair = {
-            "prefill": here if here.phase in ("prefill", "extend") else _as_phase(here, "extend"),
-            "decode": here if here.phase == "decode" else _as_phase(here, "decode"),
+            "prefill": here if here.phase in ("prefill", "extend") else in_phase(here, "extend"),
+            "decode": here if here.phase == "decode" else in_phase(here, "decode"),
         }
         chosen_pair = select_pair(pair["prefill"], pair["decode"], there, policies)
         if here.phase != "verify":
@@ -183,11 +185,6 @@ def _with_notes(selection: Selection, there: Catalogue, policy: Policy) -> Selec
         if tuned.source == "tuned":
             notes.append(f"on {device}: {tuned.backend}, {tuned.why}")
     return dataclasses.replace(selection, notes=(*selection.notes, *notes))
-
-
-def _as_phase(request: AttentionRequest, phase: str) -> AttentionRequest:
-    relation = "one" if phase == "decode" else "fewer"
-    return dataclasses.replace(request, phase=phase, s_relation=relation, tree=False)  # type: ignore[arg-type]
 
 
 def _assumed(installed: Iterable[str]) -> dict[str, str]:
@@ -300,7 +297,7 @@ def list_backends(platform: str | None = None) -> list[BackendStatus]:
         if platform is not None and info.platform != platform:
             continue
         status, reasons = _status(offer)
-        evidence = _evidence(manager, info).beside(info.providers)
+        evidence = _evidence(manager, info)
         found.append(
             BackendStatus(
                 name=info.name,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from .lowering import Planner
 from .records import AttentionRequest, BackendInfo, Provider, Rejected, judge
 
-__all__ = ["listing", "nearest", "without_vain_advice"]
+__all__ = ["by_nobody", "not_there", "without_vain_advice"]
 
 
 def without_vain_advice(
@@ -39,7 +39,28 @@ def _limits(provider: Provider, request: AttentionRequest) -> Sequence[str]:
     return () if served or not isinstance(verdict, Rejected) else verdict.reasons
 
 
-def nearest(rejected: Mapping[str, list[str]]) -> str:
+def by_nobody(
+    request: AttentionRequest, platforms: Iterable[str], able: Sequence[str], rejected: Mapping[str, list[str]]
+) -> str:
+    """The message about a request that nobody serves by itself.
+
+    Args:
+        able: backends that do by name. rejected: the others of its platform, and why.
+    """
+    nobody = f" No backend is registered for {request.platform!r} (known: {', '.join(sorted(platforms))})."
+    none_here = "" if able or rejected else nobody
+    hint = f"By name these can: {', '.join(able)}." if able else _nearest(rejected)
+    lines = "".join(f"\n  {name}: {'; '.join(reasons)}" for name, reasons in rejected.items())
+    return f"no backend can serve this call: {request.summary()}.{none_here} {hint}{lines}"
+
+
+def not_there(who: str, platform: str, where: Sequence[str], able: Sequence[str]) -> str:
+    """The message about a backend that another platform has: `where`; `able` would serve the request here."""
+    known = f" (it is known on {', '.join(where)})" if where else ""
+    return f"{who}, has no backend on {platform}{known}. Backends that can serve this call: {', '.join(able) or 'none'}"
+
+
+def _nearest(rejected: Mapping[str, list[str]]) -> str:
     """Who is here and lacks least, in a sentence."""
     if not rejected:
         return ""
@@ -50,8 +71,3 @@ def nearest(rejected: Mapping[str, list[str]]) -> str:
 def _runnable(rejected: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
     away = ("planned", "is not installed", "is installed")
     return [(n, r) for n, r in rejected.items() if not any(word in reason for reason in r for word in away)]
-
-
-def listing(rejected: Mapping[str, list[str]]) -> str:
-    """A line for each backend."""
-    return "".join(f"\n  {name}: {'; '.join(reasons)}" for name, reasons in rejected.items())

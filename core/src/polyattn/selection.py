@@ -29,7 +29,7 @@ from .records import (
     Verdict,
     judge,
 )
-from .rejections import listing, nearest, without_vain_advice
+from .rejections import by_nobody, not_there, without_vain_advice
 
 __all__ = ["Catalogue", "Choice", "Offer", "Policy", "Said", "Selection", "holds", "may_be_automatic", "select"]
 
@@ -77,13 +77,19 @@ class Policy:
 @dataclasses.dataclass(frozen=True)
 class Offer:
     """A registered backend with what was found out about it: `missing` maps provider name -> why it is not here,
-    `levels` -> its evidence where that is not the backend's."""
+    `levels` -> its evidence where that is not the backend's; `chips`: the architectures `evidence` is of, () = all."""
 
     info: BackendInfo
     plugin: str
     evidence: str
     missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
     levels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    chips: tuple[str, ...] = ()
+
+    def at(self, arch: str) -> Offer:
+        """With the evidence that there is for one architecture: what ran on others shows nothing of it."""
+        here = not self.chips or not arch or arch in self.chips
+        return self if here else dataclasses.replace(self, evidence=self.info.evidence, chips=())
 
     def here(self) -> bool:
         """Whether it is built and what it needs is installed, with any of its providers."""
@@ -117,8 +123,9 @@ class Catalogue:
         platforms = {o.info.platform for o in self.offers}
         return {name: tuple(o for o in self.offers if o.info.platform == name) for name in platforms}
 
-    def on(self, platform: str) -> tuple[Offer, ...]:
-        return self._by_platform.get(platform, ())
+    def on(self, platform: str, arch: str) -> tuple[Offer, ...]:
+        """What a platform has, with the evidence that there is for an architecture ("" = whichever)."""
+        return tuple(offer.at(arch) for offer in self._by_platform.get(platform, ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +236,7 @@ class _Judge:
     ) -> None:
         self.request, self.catalogue, self.policy = request, catalogue, policy
         self.active = request.active()
-        self.offers = spared(catalogue.on(request.platform), policy.avoid)
+        self.offers = spared(catalogue.on(request.platform, request.arch), policy.avoid)
         self._all = said
         self._said: dict[tuple[str, str], _Judgement] = {}
         if said is not None:
@@ -348,10 +355,15 @@ class _Judge:
         refused = [o for o in self.offers if o.info.name != but and self.ask(o).provider is None]
         return {o.info.name: said.plan.lines() for o in refused if (said := self.lower(o)) is not None and said.plan}
 
+    def refused(self, offer: Offer, only: str = "") -> _Judgement:
+        """What a backend said; where it refused, without advice to install what would refuse as well."""
+        if (said := self.ask(offer, only)).provider is None:
+            said.reasons[:] = without_vain_advice(said.reasons, offer.info, self.request, offer.missing)
+        return said
+
     def ask_all(self) -> None:
         for offer in self.offers:
-            if (said := self.ask(offer)).provider is None:
-                said.reasons[:] = without_vain_advice(said.reasons, offer.info, self.request, offer.missing)
+            self.refused(offer)
 
 
 def select(
@@ -420,13 +432,7 @@ def _automatic(asked: _Judge) -> Selection:
             return _selection(asked, best, "lowering", "nothing takes it as it is; this is the cheapest exact rewrite")
     asked.ask_all()
     rejected = asked.rejected("")
-    able = asked.others("")
-    hint = f"By name these can: {', '.join(able)}." if able else nearest(rejected)
-    known = ", ".join(sorted(asked.catalogue.platforms))
-    none_here = "" if asked.offers else f" No backend is registered for {request.platform!r} (known: {known})."
-    raise UnsupportedRequestError(
-        f"no backend can serve this call: {request.summary()}.{none_here} {hint}{listing(rejected)}", rejected
-    )
+    raise UnsupportedRequestError(by_nobody(request, asked.catalogue.platforms, asked.others(""), rejected), rejected)
 
 
 def _cost(said: _Judgement) -> float:
@@ -451,6 +457,7 @@ def _explicit(asked: _Judge, choice: Choice) -> Selection:
     said = asked.take(offer, only)
     if said.provider is not None:
         return _selection(asked, said, choice.source, f"{choice.name} was asked for by {choice.source}")
+    said = asked.refused(offer, only)
     for step in offer.info.fallbacks:
         if step.to not in asked.policy.replaced and holds(step.when, request):
             return _fall_back(asked, choice, name, step, said.reasons)
@@ -461,8 +468,9 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
     because = "; ".join(reasons)
     if asked.policy.strict:
         raise UnsupportedRequestError(
-            f"{name}, asked for by {choice.source}, cannot serve {asked.request.summary()}: {because}. Its documented "
-            f"fallback {step.to} is not taken in strict mode; ask for {step.to}, or unset POLYATTN_STRICT",
+            f"{choice.name}, asked for by {choice.source}, cannot serve {asked.request.summary()}: {because}. Its "
+            f"documented fallback {step.to} is not taken in strict mode; ask for {step.to}, or leave strict mode "
+            f"(--strict, POLYATTN_STRICT, `strict` in the configuration)",
             {name: reasons},
         )
     request = asked.request
@@ -475,10 +483,10 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
     try:
         inner = select(request, asked.catalogue, policy)
     except UnsupportedRequestError as exc:
-        text = f"{name}, asked for by {choice.source}, cannot serve it: {because}. Nor can its fallback: {exc}"
+        text = f"{choice.name}, asked for by {choice.source}, cannot serve it: {because}. Nor can its fallback: {exc}"
         raise UnsupportedRequestError(text, {**exc.rejected, name: reasons}) from exc
     more = "" if because == step.why else f": {because}"
-    note = f"{name} was asked for by {choice.source} and replaced by {step.to} ({step.why}){more}"
+    note = f"{choice.name} was asked for by {choice.source} and replaced by {step.to} ({step.why}){more}"
     return dataclasses.replace(
         inner,
         source=f"fallback from {name}",
@@ -492,11 +500,8 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
 def _not_here(asked: _Judge, choice: Choice, name: str) -> BackendUnavailableError:
     where = sorted({o.info.platform for o in asked.catalogue.offers if o.info.name == name})
     asked.ask_all()
-    able = ", ".join(asked.others("")) or "none"
-    return BackendUnavailableError(
-        f"{choice.name}, asked for by {choice.source}, has no backend on {asked.request.platform}"
-        f"{' (it is known on ' + ', '.join(where) + ')' if where else ''}. Backends that can serve this call: {able}"
-    )
+    who = f"{choice.name}, asked for by {choice.source}"
+    return BackendUnavailableError(not_there(who, asked.request.platform, where, asked.others("")))
 
 
 def _refusal(asked: _Judge, choice: Choice, said: _Judgement) -> Exception:

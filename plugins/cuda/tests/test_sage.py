@@ -88,13 +88,32 @@ def test_keys_are_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
         assert library.calls[-1].positional in (0, 3), "nothing without a keyword but q, k and v"
 
 
-@pytest.mark.parametrize("arch", SAGE_2_ARCHS)
-def test_each_architecture_has_its_kernel(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arch", "kernel", "granularity", "accumulator"),
+    [
+        # What `sageattn` of 2.2 dispatches to; SM100, which it does not know, as SGLang does.
+        ("sm80", "qk_int8_pv_fp16_cuda", "", "fp32"),
+        ("sm86", "qk_int8_pv_fp16_triton", "", ""),
+        ("sm89", "qk_int8_pv_fp8_cuda", "per_thread", "fp32+fp16"),
+        ("sm90", "qk_int8_pv_fp8_cuda_sm90", "per_thread", "fp32+fp32"),
+        ("sm100", "qk_int8_pv_fp8_cuda", "per_thread", "fp32+fp16"),
+        ("sm120", "qk_int8_pv_fp8_cuda", "per_warp", "fp32+fp16"),
+        ("sm121", "qk_int8_pv_fp8_cuda", "per_warp", "fp32+fp16"),
+    ],
+)
+def test_each_architecture_has_its_kernel(
+    arch: str, kernel: str, granularity: str, accumulator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = emulator.sage2().install(monkeypatch)
     sage2(arch).bind(heads=2, kv_heads=2, head_dim=64, scale=0.3).forward(*tensors(5, 9))
-    name, given = KERNELS[arch]
-    assert library.calls[-1].name == name
-    assert library.calls[-1].given.items() >= {**given, "sm_scale": 0.3, "smooth_k": True}.items()
+    assert library.calls[-1].name == f"sageattn_{kernel}"
+    given = library.calls[-1].given
+    assert (given["sm_scale"], given["smooth_k"]) == (0.3, True)
+    assert given.get("qk_quant_gran", "") == granularity
+    assert given.get("pv_accum_dtype", "") == accumulator
+
+
+def test_no_architecture_is_without_a_kernel() -> None:
     assert set(KERNELS) == set(SAGE_2_ARCHS)
 
 

@@ -92,6 +92,10 @@ def _cudnn(device: torch.device) -> dict[str, str]:
     return {"cudnn": str(version)} if version else {}
 
 
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
 def load(path: Path) -> dict[str, Any]:
     """A result file.
 
@@ -99,10 +103,10 @@ def load(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, is no result of this command in this format, or lacks something.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as exc:
         raise ConfigError(f"result file {path} cannot be read: {exc}") from exc
-    except ValueError as exc:
+    except (RecursionError, ValueError) as exc:
         raise ConfigError(f"result file {path} is not JSON ({exc}): name another, or remove it") from exc
     if not isinstance(found, dict) or (found.get("benchmark"), found.get("format")) != (BENCHMARK, FORMAT):
         raise ConfigError(f"{path} is no result of `polyattn bench` in format {FORMAT}: name another file")

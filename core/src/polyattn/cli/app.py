@@ -104,7 +104,8 @@ def _root(
 
 def run(words: list[str]) -> int:
     """Run a command line; every expected failure becomes a message and an exit code, never a traceback."""
-    as_json = "--json" in words
+    # What follows `--` is of the program that `trace` runs.
+    as_json = "--json" in words[: words.index("--")] if "--" in words else "--json" in words
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark

@@ -107,7 +107,7 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         # A tree comes as a mask.
         "mask": one_of("--mask", "bool" if tree and question.mask == "none" else question.mask, WORDS["mask"]),
         "lse": question.lse,
-        "grad": _gradients(question.grad),
+        "grad": _gradients(question),
         "cross": question.cross,
         "dropout": _probability("--dropout", question.dropout),
         "deterministic": question.deterministic,
@@ -213,9 +213,17 @@ def _window(text: str | None) -> tuple[int, int]:
     return (int(match[1]), int(match[2]))
 
 
-def _gradients(text: str | None) -> tuple[str, ...]:
-    names = [part.strip() for part in (text or "").split(",") if part.strip()]
-    return tuple(one_of("--grad", name, WORDS["grad"]) for name in names)
+def _gradients(question: Question) -> tuple[str, ...]:
+    names = [part.strip() for part in (question.grad or "").split(",") if part.strip()]
+    wanted = tuple(one_of("--grad", name, WORDS["grad"]) for name in names)
+    if "sinks" in wanted and not question.sinks:
+        raise ConfigError(f"--grad {question.grad}: the call has no sinks; add --sinks, or leave them out")
+    if "mask" in wanted and question.mask != "additive":
+        raise ConfigError(
+            f"--grad {question.grad}: only a mask that is added has a gradient, and this is {question.mask}; add "
+            f"--mask additive, or leave it out"
+        )
+    return wanted
 
 
 def one_of(flag: str, word: str, known: Iterable[str]) -> str:

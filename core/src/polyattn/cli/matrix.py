@@ -80,7 +80,7 @@ class Support:
 
 
 def gather() -> Support:
-    """Ask every backend. Takes a second or two."""
+    """Ask every backend. Takes some seconds."""
     manager = get_manager()
     backends = support_matrix()
     found: dict[str, dict[str, Cell]] = defaultdict(dict)

@@ -2,16 +2,20 @@
 
 A backend is asked on every architecture, phase and page size that its own rows name, for a plain request first and
 then for the same request with one feature. A feature is *native* where it is accepted with no rewrite beyond the plain
-request's, *lowered* where it needs one more, else *no*.
+request's, *lowered* where it needs one more, which a row names or selection's planner finds, else *no*.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ..epoch import EPOCH
 from ..inspection import catalogue, ordered_offers
+from ..lowering import Plan, Planner
+from ..plugins import PluginManager, get_manager
 from ..records import Accepted, AttentionRequest, BackendInfo, Has, OneOf, Provider, Rejected, Row, judge
 from ..selection import Catalogue
 from .asking import MLA_SCALE, SCALES
@@ -24,10 +28,17 @@ LATENT = {"heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "scal
 UNABSORBED = {"heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128, "scale": None}
 
 Lowerings = frozenset[str]
-Active = tuple[tuple[str, Any], ...]
 Place = tuple[str, str, int]
 """(architecture, phase, page size)."""
 Ask = Callable[[Place, Mapping[str, Any]], Lowerings | None]
+Asking = Callable[[Provider, AttentionRequest], Lowerings | None]
+STEPS = 2
+"""Rewrites in a row: one of the plain request, one more for a feature."""
+PAGING = {
+    "finer_pages": "multiples lowered: finer_pages",
+    "page_table_to_tokens": "else lowered: page_table_to_tokens",
+}
+"""The rewrites of pages, and what a cell says of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +74,13 @@ class Sheet:
 
 
 def limits() -> tuple[Sheet, ...]:
-    """Every table, over all registered backends, planned ones judged as if built."""
+    """Every table, over all registered backends, planned ones judged as if built. It takes seconds, once a process and
+    set of plugins."""
+    return _limits(get_manager(), EPOCH.value)
+
+
+@functools.lru_cache(maxsize=2)
+def _limits(manager: PluginManager, epoch: int) -> tuple[Sheet, ...]:
     known = catalogue({})
     sheets = (
         ("dense", "Dense", "dense", tuple(DENSE_FEATURES), _dense("dense")),
@@ -96,12 +113,14 @@ class _Asked:
     def __init__(self, info: BackendInfo, family: str, known: Catalogue) -> None:
         self.info, self.known = info, known
         rows = {p: tuple(row for row in p.rows if speaks_of(row, family)) for p in info.providers}
-        self.providers = {p: spoken for p, spoken in rows.items() if spoken}
+        spoken = {p: of_family for p, of_family in rows.items() if of_family}
+        # What is planned answers only where nothing is built: a cell is of what can be called.
+        self.providers = {p: of_family for p, of_family in spoken.items() if not p.planned} or spoken
         self.planned = all(p.planned for p in self.providers)
         self.archs = self._named("arch") or [""]
         self.features = tuple(dict.fromkeys(c.member for c in self._constraints("features") if isinstance(c, Has)))
         self.methods = ["", *self._named("method")]
-        self._said: dict[AttentionRequest, Lowerings | None] = {}
+        self._said: dict[tuple[AttentionRequest, str], Lowerings | None] = {}
 
     def _constraints(self, field: str) -> Iterator[Any]:
         for rows in self.providers.values():
@@ -112,38 +131,56 @@ class _Asked:
         words = (w for c in self._constraints(field) if isinstance(c, OneOf) for w in c.values)
         return sorted(dict.fromkeys(w for w in words if w), key=lambda w: (len(w), w))
 
-    def lowerings(self, **fields: Any) -> Lowerings | None:
-        """The rewrites a request needs; None = refused by every provider."""
+    def taken(self, **fields: Any) -> Lowerings | None:
+        """The rewrites that rows declare for a request; None = they refuse it."""
+        return self._said_of(fields, self._taken)
+
+    def easiest(self, requests: Iterable[Mapping[str, Any]]) -> Lowerings | None:
+        """The fewest rewrites over several ways to ask for one thing: those that rows declare, else the planner's."""
+        ways = list(requests)
+        for ask in (self._taken, self._rewritten):
+            best: Lowerings | None = None
+            for fields in ways:
+                found = self._said_of(fields, ask)
+                if found is not None and (best is None or len(found) < len(best)):
+                    best = found
+                if best is not None and not best:
+                    break
+            if best is not None:
+                return best
+        return None
+
+    def _said_of(self, fields: Mapping[str, Any], ask: Asking) -> Lowerings | None:
         where = {"platform": self.info.platform, "features": self.features, **fields}
         methods = [fields["method"]] if fields.get("method") else self.methods
         for method in methods:
             request = AttentionRequest(**{**where, "method": method}).normalised()
-            if request not in self._said:
-                active = request.active()
-                answers = (self._verdict(provider, request, active) for provider in self.providers)
-                self._said[request] = min((a for a in answers if a is not None), key=len, default=None)
-            if (said := self._said[request]) is not None:
+            key = (request, ask.__name__)
+            if key not in self._said:
+                answers = (ask(provider, request) for provider in self.providers)
+                self._said[key] = min((a for a in answers if a is not None), key=len, default=None)
+            if (said := self._said[key]) is not None:
                 return said
         return None
 
-    def _verdict(self, provider: Provider, request: AttentionRequest, active: Active) -> Lowerings | None:
-        verdict = judge(self.providers[provider], request, active)
+    def _taken(self, provider: Provider, request: AttentionRequest) -> Lowerings | None:
+        verdict = judge(self.providers[provider], request, request.active())
         if not isinstance(verdict, Accepted):
             return None
         if not provider.planned and isinstance(self.known.narrow(self.info, request), Rejected):
             return None
+        if verdict.lowerings and not provider.planned and self._plan(provider, request, verdict.lowerings) is None:
+            return None
         return frozenset(verdict.lowerings)
 
-    def easiest(self, requests: Iterable[Mapping[str, Any]]) -> Lowerings | None:
-        """The fewest rewrites over several ways to ask for one thing."""
-        best: Lowerings | None = None
-        for fields in requests:
-            found = self.lowerings(**fields)
-            if found is not None and (best is None or len(found) < len(best)):
-                best = found
-            if best is not None and not best:
-                break
-        return best
+    def _rewritten(self, provider: Provider, request: AttentionRequest) -> Lowerings | None:
+        plan = None if provider.planned else self._plan(provider, request)
+        return None if plan is None else frozenset(plan.names)
+
+    def _plan(self, provider: Provider, request: AttentionRequest, only: tuple[str, ...] | None = None) -> Plan | None:
+        """As selection would, in as many rewrites as a cell has words for."""
+        narrow = functools.partial(self.known.narrow, self.info)
+        return Planner(provider.rows, narrow=narrow, helper=lambda _: "another", only=only).plan(request, STEPS)
 
 
 def speaks_of(row: Row, family: str) -> bool:
@@ -236,8 +273,8 @@ def _pages(plain: Mapping[Place, Lowerings]) -> str:
     for native, archs in per_arch.items():
         words = "any" if native == PAGES else ", ".join(map(str, native)) or "none"
         texts.append(words + (f" ({', '.join(archs)})" if len(per_arch) > 1 else ""))
-    others = sorted({word for found in plain.values() for word in found if word.startswith("page_")})
-    return "; ".join(texts) + (f"; else lowered: {', '.join(others)}" if others else "")
+    found = {word for needs in plain.values() for word in needs}
+    return "; ".join([*texts, *(said for name, said in PAGING.items() if name in found)])
 
 
 LINEAR_PHASES: dict[str, dict[str, Any]] = {
@@ -251,7 +288,7 @@ LINEAR_PHASES: dict[str, dict[str, Any]] = {
 def _linear(asked: _Asked) -> tuple[str, ...] | None:
     def ask(arch: str, method: str, phase: str) -> bool:
         shape = {"heads": 16, "kv_heads": 16, "head_dim": 128}
-        return asked.lowerings(family="linear", arch=arch, method=method, **shape, **LINEAR_PHASES[phase]) is not None
+        return asked.taken(family="linear", arch=arch, method=method, **shape, **LINEAR_PHASES[phase]) is not None
 
     cells = []
     for phase in LINEAR_PHASES:

@@ -23,6 +23,8 @@ _EXAMPLES = {
     "kv_scales": "tensor", "method": "dsa",
 }  # fmt: skip
 """A value for each word that needs one."""
+_MOST = 2**24
+"""Sequences: each has its lengths in a list."""
 _KINDS = {field.name: str(field.type).split(" ")[0] for field in dataclasses.fields(Question)}
 
 
@@ -60,6 +62,8 @@ def workload_of(text: str, where: Mapping[str, Any]) -> Workload:
     s_k = lengths.get("k")
     if s_k is None:
         raise ConfigError(f"--request {text!r}: k is missing, the keys of a sequence; for example k=4096")
+    if lengths.get("batch", 1) > _MOST:
+        raise ConfigError(f"--request {text!r}: batch is more than {_MOST:,} sequences")
     s_q = lengths.get("q", 1 if request.s_relation == "one" else s_k)
     if request.family in SERVING:
         _check_lengths(text, request.phase, s_q, s_k)

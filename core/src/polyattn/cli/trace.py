@@ -49,15 +49,18 @@ def trace(
     `polyattn tune --from` measures them. The exit code is that of the program. All of its processes are recorded. FILE
     is replaced when the program ends, unless it asked for nothing.
     """
+    from ..measuring.marks import orderly
+
     words = _words(command or [], module)
     # With measurements, whatever the variable says: two runs without them compare nothing.
     modes = ("off", "online" if tuning.mode() == "online" else "use") if compare else (None,)
     runs: list[_Run] = []
-    for mode in modes:
-        if not runs or not runs[-1].code:
-            runs.append(_run(words, out, mode, as_json))
+    with orderly():
+        for mode in modes:
+            if not runs or not runs[-1].code:
+                runs.append(_run(words, out, mode, as_json))
     if compare and len(runs) == 2:
-        _compare(runs[0], runs[1], as_json)
+        _compare(out, runs[0], runs[1], as_json)
     else:
         _report(out, runs[-1], as_json)
     if code := runs[-1].code:
@@ -142,7 +145,7 @@ def _report(out: Path, run: _Run, as_json: bool) -> None:
 SAME = "no choice is another, so this is how much two runs of the program differ"
 
 
-def _compare(before: _Run, now: _Run, as_json: bool) -> None:
+def _compare(out: Path, before: _Run, now: _Run, as_json: bool) -> None:
     """Two runs of one program: who served it, and how long it took."""
     was = {canonical(one.workload.key()): one.backend for one in before.found}
     both = [(one, old) for one in now.found if (old := was.get(canonical(one.workload.key())))]
@@ -159,7 +162,7 @@ def _compare(before: _Run, now: _Run, as_json: bool) -> None:
     if as_json:
         rows = [{**_plain(one), "before": old} for one, old in both]
         seconds = {"without": round(before.seconds, 3), "with": round(now.seconds, 3), "ratio": round(ratio, 3)}
-        show_json({"exit_code": now.code, "seconds": seconds, "slower": slower, "requests": rows})
+        show_json({"trace": str(out), "exit_code": now.code, "seconds": seconds, "slower": slower, "requests": rows})
         return
     console = screen()
     console.print(title("Without measurements, and with them"))

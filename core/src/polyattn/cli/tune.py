@@ -316,7 +316,8 @@ def _show(as_json: bool) -> None:
 
 def _shown(key: Any) -> str:
     request = {"family": "dense", "dtype": "bfloat16", **key.get("request", {})}
-    words = [request.pop("family"), request.pop("dtype")]
+    # Of a row that somebody made, they may be anything: it is like no request, and shown.
+    words = [str(request.pop("family")), str(request.pop("dtype"))]
     words += [name if value is True else f"{name}={value}" for name, value in request.items()]
     words += [f"{name} {key[name]}" for name in ("batch", "q", "k") if name in key]
     return ", ".join(words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ..errors import ConfigError, PolyattnError
 from .conform import FAILED
 from .rendering import grid, progress, screen, show_json, title
 
@@ -38,7 +40,7 @@ def verify(
     """Show what works on this device: run conformance of every backend that can run here, and a short benchmark.
 
     A folder is written with a report for people (report.md), the full results, and an evidence file for each backend
-    that conforms. A backend that does not gets none, and the exit code is 1.
+    that conforms. A backend that does not gets none, and the exit code is 1; so it is where the benchmark fails.
     """
     from ..bench.asking import Asked
     from ..choose import device_facts
@@ -48,20 +50,31 @@ def verify(
     platform: str = device_facts(where)["platform"]
     ready, absent = verifiable(platform, backend or ())
     folder = out or Path(f"polyattn-verify-{platform}-{datetime.datetime.now(datetime.timezone.utc).date()}")
+    if not math.isfinite(seconds):
+        raise ConfigError(f"--seconds {seconds}: give a finite number of seconds")
     prepare(folder)
     console = screen()
     ran = _conformance(console, [f"{name}@{platform}" for name in ready], where, quick=quick, quiet=as_json)
-    speed = _benchmark(console, [entry.name for entry in ran if entry.ok], where, seconds, quiet=as_json)
+    # Kept at once: a benchmark may lose the device, and conformance takes hours.
+    files = write(folder, [*ran, *absent], markdown([*ran, *absent], "The benchmark did not come to its end."))
+    lost = ""
+    try:
+        speed = _benchmark(console, [entry.name for entry in ran if entry.ok], where, seconds, quiet=as_json)
+    except (PolyattnError, RuntimeError) as exc:
+        lost = f"The benchmark failed: {type(exc).__name__}: {exc}"
+        speed = lost
     files = write(folder, [*ran, *absent], markdown([*ran, *absent], speed))
-    good = all(entry.ok for entry in ran)
+    good = all(entry.ok for entry in ran) and not lost
     if as_json:
         shown = {
             entry.name: {"ok": entry.ok, "evidence": entry.evidence is not None, "why_not": entry.why_not}
             for entry in (*ran, *absent)
         }
-        show_json({"ok": good, "backends": shown, "files": [str(path) for path in files]})
+        show_json({"ok": good, "backends": shown, "benchmark": lost, "files": [str(path) for path in files]})
     else:
         _show(console, [*ran, *absent], folder, files)
+        if lost:
+            console.print(Text(lost, style="bad"))
     if not good:
         raise typer.Exit(FAILED)
 

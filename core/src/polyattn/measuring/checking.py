@@ -218,6 +218,8 @@ def _trained(
     exact: bool,
 ) -> dict[str, Tensor]:
     """The gradients of a part, [heads, S, D], added up over blocks of queries: rows do not know each other."""
+    if not names:
+        return {}  # of sinks or a mask alone: those gradients are held to be finite, and autograd takes no empty list
     key, value = ((part.exact if exact else part.plain)[i].detach().requires_grad_() for i in range(2))
     query = part.query.detach().to(key.dtype).requires_grad_()
     leaves = {"query": query, "key": key, "value": value}

@@ -87,8 +87,9 @@ class Marks:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where another process measures the same
-            state, strikes = os.pread(handle, 1, 0), int(os.pread(handle, 1, 1) or b"0")
-            strikes += state == _RUNNING
+            state, kept = os.pread(handle, 1, 0), os.pread(handle, 1, 1)
+            # A damaged mark is none: it is a help, and nobody is blamed by it.
+            strikes = (int(kept) if kept.isdigit() else 0) + (state == _RUNNING)
             os.pwrite(handle, _IDLE + str(strikes).encode(), 0)
         except OSError:
             os.close(handle)

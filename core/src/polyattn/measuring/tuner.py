@@ -47,6 +47,7 @@ Isolation = Literal["auto", "always", "never"]
 
 Outcome = Literal["measured", "known", "alone", "refused", "not begun"]
 _SOURCE = "polyattn tune"
+_TOO_LARGE = "Storage size calculation overflowed"  # torch's words
 _PROBING = 0.75
 """Share of a strict time in which candidates are tried in another process."""
 _CALLS = 6
@@ -201,9 +202,12 @@ def _tune(
         try:
             inputs = make_inputs(workload, device)
         except Exception as exc:
-            if not out_of_memory(exc):
-                raise
-            return said.without_times("refused", f"no room for its inputs: {_line(exc)}")
+            if out_of_memory(exc):
+                return said.without_times("refused", f"no room for its inputs: {_line(exc)}")
+            # What nobody can make is no reason not to measure the others; a device that fails is.
+            if isinstance(exc, (PolyattnError, MemoryError, OverflowError)) or _TOO_LARGE in str(exc):
+                return said.without_times("refused", f"its inputs cannot be made: {_line(exc)}")
+            raise
         found = measure(
             inputs,
             fit,

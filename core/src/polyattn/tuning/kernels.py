@@ -51,12 +51,18 @@ class Kernel:
         """A key with its names.
 
         Raises:
-            InvalidInputError: it has another number of values.
+            InvalidInputError: it has another number of values, or one that no store can keep.
         """
         if len(key) != len(self.key):
             raise InvalidInputError(
                 f"kernel {self.name!r}: a key of {len(key)} values; it has {len(self.key)}: {', '.join(self.key)}"
             )
+        for name, value in zip(self.key, key, strict=True):
+            if value is not None and type(value) not in (str, int, float, bool):
+                raise InvalidInputError(
+                    f"kernel {self.name!r}: {name}={value!r} is a {type(value).__name__}; a key has str, int, "
+                    f"float, bool and None, such as str(dtype)"
+                )
         return dict(zip(self.key, key, strict=True))
 
     def check(self, value: Choices) -> None:

@@ -175,6 +175,9 @@ def check_row(row: Row, where: str, backends: Collection[str] | None) -> None:
 def _check_whole(row: Row, where: str) -> None:
     """What a row by itself tells, whoever is registered: what is read from a file must not fail in a call."""
     _check_time("microseconds", row.microseconds, where)
+    for name, text in (("device", row.place.device), ("arch", row.place.arch), ("source", row.source)):
+        if not text.isprintable():
+            raise ConfigError(f"{where}: {name} is {_shown(text)}; characters that can be printed it has")
     if not _is_date(row.date):
         raise ConfigError(f"{where}: date is {row.date!r}; ISO 8601 it is, such as 2026-11-22T13:25:08+00:00")
     if row.subject == BACKEND:
@@ -239,8 +242,9 @@ def _check_figures(value: Mapping[str, Any], where: str) -> None:
 
 
 def _check_time(what: str, time: Any, where: str) -> None:
-    """A whole number may be larger than any float."""
-    if not isinstance(time, (int, float)) or isinstance(time, bool) or not 0 < time <= sys.float_info.max:
+    """A whole number may be larger than any float, or than what a store's column takes."""
+    most = 2**63 - 1 if isinstance(time, int) else sys.float_info.max
+    if not isinstance(time, (int, float)) or isinstance(time, bool) or not 0 < time <= most:
         raise ConfigError(f"{where}: {what} is {_shown(time)}; a time is finite and above 0")
 
 

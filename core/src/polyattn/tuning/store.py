@@ -392,6 +392,8 @@ class TuningStore:
             found = json.loads(key)
             if not isinstance(found, dict):
                 raise ConfigError(f"what {backend} is quarantined for is {key}; a request it is")
+            if not all(isinstance(text, str) for text in (device, arch, backend, reason, date)):
+                raise ConfigError(f"a quarantine of {backend!r} at {device!r}, {arch!r} has something that is no text")
             return Quarantined(_place(device, arch, versions), backend, found, reason, date)
         return None
 

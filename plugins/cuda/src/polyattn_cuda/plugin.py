@@ -32,5 +32,5 @@ def polyattn_register_backends() -> Iterable[BackendInfo]:
 
 @hookimpl
 def polyattn_register_measurements() -> Iterable[str]:
-    """What `polyattn bench --tune` found on each device, by the sheets of benchmarks/sheets."""
+    """What `polyattn bench --tune`, by the sheets of benchmarks/sheets, and `polyattn tune` found on each device."""
     return ["polyattn_cuda:measurements/nvidia-h200.json"]
