@@ -119,13 +119,14 @@ class Catalogue:
     narrow: Callable[[BackendInfo, AttentionRequest], Verdict | None] = lambda backend, request: None
 
     @functools.cached_property
-    def _by_platform(self) -> Mapping[str, tuple[Offer, ...]]:
-        platforms = {o.info.platform for o in self.offers}
-        return {name: tuple(o for o in self.offers if o.info.platform == name) for name in platforms}
+    def _found(self) -> dict[tuple[str, str], tuple[Offer, ...]]:
+        return {}
 
     def on(self, platform: str, arch: str) -> tuple[Offer, ...]:
         """What a platform has, with the evidence that there is for an architecture ("" = whichever)."""
-        return tuple(offer.at(arch) for offer in self._by_platform.get(platform, ()))
+        if (platform, arch) not in self._found:
+            self._found[platform, arch] = tuple(o.at(arch) for o in self.offers if o.info.platform == platform)
+        return self._found[platform, arch]
 
 
 @dataclasses.dataclass(frozen=True)
