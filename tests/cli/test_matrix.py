@@ -253,6 +253,6 @@ def test_evidence_that_says_more_than_its_level(run: Run, monkeypatch: pytest.Mo
     assert f"x@cpu  {evidence}" in shown
 
 
-def test_the_limits_are_quick_to_ask() -> None:
+def test_every_sheet_has_its_backends() -> None:
     sheets = limits()
     assert [len(sheet.rows) > 3 for sheet in sheets] == [True] * 5

@@ -393,8 +393,8 @@ WRONG = [
 
 
 UNKEPT = [
-    ({"source": "\ud800"}, r"source is '\\ud800'; characters that can be printed it has"),
-    ({"device": "H\x00"}, r"device is 'H\\x00'; characters that can be printed it has"),
+    ({"source": "\ud800"}, r"source is '\\ud800'; characters that UTF-8 can write it has"),
+    ({"device": "H\ud800"}, r"device is 'H\\ud800'; characters that UTF-8 can write it has"),
     ({"microseconds": 10**30}, "microseconds is 10*; a time is finite and above 0"),
 ]
 """What no store can keep."""

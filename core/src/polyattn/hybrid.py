@@ -9,14 +9,18 @@ from .errors import UnsupportedRequestError
 from .records import AttentionRequest
 from .selection import Catalogue, Policy, Selection, holds, select
 
-__all__ = ["in_phase", "select_pair"]
+__all__ = ["both_phases", "select_pair"]
 
 
-def in_phase(request: AttentionRequest, phase: str) -> AttentionRequest:
-    """A server's request as its extend or decode would make it. Only a verify step has a tree, and the mask it comes
-    as."""
-    relation, mask = "one" if phase == "decode" else "fewer", "none" if request.tree else request.mask
-    return dataclasses.replace(request, phase=phase, s_relation=relation, tree=False, mask=mask)  # type: ignore[arg-type]
+def both_phases(request: AttentionRequest) -> tuple[AttentionRequest, AttentionRequest]:
+    """What a server asks in prefill and in decode that makes this request in one of them, or to verify drafts. Only
+    such a step has a tree, and the mask it comes as."""
+    mask = "none" if request.tree else request.mask
+    extend = dataclasses.replace(request, phase="extend", s_relation="fewer", tree=False, mask=mask)
+    decode = dataclasses.replace(request, phase="decode", s_relation="one", tree=False, mask=mask)
+    if request.phase == "decode":
+        return extend, request
+    return (request if request.phase in ("prefill", "extend") else extend), decode
 
 
 def select_pair(

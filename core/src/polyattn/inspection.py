@@ -15,7 +15,7 @@ from . import epoch
 from .distributions import availability, normalise_distribution
 from .errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError, PolyattnError, did_you_mean
 from .evidence import Evidence, read_evidence
-from .hybrid import in_phase, select_pair
+from .hybrid import both_phases, select_pair
 from .names import whole
 from .overrides import SCOPE
 from .platforms import parse_platform
@@ -153,11 +153,7 @@ def what_if(
                 f"prefill and decode backends are for the serving families paged and mla, not {here.family}; "
                 f"use `backend` (--attention-backend)"
             )
-        pair = {
-            "prefill": here if here.phase in ("prefill", "extend") else in_phase(here, "extend"),
-            "decode": here if here.phase == "decode" else in_phase(here, "decode"),
-        }
-        chosen_pair = select_pair(pair["prefill"], pair["decode"], there, policies)
+        chosen_pair = select_pair(*both_phases(here), there, policies)
         if here.phase != "verify":
             return _with_notes(select(here, there, policies[phase], full=True), there, policies[phase])
         choice = Choice(chosen_pair[phase].backend, f"speculative_attention_mode={phase}")

@@ -105,15 +105,22 @@ class Asked:
                     said.append(f"bar {bar.name}: {role} {name!r} is no {what}.{near} It stays incomplete")
         return said
 
+    def check_limits(self) -> None:
+        """
+        Raises:
+            ConfigError: a number of seconds that is none.
+        """
+        for flag, value in (("--seconds", self.seconds), ("--limit", self.limit)):
+            if not math.isfinite(value):
+                raise ConfigError(f"{flag} {value}: give a finite number of seconds")
+
     def plan(self) -> tuple[Plan, Sheet]:
         """
         Raises:
             ConfigError: sheets, rows, backends, peers or a device that are not there; a row that no call is like; a
                 CPU without `quick`; a word that says nothing.
         """
-        for flag, value in (("--seconds", self.seconds), ("--limit", self.limit)):
-            if not math.isfinite(value):
-                raise ConfigError(f"{flag} {value}: give a finite number of seconds")
+        self.check_limits()
         isolation = isolation_of(self.isolate)
         sheet = read([Path(path) for path in self.sheets])
         rows = [row for family in selected(sheet, self.rows) for row in family.rows]

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from ..errors import ConfigError
-from ..hybrid import in_phase, select_pair
+from ..hybrid import both_phases, select_pair
 from ..inspection import catalogue, detect, served_by, what_if
 from ..overrides import SCOPE, current_settings
 from ..platforms import parse_platform
@@ -82,9 +82,7 @@ def _hybrid(request: AttentionRequest, policy: Policy, pair: dict[str, str | Non
         phase: dataclasses.replace(policy, choice=Choice(own, f"{phase} argument")) if own else policy
         for phase, own in pair.items()
     }
-    prefill = request if request.phase in ("prefill", "extend") else in_phase(request, "extend")
-    decode = request if request.phase == "decode" else in_phase(request, "decode")
-    chosen = select_pair(prefill, decode, catalogue(), policies)
+    chosen = select_pair(*both_phases(request), catalogue(), policies)
     if request.phase == "verify":
         return dataclasses.replace(policy, choice=Choice(served_by(chosen[mode]), f"speculative_attention_mode={mode}"))
     return policies["decode" if request.phase == "decode" else "prefill"]

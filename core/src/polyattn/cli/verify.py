@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import ConfigError, PolyattnError
+from ..errors import PolyattnError
 from .conform import FAILED
 from .rendering import grid, progress, screen, show_json, title
 
@@ -46,12 +45,12 @@ def verify(
     from ..choose import device_facts
     from ..testing.verifying import markdown, prepare, verifiable, write
 
-    where = Asked((str(SHEET),), device=device).where()
+    asked = Asked((str(SHEET),), device=device, seconds=seconds)
+    asked.check_limits()
+    where = asked.where()
     platform: str = device_facts(where)["platform"]
     ready, absent = verifiable(platform, backend or ())
     folder = out or Path(f"polyattn-verify-{platform}-{datetime.datetime.now(datetime.timezone.utc).date()}")
-    if not math.isfinite(seconds):
-        raise ConfigError(f"--seconds {seconds}: give a finite number of seconds")
     prepare(folder)
     console = screen()
     ran = _conformance(console, [f"{name}@{platform}" for name in ready], where, quick=quick, quiet=as_json)

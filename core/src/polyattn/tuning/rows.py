@@ -176,8 +176,8 @@ def _check_whole(row: Row, where: str) -> None:
     """What a row by itself tells, whoever is registered: what is read from a file must not fail in a call."""
     _check_time("microseconds", row.microseconds, where)
     for name, text in (("device", row.place.device), ("arch", row.place.arch), ("source", row.source)):
-        if not text.isprintable():
-            raise ConfigError(f"{where}: {name} is {_shown(text)}; characters that can be printed it has")
+        if text.encode("utf-8", "ignore").decode() != text:
+            raise ConfigError(f"{where}: {name} is {_shown(text)}; characters that UTF-8 can write it has")
     if not _is_date(row.date):
         raise ConfigError(f"{where}: date is {row.date!r}; ISO 8601 it is, such as 2026-11-22T13:25:08+00:00")
     if row.subject == BACKEND:
