@@ -34,7 +34,6 @@ import torch
 
 from polyattn.errors import ConfigError, PolyattnError
 from polyattn.testing import Case, Finding, Installed, Outcome, Report, plan, record, run
-from polyattn.testing.machine import device_name
 from polyattn.testing.recording import stale
 from polyattn.testing.report import VERDICTS
 from polyattn.testing.running import versions_of
@@ -175,7 +174,7 @@ class Job:
         """Begin where an earlier result ended; what failed in it is run again.
 
         Raises:
-            ConfigError: its cases, its sources or its device were others.
+            ConfigError: its cases or its sources were others.
         """
         report = Report.from_dict(found)
         self._check(found.get("plan"), report)
@@ -352,8 +351,9 @@ def jobs(given: argparse.Namespace) -> list[Job]:
 
 
 def _same_machine(found: dict[str, Any], target: Installed) -> None:
-    """Raises ConfigError where a result is of another device or software: a report is of one of each."""
-    here = {"device": device_name(target.device), "versions": versions_of(target)}
+    """Raises ConfigError where a result is of another architecture or software: evidence is of one of each. The devices
+    may differ, whose names a report then has."""
+    here = {"arch": target.facts.get("arch", ""), "versions": versions_of(target)}
     then = {name: found[name] for name in here}
     if found["device"] != "none" and here != then:
         raise ConfigError(

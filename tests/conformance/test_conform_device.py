@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -21,7 +22,7 @@ import torch
 from polyattn.errors import ConfigError
 from polyattn.records import AttentionRequest, Requirement
 from polyattn.testing import Case, Finding, Outcome, Report, record
-from polyattn.testing.machine import device_name, versions
+from polyattn.testing.machine import versions
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "conform_device.py"
 
@@ -265,15 +266,28 @@ def test_results_of_other_cases_or_sources_are_not_gone_on_with(
         job.resume({**found, "plan": job.plan})
 
 
-def test_a_result_is_gone_on_with_on_its_own_machine(script: ModuleType) -> None:
+def test_a_result_is_gone_on_with_on_its_own_architecture_and_software(script: ModuleType) -> None:
     needs = Requirement("pytest")
-    target = argparse.Namespace(device=torch.device("cpu"), providers=[argparse.Namespace(requires=[needs])])
-    with pytest.raises(ConfigError, match=r"the result of b cannot be gone on with: it is of .*'H'.* and here is"):
-        script._same_machine(blank(script).to_dict(), target)
-    own = {**blank(script).to_dict(), "device": device_name(target.device)}
-    script._same_machine({**own, "versions": {**versions(target.device), "pytest": pytest.__version__}}, target)
+    target = argparse.Namespace(
+        device=torch.device("cpu"), providers=[argparse.Namespace(requires=[needs])], facts={"arch": "sm90"}
+    )
+    own = {**blank(script).to_dict(), "versions": {**versions(target.device), "pytest": pytest.__version__}}
+    script._same_machine({**own, "arch": "sm90"}, target)
+    with pytest.raises(ConfigError, match=r"the result of b cannot be gone on with: it is of .*'sm100'.* and here is"):
+        script._same_machine({**own, "arch": "sm100"}, target)
     with pytest.raises(ConfigError, match="cannot be gone on with"):
-        script._same_machine({**own, "versions": {**versions(target.device), "pytest": "1.0"}}, target)
+        script._same_machine({**own, "arch": "sm90", "versions": {**own["versions"], "pytest": "1.0"}}, target)
+
+
+def test_a_result_names_each_device_that_it_is_of(script: ModuleType) -> None:
+    job = script.Job("b", CASES, True, deque())
+    job.broken(3, "the process died")
+    for number, device in enumerate(("H", "H", "H 80GB", "H")):
+        job.parts[number] = dataclasses.replace(blank(script), device=device)
+    assert job.report().device == "H and H 80GB"
+    again = script.Job("b", CASES, True, deque())
+    again.parts = {0: job.report(), 1: dataclasses.replace(blank(script), device="H 80GB")}
+    assert again.report().device == "H and H 80GB"
 
 
 def test_to_resume_needs_a_result(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

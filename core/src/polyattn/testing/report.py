@@ -25,7 +25,8 @@ class Report:
     """Counts, findings and how close every check came to its bound.
 
     Attributes:
-        backend, platform, device, level, dtypes, families: what was run. versions: of everything involved.
+        backend, platform, device, level, dtypes, families: what was run; "none" is no device yet, several have " and "
+            between them. versions: of everything involved.
         date: of the run. seconds: it took. command: that repeats it.
         sources, digest: the files that ran, relative to the plugin's folder, and their hash. unrecorded: why there are
             none, so that the run cannot become evidence. arch, rows: of the device, and the hash of what is declared
@@ -127,7 +128,9 @@ class Report:
                 count["failed"] = count.pop("refused")
 
     def absorb(self, other: Report) -> None:
-        """Add what another part of the same run found."""
+        """Add what another part of the same run found. Its devices are of one architecture; each is named."""
+        names = dict.fromkeys([*other.device.split(" and "), *self.device.split(" and ")])
+        self.device = " and ".join(name for name in names if name != "none") or "none"
         for name, count in other.counts.items():
             mine = self.counts.setdefault(name, {})
             for verdict, number in count.items():
