@@ -183,6 +183,7 @@ WRONG = {
     "no window": (lambda s: prefill(s).update(window=[-2, 0]), "left and right keys besides the row's own, -1 is no"),
     "heads": (lambda s: decode(s)["of"].update(kv_heads=3), "8 query heads are no multiple of 3 key heads"),
     "nothing": (lambda s: prefill(s).update(batch=0), "batch 0 is below 1"),
+    "beyond": (lambda s: prefill(s).update(batch=10**30), "0 is above 2147483647, which no device holds"),
     "too few keys": (lambda s: decode(s)["of"].update(q_len=65), "kv_len 64 counts the 65 new tokens too"),
     "a shared part": (lambda s: decode(s)["of"].update(shared=24), "shared 24 must be whole pages of 16"),
     "twice": (

@@ -235,6 +235,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_run(run: Run, out:
     assert os.listdir() == []
 
 
+def test_a_link_to_itself_is_replaced(run: Run) -> None:
+    Path("trace.jsonl").symlink_to("trace.jsonl")
+    result = run("trace", "--", sys.executable, "-c", STOPPED.replace("os.kill(os.getpid(), signal.SIGTERM)", ""))
+    assert result.code == 0, result.err
+    assert not Path("trace.jsonl").is_symlink()
+    assert len(read_trace([Path("trace.jsonl")])) == 1
+
+
 STOPPED = """
 import os, signal, sys, polyattn, torch
 polyattn.attention(*torch.randn(3, 1, 5, 1, 8))

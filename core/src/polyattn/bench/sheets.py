@@ -37,6 +37,9 @@ _WORDS = {"dtype": QUERY_DTYPES, "kv_dtype": ("auto", *DTYPES)}
 """Fields of a row that take one of a few words. Which of them a cache of latent rows can be in, its format says when
 the row is planned."""
 
+LARGEST = 2**31 - 1
+"""What no size of a row is above: kernels count in 32 bits, and a row's lengths are a list of as many numbers."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -246,6 +249,9 @@ def _wrong(row: Row) -> str:
     }
     if small := [f"{name} {size}" for name, size in sizes.items() if size < 1]:
         return f"{', '.join(small)} is below 1"
+    most = {**sizes, "lengths": max(row.lengths, default=0), "v_head_dim": row.v_head_dim, "kv_len": row.kv_len}
+    if large := [f"{name} {size}" for name, size in most.items() if size > LARGEST]:
+        return f"{', '.join(large)} is above {LARGEST}, which no device holds"
     # 0 is where nothing is given: they are what another size says, or off.
     others = {"v_head_dim": row.v_head_dim, "kv_len": row.kv_len, "shared": row.shared, "softcap": row.softcap}
     if small := [f"{name} {size:g}" for name, size in others.items() if size < 0]:

@@ -105,7 +105,7 @@ def _beside(out: Path) -> Iterator[Path]:
     """An empty file that takes the place of `out` in the end, if anything is in it: also of a run that was stopped."""
     if out.exists() and not out.is_file():
         raise ConfigError(f"--out {out} is no file that can be replaced: name one, such as {TRACE}")
-    place = out.resolve()  # what a link leads to is replaced, not the link
+    place = Path(os.path.realpath(out))  # what a link leads to is replaced, not the link; of a ring, the link
     part = place.with_name(f"{place.name}.{os.getpid()}.part")
     try:
         part.touch()
