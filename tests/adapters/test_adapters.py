@@ -3,7 +3,9 @@ to what it must take."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import json
 import re
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn import adapters
+from polyattn import adapters, distributions
 from polyattn.errors import BackendUnavailableError, ConfigError
 from polyattn.evidence import Evidence
 from polyattn.plugins import get_manager
@@ -190,6 +192,41 @@ def test_what_cannot_be_imported(acme: Library, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(BackendUnavailableError, match=r"has no usable acme\.attn:attend: Modu") as broken:
         adapters.load(NEED, "acme.attn:attend")
     assert isinstance(broken.value.__cause__, ImportError)
+
+
+def test_what_another_package_has_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two distributions with one folder: the one that was installed first has the files of the other."""
+    lines = []
+    for name in ("__init__", "attn", "kept", "gone"):
+        file = tmp_path / "polyattn_shared" / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("")
+        digest = base64.urlsafe_b64encode(hashlib.sha256(b"").digest()).decode().rstrip("=")
+        lines.append(f"polyattn_shared/{name}.py,sha256={digest},0")
+    info = tmp_path / "polyattn_shared-1.2.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: polyattn-shared\nVersion: 1.2.3\n")
+    (info / "RECORD").write_text("\n".join([*lines, "polyattn_shared-1.2.3.dist-info/RECORD,,"]) + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    need = Requirement("polyattn-shared", module="polyattn_shared.attn", hint="pip install polyattn-shared")
+
+    with pytest.raises(BackendUnavailableError, match=r"AttributeError: .*Install one that does: pip install polyattn"):
+        adapters.load(need, "polyattn_shared.attn:attend")
+
+    (tmp_path / "polyattn_shared" / "attn.py").write_text("raise RuntimeError('of another')")
+    (tmp_path / "polyattn_shared" / "gone.py").unlink()
+    distributions.changed_files.cache_clear()
+    monkeypatch.delitem(sys.modules, "polyattn_shared.attn")
+    with pytest.raises(BackendUnavailableError) as broken:
+        adapters.load(need, "polyattn_shared.attn:attend")
+    assert str(broken.value) == (
+        "polyattn-shared 1.2.3 has no usable polyattn_shared.attn:attend: RuntimeError: of another. It is not as it "
+        "was installed: another package has replaced or removed polyattn_shared/attn.py and 1 more. Install it again, "
+        "last: pip install --force-reinstall --no-deps polyattn-shared==1.2.3"
+    )
+    distributions.changed_files.cache_clear()
+    distributions.distribution_version.cache_clear()
+    assert distributions.changed_files("polyattn-not-there") == ()
 
 
 def test_real_operators_show_their_keywords_in_their_schemas(acme: Library) -> None:

@@ -114,8 +114,9 @@ def _checked(
     try:
         found: Callable[..., Any] = find()
     except Exception as exc:  # on a machine they were not built for, libraries raise OSError, RuntimeError, ...
+        remedy = _reinstall(requirement) or _repair(requirement)
         raise BackendUnavailableError(
-            f"{_named(requirement)} has no usable {target}: {type(exc).__name__}: {exc}. {_repair(requirement)}"
+            f"{_named(requirement)} has no usable {target}: {type(exc).__name__}: {exc}. {remedy}"
         ) from exc
     if needs:
         taken = keywords(found)
@@ -143,10 +144,28 @@ def keywords(function: Any) -> frozenset[str]:
 
 
 def _named(requirement: Requirement) -> str:
+    return " ".join(_installed(requirement)) or requirement.distribution
+
+
+def _installed(requirement: Requirement) -> tuple[str, ...]:
+    """Name and version of the distribution that is here, of those that a requirement takes."""
     for name in (requirement.distribution, *requirement.also):
         if version := distributions.distribution_version(name):
-            return f"{name} {version}"
-    return requirement.distribution
+            return name, version
+    return ()
+
+
+def _reinstall(requirement: Requirement) -> str:
+    """What to do where another package has replaced files of the one that is needed; empty where none has."""
+    installed = _installed(requirement)
+    changed = distributions.changed_files(installed[0]) if installed else ()
+    if not changed:
+        return ""
+    more = f" and {len(changed) - 1} more" if changed[1:] else ""
+    return (
+        f"It is not as it was installed: another package has replaced or removed {changed[0]}{more}. Install it again, "
+        f"last: pip install --force-reinstall --no-deps {'=='.join(installed)}"
+    )
 
 
 def _repair(requirement: Requirement) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
@@ -12,7 +14,14 @@ from pathlib import Path
 from . import envvars
 from .records import Provider, Requirement
 
-__all__ = ["Availability", "availability", "distribution_version", "left_out", "normalise_distribution"]
+__all__ = [
+    "Availability",
+    "availability",
+    "changed_files",
+    "distribution_version",
+    "left_out",
+    "normalise_distribution",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +49,26 @@ def distribution_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def changed_files(name: str) -> tuple[str, ...]:
+    """Python files of an installed distribution that are gone, or not what it installed: packages that share a folder
+    replace and remove each other's. Reads them all, once."""
+    try:
+        files = importlib.metadata.files(name) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    ours = [(file, file.hash) for file in files if file.suffix == ".py"]
+    return tuple(sorted(str(file) for file, hashed in ours if hashed is not None and not _is_intact(file, hashed)))
+
+
+def _is_intact(file: importlib.metadata.PackagePath, hashed: importlib.metadata.FileHash) -> bool:
+    try:
+        digest = hashlib.new(hashed.mode, file.read_binary()).digest()
+    except OSError:
+        return False
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=") == hashed.value
 
 
 def left_out(name: str) -> bool:
