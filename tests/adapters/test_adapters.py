@@ -181,7 +181,7 @@ def test_a_missing_keyword_names_the_version_and_the_need(acme: Library) -> None
         adapters.load(NEED, "acme.attn:attend", {"causal": "causal calls", "return_attn_probs": "the LSE"})
     assert str(lacking.value) == (
         "acme.attn:attend of acme-attn 1.2.3 takes no 'return_attn_probs', which the LSE needs. Install one that "
-        "does: pip install acme-attn"
+        "does: pip install acme-attn, or go on without it: POLYATTN_WITHOUT=acme-attn"
     )
 
 
@@ -222,7 +222,8 @@ def test_what_another_package_has_replaced_is_named(tmp_path: Path, monkeypatch:
     assert str(broken.value) == (
         "polyattn-shared 1.2.3 has no usable polyattn_shared.attn:attend: RuntimeError: of another. It is not as it "
         "was installed: another package has replaced or removed polyattn_shared/attn.py and 1 more. Install it again, "
-        "last: pip install --force-reinstall --no-deps polyattn-shared==1.2.3"
+        "last: pip install --force-reinstall --no-deps polyattn-shared==1.2.3, or go on without it: "
+        "POLYATTN_WITHOUT=polyattn-shared"
     )
     distributions.changed_files.cache_clear()
     distributions.distribution_version.cache_clear()

@@ -114,7 +114,7 @@ def _checked(
     try:
         found: Callable[..., Any] = find()
     except Exception as exc:  # on a machine they were not built for, libraries raise OSError, RuntimeError, ...
-        remedy = _reinstall(requirement) or _repair(requirement)
+        remedy = _repair(requirement, broken=True)
         raise BackendUnavailableError(
             f"{_named(requirement)} has no usable {target}: {type(exc).__name__}: {exc}. {remedy}"
         ) from exc
@@ -155,18 +155,18 @@ def _installed(requirement: Requirement) -> tuple[str, ...]:
     return ()
 
 
-def _reinstall(requirement: Requirement) -> str:
-    """What to do where another package has replaced files of the one that is needed; empty where none has."""
-    installed = _installed(requirement)
-    changed = distributions.changed_files(installed[0]) if installed else ()
+def _repair(requirement: Requirement, *, broken: bool = False) -> str:
+    """What to do about a library that is not as it is needed. broken: it cannot be loaded at all."""
+    another = f"Install one that does: {requirement.hint}"
+    name, version = _installed(requirement) or ("torch", "")
+    if name == "torch":  # nobody goes on without that
+        return another
+    without = f"or go on without it: POLYATTN_WITHOUT={name}"
+    changed = distributions.changed_files(name) if broken else ()
     if not changed:
-        return ""
+        return f"{another}, {without}"
     more = f" and {len(changed) - 1} more" if changed[1:] else ""
     return (
         f"It is not as it was installed: another package has replaced or removed {changed[0]}{more}. Install it again, "
-        f"last: pip install --force-reinstall --no-deps {'=='.join(installed)}"
+        f"last: pip install --force-reinstall --no-deps {name}=={version}, {without}"
     )
-
-
-def _repair(requirement: Requirement) -> str:
-    return f"Install one that does: {requirement.hint}"
