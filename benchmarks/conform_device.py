@@ -354,7 +354,7 @@ def _same_machine(found: dict[str, Any], target: Installed) -> None:
     """Raises ConfigError where a result is of another architecture or software: evidence is of one of each. The devices
     may differ, whose names a report then has."""
     here = {"arch": target.facts.get("arch", ""), "versions": versions_of(target)}
-    then = {name: found[name] for name in here}
+    then = {name: found.get(name) for name in here}
     if found["device"] != "none" and here != then:
         raise ConfigError(
             f"the result of {found['backend']} cannot be gone on with: it is of {then}, and here is {here}. "

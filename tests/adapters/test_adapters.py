@@ -210,8 +210,10 @@ def test_what_another_package_has_replaced_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
     need = Requirement("polyattn-shared", module="polyattn_shared.attn", hint="pip install polyattn-shared")
 
-    with pytest.raises(BackendUnavailableError, match=r"AttributeError: .*Install one that does: pip install polyattn"):
-        adapters.load(need, "polyattn_shared.attn:attend")
+    for hint in ("pip install polyattn-shared", ""):  # without a hint: the same, from its name
+        said = "AttributeError: .* Install one that does: pip install polyattn-shared, or go on without it: POLY"
+        with pytest.raises(BackendUnavailableError, match=said):
+            adapters.load(dataclasses.replace(need, hint=hint), "polyattn_shared.attn:attend")
 
     (tmp_path / "polyattn_shared" / "attn.py").write_text("raise RuntimeError('of another')")
     (tmp_path / "polyattn_shared" / "gone.py").unlink()

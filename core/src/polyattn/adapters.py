@@ -144,23 +144,24 @@ def keywords(function: Any) -> frozenset[str]:
 
 
 def _named(requirement: Requirement) -> str:
-    return " ".join(_installed(requirement)) or requirement.distribution
+    return " ".join(_installed(requirement) or [requirement.distribution])
 
 
-def _installed(requirement: Requirement) -> tuple[str, ...]:
+def _installed(requirement: Requirement) -> tuple[str, str] | None:
     """Name and version of the distribution that is here, of those that a requirement takes."""
     for name in (requirement.distribution, *requirement.also):
         if version := distributions.distribution_version(name):
             return name, version
-    return ()
+    return None
 
 
 def _repair(requirement: Requirement, *, broken: bool = False) -> str:
     """What to do about a library that is not as it is needed. broken: it cannot be loaded at all."""
-    another = f"Install one that does: {requirement.hint}"
-    name, version = _installed(requirement) or ("torch", "")
-    if name == "torch":  # nobody goes on without that
+    another = f"Install one that does: {distributions.remedy(requirement)}"
+    installed = _installed(requirement)
+    if installed is None or installed[0] == "torch":  # nobody goes on without that
         return another
+    name, version = installed
     without = f"or go on without it: POLYATTN_WITHOUT={name}"
     changed = distributions.changed_files(name) if broken else ()
     if not changed:

@@ -21,6 +21,7 @@ __all__ = [
     "distribution_version",
     "left_out",
     "normalise_distribution",
+    "remedy",
 ]
 
 
@@ -106,11 +107,15 @@ def availability(provider: Provider, installed: Mapping[str, str] | None = None)
         if reason:
             reasons.append(reason)
             left = installed is None and left_out(need.distribution)
-            remedy = need.hint or f"pip install {need.distribution}{need.versions}"
-            hints.append(f"take {need.distribution} out of it" if left else remedy)
+            hints.append(f"take {need.distribution} out of it" if left else remedy(need))
         else:
             found.append(f"{need.distribution} {version}".strip())
     return Availability(not reasons, ", ".join(found), "; ".join(reasons), "; and ".join(dict.fromkeys(hints)))
+
+
+def remedy(need: Requirement) -> str:
+    """How to get what is needed."""
+    return need.hint or f"pip install {need.distribution}{need.versions}"
 
 
 def _amiss(need: Requirement, version: str | None, here: bool) -> str:
