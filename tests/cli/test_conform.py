@@ -246,6 +246,7 @@ def test_torch_is_loaded_when_something_is_run() -> None:
         (("intel_amx",), 4, "intel_amx@cpu is unavailable: sgl-kernel-cpu is not installed"),
         (("torch_sdpa", "--device", "banana"), 2, "--device banana: torch has no such device here: it has cpu"),
         (("torch_sdpa", "--device", "meta"), 2, "--device meta: torch has no such device here: it has cpu"),
+        (("torch_sdpa", "--device", "cpu:3"), 2, "--device cpu:3: torch has no such device here: it has one cpu"),
         (("acme", "--device", "cuda"), 4, "there is no acme on device cuda. acme is registered as: acme@cpu (cpu)"),
         ((), 2, "which backend? polyattn conform BACKEND; `polyattn list` shows them"),
         (("acme", "--quick", "--full"), 2, "--quick and --full exclude each other: leave one out"),

@@ -68,7 +68,8 @@ def test_json(run: Run, somewhere: Path) -> None:
         (["--seconds", "-1"], 2, "--seconds -1: give a number above 0"),
         (["--seconds", "inf"], 2, "--seconds inf: give a finite number of seconds"),
         (["--seconds", "soon"], 2, "--seconds 'soon' is not a number"),
-        (["--device", "acme"], 2, "no device of torch"),
+        (["--device", "acme"], 2, "--device acme: torch has no such device here: it has cpu"),
+        (["--device", "meta"], 2, "--device meta: torch has no such device here: it has cpu"),
         (["--number", "-1"], 2, "--number -1: give 0 or more"),
         (["--out", __file__], 2, "is a file; give a folder"),
     ],
@@ -77,7 +78,7 @@ def test_wrong_usage(run: Run, words: list[str], code: int, said: str) -> None:
     shown = run("fuzz", *words)
     assert shown.code == code
     assert said in " ".join(shown.err.split())
-    if "--seconds" in words:
+    if {"--seconds", "--device"} & set(words):
         assert shown.out == "", "before the seed is said"
 
 

@@ -54,11 +54,13 @@ def conform(
     if planted_bugs:
         _planted(console, as_json)
         return
-    _check_device(device)
+    _check_kind(device)
     here = place(backend or "", device)
     if here.missing:
         _not_run(console, here, strict_device, as_json)
         return
+    if device != AUTO:
+        _check_device(device)
     report = _run(console, here, full=not quick, dtypes=dtypes, families=families, quiet=as_json)
     wanted = not no_evidence and not partial and (write_evidence or not quick)
     path, why_not = _recorded(report) if wanted and report.ok else (None, "")
@@ -90,13 +92,17 @@ def _agree(
         )
 
 
-def _check_device(device: str) -> None:
+def _check_kind(device: str) -> None:
     """A kind of device that is no platform's is a slip. Of the others `place` knows more, and needs no torch."""
     kinds = {platform.device_type for platform in get_manager().platforms.values()}
     if device.partition(":")[0] not in {AUTO, *kinds}:
-        from ..measuring.devices import named_device
+        _check_device(device)
 
-        named_device(device)
+
+def _check_device(device: str) -> None:
+    from ..measuring.devices import named_device
+
+    named_device(device)
 
 
 def _words(flag: str, text: str | None, known: Iterable[str]) -> list[str] | None:

@@ -34,7 +34,10 @@ def fuzz(
     seconds: Annotated[float, typer.Option(metavar="N", help="How long to go on.")] = 60.0,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Of the calls. Without it: a new one.")] = None,
     number: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only this call of the seed.")] = None,
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="A torch device, such as cuda:0.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option("--device", metavar="DEVICE", help="A torch device, such as cuda:0; auto: a GPU, else the CPU."),
+    ] = "cpu",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where scripts of failures go.")] = Path("polyattn-fuzz"),
     as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
 ) -> None:
@@ -43,13 +46,15 @@ def fuzz(
     A fine call must agree with the reference or be refused with a reason, a wrong one refused with a typed error. Each
     failure is made as small as it gets and written as a script. Exit code 1 when there is one.
     """
-    from ..testing import fuzz as fuzzing  # it needs torch
+    from ..measuring.devices import named_device
+    from ..testing import fuzz as fuzzing  # these need torch
 
     above_zero("--seconds", seconds)
     if math.isinf(seconds):
         raise ConfigError(f"--seconds {seconds:g}: give a finite number of seconds")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder, or a name that is free")
+    where = str(named_device(device))
     seed = random.randrange(2**31) if seed is None else seed
     console = screen()
     if not as_json:
@@ -61,7 +66,7 @@ def fuzz(
             backend or None,
             seed=seed,
             seconds=seconds,
-            device=device,
+            device=where,
             out=out,
             number=number,
             tell=lambda so_far: bar.update(task, completed=so_far.drawn),
