@@ -207,6 +207,17 @@ def test_what_is_left_out_counts_as_not_installed(run: Run, plugin: Plugin, monk
     assert why()[1].startswith("take pluggy out of it; or: build it from source")
 
 
+@pytest.mark.parametrize("left", ["acme-easy", "Pluggy"])
+def test_either_name_of_what_is_needed_leaves_it_out(
+    run: Run, plugin: Plugin, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    plugin("acme", NOT_INSTALLED.replace("hint=hint)", 'hint=hint, also=("pluggy",))'))
+    monkeypatch.setenv("POLYATTN_WITHOUT", left)
+    (entry,) = (entry for entry in run("doctor", "--json").data["backends"] if entry["name"] == "acme_both")
+    assert entry["why"].startswith(f"{left.lower()} is left out by POLYATTN_WITHOUT; torch ")
+    assert entry["do"] == f"take {left.lower()} out of it; and pip install torch<1"
+
+
 DETECTION_RAISES = """
 from polyattn.hookspecs import hookimpl
 from polyattn.records import PlatformInfo

@@ -69,6 +69,15 @@ def test_an_error_in_strict_mode(
         what_if(AttentionRequest(**changes), platform=platform, installed=installed, backend=name, strict=True)
 
 
+def test_the_reference_is_itself_on_mps() -> None:
+    """It is what others are compared with, and the only one there with a softcap: selection names it."""
+    softcap = AttentionRequest(softcap=30.0)
+    with pytest.raises(UnsupportedRequestError, match="By name these can: reference"):
+        what_if(softcap, platform="mps")
+    selection = what_if(softcap, platform="mps", backend="reference", strict=True)
+    assert (selection.backend, selection.fallback) == ("reference", False)
+
+
 def test_cross_attention_of_a_sparse_method_is_asked_as_dense() -> None:
     sparse = AttentionRequest(family="block_sparse", method="sta", block_map=True, cross=True, s_relation="more")
     selection = what_if(sparse, platform="cuda:sm90", installed=("flash-attn-3",), backend="sliding_tile_attn")

@@ -106,8 +106,8 @@ def availability(provider: Provider, installed: Mapping[str, str] | None = None)
         reason = _amiss(need, version, installed is None)
         if reason:
             reasons.append(reason)
-            left = installed is None and left_out(need.distribution)
-            hints.append(f"take {need.distribution} out of it" if left else remedy(need))
+            left = _left_out_as(need) if installed is None else ""
+            hints.append(f"take {left} out of it" if left else remedy(need))
         else:
             found.append(f"{need.distribution} {version}".strip())
     return Availability(not reasons, ", ".join(found), "; ".join(reasons), "; and ".join(dict.fromkeys(hints)))
@@ -120,8 +120,8 @@ def remedy(need: Requirement) -> str:
 
 def _amiss(need: Requirement, version: str | None, here: bool) -> str:
     """Why an installed `version` of a distribution (None: not installed) is not what is needed; empty when it is."""
-    if version is None and here and left_out(need.distribution):
-        return f"{need.distribution} is left out by POLYATTN_WITHOUT"
+    if here and (left := _left_out_as(need)):
+        return f"{left} is left out by POLYATTN_WITHOUT"
     if version is None:
         impostor = f"; the registry has {need.impostor}" if need.impostor else ""
         return f"{need.distribution}{need.versions} is not installed{impostor}"
@@ -131,6 +131,11 @@ def _amiss(need: Requirement, version: str | None, here: bool) -> str:
         what = need.impostor or f"{need.distribution} without {need.module}"
         return f"the installed {need.distribution} {version} is {what}"
     return ""
+
+
+def _left_out_as(need: Requirement) -> str:
+    """The name under which POLYATTN_WITHOUT has what is needed; empty where it has not. Either name is all of it."""
+    return next(filter(left_out, (need.distribution, *need.also)), "")
 
 
 def _lookup(need: Requirement, installed: Mapping[str, str] | None) -> str | None:

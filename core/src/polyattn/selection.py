@@ -450,7 +450,7 @@ def _explicit(asked: _Judge, choice: Choice) -> Selection:
     request = asked.request
     offer, only, name = resolve(choice.name, request, asked.catalogue, choice.source)
     platform = asked.catalogue.platforms.get(request.platform)
-    if platform is not None and platform.fallback and name != platform.fallback:
+    if platform and platform.fallback not in ("", name) and (offer is None or offer.info.priority is not None):
         step = Fallback(platform.fallback, platform.fallback_why)
         return _fall_back(asked, choice, name, step, [platform.fallback_why])
     if offer is None:

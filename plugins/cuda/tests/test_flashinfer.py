@@ -507,6 +507,22 @@ def test_a_scale_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host(scale) == 0.25
 
 
+def test_threads_take_turns_to_remember_scales() -> None:
+    host, scales = HostScale(), [torch.tensor(0.5), torch.tensor(0.25)]
+    host(scales[0])
+    with host._writing:
+        other = threading.Thread(target=host, args=(scales[1],))
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()
+        assert len(host._known) == 1
+    other.join()
+    assert [known[2] for known in host._known.values()] == [0.5, 0.25]
+    scales.pop()
+    host(torch.tensor(0.125))
+    assert 0.25 not in [known[2] for known in host._known.values()], "a tensor that is gone is forgotten"
+
+
 def test_a_scale_that_is_not_known_is_not_read_while_recording(capturing: None) -> None:
     class OnGPU(Tensor):
         is_cuda = True

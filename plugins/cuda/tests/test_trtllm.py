@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -383,6 +384,39 @@ def test_a_stream_has_a_workspace_and_a_recorded_call_its_own(monkeypatch: pytes
     larger = memory.workspace_of(gpu, 2 * memory.WORKSPACE)
     assert larger.numel() == 2 * memory.WORKSPACE
     assert memory.workspace_of(gpu) is larger
+
+
+def test_threads_of_a_stream_do_not_take_memory_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread makes the usual workspace, another asks for a larger one."""
+    found: dict[int, Tensor] = {}
+    begun, stored = threading.Event(), threading.Event()
+    many = 2 * memory.WORKSPACE
+
+    class Kept(dict[Any, Tensor]):
+        def __setitem__(self, key: Any, made: Tensor) -> None:
+            super().__setitem__(key, made)
+            stored.set()
+
+    def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if size < many:
+            begun.set()
+            stored.wait(0.2)  # where the other does not wait for this one
+        return torch.empty(1, dtype=dtype).expand(size)
+
+    def ask(size: int) -> None:
+        found[size] = memory.workspace_of(torch.device("cuda", 0), size)
+
+    monkeypatch.setattr(memory, "_kept", Kept())
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    usual = threading.Thread(target=ask, args=(memory.WORKSPACE,))
+    usual.start()
+    assert begun.wait(10)
+    ask(many)
+    usual.join()
+    assert (found[memory.WORKSPACE].numel(), found[many].numel()) == (memory.WORKSPACE, many)
+    assert [made.numel() for made in memory._kept.values()] == [many]
 
 
 # ---------------------------------------------------------------------------------------------------- devices, launches

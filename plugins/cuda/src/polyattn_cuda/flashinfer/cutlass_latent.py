@@ -14,7 +14,8 @@ from polyattn.packing import per_token
 from polyattn.placement import placed
 from polyattn.records import AttentionRequest
 
-from ..records.common import ABSORBED, SGL_KERNEL
+from ..records.common import ABSORBED
+from ..records.serving import SGL_CUTLASS
 from .latent import Latent
 from .results import delivered
 from .scales import scale_of
@@ -40,8 +41,8 @@ class _Decode:
 
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
-        self.kernel = adapters.load(SGL_KERNEL, "sgl_kernel.attention:cutlass_mla_decode")
-        self.workspace_size = adapters.load(SGL_KERNEL, "sgl_kernel.attention:cutlass_mla_get_workspace_size")
+        self.kernel = adapters.load(SGL_CUTLASS, "sgl_kernel.attention:cutlass_mla_decode")
+        self.workspace_size = adapters.load(SGL_CUTLASS, "sgl_kernel.attention:cutlass_mla_get_workspace_size")
         self.scale, self.factor = scale_of(request)
 
     def nbytes(self, max_seqlen_k: int, sequences: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 
 import torch
@@ -17,6 +18,7 @@ TILE = 32
 """Rows of a tile of XQA's drafts: (draft, head of the group), draft by draft."""
 
 _kept: dict[Hashable, Tensor] = {}
+_growing = threading.Lock()
 
 
 def lse_bytes(heads: int, sequences: int, max_seqlen_q: int) -> int:
@@ -45,9 +47,14 @@ def workspace_of(device: torch.device, nbytes: int = WORKSPACE) -> Tensor:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _kept or _kept[key].numel() < nbytes:
-        _kept[key] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    return _kept[key]
+    found = _kept.get(key)
+    if found is not None and found.numel() >= nbytes:
+        return found
+    with _growing:  # threads of one stream: what one of them made larger stays
+        found = _kept.get(key)
+        if found is None or found.numel() < nbytes:
+            found = _kept[key] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return found
 
 
 def counters(memory: Callable[[str, int], Tensor], sequences: int, heads: int, processors: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
@@ -65,6 +66,7 @@ class HostScale:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, float]] = {}
+        self._writing = threading.Lock()
 
     def __call__(self, scale: Tensor | None) -> float | None:
         """
@@ -86,6 +88,9 @@ class HostScale:
                 "device while a CUDA graph is recorded: run the step once before it is recorded"
             )
         value = float(scale)
-        self._known = {key: entry for key, entry in self._known.items() if entry[0]() is not None}
-        self._known[id(scale)] = (weakref.ref(scale), version, value)
+        with self._writing:  # one adapter serves all threads
+            gone = [key for key, entry in self._known.items() if entry[0]() is None]
+            for key in gone:
+                del self._known[key]
+            self._known[id(scale)] = (weakref.ref(scale), version, value)
         return value

@@ -45,9 +45,13 @@ FLASHINFER = Requirement(
     "flashinfer-python", ">=0.6.18", module="flashinfer", hint="pip install -U flashinfer-python", also=("flashinfer",)
 )
 FLASHINFER_MLA_LIBRARY = Requirement(
-    "flashinfer-python", ">=0.7", module="flashinfer.mla", hint="pip install -U flashinfer-python", also=("flashinfer",)
+    "flashinfer-python",
+    ">=0.7.1",
+    module="flashinfer.mla",
+    hint="pip install -U flashinfer-python",
+    also=("flashinfer",),
 )
-"""With MLAPlanMetadata, and the base of an LSE as an argument."""
+"""With MLAPlanMetadata, and the base of an LSE as an argument of every kernel."""
 
 SHAPES: dict[str, Any] = {"misaligned": True, "zero_size": True}
 LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -366,7 +370,7 @@ CUTEDSL_MLA = BackendInfo(
     compiles=True,
     upstream=UPSTREAM,
     note="decode and verification only: pair it with a prefill backend such as trtllm_mla. The name tokenspeed_mla "
-    "needs an FP8 cache",
+    "needs an FP8 cache; its adapter is planned",
 )
 
 BACKENDS = (FLASHINFER_MHA, FLASHINFER_MLA, TRTLLM_MHA, TRTLLM_MLA, CUTEDSL_MLA)

@@ -25,7 +25,7 @@ from .cudnn import CUDNN_FRONTEND
 
 FLASHINFER_CUDNN = Requirement(
     "flashinfer-python",
-    ">=0.7",
+    ">=0.7.1",
     module="flashinfer.cudnn",
     hint="pip install -U flashinfer-python",
     also=("flashinfer",),

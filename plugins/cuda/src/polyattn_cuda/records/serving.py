@@ -22,7 +22,6 @@ from .common import (
     PHASES,
     PORTABLE,
     SERVING,
-    SGL_KERNEL,
     UNABSORBED,
     free_slots,
 )
@@ -31,10 +30,18 @@ from .flashinfer import FLASHINFER_MLA_LIBRARY, LATENT_HEADS, SHAPES
 FLASH_MLA = Requirement(
     "flash-mla",
     module="flash_mla.flash_mla_interface",
-    hint="run pip install . in a checkout of https://github.com/deepseek-ai/FlashMLA, or pip install sgl-flash-mla",
+    hint="run pip install . in a checkout of https://github.com/deepseek-ai/FlashMLA",
 )
 SGL_FLASH_MLA = Requirement("sgl-flash-mla", module="flash_mla.flash_mla_interface", hint="pip install sgl-flash-mla")
 VLLM_FLASH_MLA = Requirement("vllm", module="vllm.third_party.flashmla.flash_mla_interface", hint="pip install vllm")
+SGL_CUTLASS = Requirement(
+    "sgl-kernel",
+    "<0.4.7",
+    module="sgl_kernel.attention",
+    hint="pip install 'sglang-kernel<0.4.7'",
+    also=("sglang-kernel",),
+)
+"""0.4.7 has no CUTLASS latent decode any more."""
 HPC_OPS_PACKAGE = Requirement(
     "hpc-ops", module="hpc", hint="build it from https://github.com/Tencent/hpc-ops; it is not on PyPI"
 )
@@ -57,7 +64,7 @@ FLASHMLA_COMMON: dict[str, Any] = {
 }
 FLASHMLA_ROWS = (
     row(
-        when={"arch": HOPPER, "kv_dtype": KV_DTYPES},
+        when={"arch": HOPPER, "kv_dtype": LATENT_DTYPES},
         lowered=DEQUANTISE,
         **FLASHMLA_COMMON,
         kv_dtype="auto",
@@ -128,13 +135,13 @@ CUTLASS_MLA = BackendInfo(
             "sgl-kernel",
             (CUTLASS_DECODE,),
             target="polyattn_cuda.flashinfer.cutlass_latent:CutlassMLA",
-            requires=(SGL_KERNEL,),
+            requires=(SGL_CUTLASS,),
         ),
         Provider(
             "sgl-kernel+flashinfer",
             (CUTLASS_DECODE, CUTLASS_REST),
             target="polyattn_cuda.flashinfer.cutlass_latent:CutlassMLA",
-            requires=(SGL_KERNEL, FLASHINFER_MLA_LIBRARY),
+            requires=(SGL_CUTLASS, FLASHINFER_MLA_LIBRARY),
         ),
     ),
     summary="CUTLASS on latent caches",
