@@ -150,6 +150,16 @@ def test_the_nearest_row_explains_a_refusal():
         assert judge(rows, AttentionRequest()).reasons == ("head_dim=128 is not 64",)
 
 
+def test_rows_that_want_other_values_of_one_field_are_told_together():
+    rows = [row(**PLAIN, when={"arch": archs}) for archs in ("sm90", ("sm80", "sm90"), ("sm100",))]
+    asked = AttentionRequest(arch="sm86")
+    assert judge(rows, asked).reasons == ("arch='sm86' is not one of sm90, sm80, sm100",)
+    other = row(**PLAIN, when={"arch": "sm120", "cross": True})
+    assert judge([*rows, other], asked).reasons == ("arch='sm86' is not one of sm90, sm80, sm100",)
+    bounded = row(**PLAIN, when={"head_dim": Range(256)})
+    assert judge([bounded, row(**PLAIN, when={"head_dim": 192})], asked).reasons == ("head_dim=128 is not >= 256",)
+
+
 def test_where_no_row_applies_the_nearest_condition_explains_it():
     rows = (row(**PLAIN, when={"arch": "sm90", "cross": True}), row(**PLAIN, when={"arch": "sm100"}))
     assert judge(rows, AttentionRequest(arch="sm80")).reasons == ("arch='sm80' is not sm100",)

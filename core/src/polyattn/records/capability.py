@@ -236,9 +236,7 @@ def _constraint(name: str, value: Any) -> Constraint | None:
     if isinstance(value, (set, frozenset)):
         value = tuple(sorted(value))
     if isinstance(value, (tuple, list)):
-        if name == "grad":
-            return SubsetOf(tuple(value))
-        return OneOf(tuple(value))
+        return (SubsetOf if name == "grad" else OneOf)(tuple(value))
     return OneOf((value,))
 
 
@@ -307,18 +305,14 @@ Verdict = Accepted | Rejected
 
 def judge(rows: Sequence[Row], request: AttentionRequest, active: Iterable[tuple[str, Any]] | None = None) -> Verdict:
     """The verdict of capability rows: the first row that needs fewest lowerings, else the nearest miss's reasons."""
-    active = request.active() if active is None else active
-    active = tuple(active)
+    active = tuple(request.active() if active is None else active)
     best: tuple[list[str], Row] | None = None
     nearest: list[str] | None = None
-    outside: list[str] | None = None
     for candidate in rows:
-        if not_here := candidate.applies(request):
-            outside = not_here if outside is None or len(not_here) < len(outside) else outside
+        if candidate.applies(request):
             continue
-        missing = _undeclared(candidate)
         reasons, lowerings = candidate.misses(request, active)
-        reasons = missing + reasons
+        reasons = _undeclared(candidate) + reasons
         if reasons:
             nearest = reasons if nearest is None or len(reasons) < len(nearest) else nearest
         elif best is None or len(lowerings) < len(best[0]):
@@ -327,12 +321,21 @@ def judge(rows: Sequence[Row], request: AttentionRequest, active: Iterable[tuple
                 break
     if best is not None:
         return Accepted(tuple(best[0]), best[1])
-    return Rejected(nearest or outside or ["no capability row is declared"])
+    return Rejected(nearest or _outside(rows, request) or ["no capability row is declared"])
+
+
+def _outside(rows: Sequence[Row], request: AttentionRequest) -> list[str]:
+    """Why none of the rows applies: what is wrong for the nearest. Where that is one field, what all of these want."""
+    wrong = [{n: c for n, c in one.when.items() if c.reason(getattr(request, n)) is not None} for one in rows]
+    fewest = min(wrong, key=len, default={})
+    alike = [c for one in wrong if one.keys() == fewest.keys() for c in one.values()]
+    wanted = dict.fromkeys(value for c in alike if isinstance(c, OneOf) for value in c.values)
+    if len(fewest) == 1 and all(isinstance(c, OneOf) for c in alike):
+        fewest = dict.fromkeys(fewest, OneOf(tuple(wanted)))
+    return _sentences(request, fewest, {})[0]
 
 
 def _undeclared(candidate: Row) -> list[str]:
-    names = ("family", "dtype", "head_dim")
     have = {*candidate.allows, *candidate.when}
-    if "dims" in have:
-        have.add("head_dim")
+    names = ("family", "dtype", "dims" if "dims" in have else "head_dim")
     return [f"the capability row does not declare {n}" for n in names if n not in have]
