@@ -149,6 +149,39 @@ def test_who_is_quarantined_is_shown_and_released(run: Run) -> None:
     assert polyattn.explain(request).backend == "torch_sdpa"
 
 
+def test_who_is_quarantined_is_not_said_to_serve(run: Run) -> None:
+    """As one that is fast at these lengths, and crashed at others."""
+    (first,) = run("tune", "--request", DENSE, "--rounds", "1", "--json").data["workloads"]
+    (row,) = tuning.store().rows()
+
+    def hold(name: str) -> None:
+        tuning.quarantine(tuning.Quarantined(row.place, name, row.key["request"], "crashed", "2026-01-02"))
+
+    def chosen() -> str:
+        return " ".join(run("tune", "--show").out.replace("│", "").split()).partition(" us")[0].split()[-2]
+
+    assert chosen() == first["best"]
+    order = list(first["times"])
+    hold(order[0])
+    (known,) = run("tune", "--request", DENSE, "--json").data["workloads"]
+    assert (known["outcome"], known["best"], list(known["times"])) == ("known", order[1], order[1:])
+    assert chosen() == order[1]
+    for name in order[1:]:
+        hold(name)
+    assert " nobody " in " ".join(run("tune", "--show").out.split())
+    (last,) = run("tune", "--request", DENSE, "--json").data["workloads"]
+    assert (last["outcome"], last["times"]) == ("alone", {})
+
+
+def test_a_pool_that_does_not_fit_ends_its_request_only(run: Run) -> None:
+    """On a CPU the system refuses it."""
+    much = "family=paged phase=decode heads=32 kv_heads=8 page_size=16 batch=16777216 k=131072"
+    told = run("tune", "--request", much, "--request", DENSE, "--rounds", "1", "--json")
+    refused, measured = told.data["workloads"]
+    assert (told.code, refused["outcome"], measured["outcome"]) == (0, "refused", "measured")
+    assert refused["quarantined"] == []
+
+
 def test_the_name_of_who_is_released_is_checked(run: Run) -> None:
     held = tuning.Quarantined(tuning_place("cpu"), "gone", tuning.request_key(AttentionRequest()), "hung", "2026-01-02")
     tuning.quarantine(held)
@@ -218,6 +251,7 @@ def test_what_is_kept_goes_from_store_to_store(run: Run, monkeypatch: pytest.Mon
         monkeypatch.setenv("POLYATTN_TUNING_STORE", f"other{words[0]}.sqlite3")
         tuning.reload()
         assert list(run("tune", *words, "--json").data.values()) == [1]
+        assert run("tune", *words).out.rstrip().endswith(": 0 of 1"), "what is here is as late"
         assert run("tune", "--request", DENSE, "--json").data["workloads"][0]["outcome"] == "known"
     data = json.loads(Path("kept.json").read_text())
     data["measurements"][0]["value"]["times"]["rm -rf"] = 1.0

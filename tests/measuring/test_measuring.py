@@ -389,6 +389,13 @@ def test_what_cannot_be_measured_says_so(fields, lengths, message):
         (EXTEND, ((5, 3),), 0, "S_k is S_q or more"),
         (DECODE, ((1, 9), (7, 9)), 0, "one query per sequence, and here S_q is 7: more are phase extend or verify"),
         (DECODE, ((1, 3),), 7, "shared=7 with kv_parts=0"),
+        (
+            {"heads": 4, "kv_heads": 3},
+            ((5, 5),),
+            0,
+            "heads=4 is no multiple of kv_heads=3: every key head serves as many",
+        ),
+        ({}, ((10**19, 10**19),), 0, "a length of 10,000,000,000,000,000,000: no tensor has more than 9,223,372,036"),
     ],
 )
 def test_lengths_that_a_request_cannot_have(fields, lengths, shared, message):

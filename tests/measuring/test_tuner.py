@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -587,6 +588,8 @@ def test_inputs_that_do_not_fit_in_the_other_process(odd):
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("out of resource: shared memory"), False),
         (ValueError("DefaultCPUAllocator: "), False),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.EACCES, "Permission denied"), False),
     ],
 )
 def test_which_errors_are_of_memory(error, memory):

@@ -258,6 +258,8 @@ def test_a_file_that_is_none_is_an_error_or_begun_anew(own_store, make, message)
     make(own_store)
     with pytest.raises(ConfigError, match=rf"tuning.sqlite3 {message}; name another file with POLYATTN_TUNING_STORE"):
         TuningStore(own_store)
+    with pytest.raises(ConfigError, match=rf"tuning.sqlite3 {message}; name another file with --merge\.$"):
+        TuningStore(own_store, by="--merge")
     with pytest.warns(
         RuntimeWarning, match=rf"{message}.* It was moved to .*tuning.sqlite3.old, and a new one is begun"
     ):
@@ -428,7 +430,9 @@ def test_an_export_is_imported_elsewhere(own_store, tmp_path):
     data = json.loads(json.dumps(store.export()))
     other = TuningStore(tmp_path / "other.sqlite3")
     other.record(row(microseconds=1.0, date="2026-02-01"))
-    assert other.import_rows(data, backends=["torch_sdpa"]) == 2
+    assert other.import_rows(data, backends=["torch_sdpa"]) == 1, "one is here, and later"
+    assert other.import_rows(data, backends=["torch_sdpa"]) == 0
+    assert TuningStore().import_rows({**data, "measurements": data["measurements"] * 2}) == 2, "in memory too"
     assert {r.subject: r.microseconds for r in other.rows()} == {"backend": 12.5, "kernel:test.decode": 1.0}
 
 

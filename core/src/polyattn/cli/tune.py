@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -232,7 +233,7 @@ def _is_store(path: Path) -> bool:
 
 
 def _keep(export: Path | None, imports: list[Path], merges: list[Path], release: str | None, as_json: bool) -> None:
-    store, said = tuning.store(), {}
+    store, said, given = tuning.store(), {}, {}
     known = {name for name, _ in get_manager().backends}
     if release is not None:
         _check_release(release, known | {held.backend for held in store.quarantined()})
@@ -249,13 +250,15 @@ def _keep(export: Path | None, imports: list[Path], merges: list[Path], release:
             raise ConfigError(f"--import {path}: there is no such file") from exc
         except (OSError, ValueError, RecursionError) as exc:
             raise ConfigError(f"--import {path} cannot be read as JSON: {exc}") from exc
-        said[f"imported from {path}"] = store.import_rows(data, known, str(path))
+        what = f"imported from {path}"
+        said[what], given[what] = store.import_rows(data, known, str(path)), len(data["measurements"])
     for path in merges:
         if not path.is_file():
             raise ConfigError(f"there is no store {path}; --merge takes another machine's or process's tuning store")
         if not _is_store(path):
             raise ConfigError(f"--merge {path}: this is no tuning store; what --export wrote goes to --import")
-        said[f"merged from {path}"] = store.import_rows(TuningStore(path).export(), known, str(path))
+        data, what = TuningStore(path, by="--merge").export(), f"merged from {path}"
+        said[what], given[what] = store.import_rows(data, known, str(path)), len(data["measurements"])
     if release is not None:
         said[f"released {release}"] = tuning.release(None if release == ALL else release)
     if export is not None:
@@ -269,7 +272,10 @@ def _keep(export: Path | None, imports: list[Path], merges: list[Path], release:
     if as_json:
         show_json(said)
     else:
-        screen().print(facts([(what, str(count)) for what, count in said.items()]))
+        for what, count in said.items():
+            # Of two measurements of one thing the later is kept.
+            of = f" of {given[what]}" if what in given else ""
+            screen().print(f"{what}: {count}{of}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _check_release(name: str, known: Collection[str]) -> None:
@@ -295,12 +301,15 @@ def _show(as_json: bool) -> None:
     console.print(title("Measurements", str(store.path)))
     table = grid("request", "!chosen", "others", "!date", "place")
     for row in (row for row in rows if row.subject == tuning.BACKEND):
-        best = row.value["backend"]
         times, host = row.value["times"], row.value.get("host", {})
+        out = {one.backend for one in held if (one.place, dict(one.key)) == (row.place, row.key["request"])}
+        measured = tuning.measured_of(row)
+        left = dataclasses.replace(measured, times=measured.without(out))
+        best = next(iter(left.costs(recorded=bool(row.key["request"].get("graph_capture")))), "")
         others = ", ".join(f"{name} {_took(times, host, name)}" for name in times if name != best)
         table.add_row(
             _shown(row.key),
-            Text(f"{best} {_took(times, host, best)}", style="good"),
+            Text(f"{best} {_took(times, host, best)}", style="good") if best else Text("nobody", style="warn"),
             others,
             row.date[:10],
             str(row.place),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import gc
 import itertools
@@ -296,9 +297,12 @@ def without_folders(text: str) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether that is what it comes from. On a CPU, and from a library's calls of CUDA, it has no class of its own."""
+    """Whether that is what it comes from. On a CPU, and from a library's calls of CUDA, it has no class of its own; of
+    a pool on a CPU it is the system that says so."""
     while error is not None:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             return True
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
             return True

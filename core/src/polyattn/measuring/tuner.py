@@ -96,8 +96,9 @@ class Tried:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as without measurements, by the device or the host, whichever takes longer."""
-        costs = {name: max(time, self.host.get(name, 0.0)) for name, time in self.times.items()}
+        """How many times as fast as without measurements, by what decides (`Measured.costs`)."""
+        measured = Measured(self.workload.buckets, self.times, "", host=self.host)
+        costs = measured.costs(recorded=bool(self.workload.request.graph_capture))
         return costs[self.rule] / costs[self.best] if self.rule in costs else 1.0
 
 
@@ -159,10 +160,10 @@ def tune_one(
     except PolyattnError as exc:
         return Tried(workload, "refused", reason=str(exc).partition("\n")[0])
     rule = next((c.name for c in able if c.chosen), "")
-    # What `strict` time was too short for is measured where there is more of it.
-    if known and not known[0].shipped and (strict or not known[0].late):
-        return Tried(workload, "known", *_chosen_first(known[0], workload), rule)
     avoided = set(advise(workload.request, lambda: place).avoid)
+    # What `strict` time was too short for is measured where there is more of it.
+    if known and not known[0].shipped and (strict or not known[0].late) and (left := known[0].without(avoided)):
+        return Tried(workload, "known", *_chosen_first(dataclasses.replace(known[0], times=left), workload), rule)
     able = tuple(c for c in able if not avoided & {c.whole, c.selection.backend})
     if len(able) < 2:
         return Tried(workload, "alone", rule=rule, reason="no other backend takes it")

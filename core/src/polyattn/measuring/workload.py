@@ -14,6 +14,7 @@ from ..tuning import bucket, request_key, with_lengths
 __all__ = ["Workload"]
 
 CACHED = ("paged", "mla")
+_LONGEST = 2**63 - 1
 _UNMADE: Mapping[str, tuple[Any, ...]] = {
     "family": ("linear",),
     "zero_size": (True,),
@@ -48,6 +49,12 @@ class Workload:
         object.__setattr__(self, "request", request)
         if not self.lengths or min(min(pair) for pair in self.lengths) < 1:
             raise InvalidInputError(f"lengths={list(self.lengths)[:4]}: one sequence or more, with S_q and S_k above 0")
+        if max(self.longest) > _LONGEST:
+            raise InvalidInputError(f"a length of {max(self.longest):,}: no tensor has more than {_LONGEST:,} rows")
+        if request.heads % max(request.kv_heads, 1):
+            raise InvalidInputError(
+                f"heads={request.heads} is no multiple of kv_heads={request.kv_heads}: every key head serves as many"
+            )
         dense = request.family in ("dense", "block_sparse")
         if dense and len(set(self.lengths)) > 1:
             raise InvalidInputError(f"the sequences of family {request.family} have one length; got {self.lengths[:4]}")

@@ -21,7 +21,7 @@ from .choices import (
 from .current import MODES, default_path, kernel_config, mode, quarantine, record, release, reload, store, watch
 from .kernels import Choices, Kernel, Key, bucket, register_kernel, registered_kernels
 from .keys import request_key, request_of
-from .known import shipped_devices
+from .known import measured_of, shipped_devices
 from .offline import MOST_CANDIDATES, Trial, Tuned, note_serving, serving, tune
 from .places import cpu_name, driver, place_of
 from .rows import BACKEND, Place, Quarantined, Row
@@ -54,6 +54,7 @@ __all__ = [
     "driver",
     "kernel_config",
     "measured",
+    "measured_of",
     "meet",
     "mode",
     "note_serving",

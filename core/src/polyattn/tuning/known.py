@@ -20,7 +20,7 @@ from .rows import BACKEND, Place, Row, canonical, row_of, when
 from .store import FORMAT
 from .times import FAR, Kin, Lengths, Measured
 
-__all__ = ["NOT_ANY", "Known", "known", "shipped", "shipped_devices", "shipped_rows"]
+__all__ = ["NOT_ANY", "Known", "known", "measured_of", "shipped", "shipped_devices", "shipped_rows"]
 
 
 _MOST = 256
@@ -157,10 +157,15 @@ def _tables(here: Place) -> dict[str, dict[Lengths, Measured]]:
 
 
 def _keep(found: dict[str, dict[Lengths, Measured]], row: Row, *, shipped: bool) -> None:
-    lengths = (row.key["batch"], row.key["q"], row.key["k"])
-    host, rule = row.value.get("host", {}), row.value.get("rule", "")
-    by, late, times = row.value.get("by", {}), (*row.value.get("late", ()),), row.value["times"]
-    found.setdefault(_key(row), {})[lengths] = Measured(lengths, times, row.date, shipped, host, rule, by, late=late)
+    one = measured_of(row, shipped=shipped)
+    found.setdefault(_key(row), {})[one.lengths] = one
+
+
+def measured_of(row: Row, *, shipped: bool = False) -> Measured:
+    """What a row about backends says."""
+    lengths, said = (row.key["batch"], row.key["q"], row.key["k"]), row.value.get
+    by, late = said("by", {}), (*said("late", ()),)
+    return Measured(lengths, row.value["times"], row.date, shipped, said("host", {}), said("rule", ""), by, late=late)
 
 
 def _key(row: Row) -> str:

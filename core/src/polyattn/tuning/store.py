@@ -51,7 +51,8 @@ INSERT INTO measurement ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (device, arch, versions, subject, key) DO UPDATE SET
     value = excluded.value, microseconds = excluded.microseconds, date = excluded.date, source = excluded.source
 """
-_REPLACE_OLDER = f"{_REPLACE} WHERE julianday(excluded.date) >= coalesce(julianday(measurement.date), 0)"
+_REPLACE_OLDER = f"{_REPLACE} WHERE julianday(excluded.date) > coalesce(julianday(measurement.date), 0)"
+_VARIABLE = "POLYATTN_TUNING_STORE"
 _Identity = tuple[str, str, str, str, str]
 
 
@@ -76,13 +77,14 @@ class TuningStore:
         path: of the file; it is made with the first measurement. None: memory.
         rebuild: a file that is damaged, of another program or of a later polyattn is moved aside (`.old`, `.old2`
             ...), which is warned about, and a new one begun.
+        by: what names the file, for messages.
 
     Raises:
         ConfigError: there is such a file, and `rebuild` is not asked for; or nobody can see whether there is one.
     """
 
-    def __init__(self, path: str | Path | None = None, *, rebuild: bool = False) -> None:
-        self.path = None if path is None else path_of(path)
+    def __init__(self, path: str | Path | None = None, *, rebuild: bool = False, by: str = _VARIABLE) -> None:
+        self.path, self._by = None if path is None else path_of(path), by
         self._own: dict[_Identity, Row] = {}
         self._held: dict[_Identity, Quarantined] = {}
         self._only_memory = False
@@ -237,7 +239,7 @@ class TuningStore:
             data: see `export`. backends: names that rows about backends may have, None = any. where: begins messages.
 
         Returns:
-            How many there were.
+            How many were not here, or are later than those that were.
 
         Raises:
             ConfigError: not such data, or it names a kernel, a backend or a choice that nobody here knows.
@@ -249,13 +251,20 @@ class TuningStore:
         for i, one in enumerate(data["measurements"]):
             rows.append(row_of(one, f"{where}: measurement {i}"))
             check_row(rows[-1], f"{where}: measurement {i}", backends)
-        if not self._written(lambda connection: connection.executemany(_REPLACE_OLDER, [_line(row) for row in rows])):
+        kept = 0
+
+        def put(connection: sqlite3.Connection) -> None:
+            nonlocal kept
+            kept = connection.executemany(_REPLACE_OLDER, [_line(row) for row in rows]).rowcount
+
+        if rows and not self._written(put):
             known = {_identity(row): row for row in self.rows()}
             for row in rows:
                 before = known.get(_identity(row))
-                if before is None or when(row.date) >= when(before.date):
-                    self._own[_identity(row)] = row
-        return len(rows)
+                if before is None or when(row.date) > when(before.date):
+                    self._own[_identity(row)] = known[_identity(row)] = row
+                    kept += 1
+        return kept
 
     # ------------------------------------------------------------------------------------------------------ the file
 
@@ -375,8 +384,8 @@ class TuningStore:
 
     def _unreadable(self, what: str, *, ours: bool = False) -> ConfigError:
         """ours: it is known to be a store, and no file of somebody else's."""
-        more = ", or move it away: nothing but measurements is in it" if ours else ""
-        return ConfigError(f"the tuning store {self.path} {what}; name another file with POLYATTN_TUNING_STORE{more}.")
+        more = ", or move it away: nothing but measurements is in it" if ours and self._by == _VARIABLE else ""
+        return ConfigError(f"the tuning store {self.path} {what}; name another file with {self._by}{more}.")
 
     def _row(self, line: tuple[Any, ...]) -> Row | None:
         """None where it is none."""
