@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from polyattn.records import AttentionRequest
 
 from .conftest import Run
 
+LAST = '{"request": {}, "lengths": [[9, 9]], "count": 1, "backend": "the last one"}\n'
+"""A trace that was there before."""
 ODD = Path(__file__).parents[1] / "measuring"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -43,6 +47,7 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("POLYATTN_TUNING_STORE", str(tmp_path / "tuning.sqlite3"))
     monkeypatch.setenv("POLYATTN_PLUGINS", "")
+    monkeypatch.setenv("COLUMNS", "160")  # rows of a table are not folded
     reset_manager()
     tuning.reload()
     yield
@@ -143,6 +148,76 @@ def test_a_program_that_became_slower_is_told_so(capsys: pytest.CaptureFixture[s
     assert same is (now_by == "sleepy@cpu"), "nor is what nobody chose otherwise a gain"
 
 
+def shown_of(capsys: pytest.CaptureFixture[str], before: trace._Run, now: trace._Run | None) -> tuple[str, dict]:
+    """A comparison, as text in one line and as JSON."""
+    trace._compare(Path("t.jsonl"), before, now, as_json=False)
+    text = " ".join(capsys.readouterr().out.split())
+    trace._compare(Path("t.jsonl"), before, now, as_json=True)
+    return text, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("seconds, words", [
+    (2.0, "The two runs did not make the same requests, so their times do not compare."),
+    (4.0, "slower with measurements, by 1.00 s (33%): the two runs did not make the same requests"),
+])  # fmt: skip
+def test_requests_that_one_run_made_are_said(capsys: pytest.CaptureFixture[str], seconds: float, words: str) -> None:
+    shared, gone, *added = (
+        trace_of(Workload(AttentionRequest(dtype="float32"), ((length, length),)), "torch_sdpa@cpu")
+        for length in (7, 96, 300, 600)
+    )
+    before, now = trace._Run(0, 3.0, [gone, shared]), trace._Run(0, seconds, [*added, shared])
+    text, data = shown_of(capsys, before, now)
+    assert words in text
+    assert "No choice is another" not in text
+    assert "asked for only without 1 asked for only with 2" in text
+    assert "S_q 96, S_k 96 8 torch_sdpa@cpu -" in text
+    assert "S_q 300, S_k 300 8 - torch_sdpa@cpu" in text
+    assert "S_q 600, S_k 600 8 - torch_sdpa@cpu" in text
+    assert [(one["lengths"], one["before"]) for one in data["requests"]] == [([[7, 7]], "torch_sdpa@cpu")]
+    assert [one["lengths"] for one in data["only_without"]] == [[[96, 96]]]
+    assert data["only_with"] == [trace._plain(one) for one in added]
+    assert (words in data["slower"]) is (seconds > 3)
+
+
+def test_a_comparison_of_nothing(capsys: pytest.CaptureFixture[str], run: Run) -> None:
+    text, data = shown_of(capsys, trace._Run(0, 2.0, []), trace._Run(0, 3.0, []))
+    assert text == "The program asked polyattn for nothing: nothing was recorded."
+    assert data["slower"].endswith("it asked polyattn for nothing, so this is how much two runs of it differ")
+    assert data["requests"] == data["only_without"] == data["only_with"] == []
+    result = run("trace", "--compare", "--", sys.executable, "-c", "pass")
+    assert result.out == "The program asked polyattn for nothing: nothing was recorded.\n"
+
+
+# Records as polyattn would, and much sooner.
+RECORDS = f"""
+import os, signal, sys, time
+open(os.environ["POLYATTN_TRACE"], "a").write({LAST!r})
+print("run", file=open("runs", "a"), flush=True)
+"""
+
+
+@pytest.mark.parametrize("end, code, words", [
+    ("sys.exit(3)", 3, "failed, with exit code 3."),
+    ("os.kill(os.getpid(), signal.SIGKILL)", -9, "failed, with exit code 137."),
+])  # fmt: skip
+def test_a_first_run_that_fails_is_the_only_one(run: Run, end: str, code: int, words: str) -> None:
+    name = program(RECORDS + end)
+    result = run("trace", "--compare", "--json", "--", name)
+    assert result.code == (code if code > 0 else 137)
+    (only,) = result.data["only_without"]
+    assert (only["lengths"], only["count"], only["backend"]) == ([[9, 9]], 1, "the last one")
+    seconds = result.data["seconds"]
+    assert seconds == {"without": seconds["without"], "with": None, "ratio": None}
+    assert seconds["without"] > 0
+    rest = {name: result.data[name] for name in ("exit_code", "slower", "requests", "only_with")}
+    assert rest == {"exit_code": code, "slower": "", "requests": [], "only_with": []}
+    assert Path("trace.jsonl").read_text() == LAST
+    shown = " ".join(run("trace", "--compare", "--", name).out.split())
+    assert "S_q 9, S_k 9 1 the last one" in shown
+    assert shown.endswith(f"Nothing is compared: the run without measurements {words}")
+    assert Path("runs").read_text().split() == ["run", "run"]
+
+
 def trace_of(workload: Workload, backend: str) -> Traced:
     return Traced(workload, 8, backend)
 
@@ -199,10 +274,10 @@ def test_a_program_that_asks_nothing(run: Run) -> None:
     assert result.code == 0
     assert "asked polyattn for nothing: nothing was recorded." in result.out
     assert os.listdir() == []
-    Path("trace.jsonl").write_text("the last one")
+    Path("trace.jsonl").write_text(LAST)
     result = run("trace", "--", sys.executable, "-c", "pass")
     assert "nothing was recorded, and trace.jsonl is as it was." in " ".join(result.out.split())
-    assert Path("trace.jsonl").read_text() == "the last one"
+    assert Path("trace.jsonl").read_text() == LAST
 
 
 @pytest.mark.parametrize(
@@ -213,11 +288,11 @@ def test_a_program_that_asks_nothing(run: Run) -> None:
     ],
 )
 def test_what_cannot_be_run(run: Run, words: tuple[str, ...], message: str) -> None:
-    Path("trace.jsonl").write_text("the last one")
+    Path("trace.jsonl").write_text(LAST)
     result = run("trace", *words)
     assert result.code == 2
     assert message in result.err
-    assert Path("trace.jsonl").read_text() == "the last one"
+    assert Path("trace.jsonl").read_text() == LAST
     assert os.listdir() == ["trace.jsonl"]
 
 
@@ -233,6 +308,47 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_run(run: Run, out:
     assert result.code == 2
     assert message in " ".join(result.err.split())
     assert os.listdir() == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"print('a program')\n",
+        b"SQLite format 3\0\x10\0\xff\xfe",
+        b'{"measurements": []}\n',
+        b'{"request": {}, "lengths": [[5, 5]]}\n',
+        b"\n" + LAST.encode(),
+    ],
+    ids=("text", "no text", "other JSON", "a workload that nobody counted", "an empty line"),
+)
+def test_a_file_that_is_no_trace_is_refused_before_the_run(run: Run, text: bytes) -> None:
+    Path("kept").write_bytes(text)
+    Path("link").symlink_to("kept")
+    for out in ("kept", "link"):
+        result = run("trace", "-o", out, "--", sys.executable, "-c", "open('it-ran', 'w')")
+        assert result.code == 2
+        assert " ".join(result.err.split()) == (
+            f"error: --out {out} is there already and is no trace that can be read: name another file, or remove it"
+        )
+    assert Path("kept").read_bytes() == text
+    assert sorted(os.listdir()) == ["kept", "link"]
+
+
+def test_neither_the_store_nor_the_program_is_replaced(run: Run) -> None:
+    tuning.store().insist()
+    for out in (str(tuning.store().path), program(RECORDS)):
+        before = Path(out).read_bytes()
+        assert before
+        result = run("trace", "-o", out, "--", "program.py")
+        assert (result.code, Path(out).read_bytes()) == (2, before)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("text", ["", LAST, LAST + '{"request": {}, "len'], ids=("empty", "whole", "torn"))
+def test_an_older_trace_is_replaced(run: Run, text: str) -> None:
+    Path("trace.jsonl").write_text(text)
+    assert run("trace", "--", program(RECORDS)).code == 0
+    assert Path("trace.jsonl").read_text() == LAST
 
 
 def test_a_link_to_itself_is_replaced(run: Run) -> None:
@@ -251,7 +367,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_program_that_is_ended_by_a_signal_is_recorded(run: Run) -> None:
-    Path("kept.jsonl").write_text("the last one")
+    Path("kept.jsonl").write_text(LAST)
     Path("link.jsonl").symlink_to("kept.jsonl")
     result = run("trace", "--json", "-o", "link.jsonl", "--", program(STOPPED))
     assert result.code == 128 + 15
@@ -281,6 +397,67 @@ def test_a_trace_that_is_ended_by_a_scheduler_keeps_what_was_asked(tmp_path: Pat
         assert tracing.wait(30) == 128 + 15
     assert [one.count for one in read_trace(["kept.jsonl"])] == [1]
     assert sorted(os.listdir()) == ["asked", "kept.jsonl", "program.py"]
+
+
+ANSWERS = """
+def answer(number, _):
+    open("answered", "a").write(f"{number} ")
+    if os.path.getsize("answered") >= WANTED:
+        time.sleep(0.6)  # longer than the 0.25 s that subprocess.run would leave it
+        open("finished", "w").close()
+        sys.exit(CODE)
+signal.signal(signal.SIGINT, answer)
+signal.signal(signal.SIGTERM, answer)
+open("ready", "w").close()
+time.sleep(30)
+"""
+"""Ends by itself, some time after the last of its signals."""
+
+
+def signalled(send: Callable[[subprocess.Popen[str]], None], *words: str, times: int = 1, code: int = 7) -> str:
+    """What `polyattn trace` prints around a program that is sent signals, and ends with a code of its own."""
+    text = RECORDS + ANSWERS.replace("WANTED", str(times * 2)).replace("CODE", str(code))
+    command = "import sys; from polyattn.cli import app; sys.exit(app.run(sys.argv[1:]))"
+    line = [sys.executable, "-c", command, "trace", *words, "--", program(text)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True) as tracing:
+        for number in range(times):
+            wait_for("answered" if number else "ready")
+            send(tracing)
+        out, _ = tracing.communicate(timeout=30)
+        assert tracing.returncode == code
+    assert Path("finished").exists()
+    return " ".join(out.split())
+
+
+def wait_for(name: str) -> None:
+    until = time.monotonic() + 60
+    while not Path(name).exists() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def ctrl_c(tracing: subprocess.Popen[str]) -> None:
+    """As a terminal sends it: to the program too."""
+    os.killpg(tracing.pid, signal.SIGINT)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_on_ctrl_c_the_program_finishes_as_it_wants(times: int) -> None:
+    assert "S_q 9, S_k 9 1 the last one" in signalled(ctrl_c, times=times)
+    assert Path("answered").read_text().split() == ["2"] * times
+    assert Path("trace.jsonl").read_text() == LAST
+
+
+def test_sigterm_is_passed_on_and_the_program_finishes_as_it_wants() -> None:
+    assert "S_q 9, S_k 9 1 the last one" in signalled(lambda tracing: tracing.send_signal(signal.SIGTERM))
+    assert Path("answered").read_text().split() == ["15"]
+    assert Path("trace.jsonl").read_text() == LAST
+
+
+@pytest.mark.parametrize("send", [ctrl_c, subprocess.Popen.terminate])
+def test_a_program_that_was_told_to_end_is_not_run_again(send: Callable[[subprocess.Popen[str]], None]) -> None:
+    shown = signalled(send, "--compare", code=0)
+    assert shown.endswith("Nothing is compared: the run without measurements was told to end.")
+    assert Path("runs").read_text().split() == ["run"]
 
 
 def test_json_of_the_program_is_its_own(run: Run) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +20,7 @@ from rich.text import Text
 from .. import tuning
 from ..errors import ConfigError
 from ..tuning.rows import canonical
-from .rendering import facts, grid, screen, show_json, title
+from .rendering import facts, grid, screen, show_json, standing, title
 
 if TYPE_CHECKING:
     from ..measuring.traces import Traced
@@ -46,8 +48,9 @@ def trace(
 ) -> None:
     """Run a program and record which requests it makes of polyattn, at which lengths and how often.
 
-    `polyattn tune --from` measures them. The exit code is that of the program. All of its processes are recorded. FILE
-    is replaced when the program ends, unless it asked for nothing.
+    `polyattn tune --from` measures them. The exit code is that of the program, which Ctrl-C and SIGTERM are left to.
+    All of its processes are recorded. FILE is replaced when the program ends, unless it asked for nothing; a file that
+    is no trace is refused.
     """
     from ..measuring.marks import orderly
 
@@ -57,23 +60,29 @@ def trace(
     runs: list[_Run] = []
     with orderly():
         for mode in modes:
-            if not runs or not runs[-1].code:
+            if not runs or not (runs[-1].code or runs[-1].stopped):
                 runs.append(_run(words, out, mode, as_json))
-    if compare and len(runs) == 2:
-        _compare(out, runs[0], runs[1], as_json)
+    if compare:
+        _compare(out, runs[0], runs[1] if len(runs) == 2 else None, as_json)
     else:
         _report(out, runs[-1], as_json)
-    if code := runs[-1].code:
-        raise typer.Exit(code if code > 0 else 128 - code)
+    if code := runs[-1].shell_code:
+        raise typer.Exit(code)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """A run of the program: its exit code, how long it took from start to end, and what it asked for."""
+    """A run of the program: its exit code, how long it took from start to end, what it asked for, and whether it was
+    told to end, by Ctrl-C or SIGTERM."""
 
     code: int
     seconds: float
     found: Sequence[Traced]
+    stopped: bool = False
+
+    @property
+    def shell_code(self) -> int:
+        return self.code if self.code >= 0 else 128 - self.code
 
 
 def _words(command: list[str], module: str | None) -> list[str]:
@@ -93,11 +102,33 @@ def _run(words: list[str], out: Path, mode: str | None, as_json: bool) -> _Run:
             environ["POLYATTN_TUNING"] = mode
         began = time.perf_counter()
         try:
-            code = subprocess.run(words, env=environ, check=False, stdout=STDERR if as_json else None).returncode
+            program = subprocess.Popen(words, env=environ, stdout=STDERR if as_json else None)
         except OSError as exc:
             raise ConfigError(f"{words[0]} cannot be run: {exc}") from exc
+        with program, _left_to(program) as signals:
+            code = program.wait()
         seconds = time.perf_counter() - began
-        return _Run(code, seconds, read_trace([part]))
+        return _Run(code, seconds, read_trace([part]), stopped=bool(signals))
+
+
+@contextlib.contextmanager
+def _left_to(program: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """The program alone decides what becomes of a signal. Ctrl-C reaches it from the terminal; SIGTERM, which is often
+    sent to this process only, is passed on. What came is in the list."""
+    came: list[int] = []
+
+    def take(number: int, _: object) -> None:
+        came.append(number)
+        if number == signal.SIGTERM:
+            program.terminate()
+
+    main = threading.current_thread() is threading.main_thread()  # no other can take signals
+    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM) if main}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -105,6 +136,8 @@ def _beside(out: Path) -> Iterator[Path]:
     """An empty file that takes the place of `out` in the end, if anything is in it: also of a run that was stopped."""
     if out.exists() and not out.is_file():
         raise ConfigError(f"--out {out} is no file that can be replaced: name one, such as {TRACE}")
+    if out.is_file():
+        _check_trace(out)
     place = Path(os.path.realpath(out))  # what a link leads to is replaced, not the link; of a ring, the link
     part = place.with_name(f"{place.name}.{os.getpid()}.part")
     try:
@@ -119,6 +152,20 @@ def _beside(out: Path) -> Iterator[Path]:
         if part.is_file() and part.stat().st_size:
             part.replace(place)
         part.unlink(missing_ok=True)
+
+
+def _check_trace(out: Path) -> None:
+    """What would be replaced is a trace, or empty. By its first line: the last of one that ran out of space is torn."""
+    from ..measuring.traces import read_line
+
+    try:
+        with out.open(encoding="utf-8") as file:
+            if first := file.readline():
+                read_line(first, str(out))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(
+            f"--out {out} is there already and is no trace that can be read: name another file, or remove it"
+        ) from exc
 
 
 def _plain(one: Traced) -> dict[str, Any]:
@@ -142,38 +189,74 @@ def _report(out: Path, run: _Run, as_json: bool) -> None:
     console.print(table)
 
 
+KERNELS = (
+    "kernels that were compiled or loaded for the first time are in it, so run it again; if it stays, "
+    "POLYATTN_TUNING=off runs the program as before, and a backend can be named"
+)
+APART = "the two runs did not make the same requests"
+NOTHING = "it asked polyattn for nothing, so this is how much two runs of it differ"
 SAME = "no choice is another, so this is how much two runs of the program differ"
 
 
-def _compare(out: Path, before: _Run, now: _Run, as_json: bool) -> None:
-    """Two runs of one program: who served it, and how long it took."""
-    was = {canonical(one.workload.key()): one.backend for one in before.found}
-    both = [(one, old) for one in now.found if (old := was.get(canonical(one.workload.key())))]
-    ratio = before.seconds / now.seconds
+def _compare(out: Path, before: _Run, now: _Run | None, as_json: bool) -> None:
+    """Two runs of one program: who served it, and how long it took. now: None where the first had no second."""
+    was, found = ({canonical(one.workload.key()): one for one in (run.found if run else ())} for run in (before, now))
+    both = [(one, was[key].backend) for key, one in found.items() if key in was]
+    gone = [one for key, one in was.items() if key not in found]
+    added = [one for key, one in found.items() if key not in was]
+    apart = bool(gone or added)
     changed = sum(one.backend != old for one, old in both)
     slower = ""
-    if ratio < 1:
-        slower = f"slower with measurements, by {now.seconds - before.seconds:.2f} s ({1 / ratio - 1:.0%}): " + (
-            "kernels that were compiled or loaded for the first time are in it, so run it again; if it stays, "
-            "POLYATTN_TUNING=off runs the program as before, and a backend can be named"
-            if changed
-            else SAME
-        )
+    if now and now.seconds > before.seconds:
+        cause = KERNELS if changed else APART if apart else SAME if both else NOTHING
+        share = now.seconds / before.seconds - 1
+        slower = f"slower with measurements, by {now.seconds - before.seconds:.2f} s ({share:.0%}): {cause}"
     if as_json:
-        rows = [{**_plain(one), "before": old} for one, old in both]
-        seconds = {"without": round(before.seconds, 3), "with": round(now.seconds, 3), "ratio": round(ratio, 3)}
-        show_json({"trace": str(out), "exit_code": now.code, "seconds": seconds, "slower": slower, "requests": rows})
+        seconds = {
+            "without": round(before.seconds, 3),
+            "with": round(now.seconds, 3) if now else None,
+            "ratio": round(before.seconds / now.seconds, 3) if now else None,
+        }
+        show_json(
+            {
+                "trace": str(out),
+                "exit_code": (now or before).code,
+                "seconds": seconds,
+                "slower": slower,
+                "requests": [{**_plain(one), "before": old} for one, old in both],
+                "only_without": [_plain(one) for one in gone],
+                "only_with": [_plain(one) for one in added],
+            }
+        )
         return
     console = screen()
+    if now is None:
+        _report(out, before, as_json)
+        ended = "was told to end" if before.stopped else f"failed, with exit code {before.shell_code}"
+        console.print(Text(f"Nothing is compared: the run without measurements {ended}.", style="warn"))
+        return
+    if not (was or found):
+        _report(out, now, as_json)
+        return
     console.print(title("Without measurements, and with them"))
     table = grid("request", "!calls", "without", "with")
     for one, old in both:
         style = "quiet" if one.backend == old else "good"
         table.add_row(one.workload.id, str(one.count), old, Text(one.backend, style=style))
+    for one in gone:
+        table.add_row(one.workload.id, str(one.count), one.backend, standing("-"))
+    for one in added:
+        table.add_row(one.workload.id, str(one.count), standing("-"), one.backend)
     console.print(table)
-    took = f"{before.seconds:.2f} s without, {now.seconds:.2f} s with: {ratio:.2f} x (the whole program, its start too)"
-    console.print(facts([("changed", str(changed)), ("took", took)]))
+    took = (
+        f"{before.seconds:.2f} s without, {now.seconds:.2f} s with: {before.seconds / now.seconds:.2f} x "
+        f"(the whole program, its start too)"
+    )
+    only = [("asked for only without", str(len(gone))), ("asked for only with", str(len(added)))]
+    console.print(facts([("changed", str(changed)), *(only if apart else ()), ("took", took)]))
     if slower:
-        console.print(Text(f"The program as a whole was {slower}.", style="warn" if changed else "quiet"))
+        console.print(Text(f"The program as a whole was {slower}.", style="warn" if changed or apart else "quiet"))
+    elif apart:
+        console.print(Text(f"{APART[0].upper()}{APART[1:]}, so their times do not compare.", style="warn"))
     elif not changed:
         console.print(Text(f"{SAME[0].upper()}{SAME[1:]}.", style="quiet"))

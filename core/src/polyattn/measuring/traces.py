@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..tuning.rows import canonical
 from .workload import Workload
 
-__all__ = ["Traced", "read_trace"]
+__all__ = ["Traced", "read_line", "read_trace"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ def read_trace(paths: Sequence[str | Path]) -> list[Traced]:
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError(f"the trace {path} cannot be read: {exc}") from exc
         for number, line in enumerate(lines, 1):
-            one = _line(line, f"{path}, line {number}")
+            one = read_line(line, f"{path}, line {number}")
             key = canonical(one.workload.key())
             if (known := found.get(key)) is not None:
                 one = dataclasses.replace(known, count=known.count + one.count, backend=one.backend)
@@ -44,7 +44,12 @@ def read_trace(paths: Sequence[str | Path]) -> list[Traced]:
     return sorted(found.values(), key=lambda one: -one.count)
 
 
-def _line(line: str, where: str) -> Traced:
+def read_line(line: str, where: str) -> Traced:
+    """The workload of a line of a trace.
+
+    Raises:
+        ConfigError: it is none; `where` begins the message.
+    """
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as exc:  # no JSON, a number of thousands of digits, lists without end
