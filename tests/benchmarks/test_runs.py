@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
+import errno
 import json
 import math
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import pytest
 import torch
 
-from polyattn import inspection, measuring, tuning
+from polyattn import inspection, measuring, overrides, tuning
 from polyattn.bench import Peer, pages, plots, results, running
 from polyattn.bench.asking import Asked
 from polyattn.bench.entries import Seen, entries_of
@@ -119,6 +120,19 @@ def own_store(tmp_path_factory):
     tuning.reload()
 
 
+@pytest.fixture
+def configured():
+    """`configured("torch_sdpa")`: that backend is what the environment asks for."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def configure(name):
+            patch.setenv("POLYATTN_ATTENTION_BACKEND", name)
+            overrides.configure()
+
+        yield configure
+    overrides.configure()
+
+
 @pytest.fixture(scope="module")
 def once(tmp_path_factory):
     """A run of the whole sheet."""
@@ -189,7 +203,7 @@ def test_a_killed_run_goes_on(asked, tmp_path):
 
 def test_rows_are_measured_once_more_where_that_is_asked_for(asked, done, tmp_path):
     out = tmp_path / "result.json"
-    results.save({**done, "parts": [{"rows": 3}]}, out)
+    results.save({**done, "parts": [{"rows": 3, "anchors": {}}]}, out)
     plan, sheet, now = begun(dataclasses.replace(asked, rows=(done["rows"][0]["family"],), again=True))
     result = results.resumed(now, out)
     told = []
@@ -201,7 +215,7 @@ def test_rows_are_measured_once_more_where_that_is_asked_for(asked, done, tmp_pa
     assert result["rows"][-1] == done["rows"][-1], "what was not asked for is kept"
     assert result["rows"][0]["entries"]["right"] != done["rows"][0]["entries"]["right"]
     assert [row.get("replaced") for row in result["rows"]] == [1] * len(plan.rows) + [None]
-    assert result["parts"] == [{"rows": 3}]
+    assert result["parts"] == [{"rows": 3, "anchors": {}}]
     assert "--again" in result["command"]
 
 
@@ -282,13 +296,38 @@ def test_a_result_must_be_whole(done, tmp_path):
         entries = {**rows[0]["entries"], timed: {**rows[0]["entries"][timed], **changed.pop("entry", {})}}
         return {**done, "rows": [{**rows[0], "entries": entries, **changed}]}
 
+    def verdict(**changed):
+        said = {"bar": "b", "asked": "a", "verdict": "missed", "rows": 1, "missing": [], "least": 0.5}
+        return {**done, "verdicts": [{**said, **changed}]}
+
+    path.write_text(json.dumps(verdict(below={"limit": 1, "rows": {"a": 0.5}})))
+    results.load(path)
     for given, said in (
         (row(entry={"us": "x"}), f"us of {timed} of row 0 is 'x', which is no float. Name another file"),
         (row(entry={"rate": True}), f"rate of {timed} of row 0 is 'True', which is no float"),
         (row(anchors={"copy": []}), r"copy of anchors of row 0 is '\[\]', which is no float"),
         (row(choice={"tuned": 3}), "tuned of choice of row 0 is '3', which is no str"),
         (row(entries=[]), r"entries of row 0 is '\[\]', which is no dict"),
+        (row(entry={"peak_bytes": "x"}), f"peak_bytes of {timed} of row 0 is 'x', which is no int"),
+        (row(entry={"failed": ["x"]}), f"failed of {timed} of row 0 is "),
+        (row(apart="x"), "apart of row 0 is 'x', which is no float"),
+        (row(note=3), "note of row 0 is '3', which is no str"),
+        (row(code=[]), r"code of row 0 is '\[\]', which is no str"),
+        (row(replaced="x"), "replaced of row 0 is 'x', which is no int"),
+        ({**done, "parts": {}}, "parts is '{}', which is no list"),
+        ({**done, "parts": [3]}, "is not whole: anchors of part 0 is missing"),
+        ({**done, "parts": [{"anchors": 3}]}, "anchors of part 0 is '3', which is no dict"),
+        ({**done, "parts": [{"anchors": {"read": "x"}}]}, "read of anchors of part 0 is 'x', which is no float"),
         ({**done, "verdicts": {}}, "verdicts is '{}', which is no list"),
+        ({**done, "verdicts": [3]}, "is not whole: bar, asked, verdict, rows, missing of verdict 0 is missing"),
+        (verdict(rows="x"), "rows of verdict 0 is 'x', which is no int"),
+        (verdict(missing=3), "missing of verdict 0 is '3', which is no list"),
+        (verdict(bar=[]), r"bar of verdict 0 is '\[\]', which is no str"),
+        (verdict(geomean="x"), "geomean of verdict 0 is 'x', which is no float"),
+        (verdict(below=3), "below of verdict 0 is '3', which is no dict"),
+        (verdict(below={"limit": 1}), "is not whole: rows of below of verdict 0 is missing"),
+        (verdict(below={"limit": "x", "rows": {}}), "limit of below of verdict 0 is 'x', which is no float"),
+        (verdict(below={"limit": 1, "rows": {"a": "x"}}), "a of rows of below of verdict 0 is 'x', which is no float"),
         ({"benchmark": pages.BENCHMARK, "format": results.FORMAT}, "is not whole: command, date, device, versions, "),
         ({**done, "rows": {}}, "rows is no list: name another file"),
         ({**done, "rows": [rows[0], 3]}, "is not whole: date, sheet, family, .*, choice of row 1 is missing"),
@@ -410,13 +449,112 @@ def test_a_run_time_error_that_leaves_the_device_whole_is_raised(asked, monkeypa
     assert result["lost"] == {}
 
 
-def test_a_row_that_nobody_serves_has_its_reason():
+SPARSE = Row(
+    family="f", kind="block_sparse", heads=2, kv_heads=2, head_dim=32, batch=1, q_len=128, block=16, density=0.5
+)
+FEW = Row(family="f", kind="dense", heads=2, kv_heads=2, head_dim=32, batch=1, q_len=8)
+
+
+@pytest.mark.parametrize(
+    "row, patterns, note",
+    [
+        (SPARSE, ["*"], "no backend can serve this call: block_sparse prefill, cpu, "),
+        (SPARSE, ["torch_sdpa"], "no backend can serve this call: block_sparse prefill, cpu, "),
+        (
+            dataclasses.replace(FEW, softcap=1e-300),
+            ["*"],
+            "only a last resort would be chosen for it: name one that takes it with --candidates (reference",
+        ),
+        (FEW, ["fa", "flex*"], "--candidates fa flex* names none of those that may be chosen for it: torch_sdpa, "),
+    ],
+    ids=["nobody", "nobody, and not who is named", "a last resort", "nobody who is named"],
+)
+def test_a_row_without_entries_has_its_reason(row, patterns, note):
+    plan = Plan([row], {}, patterns, torch.device("cpu"), 0.001, 60, False)
+    result = {"rows": [], "lost": {}}
+    told = []
+    list(run(plan, result, told.append))
+    (found,) = told
+    assert (found["entries"], found["accepted"]) == ({}, True)
+    assert found["note"].startswith(note)
+    assert "\n" not in found["note"]
+    list(run(plan, result, told.append))
+    assert len(told) == 1, "it is done"
+    list(run(dataclasses.replace(plan, again=True), result, told.append))
+    assert len(told) == 2
+
+
+def test_a_last_resort_is_timed_where_it_is_named(asked):
+    plan, _, result = begun(dataclasses.replace(asked, rows=("*S48",), candidates=("reference",), peers=()))
+    plan = dataclasses.replace(plan, rows=[dataclasses.replace(plan.rows[0], softcap=1e-300)])
+    list(run(plan, result, lambda row: None))
+    (row,) = result["rows"]
+    assert row["entries"]["polyattn/reference"]["us"] > 0
+    assert "note" not in row
+
+
+ROOMY = {
+    "memory": (torch.OutOfMemoryError("CUDA out of memory"), "no room for its inputs: OutOfMemoryError: CUDA"),
+    "a CPU's": (
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        "no room for its inputs: RuntimeError: ",
+    ),
+    "a pool's": (OSError(errno.ENOMEM, "Cannot allocate memory"), "no room for its inputs: OSError: "),
+    "Python's": (MemoryError(), "no room for its inputs: MemoryError"),
+    "no size": (
+        RuntimeError("Storage size calculation overflowed with sizes=[9]"),
+        "its inputs cannot be made: RuntimeError: Storage",
+    ),
+    "no number": (OverflowError("Python int too large"), "its inputs cannot be made: OverflowError: Python"),
+}
+
+
+@pytest.mark.parametrize("error, note", ROOMY.values(), ids=ROOMY.keys())
+@pytest.mark.parametrize("tune", [False, True])
+def test_inputs_that_do_not_fit_end_their_row_only(asked, monkeypatch, error, note, tune):
+    plan, _, result = begun(dataclasses.replace(asked, peers=(), tune=tune))
+    real = running.inputs_of
+
+    def make(row, *args):
+        if row == plan.sized(plan.rows[1]):
+            raise error
+        return real(row, *args)
+
+    def tune_one(asked, *args, **how):
+        if asked.longest == (plan.sized(plan.rows[1]).q_len,) * 2:
+            raise error
+
+    monkeypatch.setattr(running, "inputs_of", make)
+    monkeypatch.setattr(running, "tune_one", tune_one)
+    monkeypatch.setattr(Plan, "sized", lambda self, row: row)
+    list(run(plan, result, lambda row: None))
+    first, second, third = result["rows"]
+    assert first["entries"]
+    assert second["entries"] == {}
+    assert second["note"].startswith(note)
+    assert ("; not tuned: " + note in second["note"]) == tune
+    assert third["entries"], "the run goes on"
+
+
+def test_a_pool_that_does_not_fit_ends_its_row_only():
     row = Row(
-        family="f", kind="block_sparse", heads=2, kv_heads=2, head_dim=32, batch=1, q_len=128, block=64, density=0.5
+        family="f", kind="paged", heads=2, kv_heads=2, head_dim=2**20, batch=1, q_len=1, kv_len=64, page_size=2**30
     )
-    plan = Plan([row], {}, ["torch_sdpa"], torch.device("cpu"), 0.001, 60, True)
-    found = running.measured(row, plan, Looks(Clock(plan.device, 0.001), [1.0, 1.0]), {})
-    assert found["entries"] == {}
+    plan = Plan([row, FEW], {}, ["*"], torch.device("cpu"), 0.001, 60, True)
+    result = {"rows": [], "lost": {}}
+    list(run(plan, result, lambda row: None))
+    first, second = result["rows"]
+    assert first["note"].startswith("no room for its inputs: OSError: ")
+    assert second["entries"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a defect"), OSError(errno.EACCES, "Permission denied"), KeyError("x")])
+@pytest.mark.parametrize("where", ["inputs_of", "tune_one"])
+def test_what_is_wrong_with_more_than_a_row_ends_the_run(asked, monkeypatch, error, where):
+    plan, _, result = begun(dataclasses.replace(asked, tune=where == "tune_one"))
+    monkeypatch.setattr(running, where, lambda *args, **how: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error)):
+        list(run(plan, result, lambda row: None))
 
 
 # ---------------------------------------------------------------------------------------------------- asking
@@ -587,13 +725,19 @@ def test_whom_the_tuner_tries_in_a_process_of_its_own(asked, monkeypatch, word):
     assert ("--isolate" in asked.words()) == (word != "auto")
 
 
-def test_a_row_is_tuned_before_it_is_measured_where_that_is_asked_for(asked, monkeypatch):
+def test_a_row_is_tuned_before_it_is_measured_where_that_is_asked_for(asked, configured, monkeypatch):
     plan, _, result = begun(dataclasses.replace(asked, tune=True, rows=("step",), peers=(), candidates=("*",)))
     list(run(plan, result, lambda row: None))
     (row,) = result["rows"]
     own = {name: entry["us"] for name, entry in row["entries"].items() if "us" in entry}
     assert row["choice"]["tuned"] in own
-    assert inspection.explain(workload(plan.sized(plan.rows[0]), plan.device).request).source == "tuned"
+    chosen = inspection.explain(workload(plan.sized(plan.rows[0]), plan.device).request)
+    assert (chosen.source, row["choice"]["tuned"]) == ("tuned", f"polyattn/{chosen.backend}")
+    other = next(name.removeprefix("polyattn/") for name in own if name != row["choice"]["tuned"])
+    configured(other)
+    assert inspection.explain(workload(plan.sized(plan.rows[0]), plan.device).request).backend == other
+    list(run(dataclasses.replace(plan, again=True, tune=False), result, lambda row: None))
+    assert result["rows"][0]["choice"] == row["choice"], "not what somebody chose"
     monkeypatch.setattr(running, "tune_one", lambda *args, **how: pytest.fail("a kept row is not tuned again"))
     list(run(plan, result, lambda row: None))
 

@@ -274,6 +274,9 @@ def test_bars_of_a_sheet_without_families_name_those_of_the_others(tmp_path):
     for places in ([tmp_path], [rows, bars], [bars, rows]):
         with pytest.raises(ConfigError, match=said):
             read(places)
+    with pytest.raises(ConfigError, match="no families, and so no rows, are in sheet all: name the"):
+        selected(read([written(tmp_path, {"title": "bars", "bars": []}, "all.yaml")]), ["*"])
+    bars = written(tmp_path, {"title": "bars", "bars": [bar]}, "all.yaml")
     written(tmp_path, {"title": "left out", "bars": []}, "other.yaml")
     assert [bar.name for bar in read([rows, bars]).bars if "prefil" in bar.of] == ["wide"]
     assert len(read([SHEETS / "all.yaml", SHEETS / "training.yaml"]).bars) == len(read([SHEETS]).bars)

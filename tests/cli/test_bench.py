@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from polyattn import tuning
 from polyattn.bench.results import HEAD
 from polyattn.bench.sheets import read
 
@@ -112,6 +113,10 @@ def test_parts_of_a_run_are_joined(run: Run, tmp_path: Path) -> None:
         ((str(SHEETS), "--quick", "--rows", "fluxx"), "--rows 'fluxx' names no row. Did you mean 'flux'?"),
         ((str(SHEETS), "--quick", "--peers", "no_such_place"), "--peers no_such_place: neither a folder nor a module"),
         (("none.yaml", "--quick"), "none.yaml does not exist"),
+        (
+            (str(SHEETS / "all.yaml"), "--quick"),
+            "no families, and so no rows, are in sheet all: name the sheets with the rows too, or their folder",
+        ),
         (("--show", "none.json"), "result file none.json cannot be read"),
         (("--show", "none.json", "--out", "zz.json"), "--show measures nothing, and takes no --out: leave out one or"),
         (
@@ -176,6 +181,40 @@ def test_a_bar_that_names_nobody_here_is_said(run: Run, tmp_path: Path) -> None:
     assert found.code == 0, found.err
     assert "bar fast: than 'polyattn/torch_spda' is no backend that is installed here. Did you mean" in found.err
     assert found.data["rows"], "it is measured all the same"
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("POLYATTN_TUNING", "off", "POLYATTN_TUNING=off reads no measurements, so none are made; unset it to tune"),
+        ("POLYATTN_TUNING_STORE", "damaged", "the tuning store damaged cannot be read (file is not a database); name"),
+        ("POLYATTN_TUNING_STORE", "damaged/in", "measurements cannot be written to damaged/in ("),
+    ],
+)
+def test_what_could_not_be_kept_is_not_tuned(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("damaged").write_text("no store")
+    monkeypatch.setattr("polyattn.bench.running.run", lambda *args: pytest.fail("that is too late"))
+    monkeypatch.setenv(name, value)
+    tuning.reload()
+    found = [run(*words) for words in (("tune", "--request", "k=8"), ("bench", str(SHEETS), *TINY, "--tune"))]
+    monkeypatch.undo()
+    tuning.reload()
+    assert [one.code for one in found] == [2, 2]
+    assert all(said in " ".join(one.err.split()) for one in found)
+    assert found[0].err == found[1].err, "in the words of polyattn tune"
+
+
+def test_what_is_tuned_is_kept(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYATTN_TUNING_STORE", str(tmp_path / "store.sqlite3"))
+    tuning.reload()
+    found = run("bench", str(SHEETS), *TINY, "--rows", "flux", "--tune", "--json")
+    count = len(tuning.store().rows())
+    monkeypatch.undo()
+    tuning.reload()
+    assert (found.code, count) == (0, len(found.data["rows"])), found.err
 
 
 @pytest.mark.parametrize("flag", ["--show", "--join"])

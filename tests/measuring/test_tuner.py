@@ -574,9 +574,12 @@ def test_inputs_that_do_not_fit_end_their_workload_only(monkeypatch):
 def test_inputs_that_do_not_fit_in_the_other_process(odd):
     odd("quick")
     much = Workload(AttentionRequest(**ODD), ((2**20, 2**20),) * 2**12)
+    endless = Workload(AttentionRequest(**ODD), ((2**61, 2**61),))
     with Prober("cpu") as prober:
         kind, reason = prober.examine(much, "quick")
-    assert (kind, reason[:23]) == ("memory", "no room for its inputs:")
+        assert (kind, reason[:23]) == ("memory", "no room for its inputs:")
+        kind, reason = prober.examine(endless, "quick")
+        assert (kind, reason[:26]) == ("memory", "its inputs cannot be made:")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ..selection import Selection
 from .bars import OWN
 from .peers import Peer
 
-__all__ = ["OWN", "Entry", "Seen", "entries_of"]
+__all__ = ["OWN", "Entry", "Seen", "entries_of", "why_none"]
 
 
 @dataclasses.dataclass
@@ -78,14 +78,31 @@ def _candidates(asked: Workload, device: torch.device, patterns: Sequence[str]) 
     """None where no backend that patterns name takes a row: peers are measured all the same. Last resorts, such as the
     reference, take part where they are named: elsewhere they would take most of the time."""
     try:
-        named = candidates(asked, device, by_name=True)
+        named, usual = _able(asked, device)
     except (UnsupportedRequestError, BackendUnavailableError):
         return []
-    try:
-        automatic = {one.name for one in candidates(asked, device)}
-    except (UnsupportedRequestError, BackendUnavailableError):
-        automatic = set()
-    last = {name for (name, _), info in get_manager().backends.items() if (info.priority or 0) < 0}
-    usual = {name for name in automatic if parts(name)[0] not in last}
     matching = {name for name in usual if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
     return [one for one in named if one.name in patterns or one.name in matching]
+
+
+def _able(asked: Workload, device: torch.device) -> tuple[tuple[Candidate, ...], list[str]]:
+    """(who takes a row, the names of those that a pattern may mean: chosen by themselves, and no last resorts).
+
+    Raises:
+        UnsupportedRequestError, BackendUnavailableError: nobody takes it.
+    """
+    named = candidates(asked, device, by_name=True)
+    last = {name for (name, _), info in get_manager().backends.items() if (info.priority or 0) < 0}
+    return named, [one.name for one in candidates(asked, device) if parts(one.name)[0] not in last]
+
+
+def why_none(asked: Workload, device: torch.device, patterns: Sequence[str]) -> str:
+    """Why a row has no candidate, for people."""
+    try:
+        named, usual = _able(asked, device)
+    except (UnsupportedRequestError, BackendUnavailableError) as exc:
+        return str(exc).partition("\n")[0]
+    if usual:
+        return f"--candidates {' '.join(patterns)} names none of those that may be chosen for it: {', '.join(usual)}"
+    able = ", ".join(one.name for one in named)
+    return f"only a last resort would be chosen for it: name one that takes it with --candidates ({able})"

@@ -120,12 +120,28 @@ def load(path: Path) -> dict[str, Any]:
         _check_kinds(path, where, row, _KINDS)
         for name, entry in row["entries"].items():
             _check_kinds(path, f" of {name}{where}", {"entry": entry}, _KINDS)
+            _check_kinds(path, f" of {name}{where}", entry, _KINDS)
             if "us" in entry:
                 _check_whole(path, f" of {name}{where}", entry, _TIMED)
-                _check_kinds(path, f" of {name}{where}", entry, dict.fromkeys(_TIMED, (int, float)))
-        _check_kinds(path, f" of anchors{where}", row["anchors"], dict.fromkeys(row["anchors"], (int, float)))
+        _check_numbers(path, f" of anchors{where}", row["anchors"])
         _check_kinds(path, f" of choice{where}", row["choice"], dict.fromkeys(row["choice"], (str,)))
+    for number, part in enumerate(found.get("parts", [])):
+        where = f" of part {number}"
+        _check_whole(path, where, part, ("anchors",))
+        _check_kinds(path, where, part, _KINDS)
+        _check_numbers(path, f" of anchors{where}", part["anchors"])
+    for number, said in enumerate(found["verdicts"]):
+        _check_verdict(path, f" of verdict {number}", said)
     return found
+
+
+def _check_verdict(path: Path, where: str, said: Any) -> None:
+    _check_whole(path, where, said, _VERDICT)
+    _check_kinds(path, where, said, {**_KINDS, "rows": (int,)})
+    if below := said.get("below"):
+        _check_whole(path, f" of below{where}", below, ("limit", "rows"))
+        _check_kinds(path, f" of below{where}", below, {"limit": (int, float), "rows": (dict,)})
+        _check_numbers(path, f" of rows of below{where}", below["rows"])
 
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -133,11 +149,20 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("versions", "settings", "sheets", "titles", "libraries", "lost"), (dict,)),
     **dict.fromkeys(("fields", "anchors", "entries", "choice", "entry"), (dict,)),
     **dict.fromkeys(("quick", "accepted"), (bool,)),
-    "verdicts": (list,),
-    "moved": (int, float),
+    **dict.fromkeys(("verdicts", "parts", "missing"), (list,)),
+    **dict.fromkeys(("bar", "asked", "verdict", "least_row", "note", "code", "failed"), (str,)),
+    **dict.fromkeys(("moved", "apart", "least", "geomean", "spread", "us", "rate", "percent"), (int, float)),
+    **dict.fromkeys(("peak_bytes", "replaced"), (int,)),
+    "below": (dict,),
 }
+_VERDICT = ("bar", "asked", "verdict", "rows", "missing")
+"""What a verdict has, whatever it is."""
 _TIMED = ("us", "rate", "percent")
-"""Numbers of an entry that has a time."""
+"""What an entry has that has a time."""
+
+
+def _check_numbers(path: Path, part: str, found: Mapping[str, Any]) -> None:
+    _check_kinds(path, part, found, dict.fromkeys(found, (int, float)))
 
 
 def _check_kinds(path: Path, part: str, found: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]]) -> None:

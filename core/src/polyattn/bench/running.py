@@ -18,16 +18,17 @@ from typing import Any
 import torch
 
 from ..errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError
-from ..inspection import catalogue, explain, served_by
+from ..inspection import catalogue, served_by
 from ..measuring import Anchors, Clock, Measured, Workload, measure
 from ..measuring.clock import ROUNDS, made_current
 from ..measuring.probe import Prober
+from ..measuring.running import without_inputs
 from ..measuring.tuner import Isolation, tune_one
 from ..overrides import current_settings
-from ..policies import shipped_policy
+from ..policies import measured_policy, shipped_policy
 from ..selection import Policy, Selection, select
 from .bars import ANCHORS_WITHIN, difference
-from .entries import OWN, Entry, Seen, entries_of
+from .entries import OWN, Entry, Seen, entries_of, why_none
 from .peers import Peer
 from .results import kept, provenance
 from .rows import Row, Work
@@ -125,8 +126,10 @@ def _tuned(row: Row, plan: Plan, prober: Prober) -> str:
         )
     except PolyattnError as exc:
         return _line(exc)
-    except torch.OutOfMemoryError as exc:
-        return f"no room for its inputs: {_line(exc)}"
+    except Exception as exc:
+        if why := without_inputs(exc):
+            return why
+        raise
     return ""
 
 
@@ -166,14 +169,15 @@ def measured(row: Row, plan: Plan, anchors: Anchors, lost: dict[str, str]) -> di
     clock, looks, seen = anchors.clock, _Looks(anchors), Seen()
     try:
         gone = {place.removeprefix(f"{row.id}/"): why for place, why in lost.items() if place.startswith(f"{row.id}/")}
-        entries, choice = _measured(small, plan, clock, gone, seen, looks)
-    except torch.OutOfMemoryError as exc:
-        note = f"no room for its inputs: {_line(exc)}"
+        entries, choice, note = _measured(small, plan, clock, gone, seen, looks)
     except (UnsupportedRequestError, BackendUnavailableError) as exc:
         note = _line(exc)
-    except RuntimeError as exc:
-        _check_device(clock, f"{row.id}/{seen.last}", exc, lost)
-        raise
+    except Exception as exc:
+        note = without_inputs(exc)
+        if not note:
+            if isinstance(exc, RuntimeError):
+                _check_device(clock, f"{row.id}/{seen.last}", exc, lost)
+            raise
     # Before its memory goes back to the driver: for a while after that an H200 copies 10% slower.
     off, rates = looks.last()
     _free(plan.device)
@@ -213,9 +217,9 @@ def ceiling(work: Work, rates: Mapping[str, float]) -> tuple[str, float]:
 
 def _measured(
     row: Row, plan: Plan, clock: Clock, lost: Mapping[str, str], seen: Seen, looks: _Looks
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """What became of every entry, and which candidate polyattn chooses, `bars.CHOICES`. lost: entry -> why. looks:
-    the first is taken before anything is timed."""
+) -> tuple[dict[str, dict[str, Any]], dict[str, str], str]:
+    """What became of every entry, which candidate polyattn chooses, `bars.CHOICES`, and why there is no entry. lost:
+    entry -> why. looks: the first is taken before anything is timed."""
     asked = workload(row, plan.device)
     entries = entries_of(asked, plan.device, plan.peers, plan.candidates, seen)
     gone = {one.name: ("lost", lost[one.name]) for one in entries if one.name in lost}
@@ -223,6 +227,9 @@ def _measured(
         slow = [one.name for one in entries if one.compiles and one.name.removeprefix(OWN) not in plan.candidates]
         gone |= dict.fromkeys(slow, ("refused", "not compiled in a quick run"))
     inputs = inputs_of(row, asked, plan.device)
+    # Only here: whoever is named instead would find no room for them either.
+    if not entries:
+        return {}, _choices(asked, entries), why_none(asked, plan.device, plan.candidates)
     going = [one for one in entries if one.name not in gone]
     found = measure(
         inputs,
@@ -240,7 +247,7 @@ def _measured(
     for one in entries:
         about = _served_by(one.selection) if one.selection is not None else None
         said[one.name] |= {"served_by": about} if about else {"peer": True}
-    return {one.name: said[one.name] for one in entries}, _choices(asked, entries)
+    return {one.name: said[one.name] for one in entries}, _choices(asked, entries), ""
 
 
 def _entry(found: Measured, peak: int) -> dict[str, Any]:
@@ -262,12 +269,13 @@ def _served_by(selection: Selection) -> str:
 
 
 def _choices(asked: Workload, entries: Sequence[Entry]) -> dict[str, str]:
-    """Which candidate a call would get, by `bars.CHOICES`; nothing where none would serve."""
+    """Which candidate a call would get that nobody chose a backend for, by `bars.CHOICES`; nothing where none would
+    serve."""
     names = {_key(one.selection): one.name for one in entries if one.selection is not None}
     try:
         rules = Policy(strict=current_settings().strict)
         found = {
-            "tuned": explain(asked.request),
+            "tuned": select(asked.request, catalogue(), measured_policy(rules, asked.request)),
             "shipped": select(asked.request, catalogue(), shipped_policy(rules, asked.request)),
             "unseen": select(asked.request, catalogue(), shipped_policy(rules, asked.request, own=False)),
             "rules": select(asked.request, catalogue(), rules),

@@ -103,8 +103,13 @@ def selected(sheet: Sheet, patterns: Iterable[str]) -> tuple[Family, ...]:
     """The rows whose "family/name" or family one of the patterns names (`*` stands for anything).
 
     Raises:
-        ConfigError: a pattern that names none.
+        ConfigError: a pattern that names none, or there are none.
     """
+    if not sheet.families:
+        raise ConfigError(
+            f"no families, and so no rows, are in sheet {', '.join(sheet.digests)}: name the sheets with the rows "
+            f"too, or their folder"
+        )
     chosen: set[str] = set()
     for pattern in patterns:
         rows = (row for family in sheet.families for row in family.rows)

@@ -16,10 +16,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from .. import tuning
 from ..errors import BackendUnavailableError, ConfigError
 from .rendering import grid, progress, screen, show_json, title
 
 if TYPE_CHECKING:
+    import torch
+
     from ..bench.running import Plan
     from ..bench.sheets import Sheet
 
@@ -122,6 +125,8 @@ def bench(
         return
     end = time.monotonic() + limit
     plan, sheet = asked.plan()
+    if tune:
+        _check_tuning(plan.device)
     _make_room(out, plots)
     for line in asked.strangers(sheet):
         print(line, file=sys.stderr, flush=True)
@@ -158,6 +163,14 @@ def _check_idle(flag: str, words: Mapping[str, object]) -> None:
     """Check that a command line that measures nothing has no words of measuring."""
     if given := [word for word, value in words.items() if value]:
         raise ConfigError(f"{flag} measures nothing, and takes no {', '.join(given)}: leave out one or the other")
+
+
+def _check_tuning(device: torch.device) -> None:
+    """Refuse what `polyattn tune` would, before anything is measured that could not be kept."""
+    from ..measuring.tuner import tune_all
+
+    list(tune_all((), device))
+    tuning.store().insist()
 
 
 def _make_room(out: Path | None, plots: Path | None) -> None:

@@ -198,7 +198,7 @@ def serve(lines: Iterable[str], answers: IO[str]) -> None:
     from .clock import Clock, made_current
     from .entrants import candidates
     from .inputs import Inputs, make_inputs
-    from .running import forms, measure, out_of_memory
+    from .running import forms, measure, without_inputs
 
     # On a line of its own, whatever was written before.
     print(f"\n{_MARK}{_READY}", file=answers, flush=True)
@@ -216,9 +216,9 @@ def serve(lines: Iterable[str], answers: IO[str]) -> None:
         except PolyattnError as error:
             answer = {"error": str(error)}
         except Exception as error:
-            if not out_of_memory(error):
+            answer = {"kind": "memory", "reason": without_inputs(error)}
+            if not answer["reason"]:
                 raise
-            answer = {"kind": "memory", "reason": f"no room for its inputs: {error}"}
         else:
             # Each way it is called in when it is timed: who does it once may not do it twice, or for other lengths.
             clock = Clock(device, _WINDOW)

@@ -23,12 +23,14 @@ from .entrants import Call, Entrant
 from .inputs import Inputs, make_inputs
 from .workload import Workload
 
-__all__ = ["Measured", "estimated", "examine", "forms", "measure", "out_of_memory", "peak_memory"]
+__all__ = ["Measured", "estimated", "examine", "forms", "measure", "out_of_memory", "peak_memory", "without_inputs"]
 
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
 
 _NO_MEMORY = ("DefaultCPUAllocator: ", "CUDA error: out of memory")
 """Texts of errors that say so."""
+_TOO_LARGE = "Storage size calculation overflowed"
+"""Torch's words of what no memory could hold."""
 
 _ISSUED, _ISSUE_ROUNDS = 9, 3
 """Calls of one entrant issued at once, and how often."""
@@ -308,6 +310,14 @@ def out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def without_inputs(error: Exception) -> str:
+    """Why there are no inputs, for people; "" where the error is of something else."""
+    line = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    if out_of_memory(error):
+        return f"no room for its inputs: {line}"
+    return f"its inputs cannot be made: {line}" if isinstance(error, OverflowError) or _TOO_LARGE in line else ""
 
 
 def _judged(verdict: Verdict) -> Measured:

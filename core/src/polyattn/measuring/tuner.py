@@ -37,7 +37,7 @@ from .entrants import Candidate, candidates
 from .inputs import make_inputs
 from .marks import Marks
 from .probe import Prober
-from .running import estimated, forms, measure, out_of_memory
+from .running import estimated, forms, measure, without_inputs
 from .workload import Workload
 
 __all__ = ["Isolation", "Tried", "isolation_of", "tune_all", "tune_one"]
@@ -47,7 +47,6 @@ Isolation = Literal["auto", "always", "never"]
 
 Outcome = Literal["measured", "known", "alone", "refused", "not begun"]
 _SOURCE = "polyattn tune"
-_TOO_LARGE = "Storage size calculation overflowed"  # torch's words
 _PROBING = 0.75
 """Share of a strict time in which candidates are tried in another process."""
 _CALLS = 6
@@ -203,11 +202,11 @@ def _tune(
         try:
             inputs = make_inputs(workload, device)
         except Exception as exc:
-            if out_of_memory(exc):
-                return said.without_times("refused", f"no room for its inputs: {_line(exc)}")
             # What nobody can make is no reason not to measure the others; a device that fails is.
-            if isinstance(exc, (PolyattnError, MemoryError, OverflowError)) or _TOO_LARGE in str(exc):
-                return said.without_times("refused", f"its inputs cannot be made: {_line(exc)}")
+            if isinstance(exc, PolyattnError):
+                return said.without_times("refused", f"its inputs cannot be made: {exc}")
+            if why := without_inputs(exc):
+                return said.without_times("refused", why)
             raise
         found = measure(
             inputs,
@@ -309,10 +308,6 @@ def _too_slow(
         else:
             taken += took * _CALLS
     return found
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _own(candidate: Candidate) -> bool:
