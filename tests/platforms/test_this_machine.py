@@ -109,7 +109,7 @@ def test_the_records_of_core_name_their_functions() -> None:
         "musa": "musa",
     }
     assert by_name["mps"].fallback == "torch_sdpa"
-    assert by_name["mps"].fallback_why == "on MPS every name stands for torch_sdpa"
+    assert by_name["mps"].fallback_why == "on MPS that name stands for torch_sdpa"
     for name, info in by_name.items():
         assert info.detect == f"polyattn.platforms:detect_{name}"
         module, function = info.detect.split(":")

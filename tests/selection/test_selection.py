@@ -454,11 +454,20 @@ def test_the_replacement_of_a_sparse_method_is_asked_as_dense():
     assert not selection.request.block_sizes
 
 
-def test_a_platform_may_serve_everything_with_one_backend():
-    """MPS: whatever was asked for by name becomes SDPA, and the reason is kept."""
+def test_a_platform_may_serve_with_one_backend_what_is_asked_for_by_name():
+    """MPS: names without a backend there become SDPA, so does what else core would choose there; the reason is kept.
+    The reference and a stranger's backend for MPS are what was meant."""
     request = dataclasses.replace(REQUEST, platform="mps")
-    offers = (offer("sdpa", platform="mps"), offer("fa", platform="mps"), offer("sage", platform="cuda"))
-    for name in ("fa", "sage"):
+    core = (
+        offer("sdpa", platform="mps"),
+        offer("native", platform="mps", priority=1),
+        offer("ref", platform="mps", priority=None),
+    )
+    core = tuple(dataclasses.replace(one, plugin="core") for one in core)
+    offers = (*core, offer("strange", platform="mps", priority=1), offer("sage", platform="cuda"))
+    for name in ("ref", "strange"):
+        assert chosen(*offers, request=request, choice=asked(name), strict=True).backend == name
+    for name in ("native", "sage"):
         selection = chosen(*offers, request=request, choice=asked(name))
         assert (selection.backend, selection.source) == ("sdpa", f"fallback from {name}")
         assert selection.why == "MPS runs SDPA only"

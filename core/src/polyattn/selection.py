@@ -450,9 +450,11 @@ def _explicit(asked: _Judge, choice: Choice) -> Selection:
     request = asked.request
     offer, only, name = resolve(choice.name, request, asked.catalogue, choice.source)
     platform = asked.catalogue.platforms.get(request.platform)
-    if platform and platform.fallback not in ("", name) and (offer is None or offer.info.priority is not None):
-        step = Fallback(platform.fallback, platform.fallback_why)
-        return _fall_back(asked, choice, name, step, [platform.fallback_why])
+    if platform and platform.fallback not in ("", name):
+        home = resolve(platform.fallback, request, asked.catalogue, choice.source)[0]
+        if not offer or (home and offer.plugin == home.plugin and offer.info.priority is not None):
+            step = Fallback(platform.fallback, platform.fallback_why)
+            return _fall_back(asked, choice, name, step, [platform.fallback_why])
     if offer is None:
         raise _not_here(asked, choice, name)
     said = asked.take(offer, only)

@@ -20,7 +20,7 @@ CORE_PLATFORMS: tuple[PlatformInfo, ...] = (
     _core("xpu", plugin="xpu", archs=("pvc", "bmg")),
     _core("musa", plugin="musa", archs=("mp22", "mp31")),
     _core("npu", plugin="ascend", archs=("ascend910b", "ascend910_93", "ascend310p")),
-    _core("mps", fallback="torch_sdpa", fallback_why="on MPS every name stands for torch_sdpa"),
+    _core("mps", fallback="torch_sdpa", fallback_why="on MPS that name stands for torch_sdpa"),
     _core("cpu"),
 )
 """The device kinds that core knows. A plugin may register more."""

@@ -248,8 +248,8 @@ class PlatformInfo:
         detect: "package.module:function"; returns a `DeviceReport` without initialising a device.
         plugin: entry name of the vendor's plugin: broken, it is an error on this device, not a warning.
         archs: examples of architecture names.
-        fallback: backend that replaces whatever was asked for by name (MPS), but for what is only ever asked for by
-            name there; the reason is in `fallback_why`.
+        fallback: backend that replaces what is asked for by name (MPS): names without a backend there, and those of
+            its own plugin that could be chosen by themselves; the reason is in `fallback_why`.
     """
 
     name: str

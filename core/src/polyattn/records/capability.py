@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ..errors import PluginError, did_you_mean
 from .request import AttentionRequest, request_fields
@@ -231,12 +231,10 @@ def _constraint(name: str, value: Any) -> Constraint | None:
     if value is False:
         return None
     if hasattr(value, "reason"):
-        constraint: Constraint = value
-        return constraint
-    if isinstance(value, (set, frozenset)):
-        value = tuple(sorted(value))
-    if isinstance(value, (tuple, list)):
-        return (SubsetOf if name == "grad" else OneOf)(tuple(value))
+        return cast(Constraint, value)
+    if isinstance(value, (set, frozenset, tuple, list)):
+        values = tuple(value) if isinstance(value, (tuple, list)) else tuple(sorted(value))
+        return (SubsetOf if name == "grad" else OneOf)(values)
     return OneOf((value,))
 
 
