@@ -55,7 +55,7 @@ def admitted(versions: str) -> str:
     specifier = SpecifierSet(versions, prereleases=True)
     bounds = [Version(part.version.removesuffix(".*")) for part in specifier]
     steps = [str(b) for b in bounds] + [f"{b.base_version}.1" for b in bounds] + [f"{b.major + 1}.0" for b in bounds]
-    return next(version for version in [*steps, "1.0", "999.0"] if specifier.contains(version))
+    return next(version for version in [*steps, "1.0", "999.0", "0.0.1"] if specifier.contains(version))
 
 
 @pytest.fixture

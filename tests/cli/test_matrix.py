@@ -178,11 +178,11 @@ def test_a_cell_has_the_rewrites_that_selection_finds(
     assert plan[0] in cell(support, sheet, name, "cuda", "topk > 1" if tree else "page size")
 
 
-def test_a_rewrite_that_leads_to_nothing_is_no_cell(support: Support) -> None:
+def test_a_cache_that_no_rewrite_is_for_is_no_cell(support: Support) -> None:
     request = AttentionRequest(
         **{"family": "mla", **LATENT, "phase": "decode", "s_relation": "one", "page_size": 64, "kv_dtype": "fp4_e2m1"}
     )
-    with pytest.raises(NotImplementedError, match="leads to nothing that it takes"):
+    with pytest.raises(NotImplementedError, match="kv_dtype='fp4_e2m1' is not fp8_e4m3"):
         what_if(request, platform="cuda:sm90", installed=("sgl-flash-mla",), backend="flashmla")
     assert cell(support, "serving_mla", "flashmla", "cuda", "FP4 KV") == "no"
 

@@ -120,7 +120,7 @@ def test_what_conformed_outlives_the_benchmark(
         seen.append((tmp_path / "out" / "report.md").read_text())
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr("polyattn.bench.running.measure", faulty)
+    monkeypatch.setattr("polyattn.bench.running.inputs_of", faulty)
     code, said = verify(run, tmp_path / "out", *words)
     assert code == 1
     lost = "The benchmark failed: RuntimeError: CUDA error: an illegal memory access was encountered"
