@@ -536,6 +536,15 @@ def test_automatic_choice_avoids_the_quarantined(store):
     assert polyattn.explain(request).backend == "torch_sdpa", "nor on this device"
 
 
+def test_the_gain_is_of_what_decides():
+    """The host issues a recorded call with its graph."""
+    times, host = {"a": 10.0, "b": 20.0}, {"a": 100.0, "b": 20.0}
+    gains = [
+        tuner.Tried(workload(graph_capture=captured), "measured", times, host, "b").gain for captured in (False, True)
+    ]
+    assert gains == [0.2, 2.0]
+
+
 def test_little_memory_is_no_misbehaviour(monkeypatch, store):
     def poor(*args, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from polyattn import what_if
+from polyattn.errors import BackendUnavailableError
 from polyattn.lowering import Planner
 from polyattn.names import kind_of
 from polyattn.platforms import parse_platform
@@ -142,3 +143,21 @@ def test_what_was_measured_with_fa3_says_nothing_of_fa2(installed, chosen):
     (note,) = [note for note in found.notes if note.startswith("on NVIDIA H200: ")]
     assert note.startswith(f"on NVIDIA H200: {chosen}")
     assert " with fa3" in note, "it, or what it is beside"
+
+
+@pytest.mark.parametrize(
+    ("name", "able", "other", "page"),
+    [
+        ("trtllm_mla", "flashinfer-python==0.7.1", "flashinfer-python==0.7.0", 64),
+        ("cutlass_mla", "sglang-kernel==0.4.6", "sglang-kernel==0.4.7", 128),
+    ],
+)
+def test_a_version_that_lacks_what_is_called_is_refused_before_it_is_chosen(
+    name: str, able: str, other: str, page: int
+) -> None:
+    latent = {"family": "mla", "heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "page_size": page}
+    request = AttentionRequest(**latent, phase="decode", s_relation="one")
+    assert what_if(request, platform="cuda:sm100", installed=[able], backend=name).backend == name
+    with pytest.raises(BackendUnavailableError, match=r"is installed, .* is needed"):
+        what_if(request, platform="cuda:sm100", installed=[other], backend=name)
+    assert what_if(request, platform="cuda:sm100", installed=[other, "polyattn-triton"]).backend != name

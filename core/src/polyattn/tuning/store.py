@@ -258,7 +258,7 @@ class TuningStore:
             kept = connection.executemany(_REPLACE_OLDER, [_line(row) for row in rows]).rowcount
 
         if rows and not self._written(put):
-            known = {_identity(row): row for row in self.rows()}
+            kept, known = 0, {_identity(row): row for row in self.rows()}
             for row in rows:
                 before = known.get(_identity(row))
                 if before is None or when(row.date) > when(before.date):
