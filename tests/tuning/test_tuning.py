@@ -396,6 +396,23 @@ def test_what_cannot_be_written_stays_in_memory(tmp_path):
     assert len(store.rows()) == 2
 
 
+def test_rows_are_counted_once_where_the_commit_fails(own_store, monkeypatch):
+    class Full(sqlite3.Connection):
+        def __exit__(self, *raised):
+            if not self.total_changes:
+                return super().__exit__(*raised)
+            self.rollback()
+            raise sqlite3.OperationalError("database or disk is full")
+
+    store = TuningStore(own_store)
+    store.record(row(microseconds=9.0))
+    data = {"format": "polyattn tuning 1", "measurements": [row(key=KERNEL.named(("float16", 64, 1))).plain()]}
+    monkeypatch.setattr(sqlite3, "connect", lambda *given, **options: CONNECT(*given, factory=Full, **options))
+    with pytest.warns(RuntimeWarning, match=r"disk is full.* kept for this process only"):
+        assert store.import_rows(data) == 1
+    assert len(store.rows()) == 2
+
+
 def test_who_insists_gets_an_error_instead(tmp_path):
     (tmp_path / "file").write_text("")
     store = TuningStore(tmp_path / "file" / "tuning.sqlite3")
