@@ -20,6 +20,7 @@ __all__ = [
     "changed_files",
     "distribution_version",
     "left_out",
+    "matches",
     "normalise_distribution",
     "remedy",
 ]
@@ -125,7 +126,7 @@ def _amiss(need: Requirement, version: str | None, here: bool) -> str:
     if version is None:
         impostor = f"; the registry has {need.impostor}" if need.impostor else ""
         return f"{need.distribution}{need.versions} is not installed{impostor}"
-    if need.versions and version and not _matches(version, need.versions):
+    if need.versions and version and not matches(version, need.versions):
         return f"{need.distribution} {version} is installed, {need.versions} is needed"
     if here and need.module and not _module_findable(need.module):
         what = need.impostor or f"{need.distribution} without {need.module}"
@@ -146,7 +147,7 @@ def _lookup(need: Requirement, installed: Mapping[str, str] | None) -> str | Non
     return None
 
 
-def _matches(version: str, specifier: str) -> bool:
+def matches(version: str, specifier: str) -> bool:
     from packaging.specifiers import SpecifierSet
 
     return SpecifierSet(specifier).contains(version, prereleases=True)

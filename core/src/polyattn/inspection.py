@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from . import epoch
+from .defects import affecting
 from .distributions import availability, normalise_distribution
 from .errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError, PolyattnError, did_you_mean
 from .evidence import Evidence, read_evidence
@@ -72,7 +73,8 @@ def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catal
         chips = () if "" in (archs := [one.arch for one in runs]) else tuple(dict.fromkeys(archs))
         unseen = [p for p in info.providers if p.planned or p.name in evidence.unseen]
         levels = {p.name: "declared" if p.planned else info.evidence for p in unseen}
-        offers.append(Offer(info, owner.name, level, missing, levels, chips))
+        defects = {p.name: faults for p in info.providers if (faults := affecting(p, installed))}
+        offers.append(Offer(info, owner.name, level, missing, levels, chips, defects))
     # A plugin left out on purpose is named when its backend is asked for, but it is no failure of its device.
     broken = {p.label: p.reason for p in manager.plugins.values() if p.state != "ready"}
     failed = {p.label for p in manager.broken()}

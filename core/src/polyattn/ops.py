@@ -19,6 +19,7 @@ from torch import Tensor
 from . import validate
 from .autograd import attention_backward
 from .contract import Bound
+from .defects import affecting, narrowing
 from .epoch import EPOCH
 from .errors import PluginError
 from .lowering import Plan, Planner, bind
@@ -55,7 +56,8 @@ def _bound(text: str, epoch: int) -> tuple[AttentionRequest, Bound]:
     provider = next(p for p in info.providers if p.name == data["provider"])
     plan = Plan(request)
     if data["lowerings"]:
-        planner = Planner(provider.rows, narrow=functools.partial(manager.narrow, info), only=data["lowerings"])
+        narrow = narrowing(manager.narrow, info, affecting(provider))
+        planner = Planner(provider.rows, narrow=narrow, only=data["lowerings"])
         found = planner.plan(dataclasses.replace(request, options=()))
         if found is None:
             raise PluginError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
+from .defects import refusal
 from .lowering import Planner
 from .records import AttentionRequest, BackendInfo, Provider, Rejected, judge
 
@@ -32,7 +34,10 @@ def _limits(provider: Provider, request: AttentionRequest) -> Sequence[str]:
     """Why a provider would serve a request neither as it is nor by an exact rewrite; nothing where it would."""
     try:
         verdict = judge(provider.rows, request)
-        planner = Planner(provider.rows, helper=lambda _: "some other backend")
+        faults = provider.defects
+        if (faulty := refusal(faults, request, named=True)) is not None and not isinstance(verdict, Rejected):
+            verdict = faulty
+        planner = Planner(provider.rows, narrow=partial(refusal, faults), helper=lambda _: "some other backend")
         served = not isinstance(verdict, Rejected) or planner.plan(request) is not None
     except Exception:  # noqa: BLE001 - a plugin's own constraint may raise anything; that it is missing is said anyway
         return ()

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .defects import Narrow, mended, narrowing
 from .errors import BackendUnavailableError, PluginError, UnsupportedRequestError
 from .lowering import Plan, Planner
 from .names import is_of, resolve, spared
@@ -21,7 +22,7 @@ from .records import (
     AttentionRequest,
     AutoRule,
     BackendInfo,
-    Constraint,
+    Defect,
     Fallback,
     PlatformInfo,
     Provider,
@@ -29,6 +30,7 @@ from .records import (
     Verdict,
     judge,
 )
+from .records.capability import holds
 from .rejections import by_nobody, not_there, without_vain_advice
 
 __all__ = ["Catalogue", "Choice", "Offer", "Policy", "Said", "Selection", "holds", "may_be_automatic", "select"]
@@ -77,7 +79,8 @@ class Policy:
 @dataclasses.dataclass(frozen=True)
 class Offer:
     """A registered backend with what was found out about it: `missing` maps provider name -> why it is not here,
-    `levels` -> its evidence where that is not the backend's; `chips`: the architectures `evidence` is of, () = all."""
+    `levels` -> its evidence where that is not the backend's, `defects` -> the known faults that its libraries have in
+    these versions; `chips`: the architectures `evidence` is of, () = all."""
 
     info: BackendInfo
     plugin: str
@@ -85,6 +88,7 @@ class Offer:
     missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
     levels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     chips: tuple[str, ...] = ()
+    defects: Mapping[str, tuple[Defect, ...]] = dataclasses.field(default_factory=dict)
 
     def at(self, arch: str) -> Offer:
         """With the evidence that there is for one architecture: what ran on others shows nothing of it."""
@@ -220,11 +224,6 @@ class _Judgement:
     lowered: _Judgement | None = None
 
 
-def holds(conditions: Mapping[str, Constraint], request: AttentionRequest) -> bool:
-    """Whether every condition of a rule holds for a request."""
-    return all(c.reason(getattr(request, name)) is None for name, c in conditions.items())
-
-
 Said = dict[AttentionRequest, dict[tuple[str, str], _Judgement]]
 """What backends said of requests, whatever their lengths."""
 
@@ -272,14 +271,14 @@ class _Judge:
                     if said.plan is None:
                         names = ", ".join(verdict.lowerings)
                         verdict = Rejected(f"its row is lowered by {names}, which leads to nothing that it takes")
+                if isinstance(verdict, Accepted) and not provider.planned and said.plan is None:
+                    narrowed = self.narrow(offer, provider, named=self.policy.choice is not None)(self.request)
+                    if isinstance(narrowed, Rejected):
+                        said.error = getattr(narrowed, "error", None)
+                        verdict = narrowed
             except Exception as exc:  # noqa: BLE001 - a plugin's own constraint may raise anything; others still serve
                 said.error = exc
                 verdict = Rejected(f"its capability rows failed: {type(exc).__name__}: {exc}")
-            if isinstance(verdict, Accepted) and not provider.planned and said.plan is None:
-                narrowed = self.catalogue.narrow(offer.info, self.request)
-                if isinstance(narrowed, Rejected):
-                    said.error = getattr(narrowed, "error", None)
-                    verdict = narrowed
             if isinstance(verdict, Accepted):
                 said.provider, said.lowerings = provider, verdict.lowerings
                 return said
@@ -331,8 +330,11 @@ class _Judge:
         return min(found, key=_cost, default=None)
 
     def plan(self, offer: Offer, provider: Provider, only: tuple[str, ...] | None = None) -> Plan | None:
-        narrow = functools.partial(self.catalogue.narrow, offer.info)
+        narrow = self.narrow(offer, provider)
         return Planner(provider.rows, narrow=narrow, helper=self._help, only=only).plan(self.request)
+
+    def narrow(self, offer: Offer, provider: Provider, named: bool = False) -> Narrow:
+        return narrowing(self.catalogue.narrow, offer.info, offer.defects.get(provider.name, ()), named)
 
     def _help(self, request: AttentionRequest) -> Selection | None:
         try:
@@ -532,6 +534,7 @@ def _selection(asked: _Judge, said: _Judgement, source: str, why: str, notes: tu
         notes = (*notes, info.note)
     if info.lossy:
         notes = (*notes, f"approximate: {info.lossy}")
+    notes = (*notes, *mended(said.offer.defects.get(provider.name, ()), asked.request))
     return Selection(
         request=asked.request,
         backend=info.name,

@@ -110,6 +110,50 @@ def test_the_device_of_the_tensors_is_current(
     assert gpus.current == 0
 
 
+@pytest.mark.parametrize(("s_q", "s_k"), [(128, 192), (128, 320), (7, 64), (1, 256), (1, 64), (128, 128), (128, 256)])
+@pytest.mark.parametrize(
+    ("through", "band"),
+    [
+        ("frontend", {}),
+        ("frontend", {"causal": "bottom_right"}),
+        ("frontend", {"causal": "bottom_right", "window": (40, -1)}),
+        ("torch_itself", {}),
+    ],
+)
+def test_gradients_of_queries_of_a_low_lse_are_finite(
+    through: str, band: dict[str, Any], s_q: int, s_k: int, request: pytest.FixtureRequest
+) -> None:
+    """pytorch#196678: its own backward gives NaN where S_k % 128 is 64, or S_q is 1 and S_k % 64 is 0."""
+    library: Library = request.getfixturevalue(through)
+    target = FRONTEND if through == "frontend" else TORCH
+    relation = "equal" if s_q == s_k else "one" if s_q == 1 else "fewer"
+    fields = {**band, "s_relation": relation, "grad": ("query", "key", "value")}
+    if relation == "one":
+        fields.pop("causal", None)
+    bound = target.bind(heads=4, kv_heads=4, head_dim=64, **fields)
+    q, k, v = tensors(s_q, s_k, s_k)
+    q, k = q * 0.1 + 3.6, k * 0.1 - 3.6
+    out, lse = bound.forward(q, k, v)
+    assert float(lse.min()) < -88.7
+    dout = torch.randn_like(out)
+    found = bound.backward(dout, q, k, v, out, lse)
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    keep = seen_by(s_q, s_k, band)
+    reference = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in exact), keep)
+    wanted = torch.autograd.grad(reference.transpose(1, 2), exact, dout.double())
+    assert library.calls
+    assert all(bool(torch.isfinite(grad).all()) for grad in found)
+    # Those of the values are not sums of what cancels.
+    assert float((found[2].double() - wanted[2]).norm() / wanted[2].norm()) < 2e-2
+
+
+def seen_by(s_q: int, s_k: int, band: dict[str, Any]) -> Tensor:
+    """What queries see, bool [S_q, S_k], from the lower right corner."""
+    distance = torch.arange(s_k) - torch.arange(s_q)[:, None] - (s_k - s_q)
+    seen = distance <= 0 if band else torch.ones(s_q, s_k, dtype=torch.bool)
+    return seen & (distance >= -band["window"][0]) if "window" in band else seen
+
+
 REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ("nvidia-cudnn-frontend", {"head_dim": 320}, "cuda:sm90", "head_dim=320"),
     ("nvidia-cudnn-frontend", {"softcap": 20.0}, "cuda:sm90", "softcap"),

@@ -21,6 +21,7 @@ from ..records import (
     conditions,
     row,
 )
+from . import defects
 
 HALF = ("float16", "bfloat16")
 FLOAT = ("float32", *HALF)
@@ -381,7 +382,7 @@ def _varlen_attn(platform: str) -> tuple[Provider, ...]:
     if platform != "cuda":
         return ()
     target = "polyattn.backends.paged_varlen_attn:PagedVarlenAttn"
-    return (Provider("varlen-attn", _varlen_attn_rows(), target, VARLEN_ATTN),)
+    return (Provider("varlen-attn", _varlen_attn_rows(), target, VARLEN_ATTN, defects=(defects.VARLEN,)),)
 
 
 def _backends(platform: str) -> Iterable[BackendInfo]:
@@ -394,6 +395,7 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
                 (*_sdpa_rows(platform), *_gathered_rows(platform, graph_capture=platform in ("cuda", "rocm"))),
                 "polyattn.backends.torch_sdpa:TorchSDPA",
                 TORCH,
+                defects={"cuda": defects.CUDA, "mps": defects.MPS}.get(platform, ()),
             ),
         ),
         summary="PyTorch scaled_dot_product_attention, the universal backend",
@@ -408,7 +410,14 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
         "torch_native",
         platform,
         (
-            Provider("torch", _native_rows(platform), "polyattn.backends.torch_native:TorchNative", TORCH),
+            Provider(
+                "torch",
+                _native_rows(platform),
+                "polyattn.backends.torch_native:TorchNative",
+                TORCH,
+                # It calls `torch_sdpa` for each sequence.
+                defects=defects.CUDA if platform == "cuda" else (),
+            ),
             *_varlen_attn(platform),
             Provider(
                 "torch-serving",

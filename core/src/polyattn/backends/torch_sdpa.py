@@ -11,10 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..axes_of_one import fit
 from ..contract import Bound
 from ..placement import placed, placing
 from ..records import AttentionRequest
+from .defects import low_lse_at
 from .sdpa_masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
 
 __all__ = ["TorchSDPA", "signed"]
@@ -107,6 +110,56 @@ def _math(
     return out
 
 
+def _without_cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    flag: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """SDPA by another kernel than cuDNN's, of those that the caller has not switched off, where its backward gives NaN
+    for queries of a low LSE."""
+    if not low_lse_at(query.shape[2], key.shape[2]):
+        return _sdpa(query, key, value, mask, dropout, flag, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa and mask is not None:
+        # The one fused kernel with masks that is left takes no groups.
+        group = query.shape[1] // key.shape[1]
+        key, value, enable_gqa = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), False
+    switches: dict[SDPBackend, Callable[[], bool]] = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    }
+    traced = torch.compiler.is_compiling()
+    left = [one for one, on in switches.items() if traced or on()] or [SDPBackend.MATH]
+    with sdpa_kernel(left):
+        return _sdpa(query, key, value, mask, dropout, flag, scale=scale, enable_gqa=enable_gqa)
+
+
+def _with_fit(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel with strides of whole 16 bytes along axes of one, which its float32 version looks at."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
+        # The compiler lays inputs of such kernels out by itself.
+        given = (query, key, value) if torch.compiler.is_compiling() else fit(query, key, value)
+        return kernel(*given, *args, **kw)
+
+    return call
+
+
+def _kernel(request: AttentionRequest) -> Callable[..., Tensor]:
+    """SDPA, around the faults that fused kernels have for a request (`defects.CUDA`)."""
+    if request.platform != "cuda" or request.transform:
+        return _sdpa
+    if request.dtype == "float32":
+        return _with_fit(_sdpa)
+    return _without_cudnn if request.grad and request.dtype in ("float16", "bfloat16") else _sdpa
+
+
 def _beyond(request: AttentionRequest) -> bool:
     """Whether SDPA hands a fused kernel, unasked, what that does not take: on NPUs a V wider than K; there, on MUSA and
     on MPS, which makes no graph of them, tensors without elements."""
@@ -121,7 +174,7 @@ def _simple(request: AttentionRequest) -> Callable[..., Tensor] | None:
         return None
     if request.platform == "mps" or request.mask != "none" or _beyond(request):
         return None
-    if request.dropout or request.scale is not None:
+    if request.dropout or request.scale is not None or _kernel(request) is not _sdpa:
         return None
     if position_kind(request) == "all":
         function: Callable[..., Tensor] = _sdpa
@@ -171,7 +224,7 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
     steady = request.platform == "cuda" and bool(request.grad)
 
     # The fused kernels' gradient of a mask fails for some shapes on GPUs (one query: "LSE is not correctly aligned").
-    kernel = _math if "mask" in request.grad and request.platform != "cpu" else _sdpa
+    kernel = _math if "mask" in request.grad and request.platform != "cpu" else _kernel(request)
     if request.zero_size and _beyond(request):
         kernel = _math
 

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ..defects import Narrow, narrowing
 from ..epoch import EPOCH
 from ..inspection import catalogue, ordered_offers
 from ..lowering import Plan, Planner
@@ -167,7 +168,7 @@ class _Asked:
         verdict = judge(self.providers[provider], request, request.active())
         if not isinstance(verdict, Accepted):
             return None
-        if not provider.planned and isinstance(self.known.narrow(self.info, request), Rejected):
+        if not provider.planned and isinstance(self._narrow(provider)(request), Rejected):
             return None
         if verdict.lowerings and not provider.planned and self._plan(provider, request, verdict.lowerings) is None:
             return None
@@ -179,8 +180,12 @@ class _Asked:
 
     def _plan(self, provider: Provider, request: AttentionRequest, only: tuple[str, ...] | None = None) -> Plan | None:
         """As selection would, in as many rewrites as a cell has words for."""
-        narrow = functools.partial(self.known.narrow, self.info)
+        narrow = self._narrow(provider)
         return Planner(provider.rows, narrow=narrow, helper=lambda _: "another", only=only).plan(request, STEPS)
+
+    def _narrow(self, provider: Provider) -> Narrow:
+        """With the faults of every version, as the matrix says the same on every machine."""
+        return narrowing(self.known.narrow, self.info, provider.defects, named=True)
 
 
 def speaks_of(row: Row, family: str) -> bool:

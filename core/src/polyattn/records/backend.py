@@ -18,6 +18,7 @@ __all__ = [
     "AutoRule",
     "BackendInfo",
     "ConfigField",
+    "Defect",
     "DeviceReport",
     "EvidenceLevel",
     "Fallback",
@@ -75,6 +76,36 @@ class Accuracy:
 
 
 @dataclasses.dataclass(frozen=True)
+class Defect:
+    """A known fault of a library, and what polyattn does about it.
+
+    Attributes:
+        library: whose fault it is, by its name on the registry where it has one.
+        what: what goes wrong, for people.
+        source: where the fault is reported, or what shows it, on which device, versions and date.
+        done: `refused`: selection refuses the requests of `when`. `by name`: no such request is given to the library
+            unless somebody asks for its backend. `mended`: the adapter goes another way, `how` says which.
+            `undeclared`: no capability row takes such a request.
+        when: conditions on the request; empty = any. versions: specifier of the versions that have the fault, empty =
+            all that are known.
+        how: of a fault that is mended.
+        witness: a request of `when`, which the conformance kit asks for (of `refused` and `by name`).
+    """
+
+    library: str
+    what: str
+    source: str
+    done: Literal["refused", "by name", "mended", "undeclared"]
+    when: Mapping[str, Constraint] = dataclasses.field(default_factory=dict)
+    versions: str = ""
+    how: str = ""
+    witness: AttentionRequest | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.library, self.what))
+
+
+@dataclasses.dataclass(frozen=True)
 class Provider:
     """One way to get a backend: a distribution, an adapter, and the limits they have together.
 
@@ -84,6 +115,7 @@ class Provider:
         target: "package.module:Class" of the adapter; empty = planned (never selected, named as planned).
         requires: all of these distributions.
         accuracy: of a provider that quantises Q, K or P; None = exact.
+        defects: known faults of its libraries.
     """
 
     name: str
@@ -91,6 +123,7 @@ class Provider:
     target: str = ""
     requires: tuple[Requirement, ...] = ()
     accuracy: Accuracy | None = None
+    defects: tuple[Defect, ...] = ()
 
     @property
     def planned(self) -> bool:

@@ -20,12 +20,14 @@ __all__ = [
     "AtLeast",
     "Constraint",
     "Has",
+    "NotEmpty",
     "OneOf",
     "Range",
     "Rejected",
     "Row",
     "SubsetOf",
     "Verdict",
+    "WiderThan",
     "Window",
     "judge",
     "row",
@@ -120,6 +122,17 @@ class SubsetOf:
 
 
 @dataclasses.dataclass(frozen=True)
+class NotEmpty:
+    """A tuple with at least one member (gradients)."""
+
+    def reason(self, value: Any) -> str | None:
+        return None if value else f"is not {self.describe()}"
+
+    def describe(self) -> str:
+        return "at least one"
+
+
+@dataclasses.dataclass(frozen=True)
 class AtLeast:
     """A version tuple of at least `low`. An unknown version () passes: it was not measured, not refused."""
 
@@ -163,6 +176,23 @@ class Window:
 
     def describe(self) -> str:
         return "both bounds" if self.left and self.right else "left bound" if self.left else "right bound"
+
+
+@dataclasses.dataclass(frozen=True)
+class WiderThan:
+    """A sliding window that reaches over more than `keys` keys beside the query's own one, bounded to the left, and to
+    the right too if `right` says so."""
+
+    keys: int
+    right: bool = False
+
+    def reason(self, value: Any) -> str | None:
+        left, right = value
+        bounded = left >= 0 and (right >= 0 or not self.right)
+        return None if bounded and left + max(right, 0) > self.keys else f"is not {self.describe()}"
+
+    def describe(self) -> str:
+        return f"a window bounded {'on both sides' if self.right else 'to the left'}, of more than {self.keys + 1} keys"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +271,11 @@ def _constraint(name: str, value: Any) -> Constraint | None:
 def _condition(name: str, value: Any) -> Constraint | None:
     """The same in a condition, where True and False are values: nothing is declared there, so nothing is left out."""
     return OneOf((value,)) if isinstance(value, bool) else _constraint(name, value)
+
+
+def holds(named: Mapping[str, Constraint], request: AttentionRequest) -> bool:
+    """Whether every condition of a rule holds for a request."""
+    return all(c.reason(getattr(request, name)) is None for name, c in named.items())
 
 
 _NAMES = frozenset({*(f.name for f in request_fields()), "group", "dims", "same_dims", "kv_storage"})

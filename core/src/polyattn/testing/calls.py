@@ -13,11 +13,12 @@ from .. import inspection
 from ..autograd import differentiable
 from ..call_shapes import head_axis
 from ..choose import choose, device_facts
+from ..defects import refusal
 from ..errors import BackendUnavailableError, ConfigError, PolyattnError, did_you_mean
 from ..inspection import catalogue, list_backends
 from ..overrides import SCOPE
 from ..plugins import _import_target, get_manager
-from ..records import Accuracy, AttentionRequest, BackendInfo, Provider, Rejected, Row
+from ..records import Accuracy, AttentionRequest, BackendInfo, Defect, Provider, Rejected, Row
 from ..selection import Choice, Policy, select
 from ..signature import runner
 from .cases import Case
@@ -77,10 +78,11 @@ class Installed:
         if status.status != "available":
             raise BackendUnavailableError(f"{name}@{self.platform} is {status.status}: {'; '.join(status.reasons)}")
         self.info: BackendInfo = manager.backends[name, self.platform]
-        missing = next(o.missing for o in catalogue().offers if o.info is self.info)
+        offer = next(o for o in catalogue().offers if o.info is self.info)
         self.providers: tuple[Provider, ...] = tuple(
-            p for p in self.info.providers if not p.planned and p.name not in missing
+            p for p in self.info.providers if not p.planned and p.name not in offer.missing
         )
+        self.defects: Mapping[Provider, tuple[Defect, ...]] = {p: offer.defects.get(p.name, ()) for p in self.providers}
         self.rows: tuple[Row, ...] = tuple(row for p in self.providers for row in p.rows)
 
     def call(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], out: Tensor | None) -> Any:
@@ -125,6 +127,12 @@ class Installed:
     def accuracy(self) -> Accuracy | None:
         """The class of the providers that are here."""
         return _class_of(self.providers)
+
+    def faulty(self, request: AttentionRequest) -> bool:
+        """Whether each provider whose rows accept a request has a known fault for which it is refused."""
+        request = request.normalised()
+        taking = [p for p in self.providers if declared(p.rows, request)]
+        return bool(taking) and all(refusal(self.defects[p], request, named=True) is not None for p in taking)
 
     @property
     def narrows(self) -> bool:

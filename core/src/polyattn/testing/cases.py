@@ -10,7 +10,7 @@ from ..records import AttentionRequest
 
 __all__ = ["Case", "Check"]
 
-Check = Literal["values", "decode", "split", "pages", "dropout", "capture", "refusal", "witness"]
+Check = Literal["values", "decode", "split", "pages", "dropout", "capture", "refusal", "witness", "fault"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,8 @@ class Case:
         lengths: (S_q, S_k) of each sequence; a dense batch has equal ones. Empty for requests that are only judged.
         check: `values` against the reference; `decode`, one query against the last row of prefill; `split`, keys in
             parts and merged; `pages`, the same content on other pages; `dropout`, its statistics; `capture`, recorded
-            into a device graph and replayed; `refusal`, it must be refused; `witness`, the hook must refuse it.
+            into a device graph and replayed; `refusal`, it must be refused; `witness`, the hook must refuse it;
+            `fault`, it runs into a known fault of the library and must be refused.
         storage: of the inputs, see `polyattn.testing.problems.stored`.
         out: the output tensor given: empty = none, `contiguous`, or `strided`.
         sink: `usual`, `dominant` (30 nats above every LSE), or `off` (one is -inf).

@@ -63,7 +63,7 @@ class AttentionConformance:
             lines = read_xfails(here.info)
             metafunc.parametrize(name, [_marked(case, lines) for case in self._cases(here, level)])
         else:
-            served = (case for case in self._cases(here, level) if case.check not in ("refusal", "witness"))
+            served = (case for case in self._cases(here, level) if case.check not in ("refusal", "witness", "fault"))
             metafunc.parametrize(name, list(dict.fromkeys(case.request.dtype for case in served)))
 
     def test_case(self, case: Case | _NotRun) -> None:

@@ -102,7 +102,7 @@ class Report:
     @staticmethod
     def heading(case: Case) -> str:
         """Under which name of `counts` a case is counted."""
-        judged = {"refusal": "refusals", "witness": "witnesses"}
+        judged = {"refusal": "refusals", "witness": "witnesses", "fault": "known faults"}
         return judged.get(case.check, f"{case.request.family} {case.request.dtype}")
 
     def add(self, outcome: Outcome) -> None:

@@ -177,7 +177,7 @@ def _expected(outcome: Outcome, lines: Iterable[Expected]) -> Outcome:
 
 
 def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Sequence[str] | None) -> Report:
-    served = [case.request for case in cases if case.check not in ("refusal", "witness")]
+    served = [case.request for case in cases if case.check not in ("refusal", "witness", "fault")]
     not_run = left_out(target.rows, target.facts, families or ALL_FAMILIES)
     recorded = [row for row in target.rows if holds_here(row, target.facts) and True in inside("graph_capture", row)]
     if recorded and not records_graphs(target.device):

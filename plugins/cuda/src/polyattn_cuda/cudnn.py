@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters import load
+from polyattn.backends.defects import low_lse_at
 from polyattn.backends.torch_sdpa import signed
 from polyattn.contract import Bound
 from polyattn.placement import placing
@@ -75,8 +76,12 @@ def _bound(request: AttentionRequest, kernel: _Kernel) -> Bound:
     def backward(*tensors: Tensor, attn_mask: None = None, **lens: Any) -> tuple[Tensor, ...]:
         """tensors: dout, query, key, value, out, lse."""
         given = heads_first(*tensors)
-        if request.family == "dense" and given[1].shape[2] == given[2].shape[2] == 1:
-            return tuple(heads_first(*_one_key(request, *given)))
+        if request.family == "dense":
+            S_q, S_k = given[1].shape[2], given[2].shape[2]
+            if S_q == S_k == 1:
+                return tuple(heads_first(*_one_key(request, *given)))
+            if low_lse_at(S_q, S_k):
+                return tuple(heads_first(*_by_flash(request, *given)))
         return tuple(heads_first(*kernel.backward(*given, **lens)))
 
     return Bound(forward, backward if request.grad else None)
@@ -95,6 +100,28 @@ def _one_key(
     of_heads = (dlogit * q, weight * dout)
     dk, dv = (t.unflatten(1, (-1, request.group)).sum(2) for t in of_heads)
     return (dlogit * k).to(query.dtype), dk.to(query.dtype), dv.to(query.dtype)
+
+
+def _by_flash(
+    request: AttentionRequest, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by the FlashAttention 2 that torch brings, where cuDNN's backward gives NaN for a low LSE. All
+    [B, H, S, D], but lse [B, H_q, S_q]. It starts causal masks and windows at the lower right corner, as S3 does."""
+    left, right = request.window
+    # Random state of a dropout that this adapter never asks for.
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.empty(0, dtype=torch.uint64, device=query.device)
+    S_q, S_k = query.shape[2], key.shape[2]
+    grads = torch.ops.aten._flash_attention_backward(
+        *(tensor.transpose(1, 2) for tensor in (dout, query, key, value, out)),
+        lse.contiguous(),
+        *(None, None, S_q, S_k, 0.0, request.causal != "none", seed, unused),
+        scale=request.softmax_scale,
+        window_size_left=left if left >= 0 else None,
+        window_size_right=right if right >= 0 else None,
+    )
+    dquery, dkey, dvalue = (grad.transpose(1, 2) for grad in grads)
+    return dquery, dkey, dvalue
 
 
 def _laid_out_as(query: Tensor, tensor: Tensor) -> Tensor:

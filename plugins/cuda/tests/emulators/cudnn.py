@@ -1,7 +1,8 @@
 """cuDNN's attention: the torch ops of nvidia-cudnn-frontend 1.32 (cudnn/sdpa/fwd/torch_op.py) and PyTorch's own.
 
-The packed backward goes wrong where the query has gaps, on an H200 as far as an illegal instruction. The front end runs
-its graphs on the current device.
+The packed backward goes wrong where the query has gaps, on an H200 as far as an illegal instruction. The dense one
+gives NaN for queries of a low LSE at some lengths (pytorch#196678); the FlashAttention 2 that torch brings, emulated
+too, does not. The front end runs its graphs on the current device.
 """
 
 from __future__ import annotations
@@ -64,19 +65,21 @@ def frontend(monkeypatch: pytest.MonkeyPatch) -> Library:
         lengths = (q.shape[2], k.shape[2]) if starts is None else (given["max_seqlen_q"], given["max_seqlen_kv"])
         _check_backward(*lengths)
         if starts is None:
-            return _gradient(grad_out, q, k, v, o, lse.reshape(o.shape[:3]), attn_scale, **band)
+            found = _gradient(grad_out, q, k, v, o, lse.reshape(o.shape[:3]), attn_scale, **band)
+            return _overflown(found, lse, *lengths)
         if not q.is_contiguous():
             raise RuntimeError("CUDA error: an illegal instruction was encountered")
         count, longest = len(starts[0]) - 1, given["max_seqlen_q"]
         assert lse.shape[:3] == (count, q.shape[1], longest), "lse arrives padded"
         parts = zip(_parts(starts, q, k, v), _parts((starts[0],) * 2, o, grad_out, grad_out), strict=True)
-        found = []
+        parts_found = []
         for n, ((query, key, value), (out, dout, _)) in enumerate(parts):
             rows = lse[n : n + 1, :, : query.shape[2]]
-            found.append(_gradient(dout, query, key, value, out, rows, attn_scale, **band))
-        dq, dk, dv = (_joined(starts, list(grads)) for grads in zip(*found, strict=True))
+            parts_found.append(_gradient(dout, query, key, value, out, rows, attn_scale, **band))
+        dq, dk, dv = (_joined(starts, list(grads)) for grads in zip(*parts_found, strict=True))
         return dq, dk, dv
 
+    _flash(lib, monkeypatch)
     monkeypatch.setattr(torch.ops, "cudnn", SimpleNamespace(sdpa_bwd=sdpa_bwd), raising=False)
     return lib.install(monkeypatch)
 
@@ -130,8 +133,10 @@ def torch_itself(monkeypatch: pytest.MonkeyPatch) -> Library:
         strides = plans.setdefault(key_of_plan, (out.stride(), grad_out.stride()))
         out, grad_out = (t.as_strided(t.shape, at) for t, at in zip((out, grad_out), strides, strict=True))
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return _gradient(grad_out, query, key, value, out, logsumexp.squeeze(-1), scale, is_causal=is_causal)
+        found = _gradient(grad_out, query, key, value, out, logsumexp.squeeze(-1), scale, is_causal=is_causal)
+        return _overflown(found, logsumexp, max_q, max_k)
 
+    _flash(lib, monkeypatch)
     for name, body in ((ATEN, forward), (f"{ATEN}_backward", backward)):
         live = signature_of_schema(getattr(torch.ops.aten, name).default._schema)
         monkeypatch.setattr(torch.ops.aten, name, lib.held(name, live, body))
@@ -139,6 +144,53 @@ def torch_itself(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 Starts = tuple[list[int], list[int]] | None
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def _flash(lib: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward of the FlashAttention 2 that torch brings: [B, S, H, D], bands from the lower right corner."""
+
+    def backward(
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        window_size_left: int | None,
+        window_size_right: int | None,
+        **unused: Any,
+    ) -> Gradients:
+        assert unused["cum_seq_q"] is unused["cum_seq_k"] is None
+        assert (max_q, max_k, dropout_p) == (query.shape[1], key.shape[1], 0.0)
+        assert logsumexp.is_contiguous()
+        assert logsumexp.shape == (query.shape[0], query.shape[2], max_q)
+        left = -1 if window_size_left is None else window_size_left + 1
+        right = -1 if window_size_right is None else window_size_right
+        band = {"is_causal": is_causal, "window_left": left, "window_right": right, "causal_bottom_right": True}
+        sides = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+        found = _gradient(*sides, logsumexp, scale or query.shape[-1] ** -0.5, **band)
+        return tuple(grad.transpose(1, 2) for grad in found)  # type: ignore[return-value]
+
+    name = "_flash_attention_backward"
+    live = signature_of_schema(getattr(torch.ops.aten, name).default._schema)
+    monkeypatch.setattr(torch.ops.aten, name, lib.held(name, live, backward))
+
+
+def _overflown(found: Gradients, lse: Tensor, s_q: int, s_k: int) -> Gradients:
+    """The gradients with the NaN that padded keys leave in them: they score 0, and exp(0 - LSE) is infinite."""
+    dq, dk, dv = found
+    if float(lse.min()) > -88.7:
+        return found
+    dq = torch.full_like(dq, torch.nan) if s_k % 128 == 64 else dq
+    if s_q == 1 and s_k % 64 == 0:
+        dk, dv = (torch.full_like(t, torch.nan) for t in (dk, dv))
+    return dq, dk, dv
 
 
 def _check(query: Tensor) -> None:

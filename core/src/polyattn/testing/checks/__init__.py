@@ -48,6 +48,8 @@ def run_case(target: Target, case: Case) -> Outcome:
         return judged.refusal(target, case)
     if case.check == "witness":
         return judged.witness(target, case)
+    if case.check == "fault":
+        return judged.fault(target, case)
     if isinstance(target, Installed) and (refused := judged.narrowed(target, case)) is not None:
         return refused
     outcome = _measured(target, case)

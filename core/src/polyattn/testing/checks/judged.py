@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from ...errors import PluginError
 from ...plugins import BrokenHook
 from ...records import AttentionRequest, Rejected, Witness
+from ...records.capability import holds
 from ..calls import Installed, Target
 from ..cases import Case
 from ..tolerances import Finding
 from ..values import declared
 from .notes import Outcome
 
-__all__ = ["NARROWING", "kind_of", "narrowed", "refusal", "witness", "witness_cases"]
+__all__ = ["NARROWING", "fault", "kind_of", "narrowed", "refusal", "witness", "witness_cases"]
 
 NARROWING = "narrowing without a witness"
 
@@ -37,11 +38,14 @@ def refusal(target: Target, case: Case) -> Outcome:
 def narrowed(target: Installed, case: Case) -> Outcome | None:
     """What becomes of a declared case that the backend refuses after all; None where it takes it.
 
-    Only the plugin's own hook may refuse it, for a reason of a kind that one of its witnesses stands for.
+    A known fault of its library may refuse it, or the plugin's own hook for a reason of a kind that one of its
+    witnesses stands for.
     """
     error = target.refuse(case)
     if error is None:
         return None
+    if target.faulty(target.request(case)):
+        return Outcome(case, "refused")
     verdict = target.narrowed(target.request(case))
     if verdict is None or isinstance(verdict, BrokenHook):
         return Outcome(case, "failed", (Finding("call", f"it is declared, and was refused: {error}"),))
@@ -54,8 +58,27 @@ def narrowed(target: Installed, case: Case) -> Outcome | None:
 
 
 def witness_cases(target: Installed) -> list[Case]:
-    """A case for each witness of a backend."""
-    return [Case(request=_here(target, w), check="witness", fields=(w.why,)) for w in target.info.narrowed]
+    """A case for each witness of a backend, and for each known fault that its libraries have on this machine."""
+    own = [Case(request=_here(target, w), check="witness", fields=(w.why,)) for w in target.info.narrowed]
+    faults = dict.fromkeys(d for found in target.defects.values() for d in found if d.witness and d.done == "refused")
+    shown = [(dataclasses.replace(d.witness, **target.facts).normalised(), d) for d in faults if d.witness]
+    return own + [
+        Case(request=request, check="fault", fields=(d.what,)) for request, d in shown if holds(d.when, request)
+    ]
+
+
+def fault(target: Target, case: Case) -> Outcome:
+    """The check `fault`: a request that runs into a known fault of the library is refused, or goes another way."""
+    if not isinstance(target, Installed):
+        raise TypeError(f"known faults are of installed libraries, which {type(target).__name__} does not ask")
+    request, why = case.request, "; ".join(case.fields)
+    if not declared(target.rows, request):
+        message = f"the rows do not accept it, so the fault is one of nobody's requests: {why}"
+    elif target.faulty(request) == (target.refuse(case) is None):
+        message = f"it runs into a known fault, and was accepted: {why}"
+    else:
+        return Outcome(case, "refused")
+    return Outcome(case, "failed", (Finding("fault", message),))
 
 
 def witness(target: Target, case: Case) -> Outcome:

@@ -10,6 +10,7 @@ from typing import Any
 from polyattn.records import BackendInfo, Provider, Range, Requirement, Row, Window, row
 
 from .common import AMPERE_AND_LATER, CAUSAL, HALF, HOPPER, LENGTHS, SINKS, TRAINABLE_LSE
+from .defects import CUDNN_LOW_LSE, CUDNN_PACKED_GAPS
 
 CUDNN_FRONTEND = Requirement(
     "nvidia-cudnn-frontend", ">=1.32", module="cudnn.sdpa.fwd.torch_op", hint="pip install nvidia-cudnn-frontend"
@@ -55,14 +56,18 @@ CUDNN = BackendInfo(
     "cudnn",
     "cuda",
     (
-        Provider("cudnn-frontend", FRONTEND_ROWS, "polyattn_cuda.cudnn:Frontend", (CUDNN_FRONTEND,)),
-        Provider("torch", TORCH_ROWS, "polyattn_cuda.cudnn:Torch", (TORCH,)),
+        Provider(
+            "cudnn-frontend",
+            FRONTEND_ROWS,
+            "polyattn_cuda.cudnn:Frontend",
+            (CUDNN_FRONTEND,),
+            defects=(CUDNN_LOW_LSE, CUDNN_PACKED_GAPS),
+        ),
+        Provider("torch", TORCH_ROWS, "polyattn_cuda.cudnn:Torch", (TORCH,), defects=(CUDNN_LOW_LSE,)),
     ),
     summary="cuDNN attention",
     priority=35,
     evidence="emulator",
     upstream="https://github.com/NVIDIA/cudnn-frontend",
-    note="a plan is built for each new shape, on the host: not for batches whose lengths change with every call. On "
-    "Hopper the backward of several versions of cuDNN gives NaN in dQ for queries whose LSE is below -88, where S_k % "
-    "128 is 64 (NVIDIA/cudnn-frontend#628)",
+    note="a plan is built for each new shape, on the host: not for batches whose lengths change with every call",
 )

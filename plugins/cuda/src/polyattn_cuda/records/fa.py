@@ -42,6 +42,7 @@ from .common import (
     VLLM,
     WIDE,
 )
+from .defects import FA3_DETERMINISTIC, FA3_WINDOWS, SGL_FA3_WINDOWS, VLLM_FA3_DENSE
 
 FA2 = "polyattn_cuda.flash_attention.fa2:FlashAttention2"
 FA3 = "polyattn_cuda.flash_attention.fa3:FlashAttention3"
@@ -77,10 +78,6 @@ def _fa3_dense(*, trains: bool = False, sinks: tuple[dict[str, Any], ...] = ()) 
         rows.append(_dense(when, **width, lse=True))
         if trains:
             rows.append(_dense(when, **width, lse=True, grad=TRAINABLE_LSE, deterministic=False))
-    if trains:
-        # The backward adds up in one order for widths that round up to less than 256.
-        widths = ({"head_dim": Range(8, 192, multiple_of=8)}, {"dims": ((192, 128),)})
-        rows += [_dense(when, **width, lse=True, grad=TRAINABLE_LSE) for width in widths]
     return tuple(rows)
 
 
@@ -138,9 +135,17 @@ FA = BackendInfo(
     "fa",
     "cuda",
     (
-        Provider("fa3/flash-attn-3", _fa3_dense(trains=True), FA3, (FLASH_ATTN_3,)),
-        Provider("fa3/sgl-kernel", _fa3_dense(sinks=FA_WIDTHS), f"{FA3}SglKernel", (SGL_KERNEL,)),
-        Provider("fa3/vllm", _fa3_dense(sinks=(WIDE,)), f"{FA3}VLLM", (VLLM,)),
+        Provider(
+            "fa3/flash-attn-3",
+            _fa3_dense(trains=True),
+            FA3,
+            (FLASH_ATTN_3,),
+            defects=(*FA3_WINDOWS, FA3_DETERMINISTIC),
+        ),
+        Provider(
+            "fa3/sgl-kernel", _fa3_dense(sinks=FA_WIDTHS), f"{FA3}SglKernel", (SGL_KERNEL,), defects=SGL_FA3_WINDOWS
+        ),
+        Provider("fa3/vllm", _fa3_dense(sinks=(WIDE,)), f"{FA3}VLLM", (VLLM,), defects=VLLM_FA3_DENSE),
         Provider("fa4/flash-attn-4", FA4_ROWS, FA4, (FLASH_ATTN_4,)),
         Provider("fa2/flash-attn", FA2_ROWS, FA2, (FLASH_ATTN_2,)),
     ),

@@ -50,6 +50,15 @@ from .common import (
     WIDE,
     free_slots,
 )
+from .defects import (
+    FA2_PAGED_LSE,
+    FA3_WINDOWS,
+    FA4_PAGED_WIDTHS,
+    SGL_CHUNKS,
+    SGL_FA3_WINDOWS,
+    VLLM_FA3_FP8,
+    VLLM_FA3_PAGED,
+)
 from .flashinfer import LATENT_HEADS
 
 FA3_TARGET = "polyattn_cuda.flash_attention.fa3:FlashAttention3"
@@ -74,8 +83,7 @@ FA3_SERVING: dict[str, Any] = {
 
 WINDOWED: dict[str, Any] = {"window": Window()}
 CHUNKED_TOO: dict[str, Any] = {**WINDOWED, "chunk": True}
-# sgl-kernel 0.4.2 on an H200: of a chunk and a shorter window it keeps the window alone, where a tile of queries
-# crosses from one chunk to the next.
+# A chunk and a shorter window go together on one build alone: `defects.SGL_CHUNKS`.
 CHUNKED_OR = (WINDOWED, {"chunk": True})
 
 
@@ -138,7 +146,13 @@ FA3 = BackendInfo(
     "fa3",
     "cuda",
     (
-        Provider("flash-attn-3", (*_fa3_paged(HOPPER, bands=(CHUNKED_TOO,)), *_fa3_mla()), FA3_TARGET, (FLASH_ATTN_3,)),
+        Provider(
+            "flash-attn-3",
+            (*_fa3_paged(HOPPER, bands=(CHUNKED_TOO,)), *_fa3_mla()),
+            FA3_TARGET,
+            (FLASH_ATTN_3,),
+            defects=FA3_WINDOWS,
+        ),
         Provider(
             "sgl-kernel",
             (
@@ -150,12 +164,14 @@ FA3 = BackendInfo(
             ),
             f"{FA3_TARGET}SglKernel",
             (SGL_KERNEL,),
+            defects=(*SGL_FA3_WINDOWS, SGL_CHUNKS),
         ),
         Provider(
             "vllm",
             (*_fa3_paged(HOPPER, page=VLLM_PAGE, sinks=(WIDE,)), *_fa3_mla(VLLM_PAGE)),
             f"{FA3_TARGET}VLLM",
             (VLLM,),
+            defects=VLLM_FA3_PAGED,
         ),
     ),
     summary="FlashAttention 3, serving",
@@ -206,7 +222,7 @@ FA3_FP8 = BackendInfo(
     (
         Provider("flash-attn-3", _fa3_fp8(), FA3_FP8_TARGET, (FLASH_ATTN_3,), FA3_FP8_CLASS),
         Provider("sgl-kernel", _fa3_fp8(), f"{FA3_FP8_TARGET}SglKernel", (SGL_KERNEL,), FA3_FP8_CLASS),
-        Provider("vllm", _fa3_fp8(VLLM_PAGE), f"{FA3_FP8_TARGET}VLLM", (VLLM,), FA3_FP8_CLASS),
+        Provider("vllm", _fa3_fp8(VLLM_PAGE), f"{FA3_FP8_TARGET}VLLM", (VLLM,), FA3_FP8_CLASS, VLLM_FA3_FP8),
     ),
     summary="FlashAttention 3 over e4m3 caches, queries and weights rounded to e4m3 too",
     priority=None,
@@ -295,6 +311,7 @@ FA4 = BackendInfo(
             ),
             "polyattn_cuda.flash_attention.fa4:FlashAttention4",
             (FLASH_ATTN_4,),
+            defects=(FA4_PAGED_WIDTHS,),
         ),
     ),
     summary="FlashAttention 4 (CuTe DSL), serving",
@@ -362,6 +379,7 @@ FA2 = BackendInfo(
             ),
             "polyattn_cuda.flash_attention.fa2:FlashAttention2",
             (FLASH_ATTN_2,),
+            defects=(FA2_PAGED_LSE,),
         ),
     ),
     summary="FlashAttention 2, serving",

@@ -39,6 +39,7 @@ from .common import (
     SINKS,
     UNABSORBED,
 )
+from .defects import FLASHINFER_PAGED, FLASHINFER_RAGGED
 
 UPSTREAM = "https://github.com/flashinfer-ai/flashinfer"
 FLASHINFER = Requirement(
@@ -153,12 +154,14 @@ FLASHINFER_MHA = BackendInfo(
             tuple(made for width in WIDTHS for made in _wrappers(width)),
             target="polyattn_cuda.flashinfer.paged:Paged",
             requires=(FLASHINFER,),
+            defects=FLASHINFER_PAGED,
         ),
         Provider(
             "ragged",
             tuple(made for width in WIDTHS for made in _ragged(width)),
             target="polyattn_cuda.flashinfer.ragged:Ragged",
             requires=(FLASHINFER,),
+            defects=FLASHINFER_RAGGED,
         ),
         Provider("gdn", (_gdn(HOPPER, "float32"), _gdn(BLACKWELL, "bfloat16")), requires=(FLASHINFER,)),
     ),

@@ -22,6 +22,7 @@ from .common import (
     free_slots,
 )
 from .cudnn import CUDNN_FRONTEND
+from .defects import CUDNN_PAGED_BITS
 
 FLASHINFER_CUDNN = Requirement(
     "flashinfer-python",
@@ -74,6 +75,7 @@ FLASHINFER_CUDNN_MHA = BackendInfo(
             _rows(),
             target="polyattn_cuda.flashinfer.cudnn:CuDNN",
             requires=(FLASHINFER_CUDNN, CUDNN_FRONTEND),
+            defects=(CUDNN_PAGED_BITS,),
         ),
     ),
     summary="cuDNN on paged caches, through FlashInfer",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from polyattn.records import AutoRule, BackendInfo, Provider, Range, Row, Window, conditions, row
+from polyattn.records import AutoRule, BackendInfo, Provider, Range, Row, WiderThan, Window, conditions, row
 
 from .common import (
     ANY_PAGE,
@@ -150,6 +150,9 @@ def block_sparse_row(platform: str) -> Row:
 
 def _rules(platform: str) -> Iterable[AutoRule]:
     yield AutoRule(400, "linear attention: triton unless another kernel is asked for", conditions(family="linear"))
+    if platform == "cuda":
+        windowed = conditions(family=("dense", "varlen"), window=WiderThan(0))
+        yield AutoRule(380, "windows that FlashAttention does not serve: triton, which skips what they hide", windowed)
     if platform != "cpu":
         # Before torch's own backends, which gather the pages first.
         yield AutoRule(190, "serving where no other rule serves: triton", conditions(family="paged"))

@@ -1,0 +1,74 @@
+"""Known faults of libraries: which of them the installed versions have, and what selection does about each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from .distributions import distribution_version, matches, normalise_distribution
+from .records import AttentionRequest, BackendInfo, Defect, Provider, Rejected, Verdict
+from .records.capability import holds
+
+__all__ = ["Narrow", "affecting", "mended", "narrowing", "refusal"]
+
+Narrow = Callable[[AttentionRequest], "Verdict | None"]
+"""What is said of a request that capability rows accept: a refusal, or nothing."""
+
+
+def affecting(provider: Provider, installed: Mapping[str, str] | None = None) -> tuple[Defect, ...]:
+    """The faults that a provider's libraries have. A version that is not known has them all.
+
+    Args:
+        installed: what-if: normalised distribution name -> version ("" = any version); None = ask the machine.
+    """
+    return tuple(defect for defect in provider.defects if _has(defect, provider, installed))
+
+
+def _has(defect: Defect, provider: Provider, installed: Mapping[str, str] | None) -> bool:
+    also = (need.also for need in provider.requires if need.distribution == defect.library)
+    for name in (defect.library, *itertools.chain.from_iterable(also)):
+        version = distribution_version(name) if installed is None else installed.get(normalise_distribution(name))
+        if version:
+            return not defect.versions or matches(version, defect.versions)
+    return True
+
+
+def refusal(defects: Iterable[Defect], request: AttentionRequest, named: bool = False) -> Rejected | None:
+    """The refusal of a request that runs into a fault.
+
+    Args:
+        request: in normal form. named: somebody asked for this very backend.
+    """
+    stopped = ("refused",) if named else ("refused", "by name")
+    found = [defect for defect in defects if defect.done in stopped and holds(defect.when, request)]
+    return Rejected([_sentence(defect) for defect in found]) if found else None
+
+
+def _sentence(defect: Defect) -> str:
+    unasked = "; it is not chosen by itself for this, and can be asked for by name" if defect.done == "by name" else ""
+    return f"known defect of {defect.library}{defect.versions}: {defect.what} ({defect.source}){unasked}"
+
+
+def mended(defects: Iterable[Defect], request: AttentionRequest) -> Sequence[str]:
+    """What a reader should know of the faults that an adapter goes around for a request in normal form."""
+    found = (defect for defect in defects if defect.done == "mended" and holds(defect.when, request))
+    return [f"known defect of {d.library}{d.versions}: {d.what} ({d.source}); mended here: {d.how}" for d in found]
+
+
+def narrowing(
+    narrow: Callable[[BackendInfo, AttentionRequest], Verdict | None],
+    info: BackendInfo,
+    defects: Sequence[Defect],
+    named: bool = False,
+) -> Narrow:
+    """Everything that is said of a request after the capability rows: known faults, then the plugin's own hook.
+
+    Args:
+        narrow: that hook, of all plugins. named: as `refusal`.
+    """
+
+    def say(request: AttentionRequest) -> Verdict | None:
+        faulty = refusal(defects, request, named)
+        return narrow(info, request) if faulty is None else faulty
+
+    return say

@@ -1,0 +1,130 @@
+"""Around the faults of the kernels that torch brings: what `torch_sdpa` hands to them, and to which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyattn.backends import torch_sdpa
+from polyattn.backends.defects import low_lse_at
+from polyattn.records import AttentionRequest
+
+QKV = ("query", "key", "value")
+SWITCHES = {
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
+
+
+class Spy:
+    """Stands for SDPA and remembers how it was called, and which kernels were allowed."""
+
+    def __init__(self) -> None:
+        self.allowed: set[str] = set()
+        self.given: tuple[Tensor, ...] = ()
+        self.grouped = False
+
+    def __call__(self, *tensors: Any, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+        self.allowed = {name for name, on in SWITCHES.items() if on()}
+        self.given, self.grouped = tensors[:3], enable_gqa
+        with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+            return torch.nn.functional.scaled_dot_product_attention(*tensors, scale=scale, enable_gqa=enable_gqa)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    found = Spy()
+    monkeypatch.setattr(torch_sdpa, "_sdpa", found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _switches() -> Iterator[None]:
+    before = {name: on() for name, on in SWITCHES.items()}
+    yield
+    assert {name: on() for name, on in SWITCHES.items()} == before, "the caller's switches are as they were"
+
+
+def run(s_q: int, s_k: int, *, heads: int = 2, attn_mask: Tensor | None = None, **fields: Any) -> Tensor:
+    """A call as on a CUDA device, by CPU tensors [B, S, H, D]."""
+    relation = "equal" if s_q == s_k else "one" if s_q == 1 else "fewer"
+    usual: dict[str, Any] = {"platform": "cuda", "arch": "sm90", "dtype": "bfloat16", "head_dim": 8, "kv_heads": 2}
+    asked = {**usual, "family": "dense", "heads": heads, "s_relation": relation, **fields}
+    dtype = getattr(torch, asked["dtype"])
+    bound = torch_sdpa.TorchSDPA().bind(AttentionRequest(**asked).normalised())
+    q, k, v = (torch.randn(1, s, h, 8, dtype=dtype) for s, h in ((s_q, heads), (s_k, 2), (s_k, 2)))
+    out: Tensor = bound.forward(q, k, v, attn_mask=attn_mask)
+    return out
+
+
+@pytest.mark.parametrize(("s_q", "s_k"), [(128, 192), (7, 64), (192, 320), (1, 64), (1, 128), (1, 256)])
+@pytest.mark.parametrize("grad", [QKV, ("query",), ("value",)])
+def test_gradients_at_lengths_where_cudnn_overflows_come_from_another_kernel(
+    s_q: int, s_k: int, grad: tuple[str, ...], spy: Spy
+) -> None:
+    """pytorch#196678: NaN in dQ where S_k % 128 is 64; cudnn-frontend#1072: in dK and dV of one query."""
+    assert low_lse_at(s_q, s_k)
+    run(s_q, s_k, grad=grad)
+    assert "cudnn" not in spy.allowed
+    assert spy.allowed
+
+
+@pytest.mark.parametrize(
+    ("s_q", "s_k", "fields"),
+    [
+        (128, 128, {"grad": QKV}),
+        (2, 128, {"grad": QKV}),
+        (128, 200, {"grad": QKV}),
+        (1, 96, {"grad": QKV}),
+        (128, 192, {"grad": ()}),
+    ],
+)
+def test_other_calls_keep_what_torch_chooses(s_q: int, s_k: int, fields: dict[str, Any], spy: Spy) -> None:
+    run(s_q, s_k, **fields)
+    assert spy.allowed == {name for name, on in SWITCHES.items() if on()}
+
+
+def test_kernels_that_the_caller_has_switched_off_stay_off(spy: Spy) -> None:
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
+        run(128, 192, grad=QKV)
+    assert spy.allowed == {"efficient"}
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.CUDNN_ATTENTION]):
+        run(128, 192, grad=QKV)
+    assert spy.allowed == {"math"}, "a finite gradient, by the one kernel that always can"
+
+
+def test_grouped_heads_with_a_mask_stay_with_a_fused_kernel(spy: Spy) -> None:
+    """The one that is left takes masks and no groups."""
+    keep = torch.rand(1, 1, 128, 192) < 0.8
+    run(128, 192, heads=4, attn_mask=keep, mask="bool", grad=QKV)
+    assert [t.shape[1] for t in spy.given] == [4, 4, 4]
+    assert not spy.grouped
+    run(128, 192, heads=4, grad=QKV)
+    assert [t.shape[1] for t in spy.given] == [4, 2, 2]
+    assert spy.grouped
+
+
+def odd(sizes: tuple[int, int, int, int]) -> Tensor:
+    """A tensor whose axes of one have strides that are not of whole 16 bytes."""
+    wide = torch.randn(sizes[0], sizes[1], sizes[2], sizes[3] + 3)
+    return wide[..., : sizes[3]]
+
+
+@pytest.mark.parametrize("grad", [(), QKV])
+def test_float32_is_given_strides_of_whole_16_bytes_along_axes_of_one(grad: tuple[str, ...], spy: Spy) -> None:
+    """torch's fused kernel looks at them too: "cutlassF: no kernel found to launch!"."""
+    request = AttentionRequest(
+        platform="cuda", arch="sm90", family="dense", dtype="float32", head_dim=4, heads=1, kv_heads=1, grad=grad
+    )
+    q, k, v = (odd((1, 1, 1, 4)) for _ in range(3))
+    assert any(stride % 4 for stride in q.stride()[:-1])
+    out = torch_sdpa.TorchSDPA().bind(request).forward(q, k, v)
+    assert all(stride * t.itemsize % 16 == 0 for t in spy.given for stride in t.stride()[:-1])
+    assert all(torch.equal(given.flatten(), t.flatten()) for given, t in zip(spy.given, (q, k, v), strict=True))
+    assert torch.equal(out, v)
