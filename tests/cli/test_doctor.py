@@ -20,7 +20,7 @@ from .conftest import VENDORS, Run
 
 KEYS = {
     *("polyattn", "python", "system", "torch_build", "libraries", "platforms", "plugins"),
-    *("environment", "unread", "problems", "warnings", "backends", "elsewhere"),
+    *("environment", "unread", "problems", "warnings", "backends", "elsewhere", "defects"),
 }
 Plugin = Callable[[str, str], str]
 
@@ -306,6 +306,21 @@ def test_what_the_machine_itself_lacks(features: tuple[str, ...], run: Run, monk
     said = "this CPU has no AMX, which the kernels need: torch_native serves in its place"
     assert "sgl-kernel-cpu is not installed" in found["intel_amx"]
     assert (said in found["intel_amx"]) is (not features)
+
+
+def test_known_defects_of_libraries_that_are_here_are_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    defects = run("doctor", "--json").data["defects"]
+    assert all("cuda" not in name for one in defects for name in one["backends"]), "of devices that are here alone"
+    real = doctor_module.detect
+    found = DeviceReport(True, "a planted device", archs=("sm90",))
+    monkeypatch.setattr(doctor_module, "detect", lambda name: found if name == "cuda" else real(name))
+    data = run("doctor", "--json").data
+    (mended,) = [one for one in data["defects"] if one["library"] == "cuDNN" and "torch_sdpa@cuda" in one["backends"]]
+    assert "NaN" in mended["what"]
+    assert mended["done"].startswith("mended: ")
+    assert "196678" in mended["source"]
+    assert not any(one["library"] == "vllm" for one in data["defects"]), "it is not installed"
+    assert "Known defects of libraries that are installed here" in flat(run("doctor").out)
 
 
 def test_an_evidence_file_that_is_damaged_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from .distributions import distribution_version, matches, normalise_distribution
 from .records import AttentionRequest, BackendInfo, Defect, Provider, Rejected, Verdict
 from .records.capability import holds
 
-__all__ = ["Narrow", "affecting", "mended", "narrowing", "refusal"]
+__all__ = ["Listed", "Narrow", "affecting", "listed", "mended", "narrowing", "refusal"]
 
 Narrow = Callable[[AttentionRequest], "Verdict | None"]
 """What is said of a request that capability rows accept: a refusal, or nothing."""
@@ -53,6 +55,37 @@ def mended(defects: Iterable[Defect], request: AttentionRequest) -> Sequence[str
     """What a reader should know of the faults that an adapter goes around for a request in normal form."""
     found = (defect for defect in defects if defect.done == "mended" and holds(defect.when, request))
     return [f"known defect of {d.library}{d.versions}: {d.what} ({d.source}); mended here: {d.how}" for d in found]
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """One fault for people: `backends` has name@platform of all that it concerns."""
+
+    library: str
+    what: str
+    source: str
+    done: str
+    backends: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "backends": list(self.backends)}
+
+
+DONE = {
+    "refused": "such calls are refused",
+    "by name": "not chosen by itself for such calls",
+    "undeclared": "not declared, so refused",
+}
+
+
+def listed(found: Iterable[tuple[BackendInfo, Iterable[Defect]]]) -> list[Listed]:
+    """Faults by library, those that differ in their conditions alone as one."""
+    groups: dict[tuple[str, str, str, str], dict[str, None]] = {}
+    for info, defects in found:
+        for d in defects:
+            done = DONE.get(d.done) or f"mended: {d.how}"
+            groups.setdefault((d.library + d.versions, d.what, d.source, done), {})[info.id] = None
+    return [Listed(*group, tuple(ids)) for group, ids in sorted(groups.items())]
 
 
 def narrowing(

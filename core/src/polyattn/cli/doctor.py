@@ -16,6 +16,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..config import backend_names, check_settings, load_settings
+from ..defects import affecting, listed
 from ..distributions import availability, distribution_version
 from ..envvars import ENVVARS, flag, left_out, unknown
 from ..errors import ConfigError, PolyattnError
@@ -82,7 +83,15 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "warnings": amiss + _warnings(manager) + (not_here(settings, statuses) if settings is not None else []),
         "backends": [_backend(s, devices[s.platform], manager) for s in statuses if s.platform in present],
         "elsewhere": [_elsewhere(status, devices, manager) for status in statuses if status.platform not in present],
+        "defects": _defects(manager, present),
     }
+
+
+def _defects(manager: PluginManager, present: list[str]) -> list[dict[str, Any]]:
+    """Known faults of the libraries that are installed here, for the devices that are here."""
+    infos = [info for info in manager.backends.values() if info.platform in present]
+    here = [(info, p) for info in infos for p in info.providers if not p.planned and availability(p).ok]
+    return [fault.to_dict() for fault in listed((info, affecting(provider)) for info, provider in here)]
 
 
 def _store() -> list[str]:
@@ -252,6 +261,7 @@ def _print(findings: dict[str, Any]) -> None:
     _variables(console, findings)
     _backends(console, findings["backends"])
     _absent(console, findings["elsewhere"])
+    _faults(console, findings["defects"])
     _verdict(console, findings)
 
 
@@ -320,6 +330,18 @@ def _absent(console: Console, backends: list[dict[str, Any]]) -> None:
     table = grid("backend", "missing", "what to do", ratios=(3, 4, 3))
     for (platform, why, action), names in groups.items():
         table.add_row(Text(f"{platform}: {', '.join(names)}", style="name"), Text(why), Text(action))
+    console.print(table)
+
+
+def _faults(console: Console, defects: list[dict[str, Any]]) -> None:
+    if not defects:
+        return
+    console.print()
+    console.print(title("Known defects of libraries that are installed here"))
+    table = grid("library", "what it does", "here", "source", ratios=(1, 4, 2, 2))
+    for one in defects:
+        backends = ", ".join(one["backends"])
+        table.add_row(Text(one["library"], style="name"), one["what"], f"{one['done']} ({backends})", one["source"])
     console.print(table)
 
 

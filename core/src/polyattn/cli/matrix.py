@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ..defects import Listed, listed
 from ..errors import ConfigError, did_you_mean
 from ..inspection import support_matrix
 from ..plugins import get_manager
@@ -75,6 +76,7 @@ class Support:
                 for name, row in self.cells.items()
             },
             "limits": {sheet.key: sheet.to_dict() for sheet in self.sheets},
+            "defects": [one.to_dict() for one in _listed()],
             "backends": self.backends,
         }
 
@@ -230,7 +232,26 @@ def markdown(support: Support) -> str:
         "",
     ]
     lines += _rows(("backend", "platforms", "summary", "provider: needs", "note"), _needs())
+    lines += [
+        "",
+        "## Known defects of libraries",
+        "",
+        "Selection obeys them for the versions that are installed. `polyattn explain` says which of them a call meets,",
+        "`polyattn doctor` lists those of this machine.",
+        "",
+    ]
+    lines += _rows(("library", "what it does", "here", "backends", "source"), _defects())
     return "\n".join(lines)
+
+
+def _listed() -> list[Listed]:
+    infos = get_manager().backends.values()
+    return listed((info, provider.defects) for info in infos for provider in info.providers)
+
+
+def _defects() -> Iterable[tuple[str, ...]]:
+    for one in _listed():
+        yield one.library, one.what, one.done, ", ".join(f"`{name}`" for name in one.backends), one.source
 
 
 def _rows(header: Iterable[str], body: Iterable[Iterable[str]]) -> list[str]:

@@ -74,8 +74,8 @@ def _longer_than_seen(library: str) -> tuple[Defect, ...]:
     return tuple(
         Defect(
             library,
-            "vLLM's build of FlashAttention 3 is wrong with such windows. This build counts its tiles in another way, "
-            "and nothing beyond 100 keys was run on it",
+            "under a window of more than 100 keys vLLM's build of FlashAttention 3 is wrong; this one counts its tiles in "
+            "another way, and was not run with longer ones",
             "hopper/block.h of Dao-AILab/flash-attention 0251105a and sgl-project/sgl-flash-attn 2580b5a",
             "by name",
             when,
