@@ -300,6 +300,21 @@ def test_a_plugin_that_imports_torch_when_it_is_loaded_is_warned_of(run: Run, pl
     assert run("conform", "acme", "--json").data["warnings"]
 
 
+def test_there_is_a_line_of_progress_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendering, "EVERY", 10.0)
+    now = [0.0]
+    bar = rendering.progress(rendering.screen(), quiet=True, lines=True, clock=lambda: now[0])
+    with bar:
+        task = bar.add_task("starting", total=None)
+        for number in range(35):
+            now[0] += 1.0
+            bar.update(task, completed=number, total=35, description=f"case {number}")
+    lines = [f"polyattn: {number} of 35: case {number}" for number in (9, 19, 29)]
+    assert tuple(capsys.readouterr()) == ("", "\n".join([*lines, ""]))
+
+
 def test_progress_without_a_terminal_is_lines_that_spoil_nothing(
     run: Run, acme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

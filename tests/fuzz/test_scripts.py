@@ -34,7 +34,7 @@ def imports(text: str) -> set[str]:
 @pytest.mark.parametrize("name", BUGS)
 def test_the_script_of_a_bug_fails_for_it_and_for_nobody_else(name: str, tmp_path: Path) -> None:
     with planted(name) as backend:
-        report = fuzz([backend], seed=0, seconds=30, first=True, out=tmp_path)
+        report = fuzz([backend], seed=0, seconds=3600, first=True, out=tmp_path)
         (found,) = report.failures
         assert found.path is not None
         text = found.path.read_text(encoding="utf-8")

@@ -307,7 +307,7 @@ def test_a_plugin_loads_without_torch(site):
         "assert manager.plugins['acme'].state == 'ready', manager.plugins['acme']\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(site.folder)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(site.folder)], check=True, timeout=1800)
 
 
 @pytest.mark.parametrize("name", ["Acme_Kernels", "acme.kernels", "acme--kernels", "ACME-_.kernels"])

@@ -114,7 +114,7 @@ def _words(flag: str, text: str | None, known: Iterable[str]) -> list[str] | Non
 
 
 def _run(console: Console, here: Place, *, full: bool, dtypes: str | None, families: str | None, quiet: bool) -> Report:
-    with progress(console, quiet=quiet) as bar:
+    with progress(console, quiet=quiet, lines=True) as bar:
         task = bar.add_task("starting PyTorch", total=None)
         from ..testing.running import FLOATS, run
 
@@ -183,7 +183,7 @@ def _not_run(console: Console, here: Place, strict: bool, as_json: bool) -> None
 
 def _planted(console: Console, as_json: bool) -> None:
     caught: list[Catch] = []
-    with progress(console, quiet=as_json) as bar:
+    with progress(console, quiet=as_json, lines=True) as bar:
         task = bar.add_task("starting PyTorch", total=None)
         from ..testing.catching import catches
 

@@ -161,14 +161,19 @@ EVERY = 10.0
 
 
 class _Progress(Progress):
-    """A bar; where it is disabled, a line on standard error now and then, so that logs show that something goes on."""
+    """A bar; where it is disabled, a line on standard error now and then, so that logs show that something goes on.
 
+    Attributes:
+        lines: whether there are any. said: when the last was printed.
+    """
+
+    lines: bool
     said: float
 
     def update(self, task_id: TaskID, **fields: Any) -> None:
         super().update(task_id, **fields)
         now = self.get_time()
-        if not self.disable or now - self.said < EVERY:
+        if not (self.lines and self.disable) or now - self.said < EVERY:
             return
         self.said = now
         (task,) = (task for task in self.tasks if task.id == task_id)
@@ -176,9 +181,14 @@ class _Progress(Progress):
         print(f"polyattn: {count}{task.description}", file=sys.stderr, flush=True)
 
 
-def progress(console: Console, *, quiet: bool, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """A progress bar that leaves nothing behind. When `quiet`, or when the output is no terminal, there are lines on
-    standard error in its place, one in `EVERY` seconds."""
+def progress(
+    console: Console, *, quiet: bool, lines: bool = False, clock: Callable[[], float] = time.monotonic
+) -> Progress:
+    """A progress bar that leaves nothing behind; none when `quiet` or when the output is no terminal.
+
+    Args:
+        lines: of work that takes minutes: where there is no bar, a line on standard error in `EVERY` seconds.
+    """
     made = _Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -190,5 +200,5 @@ def progress(console: Console, *, quiet: bool, clock: Callable[[], float] = time
         disable=quiet or not console.is_terminal,
         get_time=clock,
     )
-    made.said = clock()
+    made.lines, made.said = lines, clock()
     return made
