@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from polyattn import inspection, measuring, overrides, tuning
-from polyattn.bench import Peer, pages, plots, results, running
+from polyattn.bench import Peer, entries, pages, plots, results, running
 from polyattn.bench.asking import Asked
 from polyattn.bench.entries import Seen, entries_of
 from polyattn.bench.rows import Row, Work
@@ -24,7 +24,11 @@ from polyattn.bench.sheets import read
 from polyattn.bench.workloads import workload
 from polyattn.errors import BackendUnavailableError, ConfigError
 from polyattn.measuring import Clock
+from polyattn.plugins import get_manager
+from polyattn.selection import Selection
 from polyattn.testing.machine import code_digest
+
+CPU = torch.device("cpu")
 
 SHEET = """
 title: Made for tests
@@ -758,3 +762,27 @@ def test_last_resorts_and_what_only_people_choose_take_part_by_name(patterns, wa
     found = {one.name: one for one in entries_of(workload(row, device), device, {}, patterns, Seen())}
     assert set(found) - {"polyattn/triton"} == wanted
     assert all(one.compiles == (name == "polyattn/flex_attention") for name, one in found.items() if "torch" in name)
+
+
+def test_what_is_so_on_another_platform_says_nothing_of_this_one(monkeypatch):
+    """Triton is a last resort on a CPU and compiles nowhere else than where its record says so."""
+    backends = get_manager().backends
+    for name in ("torch_sdpa", "torch_native"):
+        info = backends[name, "cpu"]
+        elsewhere = dataclasses.replace(info, platform="npu", priority=-5, compiles=not info.compiles)
+        monkeypatch.setitem(backends, (name, "npu"), elsewhere)
+    row = Row(family="f", kind="dense", heads=4, kv_heads=2, head_dim=32, batch=1, q_len=48)
+    found = {one.name: one for one in entries_of(workload(row, CPU), CPU, {}, ["*"], Seen())}
+    assert {"polyattn/torch_sdpa", "polyattn/torch_native"} <= set(found)
+    assert not [name for name, one in found.items() if one.compiles and name.startswith("polyattn/torch_")]
+
+
+def test_own_kernels_take_part_on_a_gpu(monkeypatch):
+    triton = get_manager().backends["triton", "cuda"]
+    assert (get_manager().backends["triton", "cpu"].priority or 0) < 0 <= (triton.priority or 0)
+    row = Row(family="f", kind="dense", heads=4, kv_heads=2, head_dim=32, batch=1, q_len=48)
+    asked = workload(row, CPU)
+    found = Selection(asked.request, "triton", "cuda", "polyattn", (), None, "priority", "")
+    one = measuring.Candidate("triton", found, True, "triton")
+    monkeypatch.setattr(entries, "candidates", lambda *args, **how: (one,))
+    assert [e.name for e in entries_of(asked, CPU, {}, ["*"], Seen())] == ["polyattn/triton"]

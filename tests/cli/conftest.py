@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from polyattn import overrides
-from polyattn.cli import main
+from polyattn.cli import main, rendering
 from polyattn.inspection import detect
 from polyattn.plugins import get_manager, reset_manager
 
@@ -49,6 +49,7 @@ def a_plain_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("POLYATTN_CONFIG", "POLYATTN_ATTENTION_BACKEND", "POLYATTN_STRICT", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(rendering, "EVERY", float("inf"))  # how many lines of progress there are depends on the load
     detect.cache_clear()
     overrides.configure()
     yield

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from polyattn.cli import rendering
 from polyattn.testing import Case, Outcome, catching, generation, running
 from polyattn.testing.planted import BUGS
 
@@ -58,6 +61,10 @@ WRONG = PLUGIN.replace(
     1,
 )
 Plugin = Callable[[str, str], str]
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +215,117 @@ def test_sources_that_are_in_no_file_are_said(run: Run, plugin: Plugin, tmp_path
 
 
 # --- devices
+
+
+def test_a_plugin_in_an_archive_is_run_and_said_to_keep_nothing(
+    run: Run, plugin: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = plugin("acme", PLUGIN)
+    archive = tmp_path / "acme.whl"
+    with zipfile.ZipFile(archive, "w") as packed:
+        packed.write(tmp_path / f"{module}.py", f"{module}.py")
+    (tmp_path / f"{module}.py").unlink()
+    monkeypatch.syspath_prepend(str(archive))
+    said = run("conform", "acme")
+    assert said.code == 0, said
+    assert f"warning: its module is in the archive {archive}: evidence and xfails.txt beside it are neither" in said.out
+    assert "evidence of acme@cpu is not written: its module is in the archive" in flat(said.out)
+    assert "Install the package (`pip install`), or unpack it into a folder" in flat(said.out)
+    data = run("conform", "acme", "--json").data
+    assert (data["ok"], data["evidence"]) == (True, None)
+    assert f"is not written: its module is in the archive {archive}" in data["evidence_error"]
+
+
+NO_BACKWARD = PLUGIN.replace('"lse": True', '"lse": True, "grad": True').replace(
+    "    pass\n",
+    """
+    def bind(self, request):
+        import dataclasses
+        import torch
+        bound = super().bind(request)
+        def forward(*tensors, **given):
+            with torch.no_grad():
+                return bound.forward(*tensors, **given)
+        return dataclasses.replace(bound, forward=forward)
+""",
+    1,
+)
+
+
+def test_gradients_that_are_declared_without_a_backward_are_a_finding(run: Run, plugin: Plugin) -> None:
+    plugin("acme", NO_BACKWARD)
+    said = run("conform", "acme", "--json")
+    assert said.code == 1
+    found = {text for texts in said.data["findings"].values() for text in texts}
+    (text,) = found
+    assert text.startswith(
+        "gradients: the row declares them, and what the call returned depends on no input: its Bound"
+    )
+    assert text.endswith("Hand over Bound(forward, backward), or take `grad` out of the row")
+    assert all("grad=" in case for case in said.data["findings"])
+
+
+def test_rows_that_leave_out_what_plain_calls_have_are_warned_of(run: Run, plugin: Plugin) -> None:
+    """It conforms: everything that is listed works. Nobody's plain call is served."""
+    more = '"lse": True, "phase": ("extend", "decode"), "page_size": (16,), "kv_scales": ("tensor", "head"),'
+    paged = PLUGIN.replace('family="dense"', 'family="paged"').replace('"lse": True,', more)
+    plugin("acme", paged.replace('dtype=("float32", "bfloat16")', 'dtype="float32", kv_dtype=("auto", "int8")'))
+    said = run("conform", "acme", "--no-evidence", "--json")
+    assert said.data["ok"], said.data["findings"]
+    text, _ = said.data["warnings"]
+    assert text == (
+        "kv_scales: no row of family paged takes '', which is what calls have that do not ask for it, those of "
+        "`polyattn generate` among them: they are refused or rewritten. If the kernel takes them, add '' to what "
+        "the row lists"
+    )
+    plugin("acme", PLUGIN.replace('"lse": True,', '"lse": (True,), "softcap": (30.0,),'))
+    found = run("conform", "acme", "--json").data["warnings"]
+    assert [text.partition(":")[0] for text in found][:-1] == ["softcap", "lse"]
+
+
+LEAN = PLUGIN.replace("from polyattn.backends.reference_backend import Reference\n", "")
+LEAN = LEAN.replace("\n\nclass Acme(Reference):\n    pass\n", "")
+LEAN = LEAN.replace('f"{__name__}:Acme"', '"polyattn.backends.reference_backend:Reference"')
+
+
+def test_nothing_is_warned_of_a_backend_in_order(run: Run, plugin: Plugin) -> None:
+    plugin("acme", LEAN)
+    assert run("conform", "acme", "--json").data["warnings"] == []
+
+
+def test_a_plugin_that_imports_torch_when_it_is_loaded_is_warned_of(run: Run, plugin: Plugin) -> None:
+    plugin("acme", LEAN.replace("from polyattn.hookspecs", "import torch\nfrom polyattn.hookspecs", 1))
+    said = run("conform", "acme", "--no-evidence")
+    assert "warning: plugin acme_plugin (module acme_plugin) imports torch when it is loaded" in said.out
+    assert run("conform", "acme", "--json").data["warnings"]
+
+
+def test_there_is_a_line_of_progress_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendering, "EVERY", 10.0)
+    now = [0.0]
+    bar = rendering.progress(rendering.screen(), quiet=True, lines=True, clock=lambda: now[0])
+    with bar:
+        task = bar.add_task("starting", total=None)
+        for number in range(35):
+            now[0] += 1.0
+            bar.update(task, completed=number, total=35, description=f"case {number}")
+    lines = [f"polyattn: {number} of 35: case {number}" for number in (9, 19, 29)]
+    assert tuple(capsys.readouterr()) == ("", "\n".join([*lines, ""]))
+
+
+def test_progress_without_a_terminal_is_lines_that_spoil_nothing(
+    run: Run, acme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "EVERY", 0.0)
+    for words in ((), ("--json",)):
+        said = run("conform", "acme", *words)
+        assert re.search(r"^polyattn: 0 of \d+: dense-float32-", said.err, re.M), said.err
+        assert "polyattn: " not in said.out
+    assert said.data["ok"]
+    monkeypatch.setattr(rendering, "EVERY", float("inf"))
+    assert run("conform", "acme").err == ""
 
 
 def test_a_device_that_is_not_here_is_not_run(run: Run, acme: Path) -> None:

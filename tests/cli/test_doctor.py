@@ -331,3 +331,49 @@ def test_an_evidence_file_that_is_damaged_is_a_problem(run: Run, monkeypatch: py
     shown = run("doctor", "--json")
     assert (shown.code, shown.data["backends"]) == (0, [])
     assert shown.data["problems"] == ["x@cpu.json is not an evidence file"]
+
+
+def test_a_plugin_that_imports_what_it_must_not_is_a_warning(run: Run, plugin: Plugin) -> None:
+    """torch, or a library that its providers need; a plugin that does without when there is none is no better."""
+    need = 'Requirement("acme-sdk", module="acme_sdk.kernels")'
+    text = f"""
+from polyattn.hookspecs import hookimpl
+from polyattn.records import *
+
+try:
+    import acme_sdk
+except ImportError:
+    acme_sdk = None
+import torch.nn
+
+
+@hookimpl
+def polyattn_register_backends():
+    provider = Provider("acme", (row(family="dense", dtype="float32", head_dim=8),), "acme:Acme", ({need},))
+    yield BackendInfo("acme", "cpu", (provider,), summary="Acme's")
+"""
+    plugin("acme", text)
+    (text,) = run("doctor", "--json").data["warnings"]
+    assert text == (
+        "plugin acme_plugin (module acme_plugin) imports acme_sdk, torch when it is loaded, so that every program "
+        "which lists backends waits for it: import it in the adapter, which is loaded at the first call"
+    )
+
+
+def test_an_alias_that_is_the_name_of_another_is_a_warning(run: Run, plugin: Plugin) -> None:
+    text = """
+from polyattn.hookspecs import hookimpl
+from polyattn.records import *
+
+
+@hookimpl
+def polyattn_register_backends():
+    provider = Provider("acme", (row(family="dense", dtype="float32", head_dim=8),), "acme:Acme")
+    yield BackendInfo("acme", "cpu", (provider,), summary="Acme's", aliases=(Alias("torch_sdpa"),))
+"""
+    plugin("acme", text)
+    (text,) = run("doctor", "--json").data["warnings"]
+    assert text == (
+        "plugin acme_plugin: the alias 'torch_sdpa' of acme@cpu means nothing, because torch_sdpa@cpu of plugin core "
+        "has it as its name. Rename the alias"
+    )

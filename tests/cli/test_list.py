@@ -90,3 +90,39 @@ def test_what_to_do_is_a_column_where_there_is_something_to_do(run: Run, monkeyp
     shown = " ".join(run("list").out.split())
     assert "why not, and what to do" in shown
     assert "pip install acme" in shown
+
+
+CHATTY = """
+print("acme: found no licence")
+
+from polyattn.hookspecs import hookimpl
+from polyattn.records import *
+
+
+@hookimpl
+def polyattn_register_backends():
+    provider = Provider("acme", (row(family="dense", dtype="float32", head_dim=8),), "acme:Acme")
+    yield BackendInfo("acme", "cpu", (provider,), summary="Acme's")
+"""
+
+
+@pytest.mark.parametrize("words", ["list --json", "doctor --json", "matrix --format json"])
+def test_what_a_plugin_prints_when_it_is_imported_is_said_and_spoils_no_data(run: Run, plugin: Any, words: str) -> None:
+    plugin("acme", CHATTY)
+    shown = run(*words.split())
+    assert shown.data, "it is JSON"
+    assert "acme: found no licence" not in shown.out
+    assert "acme: found no licence\n" in shown.err
+
+
+def test_markdown_is_data_too(run: Run, plugin: Any) -> None:
+    plugin("acme", CHATTY)
+    shown = run("matrix", "--format=markdown")
+    assert shown.out.startswith("#")
+    assert "acme: found no licence\n" in shown.err
+
+
+def test_people_see_it_where_it_is_printed(run: Run, plugin: Any) -> None:
+    plugin("acme", CHATTY)
+    assert "acme: found no licence" in run("list").out
+    assert "--json" in run("list", "--json", "--help").out

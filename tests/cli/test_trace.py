@@ -381,7 +381,7 @@ GOES_ON = """
 import time, polyattn, torch
 polyattn.attention(*torch.randn(3, 1, 5, 1, 8))
 open("asked", "w").close()
-time.sleep(60)
+time.sleep(1800)
 open("outlived", "w").close()
 """
 
@@ -390,11 +390,11 @@ def test_a_trace_that_is_ended_by_a_scheduler_keeps_what_was_asked(tmp_path: Pat
     command = "import sys; from polyattn.cli import app; sys.exit(app.run(sys.argv[1:]))"
     words = [sys.executable, "-c", command, "trace", "-o", "kept.jsonl", "--", program(GOES_ON)]
     with subprocess.Popen(words) as tracing:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 1800
         while not Path("asked").exists() and time.monotonic() < until:
             time.sleep(0.05)
         tracing.terminate()
-        assert tracing.wait(30) == 128 + 15
+        assert tracing.wait(1800) == 128 + 15
     assert [one.count for one in read_trace(["kept.jsonl"])] == [1]
     assert sorted(os.listdir()) == ["asked", "kept.jsonl", "program.py"]
 
@@ -409,7 +409,7 @@ def answer(number, _):
 signal.signal(signal.SIGINT, answer)
 signal.signal(signal.SIGTERM, answer)
 open("ready", "w").close()
-time.sleep(30)
+time.sleep(1800)
 """
 """Ends by itself, some time after the last of its signals."""
 
@@ -423,14 +423,14 @@ def signalled(send: Callable[[subprocess.Popen[str]], None], *words: str, times:
         for number in range(times):
             wait_for("answered" if number else "ready")
             send(tracing)
-        out, _ = tracing.communicate(timeout=30)
+        out, _ = tracing.communicate(timeout=1800)
         assert tracing.returncode == code
     assert Path("finished").exists()
     return " ".join(out.split())
 
 
 def wait_for(name: str) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 1800
     while not Path(name).exists() and time.monotonic() < until:
         time.sleep(0.02)
 

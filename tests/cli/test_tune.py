@@ -84,7 +84,7 @@ sys.exit(app.run(sys.argv[1:]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code, "tune", "--request", DENSE],
-        timeout=60,
+        timeout=1800,
         check=False,
         capture_output=True,
         text=True,

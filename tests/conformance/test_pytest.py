@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from polyattn.errors import BackendUnavailableError, ConfigError
-from polyattn.testing import suite
+from polyattn.records import BackendInfo, Provider, Requirement
+from polyattn.testing import Asked, AttentionRecords, suite
 
 from .conftest import ADAPTER, PLUGIN
 
@@ -99,6 +100,20 @@ def test_the_records_of_a_plugin(project: Path) -> None:
     plugin.write_text(plugin.read_text().replace("summary=", 'upstream="https://acme.example", summary=', 1))
     code, said = run(project)
     assert (code, counts(said)) == (0, {"passed": 5}), said
+
+
+def test_the_libraries_of_one_platform_are_not_those_of_another() -> None:
+    """`fa@cuda` and `fa@rocm` of one plugin: each is asked about with what it needs itself."""
+
+    def info(platform: str) -> BackendInfo:
+        provider = Provider("own", (), "m:C", (Requirement(f"lib-{platform}"),))
+        return BackendInfo("fa", platform, (provider,), "made for a test")
+
+    class Records(AttentionRecords):
+        _backends = staticmethod(lambda: [info("cuda"), info("rocm")])
+
+    assert Records._libraries(Asked("", "cuda:sm90", "fa", {})) == {"lib-cuda"}
+    assert Records._libraries(Asked("", "rocm", "fa", {})) == {"lib-rocm"}
 
 
 def test_records_that_say_something_else_fail_with_what_they_say(project: Path) -> None:

@@ -73,6 +73,12 @@ def test_what_cannot_be_run_anywhere_is_an_error(words: tuple[str, ...], message
         place(*words)
 
 
+def test_an_alias_of_several_backends_names_them_all(acme: Acme) -> None:
+    acme("from polyattn.records import Alias\nCLAIMS = {'aliases': (Alias('nsa'),)}")
+    with pytest.raises(BackendUnavailableError, match="nsa is another name of acme, dsa: conformance is that of"):
+        place("nsa")
+
+
 def test_a_broken_plugin_may_be_what_was_meant(acme: Acme) -> None:
     from polyattn.errors import PluginError
 

@@ -97,15 +97,22 @@ def test_settling_twice_changes_nothing() -> None:
 def test_settling_makes_values_one_call() -> None:
     """What follows from other values does follow."""
     request = AttentionRequest(
-        family="paged", dtype="float32", head_dim=8, page_size=4, grad=("query", "sinks"), layout="BHSD", lse=True
+        family="paged",
+        dtype="float32",
+        head_dim=8,
+        page_size=4,
+        grad=("query", "sinks"),
+        layout="BHSD",
+        lse=True,
+        save_kv_cache=False,
     )
     lengths = ((1, 5), (1, 0), (3, 2))
-    case = settled(Case(request=request, lengths=lengths, sink="off", storage="expanded", new_rows=True))
+    case = settled(Case(request=request, lengths=lengths, sink="off", storage="expanded"))
     assert case.request.grad == ()
     assert (case.request.layout, case.request.phase, case.request.s_relation) == ("THD", "extend", "fewer")
     assert case.lengths == ((1, 5), (1, 0), (3, 0))  # a sequence shorter than its queries is a padding row
     assert (case.sink, case.storage, case.new_rows) == ("usual", "contiguous", True)
-    latent = dataclasses.replace(request, family="mla", v_head_dim=16, heads=4, kv_heads=2)
+    latent = dataclasses.replace(request, family="mla", v_head_dim=16, heads=4, kv_heads=2, save_kv_cache=None)
     case = settled(Case(request=latent, lengths=((1, 5),)))
     assert (case.request.kv_heads, case.request.v_head_dim, case.request.scale) == (1, 8, 8**-0.5)
     assert (case.request.phase, case.request.s_relation, case.new_rows) == ("decode", "one", False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -20,20 +19,19 @@ from .conftest import CPU
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fuzzing.md").read_text(encoding="utf-8")
 SEEDS = (0, 1, 2)
-BOUND = 60.0
-"""Seconds that a run in CI has. Finding all the bugs takes about 2 of them, making what shows them small as many."""
+HANGS = 3600.0
+"""Seconds after which a bug is not looked for any longer. Finding all of them takes about 2."""
 
 CALLS = 400
 """Calls in which each bug is found, however slow the machine is: in 40 seeds the rarest took 170 at most."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_all_bugs_are_found_within_the_bound_of_ci(seed: int) -> None:
-    end = time.monotonic() + BOUND
+def test_all_bugs_are_found_within_the_calls_of_a_run_in_ci(seed: int) -> None:
     for name, bug in BUGS.items():
         with planted(name) as backend:
-            report = fuzz([backend], seed=seed, seconds=max(end - time.monotonic(), 0.01), first=True)
-        assert [found.backend for found in report.failures] == [backend], f"{name} was not found in time"
+            report = fuzz([backend], seed=seed, seconds=HANGS, first=True)
+        assert [found.backend for found in report.failures] == [backend], f"{name} was not found"
         assert report.drawn <= CALLS
         drawn = report.failures[0].drawn
         assert not drawn.wrong

@@ -16,7 +16,7 @@ import torch
 from polyattn import reference
 from polyattn.records import AttentionRequest
 from polyattn.testing import Case
-from polyattn.testing.fuzz import Drawn, Failure, draw, exit_code, fuzz, judge, script
+from polyattn.testing.fuzz import Drawn, Failure, draw, exit_code, fuzz, judge, script, scripts
 from polyattn.testing.fuzz.drawing import settled
 from polyattn.testing.planted import BUGS, NO_BUG, planted
 
@@ -34,7 +34,7 @@ def imports(text: str) -> set[str]:
 @pytest.mark.parametrize("name", BUGS)
 def test_the_script_of_a_bug_fails_for_it_and_for_nobody_else(name: str, tmp_path: Path) -> None:
     with planted(name) as backend:
-        report = fuzz([backend], seed=0, seconds=30, first=True, out=tmp_path)
+        report = fuzz([backend], seed=0, seconds=3600, first=True, out=tmp_path)
         (found,) = report.failures
         assert found.path is not None
         text = found.path.read_text(encoding="utf-8")
@@ -67,6 +67,12 @@ def test_a_script_runs_alone_and_ends_with_0_once_the_bug_is_gone(tmp_path: Path
     fixed = run()
     assert fixed.returncode == 0, fixed.stderr
     assert fixed.stdout == "they agree\n"
+
+
+def test_a_script_names_the_package_of_the_platform_that_it_failed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for platform in ("cuda", "rocm"):
+        monkeypatch.setattr(scripts, "device_facts", lambda device, platform=platform: {"platform": platform})
+        assert scripts._needs("fa", CPU).startswith(f"Needs polyattn-{platform} ")
 
 
 ACME = """

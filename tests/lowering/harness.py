@@ -211,7 +211,7 @@ def _check_call(request: AttentionRequest, tensors: Sequence[Tensor], given: Map
 
 def _check_caches(request: AttentionRequest, caches: Sequence[Tensor], given: Mapping[str, Any]) -> None:
     page = (request.page_size, request.kv_heads)
-    dtype = DTYPES.get(request.kv_storage, torch.uint8)
+    dtype = {**DTYPES, "int8": torch.int8}.get(request.kv_storage, torch.uint8)
     for cache, width in zip(caches, request.dims, strict=True):
         stored = width // 2 if request.kv_storage == "fp4_e2m1" else width
         assert cache.shape[1:] == (*(page[::-1] if request.kv_layout == "HND" else page), stored), "shape of a cache"

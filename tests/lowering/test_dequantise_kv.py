@@ -105,7 +105,7 @@ def test_it_says_what_it_does():
     request = cached(kv_dtype="fp8_e4m3", kv_scales="head", dtype="bfloat16", save_kv_cache=True)
     (rewrite,) = offers("dequantise_kv", request)
     assert rewrite.detail == "cache fp8_e4m3 with scales by head -> bfloat16"
-    plain = {"kv_dtype": "auto", "kv_scales": "", "save_kv_cache": False}
+    plain = {"kv_dtype": "auto", "kv_scales": "", "save_kv_cache": None}
     assert rewrite.inner == (dataclasses.replace(request, **plain).normalised(),)
 
 

@@ -47,7 +47,13 @@ def _narrow() -> Iterator[None]:
         return [plain, auto]
 
     def polyattn_load_forward(backend: BackendInfo, provider: str, request: AttentionRequest) -> Bound:
-        return Reference().bind(request)
+        bound = Reference().bind(request)
+
+        def forward(*tensors: Any, **given: Any) -> Any:
+            assert given.get("key") is given.get("value") is None, "no row says that it takes new rows"
+            return bound.forward(*tensors, **given)
+
+        return dataclasses.replace(bound, forward=forward)
 
     module = ModuleType("narrow")
     for hook in (polyattn_register_backends, polyattn_load_forward):
@@ -87,6 +93,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"new": True},
         ("dequantise_kv",),
     ),
+    "new rows": ({"page_size": 4, "save_kv_cache": True}, {"new": True}, ("write_new_rows",)),
+    "new rows that are not kept, in fp8": (
+        {"page_size": 4, "kv_dtype": "fp8_e4m3", "kv_scales": "token", "save_kv_cache": False},
+        {"new": True},
+        ("dequantise_kv",),
+    ),
+    "new rows that are not kept": ({"page_size": 4, "save_kv_cache": False}, {"new": True}, ("write_new_rows",)),
     "latent rows in fp8": (
         {"family": "mla", "page_size": 4, "kv_dtype": "fp8_e4m3", "kv_scales": "block128"},
         {},

@@ -210,7 +210,7 @@ def test_a_scope_belongs_to_its_thread():
 
 def test_threads_at_once_keep_their_own(calls):
     """Both are inside their scopes at the same time, and leave in the order they came."""
-    barrier = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=1800)
     found: dict[str, list[str]] = {}
 
     def work(name: str) -> None:

@@ -307,9 +307,33 @@ def test_a_plugin_loads_without_torch(site):
         "assert manager.plugins['acme'].state == 'ready', manager.plugins['acme']\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(site.folder)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(site.folder)], check=True, timeout=1800)
 
 
 @pytest.mark.parametrize("name", ["Acme_Kernels", "acme.kernels", "acme--kernels", "ACME-_.kernels"])
 def test_distribution_names_are_compared_as_the_registry_does(name):
     assert normalise_distribution(name) == "acme-kernels"
+
+
+ALIASED = good().replace("(BACKEND", "(BACKEND, aliases=(Alias('zebra'),)", 1)
+
+
+@pytest.mark.parametrize("first", ["acme", "zoo"])
+def test_an_alias_that_is_another_plugin_s_backend_is_told_and_takes_nothing(site, caplog, first):
+    """Whichever is loaded first: the name is the other's, whose plugin goes on."""
+    site.add(first, ALIASED)
+    site.add("middle", good("zebra"))
+    manager = site.use()
+    assert {p.state for name, p in manager.plugins.items() if name in (first, "middle")} == {"ready"}
+    said = f"plugin {first}: the alias 'zebra' of acme@cpu means nothing, because zebra@cpu of plugin middle has it"
+    assert said in caplog.text
+    with pytest.raises(PluginError, match="the alias 'zebra' of acme@cpu means nothing"):
+        site.load(POLYATTN_STRICT="1")
+
+
+def test_a_plugin_added_by_hand_is_told_too(site, caplog):
+    site.add("middle", good("zebra"))
+    manager = site.use()
+    module = site.add("acme", ALIASED)
+    manager.register(module, "by_hand")
+    assert "plugin by_hand: the alias 'zebra' of acme@cpu means nothing" in caplog.text

@@ -171,7 +171,6 @@ def test_every_option_is_a_demand_as_soon_as_it_is_not_off():
         {"kv_dtype": "bfloat16"},
         {"v_head_dim": 128},
         {"kv_layout": "NHD"},
-        {"save_kv_cache": False},
         {"state_dtype": "float32"},
     ],
     ids=str,

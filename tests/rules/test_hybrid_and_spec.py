@@ -21,7 +21,7 @@ MHA: dict[str, Any] = {
 MLA: dict[str, Any] = {
     **MHA,
     "family": "mla",
-    "save_kv_cache": False,
+    "save_kv_cache": None,
     "heads": 128,
     "kv_heads": 1,
     "head_dim": 576,

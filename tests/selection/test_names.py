@@ -8,7 +8,7 @@ import pytest
 
 from polyattn.errors import BackendUnavailableError
 from polyattn.inspection import catalogue, served_by
-from polyattn.names import is_of, kind_of, kinds_here, resolve
+from polyattn.names import is_of, kind_of, kinds_here, lost_aliases, resolve
 from polyattn.plugins import get_manager
 from polyattn.records import Alias, AttentionRequest, BackendInfo, Provider, row
 from polyattn.selection import Choice, Policy, select
@@ -79,3 +79,27 @@ def test_who_serves_is_said_so_that_it_can_be_asked_for():
         assert served_by(found) == said
         again = select(request, here, Policy(Choice(said, "a test")))
         assert (again.backend, again.provider) == (found.backend, found.provider)
+
+
+@pytest.mark.parametrize(
+    "platform, families, plugin, said",
+    [
+        ("cpu", (), "theirs", "of plugin theirs has it as its name. Rename the alias"),
+        ("cpu", ("dense",), "theirs", "of plugin theirs has it as its name. Rename the alias"),
+        ("cpu", (), "mine", "has it as its name in every family. Give the alias its families, or rename it"),
+        ("cpu", ("dense",), "mine", ""),  # what its own plugin means by it there
+        ("npu", (), "theirs", ""),  # a name is a backend's on its platform
+    ],
+)
+def test_an_alias_that_another_backend_has_as_its_name_is_told(platform, families, plugin, said):
+    provider = (Provider("own", (row(family="dense"),), "x:Y"),)
+    one = BackendInfo("one", "cpu", provider, "a summary", aliases=(Alias("other", families), Alias("one")))
+    other = BackendInfo("other", platform, provider, "a summary")
+    found = lost_aliases([other, one], lambda info: plugin if info is other else "mine")
+    start = f"plugin mine: the alias 'other' of one@cpu means nothing, because other@{platform} "
+    assert found == ([start + said] if said else [])
+
+
+def test_no_alias_here_is_lost():
+    manager = get_manager()
+    assert lost_aliases(manager.backends.values(), lambda info: manager.owner(info).name) == []

@@ -65,6 +65,7 @@ class ToySession:
 
 
 def attend(request: AttentionRequest, query: Tensor, *caches: Tensor, **tables: Any) -> Any:
+    assert tables.get("key") is None or request.save_kv_cache is not None, "rows that the request does not know of"
     options = {"causal": request.causal, "window": request.window, "scale": request.scale, "softcap": request.softcap}
     tables = {name: value for name, value in tables.items() if not name.startswith("max_")}
     if request.family == "mla":

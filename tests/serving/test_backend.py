@@ -164,6 +164,22 @@ def test_keys_that_are_not_saved_have_scales_of_their_own_too(toys: Any) -> None
     torch.testing.assert_close(attended, rig.backend.forward(q, k, v, layer))
 
 
+@pytest.mark.parametrize("name", ["toy", "toy_saves"])
+def test_keys_that_are_not_saved_go_to_kernels_that_take_them_alone(toys: Any, name: str) -> None:
+    """`toy` reads its cache and no more: it finds the rows in a copy, and the pool stays as it is."""
+    rig = Rig(decoder(1), backend=name)
+    (row,) = rig.add()
+    rig.step(EXTEND, {row: 7})
+    layer = rig.layers[0]
+    q, k, v = rig.random(2, 4, 16), rig.random(2, 2, 16), rig.random(2, 2, 16)
+    rig.give({row: 2})
+    rig.backend.init_forward_metadata(rig.batch_of(EXTEND, {row: 2}))
+    before = [cache.clone() for cache in rig.pool.cache(0).tensors]
+    attended = rig.backend.forward(q, k, v, layer, save_kv_cache=False)
+    assert all(torch.equal(a, b) for a, b in zip(rig.pool.cache(0).tensors, before, strict=True))
+    torch.testing.assert_close(attended, rig.backend.forward(q, k, v, layer))
+
+
 def test_the_pool_and_the_kernel_write_the_same(toys: Any) -> None:
     def caches(name: str) -> tuple[torch.Tensor, ...]:
         rig = Rig(decoder(), backend=name, config={"layout": "HND"})

@@ -189,4 +189,4 @@ def test_kernels_that_cannot_be_imported_are_warned_about(acme):
 
 def test_registering_imports_no_torch():
     code = "import sys, polyattn.serving.device_ops; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=1800)

@@ -172,7 +172,7 @@ for i in range(40):
 def test_several_processes_lose_nothing(own_store):
     command = [sys.executable, "-c", WRITER, str(own_store)]
     running = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "abc"]
-    errors = [process.communicate(timeout=120)[1] for process in running]
+    errors = [process.communicate(timeout=1800)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], errors
     assert len(TuningStore(own_store).rows()) == 120
 
@@ -713,7 +713,7 @@ def test_an_attention_backend_serves():
 
 def test_importing_it_imports_no_torch_and_makes_no_file(own_store):
     code = "import sys, polyattn; polyattn.tuning.mode(); assert 'torch' not in sys.modules, 'torch'"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=1800)
     assert not own_store.exists()
 
 

@@ -199,7 +199,8 @@ class PagedForward(Protocol):
                 [pages, H_kv, page_size, D | D_v] for HND; kv_dtype fp4_e2m1: uint8, two numbers a byte, D/2 wide.
             page_table: int32 [N, max_pages]; seq_lens: int32 [N], keys per sequence, new ones included.
             cu_seqlens_q: int32 [N+1]; max_seqlen_q, max_seqlen_k: host ints.
-            key, value: [T_q, H_kv, D | D_v], written to the cache first if and only if request.save_kv_cache.
+            key, value: [T_q, H_kv, D | D_v], the rows of the query tokens, given where request.save_kv_cache is not
+                None; written to the cache first if and only if it is True, and attended either way.
             attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k]. With request.tree all of it is True but for the last
                 S_q columns of each sequence, so that only those need be read.
             sinks: [H_q]; k_scale, v_scale: granularity request.kv_scales; out: [T_q, H_q, D_v].
@@ -354,7 +355,7 @@ class Session(Protocol):
 
     def forward(self, *tensors: Any, **tables: Any) -> Any:
         """Once per layer: the family's forward, with the tensors of the step that was planned last. A layer that has no
-        new keys brings none, also where the request saves them."""
+        new keys brings none, also where the request says that there are."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ from .contract import API_VERSION, Bound
 from .distributions import distribution_version, normalise_distribution
 from .errors import PluginError, PolyattnError, did_you_mean
 from .hookspecs import ENTRY_POINT_GROUP, PROJECT, PolyattnSpecs
+from .names import lost_aliases
 from .record_types import file_of, typed
 from .records import Accepted, AttentionRequest, BackendInfo, PlatformInfo, Provider, Rejected, Verdict
 
@@ -147,6 +148,7 @@ class PluginManager:
             if source.name in envvars.left_out(self.environ):
                 raise PluginError(f"plugin {source.name!r} is left out by POLYATTN_DISABLE; it was not imported")
             report = self._load_one(source, None if isinstance(module, str) else module)
+            self._check_aliases()
             epoch.bump()
         if report.error is not None:
             raise PluginError(f"plugin {report.label} is broken: {report.reason}") from report.error
@@ -255,6 +257,13 @@ class PluginManager:
             for name in (name for name in given if name not in self.plugins):
                 near, known = did_you_mean(name, self.plugins), ", ".join(self.plugins)
                 log.warning("%s: no plugin is named %r.%s Known: %s", variable, name, near, known)
+        self._check_aliases(strict)
+
+    def _check_aliases(self, strict: bool = False) -> None:
+        for lost in lost_aliases(self.backends.values(), lambda backend: self.owner(backend).name):
+            if strict:
+                raise PluginError(lost)
+            log.warning("%s", lost)
 
     def _leave_out(self, source: _Source, state: State, reason: str, key: str = "") -> PluginReport:
         report = self.plugins[key or source.name] = source.report()
@@ -284,8 +293,7 @@ class PluginManager:
                 yield source
 
     def _load_one(self, source: _Source, module: ModuleType | None = None) -> PluginReport:
-        report = source.report()
-        self.plugins[source.name] = report
+        report = self.plugins[source.name] = source.report()
         if refusal := _incompatible(source.requires, self.host_version):
             report.state, report.reason = "incompatible", f"{report.label} {refusal}"
             return report
@@ -339,10 +347,8 @@ class PluginManager:
         for backend in backends:
             identity = (backend.name, backend.platform)
             if identity in identities or identity in self.backends:
-                owner = self._owner.get(identity, name)
-                raise PluginError(
-                    f"backend {backend.id} is registered already by plugin {owner!r}; give it another name"
-                )
+                by = self._owner.get(identity, name)
+                raise PluginError(f"backend {backend.id} is registered already by plugin {by!r}; give it another name")
             identities.add(identity)
             _check_backend(backend, {*self.platforms, *(p.name for p in platforms)})
         for platform in platforms:
@@ -373,7 +379,7 @@ class BrokenHook(Rejected):
 
 
 class _IncompatibleError(PluginError):
-    pass
+    """A plugin that speaks another version of the plugin API."""
 
 
 def _spec_names() -> list[str]:
@@ -381,8 +387,7 @@ def _spec_names() -> list[str]:
 
 
 def _short_name(module: str) -> str:
-    top = module.split(".")[0]
-    return top.removeprefix(f"{PROJECT}_")
+    return module.split(".")[0].removeprefix(f"{PROJECT}_")
 
 
 def _group(sources: Iterable[_Source]) -> Iterator[list[_Source]]:
@@ -390,9 +395,7 @@ def _group(sources: Iterable[_Source]) -> Iterator[list[_Source]]:
     for source in sources:
         group = groups.setdefault(source.name, [])
         # A module path beside the entry point of the same module is the same plugin.
-        if all(source.module != other.module or source.distribution != other.distribution for other in group):
-            if not source.distribution and any(source.module == other.module for other in group):
-                continue
+        if all(source.module != one.module or source.distribution not in ("", one.distribution) for one in group):
             group.append(source)
     yield from groups.values()
 
@@ -406,11 +409,9 @@ def _incompatible(requires: Iterable[str], host_version: str) -> str:
             requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        if normalise_distribution(requirement.name) != PROJECT or not host_version:
-            continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        if not requirement.specifier.contains(host_version, prereleases=True):
+        known = normalise_distribution(requirement.name) == PROJECT and host_version
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if known and applies and not requirement.specifier.contains(host_version, prereleases=True):
             return f"needs {PROJECT}{requirement.specifier}, found {host_version}; install matching versions"
     return ""
 

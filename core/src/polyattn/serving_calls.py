@@ -163,7 +163,7 @@ def _paged_arguments(
         page_size=key_cache.shape[p],
         kv_layout=kv_layout,
         kv_scales=granularity,
-        save_kv_cache=bool(save_kv_cache),
+        save_kv_cache=None if key is None else bool(save_kv_cache),
         mask=_mask_kind(attn_mask),
         sinks=sinks is not None,
         large=max(query.numel(), key_cache.numel(), value_cache.numel()) >= 2**31,

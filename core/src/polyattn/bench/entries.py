@@ -10,8 +10,8 @@ import torch
 
 from ..errors import BackendUnavailableError, UnsupportedRequestError
 from ..measuring import Call, Candidate, Inputs, Workload, candidates, peak_memory
-from ..names import parts
 from ..plugins import get_manager
+from ..records import BackendInfo
 from ..selection import Selection
 from .bars import OWN
 from .peers import Peer
@@ -66,9 +66,8 @@ def entries_of(
     Args:
         patterns: of backends. One that is a backend's own name asks for it even where it is not chosen by itself.
     """
-    compiled = {info.name for info in get_manager().backends.values() if info.compiles}
     found = [
-        Entry(OWN + one.name, one, seen, one.selection, one.selection.backend in compiled)
+        Entry(OWN + one.name, one, seen, one.selection, _info(one).compiles)
         for one in _candidates(asked, device, patterns)
     ]
     return found + [Entry(name, peer, seen, compiles=peer.compiles) for name, peer in peers.items()]
@@ -92,8 +91,12 @@ def _able(asked: Workload, device: torch.device) -> tuple[tuple[Candidate, ...],
         UnsupportedRequestError, BackendUnavailableError: nobody takes it.
     """
     named = candidates(asked, device, by_name=True)
-    last = {name for (name, _), info in get_manager().backends.items() if (info.priority or 0) < 0}
-    return named, [one.name for one in candidates(asked, device) if parts(one.name)[0] not in last]
+    return named, [one.name for one in candidates(asked, device) if (_info(one).priority or 0) >= 0]
+
+
+def _info(one: Candidate) -> BackendInfo:
+    """Its record. One of the same name on another platform may be a last resort, or compile, where this is not so."""
+    return get_manager().backends[one.selection.backend, one.selection.platform]
 
 
 def why_none(asked: Workload, device: torch.device, patterns: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ from .listing import list_command
 from .matrix import matrix
 from .new_plugin import new_plugin
 from .reasons import reasons_table
-from .rendering import WIDTH, screen, show_json
+from .rendering import WIDTH, answer, answers_alone, screen, show_json
 from .trace import trace
 from .tune import tune
 from .verify import verify
@@ -87,7 +87,7 @@ app.add_typer(config, name="config")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"polyattn {__version__}")
+        answer(f"polyattn {__version__}")
         raise typer.Exit
 
 
@@ -105,14 +105,16 @@ def _root(
 def run(words: list[str]) -> int:
     """Run a command line; every expected failure becomes a message and an exit code, never a traceback."""
     # What follows `--` is of the program that `trace` runs.
-    as_json = "--json" in words[: words.index("--")] if "--" in words else "--json" in words
+    own = words[: words.index("--")] if "--" in words else words
+    as_json = "--json" in own
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     # Of help, which typer prints: as wide as `screen` makes answers.
     rich_utils.MAX_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
     try:
-        code = app(words, prog_name="polyattn", standalone_mode=False)
+        with answers_alone() if _read_by_programs(own) else contextlib.nullcontext():
+            code = app(words, prog_name="polyattn", standalone_mode=False)
         sys.stdout.flush()
     except PolyattnError as error:
         _report(as_json, type(error).__name__, str(error), getattr(error, "rejected", None))
@@ -132,6 +134,13 @@ def run(words: list[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OTHER_ERROR
     return code if isinstance(code, int) else 0
+
+
+def _read_by_programs(words: list[str]) -> bool:
+    """Whether an answer is data, which nothing else may stand beside."""
+    text = " ".join(words).replace("--format=", "--format ")
+    data = any(word in f"{text} " for word in ("--json ", "--format json ", "--format markdown "))
+    return data and not {"-h", "--help"} & set(words)
 
 
 def _command(words: list[str]) -> str:

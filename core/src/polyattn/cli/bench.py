@@ -219,7 +219,7 @@ def _measured(plan: Plan, sheet: Sheet, result: dict[str, Any], out: Path | None
 
     console = screen()
     every = [row for family in sheet.families for row in family.rows]
-    with orderly(), progress(console, quiet=quiet) as bar:
+    with orderly(), progress(console, quiet=quiet, lines=True) as bar:
         task = bar.add_task(
             "rows", total=len(plan.rows), completed=sum(bool(results.kept(result, r)) for r in plan.rows)
         )

@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..field_words import DTYPE_WORDS
 from ..plugins import get_manager
 from ..records import FAMILIES
+from ..testing.early_imports import early_imports
 from ..testing.where import AUTO, Place, place
 from .asking import one_of
 from .rendering import grid, progress, screen, show_json, title
@@ -113,7 +114,7 @@ def _words(flag: str, text: str | None, known: Iterable[str]) -> list[str] | Non
 
 
 def _run(console: Console, here: Place, *, full: bool, dtypes: str | None, families: str | None, quiet: bool) -> Report:
-    with progress(console, quiet=quiet) as bar:
+    with progress(console, quiet=quiet, lines=True) as bar:
         task = bar.add_task("starting PyTorch", total=None)
         from ..testing.running import FLOATS, run
 
@@ -122,7 +123,7 @@ def _run(console: Console, here: Place, *, full: bool, dtypes: str | None, famil
         def told(done: int, total: int, case: str) -> None:
             bar.update(task, completed=done, total=total, description=case[:60])
 
-        return run(
+        report = run(
             here.info.id,
             device=here.device,
             level="full" if full else "quick",
@@ -130,6 +131,8 @@ def _run(console: Console, here: Place, *, full: bool, dtypes: str | None, famil
             families=_words("--families", families, FAMILIES),
             progress=told,
         )
+    report.warnings += early_imports([get_manager().owner(here.info)], get_manager().backends.values())
+    return report
 
 
 def _recorded(report: Report) -> tuple[Path | None, str]:
@@ -155,7 +158,8 @@ def _show(console: Console, report: Report, path: Path | None, why_not: str) -> 
     console.print()
     for line in report.remarks():
         # Unbroken: the name of a case is what goes into a file of expected failures.
-        console.print(Text(line, style="bad" if "FAILED" in line or "LOST" in line else ""), soft_wrap=True)
+        style = "bad" if "FAILED" in line or "LOST" in line else "warn" if line.startswith("warning: ") else ""
+        console.print(Text(line, style=style), soft_wrap=True)
     console.print(Text(report.verdict, style="good" if report.ok else "bad"))
     if path is not None:
         console.print(Text(f"evidence written: {path}"))
@@ -179,7 +183,7 @@ def _not_run(console: Console, here: Place, strict: bool, as_json: bool) -> None
 
 def _planted(console: Console, as_json: bool) -> None:
     caught: list[Catch] = []
-    with progress(console, quiet=as_json) as bar:
+    with progress(console, quiet=as_json, lines=True) as bar:
         task = bar.add_task("starting PyTorch", total=None)
         from ..testing.catching import catches
 

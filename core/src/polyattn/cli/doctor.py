@@ -21,9 +21,11 @@ from ..distributions import availability, distribution_version
 from ..envvars import ENVVARS, flag, left_out, unknown
 from ..errors import ConfigError, PolyattnError
 from ..inspection import BackendStatus, detect, list_backends
+from ..names import lost_aliases
 from ..platforms import torch_build
 from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
 from ..records import FAMILIES, BackendInfo, DeviceReport, Fallback, Provider
+from ..testing.early_imports import early_imports
 from ..tuning import mode, store
 from .config_check import not_here, wrong_variables
 from .probes import speaks_of
@@ -110,14 +112,16 @@ def _store() -> list[str]:
 
 
 def _warnings(manager: PluginManager) -> list[str]:
-    """What the records of backends warn of, about distributions that are installed here."""
+    """What the records of backends warn of, about distributions that are installed here; and what is wrong with plugins
+    that can be used all the same."""
     needs = {need for info in manager.backends.values() for provider in info.providers for need in provider.requires}
     found = []
     for need in sorted(needs, key=lambda need: need.distribution):
         version = next(filter(None, map(distribution_version, (need.distribution, *need.also))), None)
         if need.warning and version:
             found.append(f"{need.distribution} {version} is installed: {need.warning}")
-    return found
+    found += lost_aliases(manager.backends.values(), lambda info: manager.owner(info).name)
+    return [*found, *early_imports(manager.plugins.values(), manager.backends.values())]
 
 
 def _manager(problems: list[str]) -> PluginManager:

@@ -244,10 +244,12 @@ def explain(
         ),
     ] = None,
     save_kv_cache: Annotated[
-        bool, typer.Option("--save-kv-cache", help="The backend writes new K/V.", rich_help_panel=SERVE)
+        bool,
+        typer.Option("--save-kv-cache", help="New K/V are given, and the backend writes them.", rich_help_panel=SERVE),
     ] = False,
     no_save_kv_cache: Annotated[
-        bool, typer.Option("--no-save-kv-cache", help="New K/V are written before the call.", rich_help_panel=SERVE)
+        bool,
+        typer.Option("--no-save-kv-cache", help="New K/V are given, attended and not written.", rich_help_panel=SERVE),
     ] = False,
     chunked_prefix: Annotated[
         bool, typer.Option("--chunked-prefix", help="MLA: a prefix attended in chunks.", rich_help_panel=SERVE)

@@ -19,7 +19,7 @@ from ..inspection import support_matrix
 from ..plugins import get_manager
 from ..records import BackendInfo, Provider
 from .probes import Limits, Sheet, limits
-from .rendering import STANDINGS, grid, progress, screen, show_json, standing, title
+from .rendering import STANDINGS, answer, grid, progress, screen, show_json, standing, title
 
 __all__ = ["matrix"]
 
@@ -115,7 +115,7 @@ def matrix(
     if layout == "json":
         show_json(support.to_dict())
     elif layout == "markdown":
-        print(markdown(support))
+        answer(markdown(support))
     else:
         _print(console, support)
 

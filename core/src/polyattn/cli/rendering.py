@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-__all__ = ["STANDINGS", "facts", "grid", "panel", "progress", "screen", "show_json", "standing", "title"]
+__all__ = [
+    "STANDINGS",
+    "answer",
+    "answers_alone",
+    "facts",
+    "grid",
+    "panel",
+    "progress",
+    "screen",
+    "show_json",
+    "standing",
+    "title",
+]
 
 WIDTH = 100
 """Columns when the output is no terminal."""
@@ -70,9 +85,31 @@ def screen(*, errors: bool = False) -> Console:
     return made
 
 
+_answers: TextIO | None = None
+"""Standard output, while something else is in its place."""
+
+
+@contextlib.contextmanager
+def answers_alone() -> Iterator[None]:
+    """While it lasts, what a program reads from standard output is what `answer` prints and nothing else: what plugins
+    and libraries print, when they are imported or later, goes to standard error."""
+    global _answers
+    before, _answers = _answers, sys.stdout
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _answers = before
+
+
+def answer(text: str) -> None:
+    """Print text on standard output, also while `answers_alone` keeps everybody else away from it."""
+    print(text, file=_answers or sys.stdout)
+
+
 def show_json(data: Any) -> None:
     """Print plain data as JSON on standard output."""
-    print(json.dumps(data, indent=2, default=str))
+    answer(json.dumps(data, indent=2, default=str))
 
 
 def standing(text: str, *, muted: bool = False) -> Text:
@@ -119,9 +156,40 @@ def title(text: str, note: str = "") -> Text:
     return Text.assemble((text, "bold"), (f"  {note}" if note else "", "quiet"))
 
 
-def progress(console: Console, *, quiet: bool) -> Progress:
-    """A progress bar that leaves nothing behind; none when `quiet` or when the output is no terminal."""
-    return Progress(
+EVERY = 10.0
+"""Seconds between two lines of a progress that is shown as lines."""
+
+
+class _Progress(Progress):
+    """A bar; where it is disabled, a line on standard error now and then, so that logs show that something goes on.
+
+    Attributes:
+        lines: whether there are any. said: when the last was printed.
+    """
+
+    lines: bool
+    said: float
+
+    def update(self, task_id: TaskID, **fields: Any) -> None:
+        super().update(task_id, **fields)
+        now = self.get_time()
+        if not (self.lines and self.disable) or now - self.said < EVERY:
+            return
+        self.said = now
+        (task,) = (task for task in self.tasks if task.id == task_id)
+        count = f"{task.completed:.0f} of {task.total:.0f}: " if task.total else ""
+        print(f"polyattn: {count}{task.description}", file=sys.stderr, flush=True)
+
+
+def progress(
+    console: Console, *, quiet: bool, lines: bool = False, clock: Callable[[], float] = time.monotonic
+) -> Progress:
+    """A progress bar that leaves nothing behind; none when `quiet` or when the output is no terminal.
+
+    Args:
+        lines: of work that takes minutes: where there is no bar, a line on standard error in `EVERY` seconds.
+    """
+    made = _Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(bar_width=30),
@@ -130,4 +198,7 @@ def progress(console: Console, *, quiet: bool) -> Progress:
         console=console,
         transient=True,
         disable=quiet or not console.is_terminal,
+        get_time=clock,
     )
+    made.lines, made.said = lines, clock()
+    return made

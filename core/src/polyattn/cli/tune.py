@@ -151,7 +151,7 @@ def _tune(
     workloads += [workload_of(text, device_facts(where)) for text in requests]
     tuning.store().insist()  # before anything is measured that could not be kept
     console, tried = screen(), []
-    with orderly(), progress(console, quiet=as_json) as bar:
+    with orderly(), progress(console, quiet=as_json, lines=True) as bar:
         task = bar.add_task("requests", total=len(workloads))
         for one in tune_all(
             workloads, where, seconds=seconds, rounds=rounds, again=again, isolation=isolation,

@@ -83,7 +83,7 @@ def _conformance(console: Console, names: list[str], where: Any, *, quick: bool,
     from ..testing.verifying import Verified
 
     found = []
-    with progress(console, quiet=quiet) as bar:
+    with progress(console, quiet=quiet, lines=True) as bar:
         for name in names:
             task = bar.add_task(name, total=None)
 
@@ -110,7 +110,7 @@ def _benchmark(console: Console, names: list[str], where: Any, seconds: float, *
     result = results.begin(
         sheet, plan.device, plan.peers, ["verify", "--device", str(where)], asked.settings(), quick=plan.quick
     )
-    with progress(console, quiet=quiet) as bar:
+    with progress(console, quiet=quiet, lines=True) as bar:
         task = bar.add_task("benchmark", total=len(plan.rows))
         for _ in run(plan, result, lambda _: bar.advance(task)):
             pass

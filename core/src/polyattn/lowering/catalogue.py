@@ -26,6 +26,7 @@ LOWERINGS = (
     "pad_sequences",
     "finer_pages",
     "page_table_to_tokens",
+    "write_new_rows",
     "dequantise_kv",
     "tree_by_lse",
     "chunked_prefix_by_lse",

@@ -120,7 +120,7 @@ def _tensors(maker: Maker, pool: KVPool, layer: AttentionLayer, slots: Tensor) -
     names = ("key_cache", "value_cache", "cache", "k_scale", "v_scale")
     found = {name: t for name in names if (t := getattr(cache, name)) is not None}
     made = {"query": maker.normal(maker.workload.tokens, r.heads, r.head_dim), **found, **maker.options()}
-    if r.save_kv_cache:
+    if r.save_kv_cache is not None:
         # They are in the cache already: a kernel that writes them changes nothing, so every call is the same.
         made["key"], made["value"] = _new_rows(maker, slots.shape[0])
         pool.write(layer.layer_id, slots, made["key"], made["value"])

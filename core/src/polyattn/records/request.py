@@ -123,7 +123,7 @@ class AttentionRequest:
     page_size: int = option(0, doc="S9: tokens per KV page; 0 = not paged")
     kv_layout: str = option("", off=lambda r: r.kv_layout in ("", "NHD"), doc="S9: NHD, HND, vectorised, NZ")
     kv_scales: str = option("", doc="S9: granularity of the KV scales: tensor, head, token, block16, block128")
-    save_kv_cache: bool | None = option(None, off=lambda r: r.save_kv_cache is not True, doc="S9: backend writes K/V")
+    save_kv_cache: bool | None = option(None, doc="S9: new K/V are given, and written if True; None: none are given")
     kv_parts: int = option(0, doc="S9: groups of further keys (shared prefixes, split KV); the call's own not counted")
     spec_topk: int = option(0, doc="speculation: 0 none, 1 chain, more = tree")
     chunked_prefix: bool = option(False, doc="prefix attended in chunks and merged")

@@ -74,13 +74,14 @@ class LayerCall:
     Args:
         served: the layer, its cache, and whether its kernel writes. step: what its calls need of each step.
         forward: takes (query, *caches, **keywords), and key and value where it writes them.
-        reader: the same for calls that write nothing. without: for those without new keys, where a kernel that writes
-            has none to write: a planned one keeps its plan.
+        reader: the same for calls whose keys are in the cache by then. without: for those without new keys, where a
+            kernel that writes has none to write: a planned one keeps its plan.
+        attend: makes the same for new keys that are attended and not written.
     """
 
     __slots__ = (
-        *("_caches", "_device", "_dtype", "_dynamic", "_forward", "_id", "_pair", "_pool", "_reader", "_rows"),
-        *("_without", "_writes", "layer", "step"),
+        *("_attend", "_caches", "_device", "_dtype", "_dynamic", "_forward", "_id", "_own", "_pair", "_pool"),
+        *("_reader", "_rows", "_without", "_writes", "layer", "step"),
     )
 
     def __init__(
@@ -91,6 +92,7 @@ class LayerCall:
         forward: Callable[..., Any],
         reader: Callable[..., Any],
         without: Callable[..., Any],
+        attend: Callable[[], Callable[..., Any]],
     ) -> None:
         self.layer, self._id, self._pool, self.step = served.layer, served.layer.layer_id, pool, step
         self._caches, self._dtype, self._device = served.cache.tensors, pool.dtype, pool.device
@@ -100,6 +102,7 @@ class LayerCall:
         if own := served.tensors:
             forward, reader, without = (functools.partial(call, **own) for call in (forward, reader, without))
         self._forward, self._reader, self._without = forward, reader, without
+        self._attend, self._own = attend, own
         self._writes = served.saver is not None
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Any:
@@ -136,7 +139,7 @@ class LayerCall:
                     self._refuse("save_kv_cache=False with keys of another sequence; those are attended from the cache")
                 if self._dynamic:
                     self._pool.make_scales(self._id, step.slots, k, v)
-                return self._reader(q, *self._caches, key=k, value=v, **step.keywords)
+                return self._attend()(q, *self._caches, key=k, value=v, **self._own, **step.keywords)
             forward = self._reader
         if step.plain is None or not self._pair:
             return forward(q, *self._caches, **step.keywords)

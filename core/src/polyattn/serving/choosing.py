@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..choose import Chosen, choose
@@ -33,8 +34,9 @@ class Served:
     """A layer's kernel in one phase.
 
     Attributes:
-        chosen: the choice, for calls that write nothing. saver: the same kernel where it writes the new keys and values
-            too, None = the pool writes them before it.
+        chosen: the choice, for calls without new keys and values. saver: the same kernel where it writes them too,
+            None = the pool writes them before it. attending: makes the same kernel where it attends them and nobody
+            writes them, which hosts rarely ask for.
         cache: of the layer, the pool's.
     """
 
@@ -42,6 +44,7 @@ class Served:
     phase: ServingPhase
     chosen: Chosen
     saver: Bound | None
+    attending: Callable[[], Bound]
     cache: LayerCache
 
     @property
@@ -82,6 +85,7 @@ def choose_layers(
     found: dict[ServingPhase, dict[int, Served]] = {phase: {} for phase in asked.phases}
     known: dict[tuple[AttentionRequest, ...], dict[ServingPhase, Chosen]] = {}
     savers: dict[AttentionRequest, Bound | None] = {}
+    attending: dict[AttentionRequest, Callable[[], Bound]] = {}
     for layer in layers:
         cache = pool.cache(layer.layer_id)
         requests = _requests(layer, cache.request_fields(), pool, asked, recorded)
@@ -94,7 +98,9 @@ def choose_layers(
                 # kernel only reads looks them up in every layer, with a dozen operators more.
                 by_pool = pool.writer(layer.layer_id) != CORE or not _may_save(request)
                 savers[request] = None if by_pool else _saver(request, chosen, asked.scope)
-            found[phase][layer.layer_id] = Served(layer, phase, chosen, savers[request], cache)
+                attending[request] = functools.cache(functools.partial(_attending, request, chosen, asked.scope))
+            served = Served(layer, phase, chosen, savers[request], attending[request], cache)
+            found[phase][layer.layer_id] = served
     return found
 
 
@@ -127,3 +133,13 @@ def _saver(request: AttentionRequest, chosen: Chosen, scope: Scope) -> Bound | N
     if any(getattr(selection, field) != getattr(chosen.selection, field) for field in same):
         return None
     return choose(saving, name, scope, planned=True).bound
+
+
+def _attending(request: AttentionRequest, chosen: Chosen, scope: Scope) -> Bound:
+    """The chosen kernel where it attends new keys and values that are not stored, by a rewrite if it takes none.
+
+    Raises:
+        UnsupportedRequestError: neither it nor a rewrite does.
+    """
+    unsaved = dataclasses.replace(request, save_kv_cache=False)
+    return choose(unsaved, served_by(chosen.selection), scope, planned=True).bound

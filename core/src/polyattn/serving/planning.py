@@ -331,7 +331,13 @@ class PlanSlot:
         if bound.session is not None:
             forward = without = self._session(made, served, key, bound.session).forward
             reader = forward if bound is plain else reader
-        return LayerCall(served, self._tables.pool, step, forward, reader, without)
+
+        def attend() -> Callable[..., Any]:
+            # A kernel that plans, and takes new rows as it is, has its plan for calls that write nothing.
+            taking = served.attending()
+            return reader if bound is plain and taking.session is not None else taking.forward
+
+        return LayerCall(served, self._tables.pool, step, forward, reader, without, attend)
 
     def _session(self, made: _Phase, served: Served, key: _Key, make: Callable[[Slot], Session]) -> Session:
         name = (*key, served.chosen.request)

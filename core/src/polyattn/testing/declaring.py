@@ -81,7 +81,7 @@ class AttentionRecords:
         request = AttentionRequest(**one.fields)
         try:
             said = what_if(
-                request, platform=one.platform, installed=self._libraries(one.backend), backend=one.backend, strict=True
+                request, platform=one.platform, installed=self._libraries(one), backend=one.backend, strict=True
             )
         except PolyattnError as refused:
             reasons = "; ".join([str(refused), *getattr(refused, "rejected", {}).get(one.backend, ())])
@@ -103,7 +103,8 @@ class AttentionRecords:
         return manager.plugins[name]
 
     @classmethod
-    def _libraries(cls, backend: str) -> set[str]:
-        """Distributions that any provider of a backend needs."""
-        found = [info for info in cls._backends() if info.name == backend]
+    def _libraries(cls, one: Asked) -> set[str]:
+        """Distributions that any provider of the backend needs on the platform that is asked about."""
+        platform = one.platform.partition(":")[0]
+        found = [info for info in cls._backends() if (info.name, info.platform) == (one.backend, platform)]
         return {need.distribution for info in found for p in info.providers for need in p.requires}

@@ -35,7 +35,8 @@ class Report:
         findings: case -> what is wrong with it. xfails: the same of cases that are expected to fail.
         margins: "check dtype" -> (the largest share of its allowance that was used, the case).
         gates: "dtype: control" -> whether the gates did what they must, see `polyattn.testing.negative`.
-        not_run: what is declared and was not tried, with the reason. absent: providers that were not there.
+        not_run: what is declared and was not tried, with the reason. warnings: of what is no fault and will surprise
+            users. absent: providers that were not there.
         total: cases there are, also where this is a part of a run; lost: the case after which the device could not be
             used any more.
     """
@@ -61,6 +62,7 @@ class Report:
     margins: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     gates: dict[str, bool] = dataclasses.field(default_factory=dict)
     not_run: list[str] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
     absent: tuple[str, ...] = ()
     total: int = 0
     lost: str = ""
@@ -141,6 +143,7 @@ class Report:
         self.xfails.update(other.xfails)
         self.gates.update(other.gates)
         self.not_run = list(dict.fromkeys([*self.not_run, *other.not_run]))
+        self.warnings = list(dict.fromkeys([*self.warnings, *other.warnings]))
         self.seconds += other.seconds
         self.total = max(self.total, other.total)
         self.lost = self.lost or other.lost
@@ -157,7 +160,7 @@ class Report:
         names = {field.name for field in dataclasses.fields(cls)}
         given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n in names}
         report = cls(**given)
-        report.not_run = list(report.not_run)
+        report.not_run, report.warnings = list(report.not_run), list(report.warnings)
         report.margins = {name: (margin, case) for name, (margin, case) in report.margins.items()}
         return report
 
@@ -176,6 +179,7 @@ class Report:
         lines.append(f"negative controls: {len(self.gates) - len(broken)} of {len(self.gates)} as they must be")
         lines += [f"CONTROL FAILED {name}" for name in broken]
         lines += [f"not run: {reason}" for reason in self.not_run]
+        lines += [f"warning: {text}" for text in self.warnings]
         lines += [f"xfailed {case}: {found[0]}" for case, found in list(self.xfails.items())[:most]]
         lines += [f"FAILED {case}\n  " + "\n  ".join(found) for case, found in list(self.findings.items())[:most]]
         lines += [f"and {len(some) - most} more" for some in (self.findings,) if len(some) > most]

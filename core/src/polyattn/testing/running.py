@@ -19,6 +19,7 @@ from ..names import resolve
 from ..plugins import get_manager
 from ..records import FAMILIES as ALL_FAMILIES
 from ..records import AttentionRequest
+from .advice import advice
 from .beyond import refusals
 from .calls import Installed
 from .cases import Case
@@ -207,6 +208,7 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
         rows=row_hash(target.providers, target.facts.get("arch", "")),
         unrecorded=unrecorded,
         not_run=not_run,
+        warnings=advice(target),
         absent=absent,
         total=len(cases),
     )

@@ -12,10 +12,18 @@ from ..errors import PluginError
 from ..hookspecs import PROJECT
 from ..records import Provider
 
-__all__ = ["KERNELS", "sources_of"]
+__all__ = ["KERNELS", "UNPACK", "packed", "sources_of"]
 
 KERNELS = frozenset((".c", ".cc", ".cl", ".cpp", ".cu", ".cuh", ".h", ".hip", ".hpp", ".metal", ".mlir", ".mm"))
 """Suffixes of kernel sources."""
+
+UNPACK = "Install the package (`pip install`), or unpack it into a folder"
+
+
+def packed(file: str) -> str:
+    """Where a module is that is in no file of its own: a zip or a wheel on the path."""
+    archive = next((str(one) for one in Path(file).parents if one.is_file()), file)
+    return f"its module is in the archive {archive}"
 
 
 def sources_of(origin: str, providers: Sequence[Provider]) -> tuple[str, ...]:
@@ -26,8 +34,10 @@ def sources_of(origin: str, providers: Sequence[Provider]) -> tuple[str, ...]:
     the folder of a file that was followed, or below it.
 
     Raises:
-        PluginError: an adapter's module cannot be found.
+        PluginError: an adapter's module cannot be found, or is in an archive.
     """
+    if origin and not Path(origin).is_file():
+        raise PluginError(f"{packed(origin)}: no file of evidence can be beside it. {UNPACK}")
     folder = Path(origin).parent
     found: set[Path] = set()
     modules: set[Path] = set()
@@ -39,6 +49,8 @@ def sources_of(origin: str, providers: Sequence[Provider]) -> tuple[str, ...]:
                 f"the adapter {provider.target!r} of provider {provider.name!r} is in no file that can be imported; "
                 f"see `polyattn doctor`"
             )
+        if not path.is_file():
+            raise PluginError(f"{packed(str(path))}, and so is what its results stand on. {UNPACK}")
         _follow(module, path, modules)
     for path in modules:
         found |= {path, *(kernel for kernel in path.parent.rglob("*") if kernel.suffix in KERNELS)}

@@ -75,9 +75,9 @@ def place(backend: str, device: str = AUTO) -> Place:
 def _unknown(name: str) -> str:
     manager = get_manager()
     names = {known for known, _ in manager.backends}
-    aliases = {alias.name: info.name for info in manager.backends.values() for alias in info.aliases}
-    if name in aliases:
-        return f"{name} is another name of {aliases[name]}: conformance is that of {aliases[name]}"
+    # An alias is of a backend on a platform: several may have the same.
+    if meant := sorted({info.name for info in manager.backends.values() if name in {a.name for a in info.aliases}}):
+        return f"{name} is another name of {', '.join(meant)}: conformance is that of {' or '.join(meant)}"
     broken = [f"{plugin.label}: {plugin.reason}" for plugin in manager.broken()]
     blame = f" These plugins could not be used and may be what you want: {'; '.join(broken)}." if broken else ""
     return f"no backend is named {name!r}.{did_you_mean(name, names)}{blame} `polyattn list --all` shows all"

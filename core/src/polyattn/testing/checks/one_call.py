@@ -17,7 +17,7 @@ from ..problems import Problem
 from ..process import left_alone
 from .notes import Notes
 
-__all__ = ["GRAD_ROUNDINGS", "OUT_ROUNDINGS", "Result", "against", "averaged", "run", "values"]
+__all__ = ["GRAD_ROUNDINGS", "OUT_ROUNDINGS", "Result", "against", "averaged", "gradients", "run", "values"]
 
 GRAD_ROUNDINGS = 32
 """float32 roundings that are forgiven of each term of a gradient. Weights are recomputed as exp(logit - lse): one
@@ -77,10 +77,23 @@ def run(target: Target, problem: Problem, notes: Notes, out: Tensor | None = Non
             if second is not None and problem.through_lse:
                 outputs.append(second)
                 upstream.append(problem.dlse.to(second.dtype))
-            inputs = [problem.tensors[name] for name in wanted]
-            grads = torch.autograd.grad(outputs, inputs, upstream, materialize_grads=True)
+            grads = gradients(outputs, upstream, [problem.tensors[name] for name in wanted], notes)
     _check_form(problem, result, second, out, notes)
-    return Result(result, second, dict(zip(wanted, grads, strict=True)))
+    return Result(result, second, dict(zip(wanted, grads, strict=bool(grads))))
+
+
+def gradients(
+    outputs: Sequence[Tensor], upstream: Sequence[Tensor], inputs: Sequence[Tensor], notes: Notes
+) -> Sequence[Tensor]:
+    """The gradients of inputs; none, and a finding, where what came back is cut off from them."""
+    if not all(output.requires_grad for output in outputs):
+        notes.wrong(
+            "gradients",
+            "the row declares them, and what the call returned depends on no input: its Bound has no backward, and "
+            "autograd cannot see into its forward. Hand over Bound(forward, backward), or take `grad` out of the row",
+        )
+        return ()
+    return torch.autograd.grad(outputs, inputs, upstream, materialize_grads=True)
 
 
 def _check_form(problem: Problem, result: Tensor, second: Tensor | None, out: Tensor | None, notes: Notes) -> None:

@@ -18,7 +18,7 @@ from ..plain import in_float64, plainly
 from ..poison import poisoned
 from ..problems import Problem
 from .notes import Notes
-from .one_call import Result, against, averaged, run
+from .one_call import Result, against, averaged, gradients, run
 
 __all__ = ["decode", "pages", "split"]
 
@@ -64,7 +64,9 @@ def split(target: Target, problem: Problem, notes: Notes) -> None:
         if wanted:
             inputs = [whole.tensors[name] for name in wanted]
             upstream = [problem.dout, problem.dlse.to(lse.dtype)]
-            grads = torch.autograd.grad([merged, lse], inputs, upstream, materialize_grads=True)
+            grads = gradients([merged, lse], upstream, inputs, notes)
+    if notes.findings:
+        return
     against(whole, Result(merged, lse, dict(zip(wanted, grads, strict=True))), right, plain, notes)
 
 

@@ -98,7 +98,7 @@ class Cached(Packed):
 
     def _steps(self, variants: Variants) -> Iterator[Case]:
         wish = {"group": 4, "causal": "bottom_right", "page_size": 16}
-        for step, saved, layout in itertools.product(_STEPS, (True, False), ("NHD", "HND")):
+        for step, saved, layout in itertools.product(_STEPS, (True, None), ("NHD", "HND")):
             asked = {"shape": 0, **self.step(saved, layout), **step}
             yield from variants(asked, {}, wish=wish)
             if step.get("spec_topk") == 1:
@@ -108,12 +108,12 @@ class Cached(Packed):
                 yield from variants({**asked, "lse": True}, {}, wish=wish, lengths=_DRAFTS)
                 yield from variants(asked, {}, wish=wish, lengths=_DRAFTS)
         for layout, lse in itertools.product(("NHD", "HND"), (False, True)):
-            asked = {"shape": 0, **self.step(False, layout), "cross": True, "causal": "none", "lse": lse}
+            asked = {"shape": 0, **self.step(None, layout), "cross": True, "causal": "none", "lse": lse}
             asked |= {"phase": "extend", "s_relation": "more"}
             yield from variants(asked, {}, wish={"group": 4, "page_size": 16}, lengths=_ENCODER)
 
-    def step(self, saved: bool, layout: str) -> dict[str, Any]:
-        """Field values of one step of an engine."""
+    def step(self, saved: bool | None, layout: str) -> dict[str, Any]:
+        """Field values of one step of an engine. `saved`: as `AttentionRequest.save_kv_cache`."""
         return {}
 
     def recorded(self, variants: Variants) -> Iterator[Case]:
@@ -129,20 +129,20 @@ class Cached(Packed):
         wish = {"causal": "bottom_right", "page_size": 16}
         decode, extend, *_ = _STEPS
         for group, window in itertools.product((4, 1), ((17, -1), (-1, -1))):
-            asked = {"group": group, "window": window, "shape": 0, **self.step(False, "NHD")}
+            asked = {"group": group, "window": window, "shape": 0, **self.step(None, "NHD")}
             if variants({**asked, **decode}, {}, wish=wish):
                 yield from variants({**asked, **extend}, {}, wish=wish, check="decode")
 
     def _pages(self, variants: Variants) -> Iterator[Case]:
         for step, size, layout in itertools.product(_STEPS[:2], (16, 1, 5, 64), ("NHD", "HND")):
             wish = {"group": 4, "causal": "bottom_right", "page_size": size}
-            yield from variants({"shape": 0, **self.step(False, layout), **step}, {}, wish=wish, check="pages")
+            yield from variants({"shape": 0, **self.step(None, layout), **step}, {}, wish=wish, check="pages")
 
     def _splits(self, variants: Variants, rng: random.Random) -> Iterator[Case]:
         """Decode over parts of the pages, as in a cascade or in decode context parallelism. Sequences that end before a
         cut are padding rows of the parts behind it."""
         for wished, sink, group in itertools.product((16, 1, 5), ("usual", "dominant"), (4, 1)):
-            asked, wish = {"lse": True, "group": group, **self.step(False, "NHD"), **_STEPS[0]}, {"page_size": wished}
+            asked, wish = {"lse": True, "group": group, **self.step(None, "NHD"), **_STEPS[0]}, {"page_size": wished}
             for case in variants(asked, {}, wish=wish):
                 size = case.request.page_size
                 pages = max(-(-100 // size), 3)

@@ -39,18 +39,17 @@ class Paged(Cached):
     }
 
     def axes(self, axes: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-        # Other words for the off value: those that the public call uses.
-        also = {"save_kv_cache": False, "kv_layout": "NHD"}
-        more = {name: tuple(dict.fromkeys((*axes[name], value))) for name, value in also.items()}
-        return {**super().axes(axes), **{name: values for name, values in more.items() if axes[name]}}
+        # Another word for the off value: the one that the public call uses.
+        layouts = tuple(dict.fromkeys((*axes["kv_layout"], "NHD"))) if axes["kv_layout"] else ()
+        # Whether there are new rows is what `save_kv_cache` says.
+        return {**super().axes(axes), "kv_layout": layouts, "new_rows": (False,)}
 
     def kv_heads(self, group: int) -> int:
         return 2  # a cache scaled by head needs two of them
 
     def repaired(self, values: Mapping[str, Any]) -> dict[str, Any]:
         v = super().repaired(values)
-        if v["save_kv_cache"]:
-            v["new_rows"] = True
+        v["new_rows"] = v["save_kv_cache"] is not None
         if v["kv_dtype"] == "fp4_e2m1":
             v["kv_scales"] = "block16"
             if v["head_dim"] % FP4_BLOCK or v["v_head_dim"] % FP4_BLOCK:
@@ -59,11 +58,11 @@ class Paged(Cached):
             v["kv_scales"] = ""
         return v
 
-    def step(self, saved: bool, layout: str) -> dict[str, Any]:
+    def step(self, saved: bool | None, layout: str) -> dict[str, Any]:
         return {"save_kv_cache": saved, "kv_layout": layout}
 
     def sayable(self, case: Case) -> bool:
-        return super().sayable(case) and case.request.save_kv_cache is not None and case.request.kv_layout != ""
+        return super().sayable(case) and case.request.kv_layout != ""
 
     def public(self, call: Call) -> tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]:
         r, t = call.case.request, call.tensors

@@ -50,7 +50,6 @@ def draw(seed: int, number: int) -> Drawn:
         mask_shape=_some(rng, 0.6, "full", ("batch", "heads", "one", "expanded")),
         mask_dtype=_some(rng, 0.2, "same", ("float32",)),
         closed_rows=rng.random() < 0.3,
-        new_rows=rng.random() < 0.4,
     )
     wrong = rng.choice(wrongs(family)) if rng.random() < WRONG else ""
     return Drawn(settled(case), wrong)
@@ -69,8 +68,8 @@ def settled(case: Case) -> Case:
         decode = longest_q == 1
         changes |= {"phase": "decode" if decode else "extend", "s_relation": "one" if decode else "fewer"}
         changes["zero_size"] = not sum(q for q, _ in lengths)
-        if changes["zero_size"] and r.save_kv_cache:
-            changes["save_kv_cache"] = False  # there are no rows to write
+        if changes["zero_size"]:
+            changes["save_kv_cache"] = None  # there are no new rows
     else:
         same = r.family == "dense" or (r.s_relation == "equal" and all(q == k for q, k in lengths))
         changes["s_relation"] = relation(longest_q, longest_k) if same else "one" if longest_q == 1 else "more"
@@ -105,7 +104,7 @@ def settled(case: Case) -> Case:
         mask_shape=case.mask_shape if request.mask != "none" else "full",
         mask_dtype=case.mask_dtype if request.mask == "additive" else "same",
         closed_rows=case.closed_rows and request.mask != "none",
-        new_rows=r.family == "paged" and not request.zero_size and (case.new_rows or bool(request.save_kv_cache)),
+        new_rows=request.save_kv_cache is not None,
     )
     if off_boundary(settled):
         settled = dataclasses.replace(settled, request=dataclasses.replace(settled.request, misaligned=True))
@@ -188,7 +187,7 @@ def _request(rng: random.Random, family: str, lengths: tuple[tuple[int, int], ..
         kv_layout=rng.choice(("NHD", "HND")) if family == "paged" else "",
         kv_dtype=kv_dtype,
         kv_scales=_some(rng, scaled, "", ("tensor", "head", "token")),
-        save_kv_cache=rng.random() < 0.3 if family == "paged" else None,
+        save_kv_cache=_some(rng, 0.55, None, (False, True)) if family == "paged" else None,
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import __version__
+from ...facts import device_facts
 from ...plugins import get_manager
 from ..cases import Case
 from .drawing import Drawn
@@ -82,12 +83,12 @@ def _head(failure: Failure, drawn: Drawn, backend: str | None, device: torch.dev
 def _needs(backend: str | None, device: torch.device) -> str:
     """How a stranger gets the backend."""
     manager = get_manager()
-    owners = [manager.owner(info) for (name, _), info in manager.backends.items() if name == backend]
-    if not owners or owners[0].name == "core":
+    info = manager.backends.get((backend or "", device_facts(device)["platform"]))
+    if info is None or (owner := manager.owner(info)).name == "core":
         return ""
-    if owners[0].distribution:
-        return f"Needs {owners[0].distribution} {owners[0].version}."
-    return f"Needs the plugin module {owners[0].module}: run it with POLYATTN_EXTRA_PLUGINS={owners[0].module}"
+    if owner.distribution:
+        return f"Needs {owner.distribution} {owner.version}."
+    return f"Needs the plugin module {owner.module}: run it with POLYATTN_EXTRA_PLUGINS={owner.module}"
 
 
 # --- plain torch

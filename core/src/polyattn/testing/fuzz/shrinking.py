@@ -22,6 +22,7 @@ _OFF: tuple[dict[str, Any], ...] = (
     {"window": (-1, -1)},
     {"causal": "none"},
     {"scale": None},
+    {"save_kv_cache": None},
     {"save_kv_cache": False},
     {"kv_scales": ""},
     {"kv_dtype": "auto"},
@@ -41,7 +42,6 @@ _PLAIN: tuple[dict[str, Any], ...] = (
     {"mask_shape": "one"},
     {"mask_shape": "full"},
     {"closed_rows": False},
-    {"new_rows": False},
 )
 """Values of the case that say less."""
 
