@@ -381,8 +381,7 @@ def _spec_names() -> list[str]:
 
 
 def _short_name(module: str) -> str:
-    top = module.split(".")[0]
-    return top.removeprefix(f"{PROJECT}_")
+    return module.split(".")[0].removeprefix(f"{PROJECT}_")
 
 
 def _group(sources: Iterable[_Source]) -> Iterator[list[_Source]]:
