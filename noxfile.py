@@ -9,11 +9,18 @@ is installed: the same sessions use the interpreter that runs nox, and core and 
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
+import re
+import shlex
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nox
@@ -25,6 +32,14 @@ ROOT = Path(__file__).parent
 PLUGINS = sorted(p.parent.name for p in ROOT.glob("plugins/[!_]*/pyproject.toml"))
 MODULES = {name: f"polyattn_{name}" for name in PLUGINS}
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
+
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+"""The versions of Python that polyattn is for."""
+EVERYTHING = (
+    *("-r", "requirements-dev.txt", "-e", f"{ROOT / 'core'}[all]"),
+    *(word for name in PLUGINS for word in ("-e", str(ROOT / "plugins" / name))),
+)
+"""What the shared environment has, as arguments of pip."""
 
 # The interpreter of the shared environment and the variables it runs with; set by session `environment`.
 _python: str | None = None
@@ -88,8 +103,7 @@ def environment(session: nox.Session) -> None:
     wanted = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
     stamp = Path(session.virtualenv.location) / "polyattn-installed"
     if not stamp.exists() or stamp.read_text() != wanted:
-        editable = [word for p in packages[1:] for word in ("-e", str(p))]
-        install(session, "-r", "requirements-dev.txt", "-e", f"{packages[0]}[all]", *editable)
+        install(session, *EVERYTHING)
         stamp.write_text(wanted)
     path = os.pathsep.join([session.bin, os.environ.get("PATH", "")])
     _python, _env = str(Path(session.bin) / "python"), {"PATH": path, "PYTHONPATH": None}
@@ -123,7 +137,8 @@ def conformance(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["environment"])
 def fuzz(session: nox.Session) -> None:
     """Give random calls to every backend for a minute. That the fuzzer finds planted bugs is among the tests."""
-    shared(session, "-m", "polyattn", "fuzz", "--seconds", "60", "--seed", "0", "--out", ".nox/polyattn-fuzz")
+    words = ("--seconds", "60", "--seed", "0", "--out", ".nox/polyattn-fuzz")
+    shared(session, "-m", "polyattn", "fuzz", *words, env={"TRITON_INTERPRET": "1"})  # its tensors are the CPU's
 
 
 @nox.session(reuse_venv=True)
@@ -168,6 +183,83 @@ def packaging(session: nox.Session) -> None:
     session.run(python, "-m", "pip", "install", "-q", *CONSTRAINTS, "pluggy", "packaging", external=True)
     session.run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *files, external=True)
     session.run(python, "-I", "tests/packaging/check_installed.py", *PLUGINS, external=True)
+
+
+OF_A_CONNECTION = ("CACHE_DIR", "CERT", "CLIENT_CERT", "DEFAULT_TIMEOUT", "PROXY", "RETRIES", "TIMEOUT", "TRUSTED_HOST")
+
+
+def _as_strangers_have_it() -> dict[str, str | None]:
+    """Variables under which pip knows no index, folder or constraint of this machine, but still its way to the net."""
+    ours = [name for name in os.environ if name.startswith("PIP_") and name[4:] not in OF_A_CONNECTION]
+    return {**dict.fromkeys(ours), "PIP_CONFIG_FILE": os.devnull, "PYTHONPATH": None}
+
+
+def _interpreters() -> Iterator[tuple[str, str]]:
+    """(version, path) of each Python in PYTHONS that is on the PATH, or that pyenv has."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for version in PYTHONS:
+        name = f"python{version}"
+        found = [shutil.which(name, path=folder) for folder in os.get_exec_path()]
+        found += sorted(map(str, pyenv.glob(f"versions/{version}.*/bin/{name}")))
+        for path in filter(None, found):
+            # A shim of pyenv may stand for a version that is not switched on.
+            asked = subprocess.run([path, "-c", "import venv"], capture_output=True, check=False)
+            if asked.returncode == 0:
+                yield version, path
+                break
+
+
+def _readme_installs() -> Iterator[list[str]]:
+    """What the README's commands give to `pip install`."""
+    lines = re.findall(r"^\$ python -m pip install (-c .*?) && ", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    for line in lines:
+        yield [path for word in shlex.split(line) for path in (sorted(glob.glob(word, root_dir=ROOT)) or [word])]
+
+
+def _built(session: nox.Session) -> Callable[[str], str]:
+    """From a folder of ours, as pip is given it, to a wheel of it, which asks for the same: each is built only once."""
+    wheels = Path(session.create_tmp()) / "wheels"
+    shutil.rmtree(wheels, ignore_errors=True)
+    folders = {ROOT / "core": "polyattn", **{ROOT / "plugins" / name: MODULES[name] for name in PLUGINS}}
+    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(wheels), *map(str, folders))
+
+    def wheel(word: str) -> str:
+        path, bracket, extras = word.partition("[")
+        name = folders.get((ROOT / path).resolve())
+        return word if name is None else f"{next(wheels.glob(f'{name}-*.whl'))}{bracket}{extras}"
+
+    return wheel
+
+
+@nox.session(reuse_venv=True)
+def resolve(session: nox.Session) -> None:
+    """Ask PyPI's own wheels, with each Python that is here, if the README's commands can be installed. Nothing is."""
+    if session.venv_backend == "none":
+        session.skip("asks PyPI, with a pip of its own: run it without --no-venv")
+    installs = [*_readme_installs(), [*CONSTRAINTS, *EVERYTHING]]
+    if len(installs) != 3:
+        session.error(f"README.md has {len(installs) - 1} lines that install and then run something, not two")
+    pythons = dict(_interpreters())
+    if not pythons:
+        session.error(f"none of these Pythons is on the PATH: {', '.join(PYTHONS)}")
+    built = _built(session)
+    report = Path(session.create_tmp()) / "report.json"
+    quiet = ("--dry-run", "--ignore-installed", "--quiet", "--disable-pip-version-check", "--report", str(report))
+    for version, python in pythons.items():
+        for words in installs:
+            pip = ("python", "-m", "pip", "--python", python, "install", *quiet)
+            session.run(*pip, *(built(word) for word in words if word != "-e"), env=_as_strangers_have_it())
+            found = {
+                one["metadata"]["name"].lower(): (one["metadata"]["version"], one["download_info"]["url"])
+                for one in json.loads(report.read_text("utf-8"))["install"]
+            }
+            number, url = found.get("torch", ("", "https:"))
+            if "+" in number or not url.startswith("https:"):
+                session.error(f"torch {number} of {url} is not the wheel that PyPI has")
+            told = (f"{name} {found[name][0]}" for name in ("nox", "torch", "triton", "transformers") if name in found)
+            session.log(f"Python {version}: {len(found)} packages, {', '.join(told)}")
+    if left := [version for version in PYTHONS if version not in pythons]:
+        session.log(f"not asked, for want of an interpreter: Python {', '.join(left)}")
 
 
 @nox.session(name="third-party", venv_backend="none", requires=["environment"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import re
+import subprocess
 import sys
 import types
 from typing import Any
@@ -23,14 +25,21 @@ from .conftest import Result, Run
 TITLES = [module.TITLE for module in (workloads, sentences, agreement, cost)]
 
 
+def whole(**environ: str) -> Result:
+    """One whole run, as a shell would have it: these tests' own TRITON_INTERPRET is not set there, and whoever comes
+    first imports Triton, as hosts do in the middle of it."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environ
+    program = "from polyattn.cli import main; main()"
+    if importlib.util.find_spec("triton"):
+        program = f"import triton.language; {program}"
+    command = [sys.executable, "-c", program, "demo", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3600, env=env)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
 @pytest.fixture(scope="module")
 def shown() -> Any:
-    """One whole run, as a shell would have it."""
-    import subprocess
-
-    command = [sys.executable, "-m", "polyattn", "demo", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3600)
-    return Result(done.returncode, done.stdout, done.stderr)
+    return whole()
 
 
 def step(shown: Any, module: types.ModuleType) -> dict[str, Any]:
@@ -77,7 +86,6 @@ def test_the_model_was_served_by_polyattn_and_agrees_with_eager(shown: Any) -> N
 def test_every_runnable_backend_was_checked(shown: Any) -> None:
     found = step(shown, agreement)
     backends = {"torch_sdpa", "torch_native", "reference", "flex_attention"}
-    backends |= {"triton"} if importlib.util.find_spec("triton") else set()
     assert len(found["cases"]) == len(agreement.CASES) >= 12
     for row in found["cases"].values():
         assert set(row) == backends
@@ -89,6 +97,15 @@ def test_every_runnable_backend_was_checked(shown: Any) -> None:
     assert len(found["mistakes_caught"]) == 3
     assert set(found["worst"]) == backends
     assert all(errors["float32"] < found["allowed"]["float32"] for errors in found["worst"].values())
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="not run: the Triton package is not installed")
+def test_triton_is_checked_too_where_it_is_interpreted() -> None:
+    result = whole(TRITON_INTERPRET="1")
+    assert (result.code, result.err) == (0, "")
+    answers = {case: row["triton"] for case, row in step((result,), agreement)["cases"].items()}
+    assert not any(answer["wrong"] for answer in answers.values())
+    assert {case for case, answer in answers.items() if not answer["refused"]} >= {"full", "gradients", "packed, causal"}
 
 
 def test_the_cost_was_measured(shown: Any) -> None:

@@ -18,6 +18,7 @@ else:
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core"
+NOXFILE = ROOT / "noxfile.py"
 PLUGINS = sorted(p.parent for p in ROOT.glob("plugins/[!_]*/pyproject.toml"))
 PACKAGES = [CORE, *PLUGINS]
 
@@ -113,12 +114,31 @@ def test_constraints_pin_exactly_and_once() -> None:
     assert all(len(r.specifier) == 1 and next(iter(r.specifier)).operator == "==" for r in pins().values())
 
 
+def test_the_main_job_runs_every_check() -> None:
+    """Session `environment` is what the others stand on; those that are not run unless they are named are no checks."""
+    names = re.findall(r"^@nox\.session\((?!.*default=False)(.*)\)\ndef (\w+)", NOXFILE.read_text(), re.MULTILINE)
+    named = {(re.findall(r'name="([\w-]+)"', words) or [function])[0] for words, function in names}
+    job = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    run = {word for line in re.findall(r"^ *for session in (.*); do", job, re.MULTILINE) for word in line.split()}
+    assert {"tests", "resolve", "third-party", "lint"} <= named
+    assert named <= run | {"tests"}, "session tests is the README's command"
+    assert "nox -s tests" in job
+
+
+def test_the_budget_of_the_main_job_is_said_alike() -> None:
+    job = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (seconds,) = re.findall(r"^readonly BUDGET=(\d+)", job, re.MULTILINE)
+    minutes = f"{int(seconds) // 60} minutes"
+    assert f"more than {minutes}." in job
+    assert f"budget of {minutes}" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
 def test_constraints_cover_every_direct_requirement() -> None:
     core = project(CORE)
     wanted = [*core["dependencies"], *(r for extra in core["optional-dependencies"].values() for r in extra)]
     tools = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
-    wanted += [line for line in tools if line.strip() and line[0] != "#"]
     needed = {r.name: r for r in map(Requirement, wanted) if not r.marker and r.name != "polyattn"}
+    needed |= {r.name: r for r in (Requirement(line) for line in tools if line.strip() and line[0] != "#")}
     assert not {name for name in needed if canonicalize_name(name) not in pins()}
     for name, requirement in needed.items():
         (pin,) = pins()[canonicalize_name(name)].specifier

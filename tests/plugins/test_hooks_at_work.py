@@ -353,6 +353,58 @@ def test_a_provider_that_is_installed(site, need):
     assert polyattn.explain(AttentionRequest(dtype="float32"), backend="acme").provider == "own"
 
 
+CHECK = """
+def usable():
+    BODY
+"""
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        ("return 'it was started otherwise', 'start again'", "is installed, but it was started otherwise; start again"),
+        (
+            "raise OSError('no /dev/board')",
+            "but fake_acme:usable, which knows if it can be used, failed: OSError: no /dev/board; mend its plugin",
+        ),
+        ("raise SystemExit(2)", "failed: SystemExit: 2; mend its plugin, or leave it out (POLYATTN_DISABLE)"),
+        ("return 1, 2", "but fake_acme:usable returned (1, 2), not None or (why, what to do); mend its plugin"),
+        ("return True", "but fake_acme:usable, which knows if it can be used, failed: TypeError: "),
+    ],
+)
+def test_what_is_installed_and_of_no_use_to_this_process_is_unavailable(site, body, reason):
+    need = {"distribution": "fake-acme", "check": "fake_acme:usable"}
+    site.add("acme", PROVIDER.replace("{}", repr(need)) + CHECK.replace("BODY", body))
+    site.use()
+    (listed,) = [status for status in polyattn.list_backends("cpu") if status.name == "acme"]
+    assert listed.status == "unavailable"
+    assert listed.reasons[0].startswith("fake-acme 1.0 is installed, but ")
+    assert reason in listed.reasons[0]
+    with pytest.raises(BackendUnavailableError, match="acme, asked for by argument, cannot serve") as caught:
+        call(backend="acme")
+    assert reason in str(caught.value)
+    assert polyattn.explain(AttentionRequest(dtype="float32")).backend != "acme"
+    # Of another machine nothing is known but what is said to be installed there.
+    there = polyattn.what_if(AttentionRequest(dtype="float32"), platform="cpu", installed=["fake-acme"], backend="acme")
+    assert there.provider == "own"
+
+
+@pytest.mark.parametrize("body", ["return None", "return '', ''"])
+def test_what_is_installed_and_can_be_used_serves(site, body):
+    need = {"distribution": "fake-acme", "check": "fake_acme:usable"}
+    site.add("acme", PROVIDER.replace("{}", repr(need)) + CHECK.replace("BODY", body))
+    site.use()
+    assert polyattn.explain(AttentionRequest(dtype="float32"), backend="acme").provider == "own"
+
+
+def test_what_is_not_installed_is_not_asked_if_it_can_be_used(site):
+    need = {"distribution": "acme-sdk", "check": "acme_sdk:usable"}
+    site.add("acme", PROVIDER.replace("{}", repr(need)))
+    site.use()
+    (listed,) = [status for status in polyattn.list_backends("cpu") if status.name == "acme"]
+    assert listed.reasons == ("acme-sdk is not installed; pip install acme-sdk",)
+
+
 @pytest.mark.parametrize(
     "detection, reason",
     [

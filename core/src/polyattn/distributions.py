@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def _module_findable(dotted: str) -> bool:
 
 
 def availability(provider: Provider, installed: Mapping[str, str] | None = None) -> Availability:
-    """Are the provider's distributions installed, in the right version, and the right packages?
+    """Are the provider's distributions installed, in the right version, the right packages, and of use to this process?
 
     Args:
         provider: the provider.
@@ -104,11 +105,13 @@ def availability(provider: Provider, installed: Mapping[str, str] | None = None)
     found, reasons, hints = [], [], []
     for need in provider.requires:
         version = _lookup(need, installed)
-        reason = _amiss(need, version, installed is None)
+        reason, todo = _amiss(need, version, installed is None), ""
+        if not reason and need.check and installed is None:
+            reason, todo = _of_no_use(need, version)
         if reason:
             reasons.append(reason)
             left = _left_out_as(need) if installed is None else ""
-            hints.append(f"take {left} out of it" if left else remedy(need))
+            hints.append(f"take {left} out of it" if left else todo or remedy(need))
         else:
             found.append(f"{need.distribution} {version}".strip())
     return Availability(not reasons, ", ".join(found), "; ".join(reasons), "; and ".join(dict.fromkeys(hints)))
@@ -132,6 +135,23 @@ def _amiss(need: Requirement, version: str | None, here: bool) -> str:
         what = need.impostor or f"{need.distribution} without {need.module}"
         return f"the installed {need.distribution} {version} is {what}"
     return ""
+
+
+def _of_no_use(need: Requirement, version: str | None) -> tuple[str, str]:
+    """Why this process cannot use a distribution that is installed, and what to do; empty where it can."""
+    label = f"{need.distribution} {version} is installed"
+    try:
+        said = pkgutil.resolve_name(need.check)()
+        why, todo = said or ("", "")
+        sentences = isinstance(why, str) and isinstance(todo, str)
+    except (Exception, SystemExit) as exc:  # noqa: BLE001 - a stranger's check may raise anything; others still serve
+        return f"{label}, but {need.check}, which knows if it can be used, failed: {type(exc).__name__}: {exc}", _MEND
+    if not sentences:
+        return f"{label}, but {need.check} returned {said!r}, not None or (why, what to do)", _MEND
+    return (f"{label}, but {why}", todo) if why else ("", "")
+
+
+_MEND = "mend its plugin, or leave it out (POLYATTN_DISABLE)"
 
 
 def _left_out_as(need: Requirement) -> str:

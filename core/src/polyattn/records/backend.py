@@ -50,6 +50,8 @@ class Requirement:
         impostor: what a package of a similar name on the registry really is, when there is one.
         also: other names people and installers use for the same distribution.
         warning: what people who have it must know (an ended project, an advisory); `polyattn doctor` says it.
+        check: "package.module:function" that says why this process cannot use it although it is installed: None, or
+            (why, what to do). Asked before anything is selected, it imports neither the distribution nor torch.
     """
 
     distribution: str
@@ -59,6 +61,7 @@ class Requirement:
     impostor: str = ""
     also: tuple[str, ...] = ()
     warning: str = ""
+    check: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,40 +1,26 @@
-"""Where the kernels run: compiled on a device, or under Triton's interpreter on a machine that has none.
+"""Where the kernels run: compiled on a device, or under Triton's interpreter where TRITON_INTERPRET asks for it.
 
-Triton decides at import, once for a process: this module sets its switch first, and every module with kernels imports
-this one before Triton.
+Every module with kernels imports this one before Triton: it refuses a process in which none could be declared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import sys
 
 import torch
 
 from polyattn.errors import BackendUnavailableError
 
+from . import interpreter
+
 __all__ = ["INTERPRETED", "check_device", "device_of", "processors"]
-
-_SWITCH = "TRITON_INTERPRET"
-
-
-def _accelerated() -> bool:
-    found = torch.accelerator.current_accelerator()
-    return found is not None and torch.accelerator.is_available()
 
 
 def _interpreted() -> bool:
-    """Whether this process interprets its kernels: as the environment says; without an accelerator, always."""
-    if _SWITCH not in os.environ and not _accelerated():
-        if "triton.runtime.interpreter" in sys.modules or "triton.language" in sys.modules:
-            raise BackendUnavailableError(
-                f"Triton was imported before {_SWITCH} was set, so its kernels cannot be interpreted in this process, "
-                f"and there is no accelerator to compile them for: set {_SWITCH}=1 before the program starts"
-            )
-        os.environ[_SWITCH] = "1"
-    return os.environ.get(_SWITCH, "0").lower() in ("1", "true", "on", "yes", "y")
+    if amiss := interpreter.at_odds():
+        raise BackendUnavailableError(f"Triton cannot be used in this process: {'; '.join(amiss)}")
+    return interpreter.asked()
 
 
 INTERPRETED = _interpreted()
@@ -45,11 +31,11 @@ def check_device(device: torch.device) -> None:
     """Refuse CPU tensors in a process that compiles its kernels.
 
     Raises:
-        BackendUnavailableError: they cannot be interpreted any more.
+        BackendUnavailableError: they would have to be interpreted.
     """
     if device.type == "cpu" and not INTERPRETED:
         raise BackendUnavailableError(
-            f"this process compiles its Triton kernels, which CPU tensors cannot be given to: set {_SWITCH}=1 before "
+            f"this process compiles its Triton kernels, which CPU tensors cannot be given to: set {interpreter.SWITCH}=1 before "
             "the program starts to interpret them, or choose another backend for the CPU (`polyattn list`)"
         )
 

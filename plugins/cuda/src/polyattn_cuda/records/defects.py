@@ -74,7 +74,7 @@ def _longer_than_seen(library: str) -> tuple[Defect, ...]:
     return tuple(
         Defect(
             library,
-            "under a window of more than 100 keys vLLM's build of FlashAttention 3 is wrong; this one counts its tiles in "
+            "under a window of more than 100 keys vLLM's build of FlashAttention 3 is wrong; this one counts tiles in "
             "another way, and was not run with longer ones",
             "hopper/block.h of Dao-AILab/flash-attention 0251105a and sgl-project/sgl-flash-attn 2580b5a",
             "by name",

@@ -16,22 +16,41 @@ DENSE_THERE = {"cuda": "fa", "rocm": "fa", "xpu": "fa", "musa": "fa", "npu": "fa
 INTERPRETED = -200
 """Priority on CPUs: after the reference, because the interpreter is slower still."""
 
+AT_ODDS = "polyattn_triton.interpreter:at_odds"
 TORCH_BRINGS_IT = Requirement(
     "triton",
     module="triton",
     hint="PyTorch's wheels for GPUs bring Triton along; reinstall torch for this device",
     also=("pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-rocm", "triton-xpu"),
+    check=AT_ODDS,
 )
 TRITON = {
     "cuda": TORCH_BRINGS_IT,
     "rocm": TORCH_BRINGS_IT,
     "xpu": TORCH_BRINGS_IT,
-    "musa": Requirement("triton", module="triton", hint="install the Triton that comes with the MUSA SDK"),
-    "npu": Requirement(
-        "triton-ascend", module="triton", hint="pip install triton-ascend (it takes the place of triton)"
+    "musa": Requirement(
+        "triton", module="triton", hint="install the Triton that comes with the MUSA SDK", check=AT_ODDS
     ),
-    "cpu": Requirement("triton", module="triton", hint="pip install triton (CPUs run it under its interpreter)"),
+    "npu": Requirement(
+        "triton-ascend",
+        module="triton",
+        hint="pip install triton-ascend (it takes the place of triton)",
+        check=AT_ODDS,
+    ),
+    "cpu": Requirement(
+        "triton",
+        module="triton",
+        hint="pip install triton, and set TRITON_INTERPRET=1: CPUs run it under its interpreter",
+        check="polyattn_triton.interpreter:not_on_cpu",
+    ),
 }
+NUMPY = Requirement("numpy", module="numpy", hint="pip install numpy")
+
+
+def needs(platform: str) -> tuple[Requirement, ...]:
+    """What a kernel of this package needs on a platform: Triton, and for its interpreter NumPy."""
+    return (TRITON[platform], NUMPY) if platform == "cpu" else (TRITON[platform],)
+
 
 NO_TREE = Range(0, 1)
 ANY_TREE = Range(0)
