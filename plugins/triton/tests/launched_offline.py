@@ -212,7 +212,7 @@ def _latent(problem: Problem) -> None:
         cache = _tensor(problem, pages, problem.page_size, d_c + d_r)
     launch = latent.launch_for(
         torch.get_default_device(), dtype, heads, problem.dims, 2, problem.queries, 300, problem.batch_invariant,
-        additive=problem.mask == "additive",
+        additive=problem.mask == "additive", fp8=problem.kv_dtype == "fp8_e4m3",
     )  # fmt: skip
     shares = torch.zeros(max(launch.numbers(2), 1), dtype=torch.int32)
     tables = _tables(problem)
