@@ -316,15 +316,16 @@ _KEYS_SHRINK = (("keys_stages", 2), ("keys_m", 32), ("keys_n", 32), ("keys_stage
 
 def _rooms(itemsize: int, dims: tuple[int, int], loose: bool, mask: int) -> tuple[Room, Room]:
     """What the launches of a configuration need: as in forward.py, but that V and dO are there too."""
-    row = sum(sum(covers(width, loose)) for width in dims) * itemsize
+    d, e = (sum(covers(width, loose)) * itemsize for width in dims)
+    row = d + e
 
     def queries(c: Config) -> Loop:
         stages, step = 1 if loose else c.stages, c.n * row
-        return Loop(c.m, c.n, c.warps, stages, c.m * row, step, step, itemsize, mask)
+        return Loop(c.m, c.n, c.warps, stages, c.m * row, step, step, itemsize, mask, spare=c.n * e)
 
     def keys(c: Config) -> Loop:
         held, step, stages = c.keys_n * row, c.keys_m * row, 1 if loose else c.keys_stages
-        return Loop(c.keys_n, c.keys_m, c.keys_warps, stages, held, step, step, itemsize, mask)
+        return Loop(c.keys_n, c.keys_m, c.keys_warps, stages, held, step, step, itemsize, mask, spare=c.keys_m * e)
 
     return Room(queries, _SHRINKS), Room(keys, _KEYS_SHRINK)
 

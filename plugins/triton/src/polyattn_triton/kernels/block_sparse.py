@@ -304,7 +304,8 @@ def _room(kernel: str, dtype: torch.dtype, head_dim: int) -> Room:
     def loop(t: Tiles) -> Loop:
         rows, columns = (t.n, t.m) if kernel == "key" else (t.m, t.n)
         step = 2 * columns * row
-        return Loop(rows, columns, t.warps, t.stages, held * rows * row, step, step, dtype.itemsize)
+        once, spare = (step // 2, 0) if kernel == "forward" else (step, step // 2)
+        return Loop(rows, columns, t.warps, t.stages, held * rows * row, step, once, dtype.itemsize, spare=spare)
 
     walked, stays = ("m", "n") if kernel == "key" else ("n", "m")
     return Room(loop, (("stages", 2), (walked, 32), (stays, 32), ("stages", 1), (walked, 16), (stays, 16)))

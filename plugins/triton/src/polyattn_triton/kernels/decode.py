@@ -506,12 +506,12 @@ def _key(dtype: torch.dtype, bits: int, dims: tuple[int, int], rows: int) -> Key
 def _room(dtype: torch.dtype, bits: int, dims: tuple[int, int], fewest: int, mask: int = 0) -> Room:
     """What a configuration needs. Its rows are part of how the batch is cut: they do not shrink."""
     d, e = (max(power_of_2(width), _LEAST) for width in dims)
+    stored = bits if bits < 8 * dtype.itemsize else 0
 
     def loop(c: Config) -> Loop:
         held, once = c.M * d * dtype.itemsize, c.N * max(d, e) * dtype.itemsize
-        # FP4 turned into halves takes as much as bytes do.
-        step = c.N * (d + e) * max(bits, 8 if dtype.itemsize == 2 else 4) // 8
-        return Loop(c.M, c.N, c.warps, c.stages, held, step, once, dtype.itemsize, mask, bits < 8 * dtype.itemsize)
+        step = c.N * (d + e) * bits // 8
+        return Loop(c.M, c.N, c.warps, c.stages, held, step, once, dtype.itemsize, mask, stored)
 
     return Room(loop, (("stages", 2), ("N", fewest), ("stages", 1)))
 

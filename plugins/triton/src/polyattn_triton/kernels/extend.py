@@ -505,11 +505,12 @@ def _room(dtype: torch.dtype, bits: int, widths: tuple[int, int], straight: bool
     """What a configuration needs."""
     size = dtype.itemsize
     (d, e), widest = (sum(_widths(width, straight)) for width in widths), max(_widths(max(widths), straight))
-    loose = not straight and bits == 8 * size  # not loaded ahead
+    stored = bits if bits < 8 * size else 0
+    loose = not straight and not stored  # not loaded ahead
 
     def loop(c: Config) -> Loop:
         held, step, once = c.M * d * size, c.N * (d + e) * bits // 8, c.N * widest * size
-        return Loop(c.M, c.N, c.warps, 1 if loose else c.stages, held, step, once, size, mask_bytes, bits < 8 * size)
+        return Loop(c.M, c.N, c.warps, 1 if loose else c.stages, held, step, once, size, mask_bytes, stored)
 
     return Room(loop, (("stages", 2), ("N", max(32, fewest)), ("M", 32), ("stages", 1), ("N", fewest), ("M", 16)))
 

@@ -56,7 +56,8 @@ class Loop(NamedTuple):
         held, step: bytes of what stays, and of what each step loads.
         once: of the latter, what is there at a time where nothing is loaded ahead.
         itemsize: bytes of a number that is multiplied. mask: bytes of a mask's number, 0 = there is none.
-        stored: steps are of other numbers than those that are multiplied.
+        stored: bits of a loaded number, 0 = they are multiplied as they are.
+        spare: bytes of `once` that are free again by the time that weights are exchanged.
     """
 
     rows: int
@@ -68,7 +69,8 @@ class Loop(NamedTuple):
     once: int
     itemsize: int
     mask: int = 0
-    stored: bool = False
+    stored: int = 0
+    spare: int = 0
 
     def needs(self, where: str) -> int:
         """Bytes of shared memory. `where`: see `choices.architecture`."""
@@ -76,14 +78,18 @@ class Loop(NamedTuple):
         # `wgmma` reads both operands where they were left; elsewhere a step that is computed with is in registers.
         shared = where in ("hopper", "blackwell") and self.itemsize == 2 and self.rows >= 64
         loaded = self.once if not ahead else self.step * (self.stages if shared and not self.stored else ahead)
-        if self.stored and ahead and (shared or self.itemsize == 4):
+        # What is made of other numbers is in registers only where `mma.sync` takes bytes from there.
+        if self.stored and ahead and (shared or self.itemsize == 4 or self.stored == 4):
             loaded += self.once
         # AMD's operands that stay are in registers.
         held = 0 if where == "other" else self.held
         # An instruction has 16 rows: where warps share them, the weights go from one to the other.
         exchanged = logits * self.itemsize if not shared or 16 * self.warps > self.rows else 0
-        # A mask of bytes is turned into halves on its way, one of larger numbers is loaded ahead.
-        masks = 2 * logits if self.mask == 1 else max(ahead, 1) * logits * self.mask
+        if not ahead:
+            exchanged = max(exchanged - self.spare, 0)
+        # A mask is turned into halves on its way, or, one of larger numbers than bytes, loaded ahead.
+        halves = self.mask == 1 or where == "other"
+        masks = 2 * logits * (self.mask > 0) if halves else max(ahead, 1) * logits * self.mask
         return held + loaded + exchanged + masks
 
 
@@ -141,7 +147,7 @@ def refuse(
         UnsupportedRequestError: it was the last.
     """
     if last or (not again and config in refused(kernel, key, extra, device)):
-        raise too_large(kernel, key, device, _why(error)) from error
+        raise too_large(kernel, key, device, error) from error
     _refused.setdefault((kernel.name, key, extra, device), {})[config] = (room, _why(error))
     bump(traced=False)
 
@@ -175,11 +181,12 @@ def _why(error: Exception) -> str:
     return f"does not compile there: {said.splitlines()[-1]}"
 
 
-def too_large(kernel: Kernel, key: Key, device: torch.device, why: str) -> UnsupportedRequestError:
-    """What a caller is told where no configuration is left."""
+def too_large(kernel: Kernel, key: Key, device: torch.device, error: Exception | str) -> UnsupportedRequestError:
+    """What a caller is told where no configuration is left. `error`: of the last one's launch, or its `_why`."""
     named = kernel.named(key)
     d = named.get("head_dim", 0) or named["latent_dim"] + named["rope_dim"]
     d_v = named.get("v_dim") or named.get("latent_dim") or d
+    why = error if isinstance(error, str) else _why(error)
     reason = f"kernel {kernel.name} at D={d}, D_v={d_v} in {named['dtype']} on {_name(device)} {why}"
     text = f"triton: {reason}. Choose another backend: polyattn.explain lists those that can serve this call"
     return UnsupportedRequestError(text, {"triton": [reason]})
