@@ -21,7 +21,17 @@ from typing import Any
 
 import torch
 
-SHARED_MEMORY = {"cuda:90": 227 * 1024, "cuda:80": 163 * 1024, "hip:gfx942": 64 * 1024}
+SHARED_MEMORY = {
+    target: kib << 10
+    for kib, targets in {
+        227: ("cuda:90", "cuda:100", "cuda:103"),
+        163: ("cuda:80", "cuda:87"),
+        160: ("hip:gfx950",),
+        99: ("cuda:86", "cuda:89", "cuda:120", "cuda:121"),
+        64: ("cuda:75", "hip:gfx90a", "hip:gfx942", "hip:gfx1100", "hip:gfx1201"),
+    }.items()
+    for target in targets
+}
 """Bytes that a block may have."""
 
 
@@ -33,7 +43,7 @@ class Problem:
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
         kv_dtype, kv_scales: as `AttentionRequest`. fresh: new rows are read beside the cache.
-        off: elements by which tensors miss a boundary of 16 bytes.
+        off: elements by which tensors miss a boundary of 16 bytes. packed: THD, of forward and backward.
     """
 
     call: str
@@ -49,6 +59,7 @@ class Problem:
     off: int = 0
     softcap: float = 0.0
     batch_invariant: bool = False
+    packed: bool = False
 
     def __str__(self) -> str:
         fields = dataclasses.fields(self)[1:]
@@ -59,19 +70,24 @@ class Problem:
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A kernel: its name, bytes of shared memory, whether it multiplies by `wgmma`, how rows come to shared memory
-    (by descriptors: `tma`, `async`, or through registers: ``), and what is wrong."""
+    (by descriptors: `tma`, `async`, or through registers: ``), what is wrong, and how it is cut."""
 
     name: str
     shared: int
     wgmma: bool
     copies: str
     wrong: tuple[str, ...]
+    cut: dict[str, int]
 
 
-def elsewhere(target: str, *problems: Problem) -> list[list[Compiled]]:
-    """What the problems launch, compiled by a process of its own: Triton decides once whether it interprets."""
+def elsewhere(target: str, *problems: Problem, room_only: bool = False) -> list[list[Compiled]]:
+    """What the problems launch, compiled by a process of its own: Triton decides once whether it interprets.
+
+    `room_only`: no further than to where shared memory is known, which takes a third of the time.
+    """
+    problems_given = json.dumps([dataclasses.asdict(p) for p in problems])
     done = subprocess.run(
-        [sys.executable, __file__, target, json.dumps([dataclasses.asdict(p) for p in problems])],
+        [sys.executable, __file__, target, problems_given, *(["room"] if room_only else [])],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
         capture_output=True,
         text=True,
@@ -115,8 +131,9 @@ def _pretend(target: str) -> list[Any]:
     kind, arch = target.split(":")
     capability = int(arch) if kind == "cuda" else 0
     driver.set_active(_Driver(GPUTarget("cuda", capability, 32) if capability else GPUTarget("hip", arch, 64)))
-    name = {90: "hopper"}.get(capability, "cuda" if capability else "other")
+    name = {9: "hopper", 10: "blackwell"}.get(capability // 10, "cuda" if capability else "other")
     facts = {
+        "shared_memory": lambda device: SHARED_MEMORY[target],
         "processors": lambda device: 132,
         "native_fp8": lambda device: capability >= 89,
         "nvidia": lambda device: capability > 0,
@@ -135,7 +152,11 @@ def _pretend(target: str) -> list[Any]:
     launched: list[Any] = []
 
     def compiles(kernel: Any, grid: Any) -> Any:
-        return lambda *args, **kwargs: launched.append((kernel, kernel.run(*args, grid=grid, warmup=True, **kwargs)))
+        def compile_it(*args: Any, **kwargs: Any) -> None:
+            cut = {name: kwargs[name] for name in ("M", "N", "STAGES", "num_warps") if name in kwargs}
+            launched.append((kernel, kernel.run(*args, grid=grid, warmup=True, **kwargs), cut))
+
+        return compile_it
 
     JITFunction.__getitem__ = compiles
     return launched
@@ -212,7 +233,7 @@ def _latent(problem: Problem) -> None:
         cache = _tensor(problem, pages, problem.page_size, d_c + d_r)
     launch = latent.launch_for(
         torch.get_default_device(), dtype, heads, problem.dims, 2, problem.queries, 300, problem.batch_invariant,
-        additive=problem.mask == "additive",
+        additive=problem.mask == "additive", fp8=problem.kv_dtype == "fp8_e4m3",
     )  # fmt: skip
     shares = torch.zeros(max(launch.numbers(2), 1), dtype=torch.int32)
     tables = _tables(problem)
@@ -235,6 +256,11 @@ def _dense(problem: Problem) -> None:
     key, value = _tensor(problem, 2, 300, H_kv, D), _tensor(problem, 2, 300, H_kv, D_v)
     out, lse, mask = torch.empty_like(dout), torch.empty(2, S_q, H_q), _mask(problem)
     given: dict[str, Any] = {"spec": Spec(0.1, problem.softcap, right=-1 if problem.mask else 0), "layout": "BSHD"}
+    if problem.packed:
+        query, dout, key, value, out, lse = (x.flatten(0, 1) for x in (query, dout, key, value, out, lse))
+        starts = torch.arange(3, dtype=torch.int32)
+        given |= {"layout": "THD", "cu_seqlens_q": starts * S_q, "cu_seqlens_k": starts * 300}
+        given |= {"max_seqlen_q": S_q, "max_seqlen_k": 300}
     if problem.call == "forward":
         forward.forward(query, key, value, out, lse, attn_mask=mask, **given)
         return
@@ -302,18 +328,40 @@ def _copies(ptx: str) -> str:
     return "tma" if "cp.async.bulk.tensor" in ptx else "async" if "cp.async.c" in ptx else ""
 
 
-def _judged(kernel: Any, done: Any, limit: int) -> dict[str, Any]:
+def _judged(kernel: Any, done: Any, cut: dict[str, int], limit: int, room_only: bool) -> dict[str, Any]:
     shared, wrong = done.metadata.shared, []
     if shared > limit:
         wrong.append(f"{shared} bytes of shared memory, there are {limit}")
-    if "cubin" in done.asm:
+    if (getattr(done.metadata, "tmem_size", 0) or 0) > 512:
+        wrong.append(f"{done.metadata.tmem_size} columns of tensor memory, there are 512")
+    if "cubin" in done.asm and not room_only:
         wrong += mistaken_products(done.asm["ttgir"])
         if os.path.exists(_disassembler()) and "wgmma" in done.asm["ptx"]:
             wrong += wrong_descriptors(_sass(done.asm["cubin"]))
     return {
         "name": kernel.__name__, "shared": shared, "wgmma": "wgmma.mma" in done.asm.get("ptx", ""),
-        "copies": _copies(done.asm.get("ptx", "")), "wrong": wrong,
+        "copies": _copies(done.asm.get("ptx", "")), "wrong": wrong, "cut": cut,
     }  # fmt: skip
+
+
+def _no_further() -> None:
+    """Compile to LLVM's language only: by then shared memory is known."""
+    from triton import knobs
+
+    def stages(backend: Any = None, made: Any = None, *options: Any) -> Any:
+        if made is None:
+            return "room", "room"  # what is cached is not what is launched elsewhere
+
+        def named(source: Any, metadata: dict[str, Any]) -> str:
+            metadata["name"] = "none"
+            return ""
+
+        last, binary = list(made)[-2:]
+        made[last], made[binary] = named, lambda source, metadata: b""
+        return None
+
+    if hasattr(knobs.runtime, "add_stages_inspection_hook"):
+        knobs.runtime.add_stages_inspection_hook = stages
 
 
 _CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sparse": _sparse}
@@ -324,17 +372,19 @@ def call(problem: Problem) -> None:
     _CALLS.get(problem.call, _dense)(problem)
 
 
-def main(target: str, problems: list[dict[str, Any]]) -> None:
+def main(target: str, problems: list[dict[str, Any]], room_only: bool = False) -> None:
     launched = _pretend(target)
+    if room_only:
+        _no_further()
     found = []
     for fields in problems:
         problem = Problem(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
         del launched[:]
         with contextlib.redirect_stdout(sys.stderr):
             call(problem)
-        found.append([_judged(kernel, done, SHARED_MEMORY[target]) for kernel, done in launched])
+        found.append([_judged(*each, SHARED_MEMORY[target], room_only) for each in launched])
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:] == ["room"])

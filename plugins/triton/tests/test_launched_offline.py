@@ -9,6 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from polyattn.platforms.known import CORE_PLATFORMS
+from polyattn_triton.kernels import backward, extend, forward, latent
 from polyattn_triton.kernels.cached import least
 from polyattn_triton.kernels.decode import _LEAST, _fixed, config_for
 from polyattn_triton.kernels.extend import _straight, _widths
@@ -87,10 +89,143 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("many", [FULL[n : n + 8] for n in range(0, len(FULL), 8)])
     elif "many" in metafunc.fixturenames:
         metafunc.parametrize("many", [FULL[-5:-4]])
+    if "declared" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--polyattn-full")
+        parts = [(target, DECLARED[n : n + 40]) for target in ARCHITECTURES for n in range(0, len(DECLARED), 40)]
+        name = [f"{target}-{n}" for n, (target, _) in enumerate(parts)]
+        skipped = pytest.param((), marks=pytest.mark.skip("not run: hours of compiling, under --polyattn-full"))
+        metafunc.parametrize("declared", parts if full else [skipped], ids=name if full else None)
 
 
 def test_every_entry_of_the_tables_fits_hopper(many: tuple[Problem, ...]) -> None:
     _check("cuda:90", *many)
+
+
+# ------------------------------------------------------------------------------------------------------ shared memory
+
+ARCHITECTURES = tuple(
+    f"{kind}:{arch.removeprefix('sm')}"
+    for platform, kind in (("cuda", "cuda"), ("rocm", "hip"))
+    for arch in next(known.archs for known in CORE_PLATFORMS if known.name == platform)
+)
+_WIDE = Problem("forward", (192, 192), queries=256)
+_FLOAT = Problem("forward", (256, 256), queries=256, dtype="float32")
+_ROWS = {"queries": 16, "mask": "additive"}
+NEAREST: dict[str, tuple[Problem, ...]] = {
+    # By what they need, nearest to 227 KiB, where an H100 has its own tables.
+    "cuda:90": (
+        Problem("forward", (192, 192), queries=256, packed=True),
+        *(Problem("forward", dims, queries=256, mask="additive") for dims in ((128, 128), (136, 136), (192, 128))),
+        Problem("forward", (160, 160), queries=256, mask="bool"),
+        Problem("backward", (128, 128), queries=256, mask="additive"),
+        Problem("sparse", (256, 256), queries=128),
+        Problem("decode", (256, 256), **_ROWS),
+        Problem("extend", (256, 256), queries=64, mask="additive", page_size=64),
+        Problem("latent", (512, 64), heads=(128, 1), queries=4, mask="bool"),
+        Problem("latent", (512, 64), heads=(128, 1), queries=4, kv_dtype="fp8_e4m3", page_size=64),
+        Problem("latent", (512, 128), heads=(128, 1), queries=4, page_size=64),
+    ),
+    # And to 99 KiB, where the tables are those of an A100.
+    "cuda:86": (
+        *(Problem("forward", (128, 128), queries=256, mask=mask) for mask in ("bool", "additive")),
+        Problem("backward", (128, 128), queries=256, mask="additive"),
+        Problem("backward", (256, 256), queries=256, dtype="float32"),
+        Problem("sparse", (256, 256), queries=128),
+        Problem("decode", (256, 256), **_ROWS),
+        Problem("decode", (256, 256), **_ROWS, dtype="float32"),
+        Problem("decode", (256, 256), **_ROWS, kv_dtype="fp8_e4m3", kv_scales="token"),
+        Problem("decode", (128, 128), **_ROWS, kv_dtype="fp4_e2m1", kv_scales="block16"),
+        Problem("extend", (256, 256), queries=64, dtype="float32", mask="additive"),
+        Problem("extend", (128, 128), queries=64, mask="additive", kv_dtype="fp4_e2m1", kv_scales="block16"),
+        Problem("latent", (512, 64), heads=(128, 1), queries=4, mask="additive", kv_dtype="fp8_e4m3", page_size=64),
+        Problem("latent", (512, 128), heads=(16, 1), queries=4),
+    ),
+    "cuda:89": (Problem("decode", (256, 256), **_ROWS),),
+    "cuda:120": (Problem("decode", (256, 256), **_ROWS),),
+    "cuda:100": (
+        Problem("forward", (128, 128), queries=256, mask="additive"),
+        Problem("latent", (512, 128), heads=(128, 1), queries=4, page_size=64),
+    ),
+    "hip:gfx942": (
+        Problem("forward", (128, 128), queries=256, mask="additive"),
+        Problem("backward", (256, 256), queries=256, dtype="float32"),
+        Problem("decode", (256, 256), **_ROWS, dtype="float32"),
+        Problem("extend", (256, 256), queries=64, dtype="float32", mask="additive"),
+        Problem("latent", (512, 128), heads=(16, 1), queries=4),
+    ),
+}
+"""What is compiled for an architecture, besides `_WIDE` and `_FLOAT`. Chips that are not named have as much as one that
+is, and the same tables."""
+_CUT = (16, 64, 96, 128, 136, 160, 192, 256)
+"""A head dim for each way in which it is cut into tiles."""
+DECLARED = (
+    *(
+        Problem(call, dims, queries=256, mask=mask, dtype=dtype, packed=packed)
+        for call in ("forward", "backward")
+        for dims in (*((d, d) for d in _CUT), (192, 128), (128, 192), (16, 256), (256, 16), (64, 256))
+        for dtype in ("bfloat16", "float32")
+        for mask, packed in (("", False), ("", True), ("bool", False), ("additive", False))
+    ),
+    *(Problem("forward", (d, d), queries=n, mask="additive") for d in _CUT for n in (1, 16)),
+    *(Problem("sparse", (d, d), queries=256, dtype=dtype) for d in (64, 128, 256) for dtype in ("bfloat16", "float32")),
+    *(
+        Problem(call, (d, d), queries=queries, mask=mask, dtype=dtype, kv_dtype=kind, kv_scales=scales)
+        for call, queries in (("decode", 1), ("decode", 16), ("extend", 5), ("extend", 64))
+        for d in (16, 64, 128, 192, 256)
+        for mask in ("", "bool", "additive")
+        for dtype in ("bfloat16", "float32")
+        for kind, scales in _QUANTISED
+    ),
+    *(
+        Problem("latent", dims, heads=(heads, 1), queries=4, mask=mask, dtype=dtype, kv_dtype=kind)
+        for dims in ((512, 64), (512, 128), (256, 64), (128, 32), (16, 16))
+        for heads in (1, 16, 128)
+        for mask in ("", "bool", "additive")
+        for dtype in ("bfloat16", "float32")
+        for kind in (("auto", "fp8_e4m3") if dims == (512, 64) and dtype == "bfloat16" else ("auto",))
+    ),
+)
+
+
+def _fits(target: str, *problems: Problem) -> None:
+    for problem, launched in zip(problems, elsewhere(target, *problems, room_only=True), strict=True):
+        wrong = [f"{kernel.name} of {kernel.cut}: {what}" for kernel in launched for what in kernel.wrong]
+        assert not wrong, f"{problem} on {target}: {'; '.join(wrong)}"
+
+
+@pytest.mark.parametrize("target", ARCHITECTURES)
+def test_what_is_declared_fits_the_shared_memory_of_each_architecture(target: str) -> None:
+    _fits(target, _WIDE, _FLOAT, *NEAREST.get(target, ()))
+
+
+def test_all_that_is_declared_fits(declared: tuple[str, tuple[Problem, ...]]) -> None:
+    _fits(declared[0], *declared[1])
+
+
+def test_what_is_needed_is_what_is_computed() -> None:
+    """`room.Loop`, for what fills a device: no more than the barriers and sums of a compiler is beside it."""
+    bf16, hopper = torch.bfloat16, "hopper"
+    problems = {
+        Problem("forward", (192, 128), queries=256): lambda cut: (
+            forward._room(2, (192, 128), False, 0).loop(forward.Config(*cut)).needs(hopper)
+        ),
+        Problem("backward", (128, 128), queries=256, mask="additive"): lambda cut: (
+            backward._rooms(2, (128, 128), False, 4)[0].loop(backward.Config(*cut, *cut)).needs(hopper)
+        ),
+        Problem("extend", (256, 256), queries=64, kv_dtype="int8", kv_scales="tensor"): lambda cut: (
+            extend._room(bf16, 8, (256, 256), False, 0, 32).loop(extend.Config(*cut)).needs(hopper)
+        ),
+        Problem("latent", (512, 128), heads=(128, 1), queries=4, page_size=64): lambda cut: (
+            latent._room(bf16, (512, 128), 0, False).loop(latent.Config(*cut[:2], *cut[2:])).needs(hopper)
+        ),
+    }
+    for (problem, needs), launched in zip(
+        problems.items(), elsewhere("cuda:90", *problems, room_only=True), strict=True
+    ):
+        (kernel,) = (k for k in launched if k.name in ("_forward", "_queries", "_extend", "_attend"))
+        cut = kernel.cut
+        computed = needs((cut["M"], cut["N"], cut["num_warps"], cut["STAGES"]))
+        assert 0 <= kernel.shared - computed <= 1024, problem
 
 
 # ------------------------------------------------------------------------------------------------- what they look for
@@ -142,6 +277,7 @@ def test_rows_by_way_of_registers_have_one_swizzle(dims: tuple[int, int]) -> Non
     config = config_for(torch.device("cpu"), torch.bfloat16, 16, dims, 64)
     fixed = (
         torch.device("cpu"),
+        torch.bfloat16,
         dims,
         (8, 2),
         8,
@@ -153,6 +289,7 @@ def test_rows_by_way_of_registers_have_one_swizzle(dims: tuple[int, int]) -> Non
         0,
         0.1,
         0.0,
+        0,
         0,
         False,
         2,

@@ -85,6 +85,7 @@ class _Attention:
             max_seqlen_k,
             self._request.batch_invariant,
             additive=self._request.mask == "additive",
+            fp8=self._request.kv_dtype == "fp8_e4m3",
         )
 
     def _attend(

@@ -11,7 +11,9 @@ from torch import Tensor
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import Axes, View, axes_of, describable, described, on_hopper
 from polyattn_triton.kernels.block_sparse import Lists
+from polyattn_triton.kernels.room import TOO_LARGE, too_large
 from polyattn_triton.kernels.rules import LOG2E
+from polyattn_triton.records.tuned import BLOCK_SPARSE
 
 __all__ = ["Config", "config_for", "fits", "forward", "reachable", "takes"]
 
@@ -104,9 +106,13 @@ def forward(
     blocks = -(-S_q // block_q)
     tiles = B * H * blocks
     programs = min(runtime.processors(query.device), -(-tiles * block_q // 128))
-    attend_listed[(programs,)](
-        *(described(view, x.data_ptr(), x.dtype)[0] for view, x in zip(views, tensors, strict=True)),
-        lse, lists.counts, lists.indices, lists.valid, blocks, H, H // key.shape[1], tiles, S_q, S_k,
-        scale * LOG2E.value, *lists.strides(), BLOCK_Q=block_q, BLOCK_K=block_k, COUNT=config.keys // unit,
-        SLOTS=config.slots, PARTLY=lists.valid is not None or S_k % block_k != 0, APART=config.apart, num_warps=4,
-    )  # fmt: skip
+    try:
+        attend_listed[(programs,)](
+            *(described(view, x.data_ptr(), x.dtype)[0] for view, x in zip(views, tensors, strict=True)),
+            lse, lists.counts, lists.indices, lists.valid, blocks, H, H // key.shape[1], tiles, S_q, S_k,
+            scale * LOG2E.value, *lists.strides(), BLOCK_Q=block_q, BLOCK_K=block_k, COUNT=config.keys // unit,
+            SLOTS=config.slots, PARTLY=lists.valid is not None or S_k % block_k != 0, APART=config.apart, num_warps=4,
+        )  # fmt: skip
+    except TOO_LARGE as error:
+        asked = ("forward", str(query.dtype).removeprefix("torch."), D, block_q, block_k)
+        raise too_large(BLOCK_SPARSE, asked, query.device, error) from error

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from polyattn.records import AttentionRequest
+from polyattn.tuning import Key
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import on_hopper
 from polyattn_triton.kernels.choices import EPOCH, chosen
 from polyattn_triton.kernels.pools import Matrix, Memory, pools_of
+from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse
 from polyattn_triton.kernels.rules import LOG2E
 from polyattn_triton.records.tuned import HOPPER_EXTEND
 
@@ -67,8 +69,22 @@ def config_for(device: torch.device, dtype: torch.dtype, head_dim: int, page_siz
 
 @functools.lru_cache(maxsize=1024)
 def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, group: int, _epoch: int) -> Config:
-    key = (str(dtype).removeprefix("torch."), head_dim, page_size, group)
-    return chosen(HOPPER_EXTEND, key, _CONFIGS[head_dim], device)
+    key = _key(dtype, head_dim, page_size, group)
+    return chosen(HOPPER_EXTEND, key, _CONFIGS[head_dim], device, (_room(head_dim),))
+
+
+def _key(dtype: torch.dtype, head_dim: int, page_size: int, group: int) -> Key:
+    return (str(dtype).removeprefix("torch."), head_dim, page_size, group)
+
+
+def _room(head_dim: int) -> Room:
+    """What a configuration needs: Q, and the rings of K and V."""
+
+    def loop(c: Config) -> Loop:
+        row = 2 * head_dim
+        return Loop(c.rows, c.keys, 4 * c.warpgroups, c.stages, c.rows * row, 2 * c.keys * row, 2 * c.keys * row, 2)
+
+    return Room(loop, (("stages", 2), ("keys", 64)))
 
 
 def short(request: AttentionRequest) -> bool:
@@ -214,7 +230,7 @@ def extend(
     T_q, H_q, D = query.shape
     N, heads = seq_lens.shape[0], key_cache.shape[1 if hnd else 2]
     group = H_q // heads
-    config = config or config_for(query.device, query.dtype, D, page_size, group)
+    given, config = config, config or config_for(query.device, query.dtype, D, page_size, group)
     query, strides = _placed(query)
     pools = pools_of(key_cache, value_cache, hnd)
     assert pools is not None
@@ -229,14 +245,23 @@ def extend(
     assert not cuts or not (causal or left >= 0 or attn_mask is not None or sinks is not None)
     steps = out.stride()[-3:-1], (0, 0) if lse is None else lse.stride()[-2:]
     out_part, lse_part = (out.stride(0), 0 if lse is None else lse.stride(0)) if cuts else (0, 0)
-    attend[(min(runtime.processors(query.device), numbers * heads * max(cuts, 1)),)](
-        _query_boxes(Memory(query.data_ptr(), query.dtype), query.shape, strides, group),
-        _page_boxes(Memory(key_cache.data_ptr(), key_cache.dtype), pools.key, rows),
-        _page_boxes(Memory(value_cache.data_ptr(), value_cache.dtype), pools.value, rows),
-        out, lse, sinks, attn_mask, *mask_strides, page_table, seq_lens, cu_seqlens_q, page_table.stride(0),
-        pools.row, pools.column, pools.page_rows, N, tiles, numbers, heads, max(left, 0), scale * LOG2E.value,
-        out_part, *steps[0], lse_part, *steps[1],
-        CAUSAL=causal, LEFT=left >= 0, TREE=attn_mask is not None, GROUP=group, PAGE=page_size, UNIFORM=uniform, D=D,
-        BLOCK_N=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, OVERLAP=config.overlap,
-        TURNS=config.turns, REGISTERS=config.registers, CUTS=cuts, num_warps=4,
-    )  # fmt: skip
+    try:
+        attend[(min(runtime.processors(query.device), numbers * heads * max(cuts, 1)),)](
+            _query_boxes(Memory(query.data_ptr(), query.dtype), query.shape, strides, group),
+            _page_boxes(Memory(key_cache.data_ptr(), key_cache.dtype), pools.key, rows),
+            _page_boxes(Memory(value_cache.data_ptr(), value_cache.dtype), pools.value, rows),
+            out, lse, sinks, attn_mask, *mask_strides, page_table, seq_lens, cu_seqlens_q, page_table.stride(0),
+            pools.row, pools.column, pools.page_rows, N, tiles, numbers, heads, max(left, 0), scale * LOG2E.value,
+            out_part, *steps[0], lse_part, *steps[1],
+            CAUSAL=causal, LEFT=left >= 0, TREE=attn_mask is not None, GROUP=group, PAGE=page_size, UNIFORM=uniform,
+            D=D, BLOCK_N=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, OVERLAP=config.overlap,
+            TURNS=config.turns, REGISTERS=config.registers, CUTS=cuts, num_warps=4,
+        )  # fmt: skip
+    except TOO_LARGE as error:
+        asked = _key(query.dtype, D, page_size, group)
+        refuse(HOPPER_EXTEND, asked, None, query.device, config, error, last=given is not None)
+        extend(
+            query, key_cache, value_cache, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q, page_size=page_size, hnd=hnd, causal=causal, left=left, scale=scale,
+            attn_mask=attn_mask, sinks=sinks, out=out, lse=lse, cuts=cuts,
+        )  # fmt: skip

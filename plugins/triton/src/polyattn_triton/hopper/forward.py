@@ -14,8 +14,10 @@ from torch import Tensor
 
 from polyattn_triton import runtime
 from polyattn_triton.kernels.pools import Memory
+from polyattn_triton.kernels.room import TOO_LARGE, too_large
 from polyattn_triton.kernels.rules import LOG2E
 from polyattn_triton.kernels.tiles import Spec, parts
+from polyattn_triton.records.tuned import FORWARD
 
 __all__ = [
     "Axes",
@@ -296,8 +298,12 @@ def forward(
     assert plan is not None
     q, k, v, o = plan.views
     dtype = query.dtype
-    attend[plan.grid](
-        *described(q, query.data_ptr(), dtype), *described(k, key.data_ptr(), dtype),
-        *described(v, value.data_ptr(), dtype), *described(o, out.data_ptr(), dtype),
-        lse, sinks, *plan.numbers, *((0, 0, 0) if lse is None else _rows_of(layout, lse.stride())), **plan.options,
-    )  # fmt: skip
+    try:
+        attend[plan.grid](
+            *described(q, query.data_ptr(), dtype), *described(k, key.data_ptr(), dtype),
+            *described(v, value.data_ptr(), dtype), *described(o, out.data_ptr(), dtype),
+            lse, sinks, *plan.numbers, *((0, 0, 0) if lse is None else _rows_of(layout, lse.stride())), **plan.options,
+        )  # fmt: skip
+    except TOO_LARGE as error:
+        asked = (str(dtype).removeprefix("torch."), query.shape[-1], value.shape[-1], 0, False)
+        raise too_large(FORWARD, asked, query.device, error) from error

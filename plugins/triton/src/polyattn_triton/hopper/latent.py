@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from polyattn_triton.hopper.forward import on_hopper
+from polyattn_triton.kernels.room import TOO_LARGE, too_large
+from polyattn_triton.records.tuned import LATENT
 
 __all__ = ["REGISTERS", "attend", "takes"]
 
@@ -45,9 +47,13 @@ def attend(
     """The shares of `kernels.latent.plan`, in one launch. Arguments as there; `scale` has log2(e) in it."""
     from polyattn_triton.hopper.latent_kernel import attend as kernel
 
-    kernel[(parts * tiles,)](
-        query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, *pieces,
-        tiles, query.stride(0), query.stride(1), cache.stride(0), page_table.stride(0), out.stride(0), out.stride(1),
-        scale, HEADS=query.shape[1], ROW=cache.stride(1), PAGE=cache.shape[1], CAUSAL=causal,
-        REGISTERS=REGISTERS, num_warps=4,
-    )  # fmt: skip
+    try:
+        kernel[(parts * tiles,)](
+            query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, *pieces,
+            tiles, query.stride(0), query.stride(1), cache.stride(0), page_table.stride(0), out.stride(0),
+            out.stride(1), scale, HEADS=query.shape[1], ROW=cache.stride(1), PAGE=cache.shape[1], CAUSAL=causal,
+            REGISTERS=REGISTERS, num_warps=4,
+        )  # fmt: skip
+    except TOO_LARGE as error:
+        asked = (str(query.dtype).removeprefix("torch."), *_WIDTHS, _BLOCK, False)
+        raise too_large(LATENT, asked, query.device, error) from error

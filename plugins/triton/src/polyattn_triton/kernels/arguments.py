@@ -19,6 +19,7 @@ __all__ = [
     "Strides",
     "configured",
     "constants_of",
+    "covers",
     "describable",
     "descriptor",
     "mask_arguments",
@@ -143,6 +144,11 @@ def numbers_of(spec: Spec, sizes: Sizes) -> tuple[float, ...]:
     return (sizes.s_q, sizes.s_k, spec.left, spec.right, spec.chunk, *rules.scales(spec.scale, spec.softcap))
 
 
+def covers(width: int, loose: bool) -> tuple[int, int]:
+    """Widths of the tiles that cover a head dim; why those of loose rows are wider: `constants_of`."""
+    return parts((width + 63) // 64 * 64 if loose else width)
+
+
 def constants_of(spec: Spec, sizes: Sizes, mask: int, unit: int, loose: bool) -> dict[str, Any]:
     """What a kernel is compiled for, besides its configuration. `mask`: see `mask_arguments`; `unit`: see `units_of`.
 
@@ -150,8 +156,7 @@ def constants_of(spec: Spec, sizes: Sizes, mask: int, unit: int, loose: bool) ->
     narrower than each other there, ptxas 12.8 (in Triton 3.6) mistakes a register that descriptors of `wgmma` are made
     from. It does not from 64 columns on: those are all laid out alike.
     """
-    covered = ((width + 63) // 64 * 64 if loose else width for width in (sizes.width, sizes.v_width))
-    (d1, d2), (e1, e2) = map(parts, covered)
+    (d1, d2), (e1, e2) = covers(sizes.width, loose), covers(sizes.v_width, loose)
     return {
         "D": sizes.width, "D1": d1, "D2": d2, "E": sizes.v_width, "E1": e1, "E2": e2, "UNIT": unit,
         "GROUP": sizes.group, "TOP_LEFT": spec.top_left, "LEFT": spec.left >= 0, "RIGHT": spec.right >= 0,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn.tuning import Key
 from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
 
 import triton  # isort: skip
@@ -24,6 +25,7 @@ import triton.language as tl  # isort: skip
 from polyattn_triton.kernels.arguments import (
     configured,
     constants_of,
+    covers,
     describable,
     descriptor,
     mask_arguments,
@@ -34,6 +36,7 @@ from polyattn_triton.kernels.arguments import (
     units_of,
 )
 from polyattn_triton.kernels.choices import EPOCH, chosen
+from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import LOG2E, dot, logits
 from polyattn_triton.kernels.tiles import Spec, block, head_at, hidden, put, reach, rows_of, steps, tile_at
@@ -307,11 +310,38 @@ _CONFIGS = {
 }
 
 
+_SHRINKS = (("stages", 2), ("n", 32), ("m", 32), ("stages", 1), ("n", 16), ("m", 16))
+_KEYS_SHRINK = (("keys_stages", 2), ("keys_m", 32), ("keys_n", 32), ("keys_stages", 1), ("keys_m", 16), ("keys_n", 16))
+
+
+def _rooms(itemsize: int, dims: tuple[int, int], loose: bool, mask: int) -> tuple[Room, Room]:
+    """What the launches of a configuration need: as in forward.py, but that V and dO are there too."""
+    d, e = (sum(covers(width, loose)) * itemsize for width in dims)
+    row = d + e
+
+    def queries(c: Config) -> Loop:
+        stages, step = 1 if loose else c.stages, c.n * row
+        return Loop(c.m, c.n, c.warps, stages, c.m * row, step, step, itemsize, mask, spare=c.n * e)
+
+    def keys(c: Config) -> Loop:
+        held, step, stages = c.keys_n * row, c.keys_m * row, 1 if loose else c.keys_stages
+        return Loop(c.keys_n, c.keys_m, c.keys_warps, stages, held, step, step, itemsize, mask, spare=c.keys_m * e)
+
+    return Room(queries, _SHRINKS), Room(keys, _KEYS_SHRINK)
+
+
+def _key(dtype: torch.dtype, dims: tuple[int, int]) -> Key:
+    return (str(dtype).removeprefix("torch."), *dims)
+
+
 @functools.cache
-def _config(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], _: int) -> Config:
+def _config(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], _: int, loose: bool = False, mask: int = 0
+) -> Config:
     """As in forward.py."""
     found = configured(_CONFIGS, device, dtype.itemsize, max(dims))
-    return chosen(BACKWARD, (str(dtype).removeprefix("torch."), *dims), found, device)
+    rooms = _rooms(dtype.itemsize, dims, loose, mask)
+    return chosen(BACKWARD, _key(dtype, dims), found, device, rooms, (loose, mask))
 
 
 def backward(
@@ -353,8 +383,9 @@ def backward(
     unit, loose, strides = units_of(query, key, value, dout, out, dquery, dkey, dvalue, layout=layout)
     q_s, k_s, v_s, d_s, o_s, dq_s, dk_s, dv_s = (strides[i : i + 3] for i in range(0, 24, 3))
     lse_s = strides_of(lse.unsqueeze(-1), layout)
-    config = config or _config(query.device, query.dtype, (width, v_width), EPOCH.value)
     kind, mask, mask_strides = mask_arguments(attn_mask)
+    mask_bytes, given = 0 if mask is None else mask.itemsize, config
+    config = config or _config(query.device, query.dtype, (width, v_width), EPOCH.value, loose, mask_bytes)
     constants = constants_of(spec, sizes, kind, unit, loose)
     numbers = (*numbers_of(spec, sizes), spec.scale)
     tma = config.tma and layout != "THD" and not (constants["D2"] or constants["E2"]) and min(s_q, s_k) >= most
@@ -365,20 +396,31 @@ def backward(
         d = descriptor(dout, layout, (batch, s_q, heads), config.keys_m, constants["E1"])
         k = descriptor(key, layout, (batch, s_k, heads_k), config.n, constants["D1"])
         v = descriptor(value, layout, (batch, s_k, heads_k), config.n, constants["E1"])
-    if tiles := -(-s_q // config.m):
-        together = near(s_k, sizes, key.itemsize) * sizes.group
-        _queries[(tiles * batch * heads,)](
-            query, k, v, dout, out, lse, statistics, dquery, mask, cu_seqlens_q, cu_seqlens_k,
-            *q_s, *k_s, *v_s, *d_s, *o_s, *lse_s, *dq_s, *mask_strides,
-            padded, tiles, batch * heads, together, heads, *numbers, **constants, M=config.m, N=config.n, TMA=tma,
-            STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
-        )  # fmt: skip
-    if tiles := -(-s_k // config.keys_n):
-        together = near(sizes.group * s_q, sizes, key.itemsize)
-        _keys[(tiles * batch * heads_k,)](
-            q, key, value, d, statistics, dkey, dvalue, mask, cu_seqlens_q, cu_seqlens_k,
-            *q_s, *k_s, *v_s, *d_s, *dk_s, *dv_s, *mask_strides,
-            padded, tiles, batch * heads_k, together, heads_k, *numbers, **constants, M=config.keys_m, N=config.keys_n,
-            TMA=tma, STAGES=config.keys_stages, num_warps=config.keys_warps, num_stages=config.keys_stages,
+    room = 0
+    try:
+        if tiles := -(-s_q // config.m):
+            together = near(s_k, sizes, key.itemsize) * sizes.group
+            _queries[(tiles * batch * heads,)](
+                query, k, v, dout, out, lse, statistics, dquery, mask, cu_seqlens_q, cu_seqlens_k,
+                *q_s, *k_s, *v_s, *d_s, *o_s, *lse_s, *dq_s, *mask_strides,
+                padded, tiles, batch * heads, together, heads, *numbers, **constants, M=config.m, N=config.n, TMA=tma,
+                STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+            )  # fmt: skip
+        room = 1
+        if tiles := -(-s_k // config.keys_n):
+            together = near(sizes.group * s_q, sizes, key.itemsize)
+            _keys[(tiles * batch * heads_k,)](
+                q, key, value, d, statistics, dkey, dvalue, mask, cu_seqlens_q, cu_seqlens_k,
+                *q_s, *k_s, *v_s, *d_s, *dk_s, *dv_s, *mask_strides,
+                padded, tiles, batch * heads_k, together, heads_k, *numbers, **constants, M=config.keys_m,
+                N=config.keys_n, TMA=tma, STAGES=config.keys_stages, num_warps=config.keys_warps,
+                num_stages=config.keys_stages,
+            )  # fmt: skip
+    except TOO_LARGE as error:
+        asked = _key(query.dtype, (width, v_width)), (loose, mask_bytes), query.device
+        refuse(BACKWARD, *asked, config, error, room, last=given is not None)
+        return backward(
+            dout, query, key, value, out, lse, spec=spec, layout=layout, attn_mask=attn_mask,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         )  # fmt: skip
     return dquery, dkey, dvalue

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyattn.placement import aligned
+from polyattn.tuning import Key
 from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
 
 import triton  # isort: skip
@@ -24,6 +25,7 @@ import triton.language as tl  # isort: skip
 from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
 from polyattn_triton.kernels.choices import EPOCH, chosen
+from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import LOG2E, accumulate, dot, natural_lse, share
 from polyattn_triton.kernels.tiles import architecture
@@ -291,6 +293,24 @@ _TABLE = {
 }
 
 
+def _key(kernel: str, dtype: torch.dtype, head_dim: int, blocks: tuple[int, int]) -> Key:
+    return (kernel, str(dtype).removeprefix("torch."), head_dim, *blocks)
+
+
+def _room(kernel: str, dtype: torch.dtype, head_dim: int) -> Room:
+    """What a kernel's tiles need. Both gradients have two tiles that stay, and load two a step, as `forward` does."""
+    row, held = head_dim * dtype.itemsize, 1 if kernel == "forward" else 2
+
+    def loop(t: Tiles) -> Loop:
+        rows, columns = (t.n, t.m) if kernel == "key" else (t.m, t.n)
+        step = 2 * columns * row
+        once, spare = (step // 2, 0) if kernel == "forward" else (step, step // 2)
+        return Loop(rows, columns, t.warps, t.stages, held * rows * row, step, once, dtype.itemsize, spare=spare)
+
+    walked, stays = ("m", "n") if kernel == "key" else ("n", "m")
+    return Room(loop, (("stages", 2), (walked, 32), (stays, 32), ("stages", 1), (walked, 16), (stays, 16)))
+
+
 @functools.cache
 def _tiles(
     kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, blocks: tuple[int, int], _: int
@@ -307,14 +327,20 @@ def _tiles(
     else:
         large, small = _TABLE[where, kernel, head_dim]
         found = large if (block_k if kernel == "key" else block_q) % 128 == 0 else small
-    key = (kernel, str(dtype).removeprefix("torch."), head_dim, *blocks)
-    found = chosen(BLOCK_SPARSE, key, found, device)
-    return found._replace(m=min(found.m, block_q), n=min(found.n, block_k))
+    return chosen(
+        BLOCK_SPARSE, _key(kernel, dtype, head_dim, blocks), found, device, (_room(kernel, dtype, head_dim),),
+        within=lambda tiles: tiles._replace(m=min(tiles.m, block_q), n=min(tiles.n, block_k)),
+    )  # fmt: skip
 
 
 def tiles_for(kernel: str, query: Tensor, block_q: int, block_k: int) -> Tiles:
     """The configuration of a kernel (`forward`, `query` or `key`: the gradients of queries, or of keys and values)."""
     return _tiles(kernel, query.device, query.dtype, query.shape[-1], (block_q, block_k), EPOCH.value)
+
+
+def _refuse(kernel: str, query: Tensor, lists: Lists, tiles: Tiles, error: Exception, last: bool) -> None:
+    key = _key(kernel, query.dtype, query.shape[-1], (lists.block_q, lists.block_k))
+    refuse(BLOCK_SPARSE, key, None, query.device, tiles, error, last=last)
 
 
 def _described(*tensors: Tensor) -> bool:
@@ -350,18 +376,22 @@ def forward(
     B, H, S_q, D = query.shape
     block_q, block_k, valid = lists.block_q, lists.block_k, lists.valid
     t = tiles or tiles_for("forward", query, block_q, block_k)
-    tma = _described(key, value) if tma is None else tma
+    by_tma = _described(key, value) if tma is None else tma
     S_k = key.shape[2]
-    _forward[triton.cdiv(S_q, t.m), H, B](
-        query, _descriptor(key, t.n) if tma else key, _descriptor(value, t.n) if tma else value,
-        out, lse, lists.counts, lists.indices, valid,
-        # 0 times -inf would be NaN; a scale as small as this leaves logits that are 0 as well.
-        max(abs(scale), 1e-30) * LOG2E.value,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *lists.strides(), S_q, S_k,
-        GROUP=H // key.shape[1], D=D, BLOCK_Q=block_q, BLOCK_K=block_k, M=t.m, N=t.n, STAGES=t.stages, TMA=tma,
-        VALID=valid is not None, EDGE=valid is not None or S_k % block_k != 0, NEGATIVE=scale < 0, LSE=lse is not None,
-        num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    try:
+        _forward[triton.cdiv(S_q, t.m), H, B](
+            query, _descriptor(key, t.n) if by_tma else key, _descriptor(value, t.n) if by_tma else value,
+            out, lse, lists.counts, lists.indices, valid,
+            # 0 times -inf would be NaN; a scale as small as this leaves logits that are 0 as well.
+            max(abs(scale), 1e-30) * LOG2E.value,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *lists.strides(), S_q, S_k,
+            GROUP=H // key.shape[1], D=D, BLOCK_Q=block_q, BLOCK_K=block_k, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
+            VALID=valid is not None, EDGE=valid is not None or S_k % block_k != 0, NEGATIVE=scale < 0,
+            LSE=lse is not None, num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+    except TOO_LARGE as error:
+        _refuse("forward", query, lists, t, error, last=tiles is not None)
+        forward(query, key, value, lists, scale=scale, out=out, lse=lse, tma=tma)
 
 
 def transposed(lists: Lists, key_blocks: int) -> Lists:
@@ -406,24 +436,31 @@ def backward(
     delta, level = (torch.empty(B, H, padded, dtype=torch.float32, device=query.device) for _ in range(2))
     shape: dict[str, Any] = {"GROUP": H // H_kv, "D": D, "BLOCK_Q": block_q, "BLOCK_K": block_k}
 
-    t = tiles[0] or tiles_for("query", query, block_q, block_k)
-    by_tma = _described(key, value) if tma is None else tma
-    _backward_query[padded // t.m, H, B](
-        dout, query, _descriptor(key, t.n) if by_tma else key, _descriptor(value, t.n) if by_tma else value, out, lse,
-        dquery, delta, level, lists.counts, lists.indices, valid, scale,
-        *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
-        *lse.stride(), *lists.strides(), S_q, S_k, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
-        VALID=valid is not None, EDGE=valid is not None or S_k % block_k != 0, num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    kernel, own = "query", tiles[0]
+    try:
+        t = own or tiles_for(kernel, query, block_q, block_k)
+        by_tma = _described(key, value) if tma is None else tma
+        _backward_query[padded // t.m, H, B](
+            dout, query, _descriptor(key, t.n) if by_tma else key, _descriptor(value, t.n) if by_tma else value, out,
+            lse, dquery, delta, level, lists.counts, lists.indices, valid, scale,
+            *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
+            *lse.stride(), *lists.strides(), S_q, S_k, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
+            VALID=valid is not None, EDGE=valid is not None or S_k % block_k != 0, num_warps=t.warps,
+            num_stages=t.stages,
+        )  # fmt: skip
 
-    t = tiles[1] or tiles_for("key", query, block_q, block_k)
-    by_tma = _described(query, dout) if tma is None else tma
-    turned = transposed(lists, key_blocks)
-    _backward_key[triton.cdiv(S_k, t.n), H_kv, B](
-        _descriptor(dout, t.m) if by_tma else dout, _descriptor(query, t.m) if by_tma else query, key, value,
-        dkey, dvalue, delta, level, turned.counts, turned.indices, valid, scale,
-        *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *turned.strides(), S_q, S_k,
-        padded, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma, VALID=valid is not None,
-        EDGE=S_q % block_q != 0, num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+        kernel, own = "key", tiles[1]
+        t = own or tiles_for(kernel, query, block_q, block_k)
+        by_tma = _described(query, dout) if tma is None else tma
+        turned = transposed(lists, key_blocks)
+        _backward_key[triton.cdiv(S_k, t.n), H_kv, B](
+            _descriptor(dout, t.m) if by_tma else dout, _descriptor(query, t.m) if by_tma else query, key, value,
+            dkey, dvalue, delta, level, turned.counts, turned.indices, valid, scale,
+            *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *turned.strides(), S_q,
+            S_k, padded, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma, VALID=valid is not None,
+            EDGE=S_q % block_q != 0, num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+    except TOO_LARGE as error:
+        _refuse(kernel, query, lists, t, error, last=own is not None)
+        return backward(dout, query, key, value, out, lse, lists, scale=scale, tiles=tiles, tma=tma)
     return dquery, dkey, dvalue

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn.tuning import Key
 from polyattn_triton import runtime
 from polyattn_triton.kernels import rules  # before Triton: it decides how that is imported
 from polyattn_triton.kernels.arguments import MASKS, mask_arguments
@@ -29,6 +30,7 @@ from polyattn_triton.kernels.cached import block_scales, fp4_numbers, least, res
 from polyattn_triton.kernels.choices import EPOCH, architecture, chosen
 from polyattn_triton.kernels.layout import scales_of, strides
 from polyattn_triton.kernels.pairs import IN_PAIRS, as_pairs, native, nvidia, pairs
+from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, fitting, refuse, shared_memory, smaller
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import (
     LOG2E,
@@ -479,11 +481,39 @@ def config_for(
         dtype: of the query. bits: of a stored number. dims: (D, D_v). rows: queries of a sequence times heads of a
             group.
     """
-    name, wide = str(dtype).removeprefix("torch."), dtype == torch.float32
+    wide = dtype == torch.float32
     found = _default(device, rows, max(dims), 32 if wide else bits)
-    found = chosen(DECODE, (name, bits, *dims, found.M), found, device)
     # A bool mask, numbers of 8 bits, goes into the weights.
-    return found if wide else found._replace(N=max(found.N, least(min(bits, 8))))
+    fewest = 16 if wide else least(min(bits, 8))
+    return chosen(
+        DECODE, _key(dtype, bits, dims, found.M), found, device, (_room(dtype, bits, dims, fewest),),
+        within=lambda config: config._replace(N=max(config.N, fewest)),
+    )  # fmt: skip
+
+
+def _bits(dtype: torch.dtype, kv_dtype: str) -> int:
+    """Of a stored number."""
+    return {"auto": 8 * dtype.itemsize, "fp4_e2m1": 4}.get(kv_dtype, 8)
+
+
+_PIPELINE = (("stages", 1),)
+
+
+def _key(dtype: torch.dtype, bits: int, dims: tuple[int, int], rows: int) -> Key:
+    return (str(dtype).removeprefix("torch."), bits, *dims, rows)
+
+
+def _room(dtype: torch.dtype, bits: int, dims: tuple[int, int], fewest: int, mask: int = 0) -> Room:
+    """What a configuration needs. Its rows are part of how the batch is cut: they do not shrink."""
+    d, e = (max(power_of_2(width), _LEAST) for width in dims)
+    stored = bits if bits < 8 * dtype.itemsize else 0
+
+    def loop(c: Config) -> Loop:
+        held, once = c.M * d * dtype.itemsize, c.N * max(d, e) * dtype.itemsize
+        step = c.N * (d + e) * bits // 8
+        return Loop(c.M, c.N, c.warps, c.stages, held, step, once, dtype.itemsize, mask, stored)
+
+    return Room(loop, (("stages", 2), ("N", fewest), ("stages", 1)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -522,8 +552,7 @@ def _cut(
     """`items_for` without the memory."""
     rows = max_seqlen_q * (heads[0] // heads[1])
     if config is None:
-        bits = {"auto": 8 * dtype.itemsize, "fp4_e2m1": 4}.get(kv_dtype, 8)
-        config = config_for(device, dtype, bits, dims, 16 if invariant else rows, epoch)
+        config = config_for(device, dtype, _bits(dtype, kv_dtype), dims, 16 if invariant else rows, epoch)
     keys = 64 if rules.INTERPRETED else FIXED_KEYS
     columns = heads[1] * -(-rows // config.M)
     processors = runtime.processors(device)
@@ -629,44 +658,60 @@ def decode(
     if not T_q or not sequences:
         return
     heads, E = key_cache.shape[1 if hnd else 2], out.shape[2]
-    if plan is None:
-        plan = items_for(
-            (D, E), query.dtype, query.device, heads=(H_q, heads), sequences=sequences, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, window=bounds(causal, window, chunk), chunk=chunk, kv_dtype=kv_dtype,
-            invariant=invariant,
-        )  # fmt: skip
-        plan[0].share_out(seq_lens, cu_seqlens_q)
-    items, config = plan
-    columns = items.shape.columns
     kind = kv_dtype if key_cache.dtype.itemsize == 1 else "auto"
     k_scale, k_scale_strides = scales_of(k_scale, key_cache, kv_scales, hnd)
     v_scale, v_scale_strides = scales_of(v_scale, value_cache, kv_scales, hnd)
     k, v = as_pairs(key_cache, kind), as_pairs(value_cache, kind)
     k_strides, v_strides = strides(k, hnd), strides(v, hnd)
     masked, attn_mask, mask_strides = mask_arguments(attn_mask)
-    numbers, constants = _fixed(
-        query.device, (D, E), (H_q, heads), max_seqlen_q, page_size, kind, kv_scales, causal, window, chunk, scale,
-        softcap, masked, tree, columns, invariant, config,
-    )  # fmt: skip
-    with device_of(query):
-        _decode[(columns, items.count)](
-            query, k, v, out, lse, page_table, items.table, items.counters, items.outs, items.lses, key, value,
-            attn_mask, sinks, k_scale, v_scale,
-            *query.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
-            *k_strides, *v_strides,
-            *((0, 0) if key is None else key.stride()[:2]), *((0, 0) if value is None else value.stride()[:2]),
-            *mask_strides, *k_scale_strides, *v_scale_strides, page_table.stride(0), *numbers,
-            TWINS=k_strides == v_strides, SPLIT=items.count > sequences, **constants,
+    planned = plan
+    while True:
+        if planned is None:
+            plan = items_for(
+                (D, E), query.dtype, query.device, heads=(H_q, heads), sequences=sequences, max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k, window=bounds(causal, window, chunk), chunk=chunk, kv_dtype=kv_dtype,
+                invariant=invariant,
+            )  # fmt: skip
+            plan[0].share_out(seq_lens, cu_seqlens_q)
+        assert plan is not None
+        items, config = plan
+        columns = items.shape.columns
+        numbers, constants = _fixed(
+            query.device, query.dtype, (D, E), (H_q, heads), max_seqlen_q, page_size, kind, kv_scales, causal, window,
+            chunk, scale, softcap, masked, 0 if attn_mask is None else attn_mask.itemsize, tree, columns, invariant,
+            config,
         )  # fmt: skip
+        try:
+            with device_of(query):
+                _decode[(columns, items.count)](
+                    query, k, v, out, lse, page_table, items.table, items.counters, items.outs, items.lses, key, value,
+                    attn_mask, sinks, k_scale, v_scale,
+                    *query.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+                    *k_strides, *v_strides,
+                    *((0, 0) if key is None else key.stride()[:2]), *((0, 0) if value is None else value.stride()[:2]),
+                    *mask_strides, *k_scale_strides, *v_scale_strides, page_table.stride(0), *numbers,
+                    TWINS=k_strides == v_strides, SPLIT=items.count > sequences, **constants,
+                )  # fmt: skip
+            return
+        except TOO_LARGE as error:
+            # What was planned for has its tiles: only its pipeline can be smaller.
+            less = smaller(config, _PIPELINE)
+            asked = _key(query.dtype, _bits(query.dtype, kind), (D, E), config.M)
+            last, again = planned is not None and less is None, planned is not None
+            refuse(DECODE, asked, None, query.device, config, error, last=last, again=again)
+            plan = planned = None if planned is None else (items, less)
 
 
 @functools.lru_cache(maxsize=1024)
 def _fixed(
-    device: torch.device, dims: tuple[int, int], heads: tuple[int, int], max_seqlen_q: int, page_size: int, kind: str,
-    kv_scales: str, causal: bool, window: tuple[int, int], chunk: int, scale: float, softcap: float, masked: int,
-    tree: bool, columns: int, invariant: bool, config: Config,
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], max_seqlen_q: int,
+    page_size: int, kind: str, kv_scales: str, causal: bool, window: tuple[int, int], chunk: int, scale: float,
+    softcap: float, masked: int, mask_bytes: int, tree: bool, columns: int, invariant: bool, config: Config,
 ) -> tuple[tuple[float, ...], dict[str, Any]]:  # fmt: skip
     """What does not differ from layer to layer: numbers for the kernel, and what it is compiled for."""
+    # A plan is made without knowing of masks.
+    room = _room(dtype, _bits(dtype, kind), dims, config.N, mask_bytes)._replace(shrinks=_PIPELINE)
+    config = fitting(config, (room,), architecture(device), shared_memory(device))
     left, right = bounds(causal, window, chunk)
     (D, E), group = dims, heads[0] // heads[1]
     block_d, block_e = max(power_of_2(D), _LEAST), max(power_of_2(E), _LEAST)

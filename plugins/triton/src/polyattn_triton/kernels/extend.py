@@ -12,7 +12,7 @@ more tiles than lie between that number and the next one's, and T_q and N alone 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyattn_triton.kernels import rules  # first: it decides how Triton is imported
 
@@ -21,6 +21,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
+from polyattn.tuning import Key  # isort: skip
 from polyattn_triton.kernels.arguments import MASKS, mask_arguments
 from polyattn_triton.kernels.cached import (
     as_stored,
@@ -35,6 +36,7 @@ from polyattn_triton.kernels.cached import (
 from polyattn_triton.kernels.choices import EPOCH, architecture, chosen
 from polyattn_triton.kernels.layout import scales_of, strides
 from polyattn_triton.kernels.pools import Matrix, Memory, Pools, pools_of
+from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import (
     LOG2E,
@@ -476,37 +478,73 @@ def _default(where: str, width: int, itemsize: int, page_size: int, boxes: bool,
 @functools.lru_cache(maxsize=1024)
 def _chosen(
     device: torch.device, dtype: torch.dtype, bits: int, widths: tuple[int, int], page_size: int, boxes: bool,
-    mask: str, few: bool, _epoch: int,
+    mask: str, mask_bytes: int, few: bool, straight: bool, _epoch: int,
 ) -> Config:  # fmt: skip
-    """As it was measured, else the table's."""
+    """As it was measured, else the table's, or a smaller one where that does not fit."""
     if rules.INTERPRETED:
         found = _INTERPRETED
     else:
         where = architecture(device)
         itemsize = 4 if dtype == torch.float32 else max(bits // 8, 1)
         found = _default("cuda" if where == "blackwell" else where, max(widths), itemsize, page_size, boxes, mask, few)
-    name = str(dtype).removeprefix("torch.")
-    found = chosen(EXTEND, (name, bits, *widths, page_size, boxes, mask, few), found, device)
-    return found._replace(N=max(found.N, least(bits)))
+    fewest = least(bits)
+    return chosen(
+        EXTEND, _key(dtype, bits, widths, page_size, boxes, mask, few), found, device,
+        (_room(dtype, bits, widths, straight, mask_bytes, fewest),), (mask_bytes, straight),
+        lambda config: config._replace(N=max(config.N, fewest)),
+    )  # fmt: skip
 
 
-def config_for(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, rows: int, *, page_size: int = 0,
-    mask: str = "", average: float | None = None,
-) -> Config:  # fmt: skip
-    """The table's entry for these tensors and sequences of up to `rows` rows (queries times heads of a group).
+def _key(
+    dtype: torch.dtype, bits: int, widths: tuple[int, int], page_size: int, boxes: bool, mask: str, few: bool
+) -> Key:
+    return (str(dtype).removeprefix("torch."), bits, *widths, page_size, boxes, mask, few)
 
-    Args:
-        page_size: 0 = of no use to tensor descriptors. mask: "" | "tree" | "bool" | "additive".
-        average: rows of a sequence, on average; None = `rows`.
-    """
+
+def _room(dtype: torch.dtype, bits: int, widths: tuple[int, int], straight: bool, mask_bytes: int, fewest: int) -> Room:
+    """What a configuration needs."""
+    size = dtype.itemsize
+    (d, e), widest = (sum(_widths(width, straight)) for width in widths), max(_widths(max(widths), straight))
+    stored = bits if bits < 8 * size else 0
+    loose = not straight and not stored  # not loaded ahead
+
+    def loop(c: Config) -> Loop:
+        held, step, once = c.M * d * size, c.N * (d + e) * bits // 8, c.N * widest * size
+        return Loop(c.M, c.N, c.warps, 1 if loose else c.stages, held, step, once, size, mask_bytes, stored)
+
+    return Room(loop, (("stages", 2), ("N", max(32, fewest)), ("M", 32), ("stages", 1), ("N", fewest), ("M", 16)))
+
+
+def _ask(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, page_size: int, mask: str, mask_bytes: int,
+    average: float | None, straight: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments of `_chosen`: those of `config_for`."""
     widths = (query.shape[2], value_cache.shape[3])
     bits = 8 * key_cache.dtype.itemsize
     if key_cache.shape[3] != widths[0]:
         bits, widths = 4, (widths[0], 2 * widths[1])  # two numbers in a byte
     boxes = bits != 4 and all(not width & (width - 1) for width in widths)
     few = average is not None and average < 64
-    found = _chosen(query.device, query.dtype, bits, widths, page_size, boxes, mask, few, EPOCH.value)
+    return query.device, query.dtype, bits, widths, page_size, boxes, mask, mask_bytes, few, straight
+
+
+def config_for(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, rows: int, *, page_size: int = 0,
+    mask: str = "", mask_bytes: int = 0, average: float | None = None, straight: bool = True,
+) -> Config:  # fmt: skip
+    """The table's entry for these tensors and sequences of up to `rows` rows (queries times heads of a group).
+
+    Args:
+        page_size: 0 = of no use to tensor descriptors. mask: "" | "tree" | "bool" | "additive".
+        mask_bytes: of its numbers. average: rows of a sequence, on average; None = `rows`. straight: see `_widths`.
+    """
+    asked = _ask(query, key_cache, value_cache, page_size, mask, mask_bytes, average, straight)
+    return _of_rows(_chosen(*asked, EPOCH.value), rows)
+
+
+def _of_rows(found: Config, rows: int) -> Config:
+    """A configuration for sequences of so many rows."""
     if rows > found.M // 2:
         return found
     # Short sequences: as few rows as an MMA has, more keys in flight.
@@ -594,13 +632,20 @@ def extend(
     N, heads = seq_lens.shape[0], key_cache.shape[1 if hnd else 2]
     if not T_q or not N:
         return
-    group, E = H_q // heads, out.shape[2]
+    group, E, optional = H_q // heads, out.shape[2], (attn_mask, kv_scales, k_scale, v_scale)
     masked, attn_mask, mask_strides = mask_arguments(attn_mask)
     mask = MASKS[masked]
-    config = config or config_for(
-        query, key_cache, value_cache, max_seqlen_q * group, page_size=page_size,
-        mask="tree" if tree and mask == "bool" else mask, average=T_q * group / N,
+    kind = kv_dtype if key_cache.dtype.itemsize == 1 else "auto"
+    k, v = as_stored(key_cache, kind), as_stored(value_cache, kind)
+    whole = not (D | E) & 63 or query.dtype == torch.float32
+    straight = kind == "auto" and (whole or (key is None and _straight(k, v)))
+    asked: Any = (
+        query, key_cache, value_cache, page_size, "tree" if tree and mask == "bool" else mask,
+        0 if attn_mask is None else attn_mask.itemsize, T_q * group / N, straight,
     )  # fmt: skip
+    given = config
+    if config is None:
+        config = _of_rows(_chosen(*_ask(*asked), EPOCH.value), max_seqlen_q * group)
     uniform = T_q == N * max_seqlen_q
     tiles = -(-max_seqlen_q * group // config.M)
     grid = ((N * tiles if uniform else T_q * group // config.M + N) * heads,)
@@ -610,30 +655,40 @@ def extend(
         kv_scales = "block16"
     k_scale, k_scale_strides = scales_of(k_scale, key_cache, kv_scales, hnd)
     v_scale, v_scale_strides = scales_of(v_scale, value_cache, kv_scales, hnd)
-    kind = kv_dtype if key_cache.dtype.itemsize == 1 else "auto"
-    k, v = as_stored(key_cache, kind), as_stored(value_cache, kind)
-    whole = not (D | E) & 63 or query.dtype == torch.float32
-    straight = kind == "auto" and (whole or (key is None and _straight(k, v)))
     (D1, D2), (E1, E2) = _widths(D, straight), _widths(E, straight)
     boxes = None
     if config.box and config.split and (D1, E1) == (D, E) and kind != "fp4_e2m1" and page_size % config.N == 0:
         boxes = _boxes(k, v, hnd, config.N)
     pools, (k_box, v_box) = boxes or (None, (None, None))
     factor, cap = rules.scales(scale, softcap)
-    with device_of(query):
-        _extend[grid](
-            query, k, v, out, lse, page_table, seq_lens, cu_seqlens_q, key, value, attn_mask, sinks, k_scale, v_scale,
-            k_box, v_box,
-            *query.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
-            *strides(key_cache, hnd), *strides(value_cache, hnd),
-            *((0, 0) if key is None else key.stride()[:2]), *((0, 0) if value is None else value.stride()[:2]),
-            *mask_strides, *k_scale_strides, *v_scale_strides, page_table.stride(0),
-            *((0, 0, 0) if pools is None else (pools.row, pools.column, pools.page_rows)),
-            N, tiles, left, right, chunk, factor, cap, heads,
-            GROUP=group, PAGE=page_size, KIND=kind, SCALES=kv_scales, UNIFORM=uniform,
-            D=D, D1=D1, D2=D2, E=E, E1=E1, E2=E2, LEFT=left >= 0, RIGHT=right >= 0, CHUNK=chunk > 0,
-            SOFTCAP=softcap != 0, MASK=mask, TREE=tree and mask != "",
-            FOLD=softcap == 0 and mask != "additive" and scale > 0,
-            M=config.M, N=config.N, SPLIT=config.split, BOX=pools is not None, STAGES=config.stages,
-            num_warps=config.warps, num_stages=config.stages,
+    try:
+        with device_of(query):
+            _extend[grid](
+                query, k, v, out, lse, page_table, seq_lens, cu_seqlens_q, key, value, attn_mask, sinks, k_scale,
+                v_scale, k_box, v_box,
+                *query.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+                *strides(key_cache, hnd), *strides(value_cache, hnd),
+                *((0, 0) if key is None else key.stride()[:2]), *((0, 0) if value is None else value.stride()[:2]),
+                *mask_strides, *k_scale_strides, *v_scale_strides, page_table.stride(0),
+                *((0, 0, 0) if pools is None else (pools.row, pools.column, pools.page_rows)),
+                N, tiles, left, right, chunk, factor, cap, heads,
+                GROUP=group, PAGE=page_size, KIND=kind, SCALES=kv_scales, UNIFORM=uniform,
+                D=D, D1=D1, D2=D2, E=E, E1=E1, E2=E2, LEFT=left >= 0, RIGHT=right >= 0, CHUNK=chunk > 0,
+                SOFTCAP=softcap != 0, MASK=mask, TREE=tree and mask != "",
+                FOLD=softcap == 0 and mask != "additive" and scale > 0,
+                M=config.M, N=config.N, SPLIT=config.split, BOX=pools is not None, STAGES=config.stages,
+                num_warps=config.warps, num_stages=config.stages,
+            )  # fmt: skip
+    except TOO_LARGE as error:
+        device, dtype, bits, widths, size, boxed, name, mask_bytes, few, _ = _ask(*asked)
+        found = _chosen(*_ask(*asked), EPOCH.value) if given is None else given
+        of = _key(dtype, bits, widths, size, boxed, name, few), (mask_bytes, straight)
+        refuse(EXTEND, *of, device, found, error, last=given is not None)
+        attn_mask, kv_scales, k_scale, v_scale = optional
+        extend(
+            query, key_cache, value_cache, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, page_size=page_size, hnd=hnd, causal=causal,
+            window=window, chunk=chunk, scale=scale, softcap=softcap, key=key, value=value, attn_mask=attn_mask,
+            tree=tree, sinks=sinks, kv_dtype=kv_dtype, kv_scales=kv_scales, k_scale=k_scale, v_scale=v_scale, out=out,
+            lse=lse,
         )  # fmt: skip

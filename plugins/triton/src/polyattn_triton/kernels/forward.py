@@ -15,9 +15,11 @@ from torch import Tensor
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
+from polyattn.tuning import Key
 from polyattn_triton.kernels.arguments import (
     configured,
     constants_of,
+    covers,
     describable,
     descriptor,
     mask_arguments,
@@ -28,6 +30,7 @@ from polyattn_triton.kernels.arguments import (
     units_of,
 )
 from polyattn_triton.kernels.choices import EPOCH, chosen
+from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import accumulate, dot, logits, natural_lse, share, share_with_sink
 from polyattn_triton.kernels.tiles import Spec, block, head_at, hidden, put, reach, steps, tile_at
@@ -153,12 +156,34 @@ _CONFIGS = {
 }
 
 
+_SHRINKS = (("stages", 2), ("n", 32), ("m", 64), ("stages", 1), ("n", 16), ("m", 16))
+
+
+def _room(itemsize: int, dims: tuple[int, int], loose: bool, mask: int) -> Room:
+    """What a configuration needs. Loose rows are not loaded ahead."""
+    cut = [covers(width, loose) for width in dims]
+    (d, e), widest = map(sum, cut), max(map(max, cut))
+
+    def loop(c: Config) -> Loop:
+        held, step, once = c.m * d * itemsize, c.n * (d + e) * itemsize, c.n * widest * itemsize
+        return Loop(c.m, c.n, c.warps, 1 if loose else c.stages, held, step, once, itemsize, mask)
+
+    return Room(loop, _SHRINKS)
+
+
+def _key(dtype: torch.dtype, dims: tuple[int, int], few: int, loose: bool) -> Key:
+    return (str(dtype).removeprefix("torch."), *dims, few, loose)
+
+
 @functools.cache
-def _config(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], few: int, loose: bool, _: int) -> Config:
+def _config(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], few: int, loose: bool, _: int, mask: int = 0
+) -> Config:
     """The configuration for tiles of a device; asked again when what is tuned may have changed.
 
     Args:
         few: a power of two that few enough queries fit into, or 0. loose: see `arguments.units_of`.
+        mask: bytes of its numbers, 0 = there is none.
     """
     found = configured(_CONFIGS, device, dtype.itemsize, max(dims))
     if few and few < found.m:
@@ -166,7 +191,8 @@ def _config(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], few
     elif loose:
         # Loads of one number each take registers.
         found = found._replace(n=min(found.n, 64))
-    return chosen(FORWARD, (str(dtype).removeprefix("torch."), *dims, few, loose), found, device)
+    rooms = (_room(dtype.itemsize, dims, loose, mask),)
+    return chosen(FORWARD, _key(dtype, dims, few, loose), found, device, rooms, mask)
 
 
 def _few(rows: int) -> int:
@@ -206,15 +232,15 @@ def forward(
     if not (batch and heads and s_q):
         return
     unit, loose, strides = units_of(query, key, value, out, layout=layout)
+    kind, mask, mask_strides = mask_arguments(attn_mask)
+    few, mask_bytes, given = _few(s_q * sizes.group), 0 if mask is None else mask.itemsize, config
     if config is None:
-        few = _few(s_q * sizes.group)
-        config = _config(query.device, query.dtype, (width, v_width), few, loose, EPOCH.value)
+        config = _config(query.device, query.dtype, (width, v_width), few, loose, EPOCH.value, mask_bytes)
     # One tile for the query heads of a key head, where a tile of one head would be half empty.
     pack = sizes.group if 2 * s_q <= config.m else 1
     pairs, heads = (batch * heads_k, heads_k) if pack > 1 else (batch * heads, heads)
     tiles = -(-s_q * pack // config.m)
     together = near(s_k, sizes, key.itemsize) * (1 if pack > 1 else sizes.group)
-    kind, mask, mask_strides = mask_arguments(attn_mask)
     constants = constants_of(spec, sizes, kind, unit, loose)
     tma = config.tma and layout != "THD" and s_k >= config.n
     tma = tma and describable(key, layout) and describable(value, layout)
@@ -226,9 +252,17 @@ def forward(
             descriptor(tensor, layout, (batch, s_k, heads_k), config.n, constants[part] or constants[part[0] + "1"])
             for tensor, part in boxes
         )
-    _forward[(tiles * pairs,)](
-        query, k1, k2, v1, v2, out, lse, mask, sinks, cu_seqlens_q, cu_seqlens_k, *strides,
-        *((0, 0, 0) if lse is None else strides_of(lse.unsqueeze(-1), layout)), *mask_strides,
-        tiles, pairs, together, heads, *numbers_of(spec, sizes), **constants, PACK=pack, M=config.m, N=config.n,
-        TMA=tma, STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    try:
+        _forward[(tiles * pairs,)](
+            query, k1, k2, v1, v2, out, lse, mask, sinks, cu_seqlens_q, cu_seqlens_k, *strides,
+            *((0, 0, 0) if lse is None else strides_of(lse.unsqueeze(-1), layout)), *mask_strides,
+            tiles, pairs, together, heads, *numbers_of(spec, sizes), **constants, PACK=pack, M=config.m, N=config.n,
+            TMA=tma, STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+    except TOO_LARGE as error:
+        asked = _key(query.dtype, (width, v_width), few, loose)
+        refuse(FORWARD, asked, mask_bytes, query.device, config, error, last=given is not None)
+        forward(
+            query, key, value, out, lse, spec=spec, layout=layout, attn_mask=attn_mask, sinks=sinks,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        )  # fmt: skip

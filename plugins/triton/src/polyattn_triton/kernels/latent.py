@@ -27,10 +27,12 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from torch import Tensor  # isort: skip
 
+from polyattn.tuning import Key  # isort: skip
 from polyattn_triton.hopper import latent as hopper  # isort: skip
 from polyattn_triton.kernels.arguments import mask_arguments  # isort: skip
 from polyattn_triton.kernels.cached import as_stored, numbers  # isort: skip
 from polyattn_triton.kernels.choices import EPOCH, architecture, chosen  # isort: skip
+from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse, smaller  # isort: skip
 from polyattn_triton.kernels.rounding import cast  # isort: skip
 from polyattn_triton.kernels.splits import power_of_2  # isort: skip
 from polyattn_triton.records.tuned import LATENT  # isort: skip
@@ -491,11 +493,16 @@ def _class(device: torch.device) -> str:
 
 
 def config_for(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], rows: int, additive: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[int, int],
+    rows: int,
+    additive: bool = False,
+    fp8: bool = False,
 ) -> Config:
     """The configuration for tiles of at most `rows` rows, of latent rows with `widths` (D_c, D_r): as it was measured,
-    else the table's. `additive`: there is a mask that is added."""
-    return _chosen(_class(device), device, dtype, widths, rows, additive, EPOCH.value)
+    else the table's. `additive`: there is a mask that is added. `fp8`: rows of 656 bytes."""
+    return _chosen(_class(device), device, dtype, widths, rows, additive, fp8, EPOCH.value)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -506,6 +513,7 @@ def _chosen(
     widths: tuple[int, int],
     rows: int,
     additive: bool,
+    fp8: bool,
     _epoch: int,
 ) -> Config:
     small = dtype.itemsize > 2 or sum(map(_power, widths)) > 640
@@ -514,8 +522,25 @@ def _chosen(
     if additive:
         # It may be float32 and goes through shared memory, which larger blocks fill.
         found = found._replace(keys=min(found.keys, 32))
-    name = str(dtype).removeprefix("torch.")
-    return chosen(LATENT, (name, *widths, found.rows, additive), found, device)
+    rooms = (_room(dtype, widths, 4 if additive else 0, fp8),)
+    return chosen(LATENT, _key(dtype, widths, found.rows, additive), found, device, rooms, fp8)
+
+
+def _key(dtype: torch.dtype, widths: tuple[int, int], rows: int, additive: bool) -> Key:
+    return (str(dtype).removeprefix("torch."), *widths, rows, additive)
+
+
+def _room(dtype: torch.dtype, widths: tuple[int, int], mask: int, fp8: bool) -> Room:
+    """What a configuration needs: a step's rows are its values too, and those of FP8 pass as float32."""
+    (c_wide, r_wide), size = map(_power, widths), dtype.itemsize
+    row = c_wide * size + r_wide * size
+    wide = c_wide * 4 + r_wide * size if fp8 else row
+
+    def loop(c: Config) -> Loop:
+        stages = 1 if fp8 else c.stages
+        return Loop(c.rows, c.keys, c.warps, stages, c.rows * row, c.keys * row, c.keys * wide, size, mask)
+
+    return Room(loop, (("stages", 2), ("keys", 16), ("rows", 16), ("stages", 1)))
 
 
 def _power(width: int) -> int:
@@ -554,17 +579,18 @@ class Launch:
 def launch_for(
     device: torch.device, dtype: torch.dtype, heads: int, widths: tuple[int, int], sequences: int, max_seqlen_q: int,
     max_seqlen_k: int, batch_invariant: bool = False, config: Config | None = None, additive: bool = False,
+    fp8: bool = False,
 ) -> Launch:  # fmt: skip
     """What `attend` launches, from what the host knows.
 
     Args:
         device, dtype, heads: of the queries. widths: (D_c, D_r). sequences: N.
         batch_invariant: nothing may depend on the rest of the batch.
-        config: instead of the one in the table. additive: there is a mask that is added.
+        config: instead of the one in the table. additive: there is a mask that is added. fp8: rows of 656 bytes.
     """
     if config is None:
         rows = heads if batch_invariant else heads * max_seqlen_q
-        config = config_for(device, dtype, widths, rows, additive)
+        config = config_for(device, dtype, widths, rows, additive, fp8)
     tiles = triton.cdiv(heads * max_seqlen_q, config.rows)
     if batch_invariant:
         tokens = min(max_seqlen_q, CUT_TOKENS.value)
@@ -644,7 +670,18 @@ def attend(
         )  # fmt: skip
     else:
         tables = (page_table, seq_lens, cu_seqlens_q, shares)
-        _launch(query, cache, tables, limits, which, scale, attn_mask, tree, out, lse, launch, pieces)
+        while True:
+            try:
+                _launch(query, cache, tables, limits, which, scale, attn_mask, tree, out, lse, launch, pieces)
+                break
+            except TOO_LARGE as error:
+                # How the keys are cut hangs on the tiles: for this call only the pipeline can be smaller.
+                less = smaller(launch.config, (("stages", 1),))
+                additive = attn_mask is not None and attn_mask.dtype != torch.bool
+                asked = _key(query.dtype, (d_c, query.shape[2] - d_c), launch.config.rows, additive)
+                fp8 = cache.dtype == torch.uint8
+                refuse(LATENT, asked, fp8, query.device, launch.config, error, last=less is None, again=True)
+                launch = dataclasses.replace(launch, config=less)
     if launch.cut:
         most = launch.tiles * config.rows if launch.parts else min(T, CUT_TOKENS.value) * heads
         wide = sequences * most <= 2048
