@@ -127,6 +127,11 @@ class Installed:
         return _class_of(self.providers)
 
     @property
+    def interpreted(self) -> bool:
+        """Whether its kernels are run by Triton's interpreter here, thousands of times slower than by a device."""
+        return self.platform == "cpu" and self.info.evidence == "interpreter"
+
+    @property
     def narrows(self) -> bool:
         """Whether its plugin has a `polyattn_report_capability`."""
         return get_manager().narrows(self.info)
