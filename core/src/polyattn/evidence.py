@@ -19,17 +19,24 @@ from .errors import PluginError
 from .record_types import check_types
 from .records import EvidenceLevel, Provider, Row
 
-__all__ = ["LEVELS", "Evidence", "read_evidence", "row_hash", "source_hash", "write_evidence"]
+__all__ = ["EARLIER_KEYS", "KEYS", "LEVELS", "Evidence", "read_evidence", "row_hash", "source_hash", "write_evidence"]
 
 LEVELS: tuple[str, ...] = get_args(EvidenceLevel)
 """Strongest first."""
+
+KEYS: Mapping[str, int] = {"hardware": 1100, "interpreter": 257}
+"""How many keys the longest calls of conformance have, by what a run is evidence of."""
+
+EARLIER_KEYS = 100
+"""How many they had before runs kept it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """What was run. `sources`: files relative to the plugin's folder; `digest`: their hash when it ran; `absent`:
     providers of the backend that were not there, of which it shows nothing; `rows`: the hash of what the others
-    declared for `arch` ("" = anywhere), "" = not known; `others`: earlier runs, with other providers."""
+    declared for `arch` ("" = anywhere), "" = not known; `reached`: family -> queries, keys and grid (sequences x
+    heads), the most of a call that passed; `others`: earlier runs, with other providers."""
 
     backend: str
     platform: str
@@ -47,6 +54,7 @@ class Evidence:
     absent: tuple[str, ...] = ()
     arch: str = ""
     rows: str = ""
+    reached: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     stale: bool = False
     others: tuple[Evidence, ...] = ()
 
@@ -55,6 +63,16 @@ class Evidence:
         """Providers of which no run shows anything, one that is stale apart."""
         seen_elsewhere = [{*one.absent} for one in self.others if not one.stale]
         return tuple(name for name in self.absent if all(name in absent for absent in seen_elsewhere))
+
+    @property
+    def keys(self) -> int:
+        """Up to how many keys it holds: the longest of the family whose longest are fewest."""
+        return min((most["keys"] for most in self.reached.values()), default=EARLIER_KEYS)
+
+    @property
+    def outdated(self) -> bool:
+        """It is stale, or no longer keys were tried than a kernel reads at once. It says less than it did, no more."""
+        return self.stale or self.keys < KEYS.get(self.level, 0)
 
     def beside(self, providers: Iterable[Provider]) -> Evidence:
         """The same, and stale where `providers`, those of the backend now, declare something else than was tried."""
@@ -73,8 +91,9 @@ class Evidence:
             return "declared"
         xfailed = f"{self.xfailed} xfailed" if self.xfailed else ""
         partly = "in part" if self.unseen else ""
-        where = ", ".join(part for part in (self.device, self.date, xfailed, partly) if part)
-        return f"{self.level}{' (' + where + ')' if where else ''}{', stale' if self.stale else ''}"
+        reach = f"up to {self.keys:,} keys" if self.level in KEYS else ""
+        where = ", ".join(part for part in (self.device, self.date, xfailed, partly, reach) if part)
+        return f"{self.level}{' (' + where + ')' if where else ''}{', stale' if self.outdated else ''}"
 
 
 def source_hash(folder: Path, sources: Iterable[str]) -> str:

@@ -69,7 +69,7 @@ def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catal
                 missing[provider.name] = f"{found.reason}; {found.hint}"
         evidence = _evidence(manager, info)
         runs = [one for one in (evidence, *evidence.others) if one.level != "declared"]
-        level = info.evidence if not runs else evidence.level + (", stale" if evidence.stale else "")
+        level = info.evidence if not runs else evidence.level + (", stale" if evidence.outdated else "")
         chips = () if "" in (archs := [one.arch for one in runs]) else tuple(dict.fromkeys(archs))
         unseen = [p for p in info.providers if p.planned or p.name in evidence.unseen]
         levels = {p.name: "declared" if p.planned else info.evidence for p in unseen}

@@ -39,7 +39,8 @@ LEVELS = (
     ("emulator", "checked against an emulator of the documented operation"),
     ("declared", "read from documentation and source; nothing was run"),
     ("in part", "some of its providers were not run; `polyattn explain` has the evidence of the one that it takes"),
-    ("stale", "the sources, or what they declare, have changed since"),
+    ("up to", "the longest calls that passed had so many keys"),
+    ("stale", "the sources, or what they declare, have changed since, or no call was longer than a kernel reads at once"),
 )
 CELLS = (
     ("native", "the kernel does it"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..records import AttentionRequest, Row
 from .cases import Case
-from .generation import RowCases, holds_here, request_of
+from .row_cases import RowCases, holds_here, request_of
 from .values import CANDIDATES, candidates, declared, inside, unmet
 
 __all__ = ["refusals"]

@@ -26,13 +26,18 @@ from .families import FAMILIES, Call
 from .steps import planned
 from .values import declared
 
-__all__ = ["Installed", "OffChip", "Target", "natively", "out_of", "sayable"]
+__all__ = ["Installed", "OffChip", "Target", "is_interpreted", "natively", "out_of", "sayable"]
 
 
 def _class_of(providers: Iterable[Provider]) -> Accuracy | None:
     """The class that all of these providers keep; None where all are exact."""
     found = [p.accuracy for p in providers if p.accuracy is not None]
     return max(found, key=lambda accuracy: accuracy.error, default=None)
+
+
+def is_interpreted(info: BackendInfo) -> bool:
+    """Whether Triton's interpreter runs a backend's kernels, thousands of times slower than a device does."""
+    return info.platform == "cpu" and info.evidence == "interpreter"
 
 
 def sayable(case: Case) -> bool:
@@ -133,6 +138,11 @@ class Installed:
         request = request.normalised()
         taking = [p for p in self.providers if declared(p.rows, request)]
         return bool(taking) and all(refusal(self.defects[p], request, named=True) is not None for p in taking)
+
+    @property
+    def interpreted(self) -> bool:
+        """See `is_interpreted`."""
+        return is_interpreted(self.info)
 
     @property
     def narrows(self) -> bool:

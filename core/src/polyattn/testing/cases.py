@@ -8,7 +8,13 @@ from typing import Literal
 
 from ..records import AttentionRequest
 
-__all__ = ["Case", "Check"]
+__all__ = ["FAR", "Case", "Check"]
+
+FAR = 104.0
+"""Nats from 0 at which `low` and `high` logits lie: exp(-lse) of such a row, LSE -99, is no float32 any more."""
+
+_MANY = 64
+"""Sequences of one length that an id counts instead of naming each."""
 
 Check = Literal["values", "decode", "split", "pages", "dropout", "capture", "refusal", "witness", "fault"]
 
@@ -27,6 +33,8 @@ class Case:
         storage: of the inputs, see `polyattn.testing.problems.stored`.
         out: the output tensor given: empty = none, `contiguous`, or `strided`.
         sink: `usual`, `dominant` (30 nats above every LSE), or `off` (one is -inf).
+        logits: `usual`, of order one wherever a key lies; `late`, they grow with the position of the key, so that a
+            maximum over the first keys is none over all; `low` or `high`, LSEs of about -99 or +99.
         mask_shape: which axes of [B, H_q] the mask has: `full`, `batch`, `heads`, `one`, or `expanded` (stride 0).
         mask_dtype: of an additive mask: `same` as the query's, or `float32`.
         closed_rows: the mask hides every key from every fifth query.
@@ -42,12 +50,18 @@ class Case:
     storage: str = "contiguous"
     out: str = ""
     sink: str = "usual"
+    logits: str = "usual"
     mask_shape: str = "full"
     mask_dtype: str = "same"
     closed_rows: bool = False
     new_rows: bool = False
     parts: tuple[int, ...] = ()
     fields: tuple[str, ...] = ()
+
+    @property
+    def far(self) -> float:
+        """How far from 0 the logits lie, in nats."""
+        return FAR if self.logits in ("low", "high") else 0.0
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -62,6 +76,8 @@ class Case:
             words.append(self.check)
         if self.lengths and r.family == "dense":
             words.append(f"B{len(self.lengths)}_S{self.longest[0]}x{self.longest[1]}")
+        elif len(self.lengths) > _MANY and len(set(self.lengths)) == 1:
+            words.append(f"S{len(self.lengths)}of{self.longest[0]}x{self.longest[1]}")
         elif self.lengths:
             words.append("S" + "_".join(f"{q}x{k}" for q, k in self.lengths))
         words += [f"H{r.heads}x{r.kv_heads}", f"D{r.head_dim}x{r.dims[1]}", *([r.layout] if r.layout == "BHSD" else [])]
@@ -72,6 +88,8 @@ class Case:
                 words.append(name if value is True else f"{name}={_word(value)}")
         if self.sink != "usual":
             words.append(f"sink_{self.sink}")
+        if self.logits != "usual":
+            words.append(f"logits_{self.logits}")
         words += [f"mask_{word}" for word in (self.mask_shape, self.mask_dtype) if word not in ("full", "same")]
         words += [f"out_{self.out}"] if self.out else []
         words += [name for name in ("closed_rows", "new_rows") if getattr(self, name)]

@@ -6,11 +6,13 @@ The second is what anybody would write first; its error is the yardstick of Flas
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .. import reference
 from ..records import AttentionRequest
@@ -51,7 +53,11 @@ def in_float64(problem: Problem) -> Solution:
 
 def plainly(problem: Problem) -> Solution:
     """Plain torch math in the dtype of the case."""
-    return solve(problem, problem.family.plain, problem.dtype)
+    method = problem.family.plain
+    if problem.case.far and method is plain_attention:
+        # Half a nat is one rounding of a logit of 104 in bfloat16: a yardstick that would allow anything.
+        method = functools.partial(plain_attention, logits=torch.float32)
+    return solve(problem, method, problem.dtype)
 
 
 def solve(problem: Problem, method: Method, dtype: torch.dtype) -> Solution:
@@ -75,8 +81,51 @@ def solve(problem: Problem, method: Method, dtype: torch.dtype) -> Solution:
     return Solution(out.detach(), lse.detach(), dict(zip(wanted, found, strict=True)))
 
 
+SCORES = 2**22
+"""Scores of one part that are held at a time, 32 MiB in float64: longer ones are computed a few queries at a time, and
+once more for their gradients."""
+
+
+def _by_rows(method: Method) -> Method:
+    """The same mathematics with no more scores in memory than `SCORES`. `method` takes a `q_offset`, see
+    `polyattn.reference.visible`."""
+
+    @functools.wraps(method)
+    def computed(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        request: AttentionRequest,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        (batch, heads, s_q, _), s_k = query.shape, key.shape[2]
+        first = 0 if request.causal == "top_left" else s_k - s_q
+        rows = max(SCORES // max(batch * heads * s_k, 1), 1)
+        if rows >= s_q:
+            return method(query, key, value, mask, sinks, request, q_offset=first, **options)
+        found = []
+        for start in range(0, s_q, rows):
+            some = slice(start, start + rows)
+            given = (query[:, :, some], key, value, None if mask is None else mask[:, :, some], sinks, request)
+            part = functools.partial(method, q_offset=first + start, **options)
+            found.append(checkpoint(part, *given, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat([out for out, _ in found], 2), torch.cat([second for _, second in found], 2)
+
+    return computed
+
+
+@_by_rows
 def reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    request: AttentionRequest,
+    *,
+    q_offset: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The reference of heads-first tensors, in float64: (out, lse)."""
     out, lse = reference.attention(
@@ -93,17 +142,29 @@ def reference_attention(
         layout="BHSD",
         return_lse=True,
         compute_dtype=torch.float64,
+        q_offset=q_offset,
     )
     return out, lse
 
 
+@_by_rows
 def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    request: AttentionRequest,
+    *,
+    q_offset: int | None = None,
+    logits: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Plain torch math of heads-first tensors, every step in their dtype: (out, lse)."""
+    """Plain torch math of heads-first tensors, every step in their dtype: (out, lse). `logits`: the dtype of logits and
+    softmax, where that is another one."""
     key, value = _repeated(query, key), _repeated(query, value)
-    weights, lse = _weights(query, key, mask, sinks, request)
-    return weights[..., : key.shape[2]] @ value, lse
+    wide = torch.promote_types(query.dtype, logits or query.dtype)
+    weights, lse = _weights(query.to(wide), key.to(wide), mask, sinks, request, q_offset)
+    return weights[..., : key.shape[2]].to(value.dtype) @ value, lse
 
 
 def _repeated(query: Tensor, shared: Tensor) -> Tensor:
@@ -111,7 +172,12 @@ def _repeated(query: Tensor, shared: Tensor) -> Tensor:
 
 
 def _weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    request: AttentionRequest,
+    q_offset: int | None,
 ) -> tuple[Tensor, Tensor]:
     """(softmax weights [B, H_q, S_q, S_k], with a last column for the sinks if there are any; lse)."""
     logits = query @ key.transpose(-1, -2) * request.softmax_scale
@@ -128,6 +194,7 @@ def _weights(
         window=request.window,
         chunk=request.chunk,
         device=query.device,
+        q_offset=q_offset,
     )
     if seen is not None:
         logits = logits.masked_fill(~seen, float("-inf"))
@@ -154,15 +221,23 @@ def cancelling(problem: Problem) -> Mapping[str, Tensor]:
     return {name: terms.abs() for name, terms in solve(upstream, method, torch.float64).grads.items()}
 
 
+@_by_rows
 def softmax_terms(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, request: AttentionRequest
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    request: AttentionRequest,
+    *,
+    q_offset: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Functions linear in |inputs| whose gradients, for upstream gradients >= 0, are those sums."""
     key, value = _repeated(query, key), _size(_repeated(query, value))
     columns = key.shape[2]
     with torch.no_grad():
-        alone, _ = _weights(query, key, mask, None, request)
-        weights, _ = _weights(query, key, mask, sinks, request)
+        alone, _ = _weights(query, key, mask, None, request, q_offset)
+        weights, _ = _weights(query, key, mask, sinks, request, q_offset)
         kept, sunk = weights[..., :columns], weights[..., columns:]
     query, key = _size(query), _size(key)
     moved = query @ key.transpose(-1, -2) * abs(request.softmax_scale)

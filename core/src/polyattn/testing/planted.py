@@ -24,6 +24,7 @@ from ..hookspecs import hookimpl
 from ..merging import merge
 from ..plugins import PluginManager, get_manager, reset_manager
 from ..records import AttentionRequest, BackendInfo
+from .tiled import FAULTS, TILES, in_tiles
 
 __all__ = ["BUGS", "NO_BUG", "Bug", "planted"]
 
@@ -41,17 +42,19 @@ class Bug:
     Attributes:
         name: short, as `planted` takes it. what: the mistake in one sentence.
         families: where it shows; a backend with the bug serves the other families as it should.
+        tile: no more keys than these, and it does not show.
     """
 
     name: str
     what: str
     families: tuple[str, ...]
     _plant: Plant = dataclasses.field(repr=False)
+    tile: int = 0
 
     def bind(self, request: AttentionRequest) -> Bound:
         """The functions of a backend that has this bug."""
         plant = self._plant if request.family in self.families else _honest
-        return Bound(plant(request), traceable=request.family == "dense")
+        return Bound(plant(request), traceable=request.family == "dense" and not self.tile)
 
 
 def _honest(request: AttentionRequest) -> Forward:
@@ -177,6 +180,21 @@ def _merged_detached(request: AttentionRequest) -> Forward:
     return forward
 
 
+def _tiled(fault: str, tile: int) -> Plant:
+    """The kernel reads keys in tiles, and makes a mistake from one to the next."""
+
+    def plant(request: AttentionRequest) -> Forward:
+        honest = _honest(request)
+
+        def forward(*tensors: Tensor, **given: Any) -> Any:
+            with in_tiles(tile, fault):
+                return honest(*tensors, **given)
+
+        return forward
+
+    return plant
+
+
 _ALL = ("dense", "varlen", "paged", "mla")
 _SINKS = ("dense", "varlen", "paged")
 _TRAINED = ("dense", "varlen")
@@ -227,6 +245,17 @@ BUGS: Mapping[str, Bug] = {
         ),
         Bug("dropped_softcap", "the softcap has no effect", _SINKS, _asking(lambda r: {"softcap": 0.0})),
         Bug("double_sink", "the sink is applied twice", _SINKS, _given(_twice)),
+        *(
+            Bug(
+                f"{fault}_{tile}",
+                f"in tiles of {tile} keys, {what}",
+                _TRAINED if fault == "lost_dv" else _ALL,
+                _tiled(fault, tile),
+                tile,
+            )
+            for fault, what in FAULTS.items()
+            for tile in TILES
+        ),
     )
 }
 """Every planted bug by name: the negative controls of `polyattn.testing.controls`, and what adapters get wrong."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,14 @@ from .cases import Case
 from .families import DTYPES, FAMILIES, Family
 
 __all__ = ["Maker", "Problem", "build", "off_boundary", "stored"]
+
+
+_EARLY, _LATE = 0.5, 1.5
+"""Times the usual size: the first and the last keys of a sequence whose logits grow."""
+
+_SPREAD = 0.5
+"""Times the usual size: what is added to numbers that are all far from 0. Less of it, and gradients would be made of
+nothing but the rounding of sums that cancel; more, and a row would see a few keys only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Maker:
     """Makes the tensors of one case. Values are drawn on the CPU, so that every device gets the same ones."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
-        self.case, self.device = case, device
+        self.case, self.device, self.family = case, device, FAMILIES[case.request.family]
         self.dtype = DTYPES[case.request.dtype]
         self._generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
 
@@ -86,7 +94,33 @@ class Maker:
     def input(self, name: str, *shape: int) -> Tensor:
         """A query, key or value in the case's dtype and storage."""
         values = self.normal(*shape)
+        if name == "query":
+            values = self.away(values)
+        elif name == "key":
+            values = self.keys(values, lambda: self.family.places(self.case))
         return stored(values.to(self.dtype), _storage(self.case, name), self.device)
+
+    def keys(self, values: Tensor, places: Callable[[], Tensor]) -> Tensor:
+        """Keys, or latent rows, of which the logits are as the case asks.
+
+        Args:
+            values: normal ones. places: tells where each lies in its sequence, from 0 to 1, to be multiplied with them.
+        """
+        if self.case.logits == "late":
+            return values * (_EARLY + (_LATE - _EARLY) * places())
+        return self.away(values, -1.0 if self.case.logits == "low" else 1.0)
+
+    def away(self, values: Tensor, sign: float = 1.0) -> Tensor:
+        """Queries (or with a sign keys) of which the products lie `Case.far` from 0. Of a row that is wider than its
+        value, as a latent one may be, that is done by the rest of it: an output far from 0 would hide its errors."""
+        r, far = self.case.request, self.case.far
+        if not far:
+            return values
+        first = r.dims[1] if r.family == "mla" and r.dims[1] < r.head_dim else 0
+        level = math.sqrt(far / (abs(r.softmax_scale) * (r.head_dim - first)))
+        moved = values.clone()
+        moved[..., first:] = _SPREAD * values[..., first:] + sign * level
+        return moved
 
     def mask(self, batch: int, heads: int, s_q: int, s_k: int) -> Tensor | None:
         """attn_mask [B|1, H|1, S_q, S_k] as the case asks for it; None without one."""

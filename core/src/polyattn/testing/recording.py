@@ -9,6 +9,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..evidence import Evidence, read_evidence, row_hash, source_hash, write_evidence
 from ..plugins import get_manager
+from .calls import is_interpreted
 from .report import UNTRIED, Report
 from .sources import sources_of
 
@@ -88,7 +89,7 @@ def evidence_of(report: Report) -> Evidence:
     if stale(report):
         raise ConfigError(f"{which}: {', '.join(report.sources)} are not what ran on {report.date}. Run again")
     said = f"families: {', '.join(report.families)}; dtypes: {', '.join(report.dtypes)}"
-    interpreted = report.platform == "cpu" and info.evidence == "interpreter"
+    interpreted = is_interpreted(info)
     evidence = Evidence(
         backend=report.backend,
         platform=report.platform,
@@ -106,6 +107,7 @@ def evidence_of(report: Report) -> Evidence:
         absent=report.absent,
         arch=report.arch,
         rows=report.rows,
+        reached=report.reached,
     )
     if evidence.beside(info.providers).stale:
         raise ConfigError(f"{which}: it declares other capabilities than were tried on {report.date}. Run again")

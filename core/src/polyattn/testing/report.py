@@ -35,6 +35,7 @@ class Report:
         findings: case -> what is wrong with it. xfails: the same of cases that are expected to fail.
         margins: "check dtype" -> (the largest share of its allowance that was used, the case).
         gates: "dtype: control" -> whether the gates did what they must, see `polyattn.testing.negative`.
+        reached: family -> queries, keys and grid (sequences x heads), the most of a case that passed.
         not_run: what is declared and was not tried, with the reason. warnings: of what is no fault and will surprise
             users. absent: providers that were not there.
         total: cases there are, also where this is a part of a run; lost: the case after which the device could not be
@@ -61,6 +62,7 @@ class Report:
     xfails: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     margins: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     gates: dict[str, bool] = dataclasses.field(default_factory=dict)
+    reached: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     not_run: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
     absent: tuple[str, ...] = ()
@@ -114,12 +116,20 @@ class Report:
         if outcome.findings:
             where = self.xfails if outcome.verdict == "xfailed" else self.findings
             where[outcome.case.id] = [str(finding) for finding in outcome.findings]
+        if outcome.verdict == "passed":
+            queries, keys = outcome.case.longest
+            self._reach(request.family, queries=queries, keys=keys, grid=len(outcome.case.lengths) * request.heads)
         for check, margin in outcome.margins.items():
             self._margin(f"{check} {request.dtype}", margin, outcome.case.id)
 
     def _margin(self, name: str, margin: float, case: str) -> None:
         if name not in self.margins or margin > self.margins[name][0]:
             self.margins[name] = (margin, case)
+
+    def _reach(self, family: str, **most: int) -> None:
+        mine = self.reached.setdefault(family, {})
+        for name, number in most.items():
+            mine[name] = max(number, mine.get(name, 0))
 
     def check_narrowing(self) -> None:
         """Of what its rows declare, a backend must serve something: a hook that refuses all of it makes them untrue."""
@@ -139,6 +149,8 @@ class Report:
                 mine[verdict] = mine.get(verdict, 0) + number
         for name, (margin, case) in other.margins.items():
             self._margin(name, margin, case)
+        for family, most in other.reached.items():
+            self._reach(family, **most)
         self.findings.update(other.findings)
         self.xfails.update(other.xfails)
         self.gates.update(other.gates)
@@ -175,6 +187,9 @@ class Report:
         """What a reader must know beside the counts, a line each; of findings the first `most`."""
         used = sorted(self.margins.items(), key=lambda item: -item[1][0])[:1]
         lines = [f"closest to its bound: {name}, {margin:.0%} of it ({case})" for name, (margin, case) in used]
+        for family, most in sorted(self.reached.items()):
+            reach = f"{most['queries']:,} queries, {most['keys']:,} keys, {most['grid']:,} sequences x heads"
+            lines.append(f"up to: {reach} ({family})")
         broken = [name for name, held in self.gates.items() if not held]
         lines.append(f"negative controls: {len(self.gates) - len(broken)} of {len(self.gates)} as they must be")
         lines += [f"CONTROL FAILED {name}" for name in broken]

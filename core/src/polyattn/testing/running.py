@@ -26,10 +26,11 @@ from .cases import Case
 from .checks import Outcome, run_case
 from .checks.judged import witness_cases
 from .families import DTYPES, FAMILIES
-from .generation import LEVELS, Level, generate, holds_here, left_out
+from .generation import LEVELS, ONE, TILES, Level, generate, left_out
 from .machine import device_name, records_graphs, versions
 from .negative import controls
 from .report import Report
+from .row_cases import holds_here
 from .sources import sources_of
 from .threads import one_thread
 from .tolerances import Finding
@@ -49,6 +50,10 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 COMPILED: Mapping[Level, int] = {"quick": 10, "full": 80}
 """Cases of combined fields for each row of a backend that compiles a program for each, in place of `LEVELS`."""
+
+
+COMPILED_TILES = 24
+"""Cases of several tiles for each row and dtype of such a backend, in place of `TILES`."""
 
 
 def plan(
@@ -71,12 +76,23 @@ def plan(
     dtypes = _dtypes(dtypes) or FLOATS
     chosen = tuple(families or ALL_FAMILIES)
     computed = [family for family in chosen if family in FAMILIES]
-    served = generate(target.rows, target.facts, families=computed, dtypes=dtypes, per_row=count)
+    tiles = _tiles(target, level, count)
+    served = generate(target.rows, target.facts, families=computed, dtypes=dtypes, per_row=count, tiles=tiles)
+    if target.accuracy is not None:
+        served = [case for case in served if not case.far]
     recorded = records_graphs(target.device)
     served = [case for case in served if not case.request.large and (recorded or case.check != "capture")]
     witnesses = [c for c in witness_cases(target) if c.request.family in chosen and c.request.dtype in dtypes]
     own = [family for family in chosen if _means(target, family)]
     return [*served, *witnesses, *refusals(target.rows, target.facts, families=own, dtypes=dtypes)]
+
+
+def _tiles(target: Installed, level: Level, count: int) -> int:
+    """Cases of several tiles for each row and dtype."""
+    slow = target.interpreted or (target.info.compiles and level == "quick" and target.device.type == "cpu")
+    if slow or count < COMPILED["quick"]:
+        return ONE
+    return min(COMPILED_TILES if target.info.compiles else TILES[level], TILES[level])
 
 
 def _means(target: Installed, family: str) -> bool:

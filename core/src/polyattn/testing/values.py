@@ -13,7 +13,7 @@ from ..field_words import WORDS
 from ..records import DTYPES, FAMILIES, PHASES, AttentionRequest, Constraint, Range, Row, request_fields
 from ..records.request import Field
 
-__all__ = ["CANDIDATES", "CONTEXT", "FLAGS", "candidates", "declared", "inside", "unmet"]
+__all__ = ["CANDIDATES", "CONTEXT", "FLAGS", "candidates", "declared", "inside", "taken", "unmet"]
 
 CONTEXT = frozenset(
     (
@@ -110,10 +110,15 @@ def _around(bounds: Range) -> Iterator[Hashable]:
 
 def inside(name: str, row: Row) -> tuple[Hashable, ...]:
     """The candidates that one row takes, off value included where it is one of them."""
+    return taken(name, row, candidates(name, [row]))
+
+
+def taken(name: str, row: Row, values: Sequence[Hashable]) -> tuple[Hashable, ...]:
+    """Those of some values of a field that one row takes."""
     constraints = [c for c in (row.when.get(name), row.allows.get(name)) if c is not None]
     if not constraints and name not in row.lowered:
         return (_off(name),)
-    return tuple(v for v in candidates(name, [row]) if all(c.reason(v) is None for c in constraints))
+    return tuple(v for v in values if all(c.reason(v) is None for c in constraints))
 
 
 def _off(name: str) -> Hashable:

@@ -15,6 +15,7 @@ from ..plain import Solution, cancelling, in_float64, plainly
 from ..poison import poisoned
 from ..problems import Problem
 from ..process import left_alone
+from ..tolerances import Kind
 from .notes import Notes
 
 __all__ = ["GRAD_ROUNDINGS", "OUT_ROUNDINGS", "Result", "against", "averaged", "gradients", "run", "values"]
@@ -26,6 +27,11 @@ rounding of a logit or an LSE of several nats is several roundings of a weight, 
 OUT_ROUNDINGS = 4
 """float32 roundings of the largest value that are forgiven of an output. It is an average of values and smaller than
 they are; the errors of its weights are relative to them. Only float32 feels it."""
+
+
+FAR_ROUNDINGS = 8
+"""Roundings of a sum as large as `Case.far` that are forgiven of an LSE: a logit far from 0 is such a sum of many
+products. The same of it is an error of the weights, and of all that is made with them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +134,13 @@ def _check_request(target: Installed, problem: Problem, notes: Notes) -> None:
 def against(problem: Problem, result: Result, right: Solution, plain: Solution, notes: Notes) -> None:
     """A result against the reference: both gates for everything, and rows that see no key exactly."""
     eps = torch.finfo(torch.promote_types(problem.dtype, torch.float32)).eps
-    gap = _sink_gap(problem, right)
+    gap = _sink_gap(problem, right) + problem.case.far
     notes.compare("out", result.out, right.out, plain.out, floor=functools.partial(averaged, problem, right))
     second = problem.family.second
     if result.lse is not None:
-        notes.compare(second, result.lse, right.lse, plain.lse, "lse" if second == "lse" else "out")
+        kind: Kind = "lse" if second == "lse" else "out"
+        floor_of_lse = functools.partial(torch.full_like, right.lse, FAR_ROUNDINGS * eps * problem.case.far)
+        notes.compare(second, result.lse, right.lse, plain.lse, kind, floor_of_lse)
     terms = functools.cache(lambda: cancelling(problem))
 
     def cancelled(name: str) -> Tensor:
@@ -159,7 +167,8 @@ def averaged(problem: Problem, right: Solution) -> Tensor:
     """The error that is forgiven of each number of an output whatever plain torch's is, see `OUT_ROUNDINGS`."""
     eps = torch.finfo(torch.promote_types(problem.dtype, torch.float32)).eps
     kept = _kept_by_sinks(problem, right)
-    return eps * (OUT_ROUNDINGS * problem.largest_value * kept + _sink_gap(problem, right) * right.out.abs())
+    averages = (OUT_ROUNDINGS + problem.case.far) * problem.largest_value * kept
+    return eps * (averages + _sink_gap(problem, right) * right.out.abs())
 
 
 def _sink_gap(problem: Problem, right: Solution) -> float:

@@ -17,7 +17,7 @@ from ..plain import Method, plain_attention, reference_attention, softmax_terms
 if TYPE_CHECKING:
     from ..problems import Maker
 
-__all__ = ["DTYPES", "Call", "Family", "Lengths", "Part", "Shapes", "Variants", "drawn_parts", "spans"]
+__all__ = ["DTYPES", "Call", "Family", "Lengths", "Part", "Shapes", "Variants", "along", "drawn_parts", "spans"]
 
 DTYPES = {
     "float64": torch.float64,
@@ -66,6 +66,8 @@ class Family(abc.ABC):
 
     Attributes:
         lengths: for each s_relation, the batches to try. Odd, at and around a tile of 64, and the smallest.
+        long: the same over several tiles of a kernel, whose widths are 64 to 256. Without any, nothing that
+            `polyattn.testing.long_cases` makes is tried.
         empty: the same for requests with a tensor of no elements.
         batched: a batch has one length: `lengths` are repeated for it.
         layouts: of the request. positional: names of the bound function's positional arguments.
@@ -80,6 +82,7 @@ class Family(abc.ABC):
     """
 
     lengths: ClassVar[Shapes]
+    long: ClassVar[Shapes] = {}
     empty: ClassVar[Mapping[str, Lengths]] = {}
     batched: ClassVar[bool] = False
     layouts: ClassVar[tuple[str, ...]] = ("THD",)
@@ -144,6 +147,11 @@ class Family(abc.ABC):
         wide = case.request.dtype == "float64"
         return self.out_shape(case)[:-1], (torch.float32, torch.float64) if wide else (torch.float32,)
 
+    def places(self, case: Case) -> Tensor:
+        """Where each key lies in its sequence, from 0 to 1, to be multiplied with the key tensor. Of families whose
+        `make` draws keys with `Maker.input`."""
+        raise NotImplementedError(f"{type(self).__name__} has no `places`, which logits={case.logits!r} need")
+
     # --- the call
 
     def sayable(self, case: Case) -> bool:
@@ -193,6 +201,11 @@ class Family(abc.ABC):
 
     def _missing(self, method: str, check: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} has no `{method}`, which the check {check!r} needs")
+
+
+def along(length: int) -> Tensor:
+    """Places of the keys of one sequence, from 0 to 1: [S_k]."""
+    return torch.linspace(0, 1, length) if length > 1 else torch.ones(length)
 
 
 def drawn_parts(rng: random.Random, total: int, step: int = 1, empty: bool = False) -> tuple[int, ...]:

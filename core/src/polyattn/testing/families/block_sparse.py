@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...block_maps import visible_keys
 from ..cases import Case
-from .base import Call, Family, Part, Shapes
+from .base import Call, Family, Part, Shapes, along
 
 if TYPE_CHECKING:
     from ..problems import Maker
@@ -29,6 +29,12 @@ class BlockSparse(Family):
         "one": (((1, 130),), ((1, 64),), ((1, 70),)),
         "fewer": (((64, 200),), ((7, 70),), ((100, 192),)),
         "more": (((130, 70),), ((100, 64),), ((192, 130),)),
+    }
+    long: ClassVar[Shapes] = {
+        "equal": (((257, 257),), ((600, 600),), ((1100, 1100),), ((513, 513),)),
+        "one": (((1, 1100),), ((1, 257),)),
+        "fewer": (((129, 1100),), ((33, 600),)),
+        "more": (((600, 129),), ((1100, 257),)),
     }
     batched = True
     layouts = ("BHSD",)
@@ -68,6 +74,9 @@ class BlockSparse(Family):
             "key": (B, r.kv_heads, s_k, r.head_dim),
             "value": (B, r.kv_heads, s_k, r.dims[1]),
         }
+
+    def places(self, case: Case) -> Tensor:
+        return along(case.longest[1])[:, None]
 
     def out_shape(self, case: Case) -> tuple[int, ...]:
         r = case.request

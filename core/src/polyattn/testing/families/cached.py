@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...contract import KVPart
 from ..cases import Case
-from .base import Call, Lengths, Part, Shapes, Variants, drawn_parts, spans
+from .base import Call, Lengths, Part, Shapes, Variants, along, drawn_parts, spans
 from .packed import Packed, heads_first, starts_of
 from .public import COMMON
 
@@ -64,6 +64,12 @@ class Cached(Packed):
         "one": (((1, 63), (1, 0), (1, 1), (1, 100)), ((1, 5),) * 5),
         "fewer": (((7, 64), (1, 9), (33, 100)), ((4, 37),)),
         "more": (((7, 64), (5, 5)), ((3, 3), (4, 37))),
+    }
+    long: ClassVar[Shapes] = {
+        "equal": (((257, 257), (129, 129)), ((513, 513), (128, 128)), ((1100, 1100),)),
+        "one": (((1, 1100), (1, 0), (1, 257), (1, 129)), ((1, 513), (1, 128), (1, 1), (1, 600))),
+        "fewer": (((129, 600), (1, 257), (9, 1100)), ((257, 513), (33, 129)), ((128, 1100), (1, 128))),
+        "more": (((64, 600), (5, 257)), ((129, 1100),)),
     }
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": ((0, 0),), "fewer": ((0, 7),), "more": ((5, 0),)}
 
@@ -197,6 +203,13 @@ class Cached(Packed):
                 table.append([*pages, *[0] * (max(needed) - count)])
             found.append(Table(lengths, slots, maker.integers(*table).reshape(len(lengths), max(needed, default=0))))
         return found, total
+
+    def places_of(self, case: Case, tables: Sequence[Table], pages: int) -> Tensor:
+        """Where the token in each place of a pool lies in its sequence, from 0 to 1: [pages, page_size]."""
+        places = torch.ones(pages, case.request.page_size)
+        for slots in (slots for table in tables for slots in table.slots if slots):
+            places[tuple(torch.tensor(slots).T)] = along(len(slots))
+        return places
 
     def lens(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import attention
 from ...records import relation
 from ..cases import Case
-from .base import Call, Family, Lengths, Part, Shapes, Variants, drawn_parts, spans
+from .base import Call, Family, Lengths, Part, Shapes, Variants, along, drawn_parts, spans
 from .public import COMMON, keywords, off_boundary_too
 
 if TYPE_CHECKING:
@@ -29,6 +29,15 @@ class Dense(Family):
         "one": (((1, 100),), ((1, 63),), ((1, 2),)),
         "fewer": (((63, 100),), ((7, 64),), ((2, 65),)),
         "more": (((100, 63),), ((37, 5),), ((64, 1),)),
+    }
+    long: ClassVar[Shapes] = {
+        "equal": (
+            *(((257, 257),), ((600, 600),), ((129, 129),)),
+            *(((513, 513),), ((128, 128),), ((1100, 1100),)),
+        ),
+        "one": (((1, 1100),), ((1, 257),), ((1, 513),)),
+        "fewer": (((33, 1100),), ((129, 513),), ((257, 1100),), ((128, 129),)),
+        "more": (((257, 129),), ((1100, 257),), ((513, 128),)),
     }
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": (), "fewer": ((0, 7),), "more": ((5, 0),)}
     optional = ("attn_mask", "sinks")
@@ -79,6 +88,9 @@ class Dense(Family):
             "key": _by_layout(case, B, s_k, r.kv_heads, r.head_dim),
             "value": _by_layout(case, B, s_k, r.kv_heads, r.dims[1]),
         }
+
+    def places(self, case: Case) -> Tensor:
+        return along(case.longest[1]).reshape(_by_layout(case, 1, case.longest[1], 1, 1))
 
     def out_shape(self, case: Case) -> tuple[int, ...]:
         r = case.request

@@ -71,7 +71,8 @@ class Latent(Cached):
         tensors, lens = self.queries(case, maker)
         groups = self.groups(case, maker)
         tables, pages = self.tables(case, maker, groups)
-        rows = maker.normal(pages, r.page_size, r.head_dim).to(maker.dtype).float()
+        rows = maker.normal(pages, r.page_size, r.head_dim)
+        rows = maker.keys(rows, lambda: self.places_of(case, tables, pages)[..., None]).to(maker.dtype).float()
         pools: list[dict[str, Tensor]] = [{} for _ in groups]
         apart = range(1, len(tables), 2)
         for which in ([n for n in range(len(tables)) if n not in apart], *([n] for n in apart)):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import varlen_attention
 from ..cases import Case
-from .base import Call, Family, Lengths, Part, Shapes, Variants, drawn_parts, spans
+from .base import Call, Family, Lengths, Part, Shapes, Variants, along, drawn_parts, spans
 from .public import COMMON, keywords, off_boundary_too
 
 if TYPE_CHECKING:
@@ -93,6 +93,12 @@ class Varlen(Packed):
         # Sequences of no queries, of no keys, of neither; `more` stands for any mixture (see dispatch).
         "more": (((63, 100), (0, 5), (5, 0), (100, 37), (1, 1)), ((64, 63),), ((37, 5), (2, 65))),
     }
+    long: ClassVar[Shapes] = {
+        "equal": (((257, 257), (0, 0), (129, 129)), ((600, 600), (63, 63)), ((513, 513), (128, 128)), ((1100, 1100),)),
+        "one": (((1, 1100), (1, 257), (1, 129), (1, 513)), ((1, 1100), (0, 7), (1, 0), (1, 128), (1, 600))),
+        "fewer": (((33, 1100), (1, 257), (129, 513)), ((257, 1100), (0, 129)), ((128, 129), (1, 2))),
+        "more": (((257, 129), (0, 300), (129, 0), (129, 600)), ((1100, 257), (1, 1)), ((513, 128), (33, 1100))),
+    }
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": ((0, 0),), "fewer": ((0, 7),), "more": ((5, 0),)}
     optional = ("attn_mask", "sinks")
     says = COMMON | {"dropout", "grad", "misaligned"}
@@ -137,6 +143,9 @@ class Varlen(Packed):
             "key": (tokens, r.kv_heads, r.head_dim),
             "value": (tokens, r.kv_heads, r.dims[1]),
         }
+
+    def places(self, case: Case) -> Tensor:
+        return torch.cat([along(k) for _, k in case.lengths])[:, None, None]
 
     def sayable(self, case: Case) -> bool:
         return super().sayable(case) and case.request.s_relation != "fewer"

@@ -81,7 +81,10 @@ class Paged(Cached):
         pools: list[dict[str, Tensor]] = [{} for _ in groups]
         for name, width, scale in (("key", r.head_dim, "k_scale"), ("value", r.dims[1], "v_scale")):
             factor = self._scale(case, maker, pages, width)
-            values = maker.normal(pages, r.page_size, r.kv_heads, width).to(maker.dtype).float()
+            values = maker.normal(pages, r.page_size, r.kv_heads, width)
+            if name == "key":
+                values = maker.keys(values, lambda: self.places_of(case, tables, pages)[..., None, None])
+            values = values.to(maker.dtype).float()
             kind = maker.dtype if r.kv_dtype == "auto" else _STORED[r.kv_dtype]
             rows = stored(values, _broadcast(factor), kind)
             if case.new_rows:
