@@ -7,6 +7,7 @@ neither kind can call the other. That is why a person sets the switch before the
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 
@@ -44,4 +45,8 @@ def at_odds() -> tuple[str, str] | None:
 
 def not_on_cpu() -> tuple[str, str] | None:
     """Why CPU tensors cannot be given to Triton in this process, and what to do; None where they can."""
-    return at_odds() if asked() else ("CPUs run its kernels only under its interpreter, which is slow", START)
+    if not asked():
+        return "CPUs run its kernels only under its interpreter, which is slow", START
+    if importlib.util.find_spec("numpy") is None:
+        return "its interpreter needs NumPy, which is not installed", "pip install numpy"
+    return at_odds()

@@ -44,13 +44,6 @@ TRITON = {
         check="polyattn_triton.interpreter:not_on_cpu",
     ),
 }
-NUMPY = Requirement("numpy", module="numpy", hint="pip install numpy")
-
-
-def needs(platform: str) -> tuple[Requirement, ...]:
-    """What a kernel of this package needs on a platform: Triton, and for its interpreter NumPy."""
-    return (TRITON[platform], NUMPY) if platform == "cpu" else (TRITON[platform],)
-
 
 NO_TREE = Range(0, 1)
 ANY_TREE = Range(0)

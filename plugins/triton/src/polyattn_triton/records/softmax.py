@@ -19,7 +19,7 @@ from .common import (
     PHASES,
     PLATFORMS,
     TRAINABLE,
-    needs,
+    TRITON,
 )
 from .linear import linear_rows
 
@@ -164,16 +164,16 @@ BACKENDS: tuple[BackendInfo, ...] = tuple(
         "triton",
         platform,
         (
-            Provider("dense", (dense_row(platform),), "polyattn_triton.dense:Dense", requires=needs(platform)),
-            Provider("paged", paged_rows(platform), "polyattn_triton.paged:Paged", requires=needs(platform)),
+            Provider("dense", (dense_row(platform),), "polyattn_triton.dense:Dense", requires=(TRITON[platform],)),
+            Provider("paged", paged_rows(platform), "polyattn_triton.paged:Paged", requires=(TRITON[platform],)),
             Provider(
                 "block_sparse",
                 (block_sparse_row(platform),),
                 "polyattn_triton.block_sparse:BlockSparse",
-                requires=needs(platform),
+                requires=(TRITON[platform],),
             ),
-            Provider("latent", mla_rows(platform), "polyattn_triton.latent:Latent", requires=needs(platform)),
-            Provider("polyattn-triton", linear_rows(platform), requires=needs(platform)),
+            Provider("latent", mla_rows(platform), "polyattn_triton.latent:Latent", requires=(TRITON[platform],)),
+            Provider("polyattn-triton", linear_rows(platform), requires=(TRITON[platform],)),
         ),
         summary="polyattn's portable Triton kernels",
         priority=INTERPRETED if platform == "cpu" else 40,
