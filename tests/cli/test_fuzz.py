@@ -22,7 +22,7 @@ def test_no_failure(run: Run, somewhere: Path) -> None:
     shown = run("fuzz", "--seconds", "1", "--backend", "reference", "--seed", "7")
     assert shown.code == 0
     assert shown.out.splitlines()[0] == "seed 7"
-    assert re.search(r"^reference +[1-9]\d* +0 +\d+ +0 *$", shown.out, re.M)
+    assert re.search(r"^reference +[1-9]\d* +0 +0 +0 +\d+ +0 +[\d,]+ *$", shown.out, re.M)
     assert shown.out.rstrip().endswith("No failure.")
     assert not list(somewhere.iterdir())
 

@@ -32,7 +32,8 @@ def test_a_run_is_counted() -> None:
     assert set(report.spent) == set(report.backends)
     data = json.loads(json.dumps(report.to_dict()))
     assert list(data) == [
-        *("seed", "device", "seconds", "drawn", "compared", "refused", "rejected", "failures", "more", "versions"),
+        *("seed", "device", "seconds", "drawn", "compared", "disagreed", "raised", "refused", "rejected", "accepted"),
+        *("longest", "failures", "more", "lost", "versions"),
     ]
     assert (data["seed"], data["device"], data["failures"]) == (4, "cpu", [])
     assert data["versions"]["torch"] == torch.__version__

@@ -84,15 +84,17 @@ def _print(console: Console, report: Report) -> None:
     console.print(title("Fuzz", words))
     console.print()
     failed = {found.backend for found in report.failures}
-    table = grid("backend", "!compared", "!refused", "!wrong calls rejected", "!failed")
+    table = grid("backend", "!compared", "!wrong", "!raised", "!refused", "!bad calls rejected", "!accepted", "!keys")
     for name in report.backends:
-        count = sum(found.backend == name for found in report.failures) + report.more[name]
+        bad = "bad" if name in failed else "quiet"
         table.add_row(
             Text(name, style="name"),
             str(report.compared[name]),
+            *(Text(str(count[name]), style=bad) for count in (report.disagreed, report.raised)),
             str(report.refused[name]),
             str(report.rejected[name]),
-            Text(str(count), style="bad" if name in failed else "quiet"),
+            Text(str(report.accepted[name]), style=bad),
+            f"{report.longest[name]:,}",
         )
     console.print(table)
     for found in report.failures:
@@ -100,6 +102,9 @@ def _print(console: Console, report: Report) -> None:
         console.print(Text.assemble((f"{found.backend}  ", "bad"), str(found.failure)))
         console.print(Text(f"  number {found.number}, made smaller: {found.drawn.id}", style="quiet"))
         console.print(Text(f"  {found.path}"))
+    if report.lost:
+        console.print()
+        console.print(Text(f"THE DEVICE WAS LOST after {report.lost}", style="bad"))
     if report.ok:
         console.print()
         console.print(Text("No failure.", style="good"))

@@ -40,7 +40,10 @@ LEVELS = (
     ("declared", "read from documentation and source; nothing was run"),
     ("in part", "some of its providers were not run; `polyattn explain` has the evidence of the one that it takes"),
     ("up to", "the longest calls that passed had so many keys"),
-    ("stale", "the sources, or what they declare, have changed since, or no call was longer than a kernel reads at once"),
+    (
+        "stale",
+        "the sources, or what they declare, have changed since, or no call was longer than a kernel reads at once",
+    ),
 )
 CELLS = (
     ("native", "the kernel does it"),

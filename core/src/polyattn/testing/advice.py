@@ -8,7 +8,7 @@ from pathlib import Path
 from ..plugins import get_manager
 from ..records import FAMILIES, AttentionRequest, Row, request_fields
 from .calls import Installed
-from .generation import holds_here
+from .row_cases import holds_here
 from .sources import UNPACK, packed
 from .xfails import NAME
 

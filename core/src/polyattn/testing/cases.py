@@ -10,8 +10,8 @@ from ..records import AttentionRequest
 
 __all__ = ["FAR", "Case", "Check"]
 
-FAR = 104.0
-"""Nats from 0 at which `low` and `high` logits lie: exp(-lse) of such a row, LSE -99, is no float32 any more."""
+FAR = 107.0
+"""Nats from 0 at which `low` and `high` logits lie: exp(-lse) of such a row, LSE -99 or so, is no float32 any more."""
 
 _MANY = 64
 """Sequences of one length that an id counts instead of naming each."""

@@ -19,7 +19,7 @@ Level = Literal["quick", "full"]
 LEVELS: Mapping[Level, int] = {"quick": 50, "full": 500}
 """Cases of combined fields for each capability row and dtype. 80 cover nearly all pairs of values."""
 
-TILES: Mapping[Level, int] = {"quick": 9, "full": 100}
+TILES: Mapping[Level, int] = {"quick": 11, "full": 100}
 """Cases of several tiles for each capability row and dtype: each value once, or pairs of them too."""
 
 ONE = 1

@@ -7,6 +7,7 @@ rescales what it has so far, finds the first and the last tile of a window, adds
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
@@ -48,15 +49,16 @@ _AXES = ("window", "span", "grad", "mask", "sinks", "softcap", "causal", "chunk"
 _WIDTHS = 4
 """Head dims that are tried with long lengths."""
 
-_SCORES = 2_500_000
-"""Most scores of one case, for the sake of laptops: 1,100 x 1,100 of two heads."""
+_COST = {"once": 3_000_000, "pairs": 8_000_000}
+"""Most scores of one case, for the sake of laptops, of heads 64 wide; gradients count three times. 1,100 x 1,100 of two
+heads are 2.4 million."""
 
 
 class LongCases(RowCases):
     """The cases of one row over several tiles. `span`: a relation of S_q to S_k and the number of its lengths."""
 
     def _axes(self) -> dict[str, tuple[Hashable, ...]]:
-        self.lengths = self.family.long
+        self.lengths, self.most = self.family.long, _COST["once"]
         axes = super()._axes()
         spans = [[(how, n) for n in range(len(self.lengths.get(str(how), ())))] for how in axes.pop("s_relation")]
         axes["span"] = tuple(span for same in itertools.zip_longest(*spans) for span in same if span is not None)
@@ -79,28 +81,37 @@ class LongCases(RowCases):
         """At most `count`: each value of each field once, then those that cover pairs of values."""
         found = {case.id: case for values in self._once() if (case := self._case(values)) is not None}
         if len(found) < count:
+            self.most = _COST["pairs"]
             for values in covering(self.axes, self._repair, count, f"{self.seed} long"):
                 if (case := self._case(values)) is not None:
                     found.setdefault(case.id, case)
         return list(found.values())[:count]
 
     def _once(self) -> Iterator[dict[str, Hashable]]:
+        """Each value of each field at least once. What has been met meets others: any of its values fills up a case."""
+        rng = random.Random(f"{self.seed} once")
         names = [*(name for name in _AXES if name in self.axes), *sorted(self.axes.keys() - {*_AXES})]
-        missing = {(name, value): None for name in names for value in self.axes[name]}
+        most = max(len(values) for values in self.axes.values())
+        turns = [(name, self.axes[name][n]) for n in range(most) for name in names if n < len(self.axes[name])]
+        missing = dict.fromkeys(turns)
         # First of all what has no option but its length: a fault there is no option's.
-        wanted: tuple[str, Hashable] = ("span", self.base["span"])
-        plain = True
+        given: dict[str, Hashable] = dict(self.base)
+        name, value = turns[0]
         while missing:
-            name, value = wanted if plain else next(iter(missing))
-            together = {n: next((v for m, v in missing if m == n), self.base[n]) for n in names}
-            for given in ({},) if plain else (together, {}):
-                values = self._repair({**self.base, **given, name: value})
+            for others in (given, {}):
+                values = self._repair({**self.base, **others, name: value})
                 if values is not None and (name, value) in (met := self._met(values)):
                     yield values
-                    missing = {one: None for one in missing if one not in met}
+                    missing = dict.fromkeys(one for one in missing if one not in met)
                     break
             missing.pop((name, value), None)
-            plain = False
+            if missing:
+                name, value = next(iter(missing))
+                given = {n: next((v for m, v in missing if m == n), rng.choice(self.axes[n])) for n in names}
+                if name == "chunk":
+                    given["window"] = (-1, -1)
+                if name == "window":
+                    given["span"] = self._tiles_of_queries({**given, name: value}, given["span"])
 
     def _met(self, values: dict[str, Hashable]) -> set[tuple[str, Hashable]]:
         grad: Any = values["grad"]
@@ -120,12 +131,24 @@ class LongCases(RowCases):
                 return super()._repair(v)
         return None
 
+    def _tiles_of_queries(self, v: dict[str, Any], otherwise: Hashable) -> Hashable:
+        """The cheapest span that a window fits in, of those that have more than one tile of queries."""
+        found: list[tuple[int, Hashable]] = []
+        spans: Any = self.axes["span"]
+        for how, n in spans:
+            lengths = self.lengths[how][n]
+            if max(s_q for s_q, _ in lengths) > 128 and self._fits({**v, "s_relation": how, "shape": n}):
+                found.append((sum(s_q * s_k for s_q, s_k in lengths), (how, n)))
+        return min(found, key=lambda one: one[0], default=(0, otherwise))[1]
+
     def _fits(self, v: dict[str, Any]) -> bool:
         lengths = self.lengths[v["s_relation"]][v["shape"]]
-        scores = sum(s_q * s_k for s_q, s_k in lengths) * v["group"] * self.family.kv_heads(v["group"])
+        heads = v["group"] * self.family.kv_heads(v["group"])
+        width = v.get("dims", (v.get("head_dim"), 0))[0]
+        cost = sum(s_q * s_k for s_q, s_k in lengths) * heads * max(width / 64, 1) * (3 if v["grad"] else 1)
         left, right = v["window"]
         reach = max(left, right if v["causal"] == "none" else -1, v["chunk"])
-        return bool(scores <= _SCORES and reach + 64 <= max(s_k for _, s_k in lengths))
+        return bool(cost <= self.most and reach + 64 <= max(s_k for _, s_k in lengths))
 
 
 def _wide_enough(width: Any) -> bool:

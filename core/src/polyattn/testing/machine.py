@@ -16,7 +16,7 @@ from ..evidence import source_hash
 from ..plugins import get_manager
 from ..tuning import cpu_name
 
-__all__ = ["code_digest", "device_name", "graph_class", "records_graphs", "versions"]
+__all__ = ["code_digest", "device_name", "graph_class", "lost", "records_graphs", "versions"]
 
 
 def device_name(device: torch.device) -> str:
@@ -38,6 +38,17 @@ def records_graphs(device: torch.device) -> bool:
     """Whether torch records graphs of this kind of device."""
     module = torch.get_device_module(device)
     return hasattr(module, "graph") and hasattr(module, graph_class(device))
+
+
+def lost(device: torch.device) -> bool:
+    """Whether the device answers no more: errors of a kernel that read where it must not stay for good."""
+    if device.type == "cpu":
+        return False
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return True
+    return False
 
 
 def versions(device: torch.device) -> dict[str, str]:

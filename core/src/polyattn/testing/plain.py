@@ -55,7 +55,7 @@ def plainly(problem: Problem) -> Solution:
     """Plain torch math in the dtype of the case."""
     method = problem.family.plain
     if problem.case.far and method is plain_attention:
-        # Half a nat is one rounding of a logit of 104 in bfloat16: a yardstick that would allow anything.
+        # Half a nat is one rounding of a logit of 107 in bfloat16: a yardstick that would allow anything.
         method = functools.partial(plain_attention, logits=torch.float32)
     return solve(problem, method, problem.dtype)
 

@@ -187,8 +187,8 @@ class Report:
         """What a reader must know beside the counts, a line each; of findings the first `most`."""
         used = sorted(self.margins.items(), key=lambda item: -item[1][0])[:1]
         lines = [f"closest to its bound: {name}, {margin:.0%} of it ({case})" for name, (margin, case) in used]
-        for family, most in sorted(self.reached.items()):
-            reach = f"{most['queries']:,} queries, {most['keys']:,} keys, {most['grid']:,} sequences x heads"
+        for family, of in sorted(self.reached.items()):
+            reach = f"{of['queries']:,} queries, {of['keys']:,} keys, {of['grid']:,} sequences x heads"
             lines.append(f"up to: {reach} ({family})")
         broken = [name for name, held in self.gates.items() if not held]
         lines.append(f"negative controls: {len(self.gates) - len(broken)} of {len(self.gates)} as they must be")

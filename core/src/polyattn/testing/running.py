@@ -27,7 +27,7 @@ from .checks import Outcome, run_case
 from .checks.judged import witness_cases
 from .families import DTYPES, FAMILIES
 from .generation import LEVELS, ONE, TILES, Level, generate, left_out
-from .machine import device_name, records_graphs, versions
+from .machine import device_name, lost, records_graphs, versions
 from .negative import controls
 from .report import Report
 from .row_cases import holds_here
@@ -171,7 +171,7 @@ def run(
         report.seconds = time.perf_counter() - begin
         if keep is not None:
             keep(report, position)
-        if outcome.findings and _lost(target.device):
+        if outcome.findings and lost(target.device):
             report.lost = case.id
             break
     if only is None and report.complete:
@@ -243,14 +243,3 @@ def _control(report: Report, target: Installed) -> None:
         for dtype in report.dtypes:
             for control in controls(DTYPES[dtype], target.device, target.accuracy):
                 report.gates[f"{dtype}: {control.name}"] = control.held
-
-
-def _lost(device: torch.device) -> bool:
-    """Whether the device answers no more: errors of a kernel that read where it must not stay for good."""
-    if device.type == "cpu":
-        return False
-    try:
-        torch.zeros(1, device=device).item()
-    except RuntimeError:
-        return True
-    return False

@@ -1,5 +1,6 @@
 """Random calls. What kernels and adapters trip over is frequent: windows, softcaps, sinks, rows that see no key,
-S_q != S_k, lengths of 0 and 1 and just beyond a block of 64. Everything else is small, so that a second tries many.
+S_q != S_k, lengths of 0 and 1 and just beyond a block of 64. Everything else is small, so that a second tries many; a
+fraction is long, over many tiles of a kernel.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ from ..cases import Case
 from ..problems import off_boundary
 from .wrong import wrongs
 
-__all__ = ["Drawn", "draw", "settled"]
+__all__ = ["LONGEST", "SHORT", "Drawn", "draw", "scores", "settled"]
 
 _T = TypeVar("_T")
 
 SERVING = ("paged", "mla")
 WRONG = 0.25
 """How many calls are spoilt, so that they must be refused by everybody."""
+
+LONG = 0.12
+"""How many calls are long: of more keys than `SHORT`, and of `LONGEST` at most."""
+SHORT, LONGEST = 130, 3000
+
+_SCORES = 2**24
+"""Most scores of a long call: 2,900 queries and keys of two heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +47,8 @@ def draw(seed: int, number: int) -> Drawn:
     """Call number `number` of a seed: the same on every machine, whatever was drawn before."""
     rng = random.Random(f"{seed} {number}")
     family = _often(rng, dense=9, varlen=5, paged=4, mla=2)
-    lengths = _lengths(rng, family)
+    long = rng.random() < LONG
+    lengths = _long(rng, family) if long else _lengths(rng, family)
     request = _request(rng, family, lengths)
     case = Case(
         request=request,
@@ -47,12 +56,18 @@ def draw(seed: int, number: int) -> Drawn:
         storage=_some(rng, 0.4, "contiguous", ("gapped", "padded", "transposed", "misaligned", "expanded")),
         out=_some(rng, 0.2, "", ("contiguous", "strided")),
         sink=_some(rng, 0.4, "usual", ("dominant", "off")),
+        logits=_some(rng, 0.6, "usual", ("late",)) if long else _some(rng, 0.12, "usual", ("late", "low", "high")),
         mask_shape=_some(rng, 0.6, "full", ("batch", "heads", "one", "expanded")),
         mask_dtype=_some(rng, 0.2, "same", ("float32",)),
         closed_rows=rng.random() < 0.3,
     )
     wrong = rng.choice(wrongs(family)) if rng.random() < WRONG else ""
     return Drawn(settled(case), wrong)
+
+
+def scores(case: Case) -> int:
+    """Logits of a call: what it costs."""
+    return case.request.heads * sum(s_q * s_k for s_q, s_k in case.lengths)
 
 
 def settled(case: Case) -> Case:
@@ -101,6 +116,7 @@ def settled(case: Case) -> Case:
         storage="contiguous" if case.storage == "expanded" and (serving or not lengths) else case.storage,
         out="" if request.grad else case.out,
         sink=case.sink if request.sinks else "usual",
+        logits="usual" if case.far and (not request.softmax_scale or request.sinks or request.dropout) else case.logits,
         mask_shape=case.mask_shape if request.mask != "none" else "full",
         mask_dtype=case.mask_dtype if request.mask == "additive" else "same",
         closed_rows=case.closed_rows and request.mask != "none",
@@ -150,6 +166,17 @@ def _lengths(rng: random.Random, family: str) -> tuple[tuple[int, int], ...]:
     return tuple(_pair(rng) for _ in range(count))
 
 
+def _long(rng: random.Random, family: str) -> tuple[tuple[int, int], ...]:
+    """Mostly a few queries of many keys: what is wrong from one tile to the next shows in them, and that is cheap."""
+    keys = rng.choice((128, 129, 192, 256, 257, 300, 320, 384, 513, 600, 1025, 1100, 2049, rng.randint(131, LONGEST)))
+    kind = _often(rng, one=2, fewer=5, several=2, equal=1, more=0 if family in SERVING else 1)
+    few = rng.randint(2, 9)
+    queries = {"one": 1, "fewer": few, "several": rng.randint(10, 300), "equal": keys, "more": keys}[kind]
+    pair = (min(queries, keys), keys) if kind != "more" else (keys, rng.randint(1, 300))
+    others = () if family == "dense" or rng.random() < 0.5 else _lengths(rng, family)
+    return (pair, *others)
+
+
 def _pair(rng: random.Random) -> tuple[int, int]:
     kind = _often(rng, equal=3, one=2, fewer=3, more=3)
     long = max(_length(rng), 1) if rng.random() < 0.9 else 0
@@ -159,7 +186,11 @@ def _pair(rng: random.Random) -> tuple[int, int]:
 
 def _request(rng: random.Random, family: str, lengths: tuple[tuple[int, int], ...]) -> AttentionRequest:
     serving = family in SERVING
-    kv_heads = rng.choice((1, 2, 2, 3))
+    kv_heads, group = rng.choice((1, 2, 2, 3)), _some(rng, 0.6, 1, (2, 3, 4, 8))
+    most = max(_SCORES // max(sum(s_q * s_k for s_q, s_k in lengths), 1), 1)
+    kv_heads = min(kv_heads, most)
+    group = min(group, most // kv_heads)
+    keys = max((s_k for _, s_k in lengths), default=0)
     head_dim = rng.choice((8, 8, 8, 16, 24, 32, 40, 64, 5))
     kv_dtype = _some(rng, 0.25, "auto", ("fp8_e4m3", "fp8_e5m2", "float32")) if family == "paged" else "auto"
     scaled = 0.0 if family != "paged" else 0.15 if kv_dtype == "auto" else 0.8
@@ -168,11 +199,11 @@ def _request(rng: random.Random, family: str, lengths: tuple[tuple[int, int], ..
         dtype=_often(rng, float32=5, bfloat16=2, float16=2, float64=1),
         head_dim=head_dim,
         v_head_dim=_some(rng, 0.3, head_dim, (1, 4, 8, 16, 24)),
-        heads=kv_heads * _some(rng, 0.6, 1, (2, 3, 4, 8)),
+        heads=kv_heads * group,
         kv_heads=kv_heads,
         layout=rng.choice(("BSHD", "BHSD")),
         causal=_often(rng, none=3, bottom_right=5, top_left=1 if serving else 2),  # type: ignore[arg-type]
-        window=(_bound(rng), _bound(rng)) if rng.random() < 0.5 else (-1, -1),
+        window=(_bound(rng, keys), _bound(rng, keys)) if rng.random() < 0.5 else (-1, -1),
         softcap=_some(rng, 0.35, 0.0, (0.5, 2.0, 5.0, 30.0)) if family != "mla" else 0.0,
         sinks=family != "mla" and rng.random() < 0.35,
         mask=_often(rng, none=5, bool=4, additive=2),  # type: ignore[arg-type]
@@ -191,7 +222,10 @@ def _request(rng: random.Random, family: str, lengths: tuple[tuple[int, int], ..
     )
 
 
-def _bound(rng: random.Random) -> int:
+def _bound(rng: random.Random, keys: int) -> int:
+    """Of long calls any, and those around a tile."""
+    if keys > SHORT and rng.random() < 0.7:
+        return rng.choice((-1, 63, 127, 128, 129, 255, 256, keys // 2, keys // 3, rng.randint(0, keys)))
     return rng.choice((-1, -1, 0, 1, 2, 3, 7, 16, 63, 64, 200))
 
 

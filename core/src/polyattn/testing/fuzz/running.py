@@ -19,8 +19,9 @@ from ...errors import ConfigError
 from ...inspection import list_backends
 from ..calls import Installed
 from ..checks import CLEAR
-from .drawing import Drawn, draw
-from .judging import Failure, judge
+from ..machine import lost
+from .drawing import SHORT, Drawn, draw, scores
+from .judging import Failure, Verdict, judge
 from .scripts import script
 from .shrinking import shrink
 
@@ -32,6 +33,15 @@ AUTOMATIC = "automatic"
 SHARE = 1.5
 """Times the average share of the time that one backend may take; one that has passes calls over, so that a backend
 that compiles programs leaves the others theirs."""
+
+COUNTED = ("compared", "disagreed", "raised", "refused", "rejected", "accepted", "longest")
+"""What a report has of each backend."""
+
+COSTLY, RARE = 500_000, 8
+"""Scores of a call that takes a CPU as long as a hundred others; one of how many such is made there."""
+
+INTERPRETED = 5_000
+"""Scores that a long call may have where an interpreter runs the kernels."""
 
 KEPT = 5
 """Failures of one backend that are shrunk and written; more of them are counted only."""
@@ -65,8 +75,11 @@ class Report:
 
     Attributes:
         seed, device, seconds, backends: of the run. drawn: calls that were drawn, wrong ones among them.
-        compared: backend -> calls that agreed with the reference or did not; refused: those refused with a reason;
-            rejected: wrong calls that were refused with a typed error.
+        compared: backend -> calls that agreed with the reference or did not; disagreed: those that did not; raised:
+            those that ended with an exception that is no refusal; refused: those refused with a reason; rejected:
+            wrong calls that were refused with a typed error; accepted: wrong calls that were not.
+        longest: backend -> most keys of a call that was compared.
+        lost: the call after which the device could not be used any more.
         failures: the first few of each backend; more: backend -> how many others failed.
         spent: backend -> seconds.
     """
@@ -77,11 +90,16 @@ class Report:
     seconds: float = 0.0
     drawn: int = 0
     compared: Counter[str] = dataclasses.field(default_factory=Counter)
+    disagreed: Counter[str] = dataclasses.field(default_factory=Counter)
+    raised: Counter[str] = dataclasses.field(default_factory=Counter)
     refused: Counter[str] = dataclasses.field(default_factory=Counter)
     rejected: Counter[str] = dataclasses.field(default_factory=Counter)
+    accepted: Counter[str] = dataclasses.field(default_factory=Counter)
+    longest: Counter[str] = dataclasses.field(default_factory=Counter)
     failures: list[Found] = dataclasses.field(default_factory=list)
     more: Counter[str] = dataclasses.field(default_factory=Counter)
     spent: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    lost: str = ""
 
     @property
     def ok(self) -> bool:
@@ -94,11 +112,10 @@ class Report:
             "device": self.device,
             "seconds": round(self.seconds, 1),
             "drawn": self.drawn,
-            "compared": {name: self.compared[name] for name in self.backends},
-            "refused": {name: self.refused[name] for name in self.backends},
-            "rejected": {name: self.rejected[name] for name in self.backends},
+            **{word: {name: getattr(self, word)[name] for name in self.backends} for word in COUNTED},
             "failures": [found.to_dict() for found in self.failures],
             "more": dict(self.more),
+            "lost": self.lost,
             "versions": {"polyattn": __version__, "torch": torch.__version__, "python": machine.python_version()},
         }
 
@@ -136,9 +153,7 @@ def fuzz(
     if backends is None:
         able = [s.name for s in list_backends(here.platform) if s.status == "available"]
         backends = [None, *able]
-    for name in backends:
-        if name is not None:
-            Installed(name, device)
+    slow = {name for name in backends if name is not None and Installed(name, device).interpreted}
     report = Report(seed, str(here.device), tuple(name or AUTOMATIC for name in backends))
     started = time.monotonic()
     one = number is not None
@@ -148,47 +163,68 @@ def fuzz(
             if (report.seconds >= seconds and not one) or (first and not report.ok):
                 break
             drawn = draw(seed, count)
+            if not one and here.device.type == "cpu" and count % RARE and scores(drawn.case) > COSTLY:
+                continue
             report.drawn += 1
             for backend in backends:
                 name = backend or AUTOMATIC
                 begun = time.monotonic()
                 if not one and report.spent[name] * len(backends) > max(SHARE * (begun - started), 2.0):
                     continue
+                if name in slow and drawn.case.longest[1] > SHORT and scores(drawn.case) > INTERPRETED:
+                    continue
                 say(f"seed {seed}, number {count}, backend {name}, {drawn.id}\n")
-                _one(report, drawn, count, backend, here.device, out)
+                failed = _one(report, drawn, count, backend, here.device, out)
                 report.spent[name] += time.monotonic() - begun
+                if failed and lost(here.device):
+                    report.lost = f"number {count} of {name}: {drawn.id}"
+                    break
             tell(report)
+            if report.lost:
+                break
     report.seconds = time.monotonic() - started
     return report
 
 
 def _one(
     report: Report, drawn: Drawn, number: int, backend: str | None, device: torch.device, out: Path | None
-) -> None:
-    """Give one call to one backend."""
+) -> bool:
+    """Give one call to one backend; whether it failed."""
     name = backend or AUTOMATIC
     verdict = judge(drawn, backend, device)
-    if verdict.word == "agreed" or (verdict.failure is not None and not drawn.wrong):
-        report.compared[name] += 1
-    elif verdict.word in ("refused", "rejected"):
-        (report.refused if verdict.word == "refused" else report.rejected)[name] += 1
+    _count(report, name, drawn, verdict)
     if verdict.failure is None:
-        return
+        return False
     mine = [found for found in report.failures if found.backend == name]
     again = any(_kind(found.drawn, found.failure) == _kind(drawn, verdict.failure) for found in mine if drawn.wrong)
-    if again or len(mine) >= KEPT or report.more[name] >= KEPT:
+    if again or len(mine) >= KEPT or report.more[name] >= KEPT or lost(device):
         report.more[name] += 1
-        return
+        return True
     small, failure = _smallest(drawn, verdict.failure, backend, device)
     if any(found.drawn == small for found in mine):
         report.more[name] += 1
-        return
+        return True
     path = None
     if out is not None:
         origin = f"polyattn fuzz --seed {report.seed} --number {number}" + (f" --backend {backend}" if backend else "")
         path = out / f"{name}-{report.seed}-{number}.py"
         path.write_text(script(small, failure, backend, device, origin), encoding="utf-8")
     report.failures.append(Found(name, number, small, failure, path))
+    return True
+
+
+def _count(report: Report, name: str, drawn: Drawn, verdict: Verdict) -> None:
+    failure = verdict.failure
+    if verdict.word in ("refused", "rejected"):
+        (report.refused if verdict.word == "refused" else report.rejected)[name] += 1
+    elif failure is not None and failure.check == "call":
+        report.raised[name] += 1
+    elif failure is not None and drawn.wrong:
+        report.accepted[name] += 1
+    elif verdict.word != "passed over":
+        report.compared[name] += 1
+        report.disagreed[name] += failure is not None
+        report.longest[name] = max(report.longest[name], drawn.case.longest[1])
 
 
 def _smallest(drawn: Drawn, failure: Failure, backend: str | None, device: torch.device) -> tuple[Drawn, Failure]:

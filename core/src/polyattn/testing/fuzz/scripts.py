@@ -224,6 +224,9 @@ class _Code:
             return f"(torch.rand({shape}) < 0.7)"
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return f"torch.randint(0, 9, {size}, dtype={tensor.dtype})"
+        centre = _centre(tensor)
+        if centre:
+            return f"(torch.randn({shape}) / 2 + {centre:.3g}){cast}"
         hidden = tensor.is_floating_point() and bool(tensor.float().isinf().any())
         mask = f'.masked_fill(torch.rand({shape}) < 0.3, float("-inf"))' if hidden else ""
         return f"torch.randn({shape}){mask}{cast}"
@@ -235,6 +238,15 @@ class _Code:
         size = 1 + tensor.storage_offset() + reach
         return f"laid({made}, {size}, {tuple(tensor.stride())}, {tensor.storage_offset()})"
 
+
+def _centre(tensor: Tensor) -> float:
+    """Around which number its values lie, where that is not 0: logits far from 0 are made of such."""
+    known = tensor[tensor.isfinite()].double() if tensor.dtype in _PLAIN_FLOATS else tensor.new_zeros(0)
+    centre = float(known.mean()) if known.numel() else 0.0
+    return centre if known.numel() > 8 and abs(centre) > 2 * float(known.std()) else 0.0
+
+
+_PLAIN_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _LAID = '''
 

@@ -38,6 +38,7 @@ _PLAIN: tuple[dict[str, Any], ...] = (
     {"storage": "contiguous"},
     {"out": ""},
     {"sink": "usual"},
+    {"logits": "usual"},
     {"mask_dtype": "same"},
     {"mask_shape": "one"},
     {"mask_shape": "full"},
