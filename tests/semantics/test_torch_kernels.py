@@ -110,6 +110,40 @@ def test_grouped_heads_with_a_mask_stay_with_a_fused_kernel(spy: Spy) -> None:
     assert spy.grouped
 
 
+@pytest.mark.parametrize("masked", ["no", "one", "each"])
+def test_more_samples_than_a_backward_takes_are_several_calls(
+    masked: str, spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's backward refuses 65,537 of them; with two heads the limit here is two samples."""
+    monkeypatch.setattr(torch_sdpa, "_MOST_SAMPLES", 5)
+    q, k, v = (torch.randn(5, 2, 7, 8, dtype=torch.bfloat16) for _ in range(3))
+    keep = None if masked == "no" else torch.rand(5 if masked == "each" else 1, 1, 7, 7) < 0.8
+    asked = AttentionRequest(
+        platform="cuda",
+        arch="sm90",
+        dtype="bfloat16",
+        family="dense",
+        layout="BHSD",
+        head_dim=8,
+        heads=2,
+        kv_heads=2,
+        grad=QKV,
+        mask="none" if keep is None else "bool",
+    )
+    sizes: list[int] = []
+
+    def counted(*tensors: Any, **kw: Any) -> Tensor:
+        sizes.append(tensors[0].shape[0])
+        return spy(*tensors, **kw)
+
+    monkeypatch.setattr(torch_sdpa, "_sdpa", counted)
+    out = torch_sdpa.TorchSDPA().bind(asked.normalised()).forward(q, k, v, attn_mask=keep)
+    assert sizes == [2, 2, 1]
+    assert torch.allclose(
+        out.float(), torch.nn.functional.scaled_dot_product_attention(q, k, v, keep).float(), atol=1e-2
+    )
+
+
 def odd(sizes: tuple[int, int, int, int]) -> Tensor:
     """A tensor whose axes of one have strides that are not of whole 16 bytes."""
     wide = torch.randn(sizes[0], sizes[1], sizes[2], sizes[3] + 3)

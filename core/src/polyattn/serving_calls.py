@@ -20,6 +20,7 @@ from .choose import Chosen, choose, device_facts, dtype_name, select_here
 from .contract import KVPart
 from .epoch import EPOCH
 from .errors import InvalidInputError
+from .placement import aligned
 from .records import AttentionRequest
 from .selection import Selection
 from .signature import Static, backend_name, capturing, torch_deterministic
@@ -167,6 +168,7 @@ def _paged_arguments(
         mask=_mask_kind(attn_mask),
         sinks=sinks is not None,
         large=max(query.numel(), key_cache.numel(), value_cache.numel()) >= 2**31,
+        misaligned=not aligned(*(tensor for tensor in (query, key, value) if tensor is not None)),
         **_steps(max_seqlen_q, tree, chunked_prefix, kv_parts),
     )
 
@@ -328,6 +330,7 @@ def _mla_request(
         kv_scales="block128" if fp8 else "",
         page_size=cache.shape[1],
         large=max(query.numel(), cache.numel()) >= 2**31,
+        misaligned=not aligned(query),
         mask=_mask_kind(attn_mask),
         **_steps(max_seqlen_q, tree, chunked_prefix, kv_parts),
     )

@@ -147,6 +147,25 @@ def test_gradients_of_queries_of_a_low_lse_are_finite(
     assert float((found[2].double() - wanted[2]).norm() / wanted[2].norm()) < 2e-2
 
 
+@pytest.mark.parametrize("through", ["frontend", "torch_itself"])
+def test_more_samples_than_a_backward_takes_are_several_calls(
+    through: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library: Library = request.getfixturevalue(through)
+    bound = (FRONTEND if through == "frontend" else TORCH).bind(
+        heads=4, kv_heads=4, head_dim=64, grad=("query", "key", "value")
+    )
+    q, k, v = (torch.randn(5, 9, 4, 64).bfloat16() for _ in range(3))
+    out, lse = bound.forward(q, k, v)
+    dout = torch.randn_like(out)
+    whole = bound.backward(dout, q, k, v, out, lse)
+    before = len(library.calls)
+    monkeypatch.setattr("polyattn_cuda.cudnn._MOST_SAMPLES", 8)
+    parts = bound.backward(dout, q, k, v, out, lse)
+    assert len(library.calls) - before == 3
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
 def seen_by(s_q: int, s_k: int, band: dict[str, Any]) -> Tensor:
     """What queries see, bool [S_q, S_k], from the lower right corner."""
     distance = torch.arange(s_k) - torch.arange(s_q)[:, None] - (s_k - s_q)

@@ -238,6 +238,13 @@ def test_new_rows_are_read_where_they_are() -> None:
     Problem(DRAFTS, new=True, page=5).check(MANY, window=(7, -1))
 
 
+@pytest.mark.parametrize("lens", [DRAFTS, ((1, 40), (1, 3))])
+@pytest.mark.parametrize("seen", [{"window": (0, -1)}, {"window": (0, 0)}, {"chunk": 1}])
+def test_of_new_rows_alone_no_page_is_read(lens: Lengths, seen: dict[str, Any]) -> None:
+    """What lies in a cache where a new row will be may be anything, and 0 times NaN is no number."""
+    Problem(lens, new=True, page=5).check(MANY, **seen)
+
+
 def test_a_plan_serves_many_calls() -> None:
     problem = Problem(RAGGED)
     plan = problem.items(MANY)

@@ -140,6 +140,27 @@ def _without_cudnn(
         return _sdpa(query, key, value, mask, dropout, flag, scale=scale, enable_gqa=enable_gqa)
 
 
+_MOST_SAMPLES = 65_535
+"""Samples times heads of a backward: cuDNN's refuses more, and so do grids of the others along their last axes."""
+
+
+def _by_samples(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel, for no more samples at a time than backwards take."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args: Any, **kw: Any) -> Tensor:
+        B, most = query.shape[0], max(_MOST_SAMPLES // query.shape[1], 1)
+        if most >= B:
+            return kernel(query, key, value, mask, *args, **kw)
+        found = []
+        for first in range(0, B, most):
+            some = slice(first, first + most)
+            mine = mask if mask is None or mask.shape[0] == 1 else mask[some]
+            found.append(kernel(query[some], key[some], value[some], mine, *args, **kw))
+        return torch.cat(found)
+
+    return call
+
+
 def _with_fit(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The kernel with strides of whole 16 bytes along axes of one, which its float32 version looks at."""
 
@@ -155,9 +176,10 @@ def _kernel(request: AttentionRequest) -> Callable[..., Tensor]:
     """SDPA, around the faults that fused kernels have for a request (`defects.CUDA`)."""
     if request.platform != "cuda" or request.transform:
         return _sdpa
-    if request.dtype == "float32":
-        return _with_fit(_sdpa)
-    return _without_cudnn if request.grad and request.dtype in ("float16", "bfloat16") else _sdpa
+    kernel: Callable[..., Tensor] = _sdpa
+    if request.grad:
+        kernel = _by_samples(_without_cudnn if request.dtype in ("float16", "bfloat16") else _sdpa)
+    return _with_fit(kernel) if request.dtype == "float32" else kernel
 
 
 def _beyond(request: AttentionRequest) -> bool:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..contract import Bound
 from ..records import AttentionRequest
 from .base import Lowering, Rewrite
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Realign"]
 
@@ -20,14 +24,22 @@ class Realign(Lowering):
     fields = frozenset({"misaligned"})
 
     def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
-        # A cache is not copied for a call, and its new rows would be lost.
+        moved = dataclasses.replace(request, misaligned=False)
         if request.misaligned and request.family in ("dense", "varlen"):
-            moved = dataclasses.replace(request, misaligned=False)
             yield Rewrite((moved,), 6.0, detail="those of Q, K and V that are off are copied")
+        if request.misaligned and request.family in ("paged", "mla"):
+            yield Rewrite((moved,), 2.0, detail="queries and new rows that are off are copied, never the cache")
 
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
     ) -> Bound:
-        from ..placement import placing
+        from ..placement import placed, placing
 
-        return placing(inner[0])
+        if request.family in ("dense", "varlen"):
+            return placing(inner[0])
+
+        def forward(query: Tensor, *caches: Tensor, **given: Any) -> Any:
+            rows = {name: placed(given[name]) for name in ("key", "value") if given.get(name) is not None}
+            return inner[0].forward(placed(query), *caches, **{**given, **rows})
+
+        return Bound(forward)

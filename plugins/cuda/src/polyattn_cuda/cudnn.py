@@ -50,6 +50,10 @@ class Torch:
         return placing(signed(request, lambda positive: _bound(positive, _torch(positive))))
 
 
+_MOST_SAMPLES = 65_535
+"""Samples times heads of a dense backward: it refuses more."""
+
+
 def _bound(request: AttentionRequest, kernel: _Kernel) -> Bound:
     """`kernel` for tensors as the request lays them out."""
     turned = request.layout == "BSHD"
@@ -75,6 +79,10 @@ def _bound(request: AttentionRequest, kernel: _Kernel) -> Bound:
 
     def backward(*tensors: Tensor, attn_mask: None = None, **lens: Any) -> tuple[Tensor, ...]:
         """tensors: dout, query, key, value, out, lse."""
+        B, most = tensors[0].shape[0], max(_MOST_SAMPLES // request.heads, 1)
+        if request.family == "dense" and most < B:
+            parts = [backward(*(t[first : first + most] for t in tensors)) for first in range(0, B, most)]
+            return tuple(map(torch.cat, zip(*parts, strict=True)))
         given = heads_first(*tensors)
         if request.family == "dense":
             S_q, S_k = given[1].shape[2], given[2].shape[2]

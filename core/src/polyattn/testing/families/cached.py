@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SERVING", "Cached", "Table"]
 
-SERVING = COMMON | {"phase", "kv_dtype", "page_size", "kv_scales", "kv_parts", "tree", "chunked_prefix"}
+SERVING = COMMON | {"phase", "kv_dtype", "page_size", "kv_scales", "kv_parts", "tree", "chunked_prefix", "misaligned"}
 """Fields that the public calls over a cache can ask for."""
 
 _STEPS: tuple[dict[str, Any], ...] = (

@@ -256,6 +256,19 @@ class Lists(NamedTuple):
         (c_b, c_h), (i_b, i_h, i_q) = _shared(self.counts, 2), _shared(self.indices, 3)
         return c_b, c_h, i_b, i_h, i_q
 
+    def of(self, samples: slice) -> Lists:
+        """Those of some samples; what all share stays shared."""
+        counts, indices = (t if t.shape[0] == 1 else t[samples] for t in (self.counts, self.indices))
+        return self._replace(counts=counts, indices=indices)
+
+
+MOST_SAMPLES = 65_535
+"""Samples of one launch: no grid of CUDA's has more along its last axis."""
+
+
+def _samples(batch: int) -> list[slice]:
+    return [slice(first, first + MOST_SAMPLES) for first in range(0, batch, MOST_SAMPLES)]
+
 
 def _shared(tensor: Tensor, axes: int) -> tuple[int, ...]:
     return tuple(0 if tensor.shape[axis] == 1 else tensor.stride(axis) for axis in range(axes))
@@ -374,6 +387,11 @@ def forward(
         scale: of the products. tiles: instead of the table's. tma: descriptors or not; None = where they work.
     """
     B, H, S_q, D = query.shape
+    if B > MOST_SAMPLES:
+        for some in _samples(B):
+            mine = {"out": out[some], "lse": None if lse is None else lse[some], "tiles": tiles, "tma": tma}
+            forward(query[some], key[some], value[some], lists.of(some), scale=scale, **mine)
+        return
     block_q, block_k, valid = lists.block_q, lists.block_k, lists.valid
     t = tiles or tiles_for("forward", query, block_q, block_k)
     by_tma = _described(key, value) if tma is None else tma
@@ -428,6 +446,14 @@ def backward(
         tiles: of the kernels `query` and `key`, instead of the table's. The rest as `forward`.
     """
     B, H, S_q, D = query.shape
+    if B > MOST_SAMPLES:
+        sides = (dout, query, key, value, out, lse)
+        found = [
+            backward(*(t[some] for t in sides), lists.of(some), scale=scale, tiles=tiles, tma=tma)
+            for some in _samples(B)
+        ]
+        dquery, dkey, dvalue = (torch.cat(grads) for grads in zip(*found, strict=True))
+        return dquery, dkey, dvalue
     H_kv, S_k = key.shape[1:3]
     block_q, block_k, valid = lists.block_q, lists.block_k, lists.valid
     query_blocks, key_blocks = lists.counts.shape[2], triton.cdiv(S_k, block_k)

@@ -312,7 +312,8 @@ def _decode(
     fresh_from = s_k
     if fresh_k is not None:
         fresh_from = tl.maximum(s_k - queries, 0)
-    paged = tl.minimum(limit, fresh_from)
+    # Nothing was written yet where the new rows will be: where all that is seen is among them, no page is read.
+    paged = tl.where(low < fresh_from, tl.minimum(limit, fresh_from), begin)
 
     table += sequence.to(tl.int64) * table_row
     n = tl.arange(0, N)
