@@ -15,7 +15,7 @@ from polyattn.testing.problems import Problem, build
 
 
 def flash(problem: Problem, delta_off: float = 0.0) -> Result:
-    """Forward and backward as FlashAttention's: every sum is exact, what is stored or multiplied is in the case's dtype,
+    """Forward and backward as FlashAttention's: sums are exact, what is stored or multiplied is in the case's dtype,
     and delta, the row sums of dO * O, is taken from the stored output."""
     dtype, scale = problem.dtype, problem.request.softmax_scale
     inputs = (problem.tensors[name].detach() for name in ("query", "key", "value"))
