@@ -161,7 +161,7 @@ def test_expected_failures_are_counted_and_shown_everywhere(run: Run, plugin: Pl
     assert said.data["xfailed"] == len(said.data["xfails"]) > 0
     assert json.loads(evidence(tmp_path).read_text())["xfailed"] == said.data["xfailed"]
     listed = next(b for b in run("list", "--json").data if b["name"] == "acme")
-    assert listed["evidence"].endswith(f", {said.data['xfailed']} xfailed)")
+    assert f", {said.data['xfailed']} xfailed, up to " in listed["evidence"]
     lines.write_text("acme:dense-float33-*  # typo\n")
     said = run("conform", "acme")
     assert said.code == 2

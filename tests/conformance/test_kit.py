@@ -133,7 +133,7 @@ def test_a_lost_device_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         return Outcome(case, "failed", (Finding("call", "raised: an illegal memory access was encountered"),))
 
     monkeypatch.setattr("polyattn.testing.running.run_case", fails)
-    monkeypatch.setattr("polyattn.testing.running._lost", lambda device: True)
+    monkeypatch.setattr("polyattn.testing.running.lost", lambda device: True)
     found = run("torch_native", **SMALL)
     assert found.ran == 1
     assert found.lost == next(iter(found.findings))

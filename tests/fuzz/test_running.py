@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +13,17 @@ import pytest
 import torch
 
 from polyattn.errors import BackendUnavailableError, ConfigError
-from polyattn.testing.fuzz import AUTOMATIC, Report, Verdict, fuzz, running
-from polyattn.testing.fuzz.running import KEPT
+from polyattn.records import AttentionRequest
+from polyattn.testing import Case
+from polyattn.testing.fuzz import AUTOMATIC, Drawn, Failure, Report, Verdict, draw, fuzz, running
+from polyattn.testing.fuzz.drawing import LONGEST, SHORT, scores
+from polyattn.testing.fuzz.running import COSTLY, KEPT, RARE
 from polyattn.testing.planted import NO_BUG, planted
 
 
 def test_a_run_is_counted() -> None:
     with planted(NO_BUG) as backend:
-        fuzz([backend], seed=4, number=1)  # a first backward pass loads what later ones find loaded
+        fuzz([backend], seed=4, number=0)  # a first backward pass loads what later ones find loaded
         report = fuzz([backend, "reference"], seed=4, seconds=4)
     assert report.ok
     assert report.backends == (backend, "reference")
@@ -143,3 +147,75 @@ def test_a_backend_that_takes_long_leaves_the_others_their_time(monkeypatch: pyt
     assert report.spent["torch_sdpa"] < 0.75 * report.seconds
     assert report.compared["reference"] == report.compared["torch_native"] == report.drawn
     assert report.compared["torch_sdpa"] < report.drawn / 5
+
+
+# --- long calls
+
+
+def test_long_calls_are_drawn_up_to_3000_keys() -> None:
+    cases = [draw(0, number).case for number in range(3000)]
+    long = [case for case in cases if case.longest[1] > SHORT]
+    assert 0.05 < len(long) / len(cases) < 0.2
+    assert max(case.longest[1] for case in long) > 2500
+    assert all(max(case.longest) <= LONGEST for case in long)
+    assert max(scores(case) for case in cases) < 2**25, "a reference that holds few of them at a time has done soon"
+    assert {case.request.family for case in long} == {"dense", "varlen", "paged", "mla"}
+    windowed = [case for case in long if case.request.window[0] > 0]
+    assert any(case.request.window[0] % 64 not in (0, 63) and case.request.window[0] > 64 for case in windowed)
+    assert {case.logits for case in cases} == {"usual", "late", "low", "high"}
+    assert any(case.far and case.request.grad for case in cases)
+    assert any(case.request.grad for case in long)
+
+
+def test_costly_calls_are_rare_on_a_cpu_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Drawn] = []
+
+    def ask(drawn: Drawn, backend: str | None, device: torch.device) -> Verdict:
+        asked.append(drawn)
+        return Verdict("agreed" if not drawn.wrong else "rejected")
+
+    monkeypatch.setattr(running, "judge", ask)
+    fuzz(["reference"], seed=0, seconds=1.5)
+    costly = [number for number in range(3000) if scores(draw(0, number).case) > COSTLY]
+    made = [number for number, drawn in enumerate(draw(0, number) for number in range(3000)) if drawn in asked]
+    assert len(made) > 200
+    assert {number for number in costly if number in made} == {n for n in costly if n % RARE == 0 and n <= max(made)}
+    left_out = next(number for number in costly if number % RARE)
+    fuzz(["reference"], seed=0, number=left_out)
+    assert asked[-1] == draw(0, left_out)
+
+
+def test_what_became_of_calls_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        0: Verdict("agreed"),
+        1: Verdict("refused"),
+        2: Verdict("failed", Failure("out", "wrong")),
+        3: Verdict("failed", Failure("call", "raised IndexError: no")),
+    }
+    counted = iter(range(100))
+    monkeypatch.setattr(running, "judge", lambda drawn, backend, device: said[next(counted) % 4])
+    monkeypatch.setattr(running, "_smallest", lambda drawn, failure, backend, device: (drawn, failure))
+    fine = Drawn(Case(request=AttentionRequest(), lengths=((3, 77),)))
+    monkeypatch.setattr(running, "draw", lambda seed, number: fine)
+    report = fuzz(["reference"], seed=0, seconds=60, first=True)
+    name = "reference"
+    assert (report.compared[name], report.disagreed[name], report.raised[name], report.refused[name]) == (2, 1, 0, 1)
+    assert report.longest[name] == 77
+    monkeypatch.setattr(running, "judge", lambda drawn, backend, device: said[3])
+    report = fuzz(["reference"], seed=0, seconds=60, first=True)
+    assert (report.compared[name], report.raised[name]) == (0, 1)
+    monkeypatch.setattr(running, "draw", lambda seed, number: Drawn(fine.case, "scale nan"))
+    monkeypatch.setattr(
+        running, "judge", lambda drawn, backend, device: Verdict("failed", Failure("served", "answered"))
+    )
+    report = fuzz(["reference"], seed=0, seconds=60, first=True)
+    assert (report.compared[name], report.accepted[name]) == (0, 1)
+
+
+def test_a_device_that_answers_no_more_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "lost", lambda device: True)
+    with planted("zeros") as backend:
+        report = fuzz([backend, "reference"], seed=0, seconds=60)
+    assert re.fullmatch(rf"number \d+ of {backend}: .*", report.lost)
+    assert report.seconds < 60
+    assert not report.ok

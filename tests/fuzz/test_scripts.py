@@ -38,9 +38,10 @@ def test_the_script_of_a_bug_fails_for_it_and_for_nobody_else(name: str, tmp_pat
         (found,) = report.failures
         assert found.path is not None
         text = found.path.read_text(encoding="utf-8")
-        assert "def results" in text  # plain torch, not the kit
+        # Plain torch, not the kit, unless it takes the kit's own numbers: a maximum that lies in a later tile.
+        assert "def results" in text or BUGS[name].tile
         assert exit_code(text) == 1
-    assert imports(text) == {"torch", "polyattn"}
+    assert imports(text) <= {"torch", "polyattn"}
     with planted(NO_BUG) as backend:
         assert exit_code(text.replace(f"planted_{name}", backend)) == 0
     assert exit_code(text.replace(f"planted_{name}", "reference")) == 0

@@ -163,8 +163,8 @@ def plain_attention(
     """Plain torch math of heads-first tensors, every step in their dtype: (out, lse). `logits`: the dtype of logits and
     softmax, where that is another one."""
     key, value = _repeated(query, key), _repeated(query, value)
-    wide = torch.promote_types(query.dtype, logits or query.dtype)
-    weights, lse = _weights(query.to(wide), key.to(wide), mask, sinks, request, q_offset)
+    product = query @ key.transpose(-1, -2) if logits is None else _product(query, key, logits)
+    weights, lse = _weights(product, mask, sinks, request, q_offset)
     return weights[..., : key.shape[2]].to(value.dtype) @ value, lse
 
 
@@ -172,16 +172,35 @@ def _repeated(query: Tensor, shared: Tensor) -> Tensor:
     return shared.repeat_interleave(query.shape[1] // shared.shape[1], 1)
 
 
+class _Product(torch.autograd.Function):
+    """query @ key in another dtype, and its gradient in theirs: as kernels do it, which keep logits in registers and
+    round what they multiply."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(query, key)
+        wide = torch.promote_types(query.dtype, dtype)
+        return query.to(wide) @ key.to(wide).transpose(-1, -2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        query, key = ctx.saved_tensors
+        grad = grads[0].to(query.dtype)
+        return grad @ key, grad.transpose(-1, -2) @ query, None
+
+
+_product: Callable[..., Tensor] = _Product.apply
+
+
 def _weights(
-    query: Tensor,
-    key: Tensor,
+    product: Tensor,
     mask: Tensor | None,
     sinks: Tensor | None,
     request: AttentionRequest,
     q_offset: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """(softmax weights [B, H_q, S_q, S_k], with a last column for the sinks if there are any; lse)."""
-    logits = query @ key.transpose(-1, -2) * request.softmax_scale
+    """(softmax weights [B, H_q, S_q, S_k], with a last column for the sinks if there are any; lse) of query @ key."""
+    logits = product * request.softmax_scale
     if request.softcap:
         logits = request.softcap * torch.tanh(logits / request.softcap)
     if mask is not None and mask.dtype != torch.bool:
@@ -189,12 +208,11 @@ def _weights(
     elif mask is not None:
         logits = logits.masked_fill(~mask, float("-inf"))
     seen = reference.visible(
-        query.shape[2],
-        key.shape[2],
+        *product.shape[2:],
         causal=request.causal,
         window=request.window,
         chunk=request.chunk,
-        device=query.device,
+        device=product.device,
         q_offset=q_offset,
     )
     if seen is not None:
@@ -254,8 +272,9 @@ def softmax_terms(
     key, value = _repeated(query, key), _size(_repeated(query, value))
     columns = key.shape[2]
     with torch.no_grad():
-        alone, _ = _weights(query, key, mask, None, request, q_offset)
-        weights, _ = _weights(query, key, mask, sinks, request, q_offset)
+        product = query @ key.transpose(-1, -2)
+        alone, _ = _weights(product, mask, None, request, q_offset)
+        weights, _ = _weights(product, mask, sinks, request, q_offset)
         kept, sunk = weights[..., :columns], weights[..., columns:]
     query, key = _size(query), _size(key)
     moved = query @ key.transpose(-1, -2) * abs(request.softmax_scale)

@@ -103,7 +103,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return not self.failures
+        return not self.failures and not self.lost
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
