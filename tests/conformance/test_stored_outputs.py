@@ -40,7 +40,7 @@ def flash(problem: Problem, delta_off: float = 0.0) -> Result:
 @pytest.mark.parametrize("logits", ["low", "high", "usual"])
 @pytest.mark.parametrize("keys", [128, 320])
 def test_what_every_flash_kernel_does_passes(dtype: str, logits: str, keys: int) -> None:
-    """Keys on one side of 0 do not average the rounding of the stored output away."""
+    """Keys on one side of 0 do not average away what is stored: the yardstick rounds dS as kernels do."""
     assert not found(dtype, logits, keys)
 
 

@@ -25,7 +25,6 @@ __all__ = [
     "Solution",
     "cancelling",
     "in_float64",
-    "of_stored_outputs",
     "plain_attention",
     "plainly",
     "reference_attention",
@@ -238,23 +237,6 @@ def cancelling(problem: Problem) -> Mapping[str, Tensor]:
         return {name: torch.zeros((), dtype=torch.float64) for name in problem.request.grad}
     upstream = dataclasses.replace(problem, dout=problem.dout.abs(), dlse=problem.dlse.abs())
     return {name: terms.abs() for name, terms in solve(upstream, method, torch.float64).grads.items()}
-
-
-def of_stored_outputs(problem: Problem, right: Solution) -> Mapping[str, Tensor]:
-    """What one rounding of the output, as it is stored, makes of the gradients of queries and keys.
-
-    Backwards take delta, the row sums of dO * O, from the stored output. Its error is that of a whole row of dS, which
-    keys that lie on one side of 0 do not average away. The roundings of a row add up like a random walk.
-    """
-    method = problem.family.terms
-    if method is None or not {"query", "key"} & set(problem.request.grad):
-        return {}
-    walk = (problem.dout.double() * right.out).square().sum(-1).sqrt()
-    request = dataclasses.replace(problem.request, lse=True)
-    asked = dataclasses.replace(problem.case, request=request)
-    alone = dataclasses.replace(problem, case=asked, dout=torch.zeros_like(problem.dout), dlse=walk)
-    found = solve(alone, method, torch.float64).grads
-    return {name: found[name].abs() for name in ("query", "key") if name in found}
 
 
 @_by_rows

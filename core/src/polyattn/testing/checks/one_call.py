@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..calls import Installed, Target, out_of, sayable
 from ..families import Call
-from ..plain import Solution, cancelling, in_float64, of_stored_outputs, plainly
+from ..plain import Solution, cancelling, in_float64, plainly
 from ..poison import poisoned
 from ..problems import Problem
 from ..process import left_alone
@@ -142,7 +142,6 @@ def against(problem: Problem, result: Result, right: Solution, plain: Solution, 
         floor_of_lse = functools.partial(torch.full_like, right.lse, FAR_ROUNDINGS * eps * problem.case.far)
         notes.compare(second, result.lse, right.lse, plain.lse, kind, floor_of_lse)
     terms = functools.cache(lambda: cancelling(problem))
-    rounded = functools.cache(lambda: of_stored_outputs(problem, right) if problem.case.far else {})
 
     def cancelled(name: str) -> Tensor:
         grad = result.grads[name]
@@ -152,8 +151,6 @@ def against(problem: Problem, result: Result, right: Solution, plain: Solution, 
             # It is taken from the output as stored; the roundings of its many numbers add up like a random walk.
             count = max(result.out.numel() // problem.request.heads, 1)
             floor += torch.finfo(problem.dtype).eps * terms()[name] / count**0.5
-        if name in rounded():
-            floor += torch.finfo(problem.dtype).eps * rounded()[name]
         return floor
 
     for name, grad in result.grads.items():
