@@ -109,7 +109,11 @@ def test_triton_is_checked_too_where_it_is_interpreted() -> None:
     assert (result.code, result.err) == (0, "")
     answers = {case: row["triton"] for case, row in step((result,), agreement)["cases"].items()}
     assert not any(answer["wrong"] for answer in answers.values())
-    assert {case for case, answer in answers.items() if not answer["refused"]} >= {"full", "gradients", "packed, causal"}
+    assert {case for case, answer in answers.items() if not answer["refused"]} >= {
+        "full",
+        "gradients",
+        "packed, causal",
+    }
 
 
 def test_the_cost_was_measured(shown: Any) -> None:
