@@ -41,6 +41,12 @@ EVERYTHING = (
 )
 """What the shared environment has, as arguments of pip."""
 
+ENDS = {
+    "oldest": ("torch==2.11.0",),
+    "newest": ("torch==2.14.1", "transformers==5.24.0"),
+}
+"""The versions beside those of constraints.txt that the tests of session `torch` pass with."""
+
 # The interpreter of the shared environment and the variables it runs with; set by session `environment`.
 _python: str | None = None
 _env: dict[str, str | None] = {}
@@ -260,6 +266,21 @@ def resolve(session: nox.Session) -> None:
             session.log(f"Python {version}: {len(found)} packages, {', '.join(told)}")
     if left := [version for version in PYTHONS if version not in pythons]:
         session.log(f"not asked, for want of an interpreter: Python {', '.join(left)}")
+
+
+@nox.session(reuse_venv=True, default=False)
+@nox.parametrize("end", list(ENDS), ids=list(ENDS))
+def torch(session: nox.Session, end: str) -> None:
+    """Run the tests that torch and transformers decide with the oldest or newest versions: `nox -s "torch(oldest)"`."""
+    if session.venv_backend == "none":
+        session.skip("installs a torch of its own: run it without --no-venv")
+    free = {"torch", "triton", "transformers"}
+    pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    kept = Path(session.create_tmp()) / "constraints.txt"
+    kept.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in free), "utf-8")
+    session.install("-c", str(kept), *ENDS[end], *EVERYTHING)
+    rooms = ("semantics", "dispatch", "selection", "plugins", "rules", "errors", "integrations")
+    session.run("python", "-m", "pytest", *(f"tests/{room}" for room in rooms), "-n", "2", *session.posargs)
 
 
 @nox.session(name="third-party", venv_backend="none", requires=["environment"])

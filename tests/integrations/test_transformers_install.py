@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from packaging.version import Version
 
 import polyattn
 from polyattn.integrations import transformers as host
@@ -176,7 +177,13 @@ def test_aliases_are_pinned_too(installed):
     assert {"fa", "fa2", "fa3"} <= backends
 
 
-@pytest.mark.parametrize("kind", ["BloomForCausalLM", "GPTJForCausalLM", "FalconForCausalLM"])
+ITS_OWN = ["BloomForCausalLM", "FalconForCausalLM"]
+GPTJ = "GPTJForCausalLM"
+SERVES_GPTJ = Version(transformers.__version__) >= Version("5.24")
+"""transformers asks its registry for GPT-J's attention from here on."""
+
+
+@pytest.mark.parametrize("kind", ITS_OWN if SERVES_GPTJ else [*ITS_OWN, GPTJ])
 def test_models_with_attention_of_their_own_refuse_the_name(kind):
     model = getattr(transformers, kind)
     config = model.config_class(hidden_size=32, n_layer=1, n_head=4, vocab_size=50)
@@ -186,6 +193,18 @@ def test_models_with_attention_of_their_own_refuse_the_name(kind):
         match=rf"'polyattn' cannot reach {kind}: it computes attention in its own code .*='eager'; .*'text_config'",
     ):
         model(config)
+
+
+@pytest.mark.skipif(not SERVES_GPTJ, reason=f"not run: transformers {transformers.__version__} is older than 5.24")
+def test_gptj_is_served_where_transformers_asks_its_registry(relative):
+    config = transformers.GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, vocab_size=50, n_positions=32)
+    config._attn_implementation = "eager"
+    model = transformers.GPTJForCausalLM(config).eval()
+    ids = torch.randint(3, 50, (2, 9))
+    eager = model(ids).logits
+    model.set_attn_implementation("polyattn")
+    assert {line.implementation for line in host.report(model, ids)} == {"polyattn"}
+    assert relative(model(ids).logits, eager) < 1e-5
 
 
 def test_a_model_class_of_ones_own_is_judged_by_its_parents(build):

@@ -133,6 +133,16 @@ def test_the_budget_of_the_main_job_is_said_alike() -> None:
     assert f"budget of {minutes}" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
+def test_the_readme_names_the_versions_that_are_tested() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    tested = re.findall(r'"((?:torch|transformers)==[\d.]+)"', NOXFILE.read_text(encoding="utf-8"))
+    assert len(tested) == 3
+    assert not [pin for pin in (*tested, str(pins()["torch"])) if pin.replace("==", " ") not in text]
+    (floor,) = (Requirement(r).specifier for r in project(CORE)["dependencies"] if r.startswith("torch"))
+    oldest = next(pin for pin in tested if pin.startswith("torch")).removeprefix("torch==")
+    assert str(floor) == f">={oldest.removesuffix('.0')}"
+
+
 def test_constraints_cover_every_direct_requirement() -> None:
     core = project(CORE)
     wanted = [*core["dependencies"], *(r for extra in core["optional-dependencies"].values() for r in extra)]

@@ -1,8 +1,9 @@
 """Whether this process interprets Triton's kernels, found out without importing Triton or torch.
 
-Triton reads its switch where a kernel is declared: for its own library that is when it is first imported, by whoever that
-is (torch does it on the way to a compiled program). Kernels that are declared later have to be declared alike, because
-neither kind can call the other. That is why a person sets the switch before the program starts, and this package never.
+Triton reads its switch where a kernel is declared: for its own library that is when it is first imported, by whoever
+that is (transformers imports it, and so does torch before it compiles). Kernels that are declared later have to be
+declared alike, because neither kind can call the other. That is why a person sets the switch before the program starts,
+and this package never.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib.util
 import os
 import sys
 
-__all__ = ["SWITCH", "asked", "at_odds", "not_on_cpu"]
+__all__ = ["START", "SWITCH", "asked", "at_odds", "not_on_cpu"]
 
 SWITCH = "TRITON_INTERPRET"
 START = f"set {SWITCH}=1 before the program starts"

@@ -35,8 +35,8 @@ def check_device(device: torch.device) -> None:
     """
     if device.type == "cpu" and not INTERPRETED:
         raise BackendUnavailableError(
-            f"this process compiles its Triton kernels, which CPU tensors cannot be given to: set {interpreter.SWITCH}=1 before "
-            "the program starts to interpret them, or choose another backend for the CPU (`polyattn list`)"
+            f"this process compiles its Triton kernels, which CPU tensors cannot be given to: {interpreter.START} "
+            "to interpret them, or choose another backend for the CPU (`polyattn list`)"
         )
 
 
