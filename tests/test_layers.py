@@ -20,7 +20,8 @@ HEART = {
     "dispatch": ("dispatch.py", "varlen.py", "signature.py", "compiled.py", "choose.py"),
     "plugins": ("plugins.py",),
 }
-BUDGET = 2500
+BUDGET = 2540
+"""2,500 until known defects of libraries became records that selection obeys."""
 
 
 def sources(path: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Triton without an accelerator: what is said of the backend is what it does, whoever imported Triton, and when."""
+"""Triton without an accelerator: what is said of the backend is what it does, whoever imported Triton and when."""
 
 from __future__ import annotations
 
