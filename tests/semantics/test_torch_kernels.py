@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn.backends import torch_sdpa
+from polyattn.backends import flex_attention, torch_sdpa
 from polyattn.backends.defects import low_lse_at
 from polyattn.records import AttentionRequest
 
@@ -115,7 +115,7 @@ def test_more_samples_than_a_backward_takes_are_several_calls(
     masked: str, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuDNN's backward refuses 65,537 of them; with two heads the limit here is two samples."""
-    monkeypatch.setattr(torch_sdpa, "_MOST_SAMPLES", 5)
+    monkeypatch.setattr("polyattn.backends.samples.MOST", 5)
     q, k, v = (torch.randn(5, 2, 7, 8, dtype=torch.bfloat16) for _ in range(3))
     keep = None if masked == "no" else torch.rand(5 if masked == "each" else 1, 1, 7, 7) < 0.8
     asked = AttentionRequest(
@@ -144,6 +144,29 @@ def test_more_samples_than_a_backward_takes_are_several_calls(
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("grad", [(), QKV])
+def test_expanded_inputs_of_calls_that_want_gradients_are_copied(dtype: str, grad: tuple[str, ...], spy: Spy) -> None:
+    """torch's fused backward lays the gradient of an input out as the input, where several numbers share a place."""
+    request = AttentionRequest(
+        platform="cuda",
+        arch="sm90",
+        family="dense",
+        layout="BHSD",
+        dtype=dtype,
+        head_dim=8,
+        heads=2,
+        kv_heads=2,
+        grad=grad,
+    )
+    q = torch.randn(3, 2, 5, 8, dtype=getattr(torch, dtype))
+    shared = torch.randn(1, 2, 5, 8, dtype=q.dtype).expand(3, 2, 5, 8)
+    torch_sdpa.TorchSDPA().bind(request).forward(q, shared, shared)
+    assert all(torch.equal(given, tensor) for given, tensor in zip(spy.given, (q, shared, shared), strict=True))
+    assert (0 in spy.given[1].stride()) is not bool(grad)
+    assert spy.given[0] is q or dtype == "float32"
+
+
 def odd(sizes: tuple[int, int, int, int]) -> Tensor:
     """A tensor whose axes of one have strides that are not of whole 16 bytes."""
     wide = torch.randn(sizes[0], sizes[1], sizes[2], sizes[3] + 3)
@@ -162,3 +185,32 @@ def test_float32_is_given_strides_of_whole_16_bytes_along_axes_of_one(grad: tupl
     assert all(stride * t.itemsize % 16 == 0 for t in spy.given for stride in t.stride()[:-1])
     assert all(torch.equal(given.flatten(), t.flatten()) for given, t in zip(spy.given, (q, k, v), strict=True))
     assert torch.equal(out, v)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "additive"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_more_samples_than_a_grid_of_flex_attention_has_are_several_calls(
+    mask: str, lse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its grid has samples times heads along the second axis, which ends at 65,535."""
+    request = AttentionRequest(
+        platform="cuda", arch="sm90", family="dense", layout="BHSD", dtype="float32",
+        head_dim=16, heads=2, kv_heads=2, lse=lse, mask=mask, causal="bottom_right",
+    )
+    q, k, v = (torch.randn(3, 2, 5, 16) for _ in range(3))
+    keep = {"none": None, "bool": torch.rand(3, 1, 5, 5) < 0.7, "additive": torch.randn(1, 2, 5, 5)}[mask]
+    # It is called without a compiler on purpose.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    sizes: list[int] = []
+
+    def eager(*tensors: Tensor, **given: Any) -> Any:
+        sizes.append(tensors[0].shape[0])
+        return flex_attention.flex_attention(*tensors, **given)
+
+    found = []
+    for most in (65_535, 4):
+        monkeypatch.setattr("polyattn.backends.samples.MOST", most)
+        result = flex_attention.dense(request, eager, q, k, v, attn_mask=keep)
+        found.append(result if lse else (result,))
+    assert sizes == [3, 2, 1]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))

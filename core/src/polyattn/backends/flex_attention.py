@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from ..contract import Bound
 from ..placement import placing
 from ..records import AttentionRequest
+from .samples import parts_of
 
 __all__ = ["FlexAttention", "dense", "fused", "position_rule", "run"]
 
@@ -208,6 +209,21 @@ def dense(
     out: Tensor | None = None,
 ) -> Any:
     """`DenseForward` of a request by its kernel."""
+    parts = parts_of(query.shape[0], request.heads) if request.platform != "cpu" else []
+    if len(parts) > 1:
+        # Its grid has samples times heads along the second axis.
+        def mine(shared: Tensor | None, some: slice) -> Tensor | None:
+            return shared if shared is None or shared.shape[0] == 1 else shared[some]
+
+        found = [
+            dense(
+                request, kernel, query[some], key[some], value[some],
+                attn_mask=mine(attn_mask, some), sinks=sinks, out=mine(out, some),
+            )
+            for some in parts
+        ]  # fmt: skip
+        whole = torch.cat([one[0] if request.lse else one for one in found]) if out is None else out
+        return (whole, torch.cat([one[1] for one in found])) if request.lse else whole
     bshd = request.layout == "BSHD"
     if bshd:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -19,6 +19,7 @@ from ..placement import placed
 from ..records import AttentionRequest
 from .flex_attention import dense, fused, position_rule, run
 from .gathering import Padded, nothing
+from .samples import parts_of
 
 __all__ = ["PagedFlexAttention"]
 
@@ -54,11 +55,17 @@ def _forward(
     q = padded.queries(query if request.platform == "cpu" else placed(query))
     k, v = padded.gather(caches, page_table, (key, value), query.dtype)
     if attn_mask is None:
-        result, lse = run(request, kernel, q, k, v, _block_mask(padded), None, sinks)
+        parts = parts_of(q.shape[0], request.heads) if request.platform != "cpu" else [slice(None)]
+        found = [
+            run(request, kernel, q[some], k[some], v[some], _block_mask(padded, some), None, sinks) for some in parts
+        ]
+        result = torch.cat([one for one, _ in found]) if len(found) > 1 else found[0][0]
+        lses = [one for _, one in found if one is not None]
+        lse = torch.cat(lses) if len(lses) > 1 else found[0][1]
     else:
         # The rules by position are in the mask then.
-        found = dense(_masked(request), kernel, q, k, v, attn_mask=padded.mask(attn_mask), sinks=sinks)
-        result, lse = found if isinstance(found, tuple) else (found, None)
+        whole = dense(_masked(request), kernel, q, k, v, attn_mask=padded.mask(attn_mask), sinks=sinks)
+        result, lse = whole if isinstance(whole, tuple) else (whole, None)
     # Sinks are in the result already.
     return padded.deliver(result, lse, None, out)
 
@@ -68,8 +75,9 @@ def _masked(request: AttentionRequest) -> AttentionRequest:
     return dataclasses.replace(request, family="dense", layout="BHSD", causal="none", window=(-1, -1), chunk=0)
 
 
-def _block_mask(padded: Padded) -> BlockMask:
-    filled, offset, rule = padded.filled, padded.offset, position_rule(padded.request)
+def _block_mask(padded: Padded, some: slice) -> BlockMask:
+    """What the queries of some sequences see."""
+    filled, offset, rule = padded.filled[some], padded.offset[some], position_rule(padded.request)
 
     def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = j < filled[b]

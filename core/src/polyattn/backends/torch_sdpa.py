@@ -18,6 +18,7 @@ from ..contract import Bound
 from ..placement import placed, placing
 from ..records import AttentionRequest
 from .defects import low_lse_at
+from .samples import parts_of
 from .sdpa_masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
 
 __all__ = ["TorchSDPA", "signed"]
@@ -140,25 +141,29 @@ def _without_cudnn(
         return _sdpa(query, key, value, mask, dropout, flag, scale=scale, enable_gqa=enable_gqa)
 
 
-_MOST_SAMPLES = 65_535
-"""Samples times heads of a backward: cuDNN's refuses more, and so do grids of the others along their last axes."""
-
-
-def _by_samples(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The kernel, for no more samples at a time than backwards take."""
+def _trained(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel as its backward wants it: no more samples at a time than that takes, and no two numbers of an input in
+    one place, because the gradient of such an input would be laid out alike."""
 
     def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args: Any, **kw: Any) -> Tensor:
-        B, most = query.shape[0], max(_MOST_SAMPLES // query.shape[1], 1)
-        if most >= B:
+        query, key, value = _apart(query), _apart(key), _apart(value)
+        parts = parts_of(*query.shape[:2])
+        if len(parts) == 1:
             return kernel(query, key, value, mask, *args, **kw)
         found = []
-        for first in range(0, B, most):
-            some = slice(first, first + most)
+        for some in parts:
             mine = mask if mask is None or mask.shape[0] == 1 else mask[some]
             found.append(kernel(query[some], key[some], value[some], mine, *args, **kw))
         return torch.cat(found)
 
     return call
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """`tensor`, copied where it is expanded."""
+    strides = tensor.stride()
+    expanded = 0 in strides and any(size > 1 and not step for size, step in zip(tensor.shape, strides, strict=True))
+    return tensor.contiguous() if expanded else tensor
 
 
 def _with_fit(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -178,7 +183,7 @@ def _kernel(request: AttentionRequest) -> Callable[..., Tensor]:
         return _sdpa
     kernel: Callable[..., Tensor] = _sdpa
     if request.grad:
-        kernel = _by_samples(_without_cudnn if request.dtype in ("float16", "bfloat16") else _sdpa)
+        kernel = _trained(_without_cudnn if request.dtype in ("float16", "bfloat16") else _sdpa)
     return _with_fit(kernel) if request.dtype == "float32" else kernel
 
 

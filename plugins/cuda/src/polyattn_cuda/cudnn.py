@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polyattn.adapters import load
 from polyattn.backends.defects import low_lse_at
+from polyattn.backends.samples import parts_of
 from polyattn.backends.torch_sdpa import signed
 from polyattn.contract import Bound
 from polyattn.placement import placing
@@ -50,10 +51,6 @@ class Torch:
         return placing(signed(request, lambda positive: _bound(positive, _torch(positive))))
 
 
-_MOST_SAMPLES = 65_535
-"""Samples times heads of a dense backward: it refuses more."""
-
-
 def _bound(request: AttentionRequest, kernel: _Kernel) -> Bound:
     """`kernel` for tensors as the request lays them out."""
     turned = request.layout == "BSHD"
@@ -79,10 +76,10 @@ def _bound(request: AttentionRequest, kernel: _Kernel) -> Bound:
 
     def backward(*tensors: Tensor, attn_mask: None = None, **lens: Any) -> tuple[Tensor, ...]:
         """tensors: dout, query, key, value, out, lse."""
-        B, most = tensors[0].shape[0], max(_MOST_SAMPLES // request.heads, 1)
-        if request.family == "dense" and most < B:
-            parts = [backward(*(t[first : first + most] for t in tensors)) for first in range(0, B, most)]
-            return tuple(map(torch.cat, zip(*parts, strict=True)))
+        if request.family == "dense" and len(parts := parts_of(tensors[0].shape[0], request.heads)) > 1:
+            # Its backward refuses them at once.
+            found = [backward(*(t[some] for t in tensors)) for some in parts]
+            return tuple(map(torch.cat, zip(*found, strict=True)))
         given = heads_first(*tensors)
         if request.family == "dense":
             S_q, S_k = given[1].shape[2], given[2].shape[2]
