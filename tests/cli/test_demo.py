@@ -103,7 +103,7 @@ def test_every_runnable_backend_was_checked(shown: Any) -> None:
 def test_triton_is_checked_too_where_it_is_interpreted() -> None:
     result = whole(TRITON_INTERPRET="1")
     assert (result.code, result.err) == (0, "")
-    answers = {case: row["triton"] for case, row in step((result,), agreement)["cases"].items()}
+    answers = {case: row["triton"] for case, row in step(result, agreement)["cases"].items()}
     assert not any(answer["wrong"] for answer in answers.values())
     assert {case for case, answer in answers.items() if not answer["refused"]} >= {
         "full",

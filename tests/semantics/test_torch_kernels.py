@@ -194,8 +194,17 @@ def test_more_samples_than_a_grid_of_flex_attention_has_are_several_calls(
 ) -> None:
     """Its grid has samples times heads along the second axis, which ends at 65,535."""
     request = AttentionRequest(
-        platform="cuda", arch="sm90", family="dense", layout="BHSD", dtype="float32",
-        head_dim=16, heads=2, kv_heads=2, lse=lse, mask=mask, causal="bottom_right",
+        platform="cuda",
+        arch="sm90",
+        family="dense",
+        layout="BHSD",
+        dtype="float32",
+        head_dim=16,
+        heads=2,
+        kv_heads=2,
+        lse=lse,
+        mask=mask,
+        causal="bottom_right",
     )
     q, k, v = (torch.randn(3, 2, 5, 16) for _ in range(3))
     keep = {"none": None, "bool": torch.rand(3, 1, 5, 5) < 0.7, "additive": torch.randn(1, 2, 5, 5)}[mask]
