@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .distributions import distribution_version, matches, normalise_distribution
+from .distributions import distribution_version, is_version, matches, normalise_distribution
 from .records import AttentionRequest, BackendInfo, Defect, Provider, Rejected, Verdict
 from .records.capability import holds
 
@@ -30,7 +30,7 @@ def _has(defect: Defect, provider: Provider, installed: Mapping[str, str] | None
     also = (need.also for need in provider.requires if need.distribution == defect.library)
     for name in (defect.library, *itertools.chain.from_iterable(also)):
         version = distribution_version(name) if installed is None else installed.get(normalise_distribution(name))
-        if version:
+        if version and is_version(version):
             return not defect.versions or matches(version, defect.versions)
     return True
 

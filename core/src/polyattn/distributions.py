@@ -20,6 +20,8 @@ __all__ = [
     "availability",
     "changed_files",
     "distribution_version",
+    "is_specifier",
+    "is_version",
     "left_out",
     "matches",
     "normalise_distribution",
@@ -171,3 +173,25 @@ def matches(version: str, specifier: str) -> bool:
     from packaging.specifiers import SpecifierSet
 
     return SpecifierSet(specifier).contains(version, prereleases=True)
+
+
+def is_specifier(text: str) -> bool:
+    """Whether a text says which versions are meant; an empty one means all."""
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        SpecifierSet(text)
+    except InvalidSpecifier:
+        return False
+    return True
+
+
+def is_version(text: str) -> bool:
+    """Whether a text is a version that can be compared with others."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True

@@ -56,7 +56,7 @@ def _bound(text: str, epoch: int) -> tuple[AttentionRequest, Bound]:
     provider = next(p for p in info.providers if p.name == data["provider"])
     plan = Plan(request)
     if data["lowerings"]:
-        narrow = narrowing(manager.narrow, info, affecting(provider))
+        narrow = narrowing(manager.narrow, info, affecting(provider), named=True)
         planner = Planner(provider.rows, narrow=narrow, only=data["lowerings"])
         found = planner.plan(dataclasses.replace(request, options=()))
         if found is None:

@@ -22,7 +22,7 @@ import pluggy
 from . import envvars, epoch
 from .bound_check import checked
 from .contract import API_VERSION, Bound
-from .distributions import distribution_version, normalise_distribution
+from .distributions import distribution_version, is_specifier, normalise_distribution
 from .errors import PluginError, PolyattnError, did_you_mean
 from .hookspecs import ENTRY_POINT_GROUP, PROJECT, PolyattnSpecs
 from .names import lost_aliases
@@ -442,6 +442,10 @@ def _check_backend(backend: BackendInfo, platforms: set[str]) -> None:
         if provider.target and ":" not in provider.target:
             raise PluginError(f"{backend.id}: target {provider.target!r} must read 'package.module:Class'")
     rules = [r.when for r in backend.auto] + [f.when for f in backend.fallbacks] + [p.when for p in backend.pairs]
+    for defect in (defect for provider in backend.providers for defect in provider.defects):
+        rules.append(defect.when)
+        if not is_specifier(defect.versions):
+            raise PluginError(f"{backend.id}: versions {defect.versions!r} of a defect must read like '>=2,<3.1'")
     for when in rules:
         for name, constraint in when.items():
             constraint.reason(getattr(AttentionRequest(), name))  # one that raises does so here, not in every selection

@@ -330,7 +330,7 @@ class _Judge:
         return min(found, key=_cost, default=None)
 
     def plan(self, offer: Offer, provider: Provider, only: tuple[str, ...] | None = None) -> Plan | None:
-        narrow = self.narrow(offer, provider)
+        narrow = self.narrow(offer, provider, named=self.policy.choice is not None)
         return Planner(provider.rows, narrow=narrow, helper=self._help, only=only).plan(self.request)
 
     def narrow(self, offer: Offer, provider: Provider, named: bool = False) -> Narrow:

@@ -244,14 +244,9 @@ def test_more_samples_than_a_grid_has_are_several_launches(one_map: bool, monkey
         lists = lists._replace(counts=lists.counts.expand(5, -1, -1), indices=lists.indices.expand(5, -1, -1, -1))
         lists = lists._replace(counts=lists.counts.contiguous(), indices=lists.indices.contiguous())
     found = []
-    for most in (2, kernels.MOST_SAMPLES):
-        monkeypatch.setattr(kernels, "MOST_SAMPLES", most)
+    for most in (2, 65_535):
+        monkeypatch.setattr("polyattn.backends.samples.MOST", most)
         out, lse = torch.full_like(five[0], float("nan")), torch.full(five[0].shape[:3], float("nan"))
         kernels.forward(*five[:3], lists, scale=one.scale, out=out, lse=lse)
         found.append((out, lse, *kernels.backward(five[3], *five[:3], out, lse, lists, scale=one.scale)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_no_launch_has_more_samples_than_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels.MOST_SAMPLES == 2**16 - 1
-    assert next(iter(kernels._samples(65_537))) == slice(0, 65_535)

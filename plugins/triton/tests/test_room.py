@@ -312,9 +312,29 @@ def test_the_end_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_assembler_refuses_is_such_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    _little(monkeypatch, forward, "_forward", 0, PTXASError("ptxas failed\nToo much shared data"))
-    with pytest.raises(UnsupportedRequestError, match=r"on cpu does not compile there: Too much shared data"):
+    said = "ptxas error   : Entry function 'f' uses too much shared data (0x3c000 bytes, 0x38c00 max)"
+    error = PTXASError(f"Internal Triton PTX codegen error\n`ptxas` stderr:\n{said}\n\nRepro command: ptxas -v a.ptx")
+    _little(monkeypatch, forward, "_forward", 0, error)
+    with pytest.raises(UnsupportedRequestError, match=r"on cpu does not compile there: ptxas error .* too much shared"):
         _attend()
+
+
+def test_what_is_no_matter_of_size_is_not_tried_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = PTXASError("`ptxas` stderr:\nptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'\n")
+    asked = _little(monkeypatch, forward, "_forward", 0, error)
+    with pytest.raises(PTXASError, match="sm_121a"):
+        _attend()
+    assert asked == [64]
+
+
+def test_two_threads_may_learn_the_same() -> None:
+    config, key = forward.Config(64, 64, 4, 2, False), ("float32", 16, 16, 0, False)
+    error = PTXASError("too much shared data")
+    for _ in range(2):
+        room.refuse(FORWARD, key, "two threads", CPU, config, error)
+    assert room.refused(FORWARD, key, "two threads", CPU) == {
+        config: (0, "does not compile there: too much shared data")
+    }
 
 
 def test_a_configuration_that_was_given_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,15 @@ __all__ = ["CUDA", "MPS", "VARLEN", "low_lse", "low_lse_at"]
 _HALF = ("float16", "bfloat16")
 
 
-def low_lse(how: str) -> Defect:
-    """The fault of cuDNN's backward where an LSE is very low, and how a backend goes around it."""
+def low_lse(families: tuple[str, ...], how: str) -> Defect:
+    """The fault of cuDNN's dense backward where an LSE is very low, and how a backend goes around it."""
     return Defect(
         "cuDNN",
         "its backward gives NaN for queries whose LSE is below -88: in dQ where S_k % 128 is 64, in dK and dV where "
         "there is one query and S_k % 64 is 0",
         "pytorch/pytorch#196678, cudnn-frontend#628 and #1072; cuDNN 9.19 on an H100",
         "mended",
-        conditions(family=("dense", "varlen"), dtype=_HALF, grad=NotEmpty()),
+        conditions(family=families, dtype=_HALF, grad=NotEmpty()),
         how=how,
     )
 
@@ -31,7 +31,8 @@ def low_lse_at(s_q: int, s_k: int) -> bool:
 
 
 CUDA = (
-    low_lse("calls of these lengths that want gradients go to another of torch's kernels"),
+    # Of a packed batch each sequence is a dense call.
+    low_lse(("dense", "varlen"), "calls of these lengths that want gradients go to another of torch's kernels"),
     Defect(
         "torch",
         "some fused kernels load 16 bytes at a time from rows that do not begin at such a boundary, and give wrong "

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from ..contract import Bound
 from ..placement import placing
 from ..records import AttentionRequest
-from .samples import parts_of
+from .samples import part_of, parts_of
 
 __all__ = ["FlexAttention", "dense", "fused", "position_rule", "run"]
 
@@ -212,13 +212,10 @@ def dense(
     parts = parts_of(query.shape[0], request.heads) if request.platform != "cpu" else []
     if len(parts) > 1:
         # Its grid has samples times heads along the second axis.
-        def mine(shared: Tensor | None, some: slice) -> Tensor | None:
-            return shared if shared is None or shared.shape[0] == 1 else shared[some]
-
         found = [
             dense(
                 request, kernel, query[some], key[some], value[some],
-                attn_mask=mine(attn_mask, some), sinks=sinks, out=mine(out, some),
+                attn_mask=part_of(attn_mask, some), sinks=sinks, out=None if out is None else out[some],
             )
             for some in parts
         ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..contract import Bound
 from ..placement import placed, placing
 from ..records import AttentionRequest
 from .defects import low_lse_at
-from .samples import parts_of
+from .samples import part_of, parts_of
 from .sdpa_masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
 
 __all__ = ["TorchSDPA", "signed"]
@@ -111,6 +112,9 @@ def _math(
     return out
 
 
+_switching = threading.Lock()
+
+
 def _without_cudnn(
     query: Tensor,
     key: Tensor,
@@ -122,8 +126,8 @@ def _without_cudnn(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """SDPA by another kernel than cuDNN's, of those that the caller has not switched off, where its backward gives NaN
-    for queries of a low LSE."""
+    """SDPA by another kernel than cuDNN's, where its backward gives NaN for queries of a low LSE: of those that the
+    caller has not switched off, while nothing is compiled."""
     if not low_lse_at(query.shape[2], key.shape[2]):
         return _sdpa(query, key, value, mask, dropout, flag, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa and mask is not None:
@@ -135,9 +139,11 @@ def _without_cudnn(
         SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
         SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
     }
-    traced = torch.compiler.is_compiling()
-    left = [one for one, on in switches.items() if traced or on()] or [SDPBackend.MATH]
-    with sdpa_kernel(left):
+    if torch.compiler.is_compiling():
+        with sdpa_kernel(list(switches)):
+            return _sdpa(query, key, value, mask, dropout, flag, scale=scale, enable_gqa=enable_gqa)
+    # The switches are the process's: whoever else were here would put back what this thread has set.
+    with _switching, sdpa_kernel([one for one, on in switches.items() if on()] or [SDPBackend.MATH]):
         return _sdpa(query, key, value, mask, dropout, flag, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -150,11 +156,8 @@ def _trained(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         parts = parts_of(*query.shape[:2])
         if len(parts) == 1:
             return kernel(query, key, value, mask, *args, **kw)
-        found = []
-        for some in parts:
-            mine = mask if mask is None or mask.shape[0] == 1 else mask[some]
-            found.append(kernel(query[some], key[some], value[some], mine, *args, **kw))
-        return torch.cat(found)
+        pieces = ((query[some], key[some], value[some], part_of(mask, some)) for some in parts)
+        return torch.cat([kernel(*piece, *args, **kw) for piece in pieces])
 
     return call
 
@@ -171,20 +174,21 @@ def _with_fit(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
         # The compiler lays inputs of such kernels out by itself.
-        given = (query, key, value) if torch.compiler.is_compiling() else fit(query, key, value)
-        return kernel(*given, *args, **kw)
+        if (1 in query.shape or 1 in key.shape) and not torch.compiler.is_compiling():
+            query, key, value = fit(query, key, value)
+        return kernel(query, key, value, *args, **kw)
 
     return call
 
 
 def _kernel(request: AttentionRequest) -> Callable[..., Tensor]:
     """SDPA, around the faults that fused kernels have for a request (`defects.CUDA`)."""
-    if request.platform != "cuda" or request.transform:
+    if request.platform != "cuda":
         return _sdpa
     kernel: Callable[..., Tensor] = _sdpa
     if request.grad:
         kernel = _trained(_without_cudnn if request.dtype in ("float16", "bfloat16") else _sdpa)
-    return _with_fit(kernel) if request.dtype == "float32" else kernel
+    return _with_fit(kernel) if request.dtype == "float32" and not request.transform else kernel
 
 
 def _beyond(request: AttentionRequest) -> bool:

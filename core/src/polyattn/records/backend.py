@@ -92,7 +92,7 @@ class Defect:
         when: conditions on the request; empty = any. versions: specifier of the versions that have the fault, empty =
             all that are known.
         how: of a fault that is mended.
-        witness: a request of `when`, which the conformance kit asks for (of `refused` and `by name`).
+        witness: a request of `when`; one that is `refused` is asked for by the conformance kit.
     """
 
     library: str

@@ -42,7 +42,9 @@ for name, module, heavy in asked["plugins"]:
     with contextlib.suppress(BaseException), open(os.devnull, "w") as quiet:
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
             importlib.import_module(module)
-print(json.dumps(said))
+print(json.dumps(said), flush=True)
+# Nothing that a plugin has left to be done at the end is done.
+os._exit(0)
 """
 
 
@@ -59,7 +61,10 @@ def early_imports(plugins: Iterable[PluginReport], backends: Iterable[BackendInf
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     if done.returncode:
         raise InternalError(f"looking at what plugins import ended with code {done.returncode}: {done.stderr.strip()}")
-    said: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    try:
+        said: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as exc:
+        raise InternalError(f"looking at what plugins import ended with {done.stdout.strip()!r}") from exc
     return [
         f"plugin {known[name].label} imports {', '.join(dict.fromkeys(heavy))} when it is loaded, so that every "
         f"program which lists backends waits for it: import it in the adapter, which is loaded at the first call"

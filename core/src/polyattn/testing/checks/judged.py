@@ -74,8 +74,10 @@ def fault(target: Target, case: Case) -> Outcome:
     request, why = case.request, "; ".join(case.fields)
     if not declared(target.rows, request):
         message = f"the rows do not accept it, so the fault is one of nobody's requests: {why}"
-    elif target.faulty(request) == (target.refuse(case) is None):
+    elif (refused := target.refuse(case)) is None and target.faulty(request):
         message = f"it runs into a known fault, and was accepted: {why}"
+    elif refused is not None and not target.faulty(request):
+        message = f"another provider has not that fault, and it was refused: {refused}"
     else:
         return Outcome(case, "refused")
     return Outcome(case, "failed", (Finding("fault", message),))

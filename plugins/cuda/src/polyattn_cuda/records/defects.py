@@ -163,7 +163,9 @@ FLASHINFER_PAGED = _fa2_template("paged")
 
 # --- cuDNN
 
-CUDNN_LOW_LSE = low_lse("the gradients of calls of these lengths are those of the FlashAttention 2 that torch brings")
+CUDNN_LOW_LSE = low_lse(
+    ("dense",), "the gradients of calls of these lengths are those of the FlashAttention 2 that torch brings"
+)
 CUDNN_PACKED_GAPS = Defect(
     "cuDNN",
     "its packed backward gives wrong gradients, or a CUDA error, where the rows of a query have gaps",

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn.backends.samples import parts_of
 from polyattn.placement import aligned
 from polyattn.tuning import Key
 from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
@@ -262,14 +263,6 @@ class Lists(NamedTuple):
         return self._replace(counts=counts, indices=indices)
 
 
-MOST_SAMPLES = 65_535
-"""Samples of one launch: no grid of CUDA's has more along its last axis."""
-
-
-def _samples(batch: int) -> list[slice]:
-    return [slice(first, first + MOST_SAMPLES) for first in range(0, batch, MOST_SAMPLES)]
-
-
 def _shared(tensor: Tensor, axes: int) -> tuple[int, ...]:
     return tuple(0 if tensor.shape[axis] == 1 else tensor.stride(axis) for axis in range(axes))
 
@@ -387,8 +380,8 @@ def forward(
         scale: of the products. tiles: instead of the table's. tma: descriptors or not; None = where they work.
     """
     B, H, S_q, D = query.shape
-    if B > MOST_SAMPLES:
-        for some in _samples(B):
+    if len(parts := parts_of(B, 1)) > 1:
+        for some in parts:
             mine = {"out": out[some], "lse": None if lse is None else lse[some], "tiles": tiles, "tma": tma}
             forward(query[some], key[some], value[some], lists.of(some), scale=scale, **mine)
         return
@@ -446,11 +439,10 @@ def backward(
         tiles: of the kernels `query` and `key`, instead of the table's. The rest as `forward`.
     """
     B, H, S_q, D = query.shape
-    if B > MOST_SAMPLES:
+    if len(parts := parts_of(B, 1)) > 1:
         sides = (dout, query, key, value, out, lse)
         found = [
-            backward(*(t[some] for t in sides), lists.of(some), scale=scale, tiles=tiles, tma=tma)
-            for some in _samples(B)
+            backward(*(t[some] for t in sides), lists.of(some), scale=scale, tiles=tiles, tma=tma) for some in parts
         ]
         dquery, dkey, dvalue = (torch.cat(grads) for grads in zip(*found, strict=True))
         return dquery, dkey, dvalue

@@ -698,8 +698,8 @@ def decode(
             # What was planned for has its tiles: only its pipeline can be smaller.
             less = smaller(config, _PIPELINE)
             asked = _key(query.dtype, _bits(query.dtype, kind), (D, E), config.M)
-            last, again = planned is not None and less is None, planned is not None
-            refuse(DECODE, asked, None, query.device, config, error, last=last, again=again)
+            last = planned is not None and less is None
+            refuse(DECODE, asked, None, query.device, config, error, last=last)
             plan = planned = None if planned is None else (items, less)
 
 

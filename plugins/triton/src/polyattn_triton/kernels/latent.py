@@ -680,7 +680,7 @@ def attend(
                 additive = attn_mask is not None and attn_mask.dtype != torch.bool
                 asked = _key(query.dtype, (d_c, query.shape[2] - d_c), launch.config.rows, additive)
                 fp8 = cache.dtype == torch.uint8
-                refuse(LATENT, asked, fp8, query.device, launch.config, error, last=less is None, again=True)
+                refuse(LATENT, asked, fp8, query.device, launch.config, error, last=less is None)
                 launch = dataclasses.replace(launch, config=less)
     if launch.cut:
         most = launch.tiles * config.rows if launch.parts else min(T, CUT_TOKENS.value) * heads

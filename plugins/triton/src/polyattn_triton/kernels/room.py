@@ -7,6 +7,7 @@ be foreseen: a configuration that the launch itself refuses is remembered, and t
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -135,19 +136,21 @@ _refused: dict[_Asked, dict[Any, tuple[int, str]]] = {}
 
 def refuse(
     kernel: Kernel, key: Key, extra: Any, device: torch.device, config: Any, error: Exception, room: int = 0,
-    last: bool = False, again: bool = False,
+    last: bool = False,
 ) -> None:  # fmt: skip
     """Remember that `config` did not fit: whoever asks again for such a launch is given a smaller one.
 
     Args:
         key, extra: as `choices.chosen` was given. room: which launch it was. last: there is no other configuration.
-        again: it was not asked for just now, and may have been refused before.
 
     Raises:
-        UnsupportedRequestError: it was the last.
+        UnsupportedRequestError: it was the last. The error itself, if it is none of size.
     """
-    if last or (not again and config in refused(kernel, key, extra, device)):
+    if isinstance(error, PTXASError) and not any(word in str(error).lower() for word in ("shared", "regist")):
+        raise error
+    if last:
         raise too_large(kernel, key, device, error) from error
+    # Another thread may have been first to learn it.
     _refused.setdefault((kernel.name, key, extra, device), {})[config] = (room, _why(error))
     bump(traced=False)
 
@@ -177,8 +180,10 @@ def _why(error: Exception) -> str:
     """In words: an exception that is kept keeps the tensors of its frames."""
     if isinstance(error, OutOfResources):
         return f"needs {error.required:,} bytes of {error.name}, and a program may have {error.limit:,} there"
-    said = str(error).strip() or type(error).__name__
-    return f"does not compile there: {said.splitlines()[-1]}"
+    said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # Triton quotes the assembler after a line that says so, and ends with a command.
+    quoted = [after for before, after in itertools.pairwise(said) if before.endswith("stderr:")]
+    return f"does not compile there: {(quoted or said[-1:])[0]}"
 
 
 def too_large(kernel: Kernel, key: Key, device: torch.device, error: Exception | str) -> UnsupportedRequestError:
