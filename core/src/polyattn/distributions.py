@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import dataclasses
 import functools
 import hashlib
@@ -61,19 +62,22 @@ def changed_files(name: str) -> tuple[str, ...]:
     """Python files of an installed distribution that are gone, or not what it installed: packages that share a folder
     replace and remove each other's. Reads them all, once."""
     try:
-        files = importlib.metadata.files(name) or ()
+        found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return ()
-    ours = [(file, file.hash) for file in files if file.suffix == ".py"]
-    return tuple(sorted(str(file) for file, hashed in ours if hashed is not None and not _is_intact(file, hashed)))
+    # From Python 3.12 on `importlib.metadata.files` leaves out what is gone.
+    rows = [row for row in csv.reader((found.read_text("RECORD") or "").splitlines()) if len(row) > 1]
+    ours = [(file, hashed) for file, hashed, *_ in rows if file.endswith(".py") and hashed]
+    return tuple(sorted(file for file, hashed in ours if not _is_intact(Path(str(found.locate_file(file))), hashed)))
 
 
-def _is_intact(file: importlib.metadata.PackagePath, hashed: importlib.metadata.FileHash) -> bool:
+def _is_intact(file: Path, hashed: str) -> bool:
+    mode, _, value = hashed.partition("=")
     try:
-        digest = hashlib.new(hashed.mode, file.read_binary()).digest()
+        digest = hashlib.new(mode, file.read_bytes()).digest()
     except OSError:
         return False
-    return base64.urlsafe_b64encode(digest).decode().rstrip("=") == hashed.value
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=") == value
 
 
 def left_out(name: str) -> bool:
