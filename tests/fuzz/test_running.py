@@ -217,5 +217,4 @@ def test_a_device_that_answers_no_more_ends_the_run(monkeypatch: pytest.MonkeyPa
     with planted("zeros") as backend:
         report = fuzz([backend, "reference"], seed=0, seconds=60)
     assert re.fullmatch(rf"number \d+ of {backend}: .*", report.lost)
-    assert report.seconds < 60
     assert not report.ok

@@ -43,6 +43,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], Any]] = {
     "pad_sequences": ({"family": "varlen", "layout": "THD", "causal": "bottom_right"}, ((3, 3), (7, 7))),
     "finer_pages": ({**PAGED, "layout": "THD"}, ((3, 8), (1, 5))),
     "page_table_to_tokens": ({**PAGED, "layout": "THD"}, ((3, 8), (1, 5))),
+    "write_new_rows": ({**PAGED, "layout": "THD", "save_kv_cache": False}, ((3, 8), (1, 5))),
     "dequantise_kv": ({**PAGED, "layout": "THD", "kv_dtype": "fp8_e4m3", "kv_scales": "head"}, ((3, 8), (1, 5))),
     "tree_by_lse": ({**PAGED, "layout": "THD", "phase": "verify", "mask": "bool", "tree": True}, ((3, 8), (3, 5))),
     "chunked_prefix_by_lse": ({**PAGED, "layout": "THD", "chunked_prefix": True}, ((3, 80), (1, 50))),
@@ -90,7 +91,8 @@ on_the_host = pytest.mark.filterwarnings("ignore:Accessing the data pointer of F
 
 def without_contents(name: str, fields: Mapping[str, Any], lengths: Sequence[Any], grad: tuple[str, ...] = ()) -> None:
     request = dense(**fields, grad=grad, dtype="float32" if grad else "bfloat16").normalised()
-    case = Case(request=request, lengths=tuple(lengths), storage="misaligned" if request.misaligned else "contiguous")
+    storage, new = "misaligned" if request.misaligned else "contiguous", request.save_kv_cache is not None
+    case = Case(request=request, lengths=tuple(lengths), storage=storage, new_rows=new)
     problem = build(case, CPU)
     kernel = Allocates()
     functions = bound(name, request, kernel)

@@ -94,6 +94,15 @@ FAULTS = [
     Fault(
         "bad name", registers("return [info('Acme-3')]"), "'Acme-3' must be lower case letters, digits and underscor"
     ),
+    Fault(
+        "a defect of versions that are none",
+        "from polyattn.records import Defect\n"
+        + registers(
+            "p = info('x').providers[0]; bad = Defect('l', 'w', 's', 'refused', versions='newer than 2'); "
+            "import dataclasses; return [info('acme', providers=(dataclasses.replace(p, defects=(bad,)),))]"
+        ),
+        "versions 'newer than 2' of a defect must read like '>=2,<3.1'",
+    ),
     Fault("no provider", registers("return [info('acme', providers=())]"), "acme@cpu has no provider"),
     Fault(
         "two providers of one name",

@@ -119,6 +119,14 @@ def test_wide_windows_on_other_builds_are_had_by_name_only(library: str) -> None
     assert any("not chosen by itself for this, and can be asked for by name" in reason for reason in said)
 
 
+@pytest.mark.parametrize("more", [{"misaligned": True}, {"head_dim": 100}, {"sinks": True}], ids=str)
+def test_who_asks_by_name_is_served_by_a_rewrite_too(more: dict[str, Any]) -> None:
+    request = asked(**{**CAUSAL, "window": (300, -1), **more})
+    selection = what_if(request, platform="cuda:sm90@12.8", installed=("flash-attn-3",), backend="fa3", strict=True)
+    assert (selection.provider, bool(selection.lowerings)) == ("fa3/flash-attn-3", True)
+    assert "flash-attn-3" not in chosen(request, "flash-attn-3")
+
+
 def test_a_window_that_flash_attention_does_not_serve_goes_to_a_kernel_that_skips_what_it_hides() -> None:
     selection = what_if(asked(**CAUSAL, window=(300, -1)), platform="cuda:sm90@12.8", installed=("vllm",))
     assert (selection.backend, selection.source) == ("triton", "platform rule")
@@ -200,6 +208,7 @@ PROVIDER = Provider(
         ({"acme-cu13": "2.0"}, True),
         ({"acme-cu13": "3.1"}, False),
         ({"acme": ""}, True),
+        ({"acme": "main-abc"}, True),
         ({}, True),
     ],
 )

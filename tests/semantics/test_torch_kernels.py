@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,3 +224,45 @@ def test_more_samples_than_a_grid_of_flex_attention_has_are_several_calls(
         found.append(result if lse else (result,))
     assert sizes == [3, 2, 1]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+
+
+def test_a_compiler_learns_of_the_batch_only_that_it_fits() -> None:
+    """A slice for each part of a batch would be compiled anew for each size."""
+    frames = 0
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        nonlocal frames
+        frames += 1
+        return graph
+
+    kernel = torch_sdpa._trained(torch.nn.functional.scaled_dot_product_attention)
+    compiled = torch.compile(kernel, backend=counting, fullgraph=True)
+    for batch in range(2, 10):
+        q, k, v = (torch.randn(batch, 2, 5, 8) for _ in range(3))
+        assert compiled(q, k, v).shape == q.shape
+    assert frames <= 2
+
+
+def test_switches_are_set_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the process's: two threads that put back what they found may leave cuDNN switched off."""
+    inside, most = 0, 0
+    lock, q = threading.Lock(), torch.randn(1, 2, 64, 8)
+
+    def slow(*tensors: Any, **given: Any) -> Tensor:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        started.wait(0.2)
+        with lock:
+            inside -= 1
+        return tensors[0]
+
+    started = threading.Event()
+    monkeypatch.setattr(torch_sdpa, "_sdpa", slow)
+    threads = [threading.Thread(target=torch_sdpa._without_cudnn, args=(q, q, q)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1

@@ -8,14 +8,18 @@ import pytest
 import torch
 
 from polyattn.errors import InvalidInputError
+from polyattn.placement import placed
+from polyattn.serving import calls
 from polyattn.serving.backend import AttentionBackend
 from polyattn.serving.batch import ForwardBatch, ForwardMode
+from polyattn.serving.calls import LayerCall
 from polyattn.serving.layer import AttentionLayer
 from polyattn.serving.pages import PageAllocator
 from polyattn.serving.pool import KVCacheConfig, KVPool
 from polyattn.serving.requests import RequestTable
 from polyattn.serving.tree import DraftTree
 from polyattn.serving.workspace import Limits
+from polyattn.testing.problems import stored
 
 from .rig import LIMITS, Rig, decoder
 
@@ -78,6 +82,32 @@ def refused(words: str) -> Any:
 
 def qkv(tokens: int = 3, **more: Any) -> tuple[torch.Tensor, ...]:
     return torch.randn(tokens, 4, 16, **more), torch.randn(tokens, 2, 16), torch.randn(tokens, 2, 8)
+
+
+def test_tensors_off_a_16_byte_boundary_are_moved_for_kernels_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's kernel is bound before there are any, for tensors that are on one."""
+    made, moved = LayerCall.__init__, []
+
+    def on_a_device(self: LayerCall, *given: Any) -> None:
+        made(self, *given)
+        self._loads = True
+
+    def moving(tensor: torch.Tensor) -> torch.Tensor:
+        found = placed(tensor)
+        moved.append(found is not tensor)
+        return found
+
+    monkeypatch.setattr(LayerCall, "__init__", on_a_device)
+    monkeypatch.setattr(calls, "placed", moving)
+    rig = Rig(decoder(v_head_dim=8))
+    rig.step(EXTEND, {rig.add()[0]: 3})
+    moved.clear()
+    given = qkv()
+    off = [stored(tensor, "misaligned", torch.device("cpu")) for tensor in given]
+    first = rig.backend.forward(*off, rig.layers[0])
+    assert moved == [True, True, True]
+    assert torch.equal(first, rig.backend.forward(*given, rig.layers[0]))
+    assert moved[3:] == [False, False], "a query that is on one is not asked to be moved"
 
 
 def test_before_any_step() -> None:

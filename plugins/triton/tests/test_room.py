@@ -333,7 +333,7 @@ def test_two_threads_may_learn_the_same() -> None:
     for _ in range(2):
         room.refuse(FORWARD, key, "two threads", CPU, config, error)
     assert room.refused(FORWARD, key, "two threads", CPU) == {
-        config: (0, "does not compile there: too much shared data")
+        config: (0, "does not compile there: PTXAS error: too much shared data")
     }
 
 

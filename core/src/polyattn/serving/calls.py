@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError
+from ..placement import aligned, placed
 from .metadata import TABLES
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class LayerCall:
     """
 
     __slots__ = (
-        *("_attend", "_caches", "_device", "_dtype", "_dynamic", "_forward", "_id", "_own", "_pair", "_pool"),
+        *("_attend", "_caches", "_device", "_dtype", "_dynamic", "_forward", "_id", "_loads", "_own", "_pair", "_pool"),
         *("_reader", "_rows", "_without", "_writes", "layer", "step"),
     )
 
@@ -96,6 +97,7 @@ class LayerCall:
     ) -> None:
         self.layer, self._id, self._pool, self.step = served.layer, served.layer.layer_id, pool, step
         self._caches, self._dtype, self._device = served.cache.tensors, pool.dtype, pool.device
+        self._loads = pool.device.type != "cpu"
         self._rows = pool.rows_writer(self._id)
         self._pair = len(self._caches) == 2
         self._dynamic = served.cache.dynamic
@@ -109,6 +111,8 @@ class LayerCall:
         step = self.step
         if q.shape != step.query or q.dtype is not self._dtype or q.requires_grad:
             self._refuse_query(q)
+        if self._loads and not aligned(q):
+            q = placed(q)
         if k is None:
             if v is not None:
                 self._refuse("a value without its key; give both, or None for both where the cache has them")
@@ -124,6 +128,9 @@ class LayerCall:
             for new in (k,) if v is None else (k, v):
                 if new.dtype is not self._dtype or new.requires_grad or new.device != self._device:
                     self._refuse_kind(new)
+            if self._loads:
+                # Kernels of devices load 16 bytes at a time, and what they were bound for says that they may.
+                k, v = placed(k), None if v is None else placed(v)
             if save:
                 if self._writes:
                     self._pool.note_written(self._id)

@@ -92,7 +92,7 @@ def gradients(
     outputs: Sequence[Tensor], upstream: Sequence[Tensor], inputs: Sequence[Tensor], notes: Notes
 ) -> Sequence[Tensor]:
     """The gradients of inputs; none, and a finding, where what came back is cut off from them."""
-    if not all(output.requires_grad for output in outputs):
+    if not all(output.requires_grad or not output.numel() for output in outputs):
         notes.wrong(
             "gradients",
             "the row declares them, and what the call returned depends on no input: its Bound has no backward, and "
