@@ -65,7 +65,7 @@ def test_they_are_in_the_evidence_and_in_what_lists_show(acme: Acme) -> None:
     path = record(report)
     assert json.loads(path.read_text())["xfailed"] == report.xfailed
     evidence = read_evidence(str(folder / "plugin.py"), "acme", "cpu")
-    assert str(evidence).endswith(f", {report.xfailed} xfailed)")
+    assert f", {report.xfailed} xfailed, " in str(evidence)
 
 
 def test_a_listed_case_that_passes_is_a_failure(acme: Acme) -> None:
