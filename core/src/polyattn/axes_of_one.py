@@ -28,13 +28,15 @@ def fit_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
 
 
 def regular(tensor: Tensor) -> Tensor:
-    """A view with the strides that a dense tensor has along axes of one."""
-    sizes, strides, dense = tensor.shape, [*tensor.stride()], 1
+    """A view with the strides that a dense tensor has along axes of one.
+
+    Not by `as_strided`, whose gradient of an expanded tensor is not that tensor's: it takes the mean of all entries
+    that share a place.
+    """
     for axis in range(tensor.ndim - 1, -1, -1):
-        if sizes[axis] == 1:
-            strides[axis] = dense
-        dense = max(dense, strides[axis] * sizes[axis])
-    return tensor.as_strided(sizes, strides)
+        if tensor.shape[axis] == 1:
+            tensor = tensor.squeeze(axis).unsqueeze(axis)
+    return tensor
 
 
 def row_major(table: Tensor) -> Tensor:
