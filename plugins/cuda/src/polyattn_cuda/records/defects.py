@@ -30,8 +30,9 @@ _VLLM = (
     "where the window does, and those that need the mask are counted from the first key"
 )
 _VLLM_SOURCE = (
-    "vllm-project/flash-attention 8f468e7d, hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp; vllm 0.33.0 on an H100, "
-    "2026-11-27: 6,854 of 26,946 random calls of this kind were wrong, and none of 20,914 others"
+    "vllm-project/flash-attention 8f468e7d, hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp; vllm 0.33.0 on an H200, "
+    "2026-11-27: 3,053 of 12,008 random calls of this kind were wrong, and none of 7,992 others (`python "
+    "benchmarks/vllm_windows.py`)"
 )
 _TILES = ((Range(65, 128), 128), (Range(129, 192), 96), (Range(193, 256), 64))
 """Head dims, and the keys of a tile. Up to 64 another loop serves, which is right."""
