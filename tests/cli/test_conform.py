@@ -378,6 +378,8 @@ def test_torch_is_loaded_when_something_is_run() -> None:
             2,
             "--write-evidence with --dtypes or --families: part of a backend is no evidence for it. Leave these out",
         ),
+        (("--refresh", "--quick"), 2, "--refresh runs nothing: give it a backend or nothing, and --json"),
+        (("nobody", "--refresh"), 4, "no backend is named 'nobody'"),
         (("acme", "--planted-bugs"), 2, "--planted-bugs tries the kit itself, not acme: leave one of the two out"),
         (("acme", "--dtypes", "float31"), 2, "--dtypes 'float31' is not known. Did you mean 'float32'"),
         (("acme", "--dtypes", "fp32,fp8_e4m3"), 2, "--dtypes 'fp8_e4m3' is not known. Allowed: fp64, bf16, fp16, fp32"),
@@ -400,6 +402,20 @@ def test_help_says_how_much_more_a_full_run_is(run: Run) -> None:
 
 
 # --- the kit itself
+
+
+def test_evidence_follows_its_code(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = run("conform", "torch_native", "--refresh")
+    assert "nothing to refresh: evidence that reads stale is of other code, and is run again" in said.out
+    moved = Path("torch_native@cpu.json")
+    monkeypatch.setattr(
+        "polyattn.testing.recording.refresh", lambda name, platform: moved if platform == "cpu" else None
+    )
+    said = run("conform", "torch_native", "--refresh")
+    assert said.out.splitlines() == ["torch_native@cpu: torch_native@cpu.json says where its code is now"]
+    assert run("conform", "torch_native@cpu", "--refresh", "--json").data == {
+        "refreshed": {"torch_native@cpu": "torch_native@cpu.json"}
+    }
 
 
 def test_planted_bugs_are_listed_with_what_caught_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 `evidence/<name>@<platform>.json` next to the plugin's module holds level, device, versions, date, counts, and hashes of
 the sources that ran and of the capability rows that were tried. When either changes the evidence reads *stale* until it
-is run again.
+is run again, or, where the sources do what they did, until `polyattn conform --refresh`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from .errors import PluginError
 from .record_types import check_types
 from .records import EvidenceLevel, Provider, Row
 
-__all__ = ["EARLIER_KEYS", "KEYS", "LEVELS", "Evidence", "read_evidence", "row_hash", "source_hash", "write_evidence"]
+__all__ = [
+    "EARLIER_KEYS",
+    "KEYS",
+    "LEVELS",
+    "Evidence",
+    "evidence_file",
+    "read_evidence",
+    "row_hash",
+    "source_hash",
+    "write_evidence",
+]
 
 LEVELS: tuple[str, ...] = get_args(EvidenceLevel)
 """Strongest first."""
@@ -33,10 +43,16 @@ EARLIER_KEYS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What was run. `sources`: files relative to the plugin's folder; `digest`: their hash when it ran; `absent`:
-    providers of the backend that were not there, of which it shows nothing; `rows`: the hash of what the others
-    declared for `arch` ("" = anywhere), "" = not known; `reached`: family -> queries, keys and grid (sequences x
-    heads), the most of a call that passed; `others`: earlier runs, with other providers."""
+    """What was run.
+
+    Attributes:
+        sources: files relative to the plugin's folder. digest: their hash when it ran. code: hash of what they do,
+            which comments, names and moves do not change; "" = not known.
+        absent: providers of the backend that were not there, of which it shows nothing.
+        rows: hash of what the others declared for `arch` ("" = anywhere); "" = not known.
+        reached: family -> queries, keys and grid (sequences x heads), the most of a call that passed.
+        others: earlier runs, with other providers.
+    """
 
     backend: str
     platform: str
@@ -51,6 +67,7 @@ class Evidence:
     note: str = ""
     sources: tuple[str, ...] = ()
     digest: str = ""
+    code: str = ""
     absent: tuple[str, ...] = ()
     arch: str = ""
     rows: str = ""
@@ -145,6 +162,11 @@ def _declared(row: Row) -> str:
     return "; ".join(sorted([*parts, *(f"lowered {name} {by}" for name, by in row.lowered.items())]))
 
 
+def evidence_file(origin: str, backend: str, platform: str) -> Path:
+    """Where the evidence of a backend is, whose plugin was loaded from file `origin`."""
+    return Path(origin).parent / "evidence" / f"{backend}@{platform}.json"
+
+
 @functools.lru_cache(maxsize=256)
 def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
     """The evidence of a backend whose plugin was loaded from file `origin`; level `declared` when there is none.
@@ -155,7 +177,7 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
     if not origin:
         return Evidence(backend, platform, "declared")
     folder = Path(origin).parent
-    path = folder / "evidence" / f"{backend}@{platform}.json"
+    path = evidence_file(origin, backend, platform)
     if not path.is_file():
         return Evidence(backend, platform, "declared")
     try:
@@ -183,7 +205,7 @@ def write_evidence(origin: str, evidence: Evidence) -> Path:
     beside = [one for one in runs if one.level == evidence.level and {*one.absent} != {*evidence.absent}]
     kept = [one for one in beside if not one.stale]
     current = dataclasses.replace(evidence, digest=source_hash(folder, evidence.sources), others=tuple(kept))
-    target = folder / "evidence" / f"{evidence.backend}@{evidence.platform}.json"
+    target = evidence_file(origin, evidence.backend, evidence.platform)
     target.parent.mkdir(exist_ok=True)
     target.write_text(current.to_json())
     read_evidence.cache_clear()

@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import ConfigError
+from ..errors import BackendUnavailableError, ConfigError
 from ..field_words import DTYPE_WORDS
 from ..plugins import get_manager
 from ..records import FAMILIES
 from ..testing.early_imports import early_imports
-from ..testing.where import AUTO, Place, place
+from ..testing.where import AUTO, Place, place, unknown_backend
 from .asking import one_of
 from .rendering import grid, progress, screen, show_json, title
 
@@ -43,6 +43,9 @@ def conform(
     planted_bugs: Annotated[
         bool, typer.Option("--planted-bugs", help="Try the kit itself: on backends with one known bug each.")
     ] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Run nothing: evidence follows code that was moved or renamed only.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
 ) -> None:
     """Try everything that a backend declares against the reference, and see that it refuses the rest with a reason.
@@ -50,6 +53,9 @@ def conform(
     Exit code 1 when it does not conform. A run of all of it that finds nothing is recorded beside the plugin.
     """
     partial = bool(dtypes or families)
+    if refresh:
+        _refresh(backend, quick or full or write_evidence or no_evidence or planted_bugs or partial, as_json)
+        return
     _agree(backend, quick, full, write_evidence, no_evidence, planted_bugs, partial)
     console = screen()
     if planted_bugs:
@@ -91,6 +97,27 @@ def _agree(
         raise ConfigError(
             "--write-evidence with --dtypes or --families: part of a backend is no evidence for it. Leave these out"
         )
+
+
+def _refresh(backend: str | None, more: bool, as_json: bool) -> None:
+    """Let the evidence of a backend, or of all, follow its code."""
+    from ..testing.recording import refresh
+
+    if more:
+        raise ConfigError("--refresh runs nothing: give it a backend or nothing, and --json")
+    infos = get_manager().backends.values()
+    chosen = [info for info in infos if backend is None or backend in (info.name, info.id)]
+    if not chosen:
+        raise BackendUnavailableError(unknown_backend(backend or ""))
+    found = {info.id: path for info in chosen if (path := refresh(info.name, info.platform)) is not None}
+    if as_json:
+        show_json({"refreshed": {name: path.name for name, path in found.items()}})
+        return
+    console = screen()
+    for name, path in found.items():
+        console.print(Text(f"{name}: {path.name} says where its code is now"))
+    if not found:
+        console.print(Text("nothing to refresh: evidence that reads stale is of other code, and is run again"))
 
 
 def _check_kind(device: str) -> None:

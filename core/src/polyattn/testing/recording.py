@@ -1,19 +1,24 @@
-"""A report becomes evidence, beside the plugin whose backend it is about; so does a run of a vendor's own code."""
+"""A report becomes evidence, beside the plugin whose backend it is about; so does a run of a vendor's own code.
+
+Evidence is refreshed where only the text of its sources has changed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..evidence import Evidence, read_evidence, row_hash, source_hash, write_evidence
+from ..evidence import Evidence, evidence_file, read_evidence, row_hash, source_hash, write_evidence
 from ..plugins import get_manager
 from .calls import is_interpreted
+from .code_digest import code_digest
 from .report import UNTRIED, Report
 from .sources import sources_of
 
-__all__ = ["evidence_of", "record", "record_vendor_code", "stale"]
+__all__ = ["evidence_of", "record", "record_vendor_code", "refresh", "stale"]
 
 
 def record(report: Report) -> Path:
@@ -59,10 +64,45 @@ def record_vendor_code(
             passed=passed,
             note=note,
             sources=sources_of(origin, chosen),
+            code=code_digest(chosen),
             absent=tuple(p.name for p in info.providers if p not in chosen and not p.planned),
             rows=row_hash(chosen),
         ),
     )
+
+
+def refresh(backend: str, platform: str) -> Path | None:
+    """Say in a backend's evidence where its code is now, if that is the code that ran.
+
+    Comments, docstrings, names of definitions and the files that they are in may have changed: then the evidence reads
+    stale, and shows as much as before.
+
+    Returns:
+        The file, or None where nothing is to be said: it is not stale, its code has changed, or a run of an earlier
+        polyattn did not keep what its code was.
+
+    Raises:
+        PluginError: an adapter's module cannot be found, or its evidence cannot be read. OSError: it cannot be written.
+    """
+    manager = get_manager()
+    info = manager.backends[backend, platform]
+    origin = manager.owner(info).origin
+    before = read_evidence(origin, backend, platform)
+
+    def moved(run: Evidence) -> Evidence:
+        tried = [one for one in info.providers if one.name not in run.absent and not one.planned]
+        if not run.stale or not run.code or run.code != code_digest(tried):
+            return run
+        sources = sources_of(origin, tried)
+        return dataclasses.replace(run, sources=sources, digest=source_hash(Path(origin).parent, sources), stale=False)
+
+    after = dataclasses.replace(moved(before), others=tuple(map(moved, before.others)))
+    if after == before:
+        return None
+    path = evidence_file(origin, backend, platform)
+    path.write_text(after.to_json(), encoding="utf-8")
+    read_evidence.cache_clear()
+    return path
 
 
 def _origin(report: Report) -> str:
@@ -104,6 +144,7 @@ def evidence_of(report: Report) -> Evidence:
         note="; ".join([said, *(f"not run: {reason}" for reason in report.not_run)]),
         sources=report.sources,
         digest=report.digest,
+        code=code_digest(provider for provider in info.providers if provider.name not in report.absent),
         absent=report.absent,
         arch=report.arch,
         rows=report.rows,

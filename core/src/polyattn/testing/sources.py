@@ -12,7 +12,7 @@ from ..errors import PluginError
 from ..hookspecs import PROJECT
 from ..records import Provider
 
-__all__ = ["KERNELS", "UNPACK", "packed", "sources_of"]
+__all__ = ["KERNELS", "UNPACK", "absolute", "computes", "file_of", "kernels_beside", "packed", "sources_of"]
 
 KERNELS = frozenset((".c", ".cc", ".cl", ".cpp", ".cu", ".cuh", ".h", ".hip", ".hpp", ".metal", ".mlir", ".mm"))
 """Suffixes of kernel sources."""
@@ -43,7 +43,7 @@ def sources_of(origin: str, providers: Sequence[Provider]) -> tuple[str, ...]:
     modules: set[Path] = set()
     for provider in providers:
         module = provider.target.partition(":")[0]
-        path = _file(module)
+        path = file_of(module)
         if path is None:
             raise PluginError(
                 f"the adapter {provider.target!r} of provider {provider.name!r} is in no file that can be imported; "
@@ -53,22 +53,31 @@ def sources_of(origin: str, providers: Sequence[Provider]) -> tuple[str, ...]:
             raise PluginError(f"{packed(str(path))}, and so is what its results stand on. {UNPACK}")
         _follow(module, path, modules)
     for path in modules:
-        found |= {path, *(kernel for kernel in path.parent.rglob("*") if kernel.suffix in KERNELS)}
+        found |= {path, *kernels_beside(path)}
     return tuple(sorted(Path(os.path.relpath(path, folder)).as_posix() for path in found))
+
+
+def kernels_beside(path: Path) -> Iterator[Path]:
+    """Kernel sources that are no Python, in the folder of a module or below it."""
+    return (kernel for kernel in path.parent.rglob("*") if kernel.suffix in KERNELS)
 
 
 def _follow(module: str, path: Path, found: set[Path]) -> None:
     if path in found:
         return
     found.add(path)
-    for name in _imports(module, path):
-        if name.partition(".")[0] == module.partition(".")[0]:
-            file = _file(name)
-            if file is not None and (module.partition(".")[0] != PROJECT or _computes(file)):
-                _follow(name, file, found)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for owner, name in absolute(node, module, path).values():
+                for one in (owner, f"{owner}.{name}") if name else (owner,):
+                    if one.partition(".")[0] == module.partition(".")[0]:
+                        file = file_of(one)
+                        if file is not None and (module.partition(".")[0] != PROJECT or computes(file)):
+                            _follow(one, file, found)
 
 
-def _file(module: str) -> Path | None:
+def file_of(module: str) -> Path | None:
+    """The file of a module, or None where there is no such module or it has no file."""
     try:
         spec = importlib.util.find_spec(module)
     except (ModuleNotFoundError, ValueError):  # ValueError: a module made by hand has no spec
@@ -76,19 +85,18 @@ def _file(module: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
-def _imports(module: str, path: Path) -> Iterator[str]:
-    """Absolute names of what a file imports, at any depth; `from a import b` gives both a and a.b."""
+def absolute(node: ast.Import | ast.ImportFrom, module: str, path: Path) -> dict[str, tuple[str, str]]:
+    """What an import statement of a module binds: name -> (module, name in it; empty for the module itself)."""
+    if isinstance(node, ast.Import):
+        plain = {alias.name.partition(".")[0]: (alias.name, "") for alias in node.names if not alias.asname}
+        return plain | {alias.asname: (alias.name, "") for alias in node.names if alias.asname}
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+    base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+    return {alias.asname or alias.name: (base, alias.name) for alias in node.names}
 
 
-def _computes(path: Path) -> bool:
+def computes(path: Path) -> bool:
+    """Whether a module of polyattn imports torch as a whole: the others are records and errors."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     return any(name.partition(".")[0] == "torch" for name in names)

@@ -9,7 +9,7 @@ from ..inspection import detect, list_backends
 from ..plugins import get_manager
 from ..records import BackendInfo
 
-__all__ = ["AUTO", "Place", "place"]
+__all__ = ["AUTO", "Place", "place", "unknown_backend"]
 
 AUTO = "auto"
 """Of the backend's platforms the one whose accelerator is here, else the CPU."""
@@ -44,7 +44,7 @@ def place(backend: str, device: str = AUTO) -> Place:
     name, _, platform = backend.partition("@")
     found = [info for (known, _), info in manager.backends.items() if known == name]
     if not found:
-        raise BackendUnavailableError(_unknown(name))
+        raise BackendUnavailableError(unknown_backend(name))
     kind = device.partition(":")[0]
     candidates = [
         info
@@ -72,7 +72,7 @@ def place(backend: str, device: str = AUTO) -> Place:
     return Place(info, where)
 
 
-def _unknown(name: str) -> str:
+def unknown_backend(name: str) -> str:
     manager = get_manager()
     names = {known for known, _ in manager.backends}
     # An alias is of a backend on a platform: several may have the same.
