@@ -36,7 +36,7 @@ Imported = tuple[str, str]
 
 
 def code_digest(providers: Iterable[Provider]) -> str:
-    """sha256 of what the adapters of `providers` reach, as 16 hexadecimal digits. An adapter in no file counts by name."""
+    """sha256 of what the adapters of `providers` reach, in 16 digits. An adapter in no file counts by name."""
     program = _Program()
     found = [
         f"{provider.name} {program.definition(*_split(provider.target))}"
