@@ -15,13 +15,46 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "src" / "polyattn"
 PLUGINS = sorted(p.parent for p in ROOT.glob("plugins/[!_]*/pyproject.toml"))
 HEART = {
-    "contract": ("contract.py", "hookspecs.py", "records"),
-    "selection": ("selection.py", "overrides.py"),
-    "dispatch": ("dispatch.py", "varlen.py", "signature.py", "compiled.py", "choose.py"),
-    "plugins": ("plugins.py",),
+    "contract": (
+        "contract.py",
+        "hookspecs.py",
+        "records",
+        "field_words.py",
+        "request_text.py",
+        "record_types.py",
+        "call_shapes.py",
+    ),
+    "registry": ("plugins.py", "bound_check.py", "distributions.py", "evidence.py", "defects.py"),
+    "selection": (
+        "selection.py",
+        "inspection.py",
+        "names.py",
+        "unknown_names.py",
+        "rejections.py",
+        "overrides.py",
+        "hybrid.py",
+        "policies.py",
+    ),
+    "dispatch": (
+        "dispatch.py",
+        "varlen.py",
+        "sdpa.py",
+        "serving_calls.py",
+        "signature.py",
+        "facts.py",
+        "choose.py",
+        "by_length.py",
+        "agreement.py",
+        "compiled.py",
+        "traced_errors.py",
+        "traced_facts.py",
+        "ops.py",
+        "tracing.py",
+    ),
 }
-BUDGET = 2545
-"""2,500 until known defects of libraries became records that selection obeys."""
+"""Every file of a room counts, so that no feature becomes a file beside the budget."""
+BUDGET = 4900
+"""Where the four ways of a call become one it shrinks to 4,600."""
 
 
 def sources(path: Path) -> list[Path]:
@@ -48,7 +81,7 @@ def code_lines(path: Path) -> int:
     return len({line for t in tokens for line in range(t.start[0], t.end[0] + 1)} - skipped)
 
 
-def test_contract_selection_dispatch_and_plugins_stay_small() -> None:
+def test_contract_registry_selection_and_dispatch_stay_small() -> None:
     rooms = [CORE / name for names in HEART.values() for name in names]
     missing = [room for room in rooms if not room.exists()]
     assert not missing, "the budget counts files that are gone"

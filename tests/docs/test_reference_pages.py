@@ -76,6 +76,18 @@ def polyattn_register_measurements():
 
 
 @hookimpl
+def polyattn_register_tunables():
+    note("polyattn_register_tunables")
+    return []
+
+
+@hookimpl
+def polyattn_register_device_ops():
+    note("polyattn_register_device_ops")
+    return []
+
+
+@hookimpl
 def polyattn_report_capability(backend, request):
     note("polyattn_report_capability", request)
 
@@ -152,11 +164,11 @@ def test_hooks_are_called_in_the_order_of_the_page(calls: dict[str, list[Any]]) 
 
 def test_hooks_are_called_when_the_page_says(calls: dict[str, list[Any]]) -> None:
     said = {hook: when for _, hook, when, _ in HOOK_ROWS}
-    platforms, backends, measurements, capability, forward = said
+    platforms, *others, capability, forward = said
     assert said[platforms] == "once per process, when backends are first needed"
-    assert said[backends] == said[measurements] == "once per process, right after"
+    assert {said[other] for other in others} == {"once per process, right after"}
     assert calls["import"] == []
-    assert [hook for hook, *_ in calls["list"]] == [platforms, backends, measurements]
+    assert [hook for hook, *_ in calls["list"]] == [platforms, *others]
     assert said[capability] == "per distinct request, where the rows accepted it"
     assert said[forward] == "per distinct request, when it is first served"
     assert {hook for hook, *_ in calls["explain"]} == {capability}

@@ -195,9 +195,9 @@ def test_every_addition_is_promised() -> None:
 
 def test_the_snapshot_is_of_the_whole_contract() -> None:
     named = PROMISED["exports"]
-    registering = ("register_platforms", "register_backends", "register_measurements")
-    hooks = [f"polyattn_{name}" for name in (*registering, "report_capability", "load_forward")]
-    assert list(named["polyattn.hookspecs"]["PolyattnSpecs"]["members"])[:5] == hooks
+    kinds = ("platforms", "backends", "measurements", "tunables", "device_ops")
+    hooks = [f"polyattn_{name}" for name in (*(f"register_{kind}" for kind in kinds), "report_capability")]
+    assert list(named["polyattn.hookspecs"]["PolyattnSpecs"]["members"])[:7] == [*hooks, "polyattn_load_forward"]
     assert {"DenseForward", "DenseBackward", "VarlenForward", "PagedForward", "Bound"} < set(named["polyattn.contract"])
     assert {"AttentionRequest", "BackendInfo", "Provider", "Row", "row", "Range"} < set(named["polyattn.records"])
     assert set(PROMISED["request"]) >= {"family", "causal", "sinks", "lse", "save_kv_cache"}

@@ -9,7 +9,9 @@ import types
 import pytest
 import torch
 
-from polyattn.errors import InvalidInputError
+from polyattn.errors import InvalidInputError, PluginError
+from polyattn.plugins import PluginManager, get_manager
+from polyattn.records import DeviceOpsInfo
 from polyattn.serving import (
     AttentionBackend,
     AttentionLayer,
@@ -23,7 +25,6 @@ from polyattn.serving import (
     StepBuffers,
     device_ops,
 )
-from polyattn.serving.device_ops import register_device_ops
 
 LAYERS = [AttentionLayer(0, 2, 1, 16), AttentionLayer(1, 2, 1, 32)]
 SLOTS = torch.tensor([5, 6])
@@ -49,10 +50,15 @@ def acme(monkeypatch):
     module = types.ModuleType("acme_ops")
     module.Ops, module.Other = Ops, type("Other", (Ops,), {"name": "other"})
     monkeypatch.setitem(sys.modules, "acme_ops", module)
-    monkeypatch.setattr(device_ops, "_registered", {})
-    device_ops.device_ops.cache_clear()
+    monkeypatch.setattr(get_manager(), "device_ops", ())
+    device_ops._first.cache_clear()
     yield module
-    device_ops.device_ops.cache_clear()
+    device_ops._first.cache_clear()
+
+
+def announce(device_type, target, **more):
+    """As a plugin's hook does."""
+    get_manager().device_ops += (DeviceOpsInfo(device_type, target, **more),)
 
 
 def pool(dtype=torch.float32, kv_dtype="auto"):
@@ -71,7 +77,7 @@ def test_without_kernels_core_writes(acme):
 
 
 def test_kernels_write_what_they_say_they_do(acme):
-    register_device_ops("cpu", "acme_ops:Ops")
+    announce("cpu", "acme_ops:Ops")
     made = pool()
     assert (made.writer(0), made.writer(1)) == ("acme", "polyattn")
     key, value = rows(16), rows(16)
@@ -86,7 +92,7 @@ def test_kernels_write_what_they_say_they_do(acme):
 
 
 def test_scales_alone_are_made_by_them_too(acme):
-    register_device_ops("cpu", "acme_ops:Ops")
+    announce("cpu", "acme_ops:Ops")
     pool(kv_dtype="fp4_e2m1").make_scales(0, SLOTS, rows(16), rows(16))
     assert [call[-1] for call in device_ops.device_ops("cpu").calls] == [False]
 
@@ -100,12 +106,12 @@ def test_a_backend_that_writes_too_leaves_it_to_them(acme):
         return {selection.notes[-1].partition("written by ")[2] for selection in backend.explain().values()}
 
     assert written_by() == {"the kernel"}
-    register_device_ops("cpu", "acme_ops:Ops")
+    announce("cpu", "acme_ops:Ops")
     assert written_by() == {"the pool, before the kernel runs"}
 
 
 def test_a_layer_gives_them_what_it_checked(acme):
-    register_device_ops("cpu", "acme_ops:Ops")
+    announce("cpu", "acme_ops:Ops")
     caches = KVPool(LAYERS[:1], KVCacheConfig("fp8_e4m3", 4), 9, dtype=torch.float32)
     table = RequestTable(4, 32, 4, [-1], [PageAllocator(9)])
     backend = AttentionBackend(LAYERS[:1], caches, table, limits=Limits(4, 8, 32), backend="torch_sdpa")
@@ -135,7 +141,7 @@ def test_kernels_write_the_tables_of_steps(acme):
 
     acme.Ops.writer = writer
     try:
-        register_device_ops("cpu", "acme_ops:Ops")
+        announce("cpu", "acme_ops:Ops")
         table = RequestTable(4, 64, 4, [-1, 7], [PageAllocator(40), PageAllocator(40)])
         numbers = [table.add(), table.add()]
         for row in numbers:
@@ -161,7 +167,7 @@ def test_kernels_write_the_tables_of_steps(acme):
 
 
 def test_rows_of_another_dtype_are_written_by_core(acme):
-    register_device_ops("cpu", "acme_ops:Ops")
+    announce("cpu", "acme_ops:Ops")
     made = pool()
     made.write(0, SLOTS, rows(16), rows(16, torch.float64))
     assert not device_ops.device_ops("cpu").calls
@@ -169,17 +175,17 @@ def test_rows_of_another_dtype_are_written_by_core(acme):
 
 
 def test_the_lowest_rank_that_can_serve_does(acme):
-    register_device_ops("cpu", "acme_ops:Ops", rank=50)
-    register_device_ops("cpu", "acme_ops:Other", rank=10)
-    register_device_ops("cpu", "acme_ops:Other", rank=10)
-    register_device_ops("cpu", "nowhere:Ops", rank=1, requires=("no-such-distribution",))
+    announce("cpu", "acme_ops:Ops", rank=50)
+    announce("cpu", "acme_ops:Other", rank=10)
+    announce("cpu", "acme_ops:Other", rank=10)
+    announce("cpu", "nowhere:Ops", rank=1, requires=("no-such-distribution",))
     assert device_ops.device_ops("cpu").name == "other"
     assert device_ops.device_ops("xpu") is None
 
 
 def test_kernels_that_cannot_be_imported_are_warned_about(acme):
-    register_device_ops("cpu", "acme_ops:Missing", rank=1)
-    register_device_ops("cpu", "acme_ops:Ops")
+    announce("cpu", "acme_ops:Missing", rank=1)
+    announce("cpu", "acme_ops:Ops")
     with pytest.warns(
         RuntimeWarning, match=r"acme_ops:Missing: its kernels for serving on cpu cannot be used \(Attribute"
     ):
@@ -187,6 +193,62 @@ def test_kernels_that_cannot_be_imported_are_warned_about(acme):
     assert pool().writer(0) == "acme", "said once"
 
 
-def test_registering_imports_no_torch():
+PLUGIN = """
+from polyattn.hookspecs import hookimpl
+from polyattn.records import DeviceOpsInfo, Kernel
+
+@hookimpl
+def polyattn_register_tunables():
+    return [Kernel("acme.decode", ("n",), {"block_n": (16,)})]
+
+@hookimpl
+def polyattn_register_device_ops():
+    return [DeviceOpsInfo("cpu", "acme_ops:Ops")]
+"""
+RAISES = (
+    PLUGIN
+    + """
+@hookimpl
+def polyattn_register_backends():
+    raise OSError("no table")
+"""
+)
+
+
+@pytest.mark.parametrize("source, kept", [(PLUGIN, True), (RAISES, False)])
+def test_a_plugin_that_is_left_out_leaves_nothing_behind(source, kept, tmp_path, monkeypatch):
+    """Its kernels would write caches although `doctor` says that it is not used."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "acme_device_plugin.py").write_text(source)
+    sys.modules.pop("acme_device_plugin", None)
+    manager = PluginManager({"POLYATTN_EXTRA_PLUGINS": "acme_device_plugin", "POLYATTN_PLUGINS": "acme_device_plugin"})
+    manager.load()
+    assert (manager.plugins["acme_device_plugin"].state == "ready") is kept
+    assert [one.target for one in manager.device_ops if one.device_type == "cpu"] == ["acme_ops:Ops"] * kept
+    assert ("acme.decode" in manager.kernels) is kept
+    manager = PluginManager({"POLYATTN_PLUGINS": "core"})
+    manager.load()
+    assert not manager.device_ops, "another manager knows only its own plugins"
+    assert not manager.kernels
+
+
+def test_device_ops_name_a_class(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "acme_wrong_plugin.py").write_text(PLUGIN.replace("acme_ops:Ops", "acme_ops.Ops"))
+    with pytest.raises(PluginError, match=r"device ops: target 'acme_ops.Ops' must read 'package.module:Class'"):
+        PluginManager({}).register("acme_wrong_plugin")
+
+
+def test_a_name_belongs_to_one_kernel(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    manager = PluginManager({})
+    for name in ("acme_one_plugin", "acme_two_plugin"):
+        (tmp_path / f"{name}.py").write_text(PLUGIN)
+    manager.register("acme_one_plugin")
+    with pytest.raises(PluginError, match=r"kernel 'acme.decode' is registered already; names are 'package.kernel'"):
+        manager.register("acme_two_plugin")
+
+
+def test_importing_imports_no_torch():
     code = "import sys, polyattn.serving.device_ops; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=1800)

@@ -21,7 +21,9 @@ from packaging.version import Version
 from polyattn import tuning
 from polyattn.epoch import EPOCH
 from polyattn.errors import ConfigError, InvalidInputError, UnsupportedRequestError
-from polyattn.tuning import Kernel, Place, Row, TuningStore, current, kernels, offline, places
+from polyattn.hookspecs import hookimpl
+from polyattn.plugins import get_manager, register_plugin, reset_manager
+from polyattn.tuning import Kernel, Place, Row, TuningStore, current, offline, places
 
 CPU = torch.device("cpu")
 KERNEL = Kernel(
@@ -53,10 +55,9 @@ def own_store(tmp_path, monkeypatch):
     path = tmp_path / "caches" / "tuning.sqlite3"
     monkeypatch.setenv("POLYATTN_TUNING_STORE", str(path))
     monkeypatch.delenv("POLYATTN_TUNING", raising=False)
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(get_manager(), "kernels", {KERNEL.name: KERNEL})
     monkeypatch.setattr(offline, "_serving", [])
     monkeypatch.setattr(current._state, "watched", {})  # what other tests compiled reads the store at each change
-    tuning.register_kernel(KERNEL)
     tuning.reload()
     yield path
     tuning.reload()
@@ -70,11 +71,20 @@ def test_buckets_are_powers_of_two(length, rounded):
     assert tuning.bucket(length) == rounded
 
 
-def test_a_name_belongs_to_one_kernel():
-    assert tuning.register_kernel(KERNEL) is KERNEL
+def test_kernels_are_those_that_plugins_announce(monkeypatch):
     assert dict(tuning.registered_kernels()) == {"test.decode": KERNEL}
-    with pytest.raises(ConfigError, match=r"'test.decode' is registered already, with other choices"):
-        tuning.register_kernel(dataclasses.replace(KERNEL, choices={}))
+    plugin = types.ModuleType("acme_kernels")
+    other = dataclasses.replace(KERNEL, name="acme.decode")
+    plugin.polyattn_register_tunables = hookimpl(specname="polyattn_register_tunables")(lambda: [other])
+    kept = get_manager()
+    try:
+        reset_manager()
+        register_plugin(plugin)
+        assert tuning.registered_kernels()["acme.decode"] is other
+        reset_manager()
+        assert "acme.decode" not in tuning.registered_kernels()
+    finally:
+        reset_manager(kept)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +172,9 @@ def test_what_does_not_fit_is_not_recorded(own_store):
 WRITER = """
 import sys
 from polyattn.tuning import *
-kernel = register_kernel(Kernel("test.decode", ("n",), {"block_n": (16,)}))
+from polyattn.plugins import get_manager
+kernel = Kernel("test.decode", ("n",), {"block_n": (16,)})
+get_manager().kernels[kernel.name] = kernel
 store = TuningStore(sys.argv[1])
 for i in range(40):
     key, value = {"n": f"{sys.argv[2]} {i}"}, {"block_n": 16}
@@ -530,8 +542,7 @@ def test_what_others_measured_is_seen_after_a_reload(own_store):
 def test_a_choice_that_the_kernel_no_longer_has_is_not_used(own_store):
     tuning.record(here())
     fewer = dataclasses.replace(KERNEL, choices={**KERNEL.choices, "block_n": (16, 32)})
-    kernels._kernels.clear()
-    tuning.register_kernel(fewer)
+    get_manager().kernels[fewer.name] = fewer
     tuning.reload()
     with pytest.warns(RuntimeWarning, match=r"nothing measured is used for test.decode: .*block_n=64; allowed: 16, 32"):
         assert tuning.kernel_config(fewer, KEY, DEFAULT, CPU) is DEFAULT

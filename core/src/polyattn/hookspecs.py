@@ -1,4 +1,4 @@
-"""The plugin contract: five hooks, in the order they are called, and nothing else.
+"""The plugin contract: seven hooks, in the order they are called, and nothing else.
 
 A plugin is a module named by an entry point of the group ``polyattn.backends``::
 
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import pluggy
 
 from .contract import API_VERSION, Bound
-from .records import AttentionRequest, BackendInfo, PlatformInfo, Verdict
+from .records import AttentionRequest, BackendInfo, DeviceOpsInfo, Kernel, PlatformInfo, Verdict
 
 __all__ = ["API_VERSION", "ENTRY_POINT_GROUP", "PROJECT", "PolyattnSpecs", "hookimpl", "hookspec"]
 
@@ -75,6 +75,35 @@ class PolyattnSpecs:
             >>> @hookimpl
             ... def polyattn_register_measurements():
             ...     return ["polyattn_acme:measurements/acme-a1.json"]
+        """
+        return ()
+
+    @hookspec
+    def polyattn_register_tunables(self) -> Iterable[Kernel]:
+        """Announce kernels of the package whose choices can be measured (`polyattn.tuning`).
+
+        Called once per process, right after the measurements. Return records only. A name belongs to one plugin; what
+        is stored about a kernel is read only while its plugin is here.
+
+        Example:
+            >>> @hookimpl
+            ... def polyattn_register_tunables():
+            ...     return [Kernel("acme.decode", key=("dtype",), choices={"block_n": (32, 64)})]
+        """
+        return ()
+
+    @hookspec
+    def polyattn_register_device_ops(self) -> Iterable[DeviceOpsInfo]:
+        """Announce kernels for what serving does on a device beside attention: writing rows of a cache, and the tables
+        of a step.
+
+        Called once per process, right after the tunables. Return records only; `DeviceOpsInfo.target` is imported
+        when the first pool is made on such a device. Without any, core's torch operators serve.
+
+        Example:
+            >>> @hookimpl
+            ... def polyattn_register_device_ops():
+            ...     return [DeviceOpsInfo("acme", "polyattn_acme.device_ops:DeviceOps")]
         """
         return ()
 

@@ -27,7 +27,17 @@ from .errors import PluginError, PolyattnError, did_you_mean
 from .hookspecs import ENTRY_POINT_GROUP, PROJECT, PolyattnSpecs
 from .names import lost_aliases
 from .record_types import file_of, typed
-from .records import Accepted, AttentionRequest, BackendInfo, PlatformInfo, Provider, Rejected, Verdict
+from .records import (
+    Accepted,
+    AttentionRequest,
+    BackendInfo,
+    DeviceOpsInfo,
+    Kernel,
+    PlatformInfo,
+    Provider,
+    Rejected,
+    Verdict,
+)
 
 __all__ = [
     "PluginManager",
@@ -114,6 +124,8 @@ class PluginManager:
         for table in (self.plugins, self.platforms, self.backends, self._owner, self._platform_owner):
             table.clear()
         self.measurements: tuple[tuple[str, str], ...] = ()
+        self.device_ops: tuple[DeviceOpsInfo, ...] = ()
+        self.kernels: dict[str, Kernel] = {}
         self._pm = pluggy.PluginManager(PROJECT)
         self._pm.add_hookspecs(PolyattnSpecs)
 
@@ -332,6 +344,8 @@ class PluginManager:
         platforms = [typed(p, PlatformInfo, name) for p in self._call(name, "polyattn_register_platforms")]
         backends = [typed(b, BackendInfo, name) for b in self._call(name, "polyattn_register_backends")]
         files = [(name, file_of(f, name)) for f in self._call(name, "polyattn_register_measurements")]
+        kernels = [typed(k, Kernel, name) for k in self._call(name, "polyattn_register_tunables")]
+        ops = [typed(o, DeviceOpsInfo, name) for o in self._call(name, "polyattn_register_device_ops")]
         for platform in platforms:
             if platform.name in self.platforms:
                 owner = self._platform_owner[platform.name]
@@ -351,6 +365,11 @@ class PluginManager:
                 raise PluginError(f"backend {backend.id} is registered already by plugin {by!r}; give it another name")
             identities.add(identity)
             _check_backend(backend, {*self.platforms, *(p.name for p in platforms)})
+        names = [kernel.name for kernel in kernels]
+        if taken := [one for one in names if one in self.kernels or names.count(one) > 1]:
+            raise PluginError(f"kernel {taken[0]!r} is registered already; names are 'package.kernel'")
+        if wrong := [one.target for one in ops if ":" not in one.target]:
+            raise PluginError(f"device ops: target {wrong[0]!r} must read 'package.module:Class'")
         for platform in platforms:
             self.platforms[platform.name] = platform
             self._platform_owner[platform.name] = name
@@ -358,6 +377,8 @@ class PluginManager:
             self.backends[backend.name, backend.platform] = backend
             self._owner[backend.name, backend.platform] = name
         self.measurements += tuple(files)
+        self.device_ops += tuple(ops)
+        self.kernels.update((kernel.name, kernel) for kernel in kernels)
         return tuple(b.id for b in backends)
 
     def _call(self, name: str, hook: str) -> Iterable[Any]:

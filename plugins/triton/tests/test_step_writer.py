@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from polyattn.plugins import get_manager
+from polyattn.records import DeviceOpsInfo
 from polyattn.serving import DraftTree, ForwardBatch, ForwardMode, StepBuffers
 from polyattn.serving import device_ops as registry
 from polyattn_triton import runtime
@@ -21,11 +23,11 @@ def launches(monkeypatch):
     made = []
     call = metadata.Launch.__call__
     monkeypatch.setattr(metadata.Launch, "__call__", lambda self: (made.append(self), call(self))[1])
-    monkeypatch.setattr(registry, "_registered", {})
-    registry.device_ops.cache_clear()
-    registry.register_device_ops(DEVICE, "polyattn_triton.device_ops:DeviceOps", requires=("triton",))
+    ours = DeviceOpsInfo(DEVICE, "polyattn_triton.device_ops:DeviceOps", requires=("triton",))
+    monkeypatch.setattr(get_manager(), "device_ops", (ours,))
+    registry._first.cache_clear()
     yield made
-    registry.device_ops.cache_clear()
+    registry._first.cache_clear()
 
 
 def asked(step):

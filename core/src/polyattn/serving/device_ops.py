@@ -1,8 +1,8 @@
 """What serving does on a device beside attention, by kernels that a package brings: writing rows of a cache, and the
 tables of a step.
 
-Core's own torch operators are the definition, and serve wherever nobody brings kernels. A package registers a class
-where its records are made; it is imported when a pool is made on such a device. Importing this imports no torch.
+Core's own torch operators are the definition, and serve wherever nobody brings kernels. A plugin announces a class
+(`polyattn_register_device_ops`); it is imported when a pool is made on such a device. Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..distributions import distribution_version
 from ..plugins import get_manager
+from ..records import DeviceOpsInfo
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,6 @@ __all__ = [
     "StepView",
     "StepWriter",
     "device_ops",
-    "register_device_ops",
 ]
 
 CORE = "polyattn"
@@ -114,35 +114,16 @@ class StepWriter(Protocol):
         changes."""
 
 
-class _Registered(NamedTuple):
-    rank: int
-    target: str
-    requires: tuple[str, ...]
-
-
-_registered: dict[str, list[_Registered]] = {}
-
-
-def register_device_ops(device_type: str, target: str, *, requires: tuple[str, ...] = (), rank: int = 100) -> None:
-    """Bring kernels for a kind of device.
-
-    Args:
-        device_type: of torch: cuda (ROCm too), xpu, ...
-        target: "package.module:Class" of a `DeviceOps`.
-        requires: distributions without which it is not imported. rank: the lowest of those that can serve does.
-    """
-    known = _registered.setdefault(device_type, [])
-    if all(one.target != target for one in known):
-        known.append(_Registered(rank, target, requires))
-        known.sort()
-    device_ops.cache_clear()
+def device_ops(device_type: str) -> DeviceOps | None:
+    """The kernels for a kind of device; None: core's operators serve. What cannot be imported is warned about."""
+    here = (one for one in get_manager().device_ops if one.device_type == device_type)
+    return _first(device_type, tuple(sorted(here, key=lambda one: (one.rank, one.target))))
 
 
 @functools.cache
-def device_ops(device_type: str) -> DeviceOps | None:
-    """The kernels for a kind of device; None: core's operators serve. What cannot be imported is warned about."""
-    get_manager()  # plugins register when they are loaded
-    for one in _registered.get(device_type, ()):
+def _first(device_type: str, announced: tuple[DeviceOpsInfo, ...]) -> DeviceOps | None:
+    """The first of what plugins announce that can be used."""
+    for one in announced:
         if any(distribution_version(name) is None for name in one.requires):
             continue
         module, _, name = one.target.partition(":")
@@ -153,7 +134,7 @@ def device_ops(device_type: str) -> DeviceOps | None:
                 f"{one.target}: its kernels for serving on {device_type} cannot be used ({type(exc).__name__}: {exc}); "
                 f"polyattn's own operators write the caches, which is slow where these are quantised",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
             continue
         ops: DeviceOps = found

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
-from ..errors import ConfigError, InvalidInputError, did_you_mean
+from ..plugins import get_manager
+from ..records import Choices, Kernel, Key
 
-__all__ = ["Choices", "Kernel", "Key", "bucket", "register_kernel", "registered_kernels"]
-
-Key = tuple[Any, ...]
-"""Values of `Kernel.key`, in its order: str, int, bool, float or None."""
-Choices = Mapping[str, Any]
-"""One candidate: a value for each of `Kernel.choices`, a choice of backend, or whatever a subject means by it."""
+__all__ = ["Choices", "Kernel", "Key", "bucket", "registered_kernels"]
 
 
 def bucket(length: int) -> int:
@@ -21,89 +15,6 @@ def bucket(length: int) -> int:
     return 1 << (length - 1).bit_length() if length > 0 else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A kernel with choices that change its speed and nothing else.
-
-    Attributes:
-        name: "package.kernel", such as `triton.decode`.
-        key: names of what decides which choice is fast; lengths enter as buckets.
-        choices: allowed values of each choice; a choice from anywhere else is refused.
-        versions: distributions whose version a measurement belongs to, besides torch.
-        revision: raised when the kernel changes so that old measurements say nothing.
-    """
-
-    name: str
-    key: tuple[str, ...]
-    choices: Mapping[str, tuple[Any, ...]]
-    versions: tuple[str, ...] = ()
-    revision: int = 1
-
-    @property
-    def subject(self) -> str:
-        """What its measurements are filed under."""
-        return f"kernel:{self.name}"
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def named(self, key: Key) -> dict[str, Any]:
-        """A key with its names.
-
-        Raises:
-            InvalidInputError: it has another number of values, or one that no store can keep.
-        """
-        if len(key) != len(self.key):
-            raise InvalidInputError(
-                f"kernel {self.name!r}: a key of {len(key)} values; it has {len(self.key)}: {', '.join(self.key)}"
-            )
-        for name, value in zip(self.key, key, strict=True):
-            if value is not None and type(value) not in (str, int, float, bool):
-                raise InvalidInputError(
-                    f"kernel {self.name!r}: {name}={value!r} is a {type(value).__name__}; a key has str, int, "
-                    f"float, bool and None, such as str(dtype)"
-                )
-        return dict(zip(self.key, key, strict=True))
-
-    def check(self, value: Choices) -> None:
-        """Refuse what is no choice of this kernel.
-
-        Raises:
-            ConfigError: a choice that is missing, unknown, or has a value that is not allowed.
-        """
-        if unknown := sorted(set(value) - set(self.choices)):
-            near = did_you_mean(unknown[0], self.choices)
-            raise ConfigError(f"kernel {self.name!r} has no choice {unknown[0]!r}.{near} It has {_list(self.choices)}")
-        for name, allowed in self.choices.items():
-            if name not in value:
-                raise ConfigError(f"kernel {self.name!r}: {name!r} is missing; its choices are {_list(self.choices)}")
-            # True == 1 == 1.0, and a kernel is compiled for each.
-            if not any(type(value[name]) is type(one) and value[name] == one for one in allowed):
-                raise ConfigError(f"kernel {self.name!r}: {name}={value[name]!r}; allowed: {_list(allowed)}")
-
-
-def _list(values: Any) -> str:
-    return ", ".join(map(str, values))
-
-
-_kernels: dict[str, Kernel] = {}
-
-
-def register_kernel(kernel: Kernel) -> Kernel:
-    """Make a kernel known, so that what is stored about it can be read. Plugins do it where their records are made:
-    nothing is imported for it.
-
-    Raises:
-        ConfigError: another kernel has that name.
-    """
-    known = _kernels.setdefault(kernel.name, kernel)
-    if known != kernel:
-        raise ConfigError(
-            f"kernel {kernel.name!r} is registered already, with other choices; names are 'package.kernel'"
-        )
-    return kernel
-
-
 def registered_kernels() -> Mapping[str, Kernel]:
-    """By name."""
-    return _kernels
+    """The kernels that plugins announce (`polyattn_register_tunables`), by name."""
+    return get_manager().kernels

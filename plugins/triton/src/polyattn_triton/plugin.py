@@ -5,21 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from polyattn.hookspecs import hookimpl
-from polyattn.records import BackendInfo
-from polyattn.serving.device_ops import register_device_ops
+from polyattn.records import BackendInfo, DeviceOpsInfo, Kernel
 
-from .records import methods, softmax
+from .records import methods, softmax, tuned
 
-__all__ = ["BACKENDS", "polyattn_register_backends"]
+__all__ = [
+    "BACKENDS",
+    "polyattn_register_backends",
+    "polyattn_register_device_ops",
+    "polyattn_register_tunables",
+]
 
 POLYATTN_API_VERSION = 1
 
 BACKENDS: tuple[BackendInfo, ...] = (*softmax.BACKENDS, *methods.BACKENDS)
-
-register_device_ops("cuda", "polyattn_triton.device_ops:DeviceOps", requires=("triton",))
 
 
 @hookimpl
 def polyattn_register_backends() -> Iterable[BackendInfo]:
     """The `triton` backend of every platform, and the methods that are not listed by polyattn-cuda."""
     return BACKENDS
+
+
+@hookimpl
+def polyattn_register_tunables() -> Iterable[Kernel]:
+    """The kernels whose choices can be measured."""
+    return tuned.KERNELS
+
+
+@hookimpl
+def polyattn_register_device_ops() -> Iterable[DeviceOpsInfo]:
+    """Kernels that write caches and the tables of steps."""
+    return (DeviceOpsInfo("cuda", "polyattn_triton.device_ops:DeviceOps", requires=("triton",)),)
