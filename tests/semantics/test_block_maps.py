@@ -52,7 +52,7 @@ def test_samples_and_heads_may_have_lists_of_their_own() -> None:
     ("changes", "said"),
     [
         ({"block_shape": (0, 64)}, "block_shape=(0, 64) must be two numbers of tokens"),
-        ({"block_counts": [1, 2]}, "block_counts is a list, an int32 tensor [B|1, H_q|1, nQ]"),
+        ({"block_counts": [1, 2]}, "block_counts is a list; a tensor of int32 [B|1, H_q|1, nQ]"),
         ({"block_counts": counts(1, 2).long()}, "block_counts is torch.int64 on cpu; torch.int32 on cpu is needed"),
         ({"block_counts": counts(1, 2, 3)}, "block_counts has the shape (1, 1, 3); needed is [B|1, H_q|1, nQ]: B=2"),
         ({"block_counts": ints(1, 2)}, "block_counts has the shape (2,)"),

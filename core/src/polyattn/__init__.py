@@ -14,6 +14,7 @@ _WHERE = {
     "attention": "dispatch",
     "bind": "dispatch",
     "varlen_attention": "varlen",
+    "block_sparse_attention": "block_sparse_calls",
     "paged_attention": "serving_calls",
     "mla_attention": "serving_calls",
     "scaled_dot_product_attention": "sdpa",
@@ -48,6 +49,7 @@ _WHERE = {
 __all__ = [*sorted(_WHERE), "__version__"]
 
 if TYPE_CHECKING:
+    from .block_sparse_calls import block_sparse_attention as block_sparse_attention
     from .contract import KVPart as KVPart
     from .dispatch import attention as attention
     from .dispatch import bind as bind

@@ -11,7 +11,7 @@ from torch import Tensor
 from .errors import InvalidInputError
 from .validate import contents_readable
 
-__all__ = ["check_block_map", "visible_keys"]
+__all__ = ["check_block_map", "check_bool_map", "lists_of", "visible_keys"]
 
 
 def check_block_map(
@@ -51,12 +51,51 @@ def check_block_map(
         _check_contents(block_k, nK, block_counts, block_indices, block_valid)
 
 
-def _check(name: str, tensor: Any, device: torch.device, sizes: Sequence[tuple[int, ...]], words: str) -> None:
+def check_bool_map(query: Tensor, key: Tensor, block_shape: tuple[int, int], block_map: Any) -> None:
+    """Check a map given as a tensor of flags.
+
+    Args:
+        query: [B, H_q, S_q, D]; key: [B, H_kv, S_k, D]. block_shape: (block_q, block_k), tokens of a block.
+        block_map: bool [B|1, H_q|1, nQ, nK].
+
+    Raises:
+        InvalidInputError: names what is wrong, its value and what is allowed.
+    """
+    (B, H, S_q), S_k = query.shape[:3], key.shape[2]
+    nQ, nK = (-(-length // block) for length, block in zip((S_q, S_k), block_shape, strict=True))
+    blocks = f"{nQ} blocks of {block_shape[0]} queries, {nK} of {block_shape[1]} keys"
+    words = f"[B|1, H_q|1, nQ, nK]: B={B}, H_q={H}, {blocks}"
+    _check("block_map", block_map, query.device, ((1, B), (1, H), (nQ,), (nK,)), words, torch.bool)
+
+
+def lists_of(block_map: Tensor) -> tuple[Tensor, Tensor]:
+    """A map of flags as lists. Nothing waits for the device.
+
+    Args:
+        block_map: bool [..., nQ, nK].
+
+    Returns:
+        (counts int32 [..., nQ], indices int32 [..., nQ, nK]): the numbers of the blocks that are True, ascending, with
+        the others behind them.
+    """
+    indices = (~block_map).to(torch.uint8).argsort(dim=-1, stable=True)
+    return block_map.sum(-1, dtype=torch.int32), indices.to(torch.int32)
+
+
+def _check(
+    name: str,
+    tensor: Any,
+    device: torch.device,
+    sizes: Sequence[tuple[int, ...]],
+    words: str,
+    dtype: torch.dtype = torch.int32,
+) -> None:
     """`sizes`: the allowed ones of each axis, () = any."""
+    kind = str(dtype).removeprefix("torch.")
     if not isinstance(tensor, Tensor):
-        raise InvalidInputError(f"{name} is a {type(tensor).__name__}, an int32 tensor {words} is needed")
-    if tensor.dtype != torch.int32 or tensor.device != device:
-        raise InvalidInputError(f"{name} is {tensor.dtype} on {tensor.device}; torch.int32 on {device} is needed")
+        raise InvalidInputError(f"{name} is a {type(tensor).__name__}; a tensor of {kind} {words} is needed")
+    if tensor.dtype != dtype or tensor.device != device:
+        raise InvalidInputError(f"{name} is {tensor.dtype} on {tensor.device}; {dtype} on {device} is needed")
     found = tuple(tensor.shape)
     if len(found) != len(sizes) or any(allowed and n not in allowed for n, allowed in zip(found, sizes, strict=True)):
         raise InvalidInputError(f"{name} has the shape {found}; needed is {words}")

@@ -24,6 +24,7 @@ LOWERINGS = (
     "trim_window",
     "pack_sequences",
     "pad_sequences",
+    "expand_block_map",
     "finer_pages",
     "page_table_to_tokens",
     "write_new_rows",
