@@ -15,6 +15,7 @@ _WHERE = {
     "bind": "dispatch",
     "varlen_attention": "varlen",
     "block_sparse_attention": "block_sparse_calls",
+    "linear_attention": "linear_calls",
     "paged_attention": "serving_calls",
     "mla_attention": "serving_calls",
     "scaled_dot_product_attention": "sdpa",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from .inspection import list_backends as list_backends
     from .inspection import support_matrix as support_matrix
     from .inspection import what_if as what_if
+    from .linear_calls import linear_attention as linear_attention
     from .merging import merge as merge
     from .overrides import check_components as check_components
     from .overrides import checkpoint_context_fn as checkpoint_context_fn

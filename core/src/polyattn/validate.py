@@ -27,6 +27,7 @@ __all__ = [
     "check_paged",
     "check_serving_options",
     "check_statics",
+    "check_tensor",
     "check_varlen",
     "contents_readable",
     "has_shapes_only",
@@ -51,6 +52,15 @@ def _tensor(name: str, value: Any, rank: int, shape: str) -> None:
         raise InvalidInputError(f"{name} is a DTensor; attention is local: pass {name}.to_local()")
     if value.ndim != rank:
         raise InvalidInputError(f"{name} has {value.ndim} dimensions {tuple(value.shape)}, {rank} are needed: {shape}")
+
+
+def check_tensor(name: str, value: Any, rank: int, shape: str) -> None:
+    """Check that an argument is a plain tensor of so many dimensions. shape: in words, such as "[B, S, H, D]".
+
+    Raises:
+        InvalidInputError: it is not.
+    """
+    _tensor(name, value, rank, shape)
 
 
 def check_statics(

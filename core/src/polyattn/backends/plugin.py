@@ -340,6 +340,26 @@ def _reference_rows() -> tuple[Row, ...]:
             **paged,
         ),
         row(family="mla", **{k: v for k, v in paged.items() if k not in ("sinks", "save_kv_cache")}),
+        row(
+            family="linear",
+            method=("gdn", "kda"),
+            dtype=("float64", *FLOAT),
+            head_dim=Range(1),
+            v_head_dim=Range(1),
+            group=True,
+            phase=("prefill", "extend", "decode"),
+            s_relation=("equal", "one"),
+            scale=True,
+            state_dtype=("", "float32", "float64"),
+            state_layout=("", "KV", "VK"),
+            grad=QKV,
+            deterministic=True,
+            batch_invariant=True,
+            zero_size=True,
+            misaligned=True,
+            large=True,
+            note="token by token, for what no kernel takes and for checking",
+        ),
     )
 
 

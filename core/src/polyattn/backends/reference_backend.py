@@ -7,13 +7,14 @@ from typing import Any
 
 from .. import envvars, reference
 from ..contract import Bound
+from ..linear.reference import gated_delta_rule
 from ..records import AttentionRequest
 
 __all__ = ["Reference"]
 
 
 class Reference:
-    """Binds every softmax family. Memory for scores is capped by POLYATTN_REFERENCE_MEMORY_GB per call."""
+    """Binds every family but block_sparse. Memory for scores is capped by POLYATTN_REFERENCE_MEMORY_GB per call."""
 
     def bind(self, request: AttentionRequest) -> Bound:
         cap = int(envvars.number("POLYATTN_REFERENCE_MEMORY_GB", 4.0) * 2**30)
@@ -30,6 +31,9 @@ class Reference:
             call = functools.partial(reference.attention, layout=request.layout, dropout_p=request.dropout, **options)
         elif request.family == "varlen":
             call = functools.partial(reference.varlen_attention, dropout_p=request.dropout, **options)
+        elif request.family == "linear":
+            layout = request.state_layout or "KV"
+            return Bound(functools.partial(gated_delta_rule, scale=request.scale, state_layout=layout))
         elif request.family == "paged":
             call = functools.partial(
                 _cached,
