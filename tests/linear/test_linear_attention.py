@@ -169,6 +169,14 @@ def test_no_tokens():
     assert torch.equal(last, state)
 
 
+def test_out():
+    given = inputs("gdn")
+    room = torch.empty(B, S, H_V, D_V, dtype=torch.float64)
+    out, _ = call(given, out=room)
+    assert out.data_ptr() == room.data_ptr()
+    torch.testing.assert_close(room, call(given)[0])
+
+
 def test_explain_and_a_backend_that_cannot():
     given = inputs("gdn")
     said = polyattn.explain(polyattn.linear_attention, **given)
@@ -206,6 +214,8 @@ CU = torch.tensor([0, S], dtype=torch.int32)
             {"state": STATE.float()},
             r"state is torch\.float32; torch\.float64 is needed beside values of",
         ),
+        ({"out": torch.empty(1)}, r"out has 1 dimensions \(1,\), 4 are needed"),
+        ({"out": torch.empty(B, S, H_V, D_V)}, r"out is \(2, 13, 4, 5\) torch\.float32 on cpu; .* torch\.float64"),
         ({"cu_seqlens": CU}, "cu_seqlens with a batch of 2: lay the sequences behind each other, B = 1"),
         (
             {"cu_seqlens": CU.long()},

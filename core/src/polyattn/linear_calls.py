@@ -15,7 +15,7 @@ from .errors import InvalidInputError, did_you_mean
 from .linear.reference import unit_rows
 from .records import AttentionRequest
 from .selection import Selection
-from .signature import Static, autocast_dtype, backend_name, cast, grad_on, request_facts
+from .signature import Static, autocast_dtype, backend_name, cast, grad_on, request_facts, wanted_grads
 
 __all__ = ["linear_attention"]
 
@@ -37,6 +37,7 @@ def linear_attention(
     qk_norm: bool = False,
     state_layout: str = "KV",
     backend: str | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Linear attention by a gated delta rule (docs/semantics.md, S10).
 
@@ -50,7 +51,7 @@ def linear_attention(
         state: fp32 [N, H_v, D, D_v]; [N, H_v, D_v, D] with state_layout="VK". It is not written. None = zeros.
         cu_seqlens: int32 [N+1], with B = 1: N sequences behind each other. None: N = B.
         scale: factor of the queries, None = D ** -0.5. qk_norm: queries and keys are divided by their lengths first.
-        backend: as `polyattn.attention`.
+        backend, out: as `polyattn.attention`; out is [B, S, H_v, D_v].
 
     Returns:
         (out [B, S, H_v, D_v] in the dtype of value, the state after the last token, fp32). Both are fp64 where inputs
@@ -59,7 +60,7 @@ def linear_attention(
     Raises:
         InvalidInputError, UnsupportedRequestError, BackendUnavailableError: as `polyattn.attention`.
     """
-    call = _Call(query, key, value, gate, beta, state, cu_seqlens, method, scale, qk_norm, state_layout)
+    call = _Call(query, key, value, gate, beta, state, cu_seqlens, method, scale, qk_norm, state_layout, out)
     result: tuple[Tensor, Tensor]
     if torch.compiler.is_compiling():
         # As of block-sparse calls: a graph ends here.
@@ -81,6 +82,7 @@ class _Call(NamedTuple):
     scale: float | None
     qk_norm: bool
     state_layout: str
+    out: Tensor | None
 
     def prepared(self) -> tuple[_Call, AttentionRequest]:
         """The call as a kernel takes it, and what it asks for."""
@@ -98,7 +100,7 @@ class _Call(NamedTuple):
 def _run(given: _Call, backend: str | None) -> tuple[Tensor, Tensor]:
     call, request = given.prepared()
     chosen = _chosen(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
-    tensors = {name: getattr(call, name) for name in ("gate", "beta", "state", "cu_seqlens")}
+    tensors = {name: getattr(call, name) for name in ("gate", "beta", "state", "cu_seqlens", "out")}
     kind = call.query.device.type
     with torch.autocast(kind, enabled=False):
         result: tuple[Tensor, Tensor] = chosen.bound.forward(call.query, call.key, call.value, **tensors)
@@ -118,18 +120,18 @@ def _chosen(request: AttentionRequest, backend: str | None, scope: overrides.Sco
 def _request(call: _Call) -> AttentionRequest:
     q, k, v = call.query, call.key, call.value
     facts = request_facts(Static(scale=call.scale), q, k, v, None, None, v.shape[2], q.shape[2])
-    tensors = (q, k, v, call.gate, call.beta, call.state)
-    trains = grad_on() and any(t is not None and t.requires_grad for t in tensors)
+    wanted = wanted_grads({"query": q, "key": k, "value": v}, False)
+    if grad_on() and any(t is not None and t.requires_grad for t in (call.gate, call.beta, call.state)):
+        # The request has no words for these: a backward that gives them gives the others too.
+        wanted = ("query", "key", "value")
     one = q.shape[1] == 1 and call.cu_seqlens is None
     return AttentionRequest(
         family="linear",
         method=call.method,
         phase="decode" if one else "prefill",
         s_relation="one" if one else "equal",
-        state_dtype="float64" if v.dtype == torch.float64 else "float32",
         state_layout=call.state_layout,
-        # What a recurrence gives in one tensor it gives in all.
-        **{**facts, "grad": ("query", "key", "value") if trains else ()},
+        **{**facts, "grad": wanted},
     ).normalised()
 
 
@@ -176,6 +178,7 @@ def _check(call: _Call) -> None:
     for name, tensor in (("key", k), ("value", v)):
         if tensor.device != q.device:
             raise InvalidInputError(f"{name} is on {tensor.device}, query on {q.device}; move it")
+    _check_out(call, (B, S, H_v, D_v))
     sequences = B
     if call.cu_seqlens is not None:
         sequences = _check_packed(call.cu_seqlens, q)
@@ -186,6 +189,13 @@ def _check(call: _Call) -> None:
         wanted = torch.float64 if v.dtype == torch.float64 else torch.float32
         if call.state.dtype != wanted:
             raise InvalidInputError(f"state is {call.state.dtype}; {wanted} is needed beside values of {v.dtype}")
+
+
+def _check_out(call: _Call, sizes: tuple[int, ...]) -> None:
+    tensors = (call.query, call.key, call.value, call.gate, call.beta, call.state)
+    trains = grad_on() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    inputs = tuple(t for t in tensors if isinstance(t, Tensor))
+    validate.check_out(call.out, call.value, sizes, inputs, trains)
 
 
 def _of(call: _Call, name: str, sizes: tuple[int, ...], words: str) -> None:
@@ -222,8 +232,9 @@ def _check_packed(cu_seqlens: Any, query: Tensor) -> int:
 
 
 def _explain(query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None, **given: Any) -> Selection:
-    usual = {"method": "gdn", "state": None, "cu_seqlens": None, "scale": None, "qk_norm": False, "state_layout": "KV"}
-    call, request = _Call(query, key, value, **{**usual, **given}).prepared()
+    usual = dict.fromkeys(("state", "cu_seqlens", "scale", "out"))
+    words = {"method": "gdn", "qk_norm": False, "state_layout": "KV"}
+    call, request = _Call(query, key, value, **{**usual, **words, **given}).prepared()
     sequences = call.query.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
     extent = (sequences, call.query.shape[1], call.query.shape[1])
     return select_here(request, backend_name(backend), overrides.SCOPE.get(), extent, full=True)

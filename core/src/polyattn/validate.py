@@ -23,6 +23,7 @@ __all__ = [
     "check_dense_axis",
     "check_lengths",
     "check_new_keys",
+    "check_out",
     "check_page_table",
     "check_paged",
     "check_serving_options",
@@ -61,6 +62,16 @@ def check_tensor(name: str, value: Any, rank: int, shape: str) -> None:
         InvalidInputError: it is not.
     """
     _tensor(name, value, rank, shape)
+
+
+def check_out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, ...], grad: bool) -> None:
+    """Check a tensor for the output. shape: of the output. inputs: with which it may share no memory. grad: whether a
+    gradient is wanted, which nothing that is written in place has.
+
+    Raises:
+        InvalidInputError: names what is wrong, its value and what is allowed.
+    """
+    _out(out, query, shape, inputs, grad)
 
 
 def check_statics(

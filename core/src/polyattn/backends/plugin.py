@@ -350,7 +350,6 @@ def _reference_rows() -> tuple[Row, ...]:
             phase=("prefill", "extend", "decode"),
             s_relation=("equal", "one"),
             scale=True,
-            state_dtype=("", "float32", "float64"),
             state_layout=("", "KV", "VK"),
             grad=QKV,
             deterministic=True,

@@ -1,18 +1,16 @@
 """The families that the kit computes. What differs between them is in their entries; checks, gates and reports do not
-know them.
-
-`linear` is judged (what is not declared is refused) and not computed yet. A family becomes computed by an entry: an
-instance of a subclass of `Family`, here or from outside:
+know them. A family is computed by its entry, an instance of a subclass of `Family`, here or from outside:
 
     >>> from polyattn.testing.families import FAMILIES, Family
-    >>> class Linear(Family): ...
-    >>> FAMILIES["linear"] = Linear()  # doctest: +SKIP
+    >>> class Mine(Family): ...
+    >>> FAMILIES["mine"] = Mine()  # doctest: +SKIP
 """
 
 from .base import DTYPES, Call, Family, Lengths, Part, Variants
 from .block_sparse import BlockSparse
 from .dense import Dense
 from .latent import Latent
+from .linear import Linear
 from .packed import Varlen
 from .paged import Paged
 
@@ -24,4 +22,5 @@ FAMILIES: dict[str, Family] = {
     "paged": Paged(),
     "mla": Latent(),
     "block_sparse": BlockSparse(),
+    "linear": Linear(),
 }
