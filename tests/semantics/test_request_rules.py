@@ -78,6 +78,8 @@ def test_the_page_has_every_number_once_in_order_and_every_number_has_a_test():
 
 CALLS = {
     **{name: getattr(polyattn, name) for name in ("attention", "varlen_attention", "paged_attention", "mla_attention")},
+    "block_sparse_attention": polyattn.block_sparse_attention,
+    "linear_attention": polyattn.linear_attention,
     "scaled_dot_product_attention": polyattn.scaled_dot_product_attention,
     "bind": polyattn.bind,
     "bind(...)": DenseSite.__call__,
@@ -100,12 +102,11 @@ def test_the_page_shows_the_arguments_of_every_call():
     assert by_name == {name: tuple(spelt(call, kind) for kind in kinds) for name, call in CALLS.items()}
 
 
-@pytest.mark.parametrize(("field", "value"), [("chunk", 8), ("alibi", True), ("block_map", True)])
+@pytest.mark.parametrize(("field", "value"), [("chunk", 8), ("alibi", True)])
 def test_what_the_page_says_no_call_takes_can_be_asked_of_a_request(field, value):
     text = PAGE.read_text(encoding="utf-8")
     assert f"`AttentionRequest({field}={value}" in text or f", {field}={value}" in text
     calls = [call for name, call in CALLS.items() if "(" not in name]
     names = {name for call in calls for name in inspect.signature(call).parameters}
-    assert not names & {"chunk", "alibi", "alibi_slopes", "block_map", "block_sizes"}
-    request = AttentionRequest(**{field: value}, **({"family": "block_sparse"} if field == "block_map" else {}))
-    assert getattr(request.normalised(), field) == value
+    assert not names & {"chunk", "alibi", "alibi_slopes"}
+    assert getattr(AttentionRequest(**{field: value}).normalised(), field) == value

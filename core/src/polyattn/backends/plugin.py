@@ -350,7 +350,7 @@ def _reference_rows() -> tuple[Row, ...]:
             phase=("prefill", "extend", "decode"),
             s_relation=("equal", "one"),
             scale=True,
-            state_layout=("", "KV", "VK"),
+            state_layout=("KV", "VK"),
             grad=QKV,
             deterministic=True,
             batch_invariant=True,
