@@ -347,7 +347,7 @@ def _reference_rows() -> tuple[Row, ...]:
             head_dim=Range(1),
             v_head_dim=Range(1),
             group=True,
-            phase=("prefill", "extend", "decode"),
+            phase=("prefill", "decode"),
             s_relation=("equal", "one"),
             scale=True,
             state_layout=("KV", "VK"),

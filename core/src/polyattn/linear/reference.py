@@ -101,4 +101,5 @@ def _recur(
         u = b[:, None] * (v - torch.einsum("hdv,hd->hv", state, k))
         state = state + k[..., None] * u[:, None]
         outs.append(torch.einsum("hdv,hd->hv", state, q))
-    return torch.stack(outs) if outs else value.new_zeros(value.shape), state
+    # Of no tokens the output is empty, and still one of the values, so that gradients go through.
+    return torch.stack(outs) if outs else value * 1.0, state

@@ -13,7 +13,7 @@ from ...linear.reference import gated_delta_rule
 from ...linear_calls import linear_attention
 from ...records import AttentionRequest
 from ..cases import Case
-from .base import DTYPES, Call, Family, Part, Shapes
+from .base import DTYPES, Call, Family, Lengths, Part, Shapes
 
 if TYPE_CHECKING:
     from ..problems import Maker
@@ -48,7 +48,7 @@ def _plain(*part: Any) -> tuple[Tensor, Tensor]:
         missing = v - torch.einsum("bhdv,bhd->bhv", state, k)
         state = state + torch.einsum("bhd,bhv->bhdv", k, beta[:, t, :, None].to(state.dtype) * missing)
         outs.append((torch.einsum("bhdv,bhd->bhv", state, q) * scale).to(value.dtype))
-    return torch.stack(outs, 1), state.mT if flipped else state
+    return torch.stack(outs, 1) if outs else value * 1.0, state.mT if flipped else state
 
 
 class Linear(Family):
@@ -57,6 +57,7 @@ class Linear(Family):
         "equal": (((17, 17),), ((5, 5),), ((64, 64),), ((77, 77),), ((129, 129),)),
         "one": (((1, 1),),),
     }
+    empty: ClassVar[Mapping[str, Lengths]] = {"equal": ((0, 0),)}
     batched = True
     layouts = ("BSHD",)
     says: ClassVar[frozenset[str]] = frozenset(
