@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import UnsupportedRequestError
 
-__all__ = ["SHOWN", "guarded"]
+__all__ = ["SHOWN", "dual_chunks", "guarded"]
 
 SHOWN = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"})
 """Model types that turn SDPA down for its lack of softcap or sinks only. A test shows that bool masks suit them."""
@@ -42,6 +42,12 @@ def guarded(base: Any, ours: Callable[[str], bool], trust: dict[type, bool]) -> 
         return requested_attention
 
     return get_correct_attn_implementation
+
+
+def dual_chunks(config: Any) -> str:
+    """The name of a setting by which a model asks for sparse attention in chunks, which transformers does not read:
+    plain attention is another function of the same weights. Empty where there is none."""
+    return "dual_chunk_attention_config" if getattr(config, "dual_chunk_attention_config", None) else ""
 
 
 def _unreached(kind: str, name: str) -> UnsupportedRequestError:
