@@ -38,8 +38,8 @@ _entries: dict[str, dict[str, Entry]] = {}
 _trust: dict[type, bool] = {}
 """Config class -> whether its models stand bool and missing masks. `sdpa` is asked of the model by transformers."""
 
-_guards: list[tuple[Any, Any]] = []
-"""transformers' own method and the guard around it, while something is installed."""
+_guards: dict[tuple[Any, str], tuple[Any, Any]] = {}
+"""(transformers' class, name of its method) -> the method and the guard around it, while something is installed."""
 
 
 def interfaces() -> tuple[Any, Any, Any]:
@@ -127,7 +127,7 @@ def uninstall(name: str | None = None) -> None:
         )
     if not _entries:
         return
-    functions, masks, base = interfaces()
+    functions, masks, _ = interfaces()
     for group in [name] if name is not None else list(_entries):
         for registered, entry in _entries.pop(group).items():
             for registry, own, before in zip(
@@ -141,9 +141,10 @@ def uninstall(name: str | None = None) -> None:
                 else:
                     registry.register(registered, before)
     if not _entries:
-        original, guard = _guards.pop()
-        if base.get_correct_attn_implementation is guard:
-            base.get_correct_attn_implementation = original
+        for (owner, method), (original, guard) in _guards.items():
+            if getattr(owner, method) is guard:
+                setattr(owner, method, original)
+        _guards.clear()
 
 
 def entries() -> dict[str, Entry]:
@@ -158,11 +159,20 @@ def installed() -> dict[str, str | None]:
 
 def _guard(base: Any) -> None:
     if not _guards:
-        original = base.get_correct_attn_implementation
-        _guards.append((original, guarded(base, _needs_guard, _trust)))
-        base.get_correct_attn_implementation = _guards[0][1]
+        for method, guard in guarded(base, _needs_guard, _trust).items():
+            _guards[base, method] = (getattr(base, method), guard)
+            setattr(base, method, guard)
 
 
 def _needs_guard(name: str) -> bool:
-    # Those models handle "sdpa" themselves.
-    return name != TAKEOVER and name in installed()
+    # Models handle "sdpa" themselves.
+    if name == TAKEOVER:
+        return False
+    group, _, backend = name.partition("|")
+    if group in _entries and name not in _entries[group]:
+        known = [known.partition("|")[2] for known in _entries[group] if "|" in known]
+        raise ConfigError(
+            f"attn_implementation={name!r} is not installed: no backend {backend!r} can be pinned by name."
+            f"{did_you_mean(backend, known)} Known: {', '.join(known) or 'none'}; polyattn.use_backend(...) reaches all"
+        )
+    return name in installed()
