@@ -14,6 +14,7 @@ from ...errors import InvalidInputError
 from ...overrides import SCOPE
 from ...serving.multimodal import multimodal
 from ...varlen import varlen_attention
+from .borders import with_borders
 from .keywords import asked_by, read_keywords
 from .masks import fitted, with_more
 
@@ -69,7 +70,9 @@ def make_forward(
                 one it says everything about positions; causality and windows are read only where there is none.
             dropout: on the weights, only while the layer trains. scaling: of the logits, None = D ** -0.5.
             sliding_window: keys a row sees, its own included. softcap: logit cap. s_aux: sink logits [H_q].
-            position_ids, use_cache: unread, as all of `keywords.HARMLESS`; named because most calls bring just these.
+            position_ids: [B|1, S_q]; where they start again in a causal layer without a cache, a new sequence begins
+                that sees none of the others (`borders.py`).
+            use_cache: unread, as all of `keywords.HARMLESS`; named because most calls bring just these two.
             kwargs: see `keywords.py`.
 
         Returns:
@@ -90,10 +93,12 @@ def make_forward(
             sinks = more.sinks
         if dropout and not module.training:
             dropout = 0.0
-        mask, window = attention_mask, _EVERYWHERE
+        s_q, mask, window = query.shape[2], attention_mask, _EVERYWHERE
+        if position_ids is not None and s_q > 1 and s_q == key.shape[2]:
+            more = with_borders(more, sinks, position_ids, query.shape[0], mask, module, is_causal)
         causal: bool | str = False
         if mask is None:
-            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            causal = _causal(module, s_q, key.shape[2], backend) if is_causal is None else is_causal
             if more is not None and more.cu_q is not None and more.bias is None:
                 if sliding_window is not None and more.max_k > sliding_window:
                     window = _window(sliding_window, causal, module, backend)
@@ -103,8 +108,7 @@ def make_forward(
                     softcap=softcap or 0.0, sinks=sinks, scale=scaling, dropout_p=dropout,
                     deterministic=more.deterministic, backend=backend,
                 )  # fmt: skip
-                return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), None
-            s_q = query.shape[2]
+                return out.reshape(query.shape[0], s_q, *out.shape[1:]), None
             if causal and s_q == 1:  # the last position sees every key
                 causal = False
             elif causal and key.shape[2] > s_q:
@@ -119,7 +123,7 @@ def make_forward(
         if more is not None:
             mask = with_more(mask, more, query, key, module, backend)
         if mask is not None:
-            mask = fitted(mask, query.shape[2], key.shape[2], module, backend)
+            mask = fitted(mask, s_q, key.shape[2], module, backend)
         softcap, exact = softcap or 0.0, more is not None and more.deterministic
         try:
             if dense is None and not _is_tracing():
@@ -136,7 +140,7 @@ def make_forward(
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             return polyattn_attention(
                 module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap, s_aux,
-                **kwargs,
+                position_ids, use_cache, **kwargs,
             )  # fmt: skip
         # Models may `view` the result. Most kernels write it in this order anyway, and then this copies nothing.
         return out.transpose(1, 2).contiguous(), None
@@ -161,6 +165,31 @@ class _Sites(dict[Any, Callable[..., Any]]):
             deterministic=exact, backend=self.backend,
         ).__call__  # fmt: skip
         return site
+
+
+def _causal(module: Any, s_q: int, s_k: int, backend: str | None) -> bool:
+    """Whether a layer without a mask is causal, by its own word.
+
+    Raises:
+        InvalidInputError: it has none, and the lengths allow both answers.
+    """
+    said = getattr(module, "is_causal", None)
+    if s_q == 1:
+        return said is not False
+    # Some layers call themselves causal whatever they are used for.
+    if getattr(module, "is_cross_attention", False):
+        return False
+    if said is not None:
+        return bool(said)
+    if "CrossAttention" in type(module).__name__:
+        return False
+    if s_q == s_k:
+        return True  # what transformers takes such a layer for
+    raise InvalidInputError(
+        f"{s_q} queries and {s_k} keys reached {asked_by(module, backend)} without a mask, and neither the call nor "
+        f"the layer has is_causal: it may be cross attention, or a cache that is being filled. Pass an attention_mask, "
+        f"or set is_causal on the layer (False for cross attention)"
+    )
 
 
 def _window(size: int, causal: bool | str, module: Any, backend: str | None) -> tuple[int, int]:

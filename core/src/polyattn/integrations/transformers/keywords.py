@@ -17,7 +17,8 @@ __all__ = ["HARMLESS", "SEMANTIC", "More", "asked_by", "read_keywords"]
 
 HARMLESS = frozenset(
     {
-        # Positions are in the rotated queries and keys, and in the mask, before attention is called.
+        # Positions are in the rotated queries and keys before attention is called (`borders.py` looks where they start
+        # again).
         *("position_ids", "cache_position", "position_embeddings"),
         # Switches of the layers around attention.
         *("use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
