@@ -194,6 +194,11 @@ def patched(change: Any) -> Any:
             "a mask of its own making reached LlamaAttention",
         ),
         (lambda kw: {**kw, "surprise": 3}, "unknown keyword surprise"),
+        (
+            lambda kw: {**kw, "output_attentions": True},
+            r"output_attentions reached .* stores no weights.*; leave it out",
+        ),
+        (lambda kw: {**kw, "cache": 3}, r"cache reached LlamaAttention .* has no other cache; leave it out"),
     ],
 )
 def test_attention_that_pages_cannot_serve(change: Any, said: str) -> None:

@@ -14,9 +14,11 @@ from ...errors import InvalidInputError
 from ...overrides import SCOPE
 from ...serving.multimodal import multimodal
 from ...varlen import varlen_attention
+from .batching import from_pages
 from .borders import with_borders
-from .keywords import asked_by, read_keywords
-from .masks import fitted, with_more
+from .keywords import More, asked_by, read_keywords
+from .masks import fitted, says_causal, with_more
+from .weights import eager_with_weights
 
 __all__ = ["make_forward"]
 
@@ -36,7 +38,7 @@ def make_forward(
     harmless: frozenset[str],
     dense: Callable[..., Any] | None = None,
     packed: Callable[..., Any] = varlen_attention,
-) -> Callable[..., tuple[Tensor, None]]:
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Build an attention function.
 
     Args:
@@ -60,7 +62,7 @@ def make_forward(
         position_ids: Any = None,
         use_cache: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """One layer's attention.
 
         Args:
@@ -76,7 +78,8 @@ def make_forward(
             kwargs: see `keywords.py`.
 
         Returns:
-            [B, S_q, H_q, D_v], contiguous, and None instead of weights.
+            [B, S_q, H_q, D_v], contiguous, and None; weights [B, H_q, S_q, S_k] only from a model's own eager code
+            (`weights.py`).
 
         Raises:
             UnsupportedRequestError, InvalidInputError: as `read_keywords`, `fitted` and the call itself.
@@ -87,18 +90,28 @@ def make_forward(
                     module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap,
                     s_aux, **kwargs,
                 )  # fmt: skip
-        more, sinks = None, s_aux
+        more, sinks, weights = None, s_aux, False
         if kwargs and not kwargs.keys() <= harmless:
+            weights = kwargs.pop("output_attentions", False)
+            if kwargs.get("cache") is not None:
+                # Continuous batching says is_causal where it made no mask: what comes as one is none of its own.
+                attention_mask, position_ids = None if is_causal else attention_mask, None
+                key, value = from_pages(module, key, value, attention_mask is not None, kwargs, backend)
             more = read_keywords(kwargs, s_aux, harmless, module, backend)
             sinks = more.sinks
         if dropout and not module.training:
             dropout = 0.0
+        if weights:
+            return eager_with_weights(
+                module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap, s_aux,
+                position_ids, more or More(), kwargs, backend,
+            )  # fmt: skip
         s_q, mask, window = query.shape[2], attention_mask, _EVERYWHERE
         if position_ids is not None and s_q > 1 and s_q == key.shape[2]:
             more = with_borders(more, sinks, position_ids, query.shape[0], mask, module, is_causal)
         causal: bool | str = False
         if mask is None:
-            causal = _causal(module, s_q, key.shape[2], backend) if is_causal is None else is_causal
+            causal = says_causal(module, s_q, key.shape[2], backend) if is_causal is None else is_causal
             if more is not None and more.cu_q is not None and more.bias is None:
                 if sliding_window is not None and more.max_k > sliding_window:
                     window = _window(sliding_window, causal, module, backend)
@@ -165,31 +178,6 @@ class _Sites(dict[Any, Callable[..., Any]]):
             deterministic=exact, backend=self.backend,
         ).__call__  # fmt: skip
         return site
-
-
-def _causal(module: Any, s_q: int, s_k: int, backend: str | None) -> bool:
-    """Whether a layer without a mask is causal, by its own word.
-
-    Raises:
-        InvalidInputError: it has none, and the lengths allow both answers.
-    """
-    said = getattr(module, "is_causal", None)
-    if s_q == 1:
-        return said is not False
-    # Some layers call themselves causal whatever they are used for.
-    if getattr(module, "is_cross_attention", False):
-        return False
-    if said is not None:
-        return bool(said)
-    if "CrossAttention" in type(module).__name__:
-        return False
-    if s_q == s_k:
-        return True  # what transformers takes such a layer for
-    raise InvalidInputError(
-        f"{s_q} queries and {s_k} keys reached {asked_by(module, backend)} without a mask, and neither the call nor "
-        f"the layer has is_causal: it may be cross attention, or a cache that is being filled. Pass an attention_mask, "
-        f"or set is_causal on the layer (False for cross attention)"
-    )
 
 
 def _window(size: int, causal: bool | str, module: Any, backend: str | None) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from packaging.version import Version
 
 from ...errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
 from .attention import make_forward
+from .batching import admitting, manager
 from .guard import guarded
 from .keywords import HARMLESS, SEMANTIC
 from .masks import make_mask
@@ -158,10 +159,15 @@ def installed() -> dict[str, str | None]:
 
 
 def _guard(base: Any) -> None:
-    if not _guards:
-        for method, guard in guarded(base, _needs_guard, _trust).items():
-            _guards[base, method] = (getattr(base, method), guard)
-            setattr(base, method, guard)
+    if _guards:
+        return
+    carried = {base: guarded(base, _needs_guard, _trust)}
+    if (batching := manager()) is not None:
+        carried[batching] = admitting(batching, _needs_guard)
+    for owner, methods in carried.items():
+        for method, guard in methods.items():
+            _guards[owner, method] = (getattr(owner, method), guard)
+            setattr(owner, method, guard)
 
 
 def _needs_guard(name: str) -> bool:
