@@ -131,6 +131,7 @@ def test_a_bias_meets_the_borders(relative):
 
 
 def test_a_compiled_model_that_trains_keeps_them_apart(build, relative):
+    torch._dynamo.reset()
     model = build("llama").train()
     model.set_attn_implementation("polyattn")
     packed = torch.cat(drawn(1), 1)
