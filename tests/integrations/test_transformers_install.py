@@ -151,11 +151,10 @@ def test_transformers_missing_or_old(monkeypatch):
     ):
         registry.interfaces()
     monkeypatch.undo()
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
-    with pytest.raises(
-        polyattn.BackendUnavailableError, match=r"4\.57\.1 is installed, 5\.0 or newer .*pip install -U"
-    ):
-        host.install("other")
+    for old in ("4.57.1", "5.3.0"):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", old)
+        with pytest.raises(polyattn.BackendUnavailableError, match=rf"{old} is installed, 5\.4 or newer .*install -U"):
+            host.install("other")
 
 
 def test_names_with_flash_in_them_are_not_pinned(monkeypatch):
@@ -215,6 +214,9 @@ def test_setting_the_name_on_models_it_cannot_reach_is_refused(kind):
         host.report(model, torch.tensor([[1, 2, 3]]))
 
 
+OLD = Version(transformers.__version__) < Version("5.23")
+
+
 def parts(**names):
     """A model of two towers, of which BLOOM cannot be reached, changed by these names."""
     small = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -230,6 +232,7 @@ def parts(**names):
     return model
 
 
+@pytest.mark.skipif(OLD, reason=f"not run: transformers {transformers.__version__} builds no such configuration")
 def test_a_part_that_cannot_be_reached_keeps_eager():
     model = parts(decoder="polyattn", encoder="eager")
     assert model.decoder.config._attn_implementation == "polyattn"
@@ -238,6 +241,7 @@ def test_a_part_that_cannot_be_reached_keeps_eager():
         parts(decoder="polyattn", encoder="polyattn")
 
 
+@pytest.mark.skipif(OLD, reason=f"not run: transformers {transformers.__version__} cannot be asked about such a class")
 def test_a_class_that_transformers_does_not_change_is_to_be_built_with_the_name(build):
     llama = type(build("llama"))
     # transformers remembers what it found about a class, for those that are made from it too.

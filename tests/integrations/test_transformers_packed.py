@@ -130,9 +130,10 @@ def test_a_bias_meets_the_borders(relative):
     assert relative(out, wanted) < GATE
 
 
-def test_a_compiled_model_that_trains_keeps_them_apart(build, relative):
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_compiled_model_that_trains_keeps_them_apart(build, relative, kind):
     torch._dynamo.reset()
-    model = build("llama").train()
+    model = build(kind, **SHAPES[kind]).train()
     model.set_attn_implementation("polyattn")
     packed = torch.cat(drawn(1), 1)
     wanted = model(packed, position_ids=POSITIONS).logits

@@ -51,7 +51,7 @@ def with_borders(
     if more is not None and (more.cu_q is not None or more.sequence is not None):
         return more
     if torch.compiler.is_compiling():
-        if mask is None and module.training and _is_causal(module, is_causal):
+        if module.training and _is_causal(module, is_causal):
             sequence = (position_ids == 0).cumsum(-1)
             return dataclasses.replace(more or More(sinks=sinks), sequence=sequence)
         return more

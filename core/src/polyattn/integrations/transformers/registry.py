@@ -7,9 +7,8 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-from packaging.version import Version
-
 from ...errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
+from .. import OLDEST, outdated
 from .attention import make_forward
 from .batching import admitting, manager
 from .guard import guarded
@@ -18,8 +17,6 @@ from .masks import make_mask
 from .names import TAKEOVER, check_name, pinned_names
 
 __all__ = ["Entry", "entries", "install", "installed", "interfaces", "uninstall"]
-
-OLDEST = "5.0"
 
 
 @dataclasses.dataclass
@@ -55,13 +52,11 @@ def interfaces() -> tuple[Any, Any, Any]:
         if exc.name != "transformers":
             raise
         raise BackendUnavailableError(
-            "transformers is not installed; pip install 'polyattn[transformers]', or transformers 5 or newer"
+            f"transformers is not installed; pip install 'polyattn[transformers]', or transformers "
+            f"{OLDEST['transformers']} or newer"
         ) from exc
-    if Version(host.__version__) < Version(OLDEST):
-        raise BackendUnavailableError(
-            f"transformers {host.__version__} is installed, {OLDEST} or newer is needed (older ones call attention "
-            f"differently); pip install -U transformers"
-        )
+    if why := outdated("transformers", host.__version__):
+        raise BackendUnavailableError(why)
     models = importlib.import_module("transformers.modeling_utils")
     masks = importlib.import_module("transformers.masking_utils")
     return models.AttentionInterface, masks.AttentionMaskInterface, models.PreTrainedModel

@@ -41,7 +41,7 @@ class CausalLMRunner:
     """Forward passes of one model over packed tokens.
 
     Args:
-        model: a causal LM of transformers 5 or newer, in eval mode, on one device.
+        model: a causal LM of transformers 5.4 or newer, in eval mode, on one device.
         latent: serve latent attention (DeepSeek-shaped modules) from latent rows: True, False, or None = where every
             layer is such a module. Not so it is served from whole keys and values.
         max_positions: no token is served at this position or later; None = the config's `max_position_embeddings`. Less
