@@ -198,12 +198,17 @@ def patched(change: Any) -> Any:
             lambda kw: {**kw, "output_attentions": True},
             r"output_attentions reached .* stores no weights.*; leave it out",
         ),
-        (lambda kw: {**kw, "cache": 3}, r"cache reached LlamaAttention .* has no other cache; leave it out"),
     ],
 )
 def test_attention_that_pages_cannot_serve(change: Any, said: str) -> None:
     with pytest.raises(UnsupportedRequestError, match=said):
         CausalLMRunner(patched(change))
+
+
+def test_a_cache_of_another_kind() -> None:
+    rows = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(UnsupportedRequestError, match=r"cache reached Module .* has no other cache; leave it out"):
+        probing.reading(lambda *_: rows)(nn.Module(), rows, rows, rows, cache=3)
 
 
 def test_dropout_is_refused() -> None:
