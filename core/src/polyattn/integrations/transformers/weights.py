@@ -64,7 +64,7 @@ def eager_with_weights(
         )
     s_q, s_k = query.shape[2], key.shape[2]
     if position_ids is not None and 1 < s_q == s_k:  # with a mask, so that the borders come as numbers
-        more = with_borders(more, None, position_ids, query.shape[0], query, module, is_causal)
+        more = with_borders(more, None, position_ids, query.shape[0], query, module, is_causal) or more
     if mask is None:
         causal = says_causal(module, s_q, s_k, backend) if is_causal is None else is_causal
         mask = _plain(query, key, causal, sliding_window)
