@@ -46,6 +46,8 @@ ENDS = {
     "newest": ("torch==2.14.1", "transformers==5.24.0"),
 }
 """The versions beside those of constraints.txt that the tests of session `torch` pass with."""
+SERVED = ("transformers_runner", "transformers_positions", "latent_transformers")
+"""Tests of models of transformers on the engine, for the same session."""
 
 # The interpreter of the shared environment and the variables it runs with; set by session `environment`.
 _python: str | None = None
@@ -280,7 +282,8 @@ def torch(session: nox.Session, end: str) -> None:
     kept.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in free), "utf-8")
     session.install("-c", str(kept), *ENDS[end], *EVERYTHING)
     rooms = ("semantics", "dispatch", "selection", "plugins", "rules", "errors", "integrations")
-    session.run("python", "-m", "pytest", *(f"tests/{room}" for room in rooms), "-n", "2", *session.posargs)
+    serving = (f"tests/serving/test_{name}.py" for name in SERVED)
+    session.run("python", "-m", "pytest", *(f"tests/{room}" for room in rooms), *serving, "-n", "2", *session.posargs)
 
 
 @nox.session(name="third-party", venv_backend="none", requires=["environment"])

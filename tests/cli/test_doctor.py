@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from polyattn import PluginError, tuning
+from polyattn import PluginError, integrations, tuning
 from polyattn.cli import doctor as doctor_module
 from polyattn.inspection import list_backends
 from polyattn.plugins import get_manager, reset_manager
@@ -377,3 +377,15 @@ def polyattn_register_backends():
         "plugin acme_plugin: the alias 'torch_sdpa' of acme@cpu means nothing, because torch_sdpa@cpu of plugin core "
         "has it as its name. Rename the alias"
     )
+
+
+def test_a_host_that_is_too_old(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = integrations.distribution_version
+    monkeypatch.setattr(
+        integrations, "distribution_version", lambda name: "5.3.0" if name == "transformers" else own(name)
+    )
+    (problem,) = run("doctor", "--json").data["problems"]
+    assert problem.startswith("transformers 5.3.0 is installed, 5.4 or newer is needed")
+    assert "pip install -U transformers" in problem
+    monkeypatch.setattr(integrations, "distribution_version", lambda name: None)
+    assert integrations.outdated("transformers") == ""

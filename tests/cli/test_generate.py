@@ -178,3 +178,15 @@ def test_a_model_that_pages_cannot_serve(run: Run, folder: Path, tmp_path: Path)
 def test_what_is_wrong_with_the_words_is_said_before_a_model_is_loaded(run: Run) -> None:
     done = run("generate", "--model-path", "nowhere", "--prompt", "a", "--temperature", "-1")
     assert (done.code, "temperature=-1.0" in done.err) == (2, True)
+
+
+def test_a_model_whose_keys_change_is_served_below_that_length(run: Run, tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16}
+    folder = saved(tmp_path, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, **factors})
+    words = ("generate", "--model-path", str(folder), "--prompt", "once upon a", "--json", "--max-new-tokens")
+    done = run(*words, "8")
+    assert done.code == 0, done.out
+    assert done.data[0]["token_ids"] == expected(folder, "once upon a", 8)
+    refused = run(*words, "20")
+    assert refused.code == 3
+    assert "max_positions=16" in refused.out + refused.err

@@ -49,7 +49,8 @@ def test_names_are_in_both_registries(installed):
 
 def test_uninstall_leaves_transformers_as_it_was():
     host.uninstall()
-    before, asks = registered(), PreTrainedModel.get_correct_attn_implementation
+    methods = ("get_correct_attn_implementation", "set_attn_implementation")
+    before, own = registered(), [getattr(PreTrainedModel, method) for method in methods]
     host.install()
     host.install("other")
     host.install("sdpa")
@@ -60,7 +61,7 @@ def test_uninstall_leaves_transformers_as_it_was():
     assert "other" not in host.installed()
     host.uninstall()
     assert registered() == before
-    assert PreTrainedModel.get_correct_attn_implementation is asks
+    assert [getattr(PreTrainedModel, method) for method in methods] == own
     host.uninstall()
     host.install()
 
@@ -150,11 +151,10 @@ def test_transformers_missing_or_old(monkeypatch):
     ):
         registry.interfaces()
     monkeypatch.undo()
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
-    with pytest.raises(
-        polyattn.BackendUnavailableError, match=r"4\.57\.1 is installed, 5\.0 or newer .*pip install -U"
-    ):
-        host.install("other")
+    for old in ("4.57.1", "5.3.0"):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", old)
+        with pytest.raises(polyattn.BackendUnavailableError, match=rf"{old} is installed, 5\.4 or newer .*install -U"):
+            host.install("other")
 
 
 def test_names_with_flash_in_them_are_not_pinned(monkeypatch):
@@ -193,6 +193,101 @@ def test_models_with_attention_of_their_own_refuse_the_name(kind):
         match=rf"'polyattn' cannot reach {kind}: it computes attention in its own code .*='eager'; .*'text_config'",
     ):
         model(config)
+
+
+@pytest.mark.parametrize("kind", ["MPNet", "DebertaV2", "Bloom"])
+def test_setting_the_name_on_models_it_cannot_reach_is_refused(kind):
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(
+        polyattn.UnsupportedRequestError,
+        match=rf"'polyattn' cannot reach {kind}Model: it computes attention in its own",
+    ):
+        model.set_attn_implementation("polyattn")
+    assert model.config._attn_implementation == before
+    model.set_attn_implementation("eager")
+    with pytest.raises(
+        polyattn.ConfigError, match=rf"no attention call of {kind}Model reached .*{kind}Model computes .*at .*='eager'"
+    ):
+        host.report(model, torch.tensor([[1, 2, 3]]))
+
+
+OLD = Version(transformers.__version__) < Version("5.23")
+
+
+def parts(**names):
+    """A model of two towers, of which BLOOM cannot be reached, changed by these names."""
+    small = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.EncoderDecoderConfig(
+        encoder=transformers.BloomConfig(**small).to_dict(), decoder=transformers.BertConfig(**small).to_dict()
+    )
+    model = torch.nn.Module.__new__(transformers.EncoderDecoderModel)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    model.encoder = transformers.BloomModel(config.encoder)
+    model.decoder = transformers.BertModel(config.decoder)
+    model.set_attn_implementation(names)
+    return model
+
+
+@pytest.mark.skipif(OLD, reason=f"not run: transformers {transformers.__version__} builds no such configuration")
+def test_a_part_that_cannot_be_reached_keeps_eager():
+    model = parts(decoder="polyattn", encoder="eager")
+    assert model.decoder.config._attn_implementation == "polyattn"
+    assert model.encoder.config._attn_implementation == "eager"
+    with pytest.raises(polyattn.UnsupportedRequestError, match="'polyattn' cannot reach BloomModel"):
+        parts(decoder="polyattn", encoder="polyattn")
+
+
+@pytest.mark.skipif(OLD, reason=f"not run: transformers {transformers.__version__} cannot be asked about such a class")
+def test_a_class_that_transformers_does_not_change_is_to_be_built_with_the_name(build):
+    llama = type(build("llama"))
+    # transformers remembers what it found about a class, for those that are made from it too.
+    unread = type(
+        "Unread", (llama,), {"__module__": "typed_into_a_shell", "_can_set_attn_implementation_cached_value": None}
+    )
+    model = unread(build("llama").config)
+    with pytest.raises(
+        polyattn.UnsupportedRequestError, match=r"'polyattn' cannot be set on Unread any more: .*Build or load it with"
+    ):
+        model.set_attn_implementation("polyattn")
+
+
+@pytest.mark.parametrize("kind", ["MPNet", "Bert"])
+def test_pins_of_backends_that_nobody_knows(kind):
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}Model")(config)
+    said = r"'polyattn\|torch_spda' is not installed: no backend .* Did you mean 'torch_sdpa'.*\? Known: .*use_backend"
+    with pytest.raises(polyattn.ConfigError, match=said):
+        model.set_attn_implementation("polyattn|torch_spda")
+    config._attn_implementation = "polyattn|torch_spda"
+    with pytest.raises(polyattn.ConfigError, match=said):
+        getattr(transformers, f"{kind}Model")(config)
+
+
+def test_a_report_of_a_model_without_attention():
+    model = transformers.MambaModel(transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1))
+    model.set_attn_implementation("polyattn")
+    with pytest.raises(
+        polyattn.ConfigError, match=r"is 'polyattn' already, .*ran no attention layer, or MambaModel has"
+    ):
+        host.report(model, torch.tensor([[1, 2, 3]]))
+
+
+def test_attention_in_chunks_that_transformers_does_not_compute(build):
+    config = build("qwen2").config
+    config.dual_chunk_attention_config = {"chunk_size": 16}
+    config._attn_implementation = "eager"
+    model = transformers.Qwen2ForCausalLM(config)
+    with pytest.raises(
+        polyattn.UnsupportedRequestError, match=r"Qwen2ForCausalLM with dual_chunk_attention_config: .* = None first"
+    ):
+        model.set_attn_implementation("polyattn")
+    config.dual_chunk_attention_config = None
+    model.set_attn_implementation("polyattn")
 
 
 @pytest.mark.skipif(not SERVES_GPTJ, reason=f"not run: transformers {transformers.__version__} is older than 5.24")

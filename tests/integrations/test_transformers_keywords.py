@@ -121,8 +121,8 @@ USED = {
 REFUSED = {
     "indices": (torch.zeros(B, S, 2, dtype=torch.long), "each query picks its own keys"),
     "block_indices": (torch.zeros(B, S, 2, dtype=torch.long), "each query picks its own blocks"),
-    "cache": (object(), "continuous batching"),
-    "output_attentions": (True, "cannot be returned"),
+    "cache": (object(), "only the pages of continuous batching are read"),
+    "output_attentions": (True, "has no eager_attention_forward"),
 }
 
 
@@ -160,12 +160,38 @@ def test_the_layer_says_whether_it_is_causal(relative):
     assert relative(out, oracle(q, k, v, allowed=causal())) < GATE
 
 
+class TextCrossAttention(Layer):
+    """Mllama's says nothing about itself but its name."""
+
+
+@pytest.mark.parametrize("s_k", [4, S, 12])
+@pytest.mark.parametrize(
+    "layer", [TextCrossAttention(), Layer(is_cross_attention=True, is_causal=True), Layer(is_causal=False)], ids=str
+)
+def test_cross_attention_without_a_mask_sees_every_key(relative, layer, s_k):
+    q, k, v = tensors(S, s_k)
+    out, _ = make_forward(None, HARMLESS)(layer, q, k, v)
+    assert relative(out, oracle(q, k, v)) < GATE
+
+
+@pytest.mark.parametrize("s_k", [4, 12])
+def test_what_may_be_cross_attention_is_refused_where_nobody_says(relative, s_k):
+    q, k, v = tensors(S, s_k)
+    call = make_forward(None, HARMLESS)
+    with pytest.raises(
+        polyattn.InvalidInputError,
+        match=rf"7 queries and {s_k} keys reached Layer .* without a mask, and neither .*is_causal: .*set is_causal on",
+    ):
+        call(Layer(), q, k, v)
+    assert relative(call(Layer(), q[:, :, :1], k, v)[0], oracle(q[:, :, :1], k, v)) < GATE
+
+
 @pytest.mark.parametrize("given", [{}, {"sliding_window": 3}, {"position_bias": draw(1, H, S, 12, seed=9)}], ids=str)
 def test_a_static_cache_being_filled_counts_from_its_first_key(relative, given):
     q, k, v = tensors(S, 12)
     k[:, :, S:] = float("nan")  # not written yet
     v[:, :, S:] = float("nan")
-    out, _ = make_forward(None, HARMLESS)(Layer(), q, k, v, **given)
+    out, _ = make_forward(None, HARMLESS)(Layer(is_causal=True), q, k, v, **given)
     allowed = causal() & (j > i - given.get("sliding_window", S))
     bias = given["position_bias"][..., :S] if "position_bias" in given else None
     assert relative(out, oracle(q, k[:, :, :S], v[:, :, :S], allowed=allowed, bias=bias)) < GATE
@@ -173,7 +199,7 @@ def test_a_static_cache_being_filled_counts_from_its_first_key(relative, given):
 
 def test_more_queries_than_keys_count_from_the_first_key(relative):
     q, k, v = tensors(S, 4)
-    out, _ = make_forward(None, HARMLESS)(Layer(), q, k, v)
+    out, _ = make_forward(None, HARMLESS)(Layer(is_causal=True), q, k, v)
     assert relative(out, oracle(q, k, v, allowed=causal(S, 4))) < GATE
 
 
@@ -283,7 +309,8 @@ def test_what_cannot_be_honoured_is_refused(name):
     with pytest.raises(polyattn.UnsupportedRequestError) as error:
         make_forward("torch_sdpa", HARMLESS)(Layer(), *tensors(), **{name: value})
     assert re.match(
-        rf"{name} reached Layer on polyattn \(torch_sdpa\): .*{reason}.*; .*attn_implementation=", str(error.value)
+        rf"{name} .*reached Layer on polyattn \(torch_sdpa\): .*{reason}.*; .*(attn_implementation=|generate\(\))",
+        str(error.value),
     )
     assert error.value.rejected[name]
 

@@ -15,6 +15,8 @@ from polyattn.integrations import transformers as host
 from polyattn.integrations.transformers import registry
 from polyattn.integrations.transformers.guard import SHOWN
 
+from .conftest import rough
+
 GATE = 1e-5
 # Softcap goes to the reference on the CPU, which says so once.
 pytestmark = [
@@ -180,7 +182,7 @@ def test_packed_sequences_do_not_see_each_other(build, relative, ids):
         # An all-ones mask keeps transformers from finding the borders in the positions: only cu_seq_lens has them.
         borders_by_length = model(ids[:1], attention_mask=torch.ones(1, 9), **packed).logits
         apart = torch.cat([model(ids[:1, :4]).logits, model(ids[:1, 4:]).logits], 1)
-        merged = model(ids[:1], position_ids=positions, attention_mask=torch.ones(1, 9)).logits
+        merged = model(ids[:1]).logits
     assert relative(together, apart) < GATE
     assert relative(borders_by_length, apart) < GATE
     assert relative(merged, apart) > 0.01, "the control does not mix the sequences"
@@ -307,3 +309,23 @@ def test_report_of_a_model_that_polyattn_does_not_serve(build, ids):
     with pytest.raises(polyattn.ConfigError, match=r"call polyattn\.integrations\.transformers\.install"):
         host.report(model, ids)
     host.install()
+
+
+@pytest.mark.parametrize("images", [5, 9, 11])
+def test_mllama_sees_its_whole_image_where_no_cross_attention_mask_says_otherwise(relative, ids, images):
+    config = transformers.MllamaConfig().text_config.__class__(
+        vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, cross_attention_layers=[1], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    model = rough(transformers.MllamaForCausalLM(config))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("gate"):
+                weight.fill_(1.0)
+    seen = torch.randn(2, images, 32, generator=torch.Generator().manual_seed(2))
+    out = {}
+    for name in ("eager", "polyattn"):
+        model.set_attn_implementation(name)
+        out[name] = model(ids, cross_attention_states=seen, use_cache=False).logits
+    assert relative(out["polyattn"], out["eager"]) < GATE

@@ -95,11 +95,12 @@ def test_logits_of_the_tokens_asked_for_only() -> None:
     model = llama()
     widths: list[int] = []
     model.lm_head.register_forward_hook(lambda module, args, out: widths.append(args[0].shape[1]))
-    Engine(CausalLMRunner(model), EngineConfig(max_tokens=32)).generate(
-        [prompt(9), prompt(4)], SamplingParams(max_new_tokens=3)
-    )
-    # The probe, then two rows of 9 and 4 tokens, then a token each.
-    assert widths == [probing.TOKENS, 2, 2, 2]
+    runner = CausalLMRunner(model)
+    assert set(widths) == {1}, "the probe looks at no logits"
+    widths.clear()
+    Engine(runner, EngineConfig(max_tokens=32)).generate([prompt(9), prompt(4)], SamplingParams(max_new_tokens=3))
+    # Two rows of 9 and 4 tokens, then a token each.
+    assert widths == [2, 2, 2]
 
 
 def test_a_model_that_gives_all_logits_is_cut_afterwards() -> None:
@@ -193,11 +194,21 @@ def patched(change: Any) -> Any:
             "a mask of its own making reached LlamaAttention",
         ),
         (lambda kw: {**kw, "surprise": 3}, "unknown keyword surprise"),
+        (
+            lambda kw: {**kw, "output_attentions": True},
+            r"output_attentions reached .* stores no weights.*; leave it out",
+        ),
     ],
 )
 def test_attention_that_pages_cannot_serve(change: Any, said: str) -> None:
     with pytest.raises(UnsupportedRequestError, match=said):
         CausalLMRunner(patched(change))
+
+
+def test_a_cache_of_another_kind() -> None:
+    rows = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(UnsupportedRequestError, match=r"cache reached Module .* has no other cache; leave it out"):
+        probing.reading(lambda *_: rows)(nn.Module(), rows, rows, rows, cache=3)
 
 
 def test_dropout_is_refused() -> None:

@@ -21,6 +21,7 @@ from ..distributions import availability, distribution_version
 from ..envvars import ENVVARS, flag, left_out, unknown
 from ..errors import ConfigError, PolyattnError
 from ..inspection import BackendStatus, detect, list_backends
+from ..integrations import HOSTS, outdated
 from ..names import lost_aliases
 from ..platforms import torch_build
 from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
@@ -68,6 +69,7 @@ def examine(verbose: bool = False) -> dict[str, Any]:
     statuses = _contained(problems, list_backends) or []
     settings = _contained(problems, lambda: load_settings(environ=os.environ))
     problems += wrong_variables()
+    problems += filter(None, map(outdated, HOSTS))
     amiss = _contained(problems, _store) or []
     if settings is not None:
         problems += check_settings(settings, backend_names(manager.backends.values()))

@@ -139,13 +139,15 @@ def generate(
     params = dataclasses.replace(params, stop_token_ids=_stop_tokens(model))
     ids = [tokenizer(text)["input_ids"] for text in prompts]
     draft = speculative_draft_model_path
+    longest = max(map(len, ids)) + max_new_tokens
+    needed = longest + (0 if draft is None else 3 if speculative_num_steps is None else speculative_num_steps)
     engine = Engine(
-        _runner(model),
+        _runner(model, needed),
         EngineConfig(
             cache=KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or 16),
             max_requests=min(len(ids), TOGETHER),
-            max_tokens=max(map(len, ids)) + max_new_tokens,
-            speculative=None if draft is None else _speculative(_model(draft, device), *levels),
+            max_tokens=longest,
+            speculative=None if draft is None else _speculative(_model(draft, device), needed, *levels),
             graphs=not disable_cuda_graph,
         ),
     )
@@ -213,16 +215,18 @@ def _model(path: Path, device: str) -> Any:
         raise ConfigError(f"--device {device!r}: {reason}.{near} Name a device that is here, such as cpu") from exc
 
 
-def _runner(model: Any) -> Any:
+def _runner(model: Any, needed: int) -> Any:
+    """A model for the positions that are needed: one whose keys change at some length is served below it."""
     from ..integrations.transformers.serving import CausalLMRunner
 
-    return CausalLMRunner(model)
+    known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0
+    return CausalLMRunner(model, max_positions=needed if 0 < needed < known else None)
 
 
-def _speculative(model: Any, steps: int | None, topk: int | None, nodes: int | None) -> Speculative:
+def _speculative(model: Any, needed: int, steps: int | None, topk: int | None, nodes: int | None) -> Speculative:
     from ..serving.engine import Speculative
 
-    return Speculative(_runner(model), 3 if steps is None else steps, 1 if topk is None else topk, nodes or 0)
+    return Speculative(_runner(model, needed), 3 if steps is None else steps, 1 if topk is None else topk, nodes or 0)
 
 
 def _stop_tokens(model: Any) -> tuple[int, ...]:

@@ -8,9 +8,31 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["HOSTS"]
+from packaging.version import Version
+
+from ..distributions import distribution_version
+
+__all__ = ["HOSTS", "OLDEST", "outdated"]
 
 HOSTS = ("transformers",)
+
+OLDEST = {"transformers": "5.4"}
+"""Host -> the oldest version that is served. transformers makes masks from lengths since 5.4, from positions before."""
+
+
+def outdated(host: str, version: str | None = None) -> str:
+    """Why a host that is installed cannot be served, and what to do; empty where it can be, or is not installed.
+
+    Args:
+        version: of the host, None = what is installed; nothing is imported.
+    """
+    version, oldest = version or distribution_version(host), OLDEST[host]
+    if not version or Version(version) >= Version(oldest):
+        return ""
+    return (
+        f"{host} {version} is installed, {oldest} or newer is needed (older ones call attention differently); "
+        f"pip install -U {host}"
+    )
 
 
 def __getattr__(name: str) -> Any:

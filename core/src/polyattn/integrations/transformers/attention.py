@@ -14,8 +14,11 @@ from ...errors import InvalidInputError
 from ...overrides import SCOPE
 from ...serving.multimodal import multimodal
 from ...varlen import varlen_attention
-from .keywords import asked_by, read_keywords
-from .masks import fitted, with_more
+from .batching import from_pages
+from .borders import with_borders
+from .keywords import More, asked_by, read_keywords
+from .masks import fitted, says_causal, with_more
+from .weights import eager_with_weights
 
 __all__ = ["make_forward"]
 
@@ -35,7 +38,7 @@ def make_forward(
     harmless: frozenset[str],
     dense: Callable[..., Any] | None = None,
     packed: Callable[..., Any] = varlen_attention,
-) -> Callable[..., tuple[Tensor, None]]:
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Build an attention function.
 
     Args:
@@ -59,7 +62,7 @@ def make_forward(
         position_ids: Any = None,
         use_cache: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """One layer's attention.
 
         Args:
@@ -69,11 +72,14 @@ def make_forward(
                 one it says everything about positions; causality and windows are read only where there is none.
             dropout: on the weights, only while the layer trains. scaling: of the logits, None = D ** -0.5.
             sliding_window: keys a row sees, its own included. softcap: logit cap. s_aux: sink logits [H_q].
-            position_ids, use_cache: unread, as all of `keywords.HARMLESS`; named because most calls bring just these.
+            position_ids: [B|1, S_q]; where they start again in a causal layer without a cache, a new sequence begins
+                that sees none of the others (`borders.py`).
+            use_cache: unread, as all of `keywords.HARMLESS`; named because most calls bring just these two.
             kwargs: see `keywords.py`.
 
         Returns:
-            [B, S_q, H_q, D_v], contiguous, and None instead of weights.
+            [B, S_q, H_q, D_v], contiguous, and None; weights [B, H_q, S_q, S_k] only from a model's own eager code
+            (`weights.py`).
 
         Raises:
             UnsupportedRequestError, InvalidInputError: as `read_keywords`, `fitted` and the call itself.
@@ -84,16 +90,28 @@ def make_forward(
                     module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap,
                     s_aux, **kwargs,
                 )  # fmt: skip
-        more, sinks = None, s_aux
+        more, sinks, weights = None, s_aux, False
         if kwargs and not kwargs.keys() <= harmless:
+            weights = kwargs.pop("output_attentions", False)
+            if kwargs.get("cache") is not None:
+                # Continuous batching says is_causal where it made no mask: what comes as one is none of its own.
+                attention_mask, position_ids = None if is_causal else attention_mask, None
+                key, value = from_pages(module, key, value, attention_mask is not None, kwargs, backend)
             more = read_keywords(kwargs, s_aux, harmless, module, backend)
             sinks = more.sinks
         if dropout and not module.training:
             dropout = 0.0
-        mask, window = attention_mask, _EVERYWHERE
+        if weights:
+            return eager_with_weights(
+                module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap, s_aux,
+                position_ids, more or More(), kwargs, backend,
+            )  # fmt: skip
+        s_q, mask, window = query.shape[2], attention_mask, _EVERYWHERE
+        if position_ids is not None and s_q > 1 and s_q == key.shape[2]:
+            more = with_borders(more, sinks, position_ids, query.shape[0], mask, module, is_causal)
         causal: bool | str = False
         if mask is None:
-            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            causal = says_causal(module, s_q, key.shape[2], backend) if is_causal is None else is_causal
             if more is not None and more.cu_q is not None and more.bias is None:
                 if sliding_window is not None and more.max_k > sliding_window:
                     window = _window(sliding_window, causal, module, backend)
@@ -103,8 +121,7 @@ def make_forward(
                     softcap=softcap or 0.0, sinks=sinks, scale=scaling, dropout_p=dropout,
                     deterministic=more.deterministic, backend=backend,
                 )  # fmt: skip
-                return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), None
-            s_q = query.shape[2]
+                return out.reshape(query.shape[0], s_q, *out.shape[1:]), None
             if causal and s_q == 1:  # the last position sees every key
                 causal = False
             elif causal and key.shape[2] > s_q:
@@ -119,7 +136,7 @@ def make_forward(
         if more is not None:
             mask = with_more(mask, more, query, key, module, backend)
         if mask is not None:
-            mask = fitted(mask, query.shape[2], key.shape[2], module, backend)
+            mask = fitted(mask, s_q, key.shape[2], module, backend)
         softcap, exact = softcap or 0.0, more is not None and more.deterministic
         try:
             if dense is None and not _is_tracing():
@@ -136,7 +153,7 @@ def make_forward(
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             return polyattn_attention(
                 module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap, s_aux,
-                **kwargs,
+                position_ids, use_cache, **kwargs,
             )  # fmt: skip
         # Models may `view` the result. Most kernels write it in this order anyway, and then this copies nothing.
         return out.transpose(1, 2).contiguous(), None

@@ -13,44 +13,47 @@ from torch import Tensor
 
 from ...errors import InvalidInputError, UnsupportedRequestError
 
-__all__ = ["HARMLESS", "SEMANTIC", "More", "asked_by", "read_keywords"]
+__all__ = ["EAGER_STEP", "HARMLESS", "LENGTHS", "SEMANTIC", "More", "asked_by", "read_keywords"]
 
 HARMLESS = frozenset(
     {
-        # Positions are in the rotated queries and keys, and in the mask, before attention is called.
+        # Positions are in the rotated queries and keys before attention is called (`borders.py` looks where they start
+        # again).
         *("position_ids", "cache_position", "position_embeddings"),
         # Switches of the layers around attention.
         *("use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
-        *("num_items_in_batch", "labels"),
+        *("num_items_in_batch", "labels", "return_loss", "num_logits_to_keep"),
         # Inputs of the model, read before its first layer; a caller's extra ones travel along.
         *("input_ids", "decoder_input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "pixel_values"),
+        # What a tokenizer returns beside them.
+        *("special_tokens_mask", "length", "overflow_to_sample_mapping"),
+        # Of continuous batching: what becomes of the logits, and where pages are, once they were read and written.
+        *("logits_indices", "logits_processor_args", "read_index", "write_index"),
     }
 )
 """Keywords that say nothing about attention."""
 
-_EAGER = "load the model, or the part it concerns, with attn_implementation='eager'"
+EAGER_STEP = "load the model, or the part it concerns, with attn_implementation='eager'"
 _SPARSE = "use attn_implementation='sdpa' or 'eager' for this model: under those names it puts the choice into its mask"
 
 _REFUSED = {
-    "output_attentions": ("the weights of a fused attention are never stored, so they cannot be returned", _EAGER),
+    # The attention function of installed names has taken these two out before; layers served from pages have not.
+    "output_attentions": ("attention over pages stores no weights, so none can be returned", "leave it out"),
+    "cache": ("a layer served from the pages of an engine has no other cache", "leave it out"),
     "indices": ("each query picks its own keys, and no dense call of polyattn takes that list", _SPARSE),
     "block_indices": (
         "each query picks its own blocks of keys, and no dense call of polyattn takes that list",
         _SPARSE,
     ),
-    "cache": (
-        "continuous batching keeps keys and values in its own pages, which are not read yet",
-        "use generate() instead, or set attn_implementation='sdpa' or 'paged|eager' for generate_batch()",
-    ),
 }
 
-_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 SEMANTIC = frozenset(
     {
         *("attention_mask", "dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux"),
         *("sinks", "position_bias", "seq_idx", "deterministic"),
-        *_LENGTHS,
+        *LENGTHS,
         *_REFUSED,
     }
 )
@@ -100,14 +103,15 @@ def read_keywords(
                 f"{name} reached {asked_by(module, backend)}: {reason}; {step}", {name: [reason]}
             )
         rest.pop(name, None)
-    lengths = {name: rest.pop(name) for name in _LENGTHS if name in rest}
+    lengths = {name: rest.pop(name) for name in LENGTHS if name in rest}
     sinks, bias, sequence = (rest.pop(name, None) for name in ("sinks", "position_bias", "seq_idx"))
     deterministic = bool(rest.pop("deterministic", False))
     if rest:
         name, value = next(iter(rest.items()))
         raise UnsupportedRequestError(
             f"unknown keyword {name} ({_short(value)}) reached {asked_by(module, backend)}: it may change the result, "
-            f"so it is not dropped. If it says nothing about attention, install(harmless=[{name!r}]); else {_EAGER}",
+            f"so it is not dropped. If it says nothing about attention, install(harmless=[{name!r}]); "
+            f"else {EAGER_STEP}",
             {name: ["unknown keyword"]},
         )
     if sinks is not None and s_aux is not None:
@@ -115,7 +119,7 @@ def read_keywords(
     if sinks is not None and sinks.ndim != 1:
         reason = f"sinks of shape {tuple(sinks.shape)} differ by token, polyattn has one sink per head, [H_q]"
         raise UnsupportedRequestError(
-            f"sinks reached {asked_by(module, backend)}: {reason}; {_EAGER}", {"sinks": [reason]}
+            f"sinks reached {asked_by(module, backend)}: {reason}; {EAGER_STEP}", {"sinks": [reason]}
         )
     return More(
         sinks=s_aux if sinks is None else sinks,
@@ -129,12 +133,12 @@ def read_keywords(
 def _packed(lengths: dict[str, Any], module: Any, backend: str | None) -> dict[str, Any]:
     if not lengths:
         return {}
-    if missing := [name for name in _LENGTHS if name not in lengths]:
+    if missing := [name for name in LENGTHS if name not in lengths]:
         raise InvalidInputError(
             f"{', '.join(lengths)} reached {asked_by(module, backend)} without {', '.join(missing)}; "
             f"packed sequences need all four, or none and a mask"
         )
-    cu_q, cu_k, max_q, max_k = (lengths[name] for name in _LENGTHS)
+    cu_q, cu_k, max_q, max_k = (lengths[name] for name in LENGTHS)
     int_q = _int32(cu_q)
     return {
         "cu_q": int_q,

@@ -12,6 +12,7 @@ from ...inspection import explain
 from ...selection import Selection
 from ...varlen import varlen_attention
 from .attention import make_forward
+from .guard import asks
 from .registry import entries, interfaces
 
 __all__ = ["LayerReport", "report"]
@@ -74,9 +75,26 @@ def report(model: Any, *args: Any, **kwargs: Any) -> list[LayerReport]:
         for name in entries():
             functions.register(name, before[name])
     if not found:
-        used = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        raise ConfigError(
-            f"no attention call of {type(model).__name__} reached polyattn: its attn_implementation is {used!r}; "
-            f"set one of {', '.join(list(entries())[:4])}, ... with model.set_attn_implementation(...)"
-        )
+        raise ConfigError(f"no attention call of {type(model).__name__} reached polyattn: {_why(model)}")
     return found
+
+
+def _why(model: Any) -> str:
+    base, names = interfaces()[2], list(entries())
+    kind, used = type(model).__name__, getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if own := sorted(
+        {type(part).__name__ for part in model.modules() if isinstance(part, base) and not asks(type(part), base)}
+    ):
+        return (
+            f"{', '.join(own)} computes attention in its own code and never asks for an attention function, so no name "
+            f"reaches it; leave it at attn_implementation='eager'"
+        )
+    if used in names:
+        return (
+            f"its attn_implementation is {used!r} already, and it never asked for an attention function: this call ran "
+            f"no attention layer, or {kind} has none; there is nothing to report"
+        )
+    return (
+        f"its attn_implementation is {used!r}; set one of {', '.join(names[:4])}, ... with "
+        f"model.set_attn_implementation(...)"
+    )

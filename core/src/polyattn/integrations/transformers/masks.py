@@ -12,7 +12,7 @@ from ...errors import InvalidInputError
 from ...packing import owners
 from .keywords import More, asked_by
 
-__all__ = ["fitted", "make_mask", "with_more"]
+__all__ = ["fitted", "make_mask", "says_causal", "with_more"]
 
 
 def make_mask(sdpa_mask: Callable[..., Any], eager_mask: Callable[..., Any], trust: Mapping[type, bool]) -> Any:
@@ -54,6 +54,31 @@ def fitted(mask: Any, s_q: int, s_k: int, module: Any, backend: str | None) -> A
     raise InvalidInputError(
         f"attention_mask of {asked_by(module, backend)} is {what}; a tensor that broadcasts to [B, H, {s_q}, {s_k}] is "
         f"needed, bool (True = attend) or a float that is added"
+    )
+
+
+def says_causal(module: Any, s_q: int, s_k: int, backend: str | None) -> bool:
+    """Whether a layer without a mask is causal, by its own word.
+
+    Raises:
+        InvalidInputError: it has none, and the lengths allow both answers.
+    """
+    said = getattr(module, "is_causal", None)
+    if s_q == 1:
+        return said is not False
+    # Some layers call themselves causal whatever they are used for.
+    if getattr(module, "is_cross_attention", False):
+        return False
+    if said is not None:
+        return bool(said)
+    if "CrossAttention" in type(module).__name__:
+        return False
+    if s_q == s_k:
+        return True  # what transformers takes such a layer for
+    raise InvalidInputError(
+        f"{s_q} queries and {s_k} keys reached {asked_by(module, backend)} without a mask, and neither the call nor "
+        f"the layer has is_causal: it may be cross attention, or a cache that is being filled. Pass an attention_mask, "
+        f"or set is_causal on the layer (False for cross attention)"
     )
 
 

@@ -1,13 +1,15 @@
-"""What attention a causal LM does, layer by layer, read from one small forward pass: no list of model names.
+"""What attention a causal LM does, layer by layer, read from a few small forward passes: no list of model names.
 
-The pass runs under a name of its own: its attention function writes down the arguments, its mask function remembers
+The passes run under a name of their own: its attention function writes down the arguments, its mask function remembers
 each mask and what it was made of, so that a layer's mask is known. What pages cannot serve is refused here, once.
+Positions are tried in `probing_positions`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedRequestError
 from ...serving.layer import AttentionLayer
+from .guard import dual_chunks
 from .keywords import HARMLESS, asked_by, read_keywords
+from .probing_positions import check_positions
 from .registry import interfaces
 
 __all__ = ["PROBE", "attending", "configs_of", "probe", "reading"]
@@ -148,31 +152,36 @@ def _record(
         softcap=softcap,
         sinks=None if sinks is None else sinks.detach(),
     )
-    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    return _nothing(query, value)
 
 
-def probe(model: Any) -> dict[nn.Module, AttentionLayer]:
+def probe(model: Any, max_positions: int = 0) -> dict[nn.Module, AttentionLayer]:
     """Attention module -> its `AttentionLayer`, in the order of the forward pass.
+
+    Args:
+        max_positions: no position reaches it; 0 = not said.
 
     Raises:
         UnsupportedRequestError: the model has layers that keep a state other than keys and values, masks other than
-            causal ones, or attention that the name does not reach. BackendUnavailableError: see `interfaces`.
+            causal ones, keys that depend on more than their token and its position, or attention that the name does
+            not reach. BackendUnavailableError: see `interfaces`.
     """
-    functions, masks, _ = interfaces()
-    functions.register(PROBE, reading(_record))
-    masks.register(PROBE, _mask)
-    notes = _Notes({}, {})
-    _notes.append(notes)
-    tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=model.device)
-    try:
-        with torch.no_grad(), attending(configs_of(model), PROBE):
-            model(input_ids=tokens, position_ids=torch.arange(TOKENS, device=model.device)[None], use_cache=False)
-    finally:
-        _notes.pop()
-        for registry in (functions, masks):
-            registry._global_mapping.pop(PROBE, None)
     config = model.config.get_text_config(decoder=True)
     kind = type(model).__name__
+    if ignored := dual_chunks(config):
+        raise _refused(f"{kind} has {ignored}", "transformers computes plain attention for it, without a word")
+
+    def keys(positions: Sequence[int]) -> list[tuple[Any, Tensor, Tensor, Tensor]]:
+        seen: list[tuple[Any, Tensor, Tensor, Tensor]] = []
+
+        def look(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+            seen.append((module, query, key, value))
+            return _nothing(query, value)
+
+        _run(model, positions, look)
+        return seen
+
+    notes = _run(model, range(TOKENS), _record)
     if not notes.layers:
         raise _refused(f"no attention call of {kind} reached polyattn", "it computes attention in its own code")
     if len(notes.layers) != config.num_hidden_layers:
@@ -180,12 +189,41 @@ def probe(model: Any) -> dict[nn.Module, AttentionLayer]:
         raise _refused(reason, "what the others keep between steps is in no page")
     if shared := getattr(config, "num_kv_shared_layers", None):
         raise _refused(f"{shared} layers of {kind} use other layers' keys", "a layer has pages of its own")
+    if found := check_positions(keys, max_positions):
+        raise _refused(*found)
     return notes.layers
 
 
-def _refused(what: str, why: str) -> UnsupportedRequestError:
+def _run(model: Any, positions: Sequence[int], call: Attend) -> _Notes:
+    """One pass over equal tokens at these positions, with `call` for attention."""
+    functions, masks, _ = interfaces()
+    functions.register(PROBE, reading(call))
+    masks.register(PROBE, _mask)
+    notes = _Notes({}, {})
+    _notes.append(notes)
+    # A padding token may be all zeros, which say nothing wherever they are.
+    token = 0 if getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) else 1
+    tokens = torch.full((1, len(positions)), token, device=model.device)
+    where = torch.tensor([list(positions)], device=model.device)
+    picked = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    try:
+        with torch.no_grad(), attending(configs_of(model), PROBE):
+            model(input_ids=tokens, position_ids=where, use_cache=False, **picked)
+    finally:
+        _notes.pop()
+        for registry in (functions, masks):
+            registry._global_mapping.pop(PROBE, None)
+    return notes
+
+
+def _nothing(query: Tensor, value: Tensor) -> Tensor:
+    """The zeros that every layer of a pass gives, [B, S_q, H_q, D_v]: no token hears of another."""
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+def _refused(what: str, why: str, limit: str = "") -> UnsupportedRequestError:
     return UnsupportedRequestError(
-        f"{what}: {why}, so this model cannot be served from pages; use model.generate() with "
+        f"{what}: {why}, so this model cannot be served from pages{limit}; use model.generate() with "
         f"attn_implementation='polyattn' instead",
         {"serving": [f"{what}: {why}"]},
     )

@@ -7,18 +7,16 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-from packaging.version import Version
-
 from ...errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
+from .. import OLDEST, outdated
 from .attention import make_forward
+from .batching import admitting, manager
 from .guard import guarded
 from .keywords import HARMLESS, SEMANTIC
 from .masks import make_mask
 from .names import TAKEOVER, check_name, pinned_names
 
 __all__ = ["Entry", "entries", "install", "installed", "interfaces", "uninstall"]
-
-OLDEST = "5.0"
 
 
 @dataclasses.dataclass
@@ -38,8 +36,8 @@ _entries: dict[str, dict[str, Entry]] = {}
 _trust: dict[type, bool] = {}
 """Config class -> whether its models stand bool and missing masks. `sdpa` is asked of the model by transformers."""
 
-_guards: list[tuple[Any, Any]] = []
-"""transformers' own method and the guard around it, while something is installed."""
+_guards: dict[tuple[Any, str], tuple[Any, Any]] = {}
+"""(transformers' class, name of its method) -> the method and the guard around it, while something is installed."""
 
 
 def interfaces() -> tuple[Any, Any, Any]:
@@ -54,13 +52,11 @@ def interfaces() -> tuple[Any, Any, Any]:
         if exc.name != "transformers":
             raise
         raise BackendUnavailableError(
-            "transformers is not installed; pip install 'polyattn[transformers]', or transformers 5 or newer"
+            f"transformers is not installed; pip install 'polyattn[transformers]', or transformers "
+            f"{OLDEST['transformers']} or newer"
         ) from exc
-    if Version(host.__version__) < Version(OLDEST):
-        raise BackendUnavailableError(
-            f"transformers {host.__version__} is installed, {OLDEST} or newer is needed (older ones call attention "
-            f"differently); pip install -U transformers"
-        )
+    if why := outdated("transformers", host.__version__):
+        raise BackendUnavailableError(why)
     models = importlib.import_module("transformers.modeling_utils")
     masks = importlib.import_module("transformers.masking_utils")
     return models.AttentionInterface, masks.AttentionMaskInterface, models.PreTrainedModel
@@ -127,7 +123,7 @@ def uninstall(name: str | None = None) -> None:
         )
     if not _entries:
         return
-    functions, masks, base = interfaces()
+    functions, masks, _ = interfaces()
     for group in [name] if name is not None else list(_entries):
         for registered, entry in _entries.pop(group).items():
             for registry, own, before in zip(
@@ -141,9 +137,10 @@ def uninstall(name: str | None = None) -> None:
                 else:
                     registry.register(registered, before)
     if not _entries:
-        original, guard = _guards.pop()
-        if base.get_correct_attn_implementation is guard:
-            base.get_correct_attn_implementation = original
+        for (owner, method), (original, guard) in _guards.items():
+            if getattr(owner, method) is guard:
+                setattr(owner, method, original)
+        _guards.clear()
 
 
 def entries() -> dict[str, Entry]:
@@ -157,12 +154,26 @@ def installed() -> dict[str, str | None]:
 
 
 def _guard(base: Any) -> None:
-    if not _guards:
-        original = base.get_correct_attn_implementation
-        _guards.append((original, guarded(base, _needs_guard, _trust)))
-        base.get_correct_attn_implementation = _guards[0][1]
+    if _guards:
+        return
+    carried = {base: guarded(base, _needs_guard, _trust)}
+    if (batching := manager()) is not None:
+        carried[batching] = admitting(batching, _needs_guard)
+    for owner, methods in carried.items():
+        for method, guard in methods.items():
+            _guards[owner, method] = (getattr(owner, method), guard)
+            setattr(owner, method, guard)
 
 
 def _needs_guard(name: str) -> bool:
-    # Those models handle "sdpa" themselves.
-    return name != TAKEOVER and name in installed()
+    # Models handle "sdpa" themselves.
+    if name == TAKEOVER:
+        return False
+    group, _, backend = name.partition("|")
+    if group in _entries and name not in _entries[group]:
+        known = [known.partition("|")[2] for known in _entries[group] if "|" in known]
+        raise ConfigError(
+            f"attn_implementation={name!r} is not installed: no backend {backend!r} can be pinned by name."
+            f"{did_you_mean(backend, known)} Known: {', '.join(known) or 'none'}; polyattn.use_backend(...) reaches all"
+        )
+    return name in installed()

@@ -41,34 +41,37 @@ class CausalLMRunner:
     """Forward passes of one model over packed tokens.
 
     Args:
-        model: a causal LM of transformers 5 or newer, in eval mode, on one device.
+        model: a causal LM of transformers 5.4 or newer, in eval mode, on one device.
         latent: serve latent attention (DeepSeek-shaped modules) from latent rows: True, False, or None = where every
             layer is such a module. Not so it is served from whole keys and values.
+        max_positions: no token is served at this position or later; None = the config's `max_position_embeddings`. Less
+            serves models whose keys change at some length, such as LongRoPE ones, up to that length.
 
     Attributes:
         layers: its attention layers, in the order of the pass. replaced: the latent modules whose forward is replaced
             while a step runs. vocab_size, max_positions (0 = not said), dtype, device: of the model.
 
     Raises:
-        InvalidInputError: the model is training. UnsupportedRequestError: it cannot be served from pages (`probe`), or
-            not from latent rows where that was asked for (`latent_modules`).
+        InvalidInputError: the model is training, or max_positions is not within its positions.
+        UnsupportedRequestError: it cannot be served from pages (`probe`), or not from latent rows where that was asked
+            for (`latent_modules`).
     """
 
-    def __init__(self, model: Any, *, latent: bool | None = None) -> None:
+    def __init__(self, model: Any, *, latent: bool | None = None, max_positions: int | None = None) -> None:
         if model.training:
             raise InvalidInputError(f"{type(model).__name__} is in training mode; call model.eval() before serving it")
         interfaces()[0].register(SERVING, reading(_attend))
+        config = model.config.get_text_config(decoder=True)
         self.model = model
-        self.modules = probe(model)
+        self.max_positions: int = _positions(getattr(config, "max_position_embeddings", 0) or 0, max_positions)
+        self.modules = probe(model, self.max_positions)
         self.configs = configs_of(model)
         self.replaced = tuple(latent_modules(model)) if _is_latent(self.modules, latent) else ()
         self.layers: tuple[AttentionLayer, ...] = tuple(self.modules.values())
         if self.replaced:
             self.layers = tuple(entry.layer for entry in self.replaced)
         self.picks = "logits_to_keep" in inspect.signature(model.forward).parameters
-        config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int = getattr(config, "max_position_embeddings", 0) or 0
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
 
@@ -102,6 +105,15 @@ class _Serving:
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
             ).logits[0]
         return out if keep is None or runner.picks else out[keep]
+
+
+def _positions(known: int, wanted: int | None) -> int:
+    if wanted is None:
+        return known
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1 or (known and wanted > known):
+        most = f"from 1 to {known}, the positions of the model," if known else "of 1 or more"
+        raise InvalidInputError(f"max_positions={wanted!r}; a whole number {most} is needed, or None")
+    return wanted
 
 
 def _is_latent(modules: Iterable[nn.Module], wanted: bool | None) -> bool:
