@@ -283,6 +283,21 @@ def test_sampled_drafts_are_drawn_again_by_the_seed(topk: int) -> None:
     assert run(1) == run(1) != run(2)
 
 
+@pytest.mark.parametrize("topk", [0, 1, 3])
+def test_a_draw_is_of_its_place_with_drafts_and_without(topk: int) -> None:
+    """One seed says one text: with drafts or none, alone or preempted for others, in large steps or small ones."""
+    prompts = [PROMPT, PROMPT[:4], [7], PROMPT[::-1], PROMPT[3:], [1, 2]]
+    own = [params(12, temperature=3.0, seed=seed) for seed in range(len(prompts))]
+    plain = [output.token_ids for output in engine(max_requests=8).generate(prompts, own)]
+    spec = Speculative(ToyRunner(seed=1), steps=2, topk=topk) if topk else None
+    roomy = engine(max_requests=8, speculative=spec).generate(prompts, own)
+    tight = engine(max_requests=4, pages=14, max_batch_tokens=21, max_tokens=24, speculative=spec).generate(prompts, own)
+    assert [output.token_ids for output in roomy] == plain
+    assert [output.token_ids for output in tight] == plain
+    assert sum(output.preemptions for output in tight)
+    assert bool(topk) == any("verify" in output.backends for output in tight)
+
+
 @pytest.mark.parametrize("topk", [1, 2])
 def test_drafts_do_not_change_what_is_drawn(topk: int) -> None:
     """Two tokens drawn from two each: the first after the prompt, the second by accepting drafts."""

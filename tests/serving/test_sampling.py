@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from polyattn.errors import InvalidInputError
-from polyattn.serving.engine.sampling import SamplingParams, distributions, sample, uniforms
+from polyattn.serving.engine.sampling import SamplingParams, distributions, sample, uniform
 
 LOGITS = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 3
 
@@ -38,15 +38,15 @@ def test_each_row_has_its_own_rule() -> None:
 
 def test_greedy_rows_beside_drawn_ones() -> None:
     params = [SamplingParams(), SamplingParams(temperature=1.0)] * 3
-    drawn = sample(LOGITS, params, [(0, 5)] * 6)
-    assert drawn[::2] == LOGITS[::2].argmax(-1).tolist()
-    assert sample(LOGITS[::2], params[::2], [(0, 5)] * 3) == drawn[::2]
+    drawn = sample(LOGITS, params, [0.7] * 6)
+    assert torch.equal(drawn[::2], LOGITS[::2].argmax(-1))
+    assert torch.equal(sample(LOGITS[::2], params[::2], [0.7] * 3), drawn[::2])
 
 
 def test_draws_follow_the_distribution() -> None:
     params = SamplingParams(temperature=1.0, top_k=4)
     count = 4000
-    drawn = torch.tensor(sample(LOGITS[:1].expand(count, -1), [params] * count, [(0, n) for n in range(count)]))
+    drawn = sample(LOGITS[:1].expand(count, -1), [params] * count, [uniform(params, 0, n) for n in range(count)])
     found = torch.bincount(drawn, minlength=40) / count
     assert torch.allclose(found, distributions(LOGITS[:1], [params])[0], atol=0.03)
     assert (found > 0).sum() == 4
@@ -55,9 +55,9 @@ def test_draws_follow_the_distribution() -> None:
 def test_a_draw_is_of_its_seed_sample_and_place() -> None:
     params, other = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=1)
     ways = [(params, 0, 0), (params, 1, 0), (params, 0, 1), (other, 0, 0)]
-    assert len({uniforms(*way)[0] for way in ways}) == 4
-    assert uniforms(params, 0, 0, 3)[0] == uniforms(params, 0, 0)[0]
-    assert all(0 <= u < 1 for u in uniforms(params, 0, 0, 100))
+    assert len({uniform(*way) for way in ways}) == 4
+    assert uniform(params, 0, 0) == uniform(SamplingParams(temperature=2.0, top_k=3), 0, 0)
+    assert all(0 <= uniform(params, 0, place) < 1 for place in range(100))
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,16 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
-import torch
-
 from ...errors import InternalError, InvalidInputError
 from ..batch import ForwardMode
 from ..graphs import DeviceGraph
 from ..memory import Memory, Runner
 from ..pool import KVCacheConfig
 from ..prefix_cache import check_namespace
-from ..speculative import commit, greedy_accept, sampled_accept
+from ..speculative import commit, drawn_accept
+from ..tree import DraftTree
 from .drafting import Drafter, Speculative
-from .sampling import SamplingParams, distributions, sample, uniforms
+from .sampling import SamplingParams, sample, uniform
 from .scheduler import Request, Scheduler, Work
 
 __all__ = ["Engine", "EngineConfig", "Output"]
@@ -328,8 +327,9 @@ class Engine:
             self.memory.table.slide(work.request.row)
         if drawn:
             rows = logits if len(drawn) == len(last) else logits[[at for _, at in drawn]]
-            params, places = [r.params for r, _ in drawn], [(r.number, len(r.tokens)) for r, _ in drawn]
-            for (request, _), token in zip(drawn, sample(rows, params, places), strict=True):
+            points = [uniform(r.params, r.number, len(r.tokens)) for r, _ in drawn]
+            tokens = sample(rows, [r.params for r, _ in drawn], points).tolist()
+            for (request, _), token in zip(drawn, tokens, strict=True):
                 self._append(request, [token])
 
     def _fork_samples(self, request: Request) -> list[Request]:
@@ -353,17 +353,8 @@ class Engine:
         rows = [request.row for request in requests]
         counts = [wide] * len(rows)
         logits = self.memory.forward(ForwardMode.TARGET_VERIFY, rows, counts, tokens.flatten(), tree=tree)
-        logits = logits.view(len(rows), wide, -1)
-        params = [request.params for request in requests]
-        if all(p.greedy for p in params):
-            accepted = greedy_accept(tree, tokens, logits)
-        else:
-            each = [p for p in params for _ in range(wide)]
-            probs = distributions(logits.flatten(0, 1), each).view_as(logits)
-            drawn = [uniforms(r.params, r.number, len(r.tokens), wide) for r in requests]
-            accepted = sampled_accept(
-                tree, tokens, probs, uniforms=torch.tensor(drawn, dtype=probs.dtype, device=probs.device)
-            )
+        drawn = sample(logits, [r.params for r in requests for _ in range(wide)], _points(requests, tree))
+        accepted = drawn_accept(tree, tokens, drawn.view_as(tokens))
         for group, slots in enumerate(self.memory.slots(rows, counts)):
             self.memory.pool.move(group, *commit(accepted, slots))
         for work, new in zip(works, accepted.lists()[1], strict=True):
@@ -433,6 +424,17 @@ class Engine:
                     f"{asked} need {pages} pages of {self.config.cache.page_size} tokens in group {group}, which has "
                     f"{allocator.capacity}: the request could never finish. Give the engine more pages"
                 )
+
+
+def _points(requests: Sequence[Request], tree: DraftTree) -> list[float]:
+    """For each node what decides the token after it: that of its place in the text, as in a step without drafts."""
+    if all(request.params.greedy for request in requests):
+        return [0.0] * tree.parents.numel()
+    found: list[float] = []
+    for request, depths in zip(requests, tree.depths.tolist(), strict=True):
+        at = [uniform(request.params, request.number, len(request.tokens) + d) for d in range(max(depths) + 1)]
+        found += [at[depth] for depth in depths]
+    return found
 
 
 def _max_tokens(config: EngineConfig, runner: Runner) -> int:

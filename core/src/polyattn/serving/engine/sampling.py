@@ -1,7 +1,7 @@
 """How the next token is drawn from logits.
 
-A draw depends on the seed of its request and on its place only, so that neither the batch, nor preemption, nor the
-order of arrival changes what a request says.
+A draw depends on the seed of its request and on its place only, so that neither the batch, nor preemption, nor drafts,
+nor the order of arrival changes what a request says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 
-__all__ = ["SamplingParams", "distributions", "sample", "uniforms"]
+__all__ = ["SamplingParams", "distributions", "sample", "uniform"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,25 +88,26 @@ def distributions(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return torch.zeros_like(probs).scatter_(-1, order, probs / probs.sum(dim=-1, keepdim=True))
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[tuple[int, int]]) -> list[int]:
+def sample(logits: Tensor, params: Sequence[SamplingParams], points: Sequence[float]) -> Tensor:
     """One token per row.
 
     Args:
-        logits: [R, V]. draws: per row (sample number, place of the token in its sequence).
+        logits: [R, V]. points: per row the number in [0, 1) that decides, as `uniform` gives it; of greedy rows it is
+            not read.
+
+    Returns:
+        int64 [R].
     """
     greedy = logits.argmax(dim=-1)
     if all(p.greedy for p in params):
-        return greedy.tolist()
-    uniform = [uniforms(p, *draw)[0] for p, draw in zip(params, draws, strict=True)]
+        return greedy
     cumulated = distributions(logits, params).double().cumsum(dim=-1)
-    points = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None] * cumulated[:, -1:]
+    at = torch.tensor(points, dtype=torch.float64, device=logits.device)[:, None] * cumulated[:, -1:]
     # right=True never ends on a token of probability 0, not even for u = 0.
-    drawn = torch.searchsorted(cumulated, points, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    chosen = torch.where(torch.tensor([p.greedy for p in params], device=logits.device), greedy, drawn)
-    return chosen.tolist()
+    drawn = torch.searchsorted(cumulated, at, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return torch.where(torch.tensor([p.greedy for p in params], device=logits.device), greedy, drawn)
 
 
-def uniforms(params: SamplingParams, number: int, place: int, count: int = 1) -> list[float]:
-    """The numbers in [0, 1) that decide what follows the first `place` tokens of a sequence."""
-    drawn = random.Random(f"{params.seed}/{number}/{place}")
-    return [drawn.random() for _ in range(count)]
+def uniform(params: SamplingParams, number: int, place: int) -> float:
+    """The number in [0, 1) that decides what follows the first `place` tokens of sample `number` of a prompt."""
+    return 0.0 if params.greedy else random.Random(f"{params.seed}/{number}/{place}").random()
