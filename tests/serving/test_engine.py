@@ -291,7 +291,8 @@ def test_a_draw_is_of_its_place_with_drafts_and_without(topk: int) -> None:
     plain = [output.token_ids for output in engine(max_requests=8).generate(prompts, own)]
     spec = Speculative(ToyRunner(seed=1), steps=2, topk=topk) if topk else None
     roomy = engine(max_requests=8, speculative=spec).generate(prompts, own)
-    tight = engine(max_requests=4, pages=14, max_batch_tokens=21, max_tokens=24, speculative=spec).generate(prompts, own)
+    small = {"max_requests": 4, "pages": 14, "max_batch_tokens": 21, "max_tokens": 24}
+    tight = engine(speculative=spec, **small).generate(prompts, own)
     assert [output.token_ids for output in roomy] == plain
     assert [output.token_ids for output in tight] == plain
     assert sum(output.preemptions for output in tight)
