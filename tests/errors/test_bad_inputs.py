@@ -525,6 +525,16 @@ PAGED: list[Case] = [
         "k_scale is torch.int32 on cpu; a float tensor on cpu is needed",
     ),
     (
+        "pages of no token",
+        lambda: paged(key_cache=torch.ones(6, 0, 2, 8), value_cache=torch.ones(6, 0, 2, 8)),
+        "the pages of the cache hold 0 tokens; a page holds 1 or more",
+    ),
+    (
+        "latent pages of no token",
+        lambda: latent(cache=torch.ones(2, 0, 12)),
+        "the pages of the cache hold 0 tokens; a page holds 1 or more",
+    ),
+    (
         "nothing to save",
         lambda: paged(save_kv_cache=True),
         r"save_kv_cache=True writes new keys and values: pass key and value \[T_q, H_kv, D\]",

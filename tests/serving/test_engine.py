@@ -478,6 +478,9 @@ def test_no_draft_is_made_beyond_the_positions_of_a_model(positions: tuple[int, 
     [
         ([], {}, {}, "0 prompt tokens"),
         ([1], {}, {"n": 0}, "n=0 samples"),
+        ([1], {}, {"n": "2"}, "n='2' samples"),
+        (None, {}, {}, "the prompt is a NoneType; needed is a list of token ids"),
+        ("once", {}, {}, "the prompt is a str; needed is a list of token ids"),
         ([1, VOCAB], {}, {}, f"token {VOCAB} of the prompt is not in the vocabulary of {VOCAB}"),
         ([-1], {}, {}, "token -1"),
         (torch.tensor([1, 2]), {}, {}, "has a Tensor among its tokens; .* tokens.tolist"),
@@ -548,6 +551,65 @@ def test_a_standstill_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         made.step()
 
 
+class NotANumber(ToyRunner):
+    """After some steps its logits are none."""
+
+    def __init__(self, steps: int, number: float, **more: Any) -> None:
+        super().__init__(**more)
+        self.left, self.number = steps, number
+
+    def serve(self, backend: Any) -> Any:
+        forward = super().serve(backend)
+
+        def serving(*given: Any) -> Any:
+            self.left -= 1
+            return forward(*given) * (1 if self.left >= 0 else self.number)
+
+        return serving
+
+
+@pytest.mark.parametrize("own", [{}, {"temperature": 1.5, "top_k": 3}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("steps, drafts", [(0, False), (2, False), (1, True)])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_end_no_text(own: dict[str, Any], steps: int, drafts: bool, number: float) -> None:
+    made = engine(
+        model=NotANumber(steps, number), speculative=Speculative(ToyRunner(seed=1), steps=2) if drafts else None
+    )
+    (request,) = made.add(PROMPT, params(8, **own))
+    for _ in range(steps):
+        assert not made.step()
+    there = made.tokens_of(request)
+    said = f"logits of NaN or infinity after {len(PROMPT) + len(there)} tokens of request {request}"
+    with pytest.raises(InvalidInputError, match=said):
+        made.step()
+    assert made.tokens_of(request) == there
+    assert made.cancel(request).token_ids == there
+    made.check()
+
+
+def test_arguments_of_another_kind() -> None:
+    made = engine()
+    for call, said in (
+        (
+            lambda: made.add(PROMPT, {"max_new_tokens": 3}),
+            r"params is a dict; SamplingParams\(\.\.\.\) or None is needed",
+        ),
+        (lambda: made.generate(None), "prompts is a NoneType; needed is a list of prompts"),
+        (lambda: made.generate([PROMPT], 5), "params is a int; needed is SamplingParams, or a list of them"),
+        (lambda: made.generate([PROMPT], [5]), "params is a int; SamplingParams"),
+        (lambda: made.generate([1, 2]), "the prompt is a int; needed is a list of token ids"),
+        (lambda: made.cancel([]), r"request \[\] is not running here"),
+        (
+            lambda: Engine(MODEL, KVCacheConfig()),
+            r"config is a KVCacheConfig; EngineConfig\(\.\.\.\) or None is needed",
+        ),
+        (lambda: Speculative(MODEL.layers[0]), "the draft model is a AttentionLayer without layers"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            call()  # type: ignore[no-untyped-call]
+    assert not made.unfinished
+
+
 def test_params_for_each_prompt() -> None:
     with pytest.raises(InvalidInputError, match="1 params for 2 prompts"):
         engine().generate([PROMPT, PROMPT], [params()])
@@ -561,6 +623,16 @@ def test_params_for_each_prompt() -> None:
         ({"max_batch_tokens": 3, "speculative": Speculative(MODEL, steps=3)}, "max_batch_tokens=3; 4 or more"),
         ({"max_requests": 2.5}, "EngineConfig max_requests=2.5; 1 or more is needed, a whole number"),
         ({"pages": -1}, "EngineConfig pages=-1"),
+        ({"max_tokens": "5"}, "EngineConfig max_tokens='5'; 0 or more is needed, a whole number"),
+        ({"cache": None}, r"EngineConfig cache=None; KVCacheConfig\(\.\.\.\) is needed"),
+        ({"speculative": 3}, r"EngineConfig speculative=3; Speculative\(\.\.\.\) or None is needed"),
+        ({"graphs": None}, "EngineConfig graphs=None; True, False or what makes a graph is needed"),
+        ({"model": None}, r"the model is a NoneType without layers, .*CausalLMRunner\(model\)"),
+        ({"pages": 10**12}, f"a KV pool of 2 layers with {10**12} pages of 4 tokens needs more memory than can be had"),
+        (
+            {"cache": KVCacheConfig(page_size=10**14)},
+            f"a KV pool of 2 layers with 1 pages of {10**14} tokens needs more memory .*: lower the pages or page_size",
+        ),
         (
             {"speculative": Speculative(MODEL, topk=VOCAB + 1)},
             f"topk={VOCAB + 1} continuations of a vocabulary of {VOCAB} cannot be had; lower topk",
@@ -587,14 +659,16 @@ def test_a_draft_model_of_another_vocabulary() -> None:
 @pytest.mark.parametrize(
     "more, said",
     [
-        ({"steps": 0}, "steps=0, topk=1: both are 1 or more"),
-        ({"topk": 0}, "topk=0: both are 1 or more"),
+        ({"steps": 0}, "speculative steps=0; 1 or more is needed, a whole number"),
+        ({"topk": 0}, "speculative topk=0; 1 or more is needed"),
+        ({"steps": "3"}, "speculative steps='3'; 1 or more is needed"),
+        ({"draft_tokens": 2.5}, "speculative draft_tokens=2.5; 0 or more is needed"),
         ({"steps": 3, "draft_tokens": 3}, "allowed: 4, one more than steps"),
         ({"steps": 2, "topk": 2, "draft_tokens": 9}, "allowed: 2 to 7"),
         ({"steps": 2, "topk": 2, "draft_tokens": 1}, "allowed: 2 to 7"),
     ],
 )
-def test_drafts_that_cannot_be(more: dict[str, int], said: str) -> None:
+def test_drafts_that_cannot_be(more: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         Speculative(MODEL, **more)
 

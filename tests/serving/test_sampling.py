@@ -72,6 +72,10 @@ def test_a_draw_is_of_its_seed_sample_and_place() -> None:
         ("top_k", 2.5, "0 .off. or more, a whole number"),
         ("max_new_tokens", 2.5, "1 or more, a whole number"),
         ("stop_token_ids", 5, "token ids, such as"),
+        ("stop_token_ids", None, "token ids, such as"),
+        ("temperature", "hot", "0 .greedy. or more"),
+        ("top_p", None, "above 0, at most 1"),
+        ("seed", [1], "a whole number"),
         ("stop_token_ids", ("x",), "token ids, such as"),
     ],
 )
@@ -80,3 +84,15 @@ def test_values_out_of_range(name: str, value: Any, allowed: str) -> None:
         InvalidInputError, match=f"{re.escape(f'{name}={value!r}')} of SamplingParams must be {allowed}"
     ):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_without_a_largest_number_has_no_token(number: float) -> None:
+    logits = LOGITS.clone()
+    logits[1:3] = number
+    params = [SamplingParams(), SamplingParams(), *[SamplingParams(temperature=1.0)] * 4]
+    drawn = sample(logits, params, [0.5] * 6)
+    assert drawn[1:3].tolist() == [-1, -1]
+    assert torch.equal(drawn[[0, 3, 4, 5]], sample(LOGITS, params, [0.5] * 6)[[0, 3, 4, 5]])
+    masked = LOGITS.masked_fill(torch.arange(40) > 3, float("-inf"))
+    assert sample(masked, params, [0.5] * 6).min() >= 0

@@ -475,6 +475,8 @@ def check_page_table(
         if table.device != query.device:
             raise InvalidInputError(f"{name} is on {table.device}, query on {query.device}; move it")
     _lengths(max_seqlen_q, max_seqlen_k)
+    if page_size < 1:
+        raise InvalidInputError("the pages of the cache hold 0 tokens; a page holds 1 or more")
     count = page_table.shape[0]
     if seq_lens.shape[0] != count or cu_seqlens_q.shape[0] != count + 1:
         raise InvalidInputError(
