@@ -470,6 +470,38 @@ def test_no_draft_is_made_beyond_the_positions_of_a_model(positions: tuple[int, 
     assert {"verify", "decode"} <= output.backends.keys()
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_new_weights_make_everything_anew(drafts: bool) -> None:
+    """After `forget_prefixes` nothing of the old weights is read: not by those who run, wait or come later."""
+    model, new = ToyRunner(), ToyRunner(seed=5)
+    spec = Speculative(model, steps=2) if drafts else None
+    made = engine(model=model, max_requests=3, max_batch_tokens=16, speculative=spec)
+    made.generate([PROMPT], params(2))
+    ids = [made.add(prompt, params(8), n=n) for prompt, n in ((PROMPT, 2), (PROMPT[::-1], 1), ([7, 8] * 15, 1))]
+    for _ in range(3):
+        made.step()
+    assert made.memory.table.rows
+    tokens = {i: made.tokens_of(i) for group in ids for i in group}
+    assert any(tokens.values())
+    assert not all(tokens.values()), "one is in its prefill, or waits"
+    for name in ("embedding", "places", "inputs", "head"):
+        setattr(model, name, getattr(new, name))
+    made.forget_prefixes()
+    made.check()
+    assert made.memory.table.rows == []
+    assert {i: made.tokens_of(i) for i in tokens} == tokens
+    late = made.add(PROMPT, params(4))[0]
+    outputs = {}
+    while made.unfinished:
+        outputs.update({output.id: output for output in made.step()})
+        made.check()
+    assert sorted(outputs) == sorted([*tokens, late])
+    for i, output in outputs.items():
+        for n in range(len(tokens.get(i, [])), len(output.token_ids)):
+            text = output.prompt + output.token_ids[:n]
+            assert output.token_ids[n] == int(new.dense(text)[-1].argmax())
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 

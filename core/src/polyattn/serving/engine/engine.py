@@ -194,6 +194,11 @@ class Engine:
         """
         return self._finish(self._find(request_id), "cancelled")
 
+    def forget_prefixes(self) -> None:
+        """Forget the keys and values of everything so far: after the weights of the model, or of the draft model, have
+        changed. Requests that run keep their tokens, and are computed anew from them. Call it between steps."""
+        self._scheduler.forget()
+
     @property
     def unfinished(self) -> int:
         """Outputs in the making."""
