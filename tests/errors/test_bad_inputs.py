@@ -535,6 +535,11 @@ PAGED: list[Case] = [
         "the pages of the cache hold 0 tokens; a page holds 1 or more",
     ),
     (
+        "sinks of each row",
+        lambda: paged(sinks=torch.ones(3, 4)),
+        r"sinks has shape \(3, 4\); a call takes one logit per query head, \[4\] .*polyattn.merge\(\[out\], \[lse\]",
+    ),
+    (
         "nothing to save",
         lambda: paged(save_kv_cache=True),
         r"save_kv_cache=True writes new keys and values: pass key and value \[T_q, H_kv, D\]",

@@ -211,6 +211,11 @@ def _mask_shapes(attn_mask: Any, batch: int, heads: int, s_q: int, s_k: int, axe
 def _sinks(sinks: Any, query: Tensor, heads: int) -> None:
     if sinks is None:
         return
+    if isinstance(sinks, Tensor) and 2 <= sinks.ndim <= 3 and heads in sinks.shape:
+        raise InvalidInputError(
+            f"sinks has shape {tuple(sinks.shape)}; a call takes one logit per query head, [{heads}] (H_q). Of one for "
+            f"each row: call without sinks and with return_lse=True, then polyattn.merge([out], [lse], sinks=sinks)"
+        )
     _tensor("sinks", sinks, 1, f"[{heads}] (H_q)")
     if sinks.shape[0] != heads:
         raise InvalidInputError(f"sinks has {sinks.shape[0]} entries, one per query head is needed: {heads}")
