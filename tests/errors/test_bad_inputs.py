@@ -301,7 +301,7 @@ OPTIONAL: list[Case] = [
         lambda: dense(sinks=torch.ones(2)),
         "sinks has 2 entries, one per query head is needed: 4",
     ),
-    ("sinks 2-D", lambda: dense(sinks=torch.ones(1, 4)), r"sinks has 2 dimensions .*\[4\] \(H_q\)"),
+    ("sinks 2-D", lambda: dense(sinks=torch.ones(1, 5)), r"sinks has 2 dimensions .*\[4\] \(H_q\)"),
     (
         "sinks dtype",
         lambda: dense(sinks=torch.ones(4).int()),
