@@ -99,7 +99,7 @@ class AttentionLayer:
             own, given = getattr(self, field.name), getattr(other, field.name, None)
             if own is given or (field.name != "sinks" and own == given):
                 continue
-            if None in (own, given) or field.name != "sinks" or own.data_ptr() != given.data_ptr():
+            if own is None or given is None or field.name != "sinks" or own.data_ptr() != given.data_ptr():
                 return field.name
         return None
 
