@@ -129,9 +129,14 @@ class Problem:
             "kernel by hand": lambda: bound(query, *caches, **tables),
             "forward_decode": lambda: backend.forward_decode(query, None, None, layer, batch),
             "forward": lambda: backend.forward(query, None, None, layer),
-            "with new keys": lambda: backend.forward(query, key, value, layer),
+            "with new keys": lambda: self.again().forward(query, key, value, layer),
             "paged_attention": lambda: polyattn.paged_attention(query, *caches, **more),
         }
+
+    def again(self) -> AttentionBackend:
+        """The backend, whose planned step no layer has written: preparing it again would be timed with the call."""
+        self.backend._any[0].step.written.clear()  # type: ignore[attr-defined]
+        return self.backend
 
     def begin(self) -> Step:
         """Plan the first step."""

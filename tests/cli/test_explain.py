@@ -170,6 +170,15 @@ class TestPhases:
         own = {"extend": "fa3", "decode": "flashinfer", "verify": backend}[phase]
         assert (found.data["backend"], found.data["request"].get("tree", False)) == (own, phase == "verify")
 
+    def test_who_is_named_to_verify_serves_another_phase_too(self, run: Run) -> None:
+        words = ("explain", "--phase", "verify", "--spec-topk", "4", "--page-size", "64", "--json")
+        there = (*words, *shlex.split(BLACKWELL), "--attention-backend", "trtllm_mha")
+        found = run(*there)
+        assert found.code == 3
+        assert "trtllm_mha cannot verify: every phase of a server asks" in found.data["error"]["message"]
+        assert run(*there[:4], "1", *there[5:]).data["backend"] == "trtllm_mha"
+        assert run(*words, "--attention-backend", "torch_sdpa").data["backend"] == "torch_sdpa"
+
     def test_a_pair_that_does_not_work(self, run: Run) -> None:
         words = ("--prefill-attention-backend", "fa4", "--decode-attention-backend", "trtllm_mha")
         found = run("explain", *shlex.split(BLACKWELL), *words, "--kv-dtype", "fp4_e2m1", "--json")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from .conftest import Run
@@ -133,6 +135,7 @@ def test_a_narrow_cache_runs(run: Run, folder: Path) -> None:
         (("--prompt", "a", "--max-new-tokens", "0"), 2, "max_new_tokens=0"),
         (("--prompt", "a", "--max-new-tokens", "400"), 2, "more than the 128 positions"),
         (("--prompt", "a", "--page-size", "0"), 2, "page_size=0"),
+        (("--prompt", "a", "--page-size", "99999999999999"), 2, "1 pages of 99999999999999 tokens needs more"),
         (("--prompt", "a", "--kv-cache-dtype", "fp8"), 2, "kv_cache_dtype='fp8'"),
         (("--prompt", "a", "--attention-backend", "torch_nativ"), 4, "torch_native"),
         (("--prompt", "a", "--attention-backend", "fa3"), 4, "fa3, asked for by the command line"),
@@ -163,6 +166,49 @@ def test_a_folder_that_is_none(run: Run, tmp_path: Path) -> None:
     done = run("generate", "--model-path", str(tmp_path), "--prompt", "a")
     assert done.code == 2
     assert "cannot be loaded as" in " ".join(done.err.split())
+
+
+def changed(folder: Path, to: Path, change: Any) -> Path:
+    """A copy of a model whose weights are changed."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    file = to / "model.safetensors"
+    weights = load_file(file)
+    save_file(change(weights), file, metadata={"format": "pt"})
+    return to
+
+
+def test_weights_that_are_cut_off(run: Run, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    done = run("generate", "--model-path", str(tmp_path), "--prompt", "a")
+    assert done.code == 2
+    said = " ".join(done.err.split())
+    assert "cannot be loaded as AutoModelForCausalLM: " in said
+    assert said.endswith("save it again with save_pretrained")
+
+
+def test_weights_that_are_missing_are_not_made_up(run: Run, folder: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    changed(folder, tmp_path, lambda weights: {key: value for key, value in weights.items() if key != name})
+    done = run("generate", "--model-path", str(tmp_path), "--prompt", "a")
+    assert done.code == 2
+    assert f"lacks 1 of the model's weights, {name} among them, which would be random" in " ".join(done.err.split())
+
+
+def test_weights_that_are_no_numbers(run: Run, folder: Path, tmp_path: Path) -> None:
+    changed(folder, tmp_path, lambda weights: {key: value * float("nan") for key, value in weights.items()})
+    done = run("generate", "--model-path", str(tmp_path), "--prompt", "a", "--json")
+    assert done.code == 2
+    assert "the model gives logits of NaN or infinity after 1 tokens" in done.data["error"]["message"]
+
+
+def test_an_override_that_reaches_no_layer(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYATTN_COMPONENT_ATTENTION_BACKENDS", "text_encoder=reference")
+    done = run("generate", "--model-path", str(folder), "--prompt", "a", "--json")
+    assert done.code == 2
+    assert done.data["error"]["type"] == "ConfigError"
+    assert "component override text_encoder reached no layer" in done.data["error"]["message"]
 
 
 def test_a_model_that_pages_cannot_serve(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 from polyattn import what_if
 from polyattn.cli.matrix import Cell, Support, gather, markdown
 from polyattn.cli.probes import LATENT, LLM, VERIFY, Limits, Sheet, limits
+from polyattn.errors import UnsupportedRequestError
+from polyattn.hybrid import both_phases
 from polyattn.inspection import support_matrix
 from polyattn.plugins import get_manager
 from polyattn.records import AttentionRequest
@@ -139,21 +141,21 @@ def test_a_cell_is_what_selection_says(support: Support, backend: str, column: s
 
 
 SERVED: list[tuple[str, str, str, str, dict[str, Any], tuple[str, ...]]] = [
-    ("serving_mha", "fa2", "flash-attn", "sm90", {"page_size": 256}, ("tree_by_lse",)),
-    (
-        "serving_mha",
-        "flashinfer_cudnn",
-        "flashinfer-python,nvidia-cudnn-frontend",
-        "sm90",
-        {"page_size": 16},
-        ("tree_by_lse",),
-    ),
-    ("serving_mha", "trtllm_mha", "flashinfer-python", "sm100", {"page_size": 16}, ("tree_by_lse",)),
+    ("serving_mha", "fa3", "flash-attn-3", "sm90", {"page_size": 64}, ("tree_by_lse",)),
+    ("serving_mha", "fa4", "flash-attn-4", "sm100", {"page_size": 1}, ("tree_by_lse",)),
     ("serving_mha", "trtllm_mha", "flashinfer-python", "sm100", {"page_size": 128}, ("finer_pages",)),
     ("serving_mha", "hpc_ops", "hpc-ops", "sm90", {"page_size": 128}, ("finer_pages",)),
-    ("serving_mla", "flashinfer_mla", "flashinfer-python", "sm90", {"page_size": 1}, ("tree_by_lse",)),
-    ("serving_mla", "flashmla", "sgl-flash-mla", "sm90", {"page_size": 64}, ("tree_by_lse",)),
+    ("serving_mla", "fa3", "flash-attn-3", "sm90", {"page_size": 1}, ("tree_by_lse",)),
 ]
+CHAINS_ONLY = [
+    ("serving_mha", "fa2", "flash-attn", "sm90", 256),
+    ("serving_mha", "fa4", "flash-attn-4", "sm90", 128),
+    ("serving_mha", "flashinfer_cudnn", "flashinfer-python,nvidia-cudnn-frontend", "sm90", 16),
+    ("serving_mha", "trtllm_mha", "flashinfer-python", "sm100", 16),
+    ("serving_mla", "flashinfer_mla", "flashinfer-python", "sm90", 1),
+    ("serving_mla", "flashmla", "sgl-flash-mla", "sm90", 64),
+]
+"""They would verify a tree by `tree_by_lse`, and extend and decode for no server that drafts trees."""
 
 
 @pytest.mark.parametrize(
@@ -176,6 +178,25 @@ def test_a_cell_has_the_rewrites_that_selection_finds(
     chosen = what_if(request, platform=f"cuda:{arch}", installed=library.split(","), backend=name)
     assert (chosen.backend, chosen.lowerings) == (name, plan)
     assert plan[0] in cell(support, sheet, name, "cuda", "topk > 1" if tree else "page size")
+
+
+@pytest.mark.parametrize(
+    ("sheet", "name", "library", "arch", "page"), CHAINS_ONLY, ids=[f"{s[0][8:]} {s[1]}" for s in CHAINS_ONLY]
+)
+def test_trees_are_for_who_serves_every_phase_of_them(
+    support: Support, sheet: str, name: str, library: str, arch: str, page: int
+) -> None:
+    """A server asks each phase for the same `spec_topk`: what it refuses, neither the matrix nor explain offers."""
+    shape: dict[str, Any] = {"family": "paged", **LLM} if sheet == "serving_mha" else {"family": "mla", **LATENT}
+    request = AttentionRequest(**{**shape, **VERIFY, "page_size": page, "layout": "THD", "spec_topk": 4, "tree": True})
+    where: dict[str, Any] = {"platform": f"cuda:{arch}", "installed": library.split(",")}
+    for phase in both_phases(request):
+        with pytest.raises(UnsupportedRequestError):
+            what_if(phase, backend=name, **where)
+    with pytest.raises(UnsupportedRequestError, match=f"{name} cannot verify: .* neither extends nor decodes with 4"):
+        what_if(request, backend=name, **where)
+    found = cell(support, sheet, name, "cuda", "topk > 1")
+    assert found == "no" or (found.startswith("lowered: tree_by_lse (") and arch not in found)
 
 
 def test_a_cache_that_no_rewrite_is_for_is_no_cell(support: Support) -> None:

@@ -301,7 +301,7 @@ OPTIONAL: list[Case] = [
         lambda: dense(sinks=torch.ones(2)),
         "sinks has 2 entries, one per query head is needed: 4",
     ),
-    ("sinks 2-D", lambda: dense(sinks=torch.ones(1, 4)), r"sinks has 2 dimensions .*\[4\] \(H_q\)"),
+    ("sinks 2-D", lambda: dense(sinks=torch.ones(1, 5)), r"sinks has 2 dimensions .*\[4\] \(H_q\)"),
     (
         "sinks dtype",
         lambda: dense(sinks=torch.ones(4).int()),
@@ -523,6 +523,21 @@ PAGED: list[Case] = [
         "scale dtype",
         lambda: paged(k_scale=int32(1), v_scale=int32(1)),
         "k_scale is torch.int32 on cpu; a float tensor on cpu is needed",
+    ),
+    (
+        "pages of no token",
+        lambda: paged(key_cache=torch.ones(6, 0, 2, 8), value_cache=torch.ones(6, 0, 2, 8)),
+        "the pages of the cache hold 0 tokens; a page holds 1 or more",
+    ),
+    (
+        "latent pages of no token",
+        lambda: latent(cache=torch.ones(2, 0, 12)),
+        "the pages of the cache hold 0 tokens; a page holds 1 or more",
+    ),
+    (
+        "sinks of each row",
+        lambda: paged(sinks=torch.ones(3, 4)),
+        r"sinks has shape \(3, 4\); a call takes one logit per query head, \[4\] .*polyattn.merge\(\[out\], \[lse\]",
     ),
     (
         "nothing to save",

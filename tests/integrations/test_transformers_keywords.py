@@ -51,7 +51,7 @@ def oracle(q, k, v, allowed=None, bias=None, scaling=D**-0.5, softcap=None, sink
     if allowed is not None:
         scores = scores.masked_fill(~allowed, float("-inf"))
     if sinks is not None:
-        column = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        column = (sinks if sinks.ndim == 4 else sinks.reshape(1, -1, 1, 1)).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return (weights @ v).transpose(1, 2)
@@ -341,9 +341,38 @@ def test_sinks_come_once_and_per_head():
     with pytest.raises(polyattn.InvalidInputError, match="both s_aux and sinks reached Layer"):
         call(Layer(), q, k, v, s_aux=SINKS, sinks=SINKS)
     with pytest.raises(
-        polyattn.UnsupportedRequestError, match=r"shape \(2, 4, 7, 1\) differ by token.*one sink per head"
+        polyattn.UnsupportedRequestError, match=r"shape \(2, 4, 7\) are neither one per head, .* nor per"
     ):
-        call(Layer(), q, k, v, sinks=draw(B, H, S, 1))
+        call(Layer(), q, k, v, sinks=draw(B, H, S))
+    with pytest.raises(polyattn.InvalidInputError, match=r"sinks of shape \(2, 4, 6, 1\) .*S_q, 1\] = \[2, 4, 7, 1\]"):
+        call(Layer(), q, k, v, sinks=draw(B, H, S - 1, 1))
+
+
+@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize("given", [{}, {"sliding_window": 3}, {"softcap": 5.0}, {"mask": True}], ids=str)
+def test_sinks_of_each_row(given, batch):
+    q, k, v = (t.requires_grad_() for t in tensors())
+    sinks = (2 * draw(batch, H, S, 1)).requires_grad_()
+    more = {name: value for name, value in given.items() if name != "mask"}
+    i, j = rows()
+    allowed = causal() & (i - j < given.get("sliding_window", S))
+    if "mask" in given:
+        allowed = (i + j) % 3 != 0
+        more["attention_mask"] = allowed.expand(B, 1, S, S)
+    out, _ = make_forward(None, HARMLESS)(Layer(), q, k, v, sinks=sinks, **more)
+    wanted = oracle(q, k, v, allowed=allowed, softcap=given.get("softcap"), sinks=sinks)
+    torch.testing.assert_close(out, wanted)
+    gradient = draw(*out.shape)
+    for got, want in zip(*(torch.autograd.grad(t, (q, k, v, sinks), gradient) for t in (out, wanted)), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_sinks_of_each_row_of_packed_sequences():
+    q, k, v = (t[:1] for t in tensors())
+    sinks, allowed = 2 * draw(1, H, S, 1), causal() & borders(3, 4)
+    out, _ = make_forward(None, HARMLESS)(Layer(), q, k, v, sinks=sinks, **lengths(3, 4))
+    torch.testing.assert_close(out, oracle(q, k, v, allowed=allowed, sinks=sinks))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,22 @@ def parted(*parts: Any, **changes: Any) -> Any:
     return paged(kv_parts=list(parts), **changes)
 
 
+POOL, HALVES = torch.ones(7, 4, 2, 16), torch.ones(6, 2, 4, 2, 16)
+
+
+def saving(tokens: int = 3, **changes: Any) -> Any:
+    """`paged` with new keys and values that are written."""
+    new = {name: torch.ones(tokens, 2, 16) for name in ("key", "value")}
+    longest = {"max_seqlen_q": max(tokens - 1, 2), "max_seqlen_k": 8}
+    return paged(**{"query": torch.ones(tokens, 4, 16), **new, **longest, "save_kv_cache": True, **changes})
+
+
 GOOD: dict[str, Callable[[], Any]] = {
+    "saving": saving,
+    "saving into one page from both ends": lambda: saving(page_table=int32([1, 0], [1, 0]), seq_lens=int32(1, 3)),
+    "saving into halves of one pool": lambda: saving(key_cache=HALVES[:, 0], value_cache=HALVES[:, 1]),
+    "saving beside a row of padding": lambda: saving(page_table=int32([1, 0], [1, 0]), seq_lens=int32(1, 0)),
+    "new rows that are not saved": lambda: saving(key_cache=POOL, value_cache=POOL, save_kv_cache=False),
     "paged": paged,
     "latent": latent,
     "fp4": fp4,
@@ -116,6 +131,26 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "scale shape": (
         lambda: paged(k_scale=torch.ones(3), v_scale=torch.ones(3)),
         r"k_scale has shape \(3,\); allowed: one number, \[2\] \(H_kv\) or \[6, 4, 2\] \(one per token and head\)",
+    ),
+    "two rows that write one slot": (
+        lambda: saving(page_table=int32([1, 2], [3, 2]), seq_lens=int32(5, 6)),
+        r"rows 0 and 1 both write slot 0 of page 2, and save_kv_cache=True would keep one of the two; give each row",
+    ),
+    "one row that writes one slot twice": (
+        lambda: saving(page_table=int32([1, 1], [2, 3]), seq_lens=int32(8, 4), cu_seqlens_q=int32(0, 8, 9), tokens=9),
+        r"rows 0 and 0 both write slot 0 of page 1",
+    ),
+    "one cache for keys and values": (
+        lambda: saving(key_cache=POOL, value_cache=POOL),
+        r"key_cache and value_cache share memory, and save_kv_cache=True writes keys and values into it; pass two",
+    ),
+    "caches that overlap": (
+        lambda: saving(key_cache=POOL[:6], value_cache=POOL[1:]),
+        r"key_cache and value_cache share memory",
+    ),
+    "a cache whose pages are one": (
+        lambda: saving(value_cache=POOL[0].expand(6, 4, 2, 16)),
+        r"value_cache has strides \(0, 32, 16, 1\), so that several places of it are one, .*value_cache.contiguous\(\)",
     ),
     "two granularities": (
         lambda: paged(k_scale=torch.ones(2), v_scale=torch.ones(())),

@@ -107,7 +107,7 @@ B = {
             "yes: lowered",
             "yes: lowered",
             "yes: native",
-            "no: lowered",
+            "no: refused",
             "yes: native",
             "no: refused",
         ),
@@ -132,7 +132,7 @@ B = {
     ),
     "ascend": (
         ("npu", "torch-npu", 128),
-        ("yes: native", "no: lowered", "no: lowered", "yes: native", "no: lowered", "yes: native", "yes: native"),
+        ("yes: native", "no: lowered", "no: lowered", "yes: native", "no: refused", "yes: native", "yes: native"),
     ),
     "intel_xpu": (
         ("xpu", "sgl-kernel-xpu", 64),
@@ -160,16 +160,16 @@ C_COLUMNS: dict[str, dict[str, Any]] = {
 C = {
     "flashinfer_mla": (
         ("cuda:sm90", "flashinfer", 1),
-        ("1: native", "no: lowered", f"{NO_FORMAT}: refused", "yes: native", "yes: native", "no: lowered"),
+        ("1: native", "no: lowered", f"{NO_FORMAT}: refused", "yes: native", "yes: native", "no: refused"),
     ),
     "flashmla": (
         ("cuda:sm90", "sgl-flash-mla", 64),
         # Its own FP8 kernel decodes and verifies.
-        ("64: native", "yes: lowered", f"{NO_FORMAT}: refused", "yes: native", "yes: native", "no: lowered"),
+        ("64: native", "yes: lowered", f"{NO_FORMAT}: refused", "yes: native", "yes: native", "no: refused"),
     ),
     "cutlass_mla": (
         ("cuda:sm100", "sgl-kernel flashinfer", 128),
-        ("128: native", "yes: lowered", f"{NO_FORMAT}: refused", "yes: native", "yes: native", "no: lowered"),
+        ("128: native", "yes: lowered", f"{NO_FORMAT}: refused", "yes: native", "yes: native", "no: refused"),
     ),
     "trtllm_mla": (
         ("cuda:sm100", "flashinfer", 32),
@@ -193,7 +193,7 @@ C = {
     ),
     "fa4": (
         ("cuda:sm100", "flash-attn-4", 1),
-        ("1: native", "no: lowered", f"{NO_FORMAT}: refused", "yes: native", "no: refused", "no: lowered"),
+        ("1: native", "no: lowered", f"{NO_FORMAT}: refused", "yes: native", "no: refused", "no: refused"),
     ),
     "ascend": (
         ("npu", "torch-npu", 128),

@@ -241,7 +241,7 @@ BAD = {
         [GOOD[0]],
         [GOOD[1]],
         {"sinks": torch.zeros(4), "layout": "BHSD"},
-        r"outs have 3 heads in layout BHSD: pass \[3\], or the layout",
+        r"outs have 3 heads in layout BHSD: pass \[3\], one for each row, \[2, 3, 4\], or the layout",
     ),
     "sinks dtype": (
         [GOOD[0]],
@@ -269,3 +269,35 @@ def test_merge_refuses_what_cannot_be_merged(case):
     outs, lses, options, message = BAD[case]
     with pytest.raises(InvalidInputError, match=message):
         merge(outs, lses, **options)
+
+
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+def test_s5_sinks_of_each_row(layout):
+    """Row by row they are the sinks of a call with that one row."""
+    q, k, v = (
+        torch.randn(2, 5, H, 8, dtype=F64, generator=torch.Generator().manual_seed(n)) for n, H in enumerate((4, 2, 2))
+    )
+    sinks = 2 * torch.randn(2, 5, 4, dtype=F64, generator=torch.Generator().manual_seed(9))
+    want = torch.stack(
+        [
+            torch.stack(
+                [
+                    attention(q[b : b + 1, i : i + 1], k[b : b + 1], v[b : b + 1], sinks=sinks[b, i])[0, 0]
+                    for i in range(5)
+                ]
+            )
+            for b in range(2)
+        ]
+    )
+    out, lse = attention(q, k, v, return_lse=True)
+    if layout == "BHSD":
+        got = merge([out.transpose(1, 2)], [lse.transpose(1, 2)], sinks=sinks.transpose(1, 2), layout=layout)[
+            0
+        ].transpose(1, 2)
+    else:
+        got = merge([out], [lse], sinks=sinks)[0]
+    torch.testing.assert_close(got, want)
+    with pytest.raises(
+        InvalidInputError, match=r"sinks has shape \[2, 4\]; outs have 4 heads .*pass \[4\], one for each row"
+    ):
+        merge([out], [lse], sinks=sinks[:, 0])

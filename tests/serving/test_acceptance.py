@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import InvalidInputError
-from polyattn.serving.speculative import Accepted, TreeDraft, draw_children, greedy_accept, sampled_accept, wide_tree
+from polyattn.serving.speculative import (
+    Accepted,
+    TreeDraft,
+    draw_children,
+    drawn_accept,
+    greedy_accept,
+    sampled_accept,
+    wide_tree,
+)
 from polyattn.serving.tree import DraftTree
 
 SAMPLES = 200_000
@@ -358,3 +366,21 @@ def test_refusals() -> None:
     assert "uniforms is (2, 2)" in refused(sampled_accept, tree, tokens, probs, uniforms=uniforms[:, 1:])
     both = refused(sampled_accept, tree, tokens, probs, uniforms=uniforms, generator=torch.Generator())
     assert "pass one of them" in both
+
+
+def test_drawn_tokens_accept_the_drafts_that_they_are() -> None:
+    #      0
+    #    1   2    the second sibling was drawn, and then its child
+    #        3
+    tree = DraftTree.from_parents([[-1, 0, 0, 2]] * 2)
+    tokens = torch.tensor([[7, 1, 2, 3], [7, 1, 2, 3]])
+    found = drawn_accept(tree, tokens, torch.tensor([[2, 9, 3, 5], [4, 9, 3, 5]]))
+    assert found.lists() == ([[0, 2, 3], [0]], [[2, 3, 5], [4]])
+
+
+@pytest.mark.parametrize("name", ["tokens", "drawn"])
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 2)])
+def test_drawn_tokens_that_do_not_fit(name: str, wrong: Tensor) -> None:
+    given = {"tokens": torch.zeros(1, 2, dtype=torch.int64), "drawn": torch.zeros(1, 2, dtype=torch.int64), name: wrong}
+    with pytest.raises(InvalidInputError, match=rf"{name} is \(1, .*one int64 for each node of the trees is needed"):
+        drawn_accept(DraftTree.chain(1, 2), **given)

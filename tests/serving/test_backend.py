@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn.serving.batch import ForwardMode
+from polyattn.errors import InvalidInputError
+from polyattn.serving.batch import ForwardBatch, ForwardMode
 from polyattn.serving.layer import AttentionLayer
 from polyattn.serving.tree import DraftTree
 
@@ -271,6 +272,91 @@ def test_encoder_only_layers_see_their_whole_sequence(toys: Any) -> None:
     )
     a, b = rig.add(2)
     rig.step(EXTEND, {a: 9, b: 3})
+
+
+@pytest.mark.parametrize("mode, part", [(EXTEND, 4), (DECODE, 1)], ids=["chunk", "decode"])
+def test_encoder_only_layers_are_given_whole_sequences(mode: ForwardMode, part: int, toys: Any) -> None:
+    rig = Rig([*decoder(1), AttentionLayer(1, 4, 2, 16, kind="encoder_only")])
+    a, b = rig.add(2)
+    rig.give({a: 8})
+    rig.give({a: part, b: part})
+    batch = rig.batch_of(mode, {b: part, a: part})
+    said = rf"row {a} has {part} new tokens of {8 + part}, and layer 1 is encoder-only: .*whole sequence in one step"
+    with pytest.raises(InvalidInputError, match=said):
+        rig.backend.plan(batch)
+
+
+def test_a_recorded_decode_does_not_slip_a_part_of_a_sequence_in(toys: Any) -> None:
+    rig = Rig([AttentionLayer(0, 4, 2, 16, kind="encoder_only")], backend="toy_saves")
+    rig.backend.init_cuda_graph_state(1, 1)
+    (row,) = rig.add()
+    rig.step(DECODE, {row: 1}, recorded="replay")
+    rig.give({row: 1})
+    with pytest.raises(InvalidInputError, match=r"1 new tokens of 2, and layer 0 is encoder-only"):
+        rig.backend.init_forward_metadata_replay_cuda_graph(rig.batch_of(DECODE, {row: 1}))
+
+
+def new_of(rig: Rig, tokens: int) -> tuple[Any, Any, Any]:
+    layer = rig.layers[0]
+    return rig.random(tokens, layer.heads, layer.head_dim), *rig.new_keys(layer, tokens)
+
+
+@pytest.mark.parametrize("backend", ["toy", "toy_saves", None])
+def test_a_planned_step_is_written_once(backend: str | None, toys: Any) -> None:
+    rig = Rig(decoder(1), backend=backend)
+    (row,) = rig.add()
+    rig.step(EXTEND, {row: 5})
+    rig.give({row: 1})
+    rig.backend.init_forward_metadata(rig.batch_of(DECODE, {row: 1}))
+    first = new_of(rig, 1)
+    out = rig.backend.forward(*first, rig.layers[0])
+    kept = [cache.clone() for cache in rig.pool.cache(0).tensors]
+    again = new_of(rig, 1)
+    for forward in (rig.backend.forward, rig.backend.forward_decode):
+        with pytest.raises(InvalidInputError, match=r"layer 0 is given keys and values a second time in one planned"):
+            forward(*again, rig.layers[0])
+    assert all(map(torch.equal, kept, rig.pool.cache(0).tensors))
+    # What writes nothing may be asked again, and so may a step that is prepared again.
+    torch.testing.assert_close(rig.backend.forward(first[0], None, None, rig.layers[0]), out)
+    rig.backend.forward(*again, rig.layers[0], save_kv_cache=False)
+    rig.backend.prepare()
+    torch.testing.assert_close(rig.backend.forward(*first, rig.layers[0]), out)
+
+
+def test_each_part_of_a_split_step_is_written_once(toys: Any) -> None:
+    rig = Rig(decoder(1), prefill_backend="toy", decode_backend="toy_plain")
+    a, b = rig.add(2)
+    rig.step(EXTEND, {a: 5})
+    rig.step(MIXED, {a: 1, b: 3})
+    with pytest.raises(InvalidInputError, match="a second time in one planned step"):
+        rig.backend.forward(*new_of(rig, 4), rig.layers[0])
+
+
+def test_a_layer_of_the_same_number_is_the_same_layer(toys: Any) -> None:
+    sinks = torch.zeros(4)
+    rig = Rig(decoder(1, window=5, sinks=sinks))
+    (row,) = rig.add()
+    alike = dataclasses.replace(rig.layers[0], sinks=sinks.view(4))
+    others = {
+        "window": -1,
+        "softcap": 5.0,
+        "scale": 1.0,
+        "sinks": torch.ones(4),
+        "kind": "encoder_only",
+    }
+    for mode in (EXTEND, DECODE):
+        rig.give({row: 1})
+        rig.backend.init_forward_metadata(rig.batch_of(mode, {row: 1}))
+        names = ("forward", "forward_decode" if mode is DECODE else "forward_extend")
+        for name in names:
+            for field, value in others.items():
+                other = dataclasses.replace(rig.layers[0], **{field: value})
+                with pytest.raises(InvalidInputError, match=rf"layer 0 is given with {field}=.*and the one of that"):
+                    getattr(rig.backend, name)(*new_of(rig, 1), other)
+        getattr(rig.backend, names[1])(*new_of(rig, 1), alike)
+    rig.backend.plan(ForwardBatch(ForwardMode.IDLE, [], [], []))
+    with pytest.raises(InvalidInputError, match="layer 0 is given with window=-1"):
+        rig.backend.forward(*new_of(rig, 0), dataclasses.replace(alike, window=-1))
 
 
 CUDA = {

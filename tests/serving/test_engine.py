@@ -283,6 +283,22 @@ def test_sampled_drafts_are_drawn_again_by_the_seed(topk: int) -> None:
     assert run(1) == run(1) != run(2)
 
 
+@pytest.mark.parametrize("topk", [0, 1, 3])
+def test_a_draw_is_of_its_place_with_drafts_and_without(topk: int) -> None:
+    """One seed says one text: with drafts or none, alone or preempted for others, in large steps or small ones."""
+    prompts = [PROMPT, PROMPT[:4], [7], PROMPT[::-1], PROMPT[3:], [1, 2]]
+    own = [params(12, temperature=3.0, seed=seed) for seed in range(len(prompts))]
+    plain = [output.token_ids for output in engine(max_requests=8).generate(prompts, own)]
+    spec = Speculative(ToyRunner(seed=1), steps=2, topk=topk) if topk else None
+    roomy = engine(max_requests=8, speculative=spec).generate(prompts, own)
+    small = {"max_requests": 4, "pages": 14, "max_batch_tokens": 21, "max_tokens": 24}
+    tight = engine(speculative=spec, **small).generate(prompts, own)
+    assert [output.token_ids for output in roomy] == plain
+    assert [output.token_ids for output in tight] == plain
+    assert sum(output.preemptions for output in tight)
+    assert bool(topk) == any("verify" in output.backends for output in tight)
+
+
 @pytest.mark.parametrize("topk", [1, 2])
 def test_drafts_do_not_change_what_is_drawn(topk: int) -> None:
     """Two tokens drawn from two each: the first after the prompt, the second by accepting drafts."""
@@ -454,6 +470,38 @@ def test_no_draft_is_made_beyond_the_positions_of_a_model(positions: tuple[int, 
     assert {"verify", "decode"} <= output.backends.keys()
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_new_weights_make_everything_anew(drafts: bool) -> None:
+    """After `forget_prefixes` nothing of the old weights is read: not by those who run, wait or come later."""
+    model, new = ToyRunner(), ToyRunner(seed=5)
+    spec = Speculative(model, steps=2) if drafts else None
+    made = engine(model=model, max_requests=3, max_batch_tokens=16, speculative=spec)
+    made.generate([PROMPT], params(2))
+    ids = [made.add(prompt, params(8), n=n) for prompt, n in ((PROMPT, 2), (PROMPT[::-1], 1), ([7, 8] * 15, 1))]
+    for _ in range(3):
+        made.step()
+    assert made.memory.table.rows
+    tokens = {i: made.tokens_of(i) for group in ids for i in group}
+    assert any(tokens.values())
+    assert not all(tokens.values()), "one is in its prefill, or waits"
+    for name in ("embedding", "places", "inputs", "head"):
+        setattr(model, name, getattr(new, name))
+    made.forget_prefixes()
+    made.check()
+    assert made.memory.table.rows == []
+    assert {i: made.tokens_of(i) for i in tokens} == tokens
+    late = made.add(PROMPT, params(4))[0]
+    outputs = {}
+    while made.unfinished:
+        outputs.update({output.id: output for output in made.step()})
+        made.check()
+    assert sorted(outputs) == sorted([*tokens, late])
+    for i, output in outputs.items():
+        for n in range(len(tokens.get(i, [])), len(output.token_ids)):
+            text = output.prompt + output.token_ids[:n]
+            assert output.token_ids[n] == int(new.dense(text)[-1].argmax())
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -462,6 +510,9 @@ def test_no_draft_is_made_beyond_the_positions_of_a_model(positions: tuple[int, 
     [
         ([], {}, {}, "0 prompt tokens"),
         ([1], {}, {"n": 0}, "n=0 samples"),
+        ([1], {}, {"n": "2"}, "n='2' samples"),
+        (None, {}, {}, "the prompt is a NoneType; needed is a list of token ids"),
+        ("once", {}, {}, "the prompt is a str; needed is a list of token ids"),
         ([1, VOCAB], {}, {}, f"token {VOCAB} of the prompt is not in the vocabulary of {VOCAB}"),
         ([-1], {}, {}, "token -1"),
         (torch.tensor([1, 2]), {}, {}, "has a Tensor among its tokens; .* tokens.tolist"),
@@ -532,6 +583,65 @@ def test_a_standstill_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         made.step()
 
 
+class NotANumber(ToyRunner):
+    """After some steps its logits are none."""
+
+    def __init__(self, steps: int, number: float, **more: Any) -> None:
+        super().__init__(**more)
+        self.left, self.number = steps, number
+
+    def serve(self, backend: Any) -> Any:
+        forward = super().serve(backend)
+
+        def serving(*given: Any) -> Any:
+            self.left -= 1
+            return forward(*given) * (1 if self.left >= 0 else self.number)
+
+        return serving
+
+
+@pytest.mark.parametrize("own", [{}, {"temperature": 1.5, "top_k": 3}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("steps, drafts", [(0, False), (2, False), (1, True)])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_end_no_text(own: dict[str, Any], steps: int, drafts: bool, number: float) -> None:
+    made = engine(
+        model=NotANumber(steps, number), speculative=Speculative(ToyRunner(seed=1), steps=2) if drafts else None
+    )
+    (request,) = made.add(PROMPT, params(8, **own))
+    for _ in range(steps):
+        assert not made.step()
+    there = made.tokens_of(request)
+    said = f"logits of NaN or infinity after {len(PROMPT) + len(there)} tokens of request {request}"
+    with pytest.raises(InvalidInputError, match=said):
+        made.step()
+    assert made.tokens_of(request) == there
+    assert made.cancel(request).token_ids == there
+    made.check()
+
+
+def test_arguments_of_another_kind() -> None:
+    made = engine()
+    for call, said in (
+        (
+            lambda: made.add(PROMPT, {"max_new_tokens": 3}),
+            r"params is a dict; SamplingParams\(\.\.\.\) or None is needed",
+        ),
+        (lambda: made.generate(None), "prompts is a NoneType; needed is a list of prompts"),
+        (lambda: made.generate([PROMPT], 5), "params is a int; needed is SamplingParams, or a list of them"),
+        (lambda: made.generate([PROMPT], [5]), "params is a int; SamplingParams"),
+        (lambda: made.generate([1, 2]), "the prompt is a int; needed is a list of token ids"),
+        (lambda: made.cancel([]), r"request \[\] is not running here"),
+        (
+            lambda: Engine(MODEL, KVCacheConfig()),
+            r"config is a KVCacheConfig; EngineConfig\(\.\.\.\) or None is needed",
+        ),
+        (lambda: Speculative(MODEL.layers[0]), "the draft model is a AttentionLayer without layers"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            call()  # type: ignore[no-untyped-call]
+    assert not made.unfinished
+
+
 def test_params_for_each_prompt() -> None:
     with pytest.raises(InvalidInputError, match="1 params for 2 prompts"):
         engine().generate([PROMPT, PROMPT], [params()])
@@ -545,6 +655,16 @@ def test_params_for_each_prompt() -> None:
         ({"max_batch_tokens": 3, "speculative": Speculative(MODEL, steps=3)}, "max_batch_tokens=3; 4 or more"),
         ({"max_requests": 2.5}, "EngineConfig max_requests=2.5; 1 or more is needed, a whole number"),
         ({"pages": -1}, "EngineConfig pages=-1"),
+        ({"max_tokens": "5"}, "EngineConfig max_tokens='5'; 0 or more is needed, a whole number"),
+        ({"cache": None}, r"EngineConfig cache=None; KVCacheConfig\(\.\.\.\) is needed"),
+        ({"speculative": 3}, r"EngineConfig speculative=3; Speculative\(\.\.\.\) or None is needed"),
+        ({"graphs": None}, "EngineConfig graphs=None; True, False or what makes a graph is needed"),
+        ({"model": None}, r"the model is a NoneType without layers, .*CausalLMRunner\(model\)"),
+        ({"pages": 10**12}, f"a KV pool of 2 layers with {10**12} pages of 4 tokens needs more memory than can be had"),
+        (
+            {"cache": KVCacheConfig(page_size=10**14)},
+            f"a KV pool of 2 layers with 1 pages of {10**14} tokens needs more memory .*: lower the pages or page_size",
+        ),
         (
             {"speculative": Speculative(MODEL, topk=VOCAB + 1)},
             f"topk={VOCAB + 1} continuations of a vocabulary of {VOCAB} cannot be had; lower topk",
@@ -571,14 +691,16 @@ def test_a_draft_model_of_another_vocabulary() -> None:
 @pytest.mark.parametrize(
     "more, said",
     [
-        ({"steps": 0}, "steps=0, topk=1: both are 1 or more"),
-        ({"topk": 0}, "topk=0: both are 1 or more"),
+        ({"steps": 0}, "speculative steps=0; 1 or more is needed, a whole number"),
+        ({"topk": 0}, "speculative topk=0; 1 or more is needed"),
+        ({"steps": "3"}, "speculative steps='3'; 1 or more is needed"),
+        ({"draft_tokens": 2.5}, "speculative draft_tokens=2.5; 0 or more is needed"),
         ({"steps": 3, "draft_tokens": 3}, "allowed: 4, one more than steps"),
         ({"steps": 2, "topk": 2, "draft_tokens": 9}, "allowed: 2 to 7"),
         ({"steps": 2, "topk": 2, "draft_tokens": 1}, "allowed: 2 to 7"),
     ],
 )
-def test_drafts_that_cannot_be(more: dict[str, int], said: str) -> None:
+def test_drafts_that_cannot_be(more: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         Speculative(MODEL, **more)
 

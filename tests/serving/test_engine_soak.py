@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polyattn.serving.engine import Engine, EngineConfig, Output, SamplingParams, Speculative
-from polyattn.serving.engine.sampling import distributions, uniforms
+from polyattn.serving.engine.sampling import distributions, uniform
 from polyattn.serving.pool import KVCacheConfig
 
 from .toy_model import VOCAB, ToyRunner
@@ -34,7 +34,7 @@ def matches_solo(model: ToyRunner, output: Output, params: SamplingParams, start
                 return False
             continue
         cumulated = distributions(logits[n : n + 1], [params])[0].cumsum(0)
-        (point,) = uniforms(params, output.number, len(output.prompt) + n)
+        point = uniform(params, output.number, len(output.prompt) + n)
         low = float(cumulated[token - 1]) if token else 0.0
         if not low - NEAR <= point <= float(cumulated[token]) + NEAR:
             return False

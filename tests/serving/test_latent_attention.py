@@ -368,3 +368,34 @@ def test_gradients_are_refused():
 def _parts(world: World) -> list[Any]:
     width = world.layer.head_dim
     return [torch.zeros(3, H, NOPE), torch.zeros(3, H, width - world.latent), torch.zeros(3, width)]
+
+
+STEPS = pytest.mark.parametrize("mode, tokens", [(ForwardMode.EXTEND, 4), (ForwardMode.DECODE, 1)])
+"""Without a prefix the first is unabsorbed, the second never is."""
+
+
+@STEPS
+@torch.no_grad()
+def test_the_rows_of_a_step_are_stored_once(mode, tokens):
+    world = World(torch.float32)
+    row = world.add(1)
+    world.step(mode, {row: tokens})
+    assert world.attention.decision.form == ("absorbed" if tokens == 1 else "unabsorbed")
+    given = world.some(row, tokens, tokens)
+    with pytest.raises(InvalidInputError, match=r"layer 5 is given .* a second time in one planned step"):
+        world.attention.forward(world.module, given.q_nope, given.q_pe, given.rows, world.layer)
+
+
+@STEPS
+@torch.no_grad()
+def test_a_latent_layer_of_the_same_number_is_the_same_layer(mode, tokens):
+    world = World(torch.float32)
+    row = world.add(1)
+    world.layer = dataclasses.replace(world.layer)
+    world.step(mode, {row: tokens})
+    world.layer = dataclasses.replace(world.layer, scale=0.5)
+    with pytest.raises(InvalidInputError, match=r"layer 5 is given with scale=0\.5, and the one of that number"):
+        world.step(mode, {row: tokens})
+    world.layer = dataclasses.replace(world.layer, layer_id=6)
+    with pytest.raises(InvalidInputError, match="no attention layer 6 here"):
+        world.step(mode, {row: tokens})

@@ -101,11 +101,13 @@ def test_tensors_off_a_16_byte_boundary_are_moved_for_kernels_of_devices(monkeyp
     monkeypatch.setattr(calls, "placed", moving)
     rig = Rig(decoder(v_head_dim=8))
     rig.step(EXTEND, {rig.add()[0]: 3})
+    rig.backend.prepare()
     moved.clear()
     given = qkv()
     off = [stored(tensor, "misaligned", torch.device("cpu")) for tensor in given]
     first = rig.backend.forward(*off, rig.layers[0])
     assert moved == [True, True, True]
+    rig.backend.prepare()
     assert torch.equal(first, rig.backend.forward(*given, rig.layers[0]))
     assert moved[3:] == [False, False], "a query that is on one is not asked to be moved"
 
@@ -185,6 +187,7 @@ def test_a_latent_layer_takes_rows() -> None:
     q, rows = rig.random(3, 4, 16), rig.random(3, 16)
     with refused(r"a latent layer takes rows \[3, 16\] as key, and value None"):
         rig.backend.forward(q, rows, rows, rig.layers[0])
+    rig.backend.prepare()
     out = rig.backend.forward(q, rows, None, rig.layers[0])
     assert torch.equal(rig.backend.forward(q, rows, None, rig.layers[0], save_kv_cache=False), out)
     assert torch.equal(rig.backend.forward(q, None, None, rig.layers[0]), out), "the cache has them"

@@ -231,3 +231,10 @@ def test_host_memory_needs_no_torch():
         "PrefixCache(16, (-1,), [PageAllocator(5)]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_more_pages_than_there_is_memory_for():
+    with pytest.raises(
+        InvalidInputError, match=r"an allocator of pages=\d+ needs more memory than can be had: give it"
+    ):
+        PageAllocator(10**15)

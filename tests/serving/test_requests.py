@@ -378,3 +378,11 @@ def test_check_finds_what_is_wrong(spoil, said):
     spoil(rows)
     with pytest.raises(InternalError, match=said):
         rows.check()
+
+
+def test_more_rows_than_there_is_memory_for():
+    said = (
+        r"a request table of requests=\d+ with max_tokens=\d+ in pages of 1 needs more memory than can be had.*: lower"
+    )
+    with pytest.raises(InvalidInputError, match=said):
+        RequestTable(10**7, 10**9, 1, [-1], [PageAllocator(5)])

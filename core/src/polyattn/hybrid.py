@@ -9,7 +9,7 @@ from .errors import UnsupportedRequestError
 from .records import AttentionRequest
 from .selection import Catalogue, Policy, Selection, holds, select
 
-__all__ = ["both_phases", "select_pair"]
+__all__ = ["both_phases", "check_drafting", "select_pair"]
 
 
 def both_phases(request: AttentionRequest) -> tuple[AttentionRequest, AttentionRequest]:
@@ -21,6 +21,31 @@ def both_phases(request: AttentionRequest) -> tuple[AttentionRequest, AttentionR
     if request.phase == "decode":
         return extend, request
     return (request if request.phase in ("prefill", "extend") else extend), decode
+
+
+def check_drafting(request: AttentionRequest, catalogue: Catalogue, policy: Policy) -> None:
+    """Check that who was named to verify drafts can be: every phase of a server that speculates asks for the same
+    `spec_topk`, and one of them has to be that backend's.
+
+    Raises:
+        UnsupportedRequestError: it neither extends nor decodes so.
+    """
+    if policy.choice is None or request.phase != "verify" or request.family not in ("paged", "mla"):
+        return
+    refused = None
+    for asked in both_phases(request):
+        try:
+            select(asked, catalogue, policy)
+        except UnsupportedRequestError as exc:
+            refused = refused or exc
+        else:
+            return
+    if refused is not None:
+        raise UnsupportedRequestError(
+            f"{policy.choice.name} cannot verify: every phase of a server asks for the same spec_topk, and it neither "
+            f"extends nor decodes with {request.spec_topk}. {refused}",
+            refused.rejected,
+        ) from refused
 
 
 def select_pair(

@@ -16,7 +16,7 @@ from .defects import affecting
 from .distributions import availability, normalise_distribution
 from .errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError, PolyattnError, did_you_mean
 from .evidence import Evidence, read_evidence
-from .hybrid import both_phases, select_pair
+from .hybrid import both_phases, check_drafting, select_pair
 from .names import whole
 from .overrides import SCOPE
 from .platforms import parse_platform
@@ -128,7 +128,7 @@ def what_if(
         platform: `cuda:sm90`, `cuda:sm90@12.3` (toolkit), `rocm:gfx942`, `npu`, `xpu`, `musa`, `mps`, `cpu:amx`.
         installed: distribution names, normalised, common names accepted, `name==version` for a version.
         backend, prefill_backend, decode_backend: explicit choices; a phase's own wins, one alone leaves the other
-            phase with `backend` (or automatic).
+            phase with `backend` (or automatic). Who is named to verify drafts has to extend or decode with them too.
         speculative_attention_mode: which phase's backend verifies: prefill or decode.
         strict: a documented fallback is an error.
 
@@ -160,6 +160,7 @@ def what_if(
             return _with_notes(select(here, there, policies[phase], full=True), there, policies[phase])
         choice = Choice(chosen_pair[phase].backend, f"speculative_attention_mode={phase}")
         return select(here, there, dataclasses.replace(policies[phase], choice=choice), full=True)
+    check_drafting(here, there, policies[phase])
     return _with_notes(select(here, there, policies[phase], full=True), there, policies[phase])
 
 

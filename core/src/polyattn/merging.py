@@ -47,7 +47,8 @@ def merge(
         outs: partial outputs of one shape: [B, S, H, D_v] (BSHD), [B, H, S, D_v] (BHSD) or [T, H, D_v] (THD, which
             the default accepts too). Where lse is -inf the out is not read.
         lses: their LSEs, shaped like the outs without the last axis; float32 or float64, natural log, without sink.
-        sinks: [H] natural-log logits, applied once, after the merge.
+        sinks: natural-log logits, applied once, after the merge: [H], or one for each row and head, shaped like an lse.
+            Of one part, `merge([out], [lse], sinks=...)` gives attention its sinks: those of rows, which no call takes.
         layout: where the heads are.
 
     Returns:
@@ -84,8 +85,8 @@ def merge(
 
 
 def _along_heads(sinks: Tensor, layout: str) -> Tensor:
-    """[H] made to broadcast against an lse."""
-    return sinks.unsqueeze(-1) if layout == "BHSD" else sinks
+    """[H] made to broadcast against an lse; those of rows are as they are."""
+    return sinks.unsqueeze(-1) if layout == "BHSD" and sinks.dim() == 1 else sinks
 
 
 def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], sinks: Tensor | None, layout: str) -> None:
@@ -107,10 +108,10 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], sinks: Tensor | N
         _check_part(i, out, lse, first)
     if sinks is not None:
         heads = first.shape[_HEAD_AXIS[layout]]
-        if sinks.dim() != 1 or sinks.shape[0] != heads:
+        if tuple(sinks.shape) not in ((heads,), tuple(first.shape[:-1])):
             raise InvalidInputError(
-                f"sinks has shape {list(sinks.shape)}; outs have {heads} heads in layout {layout}: pass [{heads}], "
-                "or the layout the outs really have"
+                f"sinks has shape {list(sinks.shape)}; outs have {heads} heads in layout {layout}: pass [{heads}], one "
+                f"for each row, {list(first.shape[:-1])}, or the layout the outs really have"
             )
         if not sinks.is_floating_point():
             raise InvalidInputError(f"sinks has dtype {sinks.dtype}; sinks are natural-log logits: pass a float dtype")

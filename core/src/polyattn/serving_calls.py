@@ -146,6 +146,8 @@ def _paged_arguments(
     fp4 = key_cache.dtype == torch.uint8
     v_head_dim = value_cache.shape[3] * (2 if fp4 else 1)
     validate.check_new_keys(query, key, value, heads, v_head_dim)
+    if save_kv_cache:
+        serving_checks.check_saving(key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, key_cache.shape[p])
     pools = {"key_cache": key_cache, "value_cache": value_cache}
     options = (max_seqlen_q, max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
     validate.check_serving_options(query, page_table.shape[0], *options)
@@ -212,7 +214,8 @@ def paged_attention(
             low four bits first; `polyattn.quantised` packs them).
         page_table: int32 [N, max_pages]. seq_lens: int32 [N], keys per sequence with the new ones.
         cu_seqlens_q: int32 [N+1]. max_seqlen_q, max_seqlen_k: host ints.
-        key, value: [T_q, H_kv, D | D_v] new keys and values, written to the cache first if `save_kv_cache`.
+        key, value: [T_q, H_kv, D | D_v] new keys and values, written to the cache first if `save_kv_cache`: into two
+            caches that share no memory, each to a slot of its own.
         k_scale, v_scale: dequantisation factors, one number, [H_kv] or one per token and head in the layout of the
             cache; FP4: one per 16 numbers, [pages, page_size, H_kv, D/16], e4m3 or float32.
         attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k].

@@ -14,9 +14,9 @@ from torch import Tensor
 from .contract import KVPart
 from .errors import InvalidInputError
 from .quantised import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS
-from .validate import FLOATS, check_dense_axis, check_page_table, contents_readable
+from .validate import FLOATS, check_dense_axis, check_page_table, contents_readable, shares_memory
 
-__all__ = ["check_kv_parts", "check_mla", "check_storage", "check_tree"]
+__all__ = ["check_kv_parts", "check_mla", "check_saving", "check_storage", "check_tree"]
 
 
 def check_storage(query: Tensor, key_cache: Tensor, value_cache: Tensor, k_scale: Any, v_scale: Any, heads: int) -> str:
@@ -70,6 +70,47 @@ def _fp4_scale(name: str, scale: Any, query: Tensor, cache: Tensor) -> None:
             f"{name} is {shown}; a cache of uint8 holds FP4, whose scales are {shape} of float8_e4m3fn or float32 on "
             f"{query.device}, one for each {FP4_BLOCK} numbers of a row"
         )
+
+
+def check_saving(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    page_size: int,
+) -> None:
+    """Check that every new key and value of a paged call has a place of its own; the rest is checked already."""
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if 0 in cache.stride() and any(n > 1 and not cache.stride(axis) for axis, n in enumerate(cache.shape)):
+            raise InvalidInputError(
+                f"{name} has strides {cache.stride()}, so that several places of it are one, and save_kv_cache=True "
+                f"writes into it; pass a cache with memory of its own for each: {name}.contiguous()"
+            )
+    if shares_memory(key_cache, value_cache):
+        raise InvalidInputError(
+            "key_cache and value_cache share memory, and save_kv_cache=True writes keys and values into it; pass two "
+            "caches, or two halves of one"
+        )
+    if not contents_readable(seq_lens):
+        return
+    starts, pages = cu_seqlens_q.tolist(), page_table.tolist()
+    taken: dict[int, list[tuple[int, int, int]]] = {}
+    for i, length in enumerate(seq_lens.tolist()):
+        first = length - (starts[i + 1] - starts[i])
+        if length <= 0:  # a row of padding
+            continue
+        for column in range(first // page_size, -(-length // page_size)):
+            low, high = max(first - column * page_size, 0), min(length - column * page_size, page_size)
+            others = taken.setdefault(pages[i][column], [])
+            for begin, end, other in others:
+                if low < end and begin < high:
+                    raise InvalidInputError(
+                        f"rows {other} and {i} both write slot {max(low, begin)} of page {pages[i][column]}, and "
+                        f"save_kv_cache=True would keep one of the two; give each row a page of its own for its new "
+                        f"tokens"
+                    )
+            others.append((low, high, i))
 
 
 def check_tree(

@@ -232,6 +232,11 @@ def _mask_shapes(attn_mask: Any, batch: int, heads: int, s_q: int, s_k: int, axe
 def _sinks(sinks: Any, query: Tensor, heads: int) -> None:
     if sinks is None:
         return
+    if isinstance(sinks, Tensor) and 2 <= sinks.ndim <= 3 and heads in sinks.shape:
+        raise InvalidInputError(
+            f"sinks has shape {tuple(sinks.shape)}; a call takes one logit per query head, [{heads}] (H_q). Of one for "
+            f"each row: call without sinks and with return_lse=True, then polyattn.merge([out], [lse], sinks=sinks)"
+        )
     _tensor("sinks", sinks, 1, f"[{heads}] (H_q)")
     if sinks.shape[0] != heads:
         raise InvalidInputError(f"sinks has {sinks.shape[0]} entries, one per query head is needed: {heads}")
@@ -496,6 +501,8 @@ def check_page_table(
         if table.device != query.device:
             raise InvalidInputError(f"{name} is on {table.device}, query on {query.device}; move it")
     _lengths(max_seqlen_q, max_seqlen_k)
+    if page_size < 1:
+        raise InvalidInputError("the pages of the cache hold 0 tokens; a page holds 1 or more")
     count = page_table.shape[0]
     if seq_lens.shape[0] != count or cu_seqlens_q.shape[0] != count + 1:
         raise InvalidInputError(

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from ..errors import ConfigError
-from ..hybrid import both_phases, select_pair
+from ..hybrid import both_phases, check_drafting, select_pair
 from ..inspection import catalogue, detect, served_by, what_if
 from ..overrides import SCOPE, current_settings
 from ..platforms import parse_platform
@@ -68,6 +68,8 @@ def _on_this_machine(
     policy = dataclasses.replace(current_policy(backend, SCOPE.get(), request), strict=strict)
     if any(pair.values()):
         policy = _hybrid(request, policy, pair, mode)
+    else:
+        check_drafting(request, catalogue(), policy)
     return select(request, catalogue(), policy, full=True)
 
 

@@ -151,6 +151,7 @@ def generate(
             graphs=not disable_cuda_graph,
         ),
     )
+    overrides.check_components()  # every layer is built: what reached none never will
     console = screen()
     numbers = {engine.add(tokens, params)[0]: number for number, tokens in enumerate(ids)}
     said: list[_Said | None] = [None] * len(ids)
@@ -193,8 +194,9 @@ def _load(kind: str, path: Path, **options: Any) -> Any:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         return getattr(transformers, kind).from_pretrained(path, local_files_only=True, **options)
-    except (OSError, ValueError, KeyError) as exc:
-        raise ConfigError(f"{path} cannot be loaded as {kind}: {str(exc).strip()}") from exc
+    except Exception as exc:  # every format of weights has errors of its own
+        reason = str(exc).strip() or type(exc).__name__
+        raise ConfigError(f"{path} cannot be loaded as {kind}: {reason}; save it again with save_pretrained") from exc
 
 
 def _tokenizer(path: Path) -> Any:
@@ -206,7 +208,13 @@ def _model(path: Path, device: str) -> Any:
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = _load("AutoModelForCausalLM", path, dtype="auto").eval()
+    model, loaded = _load("AutoModelForCausalLM", path, dtype="auto", output_loading_info=True)
+    if missing := sorted(loaded["missing_keys"]):
+        raise ConfigError(
+            f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them, which would be random "
+            f"numbers; save it again with save_pretrained"
+        )
+    model.eval()
     try:
         return model.to(device)
     except (RuntimeError, AssertionError) as exc:  # what torch raises for a device that it does not know or have

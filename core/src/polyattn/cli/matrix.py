@@ -222,7 +222,8 @@ def markdown(support: Support) -> str:
         *_bullets(CELLS),
         "",
         "In brackets: the architectures, phases or page sizes a cell is limited to. Of several providers the best one",
-        "speaks. Planned backends are judged as declared.",
+        "speaks. Planned backends are judged as declared. Drafts (topk) are asked for as a server does, in the phase",
+        "that verifies and in the one whose backend verifies, which brackets name where it is one of two.",
     ]
     for sheet in support.sheets:
         lines += ["", f"### {sheet.title}", ""]

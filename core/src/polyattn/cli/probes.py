@@ -254,6 +254,9 @@ def _serving(
     places = [(a, phase, page) for a in asked.archs for phase in ("extend", "decode") for page in PAGES]
 
     def ask(place: Place, feature: Mapping[str, Any]) -> Lowerings | None:
+        if feature.get("spec_topk") and "phase" in feature and ask(place, {"spec_topk": feature["spec_topk"]}) is None:
+            # Every phase of a server that speculates is asked so: who refuses that cannot be named to verify.
+            return None
         arch, phase, page = place
         relation, causal = ("one", "none") if phase == "decode" else ("fewer", "bottom_right")
         here = {"arch": arch, "phase": phase, "s_relation": relation, "causal": causal, "page_size": page}
@@ -314,33 +317,30 @@ def _cells(places: list[Place], ask: Ask, features: Mapping[str, Mapping[str, An
         plain = {p: frozenset() for p in places if any(ask(p, feature) is not None for feature in features.values())}
     if not plain:
         return None
-    return tuple(_cell(plain, {p: ask(p, feature) for p in plain}, feature) for feature in features.values())
+    return tuple(_cell(plain, {p: ask(p, feature) for p in plain}) for feature in features.values())
 
 
-def _cell(plain: Mapping[Place, Lowerings], found: Mapping[Place, Lowerings | None], feature: Mapping[str, Any]) -> str:
+def _cell(plain: Mapping[Place, Lowerings], found: Mapping[Place, Lowerings | None]) -> str:
     extra = {place: needs - plain[place] for place, needs in found.items() if needs is not None}
     if not extra:
         return "no"
     native = [place for place, more in extra.items() if not more]
     others = [place for place, more in extra.items() if more]
     names = ", ".join(sorted({word for more in extra.values() for word in more}))
-    phased = "phase" not in feature
     places = list(plain)
     if not others:
-        return "native" + _only(native, places, phased)
+        return "native" + _only(native, places)
     if not native:
-        return f"lowered: {names}{_only(others, places, phased)}"
+        return f"lowered: {names}{_only(others, places)}"
     if len(others) < len(native) and len(extra) == len(plain):
-        return f"native; lowered: {names}{_only(others, places, phased)}"
-    return f"native{_only(native, places, phased)}; else lowered: {names}"
+        return f"native; lowered: {names}{_only(others, places)}"
+    return f"native{_only(native, places)}; else lowered: {names}"
 
 
-def _only(places: list[Place], out_of: list[Place], phased: bool) -> str:
+def _only(places: list[Place], out_of: list[Place]) -> str:
     """Where a feature is limited to, in words: ' (sm90, decode, page 1)'; empty when it is limited to nothing."""
     labels = []
     for axis, name in enumerate(("", "", "page ")):
-        if axis == 1 and not phased:
-            continue
         mine = list(dict.fromkeys(place[axis] for place in places))
         if set(mine) != {place[axis] for place in out_of}:
             labels.append(name + ", ".join(map(str, mine)))

@@ -58,6 +58,8 @@ class LatentAttention:
         self._lens: tuple[Sequence[int], Sequence[int]] = ((), ())
         self._steps: Sequence[Step] = ()
         self._pieces: dict[int, list[Piece]] = {}
+        # Layers whose rows of the planned step this object has stored.
+        self._written: set[int] = set()
 
     @property
     def decision(self) -> Decision:
@@ -78,6 +80,7 @@ class LatentAttention:
         """
         self._decision = decide(batch.mode.value, batch.prefix_lens, batch.query_lens, self.policy)
         self._lens, self._steps, self._pieces = (batch.prefix_lens, batch.query_lens), steps, {}
+        self._written = set()
         return self._decision
 
     def forward(self, module: Any, q_nope: Tensor, q_pe: Tensor, rows: Tensor, layer: AttentionLayer) -> Tensor:
@@ -91,7 +94,8 @@ class LatentAttention:
             [T, H, D_v]. Rows of padding tokens have no meaning.
 
         Raises:
-            InvalidInputError: no step was planned, gradients are wanted, or a weight that cannot be absorbed.
+            InvalidInputError: no step was planned, or its rows are stored already; gradients are wanted, or a weight
+                cannot be absorbed.
         """
         decision = self.decision
         if torch.is_grad_enabled() and (q_nope.requires_grad or q_pe.requires_grad or rows.requires_grad):
@@ -120,6 +124,13 @@ class LatentAttention:
             found: Tensor = self.pool.read(layer.layer_id, where, rows.dtype)
             return found
 
+        self.backend.check_layer(layer)
+        if layer.layer_id in self._written:
+            raise InvalidInputError(
+                f"latent layer {layer.layer_id} is given rows a second time in one planned step, whose slots have the "
+                f"first ones: plan every step"
+            )
+        self._written.add(layer.layer_id)
         self.pool.write(layer.layer_id, slots, rows)
         if self.pool.cache(layer.layer_id).tensors[0].dtype != rows.dtype:
             rows = read(slots)

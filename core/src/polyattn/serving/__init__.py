@@ -39,6 +39,7 @@ _WHERE = {
     "check_pages": "pages",
     "commit": "speculative",
     "draw_children": "speculative",
+    "drawn_accept": "speculative",
     "greedy_accept": "speculative",
     "negotiate_layout": "layout",
     "pages_for": "pool",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from .speculative import TreeDraft as TreeDraft
     from .speculative import commit as commit
     from .speculative import draw_children as draw_children
+    from .speculative import drawn_accept as drawn_accept
     from .speculative import greedy_accept as greedy_accept
     from .speculative import sampled_accept as sampled_accept
     from .speculative import wide_tree as wide_tree

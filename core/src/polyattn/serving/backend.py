@@ -86,6 +86,7 @@ class AttentionBackend:
         self._slots: dict[Hashable, PlanSlot] = {}
         self._recorded: Limits | None = None
         self._recording: frozenset[ServingPhase] = frozenset()
+        self._whole = next((layer.layer_id for layer in layers if layer.kind == "encoder_only"), None)
         self._idle: Mapping[int, Run] = {i: Idle(layer) for i, layer in self.layers.items()}
         self._batch: ForwardBatch | None = None
         self._planned: list[tuple[PlanSlot, Tokens | None]] = []
@@ -105,6 +106,10 @@ class AttentionBackend:
         Returns:
             The step of each group of the pool; of a mixed batch that runs in two parts, the extending part's first. Its
             tensors are filled by `prepare`.
+
+        Raises:
+            InvalidInputError: a batch that this server was not built for: longer rows than `limits`, drafts without
+                `topk`, a part of a sequence where a layer is encoder-only.
         """
         return self._plan(batch, encoder, None)
 
@@ -151,7 +156,8 @@ class AttentionBackend:
             [T_q, H_q, D_v] (latent: D_c). Rows of padding tokens have no meaning.
 
         Raises:
-            InvalidInputError: no step is planned, a layer that is not of this model, or shapes that do not fit.
+            InvalidInputError: no step is planned, a layer that is not of this model, shapes that do not fit, or keys
+                and values for a step that has them: each is planned, or prepared again to be repeated.
         """
         try:
             run = self._any.get(layer.layer_id)
@@ -159,7 +165,20 @@ class AttentionBackend:
             self._no_layer(layer)
         if run is None:
             self._refuse("forward", layer)
+        if run.layer is not layer:
+            self._check_same(run.layer, layer)
         return run(q, k, v, save_kv_cache)
+
+    def check_layer(self, layer: AttentionLayer) -> None:
+        """Check that a layer is the one of its number here, as every `forward` does.
+
+        Raises:
+            InvalidInputError: there is none, or it says something else.
+        """
+        if (known := self.layers.get(layer.layer_id)) is None:
+            self._unknown(layer.layer_id)
+        if known is not layer:
+            self._check_same(known, layer)
 
     def forward_decode(
         self,
@@ -177,6 +196,8 @@ class AttentionBackend:
             self._no_layer(layer)
         if run is None or (batch is not self._batch and batch is not None):
             self._refuse("forward_decode", layer, batch)
+        if run.layer is not layer:
+            self._check_same(run.layer, layer)
         return run(q, k, v, save_kv_cache)
 
     def forward_extend(
@@ -195,6 +216,8 @@ class AttentionBackend:
             self._no_layer(layer)
         if run is None or (batch is not self._batch and batch is not None):
             self._refuse("forward_extend", layer, batch)
+        if run.layer is not layer:
+            self._check_same(run.layer, layer)
         return run(q, k, v, save_kv_cache)
 
     # The seed pages' names --------------------------------------------------------------------------------------------
@@ -239,7 +262,7 @@ class AttentionBackend:
             # The step after the last: in the same slot, by the same kernels.
             slot, phase = self._again
             self._batch = None
-            self._check_length(batch)
+            self._check_batch(batch)
             slot.plan(phase, self._served[phase], batch, None)
             self._batch = batch
             return
@@ -338,7 +361,7 @@ class AttentionBackend:
             self._batch = batch
             self._any = self._decode = self._extend = self._idle
             return ()
-        self._check_length(batch)
+        self._check_batch(batch)
         steps: list[Step] = []
         for name, phase, part, tokens in self._parts(batch, recorded is not None):
             slot = self._slot(name, recorded, part)
@@ -347,12 +370,23 @@ class AttentionBackend:
         self._batch = batch
         return tuple(steps)
 
-    def _check_length(self, batch: ForwardBatch) -> None:
+    def _check_batch(self, batch: ForwardBatch) -> None:
+        if self._whole is not None and list(batch.query_lens) != list(batch.seq_lens):
+            self._refuse_part(batch, self._whole)
         if batch.max_seqlen_k > self.limits.max_seqlen:
             raise InvalidInputError(
                 f"the batch has a row of {batch.max_seqlen_k} keys, and limits.max_seqlen={self.limits.max_seqlen} is "
                 f"the most that backends plan for: refuse the request, or build with larger Limits"
             )
+
+    @staticmethod
+    def _refuse_part(batch: ForwardBatch, layer_id: int) -> NoReturn:
+        n = next(n for n, prefix in enumerate(batch.prefix_lens) if prefix)
+        raise InvalidInputError(
+            f"row {batch.rows[n]} has {batch.query_lens[n]} new tokens of {batch.seq_lens[n]}, and layer {layer_id} is "
+            f"encoder-only: each of its tokens sees all others of the sequence, those before would have to be run "
+            f"again. Give the whole sequence in one step: no chunks, no cached prefix, no decode"
+        )
 
     def _parts(
         self, batch: ForwardBatch, recorded: bool
@@ -383,7 +417,7 @@ class AttentionBackend:
         def parts(i: int) -> list[tuple[Run, Tokens]]:
             return [(slot.calls[i], tokens) for slot, tokens in self._planned if tokens is not None]
 
-        return {i: Split(parts(i)) for i in self.layers}
+        return {i: Split(layer, parts(i)) for i, layer in self.layers.items()}
 
     def _drafts(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch as the kernels of `topk` see it: a chain needs no tree, its drafts see those before them."""
@@ -436,6 +470,15 @@ class AttentionBackend:
         raise InvalidInputError(
             f"{name}: the planned batch is of mode {self._batch.mode.name}; call {right} or forward"
         )
+
+    @staticmethod
+    def _check_same(known: AttentionLayer, given: AttentionLayer) -> None:
+        """A layer that is not the one of its number here is as good where it says the same."""
+        if (name := known.differs(given)) is not None:
+            raise InvalidInputError(
+                f"layer {known.layer_id} is given with {name}={getattr(given, name)!r}, and the one of that number "
+                f"here has {name}={getattr(known, name)!r}: pass the layer that this backend was made with"
+            )
 
     def _no_layer(self, layer: Any) -> NoReturn:
         raise InvalidInputError(

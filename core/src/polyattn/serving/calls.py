@@ -27,6 +27,8 @@ Tokens = slice | Tensor
 class Run(Protocol):
     """A layer's call under the step that was planned: (query, key, value, save_kv_cache) -> [T_q, H_q, D_v]."""
 
+    layer: AttentionLayer
+
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Tensor: ...
 
 
@@ -38,9 +40,11 @@ class StepOfLayers:
         keywords: the tables. plain: their values where they are `TABLES` and no more, else None.
         slots: int64, where the new tokens go.
         query, key, value: shapes; that of the value is None where the layers are latent.
+        written: the layers that have written this step's keys and values; None where nobody counts, in recorded steps:
+            a recording is warmed up, made and replayed under plans that its runner knows of.
     """
 
-    __slots__ = ("_layer", "key", "keywords", "plain", "query", "slots", "value")
+    __slots__ = ("_layer", "key", "keywords", "plain", "query", "slots", "value", "written")
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer
@@ -50,17 +54,18 @@ class StepOfLayers:
         self.query: tuple[int, ...] = ()
         self.key: tuple[int, ...] = ()
         self.value: tuple[int, ...] | None = None
+        self.written: set[int] | None = None
 
     @staticmethod
     def shape(layer: AttentionLayer) -> Hashable:
         """What layers that share one have in common."""
         return layer.heads, layer.kv_heads, *layer.dims, layer.latent
 
-    def take(self, tables: Mapping[str, Any], slots: Tensor, tokens: int, new_tokens: int) -> None:
+    def take(self, tables: Mapping[str, Any], slots: Tensor, tokens: int, new_tokens: int, *, recorded: bool) -> None:
         """Take the tables of a step with `tokens` queries, and the slots of its new keys."""
         layer = self._layer
         width, v_width = layer.dims
-        self.keywords, self.slots = tables, slots
+        self.keywords, self.slots, self.written = tables, slots, None if recorded else set()
         self.plain = tuple(tables.values()) if tuple(tables) == TABLES else None
         self.query = (tokens, layer.heads, width)
         if layer.latent:
@@ -132,6 +137,10 @@ class LayerCall:
                 # Kernels of devices load 16 bytes at a time, and what they were bound for says that they may.
                 k, v = placed(k), None if v is None else placed(v)
             if save:
+                if (written := step.written) is not None:
+                    if self._id in written:
+                        self._refuse_again()
+                    written.add(self._id)
                 if self._writes:
                     self._pool.note_written(self._id)
                     return self._forward(q, *self._caches, key=k, value=v, **step.keywords)
@@ -190,6 +199,12 @@ class LayerCall:
         key, value = self.step.key, self.step.value
         self._refuse(f"{shown} where the step and the layer say {list(key)} and {list(value or ())}")
 
+    def _refuse_again(self) -> NoReturn:
+        self._refuse(
+            "keys and values a second time in one planned step, whose slots have those of the first: plan(batch) and "
+            "prepare() for every step, and prepare() again to repeat one"
+        )
+
     def _refuse(self, what: str) -> NoReturn:
         raise InvalidInputError(f"attention layer {self._id} is given {what}")
 
@@ -197,31 +212,31 @@ class LayerCall:
 class Idle:
     """A step without tokens: there is nothing to run."""
 
-    __slots__ = ("_layer",)
+    __slots__ = ("layer",)
 
     def __init__(self, layer: AttentionLayer) -> None:
-        self._layer = layer
+        self.layer = layer
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Tensor:
         if q.shape[0]:
             raise InvalidInputError(
-                f"attention layer {self._layer.layer_id} is given {q.shape[0]} tokens in an idle step, which has none: "
+                f"attention layer {self.layer.layer_id} is given {q.shape[0]} tokens in an idle step, which has none: "
                 f"plan the batch first"
             )
-        return q.new_empty(0, self._layer.heads, self._layer.dims[1])
+        return q.new_empty(0, self.layer.heads, self.layer.dims[1])
 
 
 class Split:
     """A mixed step whose phases have backends of their own: each gets its tokens, the results are put together.
 
     Args:
-        parts: for each phase its call and its tokens.
+        layer: whose calls they are. parts: for each phase its call and its tokens.
     """
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_parts", "layer")
 
-    def __init__(self, parts: Sequence[tuple[Run, Tokens]]) -> None:
-        self._parts = parts
+    def __init__(self, layer: AttentionLayer, parts: Sequence[tuple[Run, Tokens]]) -> None:
+        self.layer, self._parts = layer, parts
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Tensor:
         outs = [run(q[at], None if k is None else k[at], None if v is None else v[at], save) for run, at in self._parts]

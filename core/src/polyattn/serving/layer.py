@@ -92,6 +92,17 @@ class AttentionLayer:
     def _refuse(self, name: str, value: Any, allowed: str) -> None:
         raise InvalidInputError(f"AttentionLayer {self.layer_id!r}: {name}={value!r}; {allowed}")
 
+    def differs(self, other: AttentionLayer) -> str | None:
+        """The first field in which another layer is not this one, None = there is none. Sinks are the same tensor, or
+        views of the same numbers."""
+        for field in dataclasses.fields(self):
+            own, given = getattr(self, field.name), getattr(other, field.name, None)
+            if own is given or (field.name != "sinks" and own == given):
+                continue
+            if own is None or given is None or field.name != "sinks" or own.data_ptr() != given.data_ptr():
+                return field.name
+        return None
+
     @property
     def dims(self) -> tuple[int, int]:
         """(D, D_v)."""

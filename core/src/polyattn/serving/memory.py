@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import BackendUnavailableError, GraphError, UnsupportedRequestError
+from ..errors import BackendUnavailableError, GraphError, InvalidInputError, UnsupportedRequestError
 from .backend import AttentionBackend
 from .batch import ForwardBatch, ForwardMode
 from .graphs import DeviceGraph, GraphRunner, graphs_of
@@ -26,7 +26,7 @@ from .step import Step
 from .tree import DraftTree
 from .workspace import Limits
 
-__all__ = ["Forward", "Memory", "Runner"]
+__all__ = ["Forward", "Memory", "Runner", "check_runner"]
 
 
 class Forward(Protocol):
@@ -59,6 +59,19 @@ class Runner(Protocol):
     """Positions the model knows, 0 = any."""
 
     def serve(self, backend: AttentionBackend) -> Forward: ...
+
+
+def check_runner(what: str, runner: Any) -> None:
+    """
+    Raises:
+        InvalidInputError: it lacks something of a `Runner`.
+    """
+    wanted = ("layers", "dtype", "device", "vocab_size", "max_positions", "serve")
+    if missing := [name for name in wanted if not hasattr(runner, name)]:
+        raise InvalidInputError(
+            f"{what} is a {type(runner).__name__} without {missing[0]}, and is run by a Runner: for a transformers "
+            f"model polyattn.integrations.transformers.serving.CausalLMRunner(model)"
+        )
 
 
 class Memory:

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from ..errors import InternalError, InvalidInputError, OutOfPagesError
+from .allocating import allocating
 
 __all__ = [
     "Holder",
@@ -55,9 +56,10 @@ class PageAllocator:
             )
         self.capacity = pages - reserved
         self._reserved = reserved
-        self._references = [0] * pages
-        # The page that was given back last is given out first: it is the one most likely still in a device's cache.
-        self._free = list(range(pages - 1, reserved - 1, -1))
+        with allocating(f"an allocator of pages={pages} needs", "give it as many as the pool has"):
+            self._references = [0] * pages
+            # The page that was given back last is given out first: it is most likely still in a device's cache.
+            self._free = list(range(pages - 1, reserved - 1, -1))
 
     def __repr__(self) -> str:
         return f"PageAllocator(capacity={self.capacity}, free={self.free})"

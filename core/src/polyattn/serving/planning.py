@@ -301,7 +301,8 @@ class PlanSlot:
             group = key[0]
             step = steps[group]
             slots = new_slots if group == cross else step.slots
-            layers.take(self._tables_of(self._seen[key], *key), slots, step.tokens, slots.shape[0])
+            tables = self._tables_of(self._seen[key], *key)
+            layers.take(tables, slots, step.tokens, slots.shape[0], recorded=self.buffers.static)
         self.calls = made.calls
 
     def _view(self, step: Step, group: int, windowed: bool) -> Step:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..choose import dtype_name
 from ..errors import ConfigError, InvalidInputError
+from .allocating import allocating
 from .device_ops import CORE, RowsWriter, device_ops
 from .layer import AttentionLayer
 from .storage import KVCacheConfig, RowFormat, Rows, formats
@@ -118,9 +119,11 @@ class KVPool:
         self._rows: dict[int, tuple[Rows, ...]] = {}
         self._kept: set[int] = set()
         forms = {layer.layer_id: formats(layer, config, dtype) for layer in layers}  # refused before memory is taken
-        for layer_id, kinds in forms.items():
-            count = self.pages[self._group[layer_id]]
-            self._rows[layer_id] = tuple(Rows(k, count, self.page_size, layout, torch.device(device)) for k in kinds)
+        shown = f"a KV pool of {len(forms)} layers with {max(counts)} pages of {self.page_size} tokens needs"
+        with allocating(shown, "lower the pages or page_size, or what they are made for (requests and their tokens)"):
+            for layer_id, kinds in forms.items():
+                count, place = self.pages[self._group[layer_id]], torch.device(device)
+                self._rows[layer_id] = tuple(Rows(k, count, self.page_size, layout, place) for k in kinds)
         self.device = next(iter(self._rows.values()))[0].cache.device  # "cuda" has become cuda:0
         self._caches = {layer_id: self._cache(layer_id) for layer_id in self._rows}
         ops, self._writers = device_ops(self.device.type), dict[int, RowsWriter]()

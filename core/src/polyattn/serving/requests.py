@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InternalError, InvalidInputError
+from .allocating import allocating
 from .pages import (
     PageAllocator,
     allocate_all,
@@ -89,11 +90,13 @@ class RequestTable:
         self.page_size, self.max_tokens = page_size, max_tokens
         self.windows, self.allocators = tuple(windows), tuple(allocators)
         self._columns = -(-max_tokens // page_size)
-        self.tables = tuple(
-            torch.zeros(requests, self._columns, dtype=torch.int32, device=device) for _ in self.windows
-        )
+        shown = f"a request table of requests={requests} with max_tokens={max_tokens} in pages of {page_size} needs"
+        with allocating(shown, "lower requests or max_tokens, or take larger pages"):
+            self.tables = tuple(
+                torch.zeros(requests, self._columns, dtype=torch.int32, device=device) for _ in self.windows
+            )
+            self._free = list(range(requests - 1, -1, -1))
         self._rows: dict[int, _Row] = {}
-        self._free = list(range(requests - 1, -1, -1))
         self._changed: list[dict[int, list[tuple[int, int]]]] = [{} for _ in self.windows]
 
     @property

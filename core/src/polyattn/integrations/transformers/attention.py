@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...dispatch import attention, bind
 from ...errors import InvalidInputError
+from ...merging import merge
 from ...overrides import SCOPE
 from ...serving.multimodal import multimodal
 from ...varlen import varlen_attention
@@ -109,13 +110,22 @@ def make_forward(
         s_q, mask, window = query.shape[2], attention_mask, _EVERYWHERE
         if position_ids is not None and s_q > 1 and s_q == key.shape[2]:
             more = with_borders(more, sinks, position_ids, query.shape[0], mask, module, is_causal)
+        dense_call, packed_call = dense, packed
+        if more is not None and more.row_sinks is not None:
+            given, shape = more.row_sinks.shape, query.shape
+            if given[1:3] != shape[1:3] or given[0] not in (1, shape[0]):
+                raise InvalidInputError(
+                    f"sinks of shape {tuple(given)} reached {asked_by(module, backend)}; one sink per row and head is "
+                    f"[B, H_q, S_q, 1] = {[*shape[:3], 1]}"
+                )
+            dense_call, packed_call = (_with_row_sinks(call, more.row_sinks) for call in (dense or attention, packed))
         causal: bool | str = False
         if mask is None:
             causal = says_causal(module, s_q, key.shape[2], backend) if is_causal is None else is_causal
             if more is not None and more.cu_q is not None and more.bias is None:
                 if sliding_window is not None and more.max_k > sliding_window:
                     window = _window(sliding_window, causal, module, backend)
-                out = packed(
+                out = packed_call(
                     _tokens(query), _tokens(key), _tokens(value), cu_seqlens_q=more.cu_q, cu_seqlens_k=more.cu_k,
                     max_seqlen_q=more.max_q, max_seqlen_k=more.max_k, causal=causal, window=window,
                     softcap=softcap or 0.0, sinks=sinks, scale=scaling, dropout_p=dropout,
@@ -139,10 +149,10 @@ def make_forward(
             mask = fitted(mask, s_q, key.shape[2], module, backend)
         softcap, exact = softcap or 0.0, more is not None and more.deterministic
         try:
-            if dense is None and not _is_tracing():
+            if dense_call is None and not _is_tracing():
                 out = sites[_scope(), causal, window, softcap, scaling, dropout, exact](query, key, value, mask, sinks)
             else:
-                out = (dense or attention)(
+                out = (dense_call or attention)(
                     query, key, value, causal=causal, window=window, softcap=softcap, sinks=sinks, attn_mask=mask,
                     scale=scaling, layout="BHSD", dropout_p=dropout, deterministic=exact, backend=backend,
                 )  # fmt: skip
@@ -187,6 +197,19 @@ def _window(size: int, causal: bool | str, module: Any, backend: str | None) -> 
             f"sliding_window={size} reached {asked_by(module, backend)}; a window has 1 key or more, None is no window"
         )
     return (size - 1, -1 if causal else size - 1)
+
+
+def _with_row_sinks(call: Callable[..., Any], sinks: Tensor) -> Callable[..., Tensor]:
+    """An attention call with a sink for each row and head, [B|1, H_q, S_q, 1], which scales the row's result (S5)."""
+
+    def attend(query: Tensor, *others: Tensor, **options: Any) -> Tensor:
+        out, lse = call(query, *others, return_lse=True, **options)
+        if lse.ndim == 2:  # packed, [T, H_q]
+            batch = lse.shape[0] // sinks.shape[2]
+            return merge([out], [lse], sinks=sinks[..., 0].mT.expand(batch, -1, -1).reshape_as(lse), layout="THD")[0]
+        return merge([out], [lse], sinks=sinks[..., 0].expand_as(lse), layout="BHSD")[0]
+
+    return attend
 
 
 def _tokens(tensor: Tensor) -> Tensor:

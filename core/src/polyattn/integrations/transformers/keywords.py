@@ -65,13 +65,15 @@ class More:
     """The keywords that few layers use.
 
     Attributes:
-        sinks: [H_q] logits. bias: [B|1, H_q|1, S_q, S_k], added to the logits.
+        sinks: [H_q] logits. row_sinks: [B|1, H_q, S_q, 1], one for each row and head instead.
+        bias: [B|1, H_q|1, S_q, S_k], added to the logits.
         cu_q, cu_k: int32 [N+1], where the packed sequences begin; max_q, max_k: the longest of them.
         sequence: int [B, S], the packed sequence each token belongs to.
         deterministic: the same bits on every run.
     """
 
     sinks: Tensor | None = None
+    row_sinks: Tensor | None = None
     bias: Tensor | None = None
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
@@ -116,13 +118,15 @@ def read_keywords(
         )
     if sinks is not None and s_aux is not None:
         raise InvalidInputError(f"both s_aux and sinks reached {asked_by(module, backend)}; pass one of them")
-    if sinks is not None and sinks.ndim != 1:
-        reason = f"sinks of shape {tuple(sinks.shape)} differ by token, polyattn has one sink per head, [H_q]"
+    by_row = sinks is not None and sinks.ndim == 4 and sinks.shape[3] == 1
+    if sinks is not None and sinks.ndim != 1 and not by_row:
+        reason = f"sinks of shape {tuple(sinks.shape)} are neither one per head, [H_q], nor per row, [B, H_q, S_q, 1]"
         raise UnsupportedRequestError(
             f"sinks reached {asked_by(module, backend)}: {reason}; {EAGER_STEP}", {"sinks": [reason]}
         )
     return More(
-        sinks=s_aux if sinks is None else sinks,
+        sinks=s_aux if sinks is None else None if by_row else sinks,
+        row_sinks=sinks if by_row else None,
         bias=bias,
         sequence=sequence,
         deterministic=deterministic,

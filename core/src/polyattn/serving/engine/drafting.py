@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from ..batch import ForwardMode
-from ..memory import Memory, Runner
+from ..memory import Memory, Runner, check_runner
 from ..phases import Verifier
 from ..pool import KVCacheConfig
 from ..speculative import Beam, TreeDraft
@@ -43,8 +43,11 @@ class Speculative:
     verify: Verifier | None = None
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.topk < 1:
-            raise InvalidInputError(f"speculative steps={self.steps}, topk={self.topk}: both are 1 or more")
+        check_runner("the draft model", self.runner)
+        for name, least in (("steps", 1), ("topk", 1), ("draft_tokens", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InvalidInputError(f"speculative {name}={value!r}; {least} or more is needed, a whole number")
         if not self.draft_tokens:
             object.__setattr__(self, "draft_tokens", self.steps * self.topk + 1)
         most = 1 + self.topk + (self.steps - 1) * self.topk**2

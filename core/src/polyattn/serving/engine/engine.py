@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from numbers import Integral
-from typing import Any
-
-import torch
+from typing import Any, NoReturn
 
 from ...errors import InternalError, InvalidInputError
 from ..batch import ForwardMode
 from ..graphs import DeviceGraph
-from ..memory import Memory, Runner
+from ..memory import Memory, Runner, check_runner
 from ..pool import KVCacheConfig
 from ..prefix_cache import check_namespace
-from ..speculative import commit, greedy_accept, sampled_accept
+from ..speculative import commit, drawn_accept
+from ..tree import DraftTree
 from .drafting import Drafter, Speculative
-from .sampling import SamplingParams, distributions, sample, uniforms
+from .sampling import SamplingParams, sample, uniform
 from .scheduler import Request, Scheduler, Work
 
 __all__ = ["Engine", "EngineConfig", "Output"]
@@ -94,11 +93,13 @@ class Engine:
     """
 
     def __init__(self, runner: Runner, config: EngineConfig | None = None) -> None:
-        self.config = config = config or EngineConfig()
+        self.config = config = EngineConfig() if config is None else config
+        check_runner("the model", runner)
+        _check_kinds(config)
         self.vocab_size, spec = runner.vocab_size, config.speculative
         self._drafts = 0 if spec is None else spec.draft_tokens - 1
-        self.max_tokens = _max_tokens(config, runner)
         _check(config, runner, self._drafts)
+        self.max_tokens = _max_tokens(config, runner)
         size = config.cache.page_size
         room = self.max_tokens + self._drafts
         both: dict[str, Any] = {
@@ -147,7 +148,7 @@ class Engine:
             InvalidInputError: no tokens, tokens outside the vocabulary, a namespace that cannot be looked up, or a
                 request that could never be run to its end, however long it waited.
         """
-        params = params or SamplingParams()
+        params = _params(params) or SamplingParams()
         tokens = _token_ids(prompt)
         self._check_request(tokens, params, n)
         check_namespace(namespace)
@@ -172,7 +173,7 @@ class Engine:
             InvalidInputError: the request is unknown or finished, or params leave no token to be made.
         """
         parent = self._find(request_id)
-        params = params or parent.params
+        params = _params(params) or parent.params
         self._check_request(parent.tokens[: parent.prompt_tokens], params, 1)
         made = len(parent.tokens) - parent.prompt_tokens
         if params.max_new_tokens <= made:
@@ -192,6 +193,11 @@ class Engine:
             InvalidInputError: the request is unknown or finished.
         """
         return self._finish(self._find(request_id), "cancelled")
+
+    def forget_prefixes(self) -> None:
+        """Forget the keys and values of everything so far: after the weights of the model, or of the draft model, have
+        changed. Requests that run keep their tokens, and are computed anew from them. Call it between steps."""
+        self._scheduler.forget()
 
     @property
     def unfinished(self) -> int:
@@ -217,7 +223,8 @@ class Engine:
             The outputs that finished in it.
 
         Raises:
-            InternalError: there are requests, and none of them can go on. Whatever else a step raises (a device's
+            InternalError: there are requests, and none of them can go on.
+            InvalidInputError: the model's logits are no numbers. Whatever else a step raises (a device's
                 errors, an interrupt): the requests that it ran are in line again, with the tokens they had, and nothing
                 that it may not have written is shared. Step again, or cancel them.
         """
@@ -260,7 +267,10 @@ class Engine:
         Raises:
             InvalidInputError: not as many params as prompts. Others: as `add` and `step`.
         """
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        prompts = _listed("prompts", prompts, "a list of prompts, each a list of token ids")
+        one = params is None or isinstance(params, SamplingParams)
+        wanted = "SamplingParams, or a list of them"
+        each: list[Any] = [params] * len(prompts) if one else _listed("params", params, wanted)
         if len(each) != len(prompts):
             raise InvalidInputError(f"{len(each)} params for {len(prompts)} prompts; give one for all, or one for each")
         ids: list[int] = []
@@ -328,8 +338,11 @@ class Engine:
             self.memory.table.slide(work.request.row)
         if drawn:
             rows = logits if len(drawn) == len(last) else logits[[at for _, at in drawn]]
-            params, places = [r.params for r, _ in drawn], [(r.number, len(r.tokens)) for r, _ in drawn]
-            for (request, _), token in zip(drawn, sample(rows, params, places), strict=True):
+            points = [uniform(r.params, r.number, len(r.tokens)) for r, _ in drawn]
+            tokens = sample(rows, [r.params for r, _ in drawn], points).tolist()
+            if -1 in tokens:
+                self._refuse_logits(drawn[tokens.index(-1)][0])
+            for (request, _), token in zip(drawn, tokens, strict=True):
                 self._append(request, [token])
 
     def _fork_samples(self, request: Request) -> list[Request]:
@@ -353,24 +366,26 @@ class Engine:
         rows = [request.row for request in requests]
         counts = [wide] * len(rows)
         logits = self.memory.forward(ForwardMode.TARGET_VERIFY, rows, counts, tokens.flatten(), tree=tree)
-        logits = logits.view(len(rows), wide, -1)
-        params = [request.params for request in requests]
-        if all(p.greedy for p in params):
-            accepted = greedy_accept(tree, tokens, logits)
-        else:
-            each = [p for p in params for _ in range(wide)]
-            probs = distributions(logits.flatten(0, 1), each).view_as(logits)
-            drawn = [uniforms(r.params, r.number, len(r.tokens), wide) for r in requests]
-            accepted = sampled_accept(
-                tree, tokens, probs, uniforms=torch.tensor(drawn, dtype=probs.dtype, device=probs.device)
-            )
+        drawn = sample(logits, [r.params for r in requests for _ in range(wide)], _points(requests, tree))
+        accepted = drawn_accept(tree, tokens, drawn.view_as(tokens))
+        nodes, new_tokens = accepted.lists()
+        for request, path, new in zip(requests, nodes, new_tokens, strict=True):
+            if len(new) < len(path):
+                self._refuse_logits(request)
         for group, slots in enumerate(self.memory.slots(rows, counts)):
             self.memory.pool.move(group, *commit(accepted, slots))
-        for work, new in zip(works, accepted.lists()[1], strict=True):
+        for work, new in zip(works, new_tokens, strict=True):
             self.memory.table.truncate(work.request.row, work.start + len(new))
             self.memory.table.slide(work.request.row)
             work.request.backends["verify"] = self.backends["verify"]
             self._append(work.request, new)
+
+    def _refuse_logits(self, request: Request) -> NoReturn:
+        raise InvalidInputError(
+            f"the model gives logits of NaN or infinity after {len(request.tokens)} tokens of request {request.id}: no "
+            f"token follows from them. Look for NaN among its weights, for numbers beyond its dtype (bfloat16 reaches "
+            f"further than float16), or cancel the request"
+        )
 
     def _append(self, request: Request, new: Sequence[int]) -> None:
         params, made = request.params, len(request.tokens) - request.prompt_tokens
@@ -401,7 +416,7 @@ class Engine:
         return request
 
     def _find(self, request_id: int) -> Request:
-        if request_id not in self._requests:
+        if not isinstance(request_id, Hashable) or request_id not in self._requests:
             raise InvalidInputError(f"request {request_id!r} is not running here: it is unknown or has finished")
         return self._requests[request_id]
 
@@ -410,9 +425,9 @@ class Engine:
             self._drafter.release(request)
 
     def _check_request(self, tokens: list[int], params: SamplingParams, n: int) -> None:
-        if not tokens or n < 1:
+        if not tokens or not isinstance(n, int) or n < 1:
             raise InvalidInputError(
-                f"a request of {len(tokens)} prompt tokens and n={n} samples; give 1 or more of both"
+                f"a request of {len(tokens)} prompt tokens and n={n!r} samples; give 1 or more of both"
             )
         if wrong := [token for token in tokens if not 0 <= token < self.vocab_size]:
             raise InvalidInputError(
@@ -435,6 +450,17 @@ class Engine:
                 )
 
 
+def _points(requests: Sequence[Request], tree: DraftTree) -> list[float]:
+    """For each node what decides the token after it: that of its place in the text, as in a step without drafts."""
+    if all(request.params.greedy for request in requests):
+        return [0.0] * tree.parents.numel()
+    found: list[float] = []
+    for request, depths in zip(requests, tree.depths.tolist(), strict=True):
+        at = [uniform(request.params, request.number, len(request.tokens) + d) for d in range(max(depths) + 1)]
+        found += [at[depth] for depth in depths]
+    return found
+
+
 def _max_tokens(config: EngineConfig, runner: Runner) -> int:
     known = runner.max_positions
     if not config.max_tokens and not known:
@@ -442,6 +468,18 @@ def _max_tokens(config: EngineConfig, runner: Runner) -> int:
     if known and config.max_tokens > known:
         raise InvalidInputError(f"max_tokens={config.max_tokens} is more than the {known} positions of the model")
     return config.max_tokens or known
+
+
+def _check_kinds(config: Any) -> None:
+    if not isinstance(config, EngineConfig):
+        raise InvalidInputError(f"config is a {type(config).__name__}; EngineConfig(...) or None is needed")
+    for name, kind in (("cache", KVCacheConfig), ("speculative", Speculative)):
+        value = getattr(config, name)
+        if not isinstance(value, kind) and not (name == "speculative" and value is None):
+            more = " or None" if name == "speculative" else ""
+            raise InvalidInputError(f"EngineConfig {name}={value!r}; {kind.__name__}(...){more} is needed")
+    if not isinstance(config.graphs, bool) and not callable(config.graphs):
+        raise InvalidInputError(f"EngineConfig graphs={config.graphs!r}; True, False or what makes a graph is needed")
 
 
 def _check(config: EngineConfig, runner: Runner, drafts: int) -> None:
@@ -471,7 +509,20 @@ def _draft_until(spec: Speculative | None, runner: Runner) -> int | None:
     return min((positions - more for positions, more in ends if positions), default=None)
 
 
-def _token_ids(prompt: Sequence[int]) -> list[int]:
+def _params(params: Any) -> SamplingParams | None:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise InvalidInputError(f"params is a {type(params).__name__}; SamplingParams(...) or None is needed")
+    return params
+
+
+def _listed(name: str, given: Any, wanted: str) -> list[Any]:
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise InvalidInputError(f"{name} is a {type(given).__name__}; needed is {wanted}")
+    return list(given)
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    prompt = _listed("the prompt", prompt, "a list of token ids, such as a tokenizer makes of a text")
     for token in prompt:
         if not isinstance(token, Integral):
             raise InvalidInputError(

@@ -1,21 +1,22 @@
 """How the next token is drawn from logits.
 
-A draw depends on the seed of its request and on its place only, so that neither the batch, nor preemption, nor the
-order of arrival changes what a request says.
+A draw depends on the seed of its request and on its place only, so that neither the batch, nor preemption, nor drafts,
+nor the order of arrival changes what a request says.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
 
-__all__ = ["SamplingParams", "distributions", "sample", "uniforms"]
+__all__ = ["SamplingParams", "distributions", "sample", "uniform"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +40,16 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop_token_ids, int) or not all(_whole(token) for token in self.stop_token_ids):
+        stops = self.stop_token_ids
+        if isinstance(stops, str) or not isinstance(stops, Iterable) or not all(_whole(token) for token in stops):
             raise InvalidInputError(
                 f"stop_token_ids={self.stop_token_ids!r} of SamplingParams must be token ids, such as (2,)"
             )
         rules = {
             "max_new_tokens": (_whole(self.max_new_tokens) and self.max_new_tokens >= 1, "1 or more, a whole number"),
-            "temperature": (0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0, at most 1 (off)"),
+            "temperature": (_number(self.temperature) and 0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            "top_p": (_number(self.top_p) and 0 < self.top_p <= 1, "above 0, at most 1 (off)"),
+            "seed": (_whole(self.seed), "a whole number"),
             "top_k": (_whole(self.top_k) and self.top_k >= 0, "0 (off) or more, a whole number"),
         }
         for name, (fine, allowed) in rules.items():
@@ -60,6 +63,10 @@ class SamplingParams:
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def distributions(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -88,25 +95,28 @@ def distributions(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return torch.zeros_like(probs).scatter_(-1, order, probs / probs.sum(dim=-1, keepdim=True))
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[tuple[int, int]]) -> list[int]:
+def sample(logits: Tensor, params: Sequence[SamplingParams], points: Sequence[float]) -> Tensor:
     """One token per row.
 
     Args:
-        logits: [R, V]. draws: per row (sample number, place of the token in its sequence).
+        logits: [R, V]. points: per row the number in [0, 1) that decides, as `uniform` gives it; of greedy rows it is
+            not read.
+
+    Returns:
+        int64 [R], -1 where the logits have no largest finite number: they are NaN, or infinite.
     """
-    greedy = logits.argmax(dim=-1)
+    best, greedy = logits.max(dim=-1)
+    greedy = greedy.masked_fill(~best.isfinite(), -1)
     if all(p.greedy for p in params):
-        return greedy.tolist()
-    uniform = [uniforms(p, *draw)[0] for p, draw in zip(params, draws, strict=True)]
+        return greedy
     cumulated = distributions(logits, params).double().cumsum(dim=-1)
-    points = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None] * cumulated[:, -1:]
+    at = torch.tensor(points, dtype=torch.float64, device=logits.device)[:, None] * cumulated[:, -1:]
     # right=True never ends on a token of probability 0, not even for u = 0.
-    drawn = torch.searchsorted(cumulated, points, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    chosen = torch.where(torch.tensor([p.greedy for p in params], device=logits.device), greedy, drawn)
-    return chosen.tolist()
+    drawn = torch.searchsorted(cumulated, at, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    is_greedy = torch.tensor([p.greedy for p in params], device=logits.device)
+    return torch.where(is_greedy | (greedy < 0), greedy, drawn)
 
 
-def uniforms(params: SamplingParams, number: int, place: int, count: int = 1) -> list[float]:
-    """The numbers in [0, 1) that decide what follows the first `place` tokens of a sequence."""
-    drawn = random.Random(f"{params.seed}/{number}/{place}")
-    return [drawn.random() for _ in range(count)]
+def uniform(params: SamplingParams, number: int, place: int) -> float:
+    """The number in [0, 1) that decides what follows the first `place` tokens of sample `number` of a prompt."""
+    return 0.0 if params.greedy else random.Random(f"{params.seed}/{number}/{place}").random()

@@ -137,14 +137,24 @@ class Scheduler:
             before: the `lengths` when the step began.
         """
         for request in [*self.running, *self.waiting]:
-            if request.row < 0 or self.table.length(request.row) == before.get(request):
-                continue
-            self.table.remove(request.row)
-            request.row = -1
-            self._released(request)
-            if request in self.running:
-                self.running.remove(request)
-                self.add(request)
+            if request.row >= 0 and self.table.length(request.row) != before.get(request):
+                self._drop(request)
+
+    def forget(self) -> None:
+        """Use nothing that was computed: who runs goes back to the line with its tokens, and nothing is remembered."""
+        for request in list(self.running):
+            self._drop(request)
+        if self.memory.prefixes is not None:
+            self.memory.prefixes.clear()
+
+    def _drop(self, request: Request) -> None:
+        """Take the row of a request, and put it back in line."""
+        self.table.remove(request.row)
+        request.row = -1
+        self._released(request)
+        if request in self.running:
+            self.running.remove(request)
+            self.add(request)
 
     def _pending(self, request: Request) -> int:
         return len(request.tokens) - self.table.length(request.row)

@@ -7,8 +7,18 @@ Node 0 of every tree is its root: the last token that was accepted, whose K/V th
 the drafts. The logits of a node say what follows it.
 """
 
-from .acceptance import Accepted, greedy_accept, sampled_accept
+from .acceptance import Accepted, drawn_accept, greedy_accept, sampled_accept
 from .committing import commit
 from .drafting import Beam, TreeDraft, draw_children, wide_tree
 
-__all__ = ["Accepted", "Beam", "TreeDraft", "commit", "draw_children", "greedy_accept", "sampled_accept", "wide_tree"]
+__all__ = [
+    "Accepted",
+    "Beam",
+    "TreeDraft",
+    "commit",
+    "draw_children",
+    "drawn_accept",
+    "greedy_accept",
+    "sampled_accept",
+    "wide_tree",
+]

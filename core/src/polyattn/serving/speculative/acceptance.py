@@ -19,7 +19,7 @@ from ...validate import contents_readable
 if TYPE_CHECKING:
     from ..tree import DraftTree
 
-__all__ = ["Accepted", "greedy_accept", "sampled_accept"]
+__all__ = ["Accepted", "drawn_accept", "greedy_accept", "sampled_accept"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,14 +59,40 @@ def greedy_accept(tree: DraftTree, tokens: Tensor, logits: Tensor) -> Accepted:
     Raises:
         InvalidInputError: shapes, dtypes or devices that do not fit.
     """
-    parents = _checked(tree, tokens, "logits", logits)
-    predicted = logits.argmax(-1)
-    node, wanted = torch.zeros_like(tokens[:, 0]), predicted[:, 0]
+    return _walked(_checked(tree, tokens, "logits", logits), tokens, logits.argmax(-1))
+
+
+def drawn_accept(tree: DraftTree, tokens: Tensor, drawn: Tensor) -> Accepted:
+    """Keep the drafts that plain sampling would have drawn.
+
+    A draft is accepted if its parent is and it is the token that was drawn after the parent. So chosen candidates are
+    accepted as often as by `sampled_accept`, and where a draw depends on its place in the text only, the new tokens are
+    those of decoding without drafts, whatever was drafted. Of siblings with one token the first counts.
+
+    Args:
+        tree, tokens: as `greedy_accept`.
+        drawn: int64 [N, N_d], for each node a token drawn from the target's distribution after it.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or devices that do not fit.
+    """
+    for name, given in (("tokens", tokens), ("drawn", drawn)):
+        if given.shape != tree.parents.shape or given.dtype != torch.int64 or given.device != tree.parents.device:
+            raise InvalidInputError(
+                f"{name} is {tuple(given.shape)} {given.dtype} on {given.device}; one int64 for each node of the trees "
+                f"is needed, {tuple(tree.parents.shape)} on {tree.parents.device}"
+            )
+    return _walked(tree.parents, tokens, drawn)
+
+
+def _walked(parents: Tensor, tokens: Tensor, said: Tensor) -> Accepted:
+    """The path of the drafts that the target says itself: `said` [N, N_d], its token after each node."""
+    node, wanted = torch.zeros_like(tokens[:, 0]), said[:, 0]
     took = [torch.ones_like(node, dtype=torch.bool)]
     for i in range(1, tokens.shape[1]):
         took.append((parents[:, i] == node) & (tokens[:, i] == wanted))
         node = torch.where(took[i], i, node)
-        wanted = torch.where(took[i], predicted[:, i], wanted)
+        wanted = torch.where(took[i], said[:, i], wanted)
     return _accepted(torch.stack(took, 1), tokens, wanted)
 
 
