@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import threading
 
 import pytest
@@ -174,6 +176,65 @@ def test_two_threads_with_two_backends_at_once(opaque):
         thread.join()
     assert counts == {"opaque": True, "torch_sdpa": True}
     assert opaque.calls == before + 200
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_a_compiled_call_follows_its_task(opaque, kind):
+    """Another task runs between the beginning of a block and the call in it, and threads inherit the block."""
+    q, k, v = qkv(h_kv=4)
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    # What `opaque` refuses tells who was asked: packed sequences it has none of.
+    call = torch.compile(
+        {"dense": lambda: polyattn.attention(q, k, v), "packed": lambda: packed(q[0], k[0], v[0], cu, cu)}[kind]
+    )
+
+    def asked():
+        before = opaque.calls
+        try:
+            call()
+        except polyattn.UnsupportedRequestError as error:
+            return "opaque" if "opaque, asked for by use_backend" in str(error) else str(error)
+        return "opaque" if opaque.calls > before else ""
+
+    async def main():
+        inside, over = asyncio.Event(), asyncio.Event()
+
+        async def with_override():
+            with polyattn.use_backend("opaque"):
+                inside.set()
+                await over.wait()
+                return [asked(), await asyncio.to_thread(asked), contextvars.copy_context().run(asked)]
+
+        async def without():
+            await inside.wait()
+            found = [asked()]
+            with polyattn.component("vae"):
+                found.append(asked())
+            over.set()
+            return found
+
+        return await asyncio.gather(with_override(), without())
+
+    assert asyncio.run(main()) == [["opaque"] * 3, ["", ""]]
+
+
+def test_a_block_inside_a_graph_stands_on_those_around_it(opaque):
+    def function(q, k, v):
+        with polyattn.component("vae"):
+            a = polyattn.attention(q, k, v)
+            with polyattn.use_backend(None):
+                b = polyattn.attention(q, k, v)
+        return a, b
+
+    call, counter = compile_(function)
+    args = qkv(h_kv=4)
+    with polyattn.use_backend("opaque"):
+        for calls in (1, 2):
+            call(*args)
+            assert opaque.calls == calls
+    call(*args)
+    assert opaque.calls == 2
+    assert counter.frame_count == 2
 
 
 def _plan(opaque, **request):

@@ -2,9 +2,9 @@
 
 While dynamo traces a call, `_plan` runs as ordinary Python on constants (dtypes, device, heads, head dims, the
 relation of the lengths) and returns the name of a plan; the plan is a function on the `_plans` module that dynamo then
-inlines. What may change later is guarded: the overrides through their thread-local mirror, everything process-wide
-through the epoch's token; measurements change that only where they order the backends of compiled code otherwise.
-Lengths stay symbolic.
+inlines. What may change later is guarded: the overrides of this thread or task (`overrides.HERE`), everything
+process-wide through the epoch's token; measurements change that only where they order the backends of compiled code
+otherwise. Lengths stay symbolic.
 
 Traceable forwards are inlined. Others, and trainable ones that bring their own backward, become
 `torch.ops.polyattn.dense` or `.varlen` (`polyattn.ops`).
@@ -45,13 +45,6 @@ def _constant(function: _F) -> _F:
     return function
 
 
-def _scope_now(scope: overrides.Scope | None) -> overrides.Scope:
-    if scope is not None:
-        return scope
-    mirror = overrides.MIRROR
-    return (mirror.backend, mirror.component, mirror.role)
-
-
 def trace_dense(
     query: Tensor,
     key: Tensor,
@@ -77,7 +70,8 @@ def trace_dense(
         else "differ",
         None if attn_mask is None else "fits" if mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit",
     )
-    plan = getattr(_plans, _plan("dense", facts, constants(static), backend, _scope_now(scope), EPOCH.token))
+    scope = overrides.current_scope() if scope is None else scope
+    plan = getattr(_plans, _plan("dense", facts, constants(static), backend, scope, EPOCH.token))
     return plan(query, key, value, attn_mask, sinks, out)
 
 
@@ -214,7 +208,7 @@ def trace_varlen(
         "equal" if cu_q is cu_k else "one" if max_q == 1 else "more",
         (cu_q.dtype, cu_k.dtype),
     )
-    plan = getattr(_plans, _plan("varlen", facts, constants(static), backend, _scope_now(None), EPOCH.token))
+    plan = getattr(_plans, _plan("varlen", facts, constants(static), backend, overrides.current_scope(), EPOCH.token))
     return plan(query, key, value, attn_mask, sinks, out, cu_q, cu_k, max_q, max_k)
 
 
