@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polyattn
-from polyattn import ops
+from polyattn import op_plans
 from polyattn.nn import LocalAttention
 from polyattn.traced_errors import raising
 
@@ -243,7 +243,7 @@ def _plan(opaque, **request):
 
     fields = {"platform": "cpu", "dtype": "float64", "head_dim": 16, "v_head_dim": 8, "heads": 4, "kv_heads": 4}
     chosen = choose(AttentionRequest(**fields, **request).normalised(), "opaque", ("", "", ""))
-    return ops.op_plan(chosen.request, chosen.selection)
+    return op_plans.op_plan(chosen.request, chosen.selection)
 
 
 def test_opcheck_dense(opaque):
@@ -264,7 +264,7 @@ def test_opcheck_varlen():
         causal="bottom_right", grad=("query", "key", "value", "lse"),
     ).normalised()  # fmt: skip
     chosen = choose(request, "torch_native", ("", "", ""))
-    plan = ops.op_plan(chosen.request, chosen.selection)
+    plan = op_plans.op_plan(chosen.request, chosen.selection)
     cu = torch.tensor([0, 3, 7], dtype=torch.int32)
     q, k, v = (torch.randn(7, h, 16, requires_grad=True) for h in (4, 2, 2))
     torch.library.opcheck(torch.ops.polyattn.varlen.default, (q, k, v, None, None, cu, cu, 4, 4, plan))
@@ -308,7 +308,7 @@ def test_packed_sequences_are_one_opaque_op():
 
 def test_a_plan_is_text_another_process_can_run(opaque):
     plan = _plan(opaque, lse=True)
-    ops._bound.cache_clear()
+    op_plans._bound.cache_clear()
     q, k, v = (torch.randn(1, 3, 4, d, dtype=torch.float64) for d in (16, 16, 8))
     out, lse = torch.ops.polyattn.dense(q, k, v, None, None, plan)
     expected = polyattn.attention(q, k, v, return_lse=True, backend="reference")

@@ -12,6 +12,7 @@ Traceable forwards are inlined. Others, and trainable ones that bring their own 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import types
 from collections.abc import Callable
@@ -20,11 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from . import ops as _ops  # noqa: F401 - that they are registered
 from . import overrides
 from .choose import Chosen, choose, device_facts, dtype_name
 from .epoch import EPOCH
 from .errors import InvalidInputError, PolyattnError
-from .ops import op_plan
+from .op_plans import op_plan
 from .records import AttentionRequest
 from .traced_errors import raising
 from .traced_facts import constants, fixed, mask_fits, tensor_facts
@@ -113,7 +115,7 @@ def _make_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | 
     bound = Static(*static).checked()
     fields = _request_fields(common, bound, h_q, h_k, d, dv)
     request = AttentionRequest(family="dense", s_relation=relation, **fields).normalised()
-    chosen = choose(request, backend, scope, eager=False)
+    chosen = _exported(choose(request, backend, scope, eager=False))
     axis = 2 if bound.layout == "BSHD" else 1
     return _publish(_inline(chosen, axis, common[7]) if _traceable(chosen) else _opaque_dense(chosen, common[7]))
 
@@ -153,6 +155,13 @@ def _request_fields(common: tuple[Any, ...], static: Any, h_q: int, h_k: int, d:
 
 def _traceable(chosen: Chosen) -> bool:
     return chosen.bound.traceable and not (chosen.bound.backward is not None and chosen.request.grad)
+
+
+def _exported(chosen: Chosen) -> Chosen:
+    """A saved program is to run without polyattn where that can be: autograd goes through such a forward itself."""
+    if not (torch.compiler.is_exporting() and chosen.bound.exportable):
+        return chosen
+    return dataclasses.replace(chosen, bound=dataclasses.replace(chosen.bound, backward=None))
 
 
 def _publish(plan: Callable[..., Any]) -> str:

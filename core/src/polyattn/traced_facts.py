@@ -97,6 +97,6 @@ def tensor_facts(
             grad and sinks is not None and sinks.requires_grad,
         ),
         torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
-        torch.are_deterministic_algorithms_enabled(),
+        (torch.are_deterministic_algorithms_enabled(), torch.compiler.is_exporting()),
         _sizes(query, key, value),
     )
