@@ -542,3 +542,28 @@ def test_a_dense_call_is_exported_with_lengths_that_change(strict, layer):
     program = torch.export.export(model, (torch.randn(2, 4, 4, 16),), dynamic_shapes=lengths, strict=strict)
     other = torch.randn(3, 9, 4, 16)
     torch.testing.assert_close(program.module()(other), model(other))
+
+
+@pytest.fixture
+def distributed(tmp_path):
+    """Makes DTensors on a job of one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/job", rank=0, world_size=1)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    yield lambda tensor: torch.distributed.tensor.distribute_tensor(tensor, mesh)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_call_refuses_dtensors_as_eager_calls_do(distributed, fullgraph):
+    q, cu = torch.randn(1, 5, 4, 16), torch.tensor([0, 5], dtype=torch.int32)
+    calls = (
+        ("query", lambda x: polyattn.attention(x, q, q), q),
+        ("value", lambda x: polyattn.attention(q, q, x, return_lse=True), q),
+        ("sinks", lambda x: polyattn.attention(q, q, q, sinks=x), q[0, 0, :, 0]),
+        ("query", lambda x: packed(x, x, x, cu, cu), q[0]),
+        ("query", lambda x: polyattn.scaled_dot_product_attention(x, x, x), q),
+    )
+    for name, call, tensor in calls:
+        for function in (call, torch.compile(call, backend="eager", fullgraph=fullgraph)):
+            with pytest.raises(Exception, match=f"{name} is a DTensor; attention is local: pass {name}.to_local"):
+                function(distributed(tensor))

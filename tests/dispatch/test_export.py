@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import polyattn
 from polyattn import op_plans
@@ -218,3 +219,75 @@ def test_a_saved_program_whose_backend_is_absent_says_so(changed, message):
     q = torch.randn(1, 3, 4, 16)
     with pytest.raises(polyattn.BackendUnavailableError, match=message):
         torch.ops.polyattn.dense(q, q, q, None, None, _plan(**changed))
+
+
+def counts(function, *args):
+    with FlopCounterMode(display=False) as counter:
+        result = function(*args)
+        forward = counter.get_total_flops()
+        sum(t.sum() for t in tuples(result)).backward()
+    return forward, counter.get_total_flops() - forward
+
+
+def test_torchs_counter_sees_a_kernel_that_is_no_operator(opaque):
+    def attend(q, k, v):
+        return polyattn.attention(q, k, v, causal=True, backend="opaque")
+
+    q, k, v = (torch.randn(2, s, 4, 16, requires_grad=True) for s in (5, 9, 9))
+    for _ in range(3):
+        attend(q, k, v)  # kept for the quick way
+    shapes = [tuple(t.transpose(1, 2).shape) for t in (q, k, v)]
+    torchs = sdpa_flop_count(*shapes), sdpa_backward_flop_count(shapes[0], *shapes)
+    assert counts(attend, q, k, v) == torchs == (23040, 57600)
+
+
+@pytest.mark.parametrize("kind", ["real", "meta"])
+def test_torchs_counter_sees_packed_sequences(kind):
+    cu = torch.tensor([0, 3, 8], dtype=torch.int32, device="cpu" if kind == "real" else "meta")
+    q = torch.randn(8, 4, 16, device=cu.device, requires_grad=True)
+    model = Packed()
+    for _ in range(2):
+        model(q, cu)
+    pairs = 9 + 25 if kind == "real" else 25 + 25  # contents that nobody knows count as the longest
+    assert counts(model, q, cu) == (2 * 4 * 32 * pairs, 2 * 4 * 80 * pairs)
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        with polyattn.use_backend("reference"):
+            self.layer = polyattn.nn.LocalAttention(causal=True, window=(2, 0))
+
+    def forward(self, x, mask, cu):
+        x = self.layer(x, x, x)
+        x = x + polyattn.attention(x, x, x, attn_mask=mask, layout="BSHD", scale=0.5)
+        x = x + polyattn.scaled_dot_product_attention(x, x, x, is_causal=True)
+        lens = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 3, "max_seqlen_k": 3}
+        return x[0] + polyattn.varlen_attention(x[0], x[0], x[0], causal=True, **lens)
+
+
+def test_a_symbolic_trace_records_calls_as_nodes():
+    model = Layers()
+    args = (torch.randn(1, 5, 4, 16), torch.rand(1, 1, 5, 5) > 0.2, torch.tensor([0, 3, 5], dtype=torch.int32))
+    model(*args)
+    model(*args)  # kept for the quick way
+    traced = torch.fx.symbolic_trace(model)
+    calls = [node for node in traced.graph.nodes if getattr(node.target, "__module__", "").startswith("polyattn")]
+    assert [node.target for node in calls] == [
+        polyattn.attention, polyattn.attention, polyattn.scaled_dot_product_attention, polyattn.varlen_attention,
+    ]  # fmt: skip
+    assert calls[0].kwargs == {"causal": True, "window": (2, 0), "backend": "reference"}
+    torch.testing.assert_close(traced(*args), model(*args))
+
+
+def test_a_symbolic_trace_inside_a_component_is_refused():
+    def call(x):
+        return polyattn.attention(x, x, x)
+
+    message = "inside component 'vae' is traced by torch.fx, .*; trace outside of it, or name a backend"
+    with polyattn.component("vae"):
+        with pytest.raises(polyattn.InvalidInputError, match=message):
+            torch.fx.symbolic_trace(call)
+        with polyattn.use_backend("reference"):
+            (node,) = [n for n in torch.fx.symbolic_trace(call).graph.nodes if n.op == "call_function"]
+    assert node.kwargs == {"backend": "reference"}

@@ -121,9 +121,9 @@ def _make_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | 
 
 
 def _request_fields(common: tuple[Any, ...], static: Any, h_q: int, h_k: int, d: int, dv: int) -> dict[str, Any]:
-    device, dtypes, one_device, mask, sinks, out, grads, autocast, _, (empty, large) = common
-    if not one_device:
-        raise InvalidInputError("the tensors of the call are on different devices; move them to one")
+    device, dtypes, misplaced, mask, sinks, out, grads, autocast, _, (empty, large) = common
+    if misplaced:
+        raise InvalidInputError(misplaced)
     if mask is not None and mask != torch.bool and mask not in FLOATS:
         raise InvalidInputError(f"attn_mask is {mask}; bool (True = attend) or a float to be added is needed")
     if sinks is not None and (sinks[0] != "fits" or sinks[1] not in FLOATS):
