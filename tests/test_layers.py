@@ -20,7 +20,7 @@ HEART = {
     "dispatch": ("dispatch.py", "varlen.py", "signature.py", "compiled.py", "choose.py"),
     "plugins": ("plugins.py",),
 }
-BUDGET = 2556
+BUDGET = 2557
 """2,500 until known defects of libraries became records that selection obeys."""
 
 
