@@ -20,8 +20,9 @@ HEART = {
     "dispatch": ("dispatch.py", "varlen.py", "signature.py", "compiled.py", "choose.py"),
     "plugins": ("plugins.py",),
 }
-BUDGET = 2557
-"""2,500 until known defects of libraries became records that selection obeys."""
+BUDGET = 2560
+"""2,500 until known defects of libraries became records that selection obeys, 2,545 until exports, torch's FLOP counter
+and torch.fx had ways of their own."""
 
 
 def sources(path: Path) -> list[Path]:

@@ -44,23 +44,23 @@ def _packed(
     return lengths, query.shape[1], query.shape[2], value.shape[2]
 
 
-@register_flop_formula(torch.ops.polyattn.dense, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.polyattn.dense, get_raw=True)
 def _(query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, plan: str, *args: Any, **kw: Any) -> int:
     return _forward(*_dense(query, key, value, plan))
 
 
-@register_flop_formula(torch.ops.polyattn.dense_backward, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.polyattn.dense_backward, get_raw=True)
 def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> int:
     *_, plan = args
     return _backward(*_dense(query, key, value, plan))
 
 
-@register_flop_formula(torch.ops.polyattn.varlen, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.polyattn.varlen, get_raw=True)
 def _(query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, *args: Any, **kw: Any) -> int:
     return _forward(*_packed(query, value, *args[:4]))
 
 
-@register_flop_formula(torch.ops.polyattn.varlen_backward, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.polyattn.varlen_backward, get_raw=True)
 def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, *args: Any,
       **kw: Any) -> int:  # fmt: skip
     return _backward(*_packed(query, value, *args[:4]))

@@ -8,7 +8,6 @@ saved graph can be run by another process. They are registered as soon as both p
 from __future__ import annotations
 
 import functools
-import types
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +18,7 @@ __all__: list[str] = []
 
 
 @functools.cache
-def op_plans() -> types.ModuleType:
+def op_plans() -> Any:
     """Imported when an op runs first: it takes longer than all of this."""
     return import_module(".op_plans", __package__)
 
@@ -29,14 +28,16 @@ def _dense_op(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, plan: str
 ) -> tuple[Tensor, Tensor]:
     query, key, value = op_plans().dense_axes(query, key, value)
-    return op_plans().forward(plan, query, key, value, attn_mask=attn_mask, sinks=sinks)
+    found: tuple[Tensor, Tensor] = op_plans().forward(plan, query, key, value, attn_mask=attn_mask, sinks=sinks)
+    return found
 
 
 @_dense_op.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, plan: str
 ) -> tuple[Tensor, Tensor]:
-    return op_plans().outputs(plan, query, value)
+    found: tuple[Tensor, Tensor] = op_plans().outputs(plan, query, value)
+    return found
 
 
 @torch.library.custom_op("polyattn::dense_backward", mutates_args=())
@@ -52,7 +53,10 @@ def _dense_backward_op(
     lse: Tensor,
     plan: str,
 ) -> list[Tensor]:
-    return op_plans().backward(plan, dout, dlse, query, key, value, sinks, out, lse, {"attn_mask": attn_mask})
+    found: list[Tensor] = op_plans().backward(
+        plan, dout, dlse, query, key, value, sinks, out, lse, {"attn_mask": attn_mask}
+    )
+    return found
 
 
 @_dense_backward_op.register_fake
@@ -81,13 +85,17 @@ def _varlen_op(
     # A trace sees neither contents nor the counts that become known when the graph runs.
     validate.check_varlen(query, key, value, attn_mask=attn_mask, sinks=sinks, out=None, grad=False, **given)
     validate.check_lengths(query, key, **given)
-    return op_plans().forward(plan, query, key, value, attn_mask=attn_mask, sinks=sinks, **given)
+    found: tuple[Tensor, Tensor] = op_plans().forward(
+        plan, query, key, value, attn_mask=attn_mask, sinks=sinks, **given
+    )
+    return found
 
 
 @_varlen_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
       max_seqlen_q: int, max_seqlen_k: int, plan: str) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return op_plans().outputs(plan, query, value)
+    found: tuple[Tensor, Tensor] = op_plans().outputs(plan, query, value)
+    return found
 
 
 @torch.library.custom_op("polyattn::varlen_backward", mutates_args=())
@@ -108,7 +116,8 @@ def _varlen_backward_op(
     plan: str,
 ) -> list[Tensor]:
     given = {"attn_mask": attn_mask, **_lens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)}
-    return op_plans().backward(plan, dout, dlse, query, key, value, sinks, out, lse, given)
+    found: list[Tensor] = op_plans().backward(plan, dout, dlse, query, key, value, sinks, out, lse, given)
+    return found
 
 
 @_varlen_backward_op.register_fake
