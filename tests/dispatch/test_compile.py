@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import threading
 
 import pytest
@@ -10,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polyattn
-from polyattn import ops
+from polyattn import op_plans
 from polyattn.nn import LocalAttention
 from polyattn.traced_errors import raising
 
@@ -176,13 +178,72 @@ def test_two_threads_with_two_backends_at_once(opaque):
     assert opaque.calls == before + 200
 
 
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_a_compiled_call_follows_its_task(opaque, kind):
+    """Another task runs between the beginning of a block and the call in it, and threads inherit the block."""
+    q, k, v = qkv(h_kv=4)
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    # What `opaque` refuses tells who was asked: packed sequences it has none of.
+    call = torch.compile(
+        {"dense": lambda: polyattn.attention(q, k, v), "packed": lambda: packed(q[0], k[0], v[0], cu, cu)}[kind]
+    )
+
+    def asked():
+        before = opaque.calls
+        try:
+            call()
+        except polyattn.UnsupportedRequestError as error:
+            return "opaque" if "opaque, asked for by use_backend" in str(error) else str(error)
+        return "opaque" if opaque.calls > before else ""
+
+    async def main():
+        inside, over = asyncio.Event(), asyncio.Event()
+
+        async def with_override():
+            with polyattn.use_backend("opaque"):
+                inside.set()
+                await over.wait()
+                return [asked(), await asyncio.to_thread(asked), contextvars.copy_context().run(asked)]
+
+        async def without():
+            await inside.wait()
+            found = [asked()]
+            with polyattn.component("vae"):
+                found.append(asked())
+            over.set()
+            return found
+
+        return await asyncio.gather(with_override(), without())
+
+    assert asyncio.run(main()) == [["opaque"] * 3, ["", ""]]
+
+
+def test_a_block_inside_a_graph_stands_on_those_around_it(opaque):
+    def function(q, k, v):
+        with polyattn.component("vae"):
+            a = polyattn.attention(q, k, v)
+            with polyattn.use_backend(None):
+                b = polyattn.attention(q, k, v)
+        return a, b
+
+    call, counter = compile_(function)
+    args = qkv(h_kv=4)
+    with polyattn.use_backend("opaque"):
+        for calls in (1, 2):
+            call(*args)
+            assert opaque.calls == calls
+    call(*args)
+    assert opaque.calls == 2
+    assert counter.frame_count == 2
+
+
 def _plan(opaque, **request):
     from polyattn.choose import choose
     from polyattn.records import AttentionRequest
 
     fields = {"platform": "cpu", "dtype": "float64", "head_dim": 16, "v_head_dim": 8, "heads": 4, "kv_heads": 4}
     chosen = choose(AttentionRequest(**fields, **request).normalised(), "opaque", ("", "", ""))
-    return ops.op_plan(chosen.request, chosen.selection)
+    return op_plans.op_plan(chosen.request, chosen.selection)
 
 
 def test_opcheck_dense(opaque):
@@ -203,7 +264,7 @@ def test_opcheck_varlen():
         causal="bottom_right", grad=("query", "key", "value", "lse"),
     ).normalised()  # fmt: skip
     chosen = choose(request, "torch_native", ("", "", ""))
-    plan = ops.op_plan(chosen.request, chosen.selection)
+    plan = op_plans.op_plan(chosen.request, chosen.selection)
     cu = torch.tensor([0, 3, 7], dtype=torch.int32)
     q, k, v = (torch.randn(7, h, 16, requires_grad=True) for h in (4, 2, 2))
     torch.library.opcheck(torch.ops.polyattn.varlen.default, (q, k, v, None, None, cu, cu, 4, 4, plan))
@@ -247,7 +308,7 @@ def test_packed_sequences_are_one_opaque_op():
 
 def test_a_plan_is_text_another_process_can_run(opaque):
     plan = _plan(opaque, lse=True)
-    ops._bound.cache_clear()
+    op_plans._bound.cache_clear()
     q, k, v = (torch.randn(1, 3, 4, d, dtype=torch.float64) for d in (16, 16, 8))
     out, lse = torch.ops.polyattn.dense(q, k, v, None, None, plan)
     expected = polyattn.attention(q, k, v, return_lse=True, backend="reference")
@@ -481,3 +542,28 @@ def test_a_dense_call_is_exported_with_lengths_that_change(strict, layer):
     program = torch.export.export(model, (torch.randn(2, 4, 4, 16),), dynamic_shapes=lengths, strict=strict)
     other = torch.randn(3, 9, 4, 16)
     torch.testing.assert_close(program.module()(other), model(other))
+
+
+@pytest.fixture
+def distributed(tmp_path):
+    """Makes DTensors on a job of one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/job", rank=0, world_size=1)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    yield lambda tensor: torch.distributed.tensor.distribute_tensor(tensor, mesh)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_call_refuses_dtensors_as_eager_calls_do(distributed, fullgraph):
+    q, cu = torch.randn(1, 5, 4, 16), torch.tensor([0, 5], dtype=torch.int32)
+    calls = (
+        ("query", lambda x: polyattn.attention(x, q, q), q),
+        ("value", lambda x: polyattn.attention(q, q, x, return_lse=True), q),
+        ("sinks", lambda x: polyattn.attention(q, q, q, sinks=x), q[0, 0, :, 0]),
+        ("query", lambda x: packed(x, x, x, cu, cu), q[0]),
+        ("query", lambda x: polyattn.scaled_dot_product_attention(x, x, x), q),
+    )
+    for name, call, tensor in calls:
+        for function in (call, torch.compile(call, backend="eager", fullgraph=fullgraph)):
+            with pytest.raises(Exception, match=f"{name} is a DTensor; attention is local: pass {name}.to_local"):
+                function(distributed(tensor))

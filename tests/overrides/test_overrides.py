@@ -250,6 +250,34 @@ def test_tasks_at_once_keep_their_own(calls):
     assert sorted(calls) == ["alpha"] * 5 + ["beta"] * 5
 
 
+def test_tasks_may_enter_one_object():
+    """The first to come is the first to go."""
+    shared = polyattn.use_backend("alpha")
+
+    async def work(outer: str, came: asyncio.Event, wait: asyncio.Event, gone: asyncio.Event) -> list[str]:
+        with polyattn.use_backend(outer):
+            with shared:
+                came.set()
+                await wait.wait()
+                found = [who()[0]]
+            gone.set()
+            return [*found, who()[0]]
+
+    async def main() -> list[list[str]]:
+        first, second, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        return await asyncio.gather(work("beta", first, second, gone), work("gamma", second, gone, asyncio.Event()))
+
+    assert asyncio.run(main()) == [["alpha", "beta"], ["alpha", "gamma"]]
+
+
+def test_a_block_may_end_in_another_context_than_it_began_in():
+    scope = polyattn.use_backend("alpha")
+    contextvars.copy_context().run(scope.__enter__)
+    with polyattn.use_backend("beta"):
+        assert contextvars.Context().run(lambda: (scope.__exit__(None, None, None), who()[0]))[1] == "torch_sdpa"
+        assert who()[0] == "beta"
+
+
 def test_force_is_for_the_whole_process_and_its_block_ends():
     polyattn.force_backend("alpha")
     assert who() == in_thread(who) == ("alpha", "force_backend")

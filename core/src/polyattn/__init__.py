@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
+from .op_registration import register as _register_ops
+
 __version__ = "0.1.0"
 
 _WHERE = {
@@ -98,3 +100,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_WHERE])
+
+
+_register_ops()

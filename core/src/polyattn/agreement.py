@@ -5,6 +5,9 @@ a request says what it chose, those that come later compare. So ranks that ask f
 pipeline do, are in nobody's way. What was said holds as long as the job: a rank that resolves a request anew, because
 something was measured meanwhile, cannot know whether the others ever will. What a process chose before its job began
 it chooses anew, and compares, once it has compared anything.
+
+Choices by name are compared too. A program may ask for one request by several names, one after the other: the first way
+of each rank is compared with the first of the others, the second with the second.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ class _Before:
     chosen = False
 
 
+_ways: dict[AttentionRequest, list[str]] = {}
+"""Of each request, the names that it was asked for by, in order; empty where nobody named a backend."""
+
+
 def distributed() -> bool:
     """Whether this process is one of several ranks."""
     here = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -37,11 +44,12 @@ def not_compared() -> None:
     _Before.chosen = True
 
 
-def agree(request: AttentionRequest, choice: str, why: str) -> None:
+def agree(request: AttentionRequest, asked: str, choice: str, why: str) -> None:
     """Compare a choice with that of the other ranks, in a job that is `distributed`.
 
     Args:
-        choice: the same text on ranks that chose the same. why: for people.
+        asked: the name that somebody chose by, empty for none. choice: the same text on ranks that chose the same.
+        why: for people.
 
     Raises:
         ConfigError: a rank chose otherwise for the same request.
@@ -50,7 +58,10 @@ def agree(request: AttentionRequest, choice: str, why: str) -> None:
         _Before.chosen = False
         bump(traced=False)  # compiled code stays: to trace it anew would cost each rank seconds
     store = torch.distributed.distributed_c10d._get_default_store()
-    key = "polyattn/choice/" + hashlib.sha256(repr(request).encode()).hexdigest()[:24]
+    ways = _ways.setdefault(request, [])
+    if asked not in ways:
+        ways.append(asked)
+    key = f"polyattn/choice/{hashlib.sha256(repr(request).encode()).hexdigest()[:24]}/{ways.index(asked)}"
     rank = torch.distributed.get_rank()
     if store.add(f"{key}/count", 1) == 1:
         store.set(key, f"{rank}\n{choice}\n{why}")
@@ -60,5 +71,6 @@ def agree(request: AttentionRequest, choice: str, why: str) -> None:
         raise ConfigError(
             f"rank {rank} would serve {request.summary()} by {why}, and rank {other} began with {reason}: ranks of one "
             f"job choose alike, from its first call to its last. Give them one tuning store (POLYATTN_TUNING_STORE) or "
-            f"copies of one, and measure before the job; or set POLYATTN_TUNING=off on all, or name a backend"
+            f"copies of one, and measure before the job; or set POLYATTN_TUNING=off on all, or name one backend on all "
+            f"of them"
         )

@@ -26,7 +26,7 @@ from .tuning import advising, bucket, meet, mode, with_lengths
 if TYPE_CHECKING:
     from .choose import Chosen
 
-__all__ = ["unasked"]
+__all__ = ["settled"]
 
 _Who = tuple[Any, ...]
 _Found = tuple[Extent, str, _Who]
@@ -38,8 +38,8 @@ ONLINE = "polyattn.measuring.online"
 _KEPT = 4096
 
 
-def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen], *, by_length: bool) -> Chosen:
-    """A choice that nobody made by name: the same on all ranks, and of each call by its lengths.
+def settled(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen], *, by_length: bool) -> Chosen:
+    """A choice that is the same on all ranks and, where nobody made it by name, of each call by its lengths.
 
     Args:
         chosen: for lengths that are not known. policy: it was made by. load: binds a selection.
@@ -48,13 +48,17 @@ def unasked(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
     Raises:
         ConfigError: another rank chooses otherwise.
     """
-    selection, tuning = chosen.selection, mode()
+    selection, named = chosen.selection, policy.choice
+    tuning = mode() if named is None else "off"
     rule, found = (None, ()) if tuning == "off" else _choices(selection.request, policy, EPOCH.value)
     if distributed():
         why = f"{selection.id} ({selection.source}: {selection.why})"
-        agree(selection.request, repr((_served(selection), *_outcome(rule, found, _served(selection)))), why)
+        choice = repr((_served(selection), *_outcome(rule, found, _served(selection))))
+        agree(selection.request, "" if named is None else named.name, choice, why)
     else:
         not_compared()
+    if named is not None:
+        return chosen
     if not by_length:
         return chosen
     if {rule, *(who for *_, who in found)} - {None, _served(selection)}:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .by_length import unasked
+from .by_length import settled
 from .call_shapes import Extent
 from .config import check_options
 from .contract import Bound
@@ -74,8 +74,7 @@ def choose(
     selection = select(request, catalogue(), policy)
     _announce(selection)
     chosen = _load(selection)
-    if policy.choice is None:
-        chosen = unasked(chosen, policy, _load, by_length=eager and not planned)
+    chosen = settled(chosen, policy, _load, by_length=eager and not planned)
     bound = observed(chosen.bound, request, chosen.at or selection) if eager else opaque(chosen.bound)
     return chosen if bound is chosen.bound else dataclasses.replace(chosen, bound=bound)
 

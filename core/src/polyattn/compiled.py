@@ -2,9 +2,9 @@
 
 While dynamo traces a call, `_plan` runs as ordinary Python on constants (dtypes, device, heads, head dims, the
 relation of the lengths) and returns the name of a plan; the plan is a function on the `_plans` module that dynamo then
-inlines. What may change later is guarded: the overrides through their thread-local mirror, everything process-wide
-through the epoch's token; measurements change that only where they order the backends of compiled code otherwise.
-Lengths stay symbolic.
+inlines. What may change later is guarded: the overrides of this thread or task (`overrides.HERE`), everything
+process-wide through the epoch's token; measurements change that only where they order the backends of compiled code
+otherwise. Lengths stay symbolic.
 
 Traceable forwards are inlined. Others, and trainable ones that bring their own backward, become
 `torch.ops.polyattn.dense` or `.varlen` (`polyattn.ops`).
@@ -12,6 +12,7 @@ Traceable forwards are inlined. Others, and trainable ones that bring their own 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import types
 from collections.abc import Callable
@@ -20,11 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from . import ops as _ops  # noqa: F401 - that they are registered
 from . import overrides
 from .choose import Chosen, choose, device_facts, dtype_name
 from .epoch import EPOCH
 from .errors import InvalidInputError, PolyattnError
-from .ops import op_plan
+from .op_plans import op_plan
 from .records import AttentionRequest
 from .traced_errors import raising
 from .traced_facts import constants, fixed, mask_fits, tensor_facts
@@ -43,13 +45,6 @@ def _constant(function: _F) -> _F:
     """`torch.compiler.assume_constant_result` without its import of dynamo, which costs as much as torch itself."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def _scope_now(scope: overrides.Scope | None) -> overrides.Scope:
-    if scope is not None:
-        return scope
-    mirror = overrides.MIRROR
-    return (mirror.backend, mirror.component, mirror.role)
 
 
 def trace_dense(
@@ -77,7 +72,8 @@ def trace_dense(
         else "differ",
         None if attn_mask is None else "fits" if mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit",
     )
-    plan = getattr(_plans, _plan("dense", facts, constants(static), backend, _scope_now(scope), EPOCH.token))
+    scope = overrides.current_scope() if scope is None else scope
+    plan = getattr(_plans, _plan("dense", facts, constants(static), backend, scope, EPOCH.token))
     return plan(query, key, value, attn_mask, sinks, out)
 
 
@@ -119,15 +115,15 @@ def _make_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | 
     bound = Static(*static).checked()
     fields = _request_fields(common, bound, h_q, h_k, d, dv)
     request = AttentionRequest(family="dense", s_relation=relation, **fields).normalised()
-    chosen = choose(request, backend, scope, eager=False)
+    chosen = _exported(choose(request, backend, scope, eager=False))
     axis = 2 if bound.layout == "BSHD" else 1
     return _publish(_inline(chosen, axis, common[7]) if _traceable(chosen) else _opaque_dense(chosen, common[7]))
 
 
 def _request_fields(common: tuple[Any, ...], static: Any, h_q: int, h_k: int, d: int, dv: int) -> dict[str, Any]:
-    device, dtypes, one_device, mask, sinks, out, grads, autocast, _, (empty, large) = common
-    if not one_device:
-        raise InvalidInputError("the tensors of the call are on different devices; move them to one")
+    device, dtypes, misplaced, mask, sinks, out, grads, autocast, _, (empty, large) = common
+    if misplaced:
+        raise InvalidInputError(misplaced)
     if mask is not None and mask != torch.bool and mask not in FLOATS:
         raise InvalidInputError(f"attn_mask is {mask}; bool (True = attend) or a float to be added is needed")
     if sinks is not None and (sinks[0] != "fits" or sinks[1] not in FLOATS):
@@ -159,6 +155,13 @@ def _request_fields(common: tuple[Any, ...], static: Any, h_q: int, h_k: int, d:
 
 def _traceable(chosen: Chosen) -> bool:
     return chosen.bound.traceable and not (chosen.bound.backward is not None and chosen.request.grad)
+
+
+def _exported(chosen: Chosen) -> Chosen:
+    """A saved program is to run without polyattn where that can be: autograd goes through such a forward itself."""
+    if not (torch.compiler.is_exporting() and chosen.bound.exportable):
+        return chosen
+    return dataclasses.replace(chosen, bound=dataclasses.replace(chosen.bound, backward=None))
 
 
 def _publish(plan: Callable[..., Any]) -> str:
@@ -214,7 +217,7 @@ def trace_varlen(
         "equal" if cu_q is cu_k else "one" if max_q == 1 else "more",
         (cu_q.dtype, cu_k.dtype),
     )
-    plan = getattr(_plans, _plan("varlen", facts, constants(static), backend, _scope_now(None), EPOCH.token))
+    plan = getattr(_plans, _plan("varlen", facts, constants(static), backend, overrides.current_scope(), EPOCH.token))
     return plan(query, key, value, attn_mask, sinks, out, cu_q, cu_k, max_q, max_k)
 
 

@@ -372,6 +372,9 @@ class Bound:
             value) only: the shortest way to the kernel. None = use `forward`.
         session: paged and mla, for kernels that plan: a new serving side for a slot. `forward` works all the same, for
             a single call. None = stateless: `forward` is given the tables of each step.
+        exportable: while torch.export traces, `forward` is made of public operators that autograd goes through, and
+            gives an LSE only where the request has one. False: an export of a kernel that has a backward holds the
+            custom op.
     """
 
     forward: Callable[..., Any]
@@ -379,3 +382,4 @@ class Bound:
     traceable: bool = False
     simple: Callable[..., Any] | None = None
     session: Callable[[Slot], Session] | None = None
+    exportable: bool = False

@@ -45,6 +45,8 @@ from .signature import (
     transform,
     wanted_grads,
 )
+from .symbolic import recorded_call
+from .traced_facts import counted
 
 __all__ = ["DENSE_KEY", "DenseSite", "attention", "bind", "dense_request"]
 
@@ -256,8 +258,16 @@ class DenseSite:
         return trace_dense(query, key, value, attn_mask, sinks, out, static, self._argument, self._scope)
 
     def _find(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
+        if not isinstance(query, Tensor):
+            node = recorded_call(attention, self, query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
+            if node is not None:
+                return node
         # An export without dynamo, whose tensors no guard holds for; or fake tensors, which are at no address.
-        if torch.compiler.is_compiling() or (type(query) is not Tensor and validate.has_shapes_only(query)):
+        if (
+            torch.compiler.is_compiling()
+            or counted()
+            or (type(query) is not Tensor and validate.has_shapes_only(query))
+        ):
             return self._trace(query, key, value, attn_mask, sinks, out)
         if self._epoch != EPOCH.value:
             self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value

@@ -2,16 +2,16 @@
 
 Highest first: argument on the call or layer > `with use_backend(...)` > `force_backend(...)` (process-wide) >
 component and component.role > command line > environment > config file. What is left is selection's own business.
-Only the `with` forms are scoped (a ContextVar); a thread-local mirror of them is what compiled code guards on.
+Only the `with` forms are scoped, by a ContextVar; `HERE` is where compiled code guards on it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import copy
 import inspect
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,18 +29,25 @@ _NOTHING: Scope = ("", "", "")
 TOWER = "mm"
 """The component, or the role within one, of multimodal towers: `mm_attention_backend` speaks for it."""
 SCOPE: contextvars.ContextVar[Scope] = contextvars.ContextVar("polyattn_scope", default=_NOTHING)
+# Here, not in the objects that are entered: several tasks may enter one.
+_BEFORE: contextvars.ContextVar[tuple[Scope, ...]] = contextvars.ContextVar("polyattn_scopes_before", default=())
 
 
-class _Mirror(threading.local):
-    """The scope of this thread where compiled code can guard on it: guards read instance attributes."""
+class _Here(types.ModuleType):
+    """The scope of this thread or task where compiled code can guard on it. A guard reads attributes, those of a module
+    as anybody does: at every call this asks the ContextVar."""
+
+    scope = property(lambda self: SCOPE.get())
+
+
+class _Inside(threading.local):
+    """The scopes that a graph is inside of while dynamo traces it, where a ContextVar cannot be set."""
 
     def __init__(self) -> None:
-        self.backend = ""
-        self.component = ""
-        self.role = ""
+        self.scopes: tuple[Scope, ...] = ()
 
 
-MIRROR = _Mirror()
+HERE, INSIDE = _Here("polyattn._here"), _Inside()
 
 
 class _Process:
@@ -61,25 +68,19 @@ def _never() -> bool:
 
 tracing: Callable[[], bool] = _never
 """Whether torch.compile is tracing this very call; `dispatch` puts torch's own function here (this module is
-torch-free). While tracing only the mirror is written: a ContextVar cannot be set in a graph."""
+torch-free)."""
 
 
 def current_scope() -> Scope:
     """The scope in force here."""
-    return (MIRROR.backend, MIRROR.component, MIRROR.role) if tracing() else SCOPE.get()
-
-
-def _enter(scope: Scope) -> None:
-    MIRROR.backend, MIRROR.component, MIRROR.role = scope
     if not tracing():
-        SCOPE.set(scope)
+        return SCOPE.get()
+    found: Scope = INSIDE.scopes[-1] if INSIDE.scopes else HERE.scope
+    return found
 
 
 class _Scoped(contextlib.ContextDecorator):
-    """Enter a scope and leave it. Re-entrant; as a decorator each call has its own instance."""
-
-    def __init__(self) -> None:
-        self._before: list[Scope] = []
+    """Enter a scope and leave it. Re-entrant, also by tasks and threads at once."""
 
     def __call__(self, func: _F) -> _F:
         # Their call only makes the object: the scope would be over before the first line of them runs.
@@ -94,20 +95,24 @@ class _Scoped(contextlib.ContextDecorator):
     def _next(self, before: Scope) -> Scope:
         raise TypeError("use use_backend(...) or component(...)")
 
-    def _recreate_cm(self) -> _Scoped:
-        made = copy.copy(self)
-        made._before = []
-        return made
-
     def __enter__(self) -> None:
-        before = current_scope()
-        self._before.append(before)
-        _enter(self._next(before))
+        after = self._next(current_scope())
+        if tracing():
+            INSIDE.scopes = (*INSIDE.scopes, after)
+        else:
+            _BEFORE.set((*_BEFORE.get(), SCOPE.get()))
+            SCOPE.set(after)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _enter(self._before.pop())
+        if tracing():
+            INSIDE.scopes = INSIDE.scopes[:-1]
+        else:
+            # A block may end in another context than it began in, where nothing is to be put back.
+            *before, scope = _BEFORE.get() or (SCOPE.get(),)
+            _BEFORE.set(tuple(before))
+            SCOPE.set(scope)
 
 
 class use_backend(_Scoped):  # noqa: N801 - reads as the statement it is
@@ -124,7 +129,6 @@ class use_backend(_Scoped):  # noqa: N801 - reads as the statement it is
     """
 
     def __init__(self, name: str | None) -> None:
-        super().__init__()
         self._name = _name_or_none("use_backend", name)
 
     def _next(self, before: Scope) -> Scope:
@@ -140,7 +144,6 @@ class component(_Scoped):  # noqa: N801
     """
 
     def __init__(self, name: str, role: str = "") -> None:
-        super().__init__()
         self._name, self._role = _name_or_none("component", name), _name_or_none("role", role)
 
     def _next(self, before: Scope) -> Scope:
@@ -149,7 +152,6 @@ class component(_Scoped):  # noqa: N801
 
 class _Restored(_Scoped):
     def __init__(self, scope: Scope) -> None:
-        super().__init__()
         self._scope = scope
 
     def _next(self, before: Scope) -> Scope:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from .errors import InvalidInputError
 from .inspection import explain
 from .selection import Selection
 from .signature import Static
+from .symbolic import recorded
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -54,6 +55,11 @@ def scaled_dot_product_attention(
         ):
             usual: Tensor = attention(query, key, value, causal=causal, scale=scale, layout="BHSD", dropout_p=dropout_p)
             return usual
+    if not isinstance(query, Tensor):
+        flags = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        node: Any = recorded(scaled_dot_product_attention, query, key, value, attn_mask, **flags)
+        if node is not None:
+            return cast(Tensor, node)
     q, k, v, mask, lead = _four(query, key, value, attn_mask, is_causal, enable_gqa)
     out: Tensor = attention(q, k, v, causal=causal, attn_mask=mask, scale=scale, layout="BHSD", dropout_p=dropout_p)
     return out.reshape(*lead, out.shape[-2], out.shape[-1])

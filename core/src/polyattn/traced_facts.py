@@ -11,10 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .signature import LARGE
+from .validate import local_only
 
-__all__ = ["constants", "fixed", "mask_fits", "tensor_facts"]
+__all__ = ["constants", "counted", "fixed", "mask_fits", "tensor_facts"]
+
+
+def counted() -> bool:
+    """Whether torch's FLOP counter looks on: it sees operators alone, so a kernel that is none is called through ours.
+    (Torch's guards hold for no tensor under such a mode, so calls come by here.)"""
+    return bool(torch._C._len_torch_dispatch_stack()) and any(
+        type(mode).__name__ == "_FlopCounterMode" for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def fixed(*sizes: int) -> tuple[int, ...]:
@@ -71,6 +81,18 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[bool, bool]:
     )
 
 
+def _misplaced(query: Tensor, *others: Tensor | None) -> str:
+    """What is wrong with where the tensors are, or nothing."""
+    for name, tensor in zip(("query", "key", "value", "attn_mask", "sinks", "out"), (query, *others), strict=True):
+        if tensor is None:
+            continue
+        if type(tensor).__name__ == "DTensor":
+            return local_only(name)
+        if tensor.device != query.device:
+            return "the tensors of the call are on different devices; move them to one"
+    return ""
+
+
 def tensor_facts(
     query: Tensor,
     key: Tensor,
@@ -85,7 +107,7 @@ def tensor_facts(
     return (
         str(query.device),
         (query.dtype, key.dtype, value.dtype),
-        [t.device for t in (key, value, attn_mask, sinks, out) if t is not None and t.device != query.device] == [],
+        _misplaced(query, key, value, attn_mask, sinks, out),
         None if attn_mask is None else attn_mask.dtype,
         None if sinks is None else (_sinks_fit(sinks, query, heads), sinks.dtype),
         None if out is None else (_out_fits(out, query, value), out.dtype),
@@ -97,6 +119,6 @@ def tensor_facts(
             grad and sinks is not None and sinks.requires_grad,
         ),
         torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
-        torch.are_deterministic_algorithms_enabled(),
+        (torch.are_deterministic_algorithms_enabled(), torch.compiler.is_exporting()),
         _sizes(query, key, value),
     )

@@ -32,6 +32,7 @@ __all__ = [
     "check_varlen",
     "contents_readable",
     "has_shapes_only",
+    "local_only",
     "shares_memory",
 ]
 
@@ -39,6 +40,10 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LAYOUTS = ("BSHD", "BHSD")
 TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 """What torch.compile knows tensors again by, in one call; None: this torch has none."""
+
+
+def local_only(name: str) -> str:
+    return f"{name} is a DTensor; attention is local: pass {name}.to_local()"
 
 
 def _tensor(name: str, value: Any, rank: int, shape: str) -> None:
@@ -50,7 +55,7 @@ def _tensor(name: str, value: Any, rank: int, shape: str) -> None:
             f"(its .values() and int32 .offsets())"
         )
     if type(value) is not Tensor and any(c.__name__ == "DTensor" for c in type(value).__mro__):
-        raise InvalidInputError(f"{name} is a DTensor; attention is local: pass {name}.to_local()")
+        raise InvalidInputError(local_only(name))
     if value.ndim != rank:
         raise InvalidInputError(f"{name} has {value.ndim} dimensions {tuple(value.shape)}, {rank} are needed: {shape}")
 

@@ -18,6 +18,8 @@ from .epoch import EPOCH
 from .placement import aligned
 from .records import AttentionRequest
 from .selection import Selection
+from .symbolic import recorded_call
+from .traced_facts import counted
 
 __all__ = ["VarlenSite", "varlen_attention", "varlen_request"]
 
@@ -48,9 +50,14 @@ class VarlenSite:
         entries = self._entries
         # Contents may differ at every call, so they are checked at every call; the shapes with them.
         tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+        if not tensors:
+            given = {"attn_mask": attn_mask, "sinks": sinks, "out": out, **lens}
+            node = recorded_call(varlen_attention, self, query, key, value, **given)
+            if node is not None:
+                return node
         q, k, v = sig.cast(query, key, value) if tensors and not sig.no_autocast(query) else (query, key, value)
         self._check(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
-        if validate.has_shapes_only(query):
+        if validate.has_shapes_only(query) or counted():
             static = dataclasses.astuple(self.static)
             return trace_varlen(query, key, value, attn_mask, sinks, out, lens, static, self._argument)
         validate.check_lengths(q, k, **lens)

@@ -19,6 +19,7 @@ from ..contract import Bound
 from ..placement import placed, placing
 from ..records import AttentionRequest
 from .defects import low_lse_at
+from .reference_backend import Reference
 from .samples import part_of, parts_of
 from .sdpa_masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
 
@@ -71,7 +72,7 @@ def signed(request: AttentionRequest, bind: Callable[[AttentionRequest], Bound])
         dquery, dkey, dvalue = kernel(dout, query * sign, *tensors, **kw)
         return dquery * sign, dkey, dvalue
 
-    return Bound(forward, backward, bound.traceable)
+    return Bound(forward, backward, bound.traceable, exportable=bound.exportable)
 
 
 def _views(request: AttentionRequest, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,6 +309,10 @@ def _with_lse(request: AttentionRequest) -> Bound:
     repair = may_have_empty_rows(request)
     scale = request.softmax_scale
     returns_lse = request.lse or bool(request.grad)
+    # The LSE of torch's flash ops is not theirs to publish: who reads an exported program may take it for zeros, as
+    # ONNX's exporter does, and autograd does not go through it.
+    public = Reference().bind(request).forward
+    exporting = torch.compiler.is_exporting
     op, gradient = (_cpu_forward, _cpu_backward) if request.platform == "cpu" else (_cuda_forward, _cuda_backward)
 
     def mask_of(query: Tensor, key: Tensor, attn_mask: Tensor | None) -> Tensor | None:
@@ -324,6 +329,8 @@ def _with_lse(request: AttentionRequest) -> Bound:
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Any:
+        if exporting():
+            return public(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
         mask = mask_of(query, key, attn_mask)
         bias = None if mask is None else additive(mask, query.dtype)
         result, lse = op(query, key, value, bias, flag, scale)
@@ -355,11 +362,13 @@ def _with_lse(request: AttentionRequest) -> Bound:
             return gradient(dout, query, key, value, out, finite, bias, flag, scale)
 
     if request.layout == "BHSD":
-        return Bound(forward, backward, traceable=True)
+        return Bound(forward, backward, traceable=True, exportable=True)
 
     inner = _views(request, forward)
 
     def forward_bshd(query: Tensor, key: Tensor, value: Tensor, *, out: Tensor | None = None, **kw: Any) -> Any:
+        if exporting():
+            return public(query, key, value, out=out, **kw)
         result = inner(query, key, value, **kw)
         if out is None:
             return result
@@ -371,7 +380,7 @@ def _with_lse(request: AttentionRequest) -> Bound:
         turned = (t.transpose(1, 2) for t in (dout, query, key, value, out, lse))
         return tuple(g.transpose(1, 2) for g in backward(*turned, **kw))
 
-    return Bound(forward_bshd, backward_bshd, traceable=True)
+    return Bound(forward_bshd, backward_bshd, traceable=True, exportable=True)
 
 
 @contextlib.contextmanager

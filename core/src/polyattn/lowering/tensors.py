@@ -115,4 +115,4 @@ def adapt(
         )
         return query.back(dq), key.back(dk), value.back(dv)
 
-    return Bound(forward, backward, inner.traceable)
+    return Bound(forward, backward, inner.traceable, exportable=inner.exportable)
