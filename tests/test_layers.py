@@ -20,8 +20,9 @@ HEART = {
     "dispatch": ("dispatch.py", "varlen.py", "signature.py", "compiled.py", "choose.py"),
     "plugins": ("plugins.py",),
 }
-BUDGET = 2545
-"""2,500 until known defects of libraries became records that selection obeys."""
+BUDGET = 2565
+"""2,500 until known defects of libraries became records that selection obeys; 2,545 until tables of calls had the types
+of arguments in their keys."""
 
 
 def sources(path: Path) -> list[Path]:
