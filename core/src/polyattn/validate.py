@@ -43,7 +43,8 @@ TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards"
 def _tensor(name: str, value: Any, rank: int, shape: str) -> None:
     if not isinstance(value, Tensor):
         raise InvalidInputError(f"{name} is a {type(value).__name__}, a tensor {shape} is needed")
-    check_plain(name, value)
+    if type(value) is not Tensor or value.is_nested or value.layout is not torch.strided:
+        check_plain(name, value)
     if value.ndim != rank:
         raise InvalidInputError(f"{name} has {value.ndim} dimensions {tuple(value.shape)}, {rank} are needed: {shape}")
 
