@@ -365,6 +365,7 @@ def attention(
     if _is_tracing():
         static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)
+    name: Any
     try:
         left, right = window
         # The types, since 1, 1.0 and True are one key of a dict: who takes 1.0 need not take True.

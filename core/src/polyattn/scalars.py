@@ -18,6 +18,8 @@ LARGEST = 1e30
 """Most that a softcap or a scale may be, and 1 over it the least a softcap. Logits are fp32: kernels divide by the cap
 or multiply by its inverse, and beyond this either leaves the numbers that fp32 holds to full precision, or at all."""
 
+_INFINITE: Any = float("inf")
+
 ENDLESS = 2**30
 """A bound of a window from here on is none: no sequence is as long, and int32 has room for positions beyond it."""
 
@@ -60,7 +62,8 @@ def length(name: str, value: Any) -> int:
 
 def number(value: Any) -> bool:
     """Whether a value is a real number that is finite. NumPy's are; bools are flags."""
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) < float("inf"))
+    # NaN is not below infinity either; an int may be too large to be a float.
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(-_INFINITE < value < _INFINITE)
 
 
 def softcap(value: Any) -> str:
@@ -87,7 +90,8 @@ def bound(value: Any) -> int | None:
     """
     if isinstance(value, bool) or not isinstance(value, Real) or value != value // 1 or value < -1:
         return None
-    return int(value) if _pythons(value) < ENDLESS else -1
+    number = _pythons(value)
+    return int(number) if number < ENDLESS else -1
 
 
 def kinds(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -104,7 +108,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _pythons(value: Real) -> Any:
+def _pythons(value: Any) -> Any:
     """The number as Python's int or float: NumPy would take a bound for one of its own, narrow kind."""
     return int(value) if isinstance(value, Integral) else float(value)
 

@@ -101,8 +101,8 @@ class Static:
             dropout_p=self.dropout_p,
             layouts=layouts,
         )
-        flags = {name: scalars.flag(name, getattr(self, name)) for name in ("return_lse", "deterministic")}
-        return dataclasses.replace(self, window=window, **flags)
+        lse, exact = scalars.flag("return_lse", self.return_lse), scalars.flag("deterministic", self.deterministic)
+        return dataclasses.replace(self, window=window, return_lse=lse, deterministic=exact)
 
     def fields(self) -> dict[str, Any]:
         """As request fields."""

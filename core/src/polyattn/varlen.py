@@ -156,6 +156,7 @@ def varlen_attention(
     }
     if tracing:
         return trace_varlen(query, key, value, attn_mask, sinks, out, lens, static, backend)
+    name: Any
     try:
         left, right = window
         name = (
