@@ -365,7 +365,6 @@ def attention(
     if _is_tracing():
         static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)
-    name: Any
     try:
         left, right = window
         # The types, since 1, 1.0 and True are one key of a dict: who takes 1.0 need not take True.
@@ -376,7 +375,7 @@ def attention(
         )  # fmt: skip
         site = _sites.get(name)
     except (TypeError, ValueError):  # an unhashable argument: a window as a list is fine, the rest is told
-        name = site = None
+        name = site = None  # type: ignore[assignment]
     if site is None:
         static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         site = DenseSite(Static(*static), backend).__call__

@@ -156,7 +156,6 @@ def varlen_attention(
     }
     if tracing:
         return trace_varlen(query, key, value, attn_mask, sinks, out, lens, static, backend)
-    name: Any
     try:
         left, right = window
         name = (
@@ -165,7 +164,7 @@ def varlen_attention(
         )  # fmt: skip
         site = _varlen_sites.get(name)
     except (TypeError, ValueError):  # as in `attention`
-        name = site = None
+        name = site = None  # type: ignore[assignment]
     if site is None:
         site = VarlenSite(sig.Static(*static), backend)
         if len(_varlen_sites) >= sig.SITES_KEPT:
