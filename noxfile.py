@@ -159,7 +159,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["environment"])
 def typing(session: nox.Session) -> None:
-    """Check the types of core with mypy --strict."""
+    """Check the types of core, and of what people write (tests/typing/uses.py), with mypy --strict."""
     shared(session, "-m", "mypy")
 
 

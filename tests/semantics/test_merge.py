@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -255,6 +256,32 @@ BAD = {
         {"sinks": torch.zeros(4, device="meta")},
         r"sinks is on meta, outs\[0\] on cpu; move them together",
     ),
+    "no lists": (None, None, {}, "^outs is None; a sequence of tensors is needed, one for each part"),
+    "no list of lses": ([GOOD[0]], 3, {}, "^lses is 3; a sequence of tensors is needed"),
+    "an array": ([GOOD[0].numpy()], [GOOD[1]], {}, r"outs\[0\] is a ndarray, .* pass torch.as_tensor\(outs\[0\]\)"),
+    "an array of lses": (
+        [GOOD[0]],
+        [GOOD[1].numpy()],
+        {},
+        r"lses\[0\] is a ndarray, a tensor is needed: pass torch.as_",
+    ),
+    "numbers": ([[1.0]], [[1.0]], {}, r"outs\[0\] is a list, a tensor is needed: pass a torch tensor"),
+    "sinks number": ([GOOD[0]], [GOOD[1]], {"sinks": 2}, "sinks is a int, a tensor is needed: pass a torch tensor"),
+    "sinks array": ([GOOD[0]], [GOOD[1]], {"sinks": np.ones(4)}, r"sinks is a ndarray.* torch.as_tensor\(sinks\)"),
+    "sparse": (
+        [GOOD[0].to_sparse()],
+        [GOOD[1]],
+        {},
+        r"outs\[0\] is a tensor of layout sparse_coo.*outs\[0\].to_dense\(\)",
+    ),
+    "sparse as one": (GOOD[0].to_sparse(), GOOD[1], {}, r"^outs is a tensor of layout sparse_coo"),
+    "sparse sinks": (
+        [GOOD[0]],
+        [GOOD[1]],
+        {"sinks": torch.ones(4).to_sparse()},
+        "sinks is a tensor of layout sparse_coo",
+    ),
+    "layout list": ([GOOD[0]], [GOOD[1]], {"layout": ["BSHD"]}, r"layout=\['BSHD'\] is not one of BSHD, THD, BHSD"),
     "layout": (
         [GOOD[0]],
         [GOOD[1]],

@@ -52,10 +52,13 @@ _WHERE = {
 __all__ = [*sorted(_WHERE), "__version__"]
 
 if TYPE_CHECKING:
+    from . import integrations as integrations
+    from . import nn as nn
+    from . import serving as serving
+    from . import testing as testing
+    from . import tuning as tuning
     from .block_sparse_calls import block_sparse_attention as block_sparse_attention
     from .contract import KVPart as KVPart
-    from .dispatch import attention as attention
-    from .dispatch import bind as bind
     from .errors import BackendUnavailableError as BackendUnavailableError
     from .errors import ConfigError as ConfigError
     from .errors import GraphError as GraphError
@@ -83,19 +86,23 @@ if TYPE_CHECKING:
     from .records import AttentionRequest as AttentionRequest
     from .sdpa import scaled_dot_product_attention as scaled_dot_product_attention
     from .selection import Selection as Selection
-    from .serving_calls import mla_attention as mla_attention
-    from .serving_calls import paged_attention as paged_attention
-    from .varlen import varlen_attention as varlen_attention
+    from .typed_calls import attention as attention
+    from .typed_calls import bind as bind
+    from .typed_calls import mla_attention as mla_attention
+    from .typed_calls import paged_attention as paged_attention
+    from .typed_calls import varlen_attention as varlen_attention
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        if name in ("testing", "nn", "integrations", "serving", "tuning"):
-            return _import_module(f".{name}", __name__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_import_module(f".{_WHERE[name]}", __name__), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker would take every name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        if name not in _WHERE:
+            if name in ("testing", "nn", "integrations", "serving", "tuning"):
+                return _import_module(f".{name}", __name__)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(_import_module(f".{_WHERE[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -28,6 +28,7 @@ from .epoch import EPOCH
 from .errors import InvalidInputError, PolyattnError
 from .op_plans import op_plan
 from .records import AttentionRequest
+from .scalars import kinds
 from .traced_errors import raising
 from .traced_facts import constants, fixed, mask_fits, tensor_facts
 from .validate import FLOATS
@@ -88,13 +89,14 @@ def _refuse_ranks(query: int, key: int, value: int, rank: int) -> str:
 
 @_constant
 def _plan(*name: Any) -> str:
-    if name not in _names:
+    known = name, kinds(name)
+    if known not in _names:
         family, *said, _ = name
         try:
-            _names[name] = _MAKERS[family](*said)
+            _names[known] = _MAKERS[family](*said)
         except PolyattnError as error:
-            _names[name] = _publish(raising(error))
-    return _names[name]
+            _names[known] = _publish(raising(error))
+    return _names[known]
 
 
 def _make_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> str:
@@ -136,7 +138,8 @@ def _request_fields(common: tuple[Any, ...], static: Any, h_q: int, h_k: int, d:
         raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
     dtype = dtypes[0] if autocast is None or dtypes[0] == torch.float64 else autocast
     if out is not None and out != ("fits", dtype):
-        raise InvalidInputError(f"out ({out[1]}) must be {dtype} and shaped like query, with the last size of value")
+        like = f"{dtype} and shaped like query, with the last size of value"
+        raise InvalidInputError(f"out ({out[1]}) must be {like}, and not expanded; it {out[0]}")
     return {
         **static.fields(),
         **device_facts(torch.device(device)),

@@ -325,7 +325,7 @@ def _constants(static: Static) -> tuple[Any, ...]:
     )
 
 
-_sites: dict[Any, Callable[..., Any]] = {}
+_sites: dict[Any, Any] = {}
 
 
 def attention(
@@ -375,17 +375,24 @@ def attention(
     if _is_tracing():
         static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)
-    scope = _scope()
-    name = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, backend, scope)
     try:
+        left, right = window
+        # The types, since 1, 1.0 and True are one key of a dict: who takes 1.0 need not take True.
+        name = (
+            causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, backend, _scope(),
+            type(causal), type(left), type(right), type(softcap), type(scale), type(dropout_p), type(return_lse),
+            type(deterministic),
+        )  # fmt: skip
         site = _sites.get(name)
-    except TypeError:  # an unhashable argument: a window as a list is fine, the rest is told
-        return DenseSite(Static(*name[:8]), backend, scope)(query, key, value, attn_mask, sinks, out)
+    except (TypeError, ValueError):  # an unhashable argument: a window as a list is fine, the rest is told
+        name = site = None  # type: ignore[assignment]
     if site is None:
-        site = DenseSite(Static(*name[:8]), backend, scope).__call__
+        static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
+        site = DenseSite(Static(*static), backend).__call__
         if len(_sites) >= SITES_KEPT:
             _sites.clear()
-        _sites[name] = site
+        if name is not None:
+            _sites[name] = site
     return site(query, key, value, attn_mask, sinks, out)
 
 

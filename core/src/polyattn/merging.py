@@ -11,13 +11,15 @@ commutative; its identity is an empty partial, lse = -inf. Numbers S5 to S7 refe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from .errors import InvalidInputError, did_you_mean
+from .scalars import shown
+from .validate import check_plain
 
 __all__ = ["merge"]
 
@@ -56,9 +58,10 @@ def merge(
         part is empty, out = 0, lse = -inf and all gradients are zero (S7). The arithmetic is that of lse.
 
     Raises:
-        InvalidInputError: no partials, shapes, dtypes or devices that do not fit, or a detached LSE (see above).
+        InvalidInputError: no partials, what is no dense tensor, shapes, dtypes or devices that do not fit, or a
+            detached LSE (see above).
     """
-    outs, lses = tuple(outs), tuple(lses)
+    outs, lses = _parts("outs", outs), _parts("lses", lses)
     _check(outs, lses, sinks, layout)
     wide = any(t.dtype == torch.float64 for t in (*outs, *lses))
     dtype = torch.float64 if wide else torch.float32
@@ -84,15 +87,37 @@ def merge(
     return merged.to(outs[0].dtype), lse.masked_fill(empty, float("-inf"))
 
 
+def _parts(name: str, given: Any) -> tuple[Tensor, ...]:
+    """Partial results as a tuple; one tensor is taken apart along its first axis."""
+    if isinstance(given, Tensor):
+        check_plain(name, given)
+    try:
+        parts = tuple(given)
+    except TypeError as exc:
+        raise InvalidInputError(
+            f"{name} is {shown(given)}; a sequence of tensors is needed, one for each part"
+        ) from exc
+    for i, part in enumerate(parts):
+        _tensor(f"{name}[{i}]", part)
+    return parts
+
+
+def _tensor(name: str, given: Any) -> None:
+    if not isinstance(given, Tensor):
+        step = f"torch.as_tensor({name})" if type(given).__module__ == "numpy" else "a torch tensor"
+        raise InvalidInputError(f"{name} is a {type(given).__name__}, a tensor is needed: pass {step}")
+    check_plain(name, given)
+
+
 def _along_heads(sinks: Tensor, layout: str) -> Tensor:
     """[H] made to broadcast against an lse; those of rows are as they are."""
     return sinks.unsqueeze(-1) if layout == "BHSD" and sinks.dim() == 1 else sinks
 
 
 def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], sinks: Tensor | None, layout: str) -> None:
-    if layout not in _HEAD_AXIS:
+    if not isinstance(layout, str) or layout not in _HEAD_AXIS:
         known = ", ".join(_HEAD_AXIS)
-        raise InvalidInputError(f"layout={layout!r} is not one of {known}.{did_you_mean(str(layout), _HEAD_AXIS)}")
+        raise InvalidInputError(f"layout={shown(layout)} is not one of {known}.{did_you_mean(str(layout), _HEAD_AXIS)}")
     if not outs:
         raise InvalidInputError("merge got no partial results; pass at least one out and its lse")
     if len(outs) != len(lses):
@@ -107,6 +132,7 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], sinks: Tensor | N
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         _check_part(i, out, lse, first)
     if sinks is not None:
+        _tensor("sinks", sinks)
         heads = first.shape[_HEAD_AXIS[layout]]
         if tuple(sinks.shape) not in ((heads,), tuple(first.shape[:-1])):
             raise InvalidInputError(

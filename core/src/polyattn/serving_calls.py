@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import overrides, serving_checks, validate
+from . import overrides, scalars, serving_checks, validate
 from .axes_of_one import row_major
 from .call_shapes import extent_of
 from .choose import Chosen, choose, device_facts, dtype_name, select_here
@@ -57,7 +57,12 @@ def _parts(parts: Sequence[KVPart]) -> dict[str, Any]:
 
 
 def _row_major(part: KVPart) -> KVPart:
-    return part._replace(page_table=row_major(part.page_table), seq_lens=row_major(part.seq_lens))
+    return part._replace(
+        page_table=row_major(part.page_table),
+        seq_lens=row_major(part.seq_lens),
+        max_seqlen_q=int(part.max_seqlen_q),
+        max_seqlen_k=int(part.max_seqlen_k),
+    )
 
 
 def _no_grad(*tensors: Tensor | None) -> None:
@@ -70,15 +75,18 @@ def _no_grad(*tensors: Tensor | None) -> None:
 def _static(*given: Any) -> Static:
     """(causal, window, softcap, scale, return_lse, deterministic), checked."""
     try:
-        return _known_static(*given)
-    except TypeError:  # a list, or what is refused
-        return _known_static.__wrapped__(*given)
+        left, right = given[1]
+        return _known_static(left, right, *given)
+    except (TypeError, ValueError):  # a list, or what is refused
+        pass
+    return _known_static.__wrapped__(None, None, *given)
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _known_static(
-    causal: Any, window: Any, softcap: float, scale: float | None, return_lse: bool, deterministic: bool
+    left: Any, right: Any, causal: Any, window: Any, softcap: Any, scale: Any, return_lse: Any, deterministic: Any
 ) -> Static:
+    # The bounds are there for their types, which the cache does not look for in a tuple.
     return Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
 
 
@@ -135,6 +143,8 @@ def _paged_arguments(
     static: Static,
 ) -> AttentionRequest:
     """Check a paged call; what it asks for."""
+    for name, given in (("save_kv_cache", save_kv_cache), ("tree", tree), ("chunked_prefix", chunked_prefix)):
+        scalars.flag(name, given)
     validate.check_paged(
         query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, kv_layout
     )
@@ -244,8 +254,8 @@ def paged_attention(
         page_table=row_major(page_table),
         seq_lens=row_major(seq_lens),
         cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
+        max_seqlen_q=int(max_seqlen_q),
+        max_seqlen_k=int(max_seqlen_k),
         key=key,
         value=value,
         attn_mask=attn_mask,
@@ -306,6 +316,8 @@ def _mla_request(
     static: Static,
 ) -> AttentionRequest:
     """Check a latent call; what it asks for."""
+    for name, given in (("tree", tree), ("chunked_prefix", chunked_prefix)):
+        scalars.flag(name, given)
     serving_checks.check_mla(query, cache, v_head_dim)
     if static.scale is None:
         raise InvalidInputError(
@@ -328,7 +340,7 @@ def _mla_request(
         family="mla",
         kv_heads=1,
         head_dim=query.shape[2],
-        v_head_dim=v_head_dim,
+        v_head_dim=int(v_head_dim),
         kv_dtype="fp8_e4m3" if fp8 else "auto",
         kv_scales="block128" if fp8 else "",
         page_size=cache.shape[1],
@@ -390,8 +402,8 @@ def mla_attention(
         page_table=row_major(page_table),
         seq_lens=row_major(seq_lens),
         cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
+        max_seqlen_q=int(max_seqlen_q),
+        max_seqlen_k=int(max_seqlen_k),
         attn_mask=attn_mask,
         out=out,
         **_parts(kv_parts),

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import scalars
 from .contract import KVPart
 from .errors import InvalidInputError
 from .quantised import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS
-from .validate import FLOATS, check_dense_axis, check_page_table, contents_readable, shares_memory
+from .validate import FLOATS, check_dense_axis, check_page_table, check_plain, contents_readable, shares_memory
 
 __all__ = ["check_kv_parts", "check_mla", "check_saving", "check_storage", "check_tree"]
 
@@ -28,6 +29,8 @@ def check_storage(query: Tensor, key_cache: Tensor, value_cache: Tensor, k_scale
         raise InvalidInputError("k_scale and v_scale go together: pass both, or none")
     tokens, fp4 = tuple(key_cache.shape[:3]), key_cache.dtype == torch.uint8
     for name, scale, cache in (("k_scale", k_scale, key_cache), ("v_scale", v_scale, value_cache)):
+        if isinstance(scale, Tensor):
+            check_plain(name, scale)
         if fp4:
             _fp4_scale(name, scale, query, cache)
             continue
@@ -185,6 +188,8 @@ def _own_pool(label: str, part: KVPart, pools: Mapping[str, Tensor]) -> dict[str
         )
     for name, tensor in given.items():
         like = pools[name]
+        if isinstance(tensor, Tensor):
+            check_plain(f"{label}.{name}", tensor)
         fits = isinstance(tensor, Tensor) and tensor.shape[1:] == like.shape[1:]
         if not fits or tensor.dtype != like.dtype or tensor.device != like.device:
             shown = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -203,13 +208,15 @@ def check_mla(query: Any, cache: Any, v_head_dim: Any) -> None:
         ("query", query, "[T, H_q, D_c + D_r]"),
         ("cache", cache, "[pages, page_size, D_c + D_r]"),
     ):
+        if isinstance(tensor, Tensor):
+            check_plain(name, tensor)
         if not isinstance(tensor, Tensor) or tensor.ndim != 3:
             shown = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidInputError(f"{name} is {shown}; a tensor {shape} is needed")
-    if not isinstance(v_head_dim, int) or isinstance(v_head_dim, bool):
+    if not scalars.whole(v_head_dim):
         raise InvalidInputError(
-            f"v_head_dim={v_head_dim!r} is a {type(v_head_dim).__name__}; give a whole number, the leading part of a "
-            f"row that is the value"
+            f"v_head_dim={scalars.shown(v_head_dim)} is a {type(v_head_dim).__name__}; give a whole number, the "
+            f"leading part of a row that is the value"
         )
     if query.device != cache.device:
         raise InvalidInputError(f"query is on {query.device}, cache on {cache.device}; move them to one device")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import validate
+from . import scalars, validate
 from .autograd import differentiable
 from .choose import Chosen, device_facts, dtype_name
 from .errors import InvalidInputError
@@ -52,18 +52,21 @@ def mask_key(mask: Tensor | None, batch: int, heads: int, s_q: int, s_k: int) ->
         return None
     shape = tuple(mask.shape)
     fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == (s_q, s_k)
-    return (fits, mask.dtype, mask.device, mask.requires_grad, type(mask))
+    return (fits, mask.dtype, mask.device, mask.layout, mask.requires_grad, type(mask))
 
 
 def sinks_key(sinks: Tensor | None) -> Any:
-    return None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad, type(sinks))
+    if sinks is None:
+        return None
+    return (sinks.shape, sinks.dtype, sinks.device, sinks.layout, sinks.requires_grad, type(sinks))
 
 
 def out_key(out: Tensor | None, shape: tuple[int, ...], inputs: tuple[Tensor, ...]) -> Any:
     if out is None:
         return None
     shares = any(validate.shares_memory(out, t) for t in inputs)
-    return (tuple(out.shape) == shape, out.dtype, out.device, out.stride()[-1:], out.requires_grad, shares, type(out))
+    placed = out.is_contiguous() or (out.stride()[-1:], validate.overlaps_itself(out))
+    return (tuple(out.shape) == shape, out.dtype, out.device, placed, out.requires_grad, shares, type(out))
 
 
 def wanted_grads(named: dict[str, Tensor | None], return_lse: bool) -> tuple[str, ...]:
@@ -98,7 +101,8 @@ class Static:
             dropout_p=self.dropout_p,
             layouts=layouts,
         )
-        return dataclasses.replace(self, window=window)
+        lse, exact = scalars.flag("return_lse", self.return_lse), scalars.flag("deterministic", self.deterministic)
+        return dataclasses.replace(self, window=window, return_lse=lse, deterministic=exact)
 
     def fields(self) -> dict[str, Any]:
         """As request fields."""

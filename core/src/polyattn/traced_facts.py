@@ -37,7 +37,7 @@ def constants(static: tuple[Any, ...]) -> tuple[Any, ...]:
     `math.ldexp(x, 0)`, which is exactly x, is where it becomes a constant."""
     causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic = static
     if isinstance(window, (tuple, list)):
-        window = tuple([int(math.ldexp(side, 0)) if isinstance(side, int) else side for side in window])
+        window = tuple([int(math.ldexp(side, 0)) if _small(side) else side for side in window])
     return (
         *(causal, window, _fixed_number(softcap), _fixed_number(scale)),
         *(layout, _fixed_number(dropout_p), return_lse, deterministic),
@@ -46,7 +46,12 @@ def constants(static: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _fixed_number(number: Any) -> Any:
     """What is no number is left to the check that eager calls make."""
-    return math.ldexp(number, 0) if isinstance(number, (int, float)) else number
+    return math.ldexp(number, 0) if isinstance(number, float) or _small(number) else number
+
+
+def _small(number: Any) -> bool:
+    """Whether it is an int, and a float holds it. A bool is none, here as in that check."""
+    return isinstance(number, int) and not isinstance(number, bool) and -(2**53) < number < 2**53
 
 
 def mask_fits(attn_mask: Tensor, query: Tensor, h: int, s_q: int, s_k: int) -> bool:
@@ -61,7 +66,11 @@ def mask_fits(attn_mask: Tensor, query: Tensor, h: int, s_q: int, s_k: int) -> b
 
 def _out_fits(out: Tensor, query: Tensor, value: Tensor) -> str:
     fits = out.ndim == query.ndim and out.shape[:-1] == query.shape[:-1] and out.shape[-1] == value.shape[-1]
-    return "fits" if fits else "does not fit"
+    if not fits:
+        return "does not fit"
+    # Only a stride of 0: a comparison of others would be a guard on lengths.
+    expanded = [True for stride, size in zip(out.stride(), out.shape, strict=True) if stride == 0 and size != 1]
+    return "fits" if expanded == [] else "is expanded"
 
 
 def _sinks_fit(sinks: Tensor, query: Tensor, heads: int) -> str:

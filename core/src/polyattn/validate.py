@@ -5,14 +5,13 @@ Every check raises InvalidInputError naming what, which value, what is allowed a
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import envvars
+from . import envvars, scalars
 from .errors import InvalidInputError
 
 __all__ = [
@@ -26,6 +25,7 @@ __all__ = [
     "check_out",
     "check_page_table",
     "check_paged",
+    "check_plain",
     "check_serving_options",
     "check_statics",
     "check_tensor",
@@ -33,6 +33,7 @@ __all__ = [
     "contents_readable",
     "has_shapes_only",
     "local_only",
+    "overlaps_itself",
     "shares_memory",
 ]
 
@@ -49,6 +50,14 @@ def local_only(name: str) -> str:
 def _tensor(name: str, value: Any, rank: int, shape: str) -> None:
     if not isinstance(value, Tensor):
         raise InvalidInputError(f"{name} is a {type(value).__name__}, a tensor {shape} is needed")
+    if type(value) is not Tensor or value.is_nested or value.layout is not torch.strided:
+        check_plain(name, value)
+    if value.ndim != rank:
+        raise InvalidInputError(f"{name} has {value.ndim} dimensions {tuple(value.shape)}, {rank} are needed: {shape}")
+
+
+def check_plain(name: str, value: Tensor) -> None:
+    """Check that a tensor has its numbers in one piece of this process's memory."""
     if value.is_nested:
         raise InvalidInputError(
             f"{name} is a nested tensor; pass packed sequences to varlen_attention instead "
@@ -56,8 +65,9 @@ def _tensor(name: str, value: Any, rank: int, shape: str) -> None:
         )
     if type(value) is not Tensor and any(c.__name__ == "DTensor" for c in type(value).__mro__):
         raise InvalidInputError(local_only(name))
-    if value.ndim != rank:
-        raise InvalidInputError(f"{name} has {value.ndim} dimensions {tuple(value.shape)}, {rank} are needed: {shape}")
+    if value.layout is not torch.strided:
+        kind = str(value.layout).removeprefix("torch.").lstrip("_")
+        raise InvalidInputError(f"{name} is a tensor of layout {kind}; a dense one is needed: pass {name}.to_dense()")
 
 
 def check_tensor(name: str, value: Any, rank: int, shape: str) -> None:
@@ -89,31 +99,32 @@ def check_statics(
     dropout_p: Any,
     layouts: tuple[str, ...] = LAYOUTS,
 ) -> tuple[int, int]:
-    """Check the arguments that are no tensors; returns the window as a pair of ints."""
-    if not (isinstance(causal, (bool, int)) and causal in (0, 1)) and causal not in ("top_left", "bottom_right"):
-        raise InvalidInputError(f"causal={causal!r} must be True (bottom-right), False, 'top_left' or 'bottom_right'")
+    """Check the arguments that are no tensors but for flags; returns the window as a pair of ints."""
+    by_name = isinstance(causal, str) and causal in ("top_left", "bottom_right")
+    if not by_name and not scalars.is_flag(causal):
+        raise InvalidInputError(
+            f"causal={scalars.shown(causal)} must be True (bottom-right), False, 'top_left' or 'bottom_right'"
+        )
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise InvalidInputError(f"window={window!r} must be a pair (left, right) of key counts, -1 = unlimited")
-    for side, bound in zip(("left", "right"), window, strict=True):
-        # 3.0 is 3: calls are found by their arguments, and the two are one key.
-        if isinstance(bound, bool) or not _number(bound) or bound != bound // 1 or bound < -1:
-            raise InvalidInputError(
-                f"window={tuple(window)!r}: the {side} bound must be an integer >= 0, or -1 for unlimited "
-                f"(a model's sliding window of W tokens is (W - 1, 0))"
-            )
-    if not _number(softcap) or not math.isfinite(softcap) or softcap < 0:
-        raise InvalidInputError(f"softcap={softcap!r} must be a finite number >= 0; 0 is off")
-    if scale is not None and (not _number(scale) or not math.isfinite(scale)):
-        raise InvalidInputError(f"scale={scale!r} must be a finite number, or None for D_qk ** -0.5")
-    if layout not in layouts:
-        raise InvalidInputError(f"layout={layout!r} must be one of {', '.join(layouts)}")
-    if not _number(dropout_p) or not 0 <= dropout_p < 1:
-        raise InvalidInputError(f"dropout_p={dropout_p!r} must be a probability, 0 <= p < 1")
-    return (int(window[0]), int(window[1]))
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        raise InvalidInputError(
+            f"window={scalars.shown(window)} must be a pair (left, right) of key counts, -1 = unlimited"
+        )
+    left, right = map(scalars.bound, window)
+    if left is None or right is None:
+        side = "left" if left is None else "right"
+        raise InvalidInputError(
+            f"window={scalars.shown(tuple(window))}: the {side} bound must be an integer >= 0, or -1 for "
+            f"unlimited (a model's sliding window of W tokens is (W - 1, 0))"
+        )
+    if wrong := scalars.softcap(softcap):
+        raise InvalidInputError(f"softcap={scalars.shown(softcap)} {wrong}")
+    if scale is not None and (wrong := scalars.scale(scale)):
+        raise InvalidInputError(f"scale={scalars.shown(scale)} {wrong}")
+    if not isinstance(layout, str) or layout not in layouts:
+        raise InvalidInputError(f"layout={scalars.shown(layout)} must be one of {', '.join(layouts)}")
+    if not scalars.number(dropout_p) or not 0 <= dropout_p < 1:
+        raise InvalidInputError(f"dropout_p={scalars.shown(dropout_p)} must be a probability, 0 <= p < 1")
+    return left, right
 
 
 def _common(
@@ -261,10 +272,26 @@ def _out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, 
         )
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         raise InvalidInputError(f"out's last axis is not dense (strides {tuple(out.stride())})")
+    if overlaps_itself(out):
+        raise InvalidInputError(
+            f"out has several elements in one place (strides {tuple(out.stride())} of {shape}), as an expanded tensor "
+            f"has; pass a tensor with memory for each"
+        )
     if grad:
         raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
     if any(shares_memory(out, t) for t in inputs):
         raise InvalidInputError("out shares memory with an input; pass a tensor of its own")
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may be in one place: an axis steps less far than those within it reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel():
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
@@ -417,8 +444,7 @@ class PackedCheck:
 
 def _lengths(max_seqlen_q: Any, max_seqlen_k: Any) -> None:
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(longest, bool) or not isinstance(longest, int) or longest < 0:
-            raise InvalidInputError(f"{name}={longest!r} must be a Python int >= 0 (a tensor would cost a device sync)")
+        scalars.length(name, longest)
 
 
 def check_paged(
@@ -433,11 +459,11 @@ def check_paged(
     kv_layout: str,
 ) -> None:
     """Check a paged call, contents included where they are readable."""
+    if not isinstance(kv_layout, str) or kv_layout not in ("NHD", "HND"):
+        raise InvalidInputError(f"kv_layout={scalars.shown(kv_layout)} must be NHD or HND")
     _tensor("query", query, 3, "[T, H_q, D]")
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         _tensor(name, cache, 4, "[pages, page_size, H_kv, D]" if kv_layout == "NHD" else "[pages, H_kv, page_size, D]")
-    if kv_layout not in ("NHD", "HND"):
-        raise InvalidInputError(f"kv_layout={kv_layout!r} must be NHD or HND")
     h, p = (2, 1) if kv_layout == "NHD" else (1, 2)
     heads = (query.shape[1], key_cache.shape[h], value_cache.shape[h])
     # Two numbers of FP4 share a byte.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import overrides, validate
+from . import overrides, scalars, validate
 from . import signature as sig
 from .call_shapes import extent_of
 from .choose import choose, select_here
@@ -151,24 +151,33 @@ def varlen_attention(
         As `attention`.
     """
     static = (causal, window, softcap, scale, "THD", dropout_p, return_lse, deterministic)
+    tracing = _is_tracing()
+    if not tracing and not type(max_seqlen_q) is type(max_seqlen_k) is int:
+        max_seqlen_q = scalars.length("max_seqlen_q", max_seqlen_q)
+        max_seqlen_k = scalars.length("max_seqlen_k", max_seqlen_k)
     lens = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
     }
-    if _is_tracing():
+    if tracing:
         return trace_varlen(query, key, value, attn_mask, sinks, out, lens, static, backend)
-    name = (*static, backend, _scope())
     try:
+        left, right = window
+        name = (
+            static, backend, _scope(), type(causal), type(left), type(right), type(softcap), type(scale),
+            type(dropout_p), type(return_lse), type(deterministic),
+        )  # fmt: skip
         site = _varlen_sites.get(name)
-    except TypeError:
-        site = VarlenSite(sig.Static(*static), backend)
+    except (TypeError, ValueError):  # as in `attention`
+        name = site = None  # type: ignore[assignment]
     if site is None:
         site = VarlenSite(sig.Static(*static), backend)
         if len(_varlen_sites) >= sig.SITES_KEPT:
             _varlen_sites.clear()
-        _varlen_sites[name] = site
+        if name is not None:
+            _varlen_sites[name] = site
     return site(query, key, value, attn_mask, sinks, out, **lens)
 
 

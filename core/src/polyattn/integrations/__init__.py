@@ -6,7 +6,7 @@ One room per host, imported when it is first named; importing a room imports not
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -35,10 +35,16 @@ def outdated(host: str, version: str | None = None) -> str:
     )
 
 
-def __getattr__(name: str) -> Any:
-    if name in HOSTS:
-        return import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; hosts: {', '.join(HOSTS)}")
+if TYPE_CHECKING:
+    from . import transformers as transformers
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        if name in HOSTS:
+            return import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; hosts: {', '.join(HOSTS)}")
 
 
 def __dir__() -> list[str]:

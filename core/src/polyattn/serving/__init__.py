@@ -92,12 +92,14 @@ if TYPE_CHECKING:
     from .workspace import Limits as Limits
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_import_module(f".{_WHERE[name]}", __name__), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker would take every name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        if name not in _WHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(_import_module(f".{_WHERE[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from .. import scalars
 from ..errors import InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -56,10 +55,15 @@ class AttentionLayer:
         self._whole("window", -1)
         if self.heads % self.kv_heads:
             self._refuse("heads", self.heads, f"a multiple of kv_heads={self.kv_heads} is needed")
-        if not _finite(self.softcap) or self.softcap < 0:
+        if not scalars.number(self.softcap) or self.softcap < 0:
             self._refuse("softcap", self.softcap, "a number above 0 is needed, or 0 for none")
-        if self.scale is not None and not _finite(self.scale):
+        if self.scale is not None and not scalars.number(self.scale):
             self._refuse("scale", self.scale, "a finite number is needed, or None for head_dim ** -0.5")
+        if wrong := scalars.softcap(self.softcap):
+            self._refuse("softcap", self.softcap, f"it {wrong}")
+        if self.scale is not None and (wrong := scalars.scale(self.scale)):
+            self._refuse("scale", self.scale, f"it {wrong}")
+        scalars.flag(f"AttentionLayer {self.layer_id!r}: latent", self.latent)
         if self.kind not in get_args(LayerKind):
             known = get_args(LayerKind)
             self._refuse("kind", self.kind, f"it is one of {', '.join(known)}.{did_you_mean(str(self.kind), known)}")
@@ -86,11 +90,12 @@ class AttentionLayer:
 
     def _whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not scalars.whole(value) or value < least:
             self._refuse(name, value, f"a whole number of at least {least} is needed")
+        object.__setattr__(self, name, int(value))  # NumPy's are Python's from here on
 
     def _refuse(self, name: str, value: Any, allowed: str) -> None:
-        raise InvalidInputError(f"AttentionLayer {self.layer_id!r}: {name}={value!r}; {allowed}")
+        raise InvalidInputError(f"AttentionLayer {self.layer_id!r}: {name}={scalars.shown(value)}; {allowed}")
 
     def differs(self, other: AttentionLayer) -> str | None:
         """The first field in which another layer is not this one, None = there is none. Sinks are the same tensor, or
@@ -107,7 +112,3 @@ class AttentionLayer:
     def dims(self) -> tuple[int, int]:
         """(D, D_v)."""
         return self.head_dim, self.v_head_dim or self.head_dim
-
-
-def _finite(number: Any) -> bool:
-    return isinstance(number, Real) and math.isfinite(number)

@@ -20,6 +20,7 @@ from ..inspection import catalogue, served_by
 from ..overrides import SCOPE, Scope, current_choice, current_settings
 from ..policies import measured_policy
 from ..records import AttentionRequest
+from ..scalars import ENDLESS
 from ..selection import Choice, Policy, select
 from .layer import AttentionLayer
 
@@ -100,7 +101,7 @@ def layer_request(
     tree = phase == "verify" and topk > 1
     # A tree under a window is a mask of positions (`tree_windows`); the kernel's own window counts places.
     by_mask = tree and layer.window >= 0
-    left = -1 if by_mask else layer.window
+    left = -1 if by_mask or layer.window >= ENDLESS else layer.window
     return AttentionRequest(
         **{
             **device_facts(device),
@@ -119,7 +120,7 @@ def layer_request(
             **({"s_relation": "more"} if layer.kind == "cross" and phase != "decode" else {}),
             "softcap": float(layer.softcap),
             "sinks": layer.sinks is not None,
-            "scale": layer.scale,
+            "scale": None if layer.scale is None else float(layer.scale),
             "spec_topk": topk,
             "tree": tree and not by_mask,
             "mask": "bool" if tree else "none",

@@ -150,7 +150,11 @@ def make_forward(
         softcap, exact = softcap or 0.0, more is not None and more.deterministic
         try:
             if dense_call is None and not _is_tracing():
-                out = sites[_scope(), causal, window, softcap, scaling, dropout, exact](query, key, value, mask, sinks)
+                site = sites[
+                    _scope(), causal, window, softcap, scaling, dropout, exact, type(causal), type(softcap),
+                    type(scaling), type(dropout), type(exact),
+                ]  # fmt: skip
+                out = site(query, key, value, mask, sinks)
             else:
                 out = (dense_call or attention)(
                     query, key, value, causal=causal, window=window, softcap=softcap, sinks=sinks, attn_mask=mask,
@@ -172,15 +176,15 @@ def make_forward(
 
 
 class _Sites(dict[Any, Callable[..., Any]]):
-    """`polyattn.attention` with static arguments bound, by (scope, causal, window, ...). attention() keeps the same
-    table under more words; a layer calls often enough to feel those."""
+    """`polyattn.attention` with static arguments bound, by (scope, causal, window, ..., types). attention() keeps
+    the same table under more words; a layer calls often enough to feel those."""
 
     def __init__(self, backend: str | None) -> None:
         super().__init__()
         self.backend = backend
 
     def __missing__(self, key: Any) -> Callable[..., Any]:
-        _, causal, window, softcap, scaling, dropout, exact = key
+        _, causal, window, softcap, scaling, dropout, exact, *_ = key
         if len(self) >= SITES_KEPT:
             self.clear()
         site = self[key] = bind(

@@ -89,6 +89,14 @@ def _out(change: Callable[[Tensor], Any]) -> Change:
     return lambda given: {"out": change(_result(given))}
 
 
+def _expanded_out(given: Arguments) -> dict[str, Any]:
+    """A result whose rows are all in one place, where there are several."""
+    out = _result(given)
+    if out.shape[0] < 2 or not out.numel():
+        return {}
+    return {"out": out[:1].expand(out.shape)}
+
+
 def _out_wanting_gradients(given: Arguments) -> dict[str, Any]:
     return {"query": given["query"].detach().clone().requires_grad_(), "out": _result(given)}
 
@@ -177,10 +185,22 @@ def _trained(given: Arguments) -> dict[str, Any]:
     return {"query": given["query"].detach().clone().requires_grad_()}
 
 
-# True is not among the wrong numbers: calls are found by their arguments, and True finds what 1 has left there.
+# Values that are equal to right ones and of another type are among the wrong: calls are found by their arguments, and
+# True finds what 1.0 has left there unless the types are looked at too.
 _STATIC: dict[str, Change] = {
-    **_any("causal", "left", "bottom-right", 2, 1.5, None, []),
+    **_any("causal", "left", "bottom-right", 2, 1.0, 0.0, 1.5, None, []),
     "causal tensor": _to(causal=torch.ones(2)),
+    "causal tensor of one": _to(causal=torch.tensor(True)),
+    **_any("return_lse", "no", 1.0, 2, None, []),
+    **_any("deterministic", "no", 0.0, None),
+    "return_lse tensor": _to(return_lse=torch.tensor(True)),
+    "deterministic tensor": _to(deterministic=torch.zeros(2)),
+    **_any("window", (True, False), (0, True), (-1, False)),
+    **_any("scale", True, False, 1e39),
+    "scale of 401 digits": _to(scale=10**400),
+    "mask sparse": _mask(lambda shape, q: torch.ones(shape, device=q.device).to_sparse()),
+    "query sparse": _of("query", lambda t: t.detach().to_sparse()),
+    "out expanded": _expanded_out,
     **_any("window", 5, (1,), (1, 2, 3), (-2, 0), (0, -3), (1.5, 0), (NAN, 0), (INF, 0), ("a", 0), None),
     "window of lists": _to(window=[[1], 0]),
     **_any("scale", NAN, INF, "8"),
@@ -211,7 +231,9 @@ _STATIC: dict[str, Change] = {
 }
 
 _UNLATENT: dict[str, Change] = {
-    **_any("softcap", -1.0, NAN, INF, None, "2"),
+    **_any("softcap", -1.0, NAN, INF, None, "2", True, False, 1e39, 1e-46),
+    "softcap of 401 digits": _to(softcap=10**400),
+    "sinks sparse": _sinks(lambda heads: torch.ones(heads).to_sparse()),
     "sinks too many": _sinks(lambda heads: torch.ones(heads + 1)),
     "sinks 2-D": _sinks(lambda heads: torch.ones(1, heads)),
     "sinks int": _sinks(lambda heads: torch.ones(heads).int()),
@@ -220,7 +242,7 @@ _UNLATENT: dict[str, Change] = {
 }
 
 _TRAINABLE: dict[str, Change] = {
-    **_any("dropout_p", 1.0, -0.1, NAN, None, True),
+    **_any("dropout_p", 1.0, -0.1, NAN, None, True, False),
     "key None": _to(key=None),
     "value text": _to(value="v"),
     "key of lower rank": _of("key", lambda t: t[0] if t.shape[0] else None),
@@ -272,6 +294,9 @@ _VARLEN: dict[str, Change] = {
 }
 
 _TABLES: dict[str, Change] = {
+    **_any("tree", "no", 0.0, None),
+    **_any("chunked_prefix", "no", 1.0, None),
+    "tree tensor": _to(tree=torch.zeros(2)),
     "page_table float": _of("page_table", Tensor.float),
     "page_table int64": _of("page_table", Tensor.long),
     "page_table 1-D": _of("page_table", Tensor.flatten),
@@ -302,6 +327,7 @@ _PAGED: dict[str, Change] = {
     "scales numbers": _to(k_scale=2.0, v_scale=2.0),
     "scales int": _to(k_scale=_int32(1), v_scale=_int32(1)),
     "key alone": lambda given: {"key": _new_rows(given, 0), "value": None, "save_kv_cache": False},
+    **_any("save_kv_cache", "no", 1.0, None, key=None, value=None),
     "nothing to save": _to(key=None, value=None, save_kv_cache=True),
     "new keys too many": lambda given: {"key": _new_rows(given, 1), "value": _new_rows(given, 1)},
 }
