@@ -16,11 +16,13 @@ from .defects import affecting
 from .distributions import availability, normalise_distribution
 from .errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError, PolyattnError, did_you_mean
 from .evidence import Evidence, read_evidence
+from .foreign import Run
+from .hookspecs import PROJECT
 from .hybrid import both_phases, select_pair
 from .names import whole
 from .overrides import SCOPE
 from .platforms import parse_platform
-from .plugins import FAILURES, PluginManager, _import_target, get_manager
+from .plugins import PluginManager, _import_target, get_manager
 from .policies import current_policy, shipped_policy
 from .records import FAMILIES, AttentionRequest, BackendInfo, DeviceReport
 from .selection import Catalogue, Choice, Offer, Policy, Selection, select
@@ -100,12 +102,16 @@ def _evidence(manager: PluginManager, info: BackendInfo) -> Evidence:
 def detect(platform: str) -> DeviceReport:
     """Whether a platform's device is here, found without initialising it."""
     target = get_manager().platforms[platform].detect
-    try:
-        report = _import_target(target)()
-        if not isinstance(report, DeviceReport):
-            raise TypeError(f"{target} returned {report!r}, a DeviceReport is needed")
-    except FAILURES as exc:  # a stranger's detection may raise anything; the others are still listed
-        return DeviceReport(False, f"its detection failed: {type(exc).__name__}: {exc}")
+    own = target.startswith(f"{PROJECT}.")
+    with Run("" if own else f"platform {platform!r}", f"its detection, {target},", "Its plugin is to mend that") as run:
+        try:
+            report = _import_target(target)()
+            if not isinstance(report, DeviceReport):
+                raise TypeError(f"{target} returned {report!r}, a DeviceReport is needed")
+        except BaseException as exc:  # a stranger's detection may raise anything; the others are still listed
+            if run.ended_by_host(exc):
+                raise
+            return DeviceReport(False, f"its detection failed: {type(exc).__name__}: {exc}")
     return report
 
 

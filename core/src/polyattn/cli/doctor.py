@@ -18,16 +18,17 @@ from .. import __version__
 from ..config import backend_names, check_settings, load_settings
 from ..defects import affecting, listed
 from ..distributions import availability, distribution_version
-from ..envvars import ENVVARS, flag, left_out, unknown
+from ..envvars import ENVVARS, flag, unknown
 from ..errors import ConfigError, PolyattnError
 from ..inspection import BackendStatus, detect, list_backends
 from ..names import lost_aliases
 from ..platforms import torch_build
+from ..plugin_sources import Door
 from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
 from ..records import FAMILIES, BackendInfo, DeviceReport, Fallback, Provider
 from ..testing.early_imports import early_imports
 from ..tuning import mode, store
-from .config_check import not_here, wrong_variables
+from .config_check import not_here, unknown_words, wrong_variables
 from .probes import speaks_of
 from .rendering import facts, grid, screen, show_json, standing, title
 
@@ -71,6 +72,8 @@ def examine(verbose: bool = False) -> dict[str, Any]:
     amiss = _contained(problems, _store) or []
     if settings is not None:
         problems += check_settings(settings, backend_names(manager.backends.values()))
+    wrong_words, odd_words = unknown_words(manager)
+    problems += wrong_words
     return {
         "polyattn": __version__,
         "python": f"{python_platform.python_version()} ({sys.executable})",
@@ -82,7 +85,10 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in ENVVARS if name in os.environ},
         "unread": unknown(),
         "problems": list(dict.fromkeys(problems)),  # what several readers stumble over is one problem
-        "warnings": amiss + _warnings(manager) + (not_here(settings, statuses) if settings is not None else []),
+        "warnings": amiss
+        + odd_words
+        + _warnings(manager)
+        + (not_here(settings, statuses) if settings is not None else []),
         "backends": [_backend(s, devices[s.platform], manager) for s in statuses if s.platform in present],
         "elsewhere": [_elsewhere(status, devices, manager) for status in statuses if status.platform not in present],
         "defects": _defects(manager, present),
@@ -130,7 +136,7 @@ def _manager(problems: list[str]) -> PluginManager:
     ending = set()
     if _contained(problems, lambda: flag(STRICT)) is not False:
         ending.add(STRICT)
-    if _contained(problems, left_out) is None:
+    if _contained(problems, Door) is None:
         ending.add(DISABLE)
     if ending:
         reset_manager(PluginManager({k: v for k, v in os.environ.items() if k not in ending}))
