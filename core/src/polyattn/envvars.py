@@ -16,7 +16,8 @@ ENVVARS: dict[str, str] = {
     "POLYATTN_EXTRA_PLUGINS": "plugin modules to load by path (machines without entry points), comma separated",
     "POLYATTN_WITHOUT": "distributions that count as not installed, comma separated: those of another build serve then",
     "POLYATTN_STRICT": "1: a broken plugin, or a documented fallback being taken, is an error",
-    "POLYATTN_VALIDATE": "1: also check tensor contents (cu_seqlens, page ids) that live on a device",
+    "POLYATTN_VALIDATE": "1: also check tensor contents (cu_seqlens, page ids) that live on a device, and what "
+    "backends return and write to",
     "POLYATTN_CONFIG": "path of a JSON, YAML or TOML configuration file",
     "POLYATTN_ATTENTION_BACKEND": "backend for every call that names none",
     "POLYATTN_COMPONENT_ATTENTION_BACKENDS": "component=backend pairs, comma separated; also component.role=backend",

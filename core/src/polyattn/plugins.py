@@ -28,6 +28,7 @@ from .names import lost_aliases
 from .plugin_sources import CORE, Door, Source, announced, grouped, incompatible
 from .record_types import file_of, typed
 from .records import Accepted, AttentionRequest, BackendInfo, PlatformInfo, Provider, Rejected, Verdict
+from .result_check import checking
 
 __all__ = [
     "PluginManager",
@@ -203,11 +204,13 @@ class PluginManager:
                     f"{type(exc).__name__}: {exc}. Name another backend, mend the plugin, or leave it out: "
                     f"POLYATTN_DISABLE={self.owner(backend).name}"
                 ) from exc
+        who = f"plugin {label}: {backend.id}"
         try:
-            return checked(bound, request, f"plugin {label}: {backend.id}")
+            bound = checked(bound, request, who)
         except PluginError as wrong:
             self.remember(backend, wrong)
             raise
+        return checking(bound, request, who) if envvars.flag("POLYATTN_VALIDATE") else bound
 
     def _implementation(self, hook: str, backend: BackendInfo) -> Callable[..., Any] | None:
         owner = self._owner[backend.name, backend.platform]

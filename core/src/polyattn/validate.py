@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import envvars
 from .errors import InvalidInputError
+from .result_check import shares_memory
 
 __all__ = [
     "PackedCheck",
@@ -234,16 +235,6 @@ def _out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, 
         raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
     if any(shares_memory(out, t) for t in inputs):
         raise InvalidInputError("out shares memory with an input; pass a tensor of its own")
-
-
-def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors start at one place or, where both are contiguous, overlap at all."""
-    if not a.numel() or not b.numel():
-        return False
-    start_a, start_b = a.data_ptr(), b.data_ptr()
-    if start_a == start_b or not (a.is_contiguous() and b.is_contiguous()):
-        return start_a == start_b
-    return start_a < start_b + b.nbytes and start_b < start_a + a.nbytes
 
 
 def contents_readable(tensor: Tensor) -> bool:

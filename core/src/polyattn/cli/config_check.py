@@ -133,8 +133,8 @@ def check(
     """Read command line, environment and file as a run would, and list everything that is wrong.
 
     Exit code 2: something does not parse. 4: a backend that is unknown or planned, an option its backend does not take,
-    a file that is not there, a POLYATTN_ variable that nothing reads, or a plugin to leave out that nobody is. A backend
-    that cannot be used on this machine is a warning: the run may be elsewhere.
+    a file that is not there, a POLYATTN_ variable that nothing reads, a plugin to leave out that nobody is. A backend
+    that this machine cannot use is a warning: the run may be elsewhere.
     """
     given = {
         "attention_backend": attention_backend,
