@@ -82,6 +82,24 @@ def test_requirements_that_say_nothing_against_this_host(site, requires):
     assert site.load().plugins["acme"].state == "ready"
 
 
+@pytest.mark.parametrize(
+    "requires, host, fine",
+    [
+        ("polyattn>=0.1,<0.2", "0.2.0rc1", True),
+        ("polyattn>=0.2,<0.3", "0.2.0rc1", True),
+        ("polyattn>=0.1", "0.2.0rc1", True),
+        ("polyattn>=0.3", "0.2.0rc1", False),
+        ("polyattn<0.1", "0.2.0rc1", False),
+        ("polyattn>=0.1,<0.2", "0.2.0", False),
+        ("polyattn>=0.2,<0.3", "0.1.9", False),
+    ],
+)
+def test_a_candidate_takes_plugins_of_the_release_before_and_of_its_own(site, requires, host, fine):
+    site.add("acme", good(), requires=(requires,))
+    manager = PluginManager(environ={"POLYATTN_PLUGINS": "acme"}, host_version=host).load()
+    assert manager.plugins["acme"].state == ("ready" if fine else "incompatible")
+
+
 def test_a_pre_release_of_the_host_counts_as_that_version(site):
     site.add("acme", good(), requires=("polyattn>=0.1",))
     manager = PluginManager(environ={"POLYATTN_PLUGINS": "acme"}, host_version="0.2.0.dev3").load()

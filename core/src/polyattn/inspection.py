@@ -25,6 +25,7 @@ from .platforms import parse_platform
 from .plugins import PluginManager, _import_target, get_manager
 from .policies import current_policy, shipped_policy
 from .records import FAMILIES, AttentionRequest, BackendInfo, DeviceReport
+from .request_check import check_request
 from .selection import Catalogue, Choice, Offer, Policy, Selection, select
 from .tuning import Place, mode, shipped_devices
 
@@ -140,10 +141,11 @@ def what_if(
 
     Raises:
         ConfigError: unknown platform, distribution or mode. BackendUnavailableError, UnsupportedRequestError: as
-            `polyattn.selection.select`.
+            `polyattn.selection.select`. InvalidInputError: `request` is none, or has a value of another type.
     """
     if speculative_attention_mode not in ("prefill", "decode"):
         raise ConfigError(f"speculative_attention_mode={speculative_attention_mode!r} must be 'prefill' or 'decode'")
+    check_request(request)
     known = tuple(get_manager().platforms)
     name, arch, toolkit, features = parse_platform(platform, known)
     here = dataclasses.replace(request, platform=name, arch=arch, toolkit=toolkit, features=features)
@@ -225,6 +227,7 @@ def explain(request_or_call: AttentionRequest | Callable[..., Any], *args: Any, 
         BackendUnavailableError, UnsupportedRequestError, InvalidInputError: what the call itself would raise.
     """
     if isinstance(request_or_call, AttentionRequest):
+        _check_platform(check_request(request_or_call).platform)
         policy = current_policy(kwargs.pop("backend", None), SCOPE.get(), request_or_call)
         return select(request_or_call, catalogue(), policy, full=True)
     asker = getattr(request_or_call, "__polyattn_explain__", None)
@@ -280,6 +283,13 @@ class BackendStatus:
         return dataclasses.asdict(self)
 
 
+def _check_platform(name: str) -> None:
+    platforms = get_manager().platforms
+    if name not in platforms:
+        known = ", ".join(sorted(platforms))
+        raise BackendUnavailableError(f"no platform {name!r}.{did_you_mean(name, platforms)} Known: {known}")
+
+
 def list_backends(platform: str | None = None) -> list[BackendStatus]:
     """Every registered backend with its status on this machine, by platform, priority and name. No torch needed.
 
@@ -290,11 +300,8 @@ def list_backends(platform: str | None = None) -> list[BackendStatus]:
         BackendUnavailableError: no such platform.
     """
     manager = get_manager()
-    if platform is not None and platform not in manager.platforms:
-        known = ", ".join(sorted(manager.platforms))
-        raise BackendUnavailableError(
-            f"no platform {platform!r}.{did_you_mean(platform, manager.platforms)} Known: {known}"
-        )
+    if platform is not None:
+        _check_platform(platform)
     found = []
     for offer in ordered_offers(catalogue()):
         info, owner = offer.info, manager.owner(offer.info)

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
+from typing import Any
 
 from . import envvars
 from .distributions import normalise_distribution
@@ -152,6 +153,22 @@ def short_name(module: str) -> str:
     return module.split(".")[0].removeprefix(f"{PROJECT}_")
 
 
+def _admits(specifier: Any, version: str) -> bool:
+    """Whether a version is allowed. A pre-release counts as the release that it leads to, and as what is before that:
+    a candidate of 0.2 takes plugins made for 0.1 (<0.2) and those made for 0.2 (>=0.2)."""
+    from packaging.version import Version
+
+    if specifier.contains(version, prereleases=True):
+        return True
+    parsed = Version(version)
+    if not parsed.is_prerelease:
+        return False
+    before = (
+        s.contains(version, prereleases=True) or (s.operator == "<" and parsed < Version(s.version)) for s in specifier
+    )
+    return specifier.contains(parsed.base_version) or all(before)
+
+
 def incompatible(requires: Iterable[str], host_version: str) -> str:
     """'needs polyattn<0.4, found 0.5', or '' when the metadata agree (nothing is imported to find out)."""
     from packaging.requirements import InvalidRequirement, Requirement
@@ -163,6 +180,6 @@ def incompatible(requires: Iterable[str], host_version: str) -> str:
             continue
         known = normalise_distribution(requirement.name) == PROJECT and host_version
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if known and applies and not requirement.specifier.contains(host_version, prereleases=True):
+        if known and applies and not _admits(requirement.specifier, host_version):
             return f"needs {PROJECT}{requirement.specifier}, found {host_version}; install matching versions"
     return ""
