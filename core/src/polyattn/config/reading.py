@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -130,8 +131,7 @@ def _json(text: str, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) < len(pairs):
-            left = set(out)
-            twice = next(key for key, _ in pairs if key not in left or left.remove(key))
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
             raise ConfigError(f"{where}: the key {twice!r} is given twice")
         return out
 
@@ -182,7 +182,7 @@ def _yaml(text: str, where: str) -> Any:
         if node is None:
             return None
         _check_nodes(yaml, node, where)
-        return reader.construct_document(node)  # type: ignore[attr-defined]
+        return reader.construct_document(node)
     except yaml.YAMLError as cause:
         mark = getattr(cause, "problem_mark", None)
         at = f" at line {mark.line + 1} column {mark.column + 1}" if mark else ""
