@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import polyattn
+from polyattn.plugins import reset_manager
 
 from .conftest import Run
 
@@ -220,3 +221,23 @@ def test_components_are_warned_of_too(run: Run, plugin: Callable[[str, str], str
     assert shown.code == 0
     assert "warning  component_attention_backends.vae='lacking' (command line) cannot be used" in shown.out
     assert "No problem beside the warnings." in shown.out
+
+
+def test_a_plugin_to_leave_out_that_nobody_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slip there lets in what was to stay out. Who is to be allowed may be installed elsewhere."""
+    monkeypatch.setenv("POLYATTN_DISABLE", "ROCM, polyattn-cdua")
+    monkeypatch.setenv("POLYATTN_PLUGINS", "cuda,polyattn-triton,acme")
+    reset_manager()
+    try:
+        shown = run(*CHECK, "--json")
+        assert shown.code == 4
+        (problem,) = shown.data["problems"]
+        assert problem.startswith("POLYATTN_DISABLE: no plugin is named 'polyattn-cdua'. Did you mean 'cuda'? Known: ")
+        assert any("POLYATTN_PLUGINS: no plugin is named 'acme'" in warning for warning in shown.data["warnings"])
+        examined = run("doctor", "--json")
+        assert problem in examined.data["problems"]
+        states = {one["name"]: one["state"] for one in examined.data["plugins"]}
+        assert (states["rocm"], states["triton"], states["cuda"]) == ("not allowed", "ready", "ready")
+    finally:
+        monkeypatch.undo()
+        reset_manager()

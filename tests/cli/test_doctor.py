@@ -20,7 +20,7 @@ from .conftest import VENDORS, Run
 
 KEYS = {
     *("polyattn", "python", "system", "torch_build", "libraries", "platforms", "plugins"),
-    *("environment", "unread", "problems", "warnings", "backends", "elsewhere", "defects"),
+    *("environment", "unread", "errors", "packages", "problems", "warnings", "backends", "elsewhere", "defects"),
 }
 Plugin = Callable[[str, str], str]
 

@@ -66,6 +66,12 @@ class Site:
         self.modules.append(module)
         return module
 
+    def module(self, module: str, source: str) -> str:
+        """Write a plugin module that no distribution announces; returns its name."""
+        (self.folder / f"{module}.py").write_text(HEAD + textwrap.dedent(source))
+        self.modules.append(module)
+        return module
+
     def host(self, **environ: str) -> PluginManager:
         """A manager that has not loaded yet."""
         allowed = {"POLYATTN_PLUGINS": ",".join(self.names)}

@@ -10,7 +10,7 @@ import torch
 
 import polyattn
 from polyattn.distributions import normalise_distribution
-from polyattn.errors import BackendUnavailableError, ConfigError, PluginError
+from polyattn.errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError
 from polyattn.plugins import PluginManager, get_manager, register_plugin, reset_manager
 from polyattn.records import AttentionRequest
 
@@ -82,6 +82,24 @@ def test_requirements_that_say_nothing_against_this_host(site, requires):
     assert site.load().plugins["acme"].state == "ready"
 
 
+@pytest.mark.parametrize(
+    "requires, host, fine",
+    [
+        ("polyattn>=0.1,<0.2", "0.2.0rc1", True),
+        ("polyattn>=0.2,<0.3", "0.2.0rc1", True),
+        ("polyattn>=0.1", "0.2.0rc1", True),
+        ("polyattn>=0.3", "0.2.0rc1", False),
+        ("polyattn<0.1", "0.2.0rc1", False),
+        ("polyattn>=0.1,<0.2", "0.2.0", False),
+        ("polyattn>=0.2,<0.3", "0.1.9", False),
+    ],
+)
+def test_a_candidate_takes_plugins_of_the_release_before_and_of_its_own(site, requires, host, fine):
+    site.add("acme", good(), requires=(requires,))
+    manager = PluginManager(environ={"POLYATTN_PLUGINS": "acme"}, host_version=host).load()
+    assert manager.plugins["acme"].state == ("ready" if fine else "incompatible")
+
+
 def test_a_pre_release_of_the_host_counts_as_that_version(site):
     site.add("acme", good(), requires=("polyattn>=0.1",))
     manager = PluginManager(environ={"POLYATTN_PLUGINS": "acme"}, host_version="0.2.0.dev3").load()
@@ -139,9 +157,13 @@ def test_two_distributions_with_one_entry_name(site):
 def test_what_the_report_of_a_duplicate_advises_works(site):
     for distribution in ("acme-kernels", "acme-fork"):
         site.add("acme", good(), distribution=distribution)
-    assert "set POLYATTN_DISABLE=acme" in site.load().plugins["acme"].reason
+    assert site.load().plugins["acme"].reason.endswith("leave one out: POLYATTN_DISABLE=acme-fork")
+    manager = site.load(POLYATTN_DISABLE="acme-fork", POLYATTN_STRICT="1")
+    assert (manager.plugins["acme"].state, manager.plugins["acme"].distribution) == ("ready", "acme-kernels")
+    assert manager.plugins["acme (acme-fork 1.0)"].state == "not allowed"
+    assert "acme_fork" not in sys.modules
     manager = site.load(POLYATTN_DISABLE="acme", POLYATTN_STRICT="1")
-    assert manager.plugins["acme"].state == "not allowed"
+    assert {manager.plugins[name].state for name in ("acme", "acme (acme-kernels 1.0)")} == {"not allowed"}
 
 
 def test_two_distributions_that_bring_one_module(site):
@@ -198,12 +220,74 @@ def test_a_dangling_entry_point(site):
 
 
 def test_extra_plugins_are_module_paths(site):
-    module = site.add("unused", good(), module="polyattn_solo")
+    module = site.module("polyattn_solo", good())
     manager = PluginManager({"POLYATTN_PLUGINS": "solo", "POLYATTN_EXTRA_PLUGINS": f"{module}, "}, "0.1.0").load()
     report = manager.plugins["solo"]
     assert (report.state, report.distribution, report.label) == ("ready", "", "solo (module polyattn_solo)")
-    denied = PluginManager({"POLYATTN_DISABLE": "solo,unused", "POLYATTN_EXTRA_PLUGINS": module}, "0.1.0").load()
+    denied = PluginManager({"POLYATTN_DISABLE": "solo", "POLYATTN_EXTRA_PLUGINS": module}, "0.1.0").load()
     assert denied.plugins["solo"].state == "not allowed"
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["ACME", "polyattn-acme", "Polyattn_Acme", "Fake.Acme", "fake-acme", "fake_acme.plugin", "fake_acme", "a.c_me"],
+)
+def test_a_plugin_is_left_out_under_every_name_it_has(site, word, caplog):
+    """Another case, the distribution, the module: an entry that means somebody must not let him in."""
+    package = site.folder / "fake_acme"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    site.add(
+        "a-c-me" if word == "a.c_me" else "acme",
+        "",
+        distribution="fake-acme",
+        module="unused",
+        entry="fake_acme.plugin",
+    )
+    (package / "plugin.py").write_text("raise RuntimeError('imported')")
+    (report,) = [p for p in site.load(POLYATTN_DISABLE=word).plugins.values() if p.module == "fake_acme.plugin"]
+    assert (report.state, report.reason) == ("not allowed", "left out by POLYATTN_DISABLE; it was not imported")
+    assert not {"fake_acme", "fake_acme.plugin"} & set(sys.modules)
+    assert "no plugin is named" not in caplog.text
+
+
+@pytest.mark.parametrize("word", ["acm", "polyattn-acme2", "fake", "polyattn_acme.other", "acme.plugin"])
+def test_a_word_that_means_another_plugin_leaves_nobody_out(site, word, caplog):
+    module = site.module("polyattn_solo", good())
+    site.add("acme", good(), module="polyattn_acme")
+    manager = site.load(POLYATTN_DISABLE=word, POLYATTN_EXTRA_PLUGINS=module, POLYATTN_PLUGINS="Polyattn.Acme,Solo")
+    assert [manager.plugins[name].state for name in ("acme", "solo")] == ["ready", "broken"], "both bring acme@cpu"
+    assert f"POLYATTN_DISABLE: no plugin is named {word!r}" in caplog.text
+    assert [variable for variable, _ in manager.unknown_words] == ["POLYATTN_DISABLE"]
+
+
+@pytest.mark.parametrize("word", ["core", "CORE", "polyattn-core", "polyattn", "polyattn.backends.plugin"])
+def test_core_cannot_be_left_out_under_any_name(word):
+    with pytest.raises(ConfigError, match="core cannot be left out"):
+        PluginManager({"POLYATTN_DISABLE": word}).load()
+
+
+def test_a_module_path_beside_an_entry_point_of_another_name_is_that_plugin(site, caplog):
+    module = site.add("acme", good(), module="vendor_kernels")
+    core = "polyattn.backends.plugin"
+    manager = site.load(POLYATTN_EXTRA_PLUGINS=f"{core},{module},{module}", POLYATTN_STRICT="1")
+    ready = {name: report.module for name, report in manager.plugins.items() if report.state == "ready"}
+    assert ready == {"core": core, "acme": module}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("module", [3, None, "", " ", ("polyattn_x",)])
+def test_what_is_no_module_cannot_be_registered(module):
+    with pytest.raises(
+        InvalidInputError, match=r"is no plugin: give a module, or its dotted path such as 'polyattn_ac"
+    ):
+        register_plugin(module)
+
+
+@pytest.mark.parametrize("name", [3, "", " "])
+def test_a_plugin_is_not_registered_under_what_is_no_name(name):
+    with pytest.raises(InvalidInputError, match=r"name=.* is no name of a plugin: give a word, or None to derive it"):
+        register_plugin("polyattn_x", name)
 
 
 def test_the_module_path_of_an_installed_plugin_is_that_plugin(site):
@@ -248,7 +332,7 @@ def test_the_plugin_of_the_device_left_out_on_purpose_is_no_error(site):
     assert polyattn.explain(AttentionRequest(platform="board", dtype="float32")).backend == "plain"
 
 
-def test_core_cannot_be_left_out():
+def test_the_refusal_to_leave_core_out_says_what_to_do():
     with pytest.raises(ConfigError, match=r"POLYATTN_DISABLE='x,core': core cannot be left out.* Take it out of the"):
         PluginManager({"POLYATTN_DISABLE": "x, core"}).load()
 

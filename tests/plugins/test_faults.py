@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
+import sys
+import threading
 from typing import NamedTuple
 
 import pytest
 import torch
 
 import polyattn
-from polyattn.errors import BackendUnavailableError, PluginError
+from polyattn import foreign
+from polyattn.errors import BackendUnavailableError, PluginError, UnsupportedRequestError
+from polyattn.plugins import get_manager, register_plugin, reset_manager
 
 GOOD = """
 @hookimpl
@@ -36,6 +41,12 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault("raises at import", "raise RuntimeError('no driver 470')", "RuntimeError: no driver 470", RuntimeError),
     Fault("leaves at import", "raise SystemExit(3)", "SystemExit: 3", SystemExit),
+    Fault("interrupts at import", "raise KeyboardInterrupt('x')", "KeyboardInterrupt: x", KeyboardInterrupt),
+    Fault("closes at import", "raise GeneratorExit('x')", "GeneratorExit: x", GeneratorExit),
+    Fault("its own kind of end", "class Odd(BaseException): ...\nraise Odd('x')", "Odd: x", BaseException),
+    Fault(
+        "backends hook interrupts", registers("raise KeyboardInterrupt('x')"), "KeyboardInterrupt: x", KeyboardInterrupt
+    ),
     Fault("backends hook leaves", registers("raise SystemExit(4)"), "SystemExit: 4", SystemExit),
     Fault("does not parse", "def broken(:", "SyntaxError", SyntaxError),
     Fault("imports what is not there", "import acme_sdk_that_is_not_here", "acme_sdk", ModuleNotFoundError),
@@ -366,13 +377,220 @@ def test_strict_raises_at_every_load(site, fault):
         assert isinstance(caught.value.__cause__, fault.cause)
 
 
-def test_the_interrupt_of_a_person_is_no_fault_of_the_plugin(site):
-    module = site.add("acme", "raise KeyboardInterrupt")
-    manager = site.host()
-    with pytest.raises(KeyboardInterrupt):
+PRESSED = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
+"""What a Ctrl-C of a person is to a process."""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PRESSED,
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nfinally:\n    x = 1\n",
+        "try:\n    import signal; signal.raise_signal(2)\nexcept KeyboardInterrupt:\n    raise SystemExit(1)\n",
+    ],
+    ids=["at once", "passed on", "turned into another"],
+)
+def test_the_interrupt_of_a_person_is_no_fault_of_the_plugin(site, source):
+    module = site.add("acme", source)
+    manager, handler = site.host(), signal.getsignal(signal.SIGINT)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
         manager.load()
+    assert signal.getsignal(signal.SIGINT) is handler
     (site.folder / f"{module}.py").write_text("")
     assert manager.load().plugins["acme"].state == "ready", "the next load starts over"
+
+
+def test_what_a_signal_handler_of_the_host_raises_is_no_fault_of_the_plugin(site):
+    class StopWorkerError(BaseException):
+        pass
+
+    def stop(number, frame):
+        raise StopWorkerError
+
+    site.add("acme", "import signal\nsignal.raise_signal(signal.SIGTERM)\n")
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(StopWorkerError):
+            site.load()
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_the_plugin_installs_stays(site):
+    before = signal.getsignal(signal.SIGINT)
+    module = site.add("acme", "import signal\ndef own(number, frame): ...\nsignal.signal(signal.SIGINT, own)\n")
+    try:
+        assert site.load().plugins["acme"].state == "ready"
+        assert signal.getsignal(signal.SIGINT) is sys.modules[module].own
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_that_the_plugin_raises_itself_is_its_own_in_every_thread(site):
+    site.add("acme", "raise KeyboardInterrupt")
+    found = []
+    worker = threading.Thread(target=lambda: found.append(site.load().plugins["acme"].state))
+    worker.start()
+    worker.join()
+    assert found == ["broken"]
+
+
+AT_WORK = """
+class Odd(BaseException): ...
+
+@hookimpl
+def polyattn_register_backends():
+    return [info("acme")]
+
+@hookimpl
+def polyattn_{hook}(**_):
+    {does}
+"""
+
+
+@pytest.mark.parametrize("does", ["raise Odd('x')", "raise GeneratorExit('x')", "raise KeyboardInterrupt('x')"])
+@pytest.mark.parametrize(
+    "hook, kind",
+    [
+        ("report_capability(backend, request", UnsupportedRequestError),
+        ("load_forward(backend, provider, request", PluginError),
+    ],
+)
+def test_a_hook_may_raise_what_is_no_exception(site, hook, kind, does):
+    name, _, arguments = hook.partition("(")
+    site.add("acme", AT_WORK.replace("{hook}(**_)", f"{name}({arguments})").replace("{does}", does))
+    site.use()
+    q = torch.randn(1, 3, 2, 8)
+    with pytest.raises((kind, PluginError), match=r"(Odd|GeneratorExit|KeyboardInterrupt): x"):
+        polyattn.attention(q, q, q, backend="acme")
+    assert torch.isfinite(polyattn.attention(q, q, q)).all()
+
+
+def test_ctrl_c_in_a_hook_is_a_persons(site):
+    source = AT_WORK.replace("{hook}(**_)", "load_forward(backend, provider, request)")
+    site.add("acme", source.replace("{does}", "import signal; signal.raise_signal(signal.SIGINT)"))
+    site.use()
+    q = torch.randn(1, 3, 2, 8)
+    with pytest.raises(KeyboardInterrupt):
+        polyattn.attention(q, q, q, backend="acme")
+
+
+CALLS = """
+import polyattn
+x = __import__("torch").randn(1, 3, 2, 8)
+{call}
+@hookimpl
+def polyattn_register_backends():
+    return [info("acme")]
+"""
+
+
+@pytest.mark.parametrize("caught", [False, True], ids=["raised", "caught"])
+@pytest.mark.parametrize(
+    "call, what",
+    [
+        ("polyattn.attention(x, x, x)", "calls polyattn"),
+        ("polyattn.list_backends()", "calls polyattn"),
+        ("polyattn.plugins.register_plugin('zebra_too')", "calls polyattn"),
+        ("polyattn.plugins._manager.register('zebra_too')", "registers a plugin"),
+        ("polyattn.plugins.reset_manager(); polyattn.attention(x, x, x)", "resets polyattn's plugins"),
+    ],
+)
+@pytest.mark.parametrize("by_hand", [False, True], ids=["entry point", "by hand"])
+def test_a_plugin_that_asks_polyattn_while_it_is_loaded_is_the_one_that_is_broken(site, call, what, caught, by_hand):
+    """It would load the others a second time, who then are "registered already"."""
+    if caught:
+        call = f"try:\n    {call}\nexcept Exception:\n    pass"
+    site.module("zebra_too", "")
+    site.add("zebra", registers("return [info('zebra')]"))
+    source = CALLS.replace("{call}", f"import polyattn.plugins\n{call}")
+    wrong = rf"{what} while it is being loaded\. Its import and its register hooks only declare: do that in a function"
+    if by_hand:
+        reset_manager(site.load())
+        with pytest.raises(PluginError, match=wrong):
+            register_plugin(site.module("acme_by_hand", source), "acme")
+        manager = get_manager()
+    else:
+        site.add("acme", source)
+        manager = site.host()
+        reset_manager(manager)
+        manager.load()
+    states = {name: report.state for name, report in manager.plugins.items() if report.state != "not allowed"}
+    assert states == {"core": "ready", "acme": "broken", "zebra": "ready"}
+    assert re.search(rf"plugin acme .* {wrong}", manager.plugins["acme"].reason)
+    assert ("acme", "cpu") not in manager.backends
+    q = torch.randn(1, 3, 2, 8)
+    assert torch.isfinite(polyattn.attention(q, q, q)).all(), "and afterwards everybody may ask"
+
+
+WAITS = """
+import logging, threading
+told = threading.Event()
+
+class Listener(logging.Handler):
+    def emit(self, record):
+        told.set()
+
+def wait():
+    listener = Listener()
+    logging.getLogger("polyattn.plugins").addHandler(listener)
+    try:
+        if not told.wait(60):
+            raise RuntimeError("nobody is named")
+    finally:
+        logging.getLogger("polyattn.plugins").removeHandler(listener)
+
+{at_import}
+
+@hookimpl
+def polyattn_register_backends():
+    {in_register}
+    return [info("acme")]
+
+@hookimpl
+def polyattn_report_capability(backend, request):
+    {in_capability}
+
+@hookimpl
+def polyattn_load_forward(backend, provider, request):
+    {in_load}
+"""
+
+
+@pytest.mark.parametrize(
+    "place, doing",
+    [
+        ("at_import", "loading fake_acme"),
+        ("in_register", "loading fake_acme"),
+        ("in_capability", "its capability hook, about acme@cpu,"),
+        ("in_load", r"loading acme@cpu \(provider own\)"),
+    ],
+)
+def test_a_plugin_that_does_not_come_back_is_named_meanwhile(site, place, doing, monkeypatch, caplog):
+    monkeypatch.setattr(foreign, "SLOW_S", 0.01)
+    source = WAITS
+    for one in ("at_import", "in_register", "in_capability", "in_load"):
+        source = source.replace(f"{{{one}}}", "wait()" if one == place else "None")
+    site.add("acme", source)
+    assert site.use().plugins["acme"].state == "ready"
+    q = torch.randn(1, 3, 2, 8)
+    polyattn.attention(q, q, q, backend="acme")
+    assert re.search(
+        rf"plugin acme \(fake-acme 1.0\): {doing} has taken 0.01 s so far. If it does not end, leave the plugin out: "
+        "POLYATTN_DISABLE=acme",
+        caplog.text,
+    )
+    assert not [thread for thread in threading.enumerate() if thread.name == "polyattn-slow-plugin"]
+
+
+def test_a_host_that_has_no_more_threads_only_loses_the_line(site, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    site.add("acme", GOOD)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert site.load().plugins["acme"].state == "ready"
 
 
 @pytest.mark.parametrize("module", ["..odd", "polyattn_"])

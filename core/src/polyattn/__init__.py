@@ -100,7 +100,14 @@ if not TYPE_CHECKING:  # a checker would take every name for one that is here
             if name in ("testing", "nn", "integrations", "serving", "tuning"):
                 return _import_module(f".{name}", __name__)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(_import_module(f".{_WHERE[name]}", __name__), name)
+        try:
+            value = getattr(_import_module(f".{_WHERE[name]}", __name__), name)
+        except ModuleNotFoundError as exc:
+            if exc.name != "torch":
+                raise
+            from .errors import BackendUnavailableError, without_torch
+
+            raise BackendUnavailableError(without_torch(f"polyattn.{name}")) from exc
         globals()[name] = value
         return value
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from . import envvars
+from .foreign import Run
 from .records import Provider, Requirement
 
 __all__ = [
@@ -146,12 +147,16 @@ def _amiss(need: Requirement, version: str | None, here: bool) -> str:
 def _of_no_use(need: Requirement, version: str | None) -> tuple[str, str]:
     """Why this process cannot use a distribution that is installed, and what to do; empty where it can."""
     label = f"{need.distribution} {version} is installed"
-    try:
-        said = pkgutil.resolve_name(need.check)()
-        why, todo = said or ("", "")
-        sentences = isinstance(why, str) and isinstance(todo, str)
-    except (Exception, SystemExit) as exc:  # noqa: BLE001 - a stranger's check may raise anything; others still serve
-        return f"{label}, but {need.check}, which knows if it can be used, failed: {type(exc).__name__}: {exc}", _MEND
+    with Run() as run:
+        try:
+            said = pkgutil.resolve_name(need.check)()
+            why, todo = said or ("", "")
+            sentences = isinstance(why, str) and isinstance(todo, str)
+        except BaseException as exc:  # a stranger's check may raise anything; others still serve
+            if run.ended_by_host(exc):
+                raise
+            failed = f"failed: {type(exc).__name__}: {exc}"
+            return f"{label}, but {need.check}, which knows if it can be used, {failed}", _MEND
     if not sentences:
         return f"{label}, but {need.check} returned {said!r}, not None or (why, what to do)", _MEND
     return (f"{label}, but {why}", todo) if why else ("", "")

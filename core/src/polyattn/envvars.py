@@ -8,15 +8,16 @@ from collections.abc import Mapping
 
 from .errors import ConfigError, did_you_mean
 
-__all__ = ["ENVVARS", "flag", "left_out", "names", "number", "text", "unknown", "warn_unknown"]
+__all__ = ["ENVVARS", "flag", "names", "number", "text", "unknown", "warn_unknown"]
 
 ENVVARS: dict[str, str] = {
-    "POLYATTN_PLUGINS": "allow-list of plugin entry names, comma separated; set but empty loads none but core",
-    "POLYATTN_DISABLE": "plugin entry names that are never imported, comma separated; core cannot be one",
+    "POLYATTN_PLUGINS": "allow-list of plugins, named as for POLYATTN_DISABLE; set but empty loads none but core",
+    "POLYATTN_DISABLE": "plugins that are never imported, comma separated: names, distributions or modules; not core",
     "POLYATTN_EXTRA_PLUGINS": "plugin modules to load by path (machines without entry points), comma separated",
     "POLYATTN_WITHOUT": "distributions that count as not installed, comma separated: those of another build serve then",
     "POLYATTN_STRICT": "1: a broken plugin, or a documented fallback being taken, is an error",
-    "POLYATTN_VALIDATE": "1: also check tensor contents (cu_seqlens, page ids) that live on a device",
+    "POLYATTN_VALIDATE": "1: also check tensor contents (cu_seqlens, page ids) that live on a device, and what "
+    "backends return and write to",
     "POLYATTN_CONFIG": "path of a JSON, YAML or TOML configuration file",
     "POLYATTN_ATTENTION_BACKEND": "backend for every call that names none",
     "POLYATTN_COMPONENT_ATTENTION_BACKENDS": "component=backend pairs, comma separated; also component.role=backend",
@@ -54,17 +55,6 @@ def names(name: str, environ: Mapping[str, str] | None = None) -> tuple[str, ...
     if value is None:
         return None
     return tuple(part.strip() for part in value.split(",") if part.strip())
-
-
-def left_out(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The plugins of POLYATTN_DISABLE. polyattn's own is none: ConfigError."""
-    found = names("POLYATTN_DISABLE", environ) or ()
-    if "core" in found:
-        raise ConfigError(
-            f"POLYATTN_DISABLE={','.join(found)!r}: core cannot be left out, the platforms that other plugins name are "
-            f"its own. Take it out of the list; POLYATTN_ATTENTION_BACKEND names who serves instead of core's backends"
-        )
-    return found
 
 
 def number(name: str, default: float, environ: Mapping[str, str] | None = None) -> float:

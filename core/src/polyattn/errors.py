@@ -16,6 +16,7 @@ __all__ = [
     "PolyattnError",
     "UnsupportedRequestError",
     "did_you_mean",
+    "without_torch",
 ]
 
 
@@ -80,6 +81,14 @@ class GraphError(PolyattnError, RuntimeError):
 
 class InternalError(PolyattnError, RuntimeError):
     """A bookkeeping contradicts itself: a defect of polyattn, or of code that changed it from outside."""
+
+
+def without_torch(what: str) -> str:
+    """The sentence about something that needs torch, where there is none."""
+    return (
+        f"{what} needs torch, which is not installed here: pip install 'torch>=2.11', or the build for your device "
+        f"from https://pytorch.org/get-started/locally"
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

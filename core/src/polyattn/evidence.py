@@ -18,6 +18,7 @@ from typing import Any, get_args
 from .errors import PluginError
 from .record_types import check_types
 from .records import EvidenceLevel, Provider, Row
+from .user_files import MEGABYTE, read_text
 
 __all__ = [
     "EARLIER_KEYS",
@@ -181,7 +182,7 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
     if not path.is_file():
         return Evidence(backend, platform, "declared")
     try:
-        evidence = _of(json.loads(path.read_text()), folder)
+        evidence = _of(json.loads(read_text(path, 16 * MEGABYTE)), folder)
         check_types(evidence, path.name)
     except (AttributeError, OSError, PluginError, RecursionError, TypeError, ValueError) as exc:
         raise PluginError(

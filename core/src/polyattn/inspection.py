@@ -16,13 +16,16 @@ from .defects import affecting
 from .distributions import availability, normalise_distribution
 from .errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError, PolyattnError, did_you_mean
 from .evidence import Evidence, read_evidence
+from .foreign import Run
+from .hookspecs import PROJECT
 from .hybrid import both_phases, check_drafting, select_pair
 from .names import whole
 from .overrides import SCOPE
 from .platforms import parse_platform
-from .plugins import FAILURES, PluginManager, _import_target, get_manager
+from .plugins import PluginManager, _import_target, get_manager
 from .policies import current_policy, shipped_policy
 from .records import FAMILIES, AttentionRequest, BackendInfo, DeviceReport
+from .request_check import check_request
 from .selection import Catalogue, Choice, Offer, Policy, Selection, select
 from .tuning import Place, mode, shipped_devices
 
@@ -100,12 +103,16 @@ def _evidence(manager: PluginManager, info: BackendInfo) -> Evidence:
 def detect(platform: str) -> DeviceReport:
     """Whether a platform's device is here, found without initialising it."""
     target = get_manager().platforms[platform].detect
-    try:
-        report = _import_target(target)()
-        if not isinstance(report, DeviceReport):
-            raise TypeError(f"{target} returned {report!r}, a DeviceReport is needed")
-    except FAILURES as exc:  # a stranger's detection may raise anything; the others are still listed
-        return DeviceReport(False, f"its detection failed: {type(exc).__name__}: {exc}")
+    own = target.startswith(f"{PROJECT}.")
+    with Run("" if own else f"platform {platform!r}", f"its detection, {target},", "Its plugin is to mend that") as run:
+        try:
+            report = _import_target(target)()
+            if not isinstance(report, DeviceReport):
+                raise TypeError(f"{target} returned {report!r}, a DeviceReport is needed")
+        except BaseException as exc:  # a stranger's detection may raise anything; the others are still listed
+            if run.ended_by_host(exc):
+                raise
+            return DeviceReport(False, f"its detection failed: {type(exc).__name__}: {exc}")
     return report
 
 
@@ -134,10 +141,11 @@ def what_if(
 
     Raises:
         ConfigError: unknown platform, distribution or mode. BackendUnavailableError, UnsupportedRequestError: as
-            `polyattn.selection.select`.
+            `polyattn.selection.select`. InvalidInputError: `request` is none, or has a value of another type.
     """
     if speculative_attention_mode not in ("prefill", "decode"):
         raise ConfigError(f"speculative_attention_mode={speculative_attention_mode!r} must be 'prefill' or 'decode'")
+    check_request(request)
     known = tuple(get_manager().platforms)
     name, arch, toolkit, features = parse_platform(platform, known)
     here = dataclasses.replace(request, platform=name, arch=arch, toolkit=toolkit, features=features)
@@ -220,6 +228,7 @@ def explain(request_or_call: AttentionRequest | Callable[..., Any], *args: Any, 
         BackendUnavailableError, UnsupportedRequestError, InvalidInputError: what the call itself would raise.
     """
     if isinstance(request_or_call, AttentionRequest):
+        _check_platform(check_request(request_or_call).platform)
         policy = current_policy(kwargs.pop("backend", None), SCOPE.get(), request_or_call)
         return select(request_or_call, catalogue(), policy, full=True)
     asker = getattr(request_or_call, "__polyattn_explain__", None)
@@ -275,6 +284,13 @@ class BackendStatus:
         return dataclasses.asdict(self)
 
 
+def _check_platform(name: str) -> None:
+    platforms = get_manager().platforms
+    if name not in platforms:
+        known = ", ".join(sorted(platforms))
+        raise BackendUnavailableError(f"no platform {name!r}.{did_you_mean(name, platforms)} Known: {known}")
+
+
 def list_backends(platform: str | None = None) -> list[BackendStatus]:
     """Every registered backend with its status on this machine, by platform, priority and name. No torch needed.
 
@@ -285,11 +301,8 @@ def list_backends(platform: str | None = None) -> list[BackendStatus]:
         BackendUnavailableError: no such platform.
     """
     manager = get_manager()
-    if platform is not None and platform not in manager.platforms:
-        known = ", ".join(sorted(manager.platforms))
-        raise BackendUnavailableError(
-            f"no platform {platform!r}.{did_you_mean(platform, manager.platforms)} Known: {known}"
-        )
+    if platform is not None:
+        _check_platform(platform)
     found = []
     for offer in ordered_offers(catalogue()):
         info, owner = offer.info, manager.owner(offer.info)

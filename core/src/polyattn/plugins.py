@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.metadata
-import importlib.util
 import logging
 import threading
 import traceback
@@ -22,10 +20,12 @@ import pluggy
 from . import envvars, epoch
 from .bound_check import checked
 from .contract import API_VERSION, Bound
-from .distributions import distribution_version, is_specifier, normalise_distribution
+from .distributions import distribution_version, is_specifier
 from .errors import PluginError, PolyattnError, did_you_mean
-from .hookspecs import ENTRY_POINT_GROUP, PROJECT, PolyattnSpecs
+from .foreign import Run, loading
+from .hookspecs import PROJECT, PolyattnSpecs
 from .names import lost_aliases
+from .plugin_sources import CORE, Door, Source, announced, grouped, incompatible
 from .record_types import file_of, typed
 from .records import (
     Accepted,
@@ -38,6 +38,7 @@ from .records import (
     Rejected,
     Verdict,
 )
+from .result_check import checking
 
 __all__ = [
     "PluginManager",
@@ -50,11 +51,7 @@ __all__ = [
 log = logging.getLogger("polyattn.plugins")
 
 State = Literal["ready", "not allowed", "incompatible", "duplicate", "broken"]
-CORE = "core"
-CORE_MODULE = "polyattn.backends.plugin"
 AGAIN = "call polyattn.plugins.reset_manager(), which forgets what was registered by hand"
-FAILURES = (Exception, SystemExit)
-"""What a plugin may raise and be contained: a script's `sys.exit()` too, never the interrupt of a person."""
 
 
 @dataclasses.dataclass
@@ -86,18 +83,6 @@ class PluginReport:
         return f"{self.name} ({source})"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    name: str
-    module: str
-    distribution: str = ""
-    version: str = ""
-    requires: tuple[str, ...] = ()
-
-    def report(self) -> PluginReport:
-        return PluginReport(self.name, self.module, self.distribution, self.version)
-
-
 class PluginManager:
     """Loads every allowed plugin once and answers for them one at a time.
 
@@ -116,6 +101,7 @@ class PluginManager:
         self._platform_owner: dict[str, str] = {}
         self._lock = threading.RLock()
         self._loaded = False
+        self.unknown_words: list[tuple[str, str]] = []
         self._start_over()
         self._specs = {n: set(getattr(self._pm.hook, n).spec.argnames) for n in _spec_names()}
 
@@ -133,10 +119,12 @@ class PluginManager:
         """Load everything once; later calls return at once.
 
         Raises:
-            PluginError: under POLYATTN_STRICT, for the first plugin that is duplicate, incompatible or broken.
+            PluginError: under POLYATTN_STRICT, for the first plugin that is duplicate, incompatible or broken. Always,
+                when a plugin asks while it is being loaded.
         """
         if self._loaded:
             return self
+        _refuse_while_loading("calls polyattn")
         with self._lock:
             if not self._loaded:
                 self._load()
@@ -147,19 +135,24 @@ class PluginManager:
         """Add a plugin by hand (a module or its dotted path), verified like any other.
 
         Raises:
-            PluginError: it is broken or its name is taken.
+            PluginError: it is broken or its name is taken; or a plugin asks while it is being loaded.
+            InvalidInputError: `module` is neither.
         """
+        source = Source.of(module, name)
+        _refuse_while_loading("registers a plugin")
         self.load()
-        dotted = module if isinstance(module, str) else module.__name__
-        source = _Source(name or _short_name(dotted), dotted)
         with self._lock:
             known = self.plugins.get(source.name)
             if known is not None and known.state not in ("broken", "incompatible"):  # a repaired plugin may come again
                 there = f"a plugin named {source.name!r} is there already ({known.state}): {known.label}. Give another"
                 raise PluginError(f"{there} name=, or first {'uninstall it' if known.distribution else AGAIN}")
-            if source.name in envvars.left_out(self.environ):
+            if Door(self.environ).closed(source) == "POLYATTN_DISABLE":
                 raise PluginError(f"plugin {source.name!r} is left out by POLYATTN_DISABLE; it was not imported")
-            report = self._load_one(source, None if isinstance(module, str) else module)
+            self._loaded = False  # until it is over: whoever asks waits, but for the plugin itself, which is refused
+            try:
+                report = self._load_one(source, None if isinstance(module, str) else module)
+            finally:
+                self._loaded = True
             self._check_aliases()
             epoch.bump()
         if report.error is not None:
@@ -183,11 +176,14 @@ class PluginManager:
         implementation = self._implementation("polyattn_report_capability", backend)
         if implementation is None:
             return None
-        try:
-            verdict: Verdict | None = implementation(backend=backend, request=request)
-        except FAILURES as exc:  # a stranger's hook may raise anything; it is kept and reported
-            self.remember(backend, exc)
-            return BrokenHook(f"its capability hook raised {type(exc).__name__}: {exc}", exc)
+        with self._run(self.owner(backend), f"its capability hook, about {backend.id},") as run:
+            try:
+                verdict: Verdict | None = implementation(backend=backend, request=request)
+            except BaseException as exc:  # a stranger's hook may raise anything; it is kept and reported
+                if run.ended_by_host(exc):
+                    raise
+                self.remember(backend, exc)
+                return BrokenHook(f"its capability hook raised {type(exc).__name__}: {exc}", exc)
         mute = isinstance(verdict, Rejected) and not all(isinstance(reason, str) for reason in verdict.reasons)
         if mute or not (verdict is None or isinstance(verdict, (Accepted, Rejected))):
             what = "whose reasons are no sentences" if mute else "neither Accepted nor Rejected nor None"
@@ -204,25 +200,29 @@ class PluginManager:
         """
         implementation = self._implementation("polyattn_load_forward", backend)
         label = self.owner(backend).label
+        with self._run(self.owner(backend), f"loading {backend.id} (provider {provider.name})") as run:
+            try:
+                bound = None
+                if implementation is not None:
+                    bound = implementation(backend=backend, provider=provider.name, request=request)
+                if bound is None:
+                    bound = _import_target(provider.target)().bind(request)
+            except BaseException as exc:
+                if isinstance(exc, PolyattnError) or run.ended_by_host(exc):
+                    raise
+                self.remember(backend, exc)
+                raise PluginError(
+                    f"plugin {label} could not load {backend.id} (provider {provider.name}): "
+                    f"{type(exc).__name__}: {exc}. Name another backend, mend the plugin, or leave it out: "
+                    f"POLYATTN_DISABLE={self.owner(backend).name}"
+                ) from exc
+        who = f"plugin {label}: {backend.id}"
         try:
-            bound = None
-            if implementation is not None:
-                bound = implementation(backend=backend, provider=provider.name, request=request)
-            if bound is None:
-                bound = _import_target(provider.target)().bind(request)
-        except PolyattnError:
-            raise
-        except FAILURES as exc:
-            self.remember(backend, exc)
-            raise PluginError(
-                f"plugin {label} could not load {backend.id} (provider {provider.name}): {type(exc).__name__}: {exc}. "
-                f"Name another backend, mend the plugin, or leave it out: POLYATTN_DISABLE={self.owner(backend).name}"
-            ) from exc
-        try:
-            return checked(bound, request, f"plugin {label}: {backend.id}")
+            bound = checked(bound, request, who)
         except PluginError as wrong:
             self.remember(backend, wrong)
             raise
+        return checking(bound, request, who) if envvars.flag("POLYATTN_VALIDATE") else bound
 
     def _implementation(self, hook: str, backend: BackendInfo) -> Callable[..., Any] | None:
         owner = self._owner[backend.name, backend.platform]
@@ -231,6 +231,11 @@ class PluginManager:
                 function: Callable[..., Any] = implementation.function
                 return function
         return None
+
+    def _run(self, report: PluginReport, doing: str, *, load: bool = False) -> Run:
+        """Code of a plugin that is to be run. Core's own is not watched: that costs a thread."""
+        advice = f"If it does not end, leave the plugin out: POLYATTN_DISABLE={report.name}"
+        return Run("" if report.name == CORE else f"plugin {report.label}", doing, advice, load=load)
 
     def remember(self, backend: BackendInfo, exc: BaseException) -> None:
         """Keep the first failure of the owner of `backend`, for `polyattn doctor`, and say it."""
@@ -242,33 +247,32 @@ class PluginManager:
 
     def _load(self) -> None:
         self._start_over()
-        allow = envvars.names("POLYATTN_PLUGINS", self.environ)
-        deny = envvars.left_out(self.environ)
+        door = Door(self.environ)
         strict = envvars.flag("POLYATTN_STRICT", self.environ)
-        for group in _group(self._sources()):
-            first = group[0]
-            if first.name in deny or (allow is not None and first.name not in allow and first.name != CORE):
-                variable = "POLYATTN_DISABLE" if first.name in deny else "POLYATTN_PLUGINS"
-                reports = [self._leave_out(first, "not allowed", f"left out by {variable}; it was not imported")]
-            elif len(group) > 1 and first.name != CORE:
-                labels = " and ".join(f"{s.distribution or s.module} {s.version}".strip() for s in group)
-                why = f"two plugins are named {first.name!r}: {labels}; none was loaded. "
-                hint = f"Uninstall one, or set POLYATTN_DISABLE={first.name}"
-                reports = [self._leave_out(first, "duplicate", why + hint)]
+        for group in grouped(announced(self.host_version, self.environ)):
+            shut = {source: variable for source in group if (variable := door.closed(source))}
+            wanted = [source for source in group if source not in shut]
+            if len(wanted) > 1 and wanted[0].name != CORE:
+                labels = " and ".join(f"{s.distribution or s.module} {s.version}".strip() for s in wanted)
+                why = f"two plugins are named {wanted[0].name!r}: {labels}; none was loaded. "
+                hint = f"Uninstall one, or leave one out: POLYATTN_DISABLE={wanted[0].distribution or wanted[0].module}"
+                reports = [self._leave_out(wanted[0], "duplicate", why + hint)]
             else:
                 # Whoever else takes core's name cannot take the host down with it.
                 why = f"the name {CORE!r} belongs to polyattn itself; it was not imported. Rename its entry point"
-                reports = [self._load_one(first)]
-                reports += [self._leave_out(s, "duplicate", why, key=s.report().label) for s in group[1:]]
+                reports = [self._load_one(source) for source in wanted[:1]]
+                reports += [self._leave_out(s, "duplicate", why, key=_report(s).label) for s in wanted[1:]]
+            for source, variable in shut.items():
+                key = _report(source).label if source.name in self.plugins else ""
+                self._leave_out(source, "not allowed", f"left out by {variable}; it was not imported", key=key)
             for report in reports:
                 if report.state in ("broken", "duplicate", "incompatible"):
                     if strict:
                         raise PluginError(f"plugin {report.label}: {report.reason}") from report.error
                     log.warning("plugin %s was left out: %s", report.label, report.reason)
-        for variable, given in (("POLYATTN_DISABLE", deny), ("POLYATTN_PLUGINS", allow or ())):
-            for name in (name for name in given if name not in self.plugins):
-                near, known = did_you_mean(name, self.plugins), ", ".join(self.plugins)
-                log.warning("%s: no plugin is named %r.%s Known: %s", variable, name, near, known)
+        self.unknown_words = door.unknown()
+        for _, sentence in self.unknown_words:
+            log.warning("%s", sentence)
         self._check_aliases(strict)
 
     def _check_aliases(self, strict: bool = False) -> None:
@@ -277,52 +281,36 @@ class PluginManager:
                 raise PluginError(lost)
             log.warning("%s", lost)
 
-    def _leave_out(self, source: _Source, state: State, reason: str, key: str = "") -> PluginReport:
-        report = self.plugins[key or source.name] = source.report()
+    def _leave_out(self, source: Source, state: State, reason: str, key: str = "") -> PluginReport:
+        report = self.plugins[key or source.name] = _report(source)
         report.state, report.reason = state, reason
         return report
 
-    def _sources(self) -> Iterator[_Source]:
-        yield _Source(CORE, CORE_MODULE, PROJECT, self.host_version)
-        seen = {(CORE, CORE_MODULE, PROJECT)}
-        found = [
-            _Source(
-                ep.name,
-                ep.value.partition(":")[0],
-                ep.dist.name if ep.dist else "",
-                ep.dist.version if ep.dist else "",
-                tuple(ep.dist.requires or ()) if ep.dist else (),
-            )
-            for ep in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-        ]
-        extra = envvars.names("POLYATTN_EXTRA_PLUGINS", self.environ) or ()
-        found += [_Source(_short_name(m), m) for m in extra]
-        # Sorted, and one distribution seen twice on the path counts once: file-system order decides nothing.
-        for source in sorted(found, key=lambda s: (s.name, not s.distribution, s.distribution, s.module)):
-            identity = (source.name, source.module, normalise_distribution(source.distribution))
-            if identity not in seen:
-                seen.add(identity)
-                yield source
-
-    def _load_one(self, source: _Source, module: ModuleType | None = None) -> PluginReport:
-        report = self.plugins[source.name] = source.report()
-        if refusal := _incompatible(source.requires, self.host_version):
+    def _load_one(self, source: Source, module: ModuleType | None = None) -> PluginReport:
+        report = self.plugins[source.name] = _report(source)
+        if refusal := incompatible(source.requires, self.host_version):
             report.state, report.reason = "incompatible", f"{report.label} {refusal}"
             return report
-        try:
-            module = module or importlib.import_module(source.module)
-            report.origin = getattr(module, "__file__", "") or ""
-            _check_api(module)
-            self._pm.register(module, name=source.name)
-            self._verify_hooks(source.name, module)
-            self._pm.check_pending()
-            report.backends = self._collect(source.name)
-        except FAILURES as exc:  # a stranger's module may raise anything; it is kept and reported
-            if self._pm.has_plugin(source.name):
-                self._pm.unregister(name=source.name)
-            report.state = "incompatible" if isinstance(exc, _IncompatibleError) else "broken"
-            report.reason = str(exc) if isinstance(exc, PluginError) else f"{type(exc).__name__}: {exc}"
-            report.error, report.traceback = exc, _trace(exc)
+        with self._run(report, f"loading {source.module}", load=True) as run:
+            try:
+                module = module or importlib.import_module(source.module)
+                report.origin = getattr(module, "__file__", "") or ""
+                _check_api(module)
+                self._pm.register(module, name=source.name)
+                self._verify_hooks(source.name, module)
+                self._pm.check_pending()
+                backends = self._collect(source.name, run)
+            except BaseException as exc:  # a stranger's module may raise anything; it is kept and reported
+                if self._pm.has_plugin(source.name):
+                    self._pm.unregister(name=source.name)
+                if run.ended_by_host(exc):
+                    del self.plugins[source.name]
+                    raise
+                report.state = "incompatible" if isinstance(exc, _IncompatibleError) else "broken"
+                report.reason = str(exc) if isinstance(exc, PluginError) else f"{type(exc).__name__}: {exc}"
+                report.error, report.traceback = exc, _trace(exc)
+            else:
+                report.backends = backends
         return report
 
     def _verify_hooks(self, name: str, module: ModuleType) -> None:
@@ -339,13 +327,15 @@ class PluginManager:
                 if missing := sorted(expected - set(implementation.argnames)):
                     raise PluginError(f"{hook} must take every argument of its spec, it lacks {', '.join(missing)}")
 
-    def _collect(self, name: str) -> tuple[str, ...]:
+    def _collect(self, name: str, run: Run) -> tuple[str, ...]:
         """Read the plugin's records, check them, and only then make any of them visible."""
         platforms = [typed(p, PlatformInfo, name) for p in self._call(name, "polyattn_register_platforms")]
         backends = [typed(b, BackendInfo, name) for b in self._call(name, "polyattn_register_backends")]
         files = [(name, file_of(f, name)) for f in self._call(name, "polyattn_register_measurements")]
         kernels = [typed(k, Kernel, name) for k in self._call(name, "polyattn_register_tunables")]
         ops = [typed(o, DeviceOpsInfo, name) for o in self._call(name, "polyattn_register_device_ops")]
+        if run.refused is not None:  # it may have caught what it was told
+            raise run.refused
         for platform in platforms:
             if platform.name in self.platforms:
                 owner = self._platform_owner[platform.name]
@@ -407,34 +397,18 @@ def _spec_names() -> list[str]:
     return [n for n in vars(PolyattnSpecs) if n.startswith(f"{PROJECT}_")]
 
 
-def _short_name(module: str) -> str:
-    return module.split(".")[0].removeprefix(f"{PROJECT}_")
+def _report(source: Source) -> PluginReport:
+    return PluginReport(source.name, source.module, source.distribution, source.version)
 
 
-def _group(sources: Iterable[_Source]) -> Iterator[list[_Source]]:
-    groups: dict[str, list[_Source]] = {}
-    for source in sources:
-        group = groups.setdefault(source.name, [])
-        # A module path beside the entry point of the same module is the same plugin.
-        if all(source.module != one.module or source.distribution not in ("", one.distribution) for one in group):
-            group.append(source)
-    yield from groups.values()
-
-
-def _incompatible(requires: Iterable[str], host_version: str) -> str:
-    """'needs polyattn<0.4, found 0.5', or '' when the metadata agree (nothing is imported to find out)."""
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    for text in requires:
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            continue
-        known = normalise_distribution(requirement.name) == PROJECT and host_version
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if known and applies and not requirement.specifier.contains(host_version, prereleases=True):
-            return f"needs {PROJECT}{requirement.specifier}, found {host_version}; install matching versions"
-    return ""
+def _refuse_while_loading(what: str) -> None:
+    """A plugin that is half loaded would load the others a second time, and itself never."""
+    if (run := loading()) is not None:
+        run.refused = PluginError(
+            f"{run.who} {what} while it is being loaded. Its import and its register hooks only declare: do that in a "
+            f"function that runs later"
+        )
+        raise run.refused
 
 
 def _check_api(module: ModuleType) -> None:
@@ -501,6 +475,7 @@ def get_manager() -> PluginManager:
 def reset_manager(manager: PluginManager | None = None) -> None:
     """Replace the process's manager (None = build a new one at next use). Cached choices become stale."""
     global _manager
+    _refuse_while_loading("resets polyattn's plugins")
     _manager = manager
     distribution_version.cache_clear()
     epoch.bump()

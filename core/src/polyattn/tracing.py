@@ -40,6 +40,7 @@ CallLengths = tuple[Sequence[tuple[int, int]], int]
 """(S_q, S_k) of each sequence, and the tokens of a prefix that all share."""
 
 _Who = str | Callable[[Extent], str]
+_ADD = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)  # a pipe that nobody reads would be waited for
 
 
 @dataclasses.dataclass
@@ -67,7 +68,7 @@ class _Recorder:
         self._lock = threading.Lock()
         self._lost = False
         try:
-            os.close(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
+            os.close(os.open(self.path, _ADD | os.O_CREAT, 0o644))
         except OSError as exc:
             raise ConfigError(
                 f"requests cannot be recorded to {path}: {exc}; name a file in a folder that is there"
@@ -107,7 +108,7 @@ class _Recorder:
         try:
             # Without O_CREAT: `polyattn trace` moves the file when its program ends, and what outlives that program
             # shall not begin another. Opened each time: a program may close every file that it does not know.
-            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            handle = os.open(self.path, _ADD)
             try:
                 os.write(handle, lines)
             finally:

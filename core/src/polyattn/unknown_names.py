@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
 from .errors import did_you_mean
+from .records.packages import bringing
 
 __all__ = ["unknown_backend"]
 
@@ -35,12 +36,16 @@ def unknown_backend(
         known: every name and alias of any platform.
         broken: label -> reason of plugins that could not be used.
     """
-    by = f", asked for by {source}" if source else ""
+    by, known = f", asked for by {source}" if source else "", set(known)
     faults = "; ".join(f"{label}: {reason}" for label, reason in broken.items())
     blame = f" These plugins could not be used and may be what you want: {faults}." if faults else ""
+    word = name.lower().replace("-", "_")
+    told = "".join(broken).replace("_", "-")
+    lacking = [] if word in known else [package for package in bringing(word) if package not in told]
+    bring = f" {' and '.join(lacking)} would bring it: pip install {lacking[0]}." if lacking else ""
     here = [*usable, *(alias for aliases in usable.values() for alias in aliases)]
     return (
-        f"no backend is named {name!r}{by}.{_advice(name, here, set(known))}{blame} "
+        f"no backend is named {name!r}{by}.{bring or _advice(name, here, set(known))}{blame} "
         f"Usable on {platform}: {', '.join(usable) or 'none'}; `polyattn list` says what each of the others needs"
     )
 

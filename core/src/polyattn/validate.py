@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import envvars, scalars
 from .errors import InvalidInputError
+from .result_check import shares_memory
 
 __all__ = [
     "PackedCheck",
@@ -292,16 +293,6 @@ def overlaps_itself(tensor: Tensor) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
-
-
-def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors start at one place or, where both are contiguous, overlap at all."""
-    if not a.numel() or not b.numel():
-        return False
-    start_a, start_b = a.data_ptr(), b.data_ptr()
-    if start_a == start_b or not (a.is_contiguous() and b.is_contiguous()):
-        return start_a == start_b
-    return start_a < start_b + b.nbytes and start_b < start_a + a.nbytes
 
 
 def contents_readable(tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import ConfigError
 from ..testing.machine import code_digest, device_name, versions
+from ..user_files import MEGABYTE, read_text
 from .bars import verdicts
 from .pages import BENCHMARK
 from .peers import Peer, versions_of
@@ -103,7 +104,7 @@ def load(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, is no result of this command in this format, or lacks something.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        found = json.loads(read_text(path, 64 * MEGABYTE), parse_constant=_no_number)
     except OSError as exc:
         raise ConfigError(f"result file {path} cannot be read: {exc}") from exc
     except (RecursionError, ValueError) as exc:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -24,6 +25,7 @@ from ..errors import (
     PluginError,
     PolyattnError,
     UnsupportedRequestError,
+    without_torch,
 )
 from .bench import bench
 from .config_check import config
@@ -104,6 +106,34 @@ def _root(
 
 def run(words: list[str]) -> int:
     """Run a command line; every expected failure becomes a message and an exit code, never a traceback."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the shell has closed it: what is printed goes nowhere
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for good
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _silence(sys.stdout)
+        if error.errno != errno.EPIPE:  # else the reader (head, a closed pager) has seen enough, and needs no word
+            with contextlib.suppress(OSError):
+                print(f"error: the answer cannot be written: {error}", file=sys.stderr)
+        return OTHER_ERROR
+    return code
+
+
+_NO_ROOM = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT if hasattr(errno, "EDQUOT") else errno.EIO)
+"""What writing an answer may end with."""
+
+
+def _silence(stream: Any) -> None:
+    """What is still buffered must not fail once more at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _run(words: list[str]) -> int:
     # What follows `--` is of the program that `trace` runs.
     own = words[: words.index("--")] if "--" in words else words
     as_json = "--json" in own
@@ -116,6 +146,11 @@ def run(words: list[str]) -> int:
         with answers_alone() if _read_by_programs(own) else contextlib.nullcontext():
             code = app(words, prog_name="polyattn", standalone_mode=False)
         sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        _report(as_json, BackendUnavailableError.__name__, without_torch(f"`{_command(words)}`"))
+        return EXIT_CODES[BackendUnavailableError]
     except PolyattnError as error:
         _report(as_json, type(error).__name__, str(error), getattr(error, "rejected", None))
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), OTHER_ERROR)
@@ -125,13 +160,10 @@ def run(words: list[str]) -> int:
         return 2
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except (BrokenPipeError, SystemExit) as ended:
-        if getattr(ended, "code", None) == TERMINATED:
+    except SystemExit as ended:
+        if ended.code == TERMINATED:
             return TERMINATED
-        # The reader (head, a closed pager) has seen enough; typer notices first, or the flush above. What is still
-        # buffered must not fail once more at exit.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)  # typer ends so where a reader has gone away
         return OTHER_ERROR
     return code if isinstance(code, int) else 0
 

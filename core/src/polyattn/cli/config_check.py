@@ -18,11 +18,11 @@ from ..envvars import flag, number, unknown
 from ..errors import ConfigError
 from ..inspection import BackendStatus, detect, list_backends
 from ..names import is_of, parts
-from ..plugins import get_manager
+from ..plugins import PluginManager, get_manager
 from ..records import BackendInfo
 from .rendering import grid, screen, show_json, title
 
-__all__ = ["config", "not_here", "wrong_variables"]
+__all__ = ["config", "not_here", "unknown_words", "wrong_variables"]
 
 READ_LATER: tuple[Callable[[], object], ...] = (
     lambda: flag("POLYATTN_VALIDATE"),
@@ -52,6 +52,14 @@ def wrong_variables() -> list[str]:
         except ConfigError as problem:
             problems.append(str(problem))
     return problems
+
+
+def unknown_words(manager: PluginManager) -> tuple[list[str], list[str]]:
+    """What the lists of plugins name and nobody is: (wrong, to be told). Who is to be left out and is not would be let
+    in by a slip; who is to be allowed may be installed on another machine."""
+    found = manager.unknown_words
+    wrong = [sentence for variable, sentence in found if variable == "POLYATTN_DISABLE"]
+    return wrong, [sentence for variable, sentence in found if variable != "POLYATTN_DISABLE"]
 
 
 def not_here(settings: Settings, statuses: Iterable[BackendStatus]) -> list[str]:
@@ -125,8 +133,8 @@ def check(
     """Read command line, environment and file as a run would, and list everything that is wrong.
 
     Exit code 2: something does not parse. 4: a backend that is unknown or planned, an option its backend does not take,
-    a file that is not there, or a POLYATTN_ variable that nothing reads. A backend that cannot be used on this machine
-    is a warning: the run may be elsewhere.
+    a file that is not there, a POLYATTN_ variable that nothing reads, a plugin to leave out that nobody is. A backend
+    that this machine cannot use is a warning: the run may be elsewhere.
     """
     given = {
         "attention_backend": attention_backend,
@@ -145,8 +153,10 @@ def check(
         raise ConfigError("\n".join([str(wrong), *wrong_variables(), *unknown()])) from wrong
     if more := wrong_variables():
         raise ConfigError("\n".join([*more, *unknown()]))
-    problems = check_settings(settings, backend_names(get_manager().backends.values())) + unknown()
-    warnings = not_here(settings, list_backends())
+    manager = get_manager()
+    wrong_words, odd_words = unknown_words(manager)
+    problems = check_settings(settings, backend_names(manager.backends.values())) + wrong_words + unknown()
+    warnings = odd_words + not_here(settings, list_backends())
     entries = in_force(settings)
     if as_json:
         show_json({"settings": entries, "problems": problems, "warnings": warnings})

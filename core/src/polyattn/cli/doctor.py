@@ -18,17 +18,19 @@ from .. import __version__
 from ..config import backend_names, check_settings, load_settings
 from ..defects import affecting, listed
 from ..distributions import availability, distribution_version
-from ..envvars import ENVVARS, flag, left_out, unknown
-from ..errors import ConfigError, PolyattnError
+from ..envvars import ENVVARS, flag, unknown
+from ..errors import ConfigError, PolyattnError, without_torch
 from ..inspection import BackendStatus, detect, list_backends
 from ..integrations import HOSTS, outdated
 from ..names import lost_aliases
 from ..platforms import torch_build
+from ..plugin_sources import Door
 from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
 from ..records import FAMILIES, BackendInfo, DeviceReport, Fallback, Provider
+from ..records.packages import absent_packages
 from ..testing.early_imports import early_imports
 from ..tuning import mode, store
-from .config_check import not_here, wrong_variables
+from .config_check import not_here, unknown_words, wrong_variables
 from .probes import speaks_of
 from .rendering import facts, grid, screen, show_json, standing, title
 
@@ -48,14 +50,15 @@ def doctor(
 ) -> None:
     """Examine this machine: devices, versions, plugins, variables, and why a backend cannot be used.
 
-    Exit code 4 when a plugin is broken, duplicate or incompatible, else 0.
+    Exit code 4 when a plugin is broken, duplicate or incompatible, when one is to be left out that nobody is, when
+    torch is missing or when no backend can be used; else 0.
     """
     findings = examine(verbose)
     if as_json:
         show_json(findings)
     else:
         _print(findings)
-    if any(plugin["state"] in BAD for plugin in findings["plugins"]):
+    if findings["errors"] or any(plugin["state"] in BAD for plugin in findings["plugins"]):
         raise typer.Exit(4)
 
 
@@ -73,6 +76,9 @@ def examine(verbose: bool = False) -> dict[str, Any]:
     amiss = _contained(problems, _store) or []
     if settings is not None:
         problems += check_settings(settings, backend_names(manager.backends.values()))
+    wrong_words, odd_words = unknown_words(manager)
+    errors = [*wrong_words, *_nothing_runs(statuses)]
+    problems += errors
     return {
         "polyattn": __version__,
         "python": f"{python_platform.python_version()} ({sys.executable})",
@@ -83,12 +89,30 @@ def examine(verbose: bool = False) -> dict[str, Any]:
         "plugins": [_plugin(report, verbose) for report in manager.plugins.values()],
         "environment": {name: os.environ[name] for name in ENVVARS if name in os.environ},
         "unread": unknown(),
+        "errors": errors,
         "problems": list(dict.fromkeys(problems)),  # what several readers stumble over is one problem
-        "warnings": amiss + _warnings(manager) + (not_here(settings, statuses) if settings is not None else []),
+        "warnings": amiss
+        + odd_words
+        + _warnings(manager)
+        + (not_here(settings, statuses) if settings is not None else []),
         "backends": [_backend(s, devices[s.platform], manager) for s in statuses if s.platform in present],
         "elsewhere": [_elsewhere(status, devices, manager) for status in statuses if status.platform not in present],
+        "packages": {name: list(names) for name, names in _absent_packages(manager).items()},
         "defects": _defects(manager, present),
     }
+
+
+def _absent_packages(manager: PluginManager) -> dict[str, tuple[str, ...]]:
+    return absent_packages(word for report in manager.plugins.values() for word in (report.distribution, report.module))
+
+
+def _nothing_runs(statuses: list[BackendStatus]) -> list[str]:
+    """Why no call can be served here at all; empty where one can."""
+    if not torch_build().version:
+        return [without_torch("Every call")]
+    if any(status.status == "available" for status in statuses):
+        return []
+    return ["no backend can be used here: the table of backends says what each needs"]
 
 
 def _defects(manager: PluginManager, present: list[str]) -> list[dict[str, Any]]:
@@ -132,7 +156,7 @@ def _manager(problems: list[str]) -> PluginManager:
     ending = set()
     if _contained(problems, lambda: flag(STRICT)) is not False:
         ending.add(STRICT)
-    if _contained(problems, left_out) is None:
+    if _contained(problems, Door) is None:
         ending.add(DISABLE)
     if ending:
         reset_manager(PluginManager({k: v for k, v in os.environ.items() if k not in ending}))
@@ -264,6 +288,8 @@ def _print(findings: dict[str, Any]) -> None:
     console.print(facts(pairs))
     _devices(console, findings["platforms"])
     _plugins(console, findings["plugins"])
+    if findings["packages"]:
+        console.print(facts((f"pip install {name}", ", ".join(names)) for name, names in findings["packages"].items()))
     _variables(console, findings)
     _backends(console, findings["backends"])
     _absent(console, findings["elsewhere"])

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from .. import overrides
 from ..errors import ConfigError, did_you_mean
+from ..user_files import MEGABYTE, read_text
 from .rendering import facts, panel, progress, screen, show_json
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
     prompts = list(given or ())
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = read_text(file, 16 * MEGABYTE, pipes=True).splitlines()
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError(f"--prompt-file {file}: {exc}; give a UTF-8 text file with one prompt per line") from exc
         prompts += [line for line in lines if line.strip()]

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ..inspection import BackendStatus, detect, list_backends
 from ..plugins import get_manager
+from ..records.packages import absent_packages
 from .rendering import grid, screen, show_json, standing, title
 
 __all__ = ["entries", "list_command", "platforms_here"]
@@ -107,6 +108,9 @@ def _footnotes(shown: list[BackendStatus], *, narrowed: bool) -> list[str]:
         report = detect(platform)
         if not report.present:
             notes.append(f"{platform}: {report.detail}.")
+    reports = get_manager().plugins.values()
+    absent = absent_packages(word for report in reports for word in (report.distribution, report.module))
+    notes += [f"pip install {package} would bring: {', '.join(names)}." for package, names in absent.items()]
     if narrowed:
         notes.append("`polyattn list --all` shows the other platforms, `polyattn doctor` what to do about a backend.")
     return notes

@@ -20,6 +20,7 @@ from rich.text import Text
 from .. import tuning
 from ..errors import ConfigError
 from ..tuning.rows import canonical
+from ..user_files import MEGABYTE, read_bytes
 from .rendering import facts, grid, screen, show_json, standing, title
 
 if TYPE_CHECKING:
@@ -159,9 +160,8 @@ def _check_trace(out: Path) -> None:
     from ..measuring.traces import read_line
 
     try:
-        with out.open(encoding="utf-8") as file:
-            if first := file.readline():
-                read_line(first, str(out))
+        if head := read_bytes(out, MEGABYTE, head=MEGABYTE):
+            read_line(head.partition(b"\n")[0].decode("utf-8"), str(out))
     except (OSError, ValueError) as exc:
         raise ConfigError(
             f"--out {out} is there already and is no trace that can be read: name another file, or remove it"

@@ -16,6 +16,7 @@ from .. import tuning
 from ..errors import BackendUnavailableError, ConfigError, did_you_mean
 from ..plugins import get_manager
 from ..tuning import TuningStore
+from ..user_files import MEGABYTE, read_bytes, read_text
 from .asking import above_zero
 from .rendering import facts, grid, panel, progress, screen, show_json, title
 
@@ -226,8 +227,7 @@ def _summary(console: Console, tried: list[Tried]) -> None:
 def _is_store(path: Path) -> bool:
     """Whether a file is there that is a database, as stores are."""
     try:
-        with path.open("rb") as file:
-            return file.read(16) == b"SQLite format 3\0"
+        return read_bytes(path, 16, head=16) == b"SQLite format 3\0"
     except OSError:
         return False
 
@@ -245,7 +245,7 @@ def _keep(export: Path | None, imports: list[Path], merges: list[Path], release:
         if _is_store(path):
             raise ConfigError(f"--import {path}: this is a tuning store, which goes to --merge")
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(read_text(path, 64 * MEGABYTE))
         except FileNotFoundError as exc:
             raise ConfigError(f"--import {path}: there is no such file") from exc
         except (OSError, ValueError, RecursionError) as exc:

@@ -6,17 +6,26 @@ import importlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
+from ..user_files import MEGABYTE, read_bytes
 from .pairs import parse_pairs
 from .words import FORMS, show
 
 __all__ = ["parse_backend_config", "read_config_file"]
 
 SUFFIXES = (".json", ".yaml", ".yml", ".toml")
+MOST = MEGABYTE // 8
+"""Bytes of a file. Readers of YAML need seconds for more."""
+MOST_NODES = 50_000
+"""Values of a YAML file with its aliases written out: a few lines of them can stand for more than memory holds."""
+MOST_DIGITS = 1_000
+"""Characters of a YAML value that is no text, and of the parts of a TOML key: readers are slow with more."""
+MOST_PARTS = 100
 
 
 def parse_backend_config(
@@ -69,7 +78,8 @@ def read_config_file(path: str | os.PathLike[str], *, where: str = "config file"
     """The mapping in a JSON, YAML (safe-loaded) or TOML file, by suffix. An empty YAML or TOML file is {}.
 
     Raises:
-        ConfigError: missing, unreadable, not UTF-8, wrong suffix, malformed (with line and column), not a mapping.
+        ConfigError: missing, unreadable, no regular file, larger than 128 KiB, not UTF-8, wrong suffix, malformed (with
+            line and column), aliases or keys that stand for more than a configuration has, not a mapping.
     """
     named = os.fspath(path)
     file = Path(named if "\0" in named else os.path.expanduser(named))
@@ -79,7 +89,7 @@ def read_config_file(path: str | os.PathLike[str], *, where: str = "config file"
             raise ConfigError(f"{where}: {file} does not exist; name a file with one of: {', '.join(SUFFIXES)}")
         raise ConfigError(f"{where}: {file} has the suffix {file.suffix!r}; allowed: {', '.join(SUFFIXES)}")
     try:
-        text = file.read_bytes().decode("utf-8-sig")
+        text = read_bytes(file, MOST).decode("utf-8-sig")
     except FileNotFoundError as cause:
         hint = "" if file.is_absolute() else "; relative paths start at the working directory"
         raise ConfigError(f"{where}: {file} does not exist{hint}") from cause
@@ -121,8 +131,7 @@ def _json(text: str, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
             raise ConfigError(f"{where}: the key {twice!r} is given twice")
         return out
 
@@ -168,14 +177,57 @@ def _yaml(text: str, where: str) -> Any:
     exponent = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+\Z")
     loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))  # type: ignore[attr-defined]
     try:
-        return yaml.load(text, Loader=loader)
+        reader = loader(text)
+        node = reader.get_single_node()
+        if node is None:
+            return None
+        _check_nodes(yaml, node, where)
+        return reader.construct_document(node)
     except yaml.YAMLError as cause:
         mark = getattr(cause, "problem_mark", None)
         at = f" at line {mark.line + 1} column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{where} is not YAML: {getattr(cause, 'problem', None) or cause}{at}") from cause
+    except ConfigError:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError) as cause:
         # What pyyaml lets through where a tag or a date does not fit its text: 2026-13-45, !!bool x.
         raise ConfigError(f"{where} is not YAML: a value does not fit its type ({cause})") from cause
+
+
+def _check_nodes(yaml: Any, root: Any, where: str) -> None:
+    """Of a document as it was parsed, before values are made of it, which is when aliases are written out."""
+    sizes: dict[int, int] = {}
+    stack: list[tuple[Any, bool]] = [(root, False)]
+    open_: set[int] = set()
+    while stack:
+        node, inside = stack.pop()
+        at = f"line {node.start_mark.line + 1}"
+        if isinstance(node, yaml.ScalarNode):
+            if node.tag != "tag:yaml.org,2002:str" and len(node.value) > MOST_DIGITS:
+                raise ConfigError(
+                    f"{where}: the value in {at} has {len(node.value)} characters; quote it if it is text"
+                )
+            sizes[id(node)] = 1
+            continue
+        parts = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
+        if inside:
+            open_.discard(id(node))
+            sizes[id(node)] = 1 + sum(sizes[id(part)] for part in parts)
+            if sizes[id(node)] > MOST_NODES:
+                raise ConfigError(
+                    f"{where}: what begins in {at} holds more than {MOST_NODES} values with its aliases written out; "
+                    f"write what is meant without them"
+                )
+        elif id(node) not in sizes:
+            open_.add(id(node))
+            stack.append((node, True))
+            for part in parts:
+                if id(part) in open_:
+                    raise ConfigError(
+                        f"{where}: what begins in {at} holds itself, by an alias; write out what is meant"
+                    )
+                if id(part) not in sizes:
+                    stack.append((part, False))
 
 
 def _toml(text: str, where: str) -> Any:
@@ -187,7 +239,14 @@ def _toml(text: str, where: str) -> Any:
             continue
     else:
         raise ConfigError(f"{where}: TOML on Python 3.10 needs tomli: pip install tomli, or write it as JSON")
+    bare = re.sub(r'"[^"\n]*"|\'[^\'\n]*\'', "q", text)
+    for number, line in enumerate(bare.split("\n"), 1):
+        keys = (sum(map(bool, map(str.strip, piece.split(".")))) for piece in re.split(r"[=,{}\[\]]", line))
+        if max(keys) > MOST_PARTS:
+            raise ConfigError(f"{where}: a key in line {number} has more than {MOST_PARTS} parts between dots")
     try:
         return toml.loads(text)
     except toml.TOMLDecodeError as cause:
         raise ConfigError(f"{where} is not TOML: {cause}") from cause
+    except ValueError as cause:  # an integer beyond Python's digit limit, a date that is none
+        raise ConfigError(f"{where}: {cause}") from cause

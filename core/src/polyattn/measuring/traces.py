@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..tuning.rows import canonical
+from ..user_files import MEGABYTE, read_text
 from .workload import Workload
 
 __all__ = ["Traced", "read_line", "read_trace"]
@@ -32,7 +33,7 @@ def read_trace(paths: Sequence[str | Path]) -> list[Traced]:
     found: dict[str, Traced] = {}
     for path in map(Path, paths):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = read_text(path, 64 * MEGABYTE).splitlines()
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError(f"the trace {path} cannot be read: {exc}") from exc
         for number, line in enumerate(lines, 1):

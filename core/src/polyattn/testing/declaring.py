@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..errors import PolyattnError
 from ..inspection import what_if
-from ..plugins import PluginManager, PluginReport, _short_name
+from ..plugins import PluginManager, PluginReport
 from ..records import AttentionRequest, BackendInfo
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ class AttentionRecords:
 
     @classmethod
     def _report(cls) -> PluginReport:
-        name = _short_name(cls.plugin)
-        manager = PluginManager(environ={"POLYATTN_PLUGINS": name, "POLYATTN_EXTRA_PLUGINS": cls.plugin}).load()
-        return manager.plugins[name]
+        names = {"POLYATTN_PLUGINS": cls.plugin, "POLYATTN_EXTRA_PLUGINS": cls.plugin}
+        plugins = PluginManager(environ=names).load().plugins
+        return next(report for report in plugins.values() if report.module == cls.plugin)
 
     @classmethod
     def _libraries(cls, one: Asked) -> set[str]:

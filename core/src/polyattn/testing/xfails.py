@@ -19,6 +19,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..plugins import get_manager
 from ..records import BackendInfo
+from ..user_files import MEGABYTE, read_text
 
 __all__ = ["NAME", "Expected", "expected_of", "no_unmatched", "read_xfails"]
 
@@ -48,8 +49,12 @@ def read_xfails(backend: BackendInfo) -> tuple[Expected, ...]:
     path = Path(plugin.origin).parent / NAME
     if not plugin.origin or not path.is_file():
         return ()
+    try:
+        lines = read_text(path, MEGABYTE).splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{NAME} of plugin {plugin.name} cannot be read: {exc}") from exc
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         text, _, reason = (part.strip() for part in line.partition("#"))
         where = f"{NAME}, line {number}"
         if not text:

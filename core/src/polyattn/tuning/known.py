@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError
-from ..plugins import FAILURES, get_manager
+from ..foreign import Run
+from ..plugins import get_manager
 from ..records import AttentionRequest
 from .alike import Numbers, apart, numbers_of, scaled
 from .current import cached, mode, store
@@ -187,11 +188,14 @@ def shipped_devices(arch: str) -> list[str]:
 def _read_tables(announced: tuple[tuple[str, str], ...]) -> Sequence[Row]:
     found: list[Row] = []
     for name, file in announced:
-        try:
-            found += _read_table(file)
-        except FAILURES as exc:  # the import of a stranger's package may raise anything
-            label, why = get_manager().plugins[name].label, f"{type(exc).__name__}: {exc}"
-            warnings.warn(f"the measurements of plugin {label} are not used: {why}", RuntimeWarning, stacklevel=2)
+        with Run() as run:
+            try:
+                found += _read_table(file)
+            except BaseException as exc:  # the import of a stranger's package may raise anything
+                if run.ended_by_host(exc):
+                    raise
+                label, why = get_manager().plugins[name].label, f"{type(exc).__name__}: {exc}"
+                warnings.warn(f"the measurements of plugin {label} are not used: {why}", RuntimeWarning, stacklevel=2)
     return tuple(sorted(found, key=lambda row: when(row.date)))
 
 

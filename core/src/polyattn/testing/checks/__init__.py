@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ...plugins import FAILURES
+from ...foreign import Run
 from ..calls import Installed, Target
 from ..cases import Case
 from ..problems import build
@@ -62,11 +62,14 @@ def run_case(target: Target, case: Case) -> Outcome:
 def _measured(target: Target, case: Case) -> Outcome:
     problem = build(case, target.device)
     notes = Notes(case, problem.dtype, getattr(target, "accuracy", None))
-    try:
-        with one_thread():
-            _CHECKS[case.check](target, problem, notes)
-    except FAILURES as exc:
-        # A declared case that cannot be run is what the kit is there to find, whatever the adapter raises.
-        notes.wrong("call", f"raised {type(exc).__name__}: {exc}")
+    with Run() as run:
+        try:
+            with one_thread():
+                _CHECKS[case.check](target, problem, notes)
+        except BaseException as exc:
+            if run.ended_by_host(exc):
+                raise
+            # A declared case that cannot be run is what the kit is there to find, whatever the adapter raises.
+            notes.wrong("call", f"raised {type(exc).__name__}: {exc}")
     verdict: Verdict = "failed" if notes.findings else "passed"
     return Outcome(case, verdict, tuple(notes.findings), notes.margins)
