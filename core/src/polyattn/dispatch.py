@@ -43,7 +43,6 @@ from .signature import (
     sinks_key,
     torch_deterministic,
     transform,
-    wanted_grads,
 )
 
 __all__ = ["DENSE_KEY", "DenseSite", "attention", "bind", "dense_request"]
@@ -107,8 +106,7 @@ def dense_request(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, si
     """
     if isinstance(q, Tensor) and autocast_dtype(q.device.type) is not None:
         q, k, v = cast(q, k, v)
-    grad = all(isinstance(t, Tensor) for t in (q, k, v)) and bool(wanted_grads({"q": q, "k": k, "v": v}, False))
-    validate.check_dense(q, k, v, mask, sinks, out, static.layout, grad)
+    validate.check_dense(q, k, v, mask, sinks, out, static.layout)
     s, h = (1, 2) if static.layout == "BSHD" else (2, 1)
     facts = request_facts(static, q, k, v, mask, sinks, q.shape[h], k.shape[h])
     return AttentionRequest(family="dense", s_relation=relation(q.shape[s], k.shape[s]), **facts).normalised()
@@ -265,7 +263,7 @@ class DenseSite:
         try:
             signature = _dense_key(query, key, value, attn_mask, sinks, out, self._bshd)
         except (AttributeError, RuntimeError, TypeError, ValueError) as exc:
-            validate.check_dense(query, key, value, attn_mask, sinks, out, self.static.layout, False)
+            validate.check_dense(query, key, value, attn_mask, sinks, out, self.static.layout)
             raise InvalidInputError(f"the arguments of attention cannot be read: {exc}; pass 4-D tensors") from exc
         entry = entries.get(signature)
         if entry is None:

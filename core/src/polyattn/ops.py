@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import validate
-from .autograd import attention_backward
+from .autograd import attention_backward, refuse_second
 from .contract import Bound
 from .defects import affecting, narrowing
 from .epoch import EPOCH
@@ -161,7 +161,7 @@ def _varlen_op(
     given = _lens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     query, key, value = _dense_axes(query, key, value)
     # A trace sees neither contents nor the counts that become known when the graph runs.
-    validate.check_varlen(query, key, value, attn_mask=attn_mask, sinks=sinks, out=None, grad=False, **given)
+    validate.check_varlen(query, key, value, attn_mask=attn_mask, sinks=sinks, out=None, **given)
     validate.check_lengths(query, key, **given)
     return _call(plan, query, key, value, attn_mask=attn_mask, sinks=sinks, **given)
 
@@ -292,3 +292,11 @@ def _varlen_autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tupl
 
 _dense_op.register_autograd(_dense_autograd, setup_context=_dense_context)
 _varlen_op.register_autograd(_varlen_autograd, setup_context=_varlen_context)
+
+
+def _second(ctx: Any, *grads: Any) -> Any:
+    refuse_second()
+
+
+_dense_backward_op.register_autograd(_second)
+_varlen_backward_op.register_autograd(_second)

@@ -152,7 +152,7 @@ def _paged_arguments(
     serving_checks.check_kv_parts(query, kv_parts, static.window, pools, p, k_scale)
     if tree:
         serving_checks.check_tree(attn_mask, seq_lens, cu_seqlens_q, chunked_prefix, kv_parts)
-    _no_grad(query, key_cache, value_cache, key, value)
+    _no_grad(query, key_cache, value_cache, key, value, sinks, attn_mask)
     return _request(
         static,
         query,
@@ -317,7 +317,7 @@ def _mla_request(
     serving_checks.check_kv_parts(query, kv_parts, static.window, {"cache": cache}, 1, None)
     if tree:
         serving_checks.check_tree(attn_mask, seq_lens, cu_seqlens_q, chunked_prefix, kv_parts)
-    _no_grad(query, cache)
+    _no_grad(query, cache, attn_mask)
     fp8 = cache.dtype == torch.uint8
     return _request(
         static,

@@ -142,9 +142,7 @@ def _other_layout(query: Tensor, key: Tensor, value: Tensor, layout: str) -> str
     return f"; tensors in {shape} need layout={other!r}"
 
 
-def check_dense(
-    query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, layout: str, grad: bool
-) -> None:
+def check_dense(query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, layout: str) -> None:
     """Check the tensors of a dense call."""
     bshd = layout == "BSHD"
     shape = "[B, S, H, D]" if bshd else "[B, H, S, D]"
@@ -160,7 +158,7 @@ def check_dense(
         raise InvalidInputError(f"key has {key.shape[s]} positions, value {value.shape[s]}; they must be equal")
     _mask(attn_mask, query, query.shape[0], query.shape[h], query.shape[s], key.shape[s], "S_q, S_k")
     _sinks(sinks, query, query.shape[h])
-    _out(out, query, (*query.shape[:3], value.shape[-1]), (query, key, value), grad)
+    _out(out, query, (*query.shape[:3], value.shape[-1]), (query, key, value), (attn_mask, sinks))
 
 
 def _mask(attn_mask: Any, query: Tensor, batch: int, heads: int, s_q: int, s_k: int, axes: str) -> None:
@@ -220,7 +218,9 @@ def _sinks(sinks: Any, query: Tensor, heads: int) -> None:
         raise InvalidInputError(f"sinks is on {sinks.device}, query on {query.device}; move it")
 
 
-def _out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, ...], grad: bool) -> None:
+def _out(
+    out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, ...], optional: tuple[Tensor | None, ...]
+) -> None:
     if out is None:
         return
     _tensor("out", out, len(shape), str(list(shape)))
@@ -230,7 +230,7 @@ def _out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, 
         )
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         raise InvalidInputError(f"out's last axis is not dense (strides {tuple(out.stride())})")
-    if grad:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *optional)):
         raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
     if any(shares_memory(out, t) for t in inputs):
         raise InvalidInputError("out shares memory with an input; pass a tensor of its own")
@@ -311,7 +311,6 @@ def check_varlen(
     attn_mask: Any,
     sinks: Any,
     out: Any,
-    grad: bool,
 ) -> None:
     """Check the host-visible facts of a packed call."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -332,7 +331,7 @@ def check_varlen(
     _lengths(max_seqlen_q, max_seqlen_k)
     _mask(attn_mask, query, cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k, "max_q, max_k")
     _sinks(sinks, query, query.shape[1])
-    _out(out, query, (*query.shape[:2], value.shape[-1]), (query, key, value), grad)
+    _out(out, query, (*query.shape[:2], value.shape[-1]), (query, key, value), (attn_mask, sinks))
 
 
 class PackedCheck:
@@ -371,10 +370,7 @@ class PackedCheck:
             and max_seqlen_q >= 0 <= max_seqlen_k
         ):
             return
-        grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (query, key, value))
-        check_varlen(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, sinks, out, grad
-        )
+        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, sinks, out)
         seen = one, *((t.dtype, t.shape[1:], t.requires_grad) for t in tensors)
         # Guards never hold for one tensor passed twice, and those of calls that take turns would be made each time.
         if seen == self._seen and plain and TensorGuards is not None and query is not key is not value is not query:
@@ -450,7 +446,7 @@ def check_serving_options(
     """Check what a paged or latent call may bring besides its tables."""
     _mask(attn_mask, query, sequences, query.shape[1], max_seqlen_q, max_seqlen_k, "max_q, max_k")
     _sinks(sinks, query, query.shape[1])
-    _out(out, query, (*query.shape[:2], v_head_dim), inputs, False)
+    _out(out, query, (*query.shape[:2], v_head_dim), inputs, ())
 
 
 def check_page_table(
