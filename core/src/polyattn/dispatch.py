@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import overrides, validate
 from .call_shapes import extent_of
@@ -20,6 +21,7 @@ from .choose import choose, select_here
 from .compiled import trace_dense
 from .epoch import EPOCH
 from .errors import InvalidInputError
+from .facts import transform
 from .placement import aligned
 from .records import AttentionRequest, relation
 from .selection import Selection
@@ -42,7 +44,6 @@ from .signature import (
     runner,
     sinks_key,
     torch_deterministic,
-    transform,
 )
 
 __all__ = ["DENSE_KEY", "DenseSite", "attention", "bind", "dense_request"]
@@ -93,7 +94,7 @@ def _dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any,
         out_key(out, (*q.shape[:3], dv), (q, k, v)),
         autocast_dtype(kind),
         capturing(kind),
-        transform(q, k, v),
+        transform(q, k, v, mask, sinks),
         torch_deterministic(),
     )
 
@@ -239,12 +240,14 @@ class DenseSite:
                     )
                     and fast.epoch == EPOCH.value
                     and fast.deterministic is torch_deterministic()
+                    and forward_ad._current_level < 0
                 ):
                     return fast.call(query, key, value)
             elif (
                 (fast := self._masked) is not None
                 and fast.same(query, key, value, attn_mask)
                 and fast.still(query, key, value)
+                and forward_ad._current_level < 0
             ):
                 return fast.call(query, key, value, attn_mask=attn_mask)
         return self._find(query, key, value, attn_mask, sinks, out)

@@ -20,6 +20,7 @@ from .choose import Chosen, choose, device_facts, dtype_name, select_here
 from .contract import KVPart
 from .epoch import EPOCH
 from .errors import InvalidInputError
+from .facts import forward_mode
 from .placement import aligned
 from .records import AttentionRequest
 from .selection import Selection
@@ -64,6 +65,11 @@ def _no_grad(*tensors: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise InvalidInputError(
             "attention over a paged cache is inference only; run it under torch.no_grad(), or train with attention()"
+        )
+    if forward_mode(*tensors):
+        raise InvalidInputError(
+            "attention over a paged cache is inference only, and forward-mode AD (torch.func.jvp, jacfwd, a dual "
+            "tensor) goes through this call; give it tensors without a tangent, or use attention()"
         )
 
 

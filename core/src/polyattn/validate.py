@@ -286,7 +286,13 @@ def check_lengths(query: Tensor, key: Tensor, **lens: Any) -> None:
 
 def check_cu_seqlens(name: str, cu: Tensor, tokens: int, longest: int, max_name: str) -> list[int]:
     """Check the contents of cumulative lengths [N+1]; returns them."""
-    starts: list[int] = cu.tolist()
+    try:
+        starts: list[int] = cu.tolist()
+    except RuntimeError as exc:  # vmap batches it
+        raise InvalidInputError(
+            f"{name} cannot be read on the host: {exc}; under vmap map over tensors of one set of lengths "
+            f"(in_dims=None for {name}), or call once for each set"
+        ) from exc
     if starts[0] != 0:
         raise InvalidInputError(f"{name} starts with {starts[0]}; it must start with 0")
     if starts[-1] != tokens:

@@ -182,7 +182,9 @@ def _with_fit(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _kernel(request: AttentionRequest) -> Callable[..., Tensor]:
-    """SDPA, around the faults that fused kernels have for a request (`defects.CUDA`)."""
+    """SDPA, around the faults that fused kernels have for a request (`defects.CUDA`), and what they do not derive."""
+    if request.transform in ("gradgrad", "jvp"):
+        return _math
     if request.platform != "cuda":
         return _sdpa
     kernel: Callable[..., Tensor] = _sdpa
@@ -231,7 +233,7 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
     if widen > 0 and scale is None:
         scale = request.softmax_scale
     # torch's CPU kernels already give 0 and zero gradients for rows without keys; elsewhere kernels differ.
-    repair = may_have_empty_rows(request) and request.platform != "cpu"
+    repair = may_have_empty_rows(request) and (request.platform != "cpu" or _kernel(request) is _math)
 
     def masked(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
         mask = combined_mask(request, attn_mask, query.shape[2], key.shape[2], query.device)
