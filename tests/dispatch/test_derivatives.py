@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 
 import polyattn
 from polyattn.autograd import differentiable
@@ -181,3 +182,23 @@ def test_out_is_refused_beside_any_gradient(family, which):
         call(q, k, v, out=out, **given)
     with torch.no_grad():
         torch.testing.assert_close(call(q, k, v, out=out, **given), call(q, k, v, **given))
+
+
+@pytest.mark.parametrize(("family", "backend"), [("dense", None), ("varlen", None), ("dense", "opaque")])
+@pytest.mark.parametrize("kept", KEPT)
+def test_compiled_autograd_of_an_eager_forward(opaque, kept, family, backend):
+    """A backward is traced where it can be, and left to eager code where it cannot."""
+    q, k, v, s = (t.requires_grad_() for t in inputs(torch.float32))
+    k, v = (t.detach().repeat_interleave(2, 2).requires_grad_() for t in (k, v))
+    mask = {"attn_mask": MASKS["bool mask"].expand(1, 1, 5, 5)} if family == "dense" and not backend else {}
+    names = (q, k, v, s) if "sinks" in KEPT[kept] else (q, k, v)
+
+    def loss():
+        return loss_of(CALLS[family], q, k, v, s, backend=backend, **mask, **KEPT[kept])
+
+    want = torch.autograd.grad(loss(), names)
+    torch._dynamo.reset()
+    out = loss()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=backend is None)):
+        out.backward()
+    torch.testing.assert_close([t.grad for t in names], list(want))

@@ -101,12 +101,24 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         query, key, value, out, lse, sinks, *tensors = ctx.saved_tensors
         extra = {**ctx.host, **dict(zip(ctx.names, tensors, strict=True))}
-        _refuse_many(dout, dlse)
         given = (dout, dlse, query, key, value, out, lse, sinks)
+        if torch.compiler.is_compiling():
+            # By compiled autograd, which looks into what can be traced and leaves the rest to eager code.
+            run = attention_backward if ctx.bound.traceable else _untraced
+            return (None, None, None, *run(ctx.bound.backward, *given, ctx.head_axis, extra))
+        _refuse_many(dout, dlse)
         if torch.is_grad_enabled():
             apply: Callable[..., tuple[Tensor | None, ...]] = _Backward.apply
             return (None, None, None, *apply(ctx.bound.backward, ctx.head_axis, extra, *given))
         return (None, None, None, *attention_backward(ctx.bound.backward, *given, ctx.head_axis, extra))
+
+
+def _untraced(*given: Any) -> tuple[Tensor | None, ...]:
+    return attention_backward(*given)
+
+
+# `torch.compiler.disable` without its import of dynamo, which costs as much as torch itself.
+_untraced._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class _Backward(torch.autograd.Function):

@@ -379,7 +379,8 @@ def _with_lse(request: AttentionRequest) -> Bound:
 @contextlib.contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
     """torch's switch on for the length of one op, where the request asks for the same bits on every run."""
-    before = torch.get_deterministic_debug_mode()
+    # Not asked for where nothing is wanted: dynamo cannot trace the question.
+    before = torch.get_deterministic_debug_mode() if wanted else 0
     if not wanted or before:
         yield
         return
