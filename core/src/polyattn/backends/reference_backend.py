@@ -12,6 +12,10 @@ from ..records import AttentionRequest
 __all__ = ["Reference"]
 
 
+_KEPT = 2**28
+"""Bytes of scores that a backward keeps: of longer calls it computes them again, block by block."""
+
+
 class Reference:
     """Binds every softmax family. Memory for scores is capped by POLYATTN_REFERENCE_MEMORY_GB per call."""
 
@@ -26,10 +30,11 @@ class Reference:
             "return_lse": request.lse,
             "max_bytes": cap,
         }
+        trained = {"dropout_p": request.dropout, "kept_bytes": _KEPT}
         if request.family == "dense":
-            call = functools.partial(reference.attention, layout=request.layout, dropout_p=request.dropout, **options)
+            call = functools.partial(reference.attention, layout=request.layout, **trained, **options)
         elif request.family == "varlen":
-            call = functools.partial(reference.varlen_attention, dropout_p=request.dropout, **options)
+            call = functools.partial(reference.varlen_attention, **trained, **options)
         elif request.family == "paged":
             call = functools.partial(
                 _cached,
