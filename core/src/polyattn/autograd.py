@@ -113,8 +113,8 @@ class _Attention(torch.autograd.Function):
         return (None, None, None, *attention_backward(ctx.bound.backward, *given, ctx.head_axis, extra))
 
 
-def _untraced(*given: Any) -> tuple[Tensor | None, ...]:
-    return attention_backward(*given)
+def _untraced(backward: Callable[..., Any], *given: Any) -> tuple[Tensor | None, ...]:
+    return attention_backward(backward, *given)
 
 
 # `torch.compiler.disable` without its import of dynamo, which costs as much as torch itself.
@@ -128,7 +128,8 @@ class _Backward(torch.autograd.Function):
     def forward(
         ctx: Any, backward: Callable[..., Any], head_axis: int, extra: Mapping[str, Any], *tensors: Any
     ) -> tuple[Tensor | None, ...]:
-        return attention_backward(backward, *tensors, head_axis, extra)
+        given = (*tensors, head_axis, extra)
+        return attention_backward(backward, *given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

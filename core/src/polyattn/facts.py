@@ -104,4 +104,5 @@ def forward_mode(*tensors: Tensor | None) -> bool:
         return False
     if _functorch.peek_interpreter_stack() is not None:
         return transform_around() == "jvp"
-    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    unpack: Any = forward_ad.unpack_dual
+    return any(t is not None and unpack(t).tangent is not None for t in tensors)

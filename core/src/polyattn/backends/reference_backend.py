@@ -30,7 +30,7 @@ class Reference:
             "return_lse": request.lse,
             "max_bytes": cap,
         }
-        trained = {"dropout_p": request.dropout, "kept_bytes": _KEPT}
+        trained: dict[str, Any] = {"dropout_p": request.dropout, "kept_bytes": _KEPT}
         if request.family == "dense":
             call = functools.partial(reference.attention, layout=request.layout, **trained, **options)
         elif request.family == "varlen":
