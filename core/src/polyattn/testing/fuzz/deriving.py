@@ -70,14 +70,15 @@ def changed_before_backward(call: Callable[..., Any], given: Mapping[str, Any]) 
     mask = given.get("attn_mask")
     with torch.no_grad():
         given["key"].mul_(-2) if mask is None else mask.logical_not_() if mask.dtype == torch.bool else mask.mul_(-2)
-    (found,) = torch.autograd.grad(total, query)
+    found: Tensor = torch.autograd.grad(total, query)[0]
     return found
 
 
 def _total(result: Any) -> Tensor:
     parts = result if isinstance(result, tuple) else (result,)
     # A row that sees no key has an LSE of -inf.
-    return torch.stack([torch.where(part.isfinite(), part, 0.0).square().sum() for part in parts]).sum()
+    total: Tensor = torch.stack([torch.where(part.isfinite(), part, 0.0).square().sum() for part in parts]).sum()
+    return total
 
 
 def derived(way: str, call: Callable[..., Any], given: Mapping[str, Any]) -> Tensor:
