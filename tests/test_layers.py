@@ -23,8 +23,18 @@ HEART = {
         "request_text.py",
         "record_types.py",
         "call_shapes.py",
+        "scalars.py",
     ),
-    "registry": ("plugins.py", "bound_check.py", "distributions.py", "evidence.py", "defects.py"),
+    "registry": (
+        "plugins.py",
+        "plugin_sources.py",
+        "foreign.py",
+        "bound_check.py",
+        "result_check.py",
+        "distributions.py",
+        "evidence.py",
+        "defects.py",
+    ),
     "selection": (
         "selection.py",
         "inspection.py",
@@ -34,6 +44,7 @@ HEART = {
         "overrides.py",
         "hybrid.py",
         "policies.py",
+        "request_check.py",
     ),
     "dispatch": (
         "dispatch.py",
@@ -49,12 +60,18 @@ HEART = {
         "traced_errors.py",
         "traced_facts.py",
         "ops.py",
+        "op_plans.py",
+        "op_registration.py",
+        "flops.py",
+        "symbolic.py",
+        "block_sparse_calls.py",
+        "linear_calls.py",
         "tracing.py",
     ),
 }
 """Every file of a room counts, so that no feature becomes a file beside the budget."""
-BUDGET = 4900
-"""Where the four ways of a call become one it shrinks to 4,600."""
+BUDGET = 6000
+"""It shrinks where the ways of a call become one: 4,600 is the aim."""
 
 
 def sources(path: Path) -> list[Path]:

@@ -102,6 +102,12 @@ def test_training_over_a_cache_is_refused():
     call["query"].requires_grad_()
     with pytest.raises(polyattn.InvalidInputError, match="inference only"):
         polyattn.paged_attention(**call)
+    for name, shape in (("sinks", (4,)), ("attn_mask", (1, 1, call["max_seqlen_q"], call["max_seqlen_k"]))):
+        call = {**paged(1), name: torch.zeros(shape, requires_grad=True)}
+        with pytest.raises(polyattn.InvalidInputError, match="inference only"):
+            polyattn.paged_attention(**call)
+        with torch.no_grad():
+            polyattn.paged_attention(**call)
 
 
 def test_a_recorded_call_needs_a_kernel_that_can_be(monkeypatch):

@@ -403,6 +403,11 @@ VARLEN: list[Case] = [
         "cu_seqlens_q starts with 1; it must start with 0",
     ),
     (
+        "cu_seqlens under vmap",
+        lambda: torch.func.vmap(lambda cu: packed(cu_seqlens_q=cu))(int32([0, 2, 5], [0, 3, 5])),
+        r"cu_seqlens_q cannot be read on the host: .*set of lengths \(in_dims=None for cu_seqlens_q\), or call once",
+    ),
+    (
         "cu_seqlens ends short",
         lambda: packed(cu_seqlens_k=int32(0, 2, 4)),
         "cu_seqlens_k ends at 4, the packed batch has 5 tokens; they must agree",
@@ -596,6 +601,11 @@ PAGED: list[Case] = [
         "gradients",
         lambda: paged(query=torch.ones(3, 4, 8, requires_grad=True)),
         r"over a paged cache is inference only; run it under torch.no_grad\(\), or train with attention\(\)",
+    ),
+    (
+        "tangents",
+        lambda: torch.func.jvp(lambda q: paged(query=q), (torch.ones(3, 4, 8),), (torch.ones(3, 4, 8),)),
+        r"and forward-mode AD \(.*\) goes through this call; give it tensors without a tangent, or use attention\(\)",
     ),
     ("mask", lambda: paged(attn_mask=torch.ones(2, 4, 2, 5)), r"allowed: \[2 or 1, 4 or 1, 2, 7\]"),
     (

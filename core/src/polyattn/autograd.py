@@ -7,20 +7,22 @@ and knows neither the LSE's gradient nor sinks. Both are substitutions it cannot
   -sum over rows of sigmoid(sink - lse) * rowsum(dout * out);
 - the LSE's gradient adds P * dlse: a second call with value = 0 and dout, out chosen so that delta = -dlse (dlse is
   split into two columns, so that a half-precision `out` does not round it).
+
+It is the first derivative and no more: a second one is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .contract import Bound
+from .errors import UnsupportedRequestError
 
-__all__ = ["attention_backward", "differentiable"]
+__all__ = ["attention_backward", "differentiable", "refuse_second"]
 
 
 def attention_backward(
@@ -88,18 +90,74 @@ class _Attention(torch.autograd.Function):
         given = dict(extra) if sinks is None else {**extra, "sinks": sinks}
         out, lse = bound.forward(query, key, value, **given)
         ctx.set_materialize_grads(False)
-        ctx.bound, ctx.head_axis, ctx.extra = bound, head_axis, extra
-        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        ctx.bound, ctx.head_axis = bound, head_axis
+        # Masks and lengths are read again: autograd must know, to tell of one that was written to in between.
+        ctx.names = [name for name, one in extra.items() if isinstance(one, Tensor)]
+        ctx.host = {name: one for name, one in extra.items() if not isinstance(one, Tensor)}
+        ctx.save_for_backward(query, key, value, out, lse, sinks, *(extra[name] for name in ctx.names))
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        query, key, value, out, lse, sinks = ctx.saved_tensors
-        grads = attention_backward(
-            ctx.bound.backward, dout, dlse, query, key, value, out, lse, sinks, ctx.head_axis, ctx.extra
+        query, key, value, out, lse, sinks, *tensors = ctx.saved_tensors
+        extra = {**ctx.host, **dict(zip(ctx.names, tensors, strict=True))}
+        given = (dout, dlse, query, key, value, out, lse, sinks)
+        if torch.compiler.is_compiling():
+            # By compiled autograd, which looks into what can be traced and leaves the rest to eager code.
+            run = attention_backward if ctx.bound.traceable else _untraced
+            return (None, None, None, *run(ctx.bound.backward, *given, ctx.head_axis, extra))
+        _refuse_many(dout, dlse)
+        if torch.is_grad_enabled():
+            apply: Callable[..., tuple[Tensor | None, ...]] = _Backward.apply
+            return (None, None, None, *apply(ctx.bound.backward, ctx.head_axis, extra, *given))
+        return (None, None, None, *attention_backward(ctx.bound.backward, *given, ctx.head_axis, extra))
+
+
+def _untraced(backward: Callable[..., Any], *given: Any) -> tuple[Tensor | None, ...]:
+    return attention_backward(backward, *given)
+
+
+# `torch.compiler.disable` without its import of dynamo, which costs as much as torch itself.
+_untraced._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+class _Backward(torch.autograd.Function):
+    """`attention_backward` as autograd sees it while it records gradients, to differentiate them again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, backward: Callable[..., Any], head_axis: int, extra: Mapping[str, Any], *tensors: Any
+    ) -> tuple[Tensor | None, ...]:
+        given = (*tensors, head_axis, extra)
+        return attention_backward(backward, *given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        refuse_second()
+
+
+def _refuse_many(*grads: Tensor | None) -> None:
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is not None or any(
+        grad is not None and functorch.is_legacy_batchedtensor(grad) for grad in grads
+    ):
+        raise UnsupportedRequestError(
+            "gradients of many outputs are wanted at once (vectorize=True, is_grads_batched=True or vmap over a "
+            "backward) of attention whose gradient a kernel computes, which takes them one by one. Leave that argument "
+            'out, or make the call with backend="reference", whose gradients may be batched'
         )
-        return (None, None, None, *grads)
+
+
+def refuse_second() -> NoReturn:
+    """Say that a kernel's gradients are numbers, of which no further derivative is known.
+
+    Raises:
+        UnsupportedRequestError: always.
+    """
+    raise UnsupportedRequestError(
+        "a second derivative is wanted of attention whose gradient a kernel computed, and no kernel brings more than "
+        'the first. Make the call with backend="reference", which autograd can differentiate any number of times'
+    )
 
 
 def differentiable(bound: Bound, return_lse: bool, head_axis: int = 1) -> Callable[..., Any]:
@@ -109,6 +167,9 @@ def differentiable(bound: Bound, return_lse: bool, head_axis: int = 1) -> Callab
         bound: with a backward; its forward returns (out, lse).
         return_lse: whether the caller gets the LSE, differentiable like the output.
         head_axis: axis of H_q in the LSE: 1 for [B, H_q, S_q] and [T, H_q], 2 for [B, S_q, H_q].
+
+    Raises:
+        UnsupportedRequestError: in the backward, when its gradients are batched, or differentiated again.
     """
 
     def forward(

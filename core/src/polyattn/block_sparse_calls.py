@@ -16,7 +16,7 @@ from .epoch import EPOCH
 from .errors import InvalidInputError
 from .records import AttentionRequest, relation
 from .selection import Selection
-from .signature import Static, autocast_dtype, backend_name, cast, request_facts, runner, wanted_grads
+from .signature import Static, autocast_dtype, backend_name, cast, request_facts, runner
 
 __all__ = ["block_sparse_attention"]
 
@@ -89,11 +89,7 @@ class _Call:
         static = Static(scale=scale, layout=layout, return_lse=return_lse).checked()
         if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
             query, key, value = cast(query, key, value)
-        tensors = (query, key, value)
-        grad = all(isinstance(t, Tensor) for t in tensors) and bool(
-            wanted_grads({"query": query, "key": key, "value": value}, False)
-        )
-        validate.check_dense(query, key, value, None, None, out, layout, grad)
+        validate.check_dense(query, key, value, None, None, out, layout)
         self.swapped, self.return_lse = layout == "BSHD", return_lse
         self.tensors = (self._turned(query), self._turned(key), self._turned(value))
         self.out = None if out is None else self._turned(out)

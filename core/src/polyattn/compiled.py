@@ -26,16 +26,18 @@ from . import overrides
 from .choose import Chosen, choose, device_facts, dtype_name
 from .epoch import EPOCH
 from .errors import InvalidInputError, PolyattnError
+from .facts import transform_around
 from .op_plans import op_plan
 from .records import AttentionRequest
 from .scalars import kinds
-from .traced_errors import raising
+from .traced_errors import raising, refuse_derivatives
 from .traced_facts import constants, fixed, mask_fits, tensor_facts
 from .validate import FLOATS
 
 __all__ = ["trace_dense", "trace_varlen"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_Facts = tuple[Any, ...]
 
 _plans = types.ModuleType("polyattn._plans", "Functions that dynamo inlines, one per choice made while tracing.")
 _numbers = itertools.count()
@@ -83,23 +85,26 @@ def _check_ranks(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
         getattr(_plans, _plan("ranks", query.ndim, key.ndim, value.ndim, rank, EPOCH.token))()
 
 
-def _refuse_ranks(query: int, key: int, value: int, rank: int) -> str:
+def _refuse_ranks(query: int, key: int, value: int, rank: int, around: str) -> str:
     raise InvalidInputError(f"query, key and value have {query}, {key} and {value} dimensions; {rank} are needed")
 
 
 @_constant
 def _plan(*name: Any) -> str:
+    # It runs as ordinary Python, inside the transforms that dynamo is tracing through.
+    around = transform_around()
+    name = (*name, around)
     known = name, kinds(name)
     if known not in _names:
-        family, *said, _ = name
+        family, *said, _, _ = name
         try:
-            _names[known] = _MAKERS[family](*said)
+            _names[known] = _MAKERS[family](*said, around)
         except PolyattnError as error:
             _names[known] = _publish(raising(error))
     return _names[known]
 
 
-def _make_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> str:
+def _make_dense(facts: _Facts, static: _Facts, backend: str | None, scope: overrides.Scope, around: str) -> str:
     common, (sizes, relation, lengths, mask) = facts[:10], facts[10:]
     h_q, h_k, h_v, d, dk, dv = sizes
     if lengths != "agree" or mask == "does not fit":
@@ -115,14 +120,16 @@ def _make_dense(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | 
     from .signature import Static
 
     bound = Static(*static).checked()
-    fields = _request_fields(common, bound, h_q, h_k, d, dv)
+    fields = _request_fields(common, bound, h_q, h_k, d, dv, around)
     request = AttentionRequest(family="dense", s_relation=relation, **fields).normalised()
     chosen = _exported(choose(request, backend, scope, eager=False))
     axis = 2 if bound.layout == "BSHD" else 1
+    if not _traceable(chosen):
+        refuse_derivatives(around)
     return _publish(_inline(chosen, axis, common[7]) if _traceable(chosen) else _opaque_dense(chosen, common[7]))
 
 
-def _request_fields(common: tuple[Any, ...], static: Any, h_q: int, h_k: int, d: int, dv: int) -> dict[str, Any]:
+def _request_fields(common: _Facts, static: Any, h_q: int, h_k: int, d: int, dv: int, around: str) -> dict[str, Any]:
     device, dtypes, misplaced, mask, sinks, out, grads, autocast, _, (empty, large) = common
     if misplaced:
         raise InvalidInputError(misplaced)
@@ -133,6 +140,9 @@ def _request_fields(common: tuple[Any, ...], static: Any, h_q: int, h_k: int, d:
     if autocast is None and len(set(dtypes)) != 1:
         raise InvalidInputError(f"query, key and value have dtypes {dtypes}; cast them to one, or use autocast")
     names = ("query", "key", "value", "mask", "sinks")
+    if around in ("grad", "gradgrad"):
+        # dynamo does not say which of a transform's tensors require a gradient.
+        grads = (True, True, True, mask is not None and mask != torch.bool, sinks is not None)
     wanted = [n for n, g in zip(names, grads, strict=True) if g]
     if wanted and out is not None:
         raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
@@ -152,6 +162,7 @@ def _request_fields(common: tuple[Any, ...], static: Any, h_q: int, h_k: int, d:
         "sinks": sinks is not None,
         "zero_size": empty,
         "large": large,
+        "transform": around,
         "grad": tuple([*wanted, "lse"] if wanted and static.return_lse else wanted),
     }
 
@@ -224,7 +235,7 @@ def trace_varlen(
     return plan(query, key, value, attn_mask, sinks, out, cu_q, cu_k, max_q, max_k)
 
 
-def _make_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> str:
+def _make_varlen(facts: _Facts, static: _Facts, backend: str | None, scope: overrides.Scope, around: str) -> str:
     common, (sizes, relation, index) = facts[:10], facts[10:]
     h_q, h_k, h_v, d, dk, dv = sizes
     if set(index) != {torch.int32} or h_k != h_v or d != dk or not h_k or h_q % h_k:
@@ -235,8 +246,9 @@ def _make_varlen(facts: tuple[Any, ...], static: tuple[Any, ...], backend: str |
     from .signature import Static
 
     bound = Static(*static).checked(("THD",))
-    fields = _request_fields(common, bound, h_q, h_k, d, dv)
+    fields = _request_fields(common, bound, h_q, h_k, d, dv, around)
     request = AttentionRequest(family="varlen", s_relation=relation, **fields).normalised()
+    refuse_derivatives(around)
     chosen = choose(request, backend, scope, eager=False)
     text, lse = op_plan(chosen.request, chosen.selection), chosen.request.lse
     autocast = None if chosen.request.dtype == "float64" else common[7]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import overrides, validate
 from .call_shapes import extent_of
@@ -20,6 +21,7 @@ from .choose import choose, select_here
 from .compiled import trace_dense
 from .epoch import EPOCH
 from .errors import InvalidInputError
+from .facts import transform
 from .placement import aligned
 from .records import AttentionRequest, relation
 from .selection import Selection
@@ -42,8 +44,6 @@ from .signature import (
     runner,
     sinks_key,
     torch_deterministic,
-    transform,
-    wanted_grads,
 )
 from .symbolic import recorded_call
 from .traced_facts import counted
@@ -96,7 +96,7 @@ def _dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any,
         out_key(out, (*q.shape[:3], dv), (q, k, v)),
         autocast_dtype(kind),
         capturing(kind),
-        transform(q, k, v),
+        transform(q, k, v, mask, sinks),
         torch_deterministic(),
     )
 
@@ -109,8 +109,7 @@ def dense_request(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, si
     """
     if isinstance(q, Tensor) and autocast_dtype(q.device.type) is not None:
         q, k, v = cast(q, k, v)
-    grad = all(isinstance(t, Tensor) for t in (q, k, v)) and bool(wanted_grads({"q": q, "k": k, "v": v}, False))
-    validate.check_dense(q, k, v, mask, sinks, out, static.layout, grad)
+    validate.check_dense(q, k, v, mask, sinks, out, static.layout)
     s, h = (1, 2) if static.layout == "BSHD" else (2, 1)
     facts = request_facts(static, q, k, v, mask, sinks, q.shape[h], k.shape[h])
     return AttentionRequest(family="dense", s_relation=relation(q.shape[s], k.shape[s]), **facts).normalised()
@@ -243,12 +242,14 @@ class DenseSite:
                     )
                     and fast.epoch == EPOCH.value
                     and fast.deterministic is torch_deterministic()
+                    and forward_ad._current_level < 0
                 ):
                     return fast.call(query, key, value)
             elif (
                 (fast := self._masked) is not None
                 and fast.same(query, key, value, attn_mask)
                 and fast.still(query, key, value)
+                and forward_ad._current_level < 0
             ):
                 return fast.call(query, key, value, attn_mask=attn_mask)
         return self._find(query, key, value, attn_mask, sinks, out)
@@ -275,7 +276,7 @@ class DenseSite:
         try:
             signature = _dense_key(query, key, value, attn_mask, sinks, out, self._bshd)
         except (AttributeError, RuntimeError, TypeError, ValueError) as exc:
-            validate.check_dense(query, key, value, attn_mask, sinks, out, self.static.layout, False)
+            validate.check_dense(query, key, value, attn_mask, sinks, out, self.static.layout)
             raise InvalidInputError(f"the arguments of attention cannot be read: {exc}; pass 4-D tensors") from exc
         entry = entries.get(signature)
         if entry is None:

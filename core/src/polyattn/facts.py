@@ -6,12 +6,16 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from .errors import InvalidInputError, did_you_mean
 from .inspection import detect
 from .plugins import get_manager
 
-__all__ = ["device_facts", "dtype_name"]
+__all__ = ["device_facts", "dtype_name", "forward_mode", "transform", "transform_around"]
+
+_functorch: Any = torch._C._functorch
 
 _NAMES = {
     torch.float64: "float64",
@@ -68,3 +72,37 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 def _facts(platform: str, arch: str, version: str) -> dict[str, Any]:
     toolkit = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     return {"platform": platform, "arch": arch, "toolkit": toolkit}
+
+
+def transform(query: Tensor, key: Tensor, value: Tensor, *optional: Tensor | None) -> str:
+    """The request's word for what is around a call: of several transforms the one that asks most of a kernel."""
+    tensors = (query, key, value)
+    if _functorch.peek_interpreter_stack() is not None or forward_mode(*tensors, *optional):
+        return transform_around()
+    plain = (Tensor, torch.nn.Parameter)
+    known = ("FakeTensor", "FunctionalTensor")
+    for tensor in tensors:
+        if type(tensor) not in plain and type(tensor).__name__ not in known:
+            return "subclass"
+    return ""
+
+
+def transform_around() -> str:
+    """The same of the thread alone: under a dual level some tensors may have a tangent."""
+    stack = _functorch.get_interpreter_stack()
+    if stack is None:
+        return "jvp" if forward_ad._current_level >= 0 else ""
+    levels = [level.key().name.lower() for level in stack]
+    if levels.count("grad") > 1 and "jvp" not in levels:
+        return "gradgrad"
+    return next((name for name in ("jvp", "grad", "vmap") if name in levels), "functionalize")
+
+
+def forward_mode(*tensors: Tensor | None) -> bool:
+    """Whether forward-mode AD goes through a call of these, under `forward_ad.dual_level` or torch.func.jvp."""
+    if forward_ad._current_level < 0:
+        return False
+    if _functorch.peek_interpreter_stack() is not None:
+        return transform_around() == "jvp"
+    unpack: Any = forward_ad.unpack_dual
+    return any(t is not None and unpack(t).tangent is not None for t in tensors)

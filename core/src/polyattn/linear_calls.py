@@ -193,9 +193,8 @@ def _check(call: _Call) -> None:
 
 def _check_out(call: _Call, sizes: tuple[int, ...]) -> None:
     tensors = (call.query, call.key, call.value, call.gate, call.beta, call.state)
-    trains = grad_on() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
     inputs = tuple(t for t in tensors if isinstance(t, Tensor))
-    validate.check_out(call.out, call.value, sizes, inputs, trains)
+    validate.check_out(call.out, call.value, sizes, inputs)
 
 
 def _of(call: _Call, name: str, sizes: tuple[int, ...], words: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import attention_backward
+from .autograd import attention_backward, refuse_second
 from .contract import Bound
 from .defects import affecting, narrowing
 from .epoch import EPOCH
@@ -24,7 +24,7 @@ from .request_text import plain_request, read_request
 from .selection import Selection
 from .tracing import observed
 
-__all__ = ["backward", "dense_axes", "forward", "op_plan", "outputs"]
+__all__ = ["backward", "dense_axes", "forward", "op_plan", "outputs", "refuse_second"]
 
 
 def op_plan(request: AttentionRequest, selection: Selection) -> str:

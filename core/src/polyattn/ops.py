@@ -83,7 +83,7 @@ def _varlen_op(
 
     query, key, value = op_plans().dense_axes(query, key, value)
     # A trace sees neither contents nor the counts that become known when the graph runs.
-    validate.check_varlen(query, key, value, attn_mask=attn_mask, sinks=sinks, out=None, grad=False, **given)
+    validate.check_varlen(query, key, value, attn_mask=attn_mask, sinks=sinks, out=None, **given)
     validate.check_lengths(query, key, **given)
     found: tuple[Tensor, Tensor] = op_plans().forward(
         plan, query, key, value, attn_mask=attn_mask, sinks=sinks, **given
@@ -166,3 +166,11 @@ def _varlen_autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tupl
 
 _dense_op.register_autograd(_dense_autograd, setup_context=_dense_context)
 _varlen_op.register_autograd(_varlen_autograd, setup_context=_varlen_context)
+
+
+def _second(ctx: Any, *grads: Any) -> Any:
+    op_plans().refuse_second()
+
+
+_dense_backward_op.register_autograd(_second)
+_varlen_backward_op.register_autograd(_second)

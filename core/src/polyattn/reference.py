@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .errors import InvalidInputError, UnsupportedRequestError
 from .quantised import stored
@@ -40,6 +41,10 @@ __all__ = [
 ]
 
 _NEVER = float("-inf")
+
+_BLOCK = 2**27
+"""Bytes of scores that are computed at a time where a backward computes them again. Tensors of 32 MiB and less glibc
+takes from a heap, which those of many blocks fragment until it is as large as all of them."""
 
 _LIVE_SCORES = 3
 """Score-sized tensors alive at the worst moment of one block (measured by a test): logits, a temporary, weights."""
@@ -172,6 +177,18 @@ def _rows_within(max_bytes: int, row_bytes: int, S_q: int, train: bool) -> int:
     return max_bytes // row_bytes
 
 
+def _kept_less(kept_bytes: int | None, need: int, tensors: Iterable[Tensor | None]) -> bool:
+    """Whether a backward is to compute scores again. torch's transforms do not go through what that needs."""
+    return (
+        kept_bytes is not None
+        and not torch.compiler.is_compiling()
+        and need > kept_bytes
+        and _trains(tensors)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -191,6 +208,7 @@ def attention(
     compute_dtype: torch.dtype | None = None,
     q_offset: int | None = None,
     max_bytes: int | None = None,
+    kept_bytes: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over a dense batch.
 
@@ -211,6 +229,9 @@ def attention(
         q_offset: position of query row 0 on the keys' axis; None = as aligned by `causal`.
         max_bytes: cap on the memory of the scores, None = none. Without gradients the query rows are then computed
             in blocks. Not looked at while torch.compile traces: sizes may be symbols there.
+        kept_bytes: most bytes of scores that a backward may keep, None = any. Of more it keeps none: the query rows are
+            computed in blocks, and once more by the backward. Not looked at under torch.compile, a transform of
+            torch.func and forward-mode AD.
 
     Returns:
         out [B, S_q, H_q, D_v] or [B, H_q, S_q, D_v] in the dtype of `query`, or (out, lse), lse being [B, S_q, H_q] or
@@ -237,17 +258,22 @@ def attention(
         "dropout_p": dropout_p,
     }
 
-    rows = S_q
-    if max_bytes is not None and not torch.compiler.is_compiling():
+    rows, call = S_q, _attend
+    tensors = (query, key, value, sinks, attn_mask, alibi)
+    if not torch.compiler.is_compiling():
         row_bytes = score_bytes(B, H_q, 1, S_k, itemsize=dtype.itemsize)
-        rows = _rows_within(max_bytes, row_bytes, S_q, _trains((query, key, value, sinks, attn_mask, alibi)))
+        again = _kept_less(kept_bytes, row_bytes * S_q, tensors)
+        if max_bytes is not None:
+            rows = _rows_within(max_bytes, row_bytes, S_q, _trains(tensors) and not again)
+        if again:
+            rows, call = min(rows, max(_BLOCK // row_bytes, 1)), _attend_again
     with _no_autocast(query.device):
         q, k, v = (t.to(dtype) for t in (q, k, v))
         if rows == S_q:
-            out, lse = _attend(q, k, v, attn_mask=attn_mask, q_offset=first, **options)
+            out, lse = call(q, k, v, attn_mask=attn_mask, q_offset=first, **options)
         else:
             blocks = [
-                _attend(
+                call(
                     q[:, :, start : start + rows],
                     k,
                     v,
@@ -323,6 +349,29 @@ def _attend(
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
+def _attend_again(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`_attend`, of which a backward keeps the tensors given alone."""
+    from torch.utils.checkpoint import checkpoint
+
+    def run(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, sinks: Any, alibi: Any) -> tuple[Tensor, Tensor]:
+        return _attend(q, k, v, attn_mask=attn_mask, sinks=sinks, alibi=alibi, **options)
+
+    # By position: those are saved through autograd, which tells of one that was written to before the backward.
+    given = (q, k, v, attn_mask, sinks, alibi)
+    drops = bool(options["dropout_p"])
+    out, lse = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=drops)
+    return out, lse
+
+
 def _compute_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
@@ -355,6 +404,7 @@ def varlen_attention(
     return_lse: bool = False,
     compute_dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
+    kept_bytes: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each sequence of a packed batch with its own keys.
 
@@ -378,11 +428,12 @@ def varlen_attention(
         [span.stop - span.start for span in k_spans],
         lambda n: (key[k_spans[n]], value[k_spans[n]]),
         value.shape[-1],
-        trains=_trains((query, key, value, sinks, attn_mask, alibi)),
+        trained=(query, key, value, sinks, attn_mask, alibi),
         attn_mask=attn_mask,
         return_lse=return_lse,
         compute_dtype=compute_dtype,
         max_bytes=max_bytes,
+        kept_bytes=kept_bytes,
         causal=causal,
         window=window,
         chunk=chunk,
@@ -405,11 +456,12 @@ def _each_sequence(
     rows: Callable[[int], tuple[Tensor, Tensor]],
     D_v: int,
     *,
-    trains: bool,
+    trained: Sequence[Tensor | None],
     attn_mask: Tensor | None,
     return_lse: bool,
     compute_dtype: torch.dtype | None,
     max_bytes: int | None,
+    kept_bytes: int | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of the queries in each span, sequence by sequence, packed again.
@@ -418,11 +470,14 @@ def _each_sequence(
     """
     dtype = compute_dtype or _compute_dtype(query)
     H_q = query.shape[1]
-    if max_bytes is not None and trains:
+    if max_bytes is not None and _trains(trained):
         # A backward pass keeps the scores of every sequence, so it is their sum that must fit.
         pairs = zip(spans, lengths, strict=True)
-        areas = (score_bytes(1, H_q, s.stop - s.start, m, itemsize=dtype.itemsize) for s, m in pairs)
-        _rows_within(max_bytes, sum(areas), 1, trains)
+        area = sum(score_bytes(1, H_q, s.stop - s.start, m, itemsize=dtype.itemsize) for s, m in pairs)
+        if _kept_less(kept_bytes, area, trained):
+            kept_bytes = 0
+        else:
+            _rows_within(max_bytes, area, 1, True)
 
     outs, lses = [query.new_zeros(0, H_q, D_v)], [query.new_zeros(0, H_q, dtype=dtype)]
     for n, (span, length) in enumerate(zip(spans, lengths, strict=True)):
@@ -439,6 +494,7 @@ def _each_sequence(
             return_lse=True,
             compute_dtype=compute_dtype,
             max_bytes=max_bytes,
+            kept_bytes=kept_bytes,
             **options,
         )
         outs.append(out[0])
@@ -523,7 +579,7 @@ def paged_attention(
             _read(value_cache, slots[n], v_scale, dtype, new_values[n]),
         ),
         value_cache.shape[-1],
-        trains=_trains((query, key_cache, value_cache, key, value, sinks, attn_mask, alibi)),
+        trained=(query, key_cache, value_cache, key, value, sinks, attn_mask, alibi),
         attn_mask=attn_mask,
         return_lse=return_lse,
         compute_dtype=compute_dtype,

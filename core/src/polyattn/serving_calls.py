@@ -20,6 +20,7 @@ from .choose import Chosen, choose, device_facts, dtype_name, select_here
 from .contract import KVPart
 from .epoch import EPOCH
 from .errors import InvalidInputError
+from .facts import forward_mode
 from .placement import aligned
 from .records import AttentionRequest
 from .selection import Selection
@@ -69,6 +70,11 @@ def _no_grad(*tensors: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise InvalidInputError(
             "attention over a paged cache is inference only; run it under torch.no_grad(), or train with attention()"
+        )
+    if forward_mode(*tensors):
+        raise InvalidInputError(
+            "attention over a paged cache is inference only, and forward-mode AD (torch.func.jvp, jacfwd, a dual "
+            "tensor) goes through this call; give it tensors without a tangent, or use attention()"
         )
 
 
@@ -164,7 +170,7 @@ def _paged_arguments(
     serving_checks.check_kv_parts(query, kv_parts, static.window, pools, p, k_scale)
     if tree:
         serving_checks.check_tree(attn_mask, seq_lens, cu_seqlens_q, chunked_prefix, kv_parts)
-    _no_grad(query, key_cache, value_cache, key, value)
+    _no_grad(query, key_cache, value_cache, key, value, sinks, attn_mask)
     return _request(
         static,
         query,
@@ -332,7 +338,7 @@ def _mla_request(
     serving_checks.check_kv_parts(query, kv_parts, static.window, {"cache": cache}, 1, None)
     if tree:
         serving_checks.check_tree(attn_mask, seq_lens, cu_seqlens_q, chunked_prefix, kv_parts)
-    _no_grad(query, cache)
+    _no_grad(query, cache, attn_mask)
     fp8 = cache.dtype == torch.uint8
     return _request(
         static,

@@ -13,6 +13,7 @@ from . import scalars, validate
 from .autograd import differentiable
 from .choose import Chosen, device_facts, dtype_name
 from .errors import InvalidInputError
+from .facts import transform
 from .placement import aligned
 
 grad_on = torch.is_grad_enabled
@@ -34,17 +35,6 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 def capturing(kind: str) -> bool:
     return kind == "cuda" and recording()
-
-
-def transform(*tensors: Tensor) -> str:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "vmap"
-    plain = (Tensor, torch.nn.Parameter)
-    known = ("FakeTensor", "FunctionalTensor")
-    for tensor in tensors:
-        if type(tensor) not in plain and type(tensor).__name__ not in known:
-            return "subclass"
-    return ""
 
 
 def mask_key(mask: Tensor | None, batch: int, heads: int, s_q: int, s_k: int) -> Any:
@@ -142,7 +132,7 @@ def request_facts(
         "zero_size": not (q.numel() and k.numel() and v.numel()),
         "large": max(q.numel(), k.numel(), v.numel()) >= LARGE,
         "misaligned": not aligned(q, k, v),
-        "transform": transform(q, k, v),
+        "transform": transform(q, k, v, mask, sinks),
     }
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .errors import PolyattnError
+from .errors import PolyattnError, UnsupportedRequestError
 
-__all__ = ["raising"]
+__all__ = ["raising", "refuse_derivatives"]
 
 
 def raising(error: PolyattnError) -> Callable[..., Any]:
@@ -32,3 +32,13 @@ def raising(error: PolyattnError) -> Callable[..., Any]:
     reason = f"it raises {kind.__name__}: {error}"
     hidden: Callable[..., Any] = torch.compiler.disable(plan, reason=reason)  # type: ignore[no-untyped-call]
     return hidden
+
+
+def refuse_derivatives(around: str) -> None:
+    """What torch.func derives while it is traced it must look into; it would take a custom op for a constant."""
+    if around in ("grad", "gradgrad", "jvp"):
+        raise UnsupportedRequestError(
+            f"attention inside a torch.func transform ({around}) that is compiled, by a custom op that no transform "
+            "looks into. Leave what is transformed to eager code (torch.compiler.disable, or compile the function "
+            "without the transform), or use attention(), whose torch_sdpa and reference are traced"
+        )

@@ -80,14 +80,14 @@ def check_tensor(name: str, value: Any, rank: int, shape: str) -> None:
     _tensor(name, value, rank, shape)
 
 
-def check_out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, ...], grad: bool) -> None:
-    """Check a tensor for the output. shape: of the output. inputs: with which it may share no memory. grad: whether a
-    gradient is wanted, which nothing that is written in place has.
+def check_out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, ...]) -> None:
+    """Check a tensor for the output. shape: of the output. inputs: with which it may share no memory, and none of which
+    may want a gradient.
 
     Raises:
         InvalidInputError: names what is wrong, its value and what is allowed.
     """
-    _out(out, query, shape, inputs, grad)
+    _out(out, query, shape, inputs, ())
 
 
 def check_statics(
@@ -180,9 +180,7 @@ def _other_layout(query: Tensor, key: Tensor, value: Tensor, layout: str) -> str
     return f"; tensors in {shape} need layout={other!r}"
 
 
-def check_dense(
-    query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, layout: str, grad: bool
-) -> None:
+def check_dense(query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, layout: str) -> None:
     """Check the tensors of a dense call."""
     bshd = layout == "BSHD"
     shape = "[B, S, H, D]" if bshd else "[B, H, S, D]"
@@ -198,7 +196,7 @@ def check_dense(
         raise InvalidInputError(f"key has {key.shape[s]} positions, value {value.shape[s]}; they must be equal")
     _mask(attn_mask, query, query.shape[0], query.shape[h], query.shape[s], key.shape[s], "S_q, S_k")
     _sinks(sinks, query, query.shape[h])
-    _out(out, query, (*query.shape[:3], value.shape[-1]), (query, key, value), grad)
+    _out(out, query, (*query.shape[:3], value.shape[-1]), (query, key, value), (attn_mask, sinks))
 
 
 def _mask(attn_mask: Any, query: Tensor, batch: int, heads: int, s_q: int, s_k: int, axes: str) -> None:
@@ -263,7 +261,9 @@ def _sinks(sinks: Any, query: Tensor, heads: int) -> None:
         raise InvalidInputError(f"sinks is on {sinks.device}, query on {query.device}; move it")
 
 
-def _out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, ...], grad: bool) -> None:
+def _out(
+    out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, ...], optional: tuple[Tensor | None, ...]
+) -> None:
     if out is None:
         return
     _tensor("out", out, len(shape), str(list(shape)))
@@ -278,7 +278,7 @@ def _out(out: Any, query: Tensor, shape: tuple[int, ...], inputs: tuple[Tensor, 
             f"out has several elements in one place (strides {tuple(out.stride())} of {shape}), as an expanded tensor "
             f"has; pass a tensor with memory for each"
         )
-    if grad:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *optional)):
         raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
     if any(shares_memory(out, t) for t in inputs):
         raise InvalidInputError("out shares memory with an input; pass a tensor of its own")
@@ -335,7 +335,13 @@ def check_lengths(query: Tensor, key: Tensor, **lens: Any) -> None:
 
 def check_cu_seqlens(name: str, cu: Tensor, tokens: int, longest: int, max_name: str) -> list[int]:
     """Check the contents of cumulative lengths [N+1]; returns them."""
-    starts: list[int] = cu.tolist()
+    try:
+        starts: list[int] = cu.tolist()
+    except RuntimeError as exc:  # vmap batches it
+        raise InvalidInputError(
+            f"{name} cannot be read on the host: {exc}; under vmap map over tensors of one set of lengths "
+            f"(in_dims=None for {name}), or call once for each set"
+        ) from exc
     if starts[0] != 0:
         raise InvalidInputError(f"{name} starts with {starts[0]}; it must start with 0")
     if starts[-1] != tokens:
@@ -360,7 +366,6 @@ def check_varlen(
     attn_mask: Any,
     sinks: Any,
     out: Any,
-    grad: bool,
 ) -> None:
     """Check the host-visible facts of a packed call."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -381,7 +386,7 @@ def check_varlen(
     _lengths(max_seqlen_q, max_seqlen_k)
     _mask(attn_mask, query, cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k, "max_q, max_k")
     _sinks(sinks, query, query.shape[1])
-    _out(out, query, (*query.shape[:2], value.shape[-1]), (query, key, value), grad)
+    _out(out, query, (*query.shape[:2], value.shape[-1]), (query, key, value), (attn_mask, sinks))
 
 
 class PackedCheck:
@@ -420,10 +425,7 @@ class PackedCheck:
             and max_seqlen_q >= 0 <= max_seqlen_k
         ):
             return
-        grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (query, key, value))
-        check_varlen(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, sinks, out, grad
-        )
+        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, sinks, out)
         seen = one, *((t.dtype, t.shape[1:], t.requires_grad) for t in tensors)
         # Guards never hold for one tensor passed twice, and those of calls that take turns would be made each time.
         if seen == self._seen and plain and TensorGuards is not None and query is not key is not value is not query:
@@ -498,7 +500,7 @@ def check_serving_options(
     """Check what a paged or latent call may bring besides its tables."""
     _mask(attn_mask, query, sequences, query.shape[1], max_seqlen_q, max_seqlen_k, "max_q, max_k")
     _sinks(sinks, query, query.shape[1])
-    _out(out, query, (*query.shape[:2], v_head_dim), inputs, False)
+    _out(out, query, (*query.shape[:2], v_head_dim), inputs, ())
 
 
 def check_page_table(

@@ -15,6 +15,7 @@ from .call_shapes import extent_of
 from .choose import choose, select_here
 from .compiled import trace_varlen
 from .epoch import EPOCH
+from .facts import transform
 from .placement import aligned
 from .records import AttentionRequest
 from .selection import Selection
@@ -72,11 +73,8 @@ class VarlenSite:
             None if attn_mask is None else (attn_mask.dtype, attn_mask.requires_grad),
             sig.sinks_key(sinks),
             out is None,
-            *(
-                sig.autocast_dtype(query.device.type),
-                sig.capturing(query.device.type),
-                sig.transform(query, key, value),
-            ),
+            *(sig.autocast_dtype(query.device.type), sig.capturing(query.device.type)),
+            transform(query, key, value, attn_mask, sinks),
             sig.torch_deterministic(),
         )
         run = entries.get(signature)

@@ -28,7 +28,7 @@ FLOAT = ("float32", *HALF)
 PLATFORMS = ("cpu", "cuda", "rocm", "xpu", "musa", "npu", "mps")
 EVERY_LENGTH = ("equal", "one", "fewer", "more")
 QKV = ("query", "key", "value")
-TRANSFORMS = ("", "vmap", "subclass")
+TRANSFORMS = ("", "subclass", "functionalize", "vmap", "grad", "gradgrad", "jvp")
 DROPOUT = Range(0.0, 0.999)
 TORCH = (Requirement("torch", ">=2.11", hint="install torch 2.11 or newer for this device"),)
 
@@ -154,26 +154,23 @@ def _flex_rows(platform: str) -> tuple[Row, ...]:
 
 def _native_rows(platform: str) -> tuple[Row, ...]:
     cpu = platform == "cpu"
-    return (
-        row(
-            family="varlen",
-            dtype=("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
-            head_dim=Range(1),
-            v_head_dim=Range(1),
-            group=True,
-            causal=("none", "bottom_right", "top_left"),
-            window=Window(),
-            scale=True,
-            lse=cpu,
-            sinks=cpu,
-            deterministic=cpu,
-            grad=(*QKV, "sinks", "lse") if cpu else QKV,
-            s_relation=EVERY_LENGTH,
-            cross=True,
-            misaligned=True,
-            note="one SDPA call per sequence; lengths are read on the host",
-        ),
-    )
+    common: dict[str, Any] = {
+        "family": "varlen",
+        "dtype": ("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
+        "head_dim": Range(1),
+        "v_head_dim": Range(1),
+        "group": True,
+        "causal": ("none", "bottom_right", "top_left"),
+        "window": Window(),
+        "scale": True,
+        "s_relation": EVERY_LENGTH,
+        "cross": True,
+        "misaligned": True,
+        "note": "one SDPA call per sequence; lengths are read on the host",
+    }
+    plain = row(**common, grad=QKV, transform=TRANSFORMS)
+    with_lse = row(**common, lse=True, sinks=True, deterministic=True, grad=(*QKV, "sinks", "lse"))
+    return (plain, with_lse) if cpu else (plain,)
 
 
 # Over a cache that holds the query's dtype.
@@ -331,7 +328,7 @@ def _reference_rows() -> tuple[Row, ...]:
     every_grad = (*QKV, "mask", "sinks", "lse")
     return (
         row(family="dense", grad=every_grad, transform=TRANSFORMS, dropout=DROPOUT, **common),
-        row(family="varlen", grad=every_grad, dropout=DROPOUT, **common),
+        row(family="varlen", grad=every_grad, transform=TRANSFORMS, dropout=DROPOUT, **common),
         row(
             family="paged",
             kv_layout=("", "NHD", "HND"),

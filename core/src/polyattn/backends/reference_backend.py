@@ -13,6 +13,10 @@ from ..records import AttentionRequest
 __all__ = ["Reference"]
 
 
+_KEPT = 2**28
+"""Bytes of scores that a backward keeps: of longer calls it computes them again, block by block."""
+
+
 class Reference:
     """Binds every family but block_sparse. Memory for scores is capped by POLYATTN_REFERENCE_MEMORY_GB per call."""
 
@@ -27,10 +31,11 @@ class Reference:
             "return_lse": request.lse,
             "max_bytes": cap,
         }
+        trained: dict[str, Any] = {"dropout_p": request.dropout, "kept_bytes": _KEPT}
         if request.family == "dense":
-            call = functools.partial(reference.attention, layout=request.layout, dropout_p=request.dropout, **options)
+            call = functools.partial(reference.attention, layout=request.layout, **trained, **options)
         elif request.family == "varlen":
-            call = functools.partial(reference.varlen_attention, dropout_p=request.dropout, **options)
+            call = functools.partial(reference.varlen_attention, **trained, **options)
         elif request.family == "linear":
             layout = request.state_layout or "KV"
             return Bound(functools.partial(gated_delta_rule, scale=request.scale, state_layout=layout))

@@ -183,7 +183,9 @@ def _with_fit(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _kernel(request: AttentionRequest) -> Callable[..., Tensor]:
-    """SDPA, around the faults that fused kernels have for a request (`defects.CUDA`)."""
+    """SDPA, around the faults that fused kernels have for a request (`defects.CUDA`), and what they do not derive."""
+    if request.transform in ("gradgrad", "jvp"):
+        return _math
     if request.platform != "cuda":
         return _sdpa
     kernel: Callable[..., Tensor] = _sdpa
@@ -232,7 +234,7 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
     if widen > 0 and scale is None:
         scale = request.softmax_scale
     # torch's CPU kernels already give 0 and zero gradients for rows without keys; elsewhere kernels differ.
-    repair = may_have_empty_rows(request) and request.platform != "cpu"
+    repair = may_have_empty_rows(request) and (request.platform != "cpu" or _kernel(request) is _math)
 
     def masked(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
         mask = combined_mask(request, attn_mask, query.shape[2], key.shape[2], query.device)
@@ -386,7 +388,8 @@ def _with_lse(request: AttentionRequest) -> Bound:
 @contextlib.contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
     """torch's switch on for the length of one op, where the request asks for the same bits on every run."""
-    before = torch.get_deterministic_debug_mode()
+    # Not asked for where nothing is wanted: dynamo cannot trace the question.
+    before = torch.get_deterministic_debug_mode() if wanted else 0
     if not wanted or before:
         yield
         return

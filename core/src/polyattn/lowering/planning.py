@@ -119,10 +119,11 @@ class Planner:
 
     def plan(self, request: AttentionRequest, steps: int = MAX_STEPS) -> Plan | None:
         """The cheapest plan of at most `steps` rewrites in a row, the shortest of equal ones; None where there is
-        none. A request under vmap is not rewritten: a rewrite's tensors would be those of the whole batch."""
+        none. A request under a transform is not rewritten: under vmap a rewrite's tensors would be those of the whole
+        batch, and no rewrite was shown to carry tangents or second derivatives."""
         request = request.normalised()
         self._plans.clear()
-        return self._plan(request, 0 if request.transform == "vmap" else steps, frozenset())
+        return self._plan(request, steps if request.transform in ("", "subclass") else 0, frozenset())
 
     def _plan(self, request: AttentionRequest, steps: int, used: frozenset[str]) -> Plan | None:
         # The same rewrites in another order lead to the same request: each such state is planned once.

@@ -21,7 +21,7 @@ _UNMADE: Mapping[str, tuple[Any, ...]] = {
     "alibi": (True,),
     "cross": (True,),
     "kv_layout": ("vectorised", "NZ"),
-    "transform": ("vmap",),
+    "transform": ("functionalize", "vmap", "grad", "gradgrad", "jvp"),
 }
 """Field values that no inputs are made for."""
 

@@ -138,7 +138,9 @@ class AttentionRequest:
     zero_size: bool = option(False, doc="a tensor has no elements")
     large: bool = option(False, doc="a tensor has 2**31 elements or more")
     misaligned: bool = option(False, doc="a tensor, or a row of a strided one, is off a 16-byte boundary")
-    transform: str = option("", doc="vmap when called under torch.func.vmap")
+    transform: str = option(
+        "", doc="around the call: the last of functionalize, vmap, grad, gradgrad, jvp; or subclass"
+    )
 
     options: tuple[tuple[str, Hashable], ...] = context((), doc="validated options of the chosen backend")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -222,7 +223,22 @@ def _public(case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any],
         stacked = [torch.stack([t, 2 * t]) for t in positional]
         mapped = torch.vmap(lambda q, k, v: call(q, k, v, backend=name, **keywords))(*stacked)
         return tuple(t[0] for t in mapped) if isinstance(mapped, tuple) else mapped[0]
+    if around := _AROUND.get(case.request.transform):
+        return around(lambda q, k, v: call(q, k, v, backend=name, **keywords), *positional)
     return call(*positional, backend=name, out=out, **keywords)
+
+
+def _linearised(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """What the function gives where its backward is about to be taken."""
+    return torch.func.vjp(function, *tensors)[0]
+
+
+_AROUND: Mapping[str, Callable[..., Any]] = {
+    "functionalize": lambda function, *tensors: torch.func.functionalize(function)(*tensors),
+    "grad": _linearised,
+    "gradgrad": lambda function, *tensors: _linearised(functools.partial(_linearised, function), *tensors),
+    "jvp": lambda function, *tensors: torch.func.jvp(function, tensors, tensors)[0],
+}
 
 
 class _Labelled(Tensor):

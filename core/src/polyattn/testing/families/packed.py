@@ -101,7 +101,7 @@ class Varlen(Packed):
     }
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": ((0, 0),), "fewer": ((0, 7),), "more": ((5, 0),)}
     optional = ("attn_mask", "sinks")
-    says = COMMON | {"dropout", "grad", "misaligned"}
+    says = COMMON | {"dropout", "grad", "misaligned", "transform"}
 
     def relations(self, variants: Variants, rng: random.Random) -> Iterator[Case]:
         both = itertools.zip_longest(self._splits(variants, rng), self._decodes(variants))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ...records import AttentionRequest, relation
 from ..cases import Case
 from ..problems import off_boundary
+from .deriving import CHANGED, WAYS, derivable
 from .wrong import wrongs
 
 __all__ = ["LONGEST", "SHORT", "Drawn", "draw", "scores", "settled"]
@@ -22,6 +23,9 @@ _T = TypeVar("_T")
 SERVING = ("paged", "mla")
 WRONG = 0.25
 """How many calls are spoilt, so that they must be refused by everybody."""
+
+DERIVED = 0.25
+"""How many of the calls whose derivatives can be compared are derived."""
 
 LONG = 0.12
 """How many calls are long: of more keys than `SHORT`, and of `LONGEST` at most."""
@@ -33,14 +37,16 @@ _SCORES = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """One call: a case of the kit, and how it is spoilt: a name of `polyattn.testing.fuzz.wrong`, or nothing."""
+    """One call: a case of the kit, and how it is spoilt: a name of `polyattn.testing.fuzz.wrong`, or nothing. Or how it
+    is derived: a name of `polyattn.testing.fuzz.deriving`."""
 
     case: Case
     wrong: str = ""
+    way: str = ""
 
     @property
     def id(self) -> str:
-        return f"{self.case.id}{' ' if self.wrong else ''}{self.wrong}"
+        return " ".join(filter(None, (self.case.id, self.wrong, self.way)))
 
 
 def draw(seed: int, number: int) -> Drawn:
@@ -62,7 +68,11 @@ def draw(seed: int, number: int) -> Drawn:
         closed_rows=rng.random() < 0.3,
     )
     wrong = rng.choice(wrongs(family)) if rng.random() < WRONG else ""
-    return Drawn(settled(case), wrong)
+    case = settled(case)
+    if wrong or not derivable(case) or rng.random() >= DERIVED:
+        return Drawn(case, wrong)
+    exact = dataclasses.replace(case, request=dataclasses.replace(case.request, dtype="float64"), mask_dtype="same")
+    return Drawn(settled(exact), way=rng.choice((*WAYS, CHANGED)))
 
 
 def scores(case: Case) -> int:

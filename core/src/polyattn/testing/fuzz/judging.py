@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +20,17 @@ from ..cases import Case
 from ..checks import run_case
 from ..families import FAMILIES, Call
 from ..problems import build
+from .deriving import CHANGED, changed_before_backward, derivable, derived
 from .drawing import Drawn
 from .wrong import CONTENTS, spoil
 
 __all__ = ["Calls", "Failure", "Verdict", "arguments", "judge"]
+
+_TORCHS_OWN = ("modified by an inplace operation", "derivative for aten::")
+"""What torch's autograd says of an input that was written to, and of a second derivative that its own kernel lacks."""
+
+_DERIVATIVES_AGREE = 1e-6
+"""In float64, of derivatives as a whole."""
 
 REFUSALS = (UnsupportedRequestError, BackendUnavailableError)
 
@@ -80,6 +88,8 @@ class Calls:
 def judge(drawn: Drawn, backend: str | None, device: torch.device) -> Verdict:
     """Make a call and compare what comes of it. The same call is judged alike whatever was judged before."""
     with _alone(drawn):
+        if drawn.way:
+            return _derived(drawn, backend, device)
         return _spoilt(drawn, backend, device) if drawn.wrong else _compared(drawn.case, backend, device)
 
 
@@ -104,6 +114,34 @@ def _compared(case: Case, backend: str | None, device: torch.device) -> Verdict:
         return Verdict("agreed")
     worst = outcome.findings[0]
     return _failed(worst.check, worst.message, worst.excess)
+
+
+def _derived(drawn: Drawn, backend: str | None, device: torch.device) -> Verdict:
+    if not derivable(drawn.case):
+        return Verdict("passed over")
+
+    def result(name: str | None) -> Tensor:
+        call, given = arguments(drawn.case, device)
+        given = {key: one.detach() if isinstance(one, Tensor) else one for key, one in given.items()}
+        one = functools.partial(call, backend=name)
+        if drawn.way != CHANGED:
+            return derived(drawn.way, one, given)
+        return derived("grad", one, given) if name == "reference" else changed_before_backward(one, given)
+
+    try:
+        got = result(backend)
+    except REFUSALS as exc:
+        return Verdict("refused") if _has_reasons(exc) else _failed("refusal", "refused without a reason")
+    except Exception as exc:  # noqa: BLE001 - as below
+        if isinstance(exc, RuntimeError) and any(words in str(exc) for words in _TORCHS_OWN):
+            return Verdict("refused")
+        return _failed("call", f"raised {type(exc).__name__}: {exc}; a refusal or the derivative is needed")
+    want = result("reference") if backend != "reference" or drawn.way == CHANGED else got
+    error = float((got.double() - want.double()).norm() / (1 + want.double().norm()))
+    if error <= _DERIVATIVES_AGREE:
+        return Verdict("agreed")
+    excess = error / _DERIVATIVES_AGREE
+    return _failed(f"derivative {drawn.way}", f"is {error:.3g} away from the reference's", excess)
 
 
 def _has_reasons(refusal: Exception) -> bool:

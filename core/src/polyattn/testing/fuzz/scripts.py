@@ -44,6 +44,8 @@ def script(drawn: Drawn, failure: Failure, backend: str | None, device: torch.de
     head = _head(failure, drawn, backend, device, origin)
     if drawn.wrong:
         return head + _refused(drawn, backend, device)
+    if drawn.way:
+        return head + _by_the_kit(drawn.case, backend, device, drawn.way)
     plain = _plainly(drawn.case, failure, backend, device)
     return head + (_by_the_kit(drawn.case, backend, device) if plain is None else plain)
 
@@ -327,9 +329,10 @@ def _comparison(case: Case, code: _Code, call: str, allowed: Mapping[str, float]
 # --- the kit's own check
 
 
-def _by_the_kit(case: Case, backend: str | None, device: torch.device) -> str:
+def _by_the_kit(case: Case, backend: str | None, device: torch.device, way: str = "") -> str:
     request, others = ", ".join(_changed(case.request)), ", ".join(_changed(case, but=("request",)))
-    return _KIT.format(request=request, others=others, backend=backend, device=str(device))
+    template = _DERIVED if way else _KIT
+    return template.format(way=way, request=request, others=others, backend=backend, device=str(device))
 
 
 def _changed(record: Any, but: tuple[str, ...] = ()) -> list[str]:
@@ -337,6 +340,19 @@ def _changed(record: Any, but: tuple[str, ...] = ()) -> list[str]:
     fields = [f for f in dataclasses.fields(record) if f.name not in but]
     return [f"{f.name}={_literal(getattr(record, f.name))}" for f in fields if getattr(record, f.name) != f.default]
 
+
+_DERIVED = """\
+import torch
+from polyattn.records import AttentionRequest
+from polyattn.testing import Case
+from polyattn.testing.fuzz import Drawn, judge
+
+request = AttentionRequest({request})
+case = Case(request=request, {others})
+verdict = judge(Drawn(case, way={way!r}), {backend!r}, torch.device("{device}"))
+print(verdict)
+raise SystemExit(1 if verdict.word == "failed" else 0)
+"""
 
 _KIT = """\
 from polyattn.records import AttentionRequest
