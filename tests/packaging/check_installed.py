@@ -32,7 +32,7 @@ def check(plugins: list[str]) -> list[str]:
         wrong.append(f"versions differ: {versions}")
     for name, source in names.items():
         if missing := missing_files(name, source):
-            wrong.append(f"{name}: the wheel lacks {sorted(missing)}")
+            wrong.append(f"{name}: the wheel lacks {sorted(missing)}: strays, or name them in its pyproject.toml")
         if not any(file.name == "LICENSE" for file in metadata.files(name) or ()):
             wrong.append(f"{name}: the wheel lacks LICENSE")
 
