@@ -22,7 +22,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TEMPLATE = Path(__file__).parents[2] / "plugins" / "_template"
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "plugins" / "_template"
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +102,19 @@ def test_its_metadata_are_those_of_a_plugin(run: Run, tmp_path: Path) -> None:
     jobs = yaml.safe_load((folder / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
     commands = [step["run"] for step in jobs["tests"]["steps"] if "run" in step]
     assert commands == ['python -m pip install ".[test]"', "python -m pytest", "polyattn conform my_chip --quick"]
+
+
+@pytest.mark.parametrize(
+    "settings", [("--isolated",), ("--config", str(ROOT / "pyproject.toml"))], ids=["ruff", "ours"]
+)
+@pytest.mark.parametrize("name", ["a", "acme", "a-name-of-many-letters"])
+def test_its_code_is_in_style(run: Run, name: str, settings: tuple[str, ...]) -> None:
+    """Its author starts without complaints, by the defaults of ruff and by what this repository asks for."""
+    assert run("new-plugin", name, "--platform", "cuda").code == 0
+    for words in (("check",), ("format", "--check", "--diff")):
+        command = [sys.executable, "-m", "ruff", *words, "--no-cache", *settings, f"polyattn-{name}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "npu"])

@@ -1,1 +1,1 @@
-"""The attention backend `template` for polyattn: records in plugin.py, the kernel's adapter in kernel.py."""
+"""The attention backend `template` for polyattn. plugin.py: records, kernel.py: adapter."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# isort: split
 from polyattn.contract import Bound
 from polyattn.records import AttentionRequest
 

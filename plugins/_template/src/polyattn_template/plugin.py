@@ -34,7 +34,11 @@ ROWS = (
 def polyattn_register_backends() -> Iterable[BackendInfo]:
     """The backend, its one provider and what that can serve."""
     # A vendor's library that must be installed goes into the provider's `requires`, with what to do when it is missing.
-    provider = Provider("template", ROWS, target="polyattn_template.kernel:Adapter")
+    provider = Provider(
+        "template",
+        ROWS,
+        target="polyattn_template.kernel:Adapter",
+    )
     yield BackendInfo(
         "template",
         PLATFORM,
