@@ -234,3 +234,36 @@ def test_an_option_with_a_placeholder_of_its_own_name_spells_its_name_out() -> N
             for option in getattr(hint, "__metadata__", ()):
                 if isinstance(option, OptionInfo) and name.lower() == str(option.metavar).lower():
                     assert f"--{name}" in (option.default, *(option.param_decls or ())), (command.name, name)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_flags(run: Run, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    """What a shell runs while a line is typed; bash hands the words over in another way."""
+
+    def completions(*words: str) -> str:
+        monkeypatch.setenv("_POLYATTN_COMPLETE", f"complete_{shell}")
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", " ".join(words))
+        monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+        monkeypatch.setenv("COMP_WORDS", " ".join(words))
+        monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+        shown = run()
+        assert (shown.code, shown.err) == (0, "")
+        return shown.out
+
+    assert "explain" in completions("polyattn", "exp")
+    assert "doctor" not in completions("polyattn", "exp")
+    assert "--platform" in completions("polyattn", "list", "--pl")
+
+
+def test_the_page_says_how_completion_is_installed(run: Run) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    for flag in ("--install-completion", "--show-completion"):
+        assert flag in run("--help").out
+        assert f"`polyattn {flag}`" in page
+
+
+def test_a_script_that_no_shell_has_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_POLYATTN_COMPLETE", "complete_nosuch")
+    shown = run()
+    assert shown.code == 1
+    assert "nosuch not supported" in shown.err

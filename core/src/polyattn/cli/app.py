@@ -66,7 +66,6 @@ _ProblemWithWords: Any = typer.BadParameter.__mro__[2]
 app = typer.Typer(
     name="polyattn",
     help="One attention call for every chip: what is here, what is chosen, and why.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -161,8 +160,8 @@ def _run(words: list[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except SystemExit as ended:
-        if ended.code == TERMINATED:
-            return TERMINATED
+        if ended.code in (0, TERMINATED):  # 0: completions were told to a shell
+            return int(ended.code)
         _silence(sys.stdout)  # typer ends so where a reader has gone away
         return OTHER_ERROR
     return code if isinstance(code, int) else 0
