@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"
@@ -284,6 +285,30 @@ def torch(session: nox.Session, end: str) -> None:
     rooms = ("semantics", "dispatch", "selection", "plugins", "rules", "errors", "integrations")
     serving = (f"tests/serving/test_{name}.py" for name in SERVED)
     session.run("python", "-m", "pytest", *(f"tests/{room}" for room in rooms), *serving, "-n", "2", *session.posargs)
+
+
+@nox.session(python="3.11", reuse_venv=True, default=False)
+def oldest(session: nox.Session) -> None:
+    """Run the command line with the oldest pluggy, packaging, typer, rich and PyYAML that core's metadata admit."""
+    # Python 3.11 is the newest that wheels of all of them are for. The oldest torch and transformers: session torch.
+    ours = nox.project.load_toml(ROOT / "core" / "pyproject.toml")["project"]
+    asked = [Requirement(line) for line in (*ours["dependencies"], *ours["optional-dependencies"]["cli"])]
+    floors = {
+        one.name: next(part.version for part in one.specifier if part.operator == ">=")
+        for one in asked
+        if one.name != "torch" and not one.marker
+    }
+    free = {*floors, "click", "pytest"}  # each has an age that fits
+    pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    kept = Path(session.create_tmp()) / "constraints.txt"
+    kept.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in free), "utf-8")
+    plugins = (word for name in PLUGINS for word in ("-e", str(ROOT / "plugins" / name)))
+    old = (f"{name}=={version}" for name, version in floors.items())
+    session.install("-c", str(kept), *old, "pytest", "-e", str(ROOT / "core"), *plugins)
+    for words in (("--version",), ("--help",), ("list",), ("explain",)):
+        session.run("polyattn", *words)
+    files = (f"tests/cli/test_{name}.py" for name in ("main", "list", "cli_page", "config_check"))
+    session.run("python", "-m", "pytest", *files, *session.posargs)
 
 
 @nox.session(name="third-party", venv_backend="none", requires=["environment"])

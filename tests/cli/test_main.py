@@ -19,6 +19,19 @@ from polyattn.cli import app, main
 
 from .conftest import Run
 
+# Before 0.26 typer checks numbers with click itself, whose words are kept, and before 0.20 it guesses no commands.
+CLICKS_WORDS = {
+    "--head-dim 'wide' is": "Invalid value for '--head-dim': 'wide' is not a valid integer. See `poly",
+    "--head-dim '1.5' is": "Invalid value for '--head-dim': '1.5' is not a valid integer. See `polyattn expl",
+    "--softcap 'wide' is": "Invalid value for '--softcap': 'wide' is not a valid float. See `polyattn explain",
+    "--page-size 'big' is": "Invalid value for '--page-size': 'big' is not a valid integer. See `p",
+    "--rounds 0:": "Invalid value for '--rounds': 0 is not in the range x>=1. See `polyattn tune --help`",
+    "--number -1:": "Invalid value for '--number': -1 is not in the range x>=0. See `polyattn fuzz --help`",
+    "--seconds 0:": "Invalid value for '--seconds': 0.0 is not in the range x>=0.001. See `polyattn bench --h",
+    "Did you mean 'explain'?": "See `polyattn --help`",
+}
+OWN_CLICK = typer.BadParameter.__module__.partition(".")[0] == "typer"
+
 HOPPER = ("--assume-platform", "cuda:sm90")
 
 
@@ -52,6 +65,8 @@ HOPPER = ("--assume-platform", "cuda:sm90")
 def test_failures_have_a_code_and_a_message_in_both_forms(
     run: Run, words: tuple[str, ...], code: int, kind: str, message: str
 ) -> None:
+    if not OWN_CLICK:
+        message = next((clicks for ours, clicks in CLICKS_WORDS.items() if message.startswith(ours)), message)
     text = run(*words)
     assert (text.code, text.out) == (code, "")
     assert message in " ".join(text.err.split())
@@ -189,7 +204,7 @@ def test_a_reader_that_stops_early_gets_no_traceback() -> None:
         done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=1800)
     finally:
         os.close(writing)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr.strip()) == (1, "")  # typer before 0.26 ends the line
 
 
 def test_a_terminal_without_unicode_gets_question_marks() -> None:

@@ -143,6 +143,13 @@ def test_the_readme_names_the_versions_that_are_tested() -> None:
     assert str(floor) == f">={oldest.removesuffix('.0')}"
 
 
+def test_what_core_needs_has_a_lower_bound_that_is_tried() -> None:
+    core = project(CORE)
+    asked = map(Requirement, [*core["dependencies"], *core["optional-dependencies"]["cli"]])
+    assert not [str(r) for r in asked if sum(part.operator == ">=" for part in r.specifier) != 1]
+    assert "def oldest(" in NOXFILE.read_text(encoding="utf-8")
+
+
 def test_constraints_cover_every_direct_requirement() -> None:
     core = project(CORE)
     wanted = [*core["dependencies"], *(r for extra in core["optional-dependencies"].values() for r in extra)]
