@@ -130,7 +130,7 @@ class _Call:
     def run(self, backend: str | None) -> Any:
         chosen = _chosen(self.request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
         kind = self.tensors[0].device.type
-        forward = runner(chosen, self.return_lse, False, 1)
+        forward = chosen.ranged("block_sparse_attention", runner(chosen, self.return_lse, False, 1))
         given = self.map if self.out is None else {**self.map, "out": self.out}
         if autocast_dtype(kind) is None:
             result = forward(*self.tensors, **given)

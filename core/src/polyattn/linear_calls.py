@@ -103,7 +103,8 @@ def _run(given: _Call, backend: str | None) -> tuple[Tensor, Tensor]:
     tensors = {name: getattr(call, name) for name in ("gate", "beta", "state", "cu_seqlens", "out")}
     kind = call.query.device.type
     with torch.autocast(kind, enabled=False):
-        result: tuple[Tensor, Tensor] = chosen.bound.forward(call.query, call.key, call.value, **tensors)
+        forward = chosen.ranged("linear_attention", chosen.bound.forward)
+        result: tuple[Tensor, Tensor] = forward(call.query, call.key, call.value, **tensors)
     return result
 
 
