@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -127,6 +128,18 @@ def test_a_mask_that_no_kernel_is_for_is_refused(qkv, monkeypatch):
 COUNTS, INDICES = lists_of(flags())
 
 
+def test_numpys_numbers_and_flags_are_taken_as_pythons(qkv):
+    chosen = flags()
+    plain = polyattn.block_sparse_attention(*qkv, block_map=chosen, block_shape=SHAPE, scale=0.25, return_lse=True)
+    shape, words = (np.int64(SHAPE[0]), np.uint8(SHAPE[1])), {"scale": np.float32(0.25), "return_lse": np.True_}
+    given = {"block_map": chosen, "block_shape": shape, **words}
+    for got, want in zip(polyattn.block_sparse_attention(*qkv, **given), plain, strict=True):
+        assert torch.equal(got, want)
+    found = polyattn.explain(polyattn.block_sparse_attention, *qkv, **given).request.block_shape
+    assert found == SHAPE
+    assert [type(tokens) for tokens in found] == [int, int]
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -144,6 +157,9 @@ COUNTS, INDICES = lists_of(flags())
         ({"block_shape": 16}, r"block_shape=16 must be two numbers of tokens, \(block_q, block_k\), each 1 or more"),
         ({"block_shape": (16, 0)}, r"block_shape=\(16, 0\) must be two numbers"),
         ({"block_shape": (True, 16)}, r"block_shape=\(True, 16\) must be two numbers"),
+        ({"block_shape": (np.True_, 16)}, r"block_shape=\((np\.)?True_?, 16\) must be two numbers"),
+        ({"block_shape": (16.0, 16)}, r"block_shape=\(16.0, 16\) must be two numbers"),
+        ({"return_lse": "yes"}, "return_lse='yes' is a str; it must be True or False"),
         ({"block_valid": torch.tensor([1])}, r"block_valid is torch\.int64"),
         ({"layout": "BSDH"}, "layout='BSDH' must be one of BSHD, BHSD"),
         ({"scale": float("nan")}, "scale=nan must be a finite number"),

@@ -410,12 +410,17 @@ VARLEN: list[Case] = [
     (
         "cu_seqlens ends short",
         lambda: packed(cu_seqlens_k=int32(0, 2, 4)),
-        "cu_seqlens_k ends at 4, the packed batch has 5 tokens; they must agree",
+        r"cu_seqlens_k ends at 4, the packed batch has 5 tokens; .*, cut it off and pass key\[:4\] and value\[:4\]$",
+    ),
+    (
+        "cu_seqlens of queries ends short",
+        lambda: packed(cu_seqlens_q=int32(0, 2, 4)),
+        r"cu_seqlens_q ends at 4, .* pass query\[:4\]$",
     ),
     (
         "cu_seqlens ends past T",
         lambda: packed(cu_seqlens_q=int32(0, 2, 9)),
-        "cu_seqlens_q ends at 9",
+        "cu_seqlens_q ends at 9, the packed batch has 5 tokens; they must agree$",
     ),
     (
         "cu_seqlens falls",

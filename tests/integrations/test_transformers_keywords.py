@@ -246,6 +246,15 @@ def test_packed_lengths_meet_a_mask(relative):
         call(Layer(), *tensors(), BOOL, **lengths(S, S))
 
 
+@pytest.mark.parametrize("given", [{}, {"attention_mask": BOOL[:1]}, {"position_bias": BIAS}], ids=["none", *"mb"])
+def test_lengths_that_end_before_a_tail_are_refused_with_a_mask_and_without(given):
+    call, tensors_of_one = make_forward(None, HARMLESS), [t[:1] for t in tensors()]
+    with pytest.raises(polyattn.InvalidInputError, match=r"ends at 5, the packed batch has 7 tokens; .* cut it off"):
+        call(Layer(), *tensors_of_one, **{"attention_mask": None, **given}, **lengths(3, 2))
+    with pytest.raises(polyattn.InvalidInputError, match="_q=2 is less than the longest sequence, 4"):
+        call(Layer(), *tensors_of_one, **{"attention_mask": None, **given}, **{**lengths(3, 4), "max_length_q": 2})
+
+
 @pytest.mark.parametrize("missing", LENGTHS)
 def test_packed_lengths_come_together(missing):
     given = {k: v for k, v in lengths(3, 4).items() if k != missing}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -197,7 +198,10 @@ CU = torch.tensor([0, S], dtype=torch.int32)
         ({"method": "gnd"}, r"method='gnd' must be one of gdn, kda\. Did you mean 'gdn'\?"),
         ({"method": None}, "method=None must be one of gdn, kda"),
         ({"state_layout": "kv"}, "state_layout='kv' must be one of KV, VK"),
-        ({"qk_norm": "yes"}, "qk_norm='yes' must be True or False"),
+        ({"qk_norm": "yes"}, "qk_norm='yes' is a str; it must be True or False"),
+        ({"qk_norm": 1.0}, "qk_norm=1.0 is a float; it must be True or False"),
+        ({"qk_norm": None}, "qk_norm=None is a NoneType; it must be True or False"),
+        ({"scale": True}, "scale=True must be a finite number"),
         ({"scale": float("inf")}, "scale=inf must be a finite number"),
         ({"query": [1]}, r"query is a list, a tensor \[B, S, H, D\] is needed"),
         ({"key": GDN["key"][:, 1:]}, r"key has the shape \(2, 12, 2, 6\); needed is \(2, 13, 2, 6\)"),
@@ -228,7 +232,15 @@ def test_what_is_wrong_is_refused(change, message):
         polyattn.linear_attention(**{**GDN, **change})
 
 
+@pytest.mark.parametrize("flag", [np.True_, np.int64(1), 1])
+def test_numpys_flags_and_numbers_are_taken_as_pythons(flag):
+    plain, other = call(GDN, qk_norm=True, scale=0.5), call(GDN, qk_norm=flag, scale=np.float32(0.5))
+    assert all(torch.equal(a, b) for a, b in zip(other, plain, strict=True))
+    without = call(GDN, qk_norm=False)
+    assert all(torch.equal(a, b) for a, b in zip(call(GDN, qk_norm=np.False_), without, strict=True))
+
+
 def test_lengths_are_read_where_that_is_free():
     flat = {name: tensor[:1] for name, tensor in GDN.items()}
-    with pytest.raises(InvalidInputError, match="cu_seqlens ends at 12, the packed batch has 13 tokens"):
+    with pytest.raises(InvalidInputError, match=r"cu_seqlens ends at 12, .* 13 tokens; .* \[:, :12\] of each"):
         call(flat, cu_seqlens=torch.tensor([0, 12], dtype=torch.int32))

@@ -744,6 +744,18 @@ def test_each_call_is_served_by_who_was_fastest_at_its_lengths(served):
     assert served == ["torch_sdpa", "torch_native", "torch_sdpa", "torch_sdpa", "torch_native", "torch_sdpa"]
 
 
+def test_a_profile_names_who_serves_calls_of_these_lengths(served):
+    measured(64, "torch_sdpa")
+    measured(1024, "torch_native")
+    site = polyattn.bind(causal=True)
+    with torch.profiler.profile() as found:
+        for length in (64, 1000, 33):
+            site(*tensors(length))
+    names = [event.name for event in found.events() if event.name.startswith("polyattn.")]
+    assert names == [f"polyattn.attention {name}@cpu" for name in served]
+    assert served == ["torch_sdpa", "torch_native", "torch_sdpa"]
+
+
 def test_a_call_that_was_not_measured_is_served_as_one_like_it(served):
     measured(64, "torch_native", heads=4, kv_heads=4)
     measured(1024, "torch_sdpa", heads=4, kv_heads=4)

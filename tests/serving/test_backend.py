@@ -235,6 +235,22 @@ def test_a_mixed_step_is_split_where_backends_differ(
     rig.step(MIXED, dict.fromkeys(rows, 2))
 
 
+def test_a_profile_names_who_serves_each_layer(toys: Any) -> None:
+    rig = Rig(decoder(), prefill_backend="toy", decode_backend="toy_plain")
+    a, b = rig.add(2)
+    steps = ((EXTEND, {a: 5, b: 5}), (DECODE, {a: 1, b: 1}), (MIXED, {a: 1, b: 3}))
+    names = []
+    for mode, new in steps:
+        with torch.profiler.profile() as found:
+            rig.step(mode, new)
+        names.append([e.name for e in found.events() if e.name.startswith("polyattn.serving")])
+    toy, plain = "polyattn.serving toy@cpu", "polyattn.serving toy_plain@cpu"
+    assert names == [[toy] * 2, [plain] * 2, [f"{toy} and toy_plain@cpu"] * 2]
+    with torch.profiler.profile() as found:
+        rig.backend.forward(rig.random(4, 4, 16), None, None, rig.layers[0])
+    assert f"{toy} and toy_plain@cpu" in {e.name for e in found.events()}
+
+
 def test_a_mixed_step_is_one_extend_where_one_backend_serves_both(toys: Any) -> None:
     rig = Rig(decoder(), backend="toy")
     a, b = rig.add(2)

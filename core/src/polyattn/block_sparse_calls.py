@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import overrides, validate
+from . import overrides, scalars, validate
 from .block_maps import check_block_map, check_bool_map, lists_of
 from .call_shapes import extent_of
 from .choose import Chosen, choose, select_here
@@ -90,7 +90,7 @@ class _Call:
         if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
             query, key, value = cast(query, key, value)
         validate.check_dense(query, key, value, None, None, out, layout)
-        self.swapped, self.return_lse = layout == "BSHD", return_lse
+        self.swapped, self.return_lse = layout == "BSHD", static.return_lse
         self.tensors = (self._turned(query), self._turned(key), self._turned(value))
         self.out = None if out is None else self._turned(out)
         shape = _block_shape(block_shape)
@@ -130,7 +130,7 @@ class _Call:
     def run(self, backend: str | None) -> Any:
         chosen = _chosen(self.request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
         kind = self.tensors[0].device.type
-        forward = runner(chosen, self.return_lse, False, 1)
+        forward = chosen.ranged("block_sparse_attention", runner(chosen, self.return_lse, False, 1))
         given = self.map if self.out is None else {**self.map, "out": self.out}
         if autocast_dtype(kind) is None:
             result = forward(*self.tensors, **given)
@@ -143,12 +143,13 @@ class _Call:
 
 
 def _block_shape(block_shape: Any) -> tuple[int, int]:
-    whole = isinstance(block_shape, (tuple, list)) and len(block_shape) == 2
-    if not whole or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in block_shape):
+    pair = isinstance(block_shape, (tuple, list)) and len(block_shape) == 2
+    if not pair or any(not scalars.whole(n) or n < 1 for n in block_shape):
         raise InvalidInputError(
-            f"block_shape={block_shape!r} must be two numbers of tokens, (block_q, block_k), each 1 or more"
+            f"block_shape={scalars.shown(block_shape)} must be two numbers of tokens, (block_q, block_k), each 1 or "
+            "more"
         )
-    return block_shape[0], block_shape[1]
+    return int(block_shape[0]), int(block_shape[1])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -107,10 +107,11 @@ def _at(request: AttentionRequest, policy: Policy, extent: Extent) -> Selection:
 
 
 class _Ways(NamedTuple):
-    """How a choice is called: with everything optional as keywords, and with three tensors alone."""
+    """How a choice is called: with everything optional as keywords, and with three tensors alone. by: who that is."""
 
     run: Callable[..., Any]
     simple: Callable[..., Any]
+    by: str
 
 
 class _Switch:
@@ -147,7 +148,7 @@ class _Switch:
 
     def at(self, extent: Extent) -> str:
         """Who serves calls of these lengths."""
-        return served_by(_at(self._chosen.selection.request, self._policy, extent))
+        return self._find(extent).by
 
     def _find(self, extent: Extent) -> _Ways:
         """Lengths that were not met yet: keys that grow by one with each call are, every time. What is chosen holds for
@@ -165,9 +166,9 @@ class _Switch:
             request, bound = self._chosen.request, self._load(selection).bound
             if bound.backward is not None and request.grad:
                 run = differentiable(bound, request.lse, head_axis(request))
-                self._bound[name] = _Ways(run, run)
+                self._bound[name] = _Ways(run, run, served_by(selection))
             else:
-                self._bound[name] = _Ways(bound.forward, bound.simple or bound.forward)
+                self._bound[name] = _Ways(bound.forward, bound.simple or bound.forward, served_by(selection))
         return self._bound[name]
 
 

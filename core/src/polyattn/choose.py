@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch.autograd import profiler as _profiler
 
 from .by_length import settled
-from .call_shapes import Extent
+from .call_shapes import Extent, extent_of
 from .config import check_options
 from .contract import Bound
 from .errors import InvalidInputError
 from .facts import device_facts, dtype_name
-from .inspection import catalogue
+from .inspection import catalogue, served_by
 from .lowering import Plan, bind
 from .overrides import Scope, current_settings
 from .plugins import get_manager
@@ -41,6 +43,16 @@ class Chosen:
     info: BackendInfo
     bound: Bound
     at: Callable[[Extent], str] | None = None
+
+    def ranged(self, call: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`; while torch's profiler is on, in a range that names the public call and who serves it."""
+        return functools.partial(self.profiled, call, run) if _profiler._is_profiler_enabled else run
+
+    def profiled(self, call: str, run: Callable[..., Any], /, *tensors: Any, **keywords: Any) -> Any:
+        """`run`, called in such a range."""
+        by = served_by(self.selection) if self.at is None else self.at(extent_of(self.request)(*tensors, **keywords))
+        with torch.profiler.record_function(f"polyattn.{call} {by}"):
+            return run(*tensors, **keywords)
 
 
 def select_here(

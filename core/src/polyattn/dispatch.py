@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd import profiler as _profiler
 
 from . import overrides, validate
 from .call_shapes import extent_of
-from .choose import choose, select_here
+from .choose import Chosen, choose, select_here
 from .compiled import trace_dense
 from .epoch import EPOCH
 from .errors import InvalidInputError
@@ -119,6 +120,7 @@ def dense_request(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, si
 class _Entry:
     """What a signature calls: with everything optional as keywords, and the short way where there is one."""
 
+    chosen: Chosen
     run: Callable[..., Any]
     simple: Callable[..., Any] | None = None
 
@@ -243,6 +245,7 @@ class DenseSite:
                     and fast.epoch == EPOCH.value
                     and fast.deterministic is torch_deterministic()
                     and forward_ad._current_level < 0
+                    and not _profiler._is_profiler_enabled
                 ):
                     return fast.call(query, key, value)
             elif (
@@ -250,6 +253,7 @@ class DenseSite:
                 and fast.same(query, key, value, attn_mask)
                 and fast.still(query, key, value)
                 and forward_ad._current_level < 0
+                and not _profiler._is_profiler_enabled
             ):
                 return fast.call(query, key, value, attn_mask=attn_mask)
         return self._find(query, key, value, attn_mask, sinks, out)
@@ -284,17 +288,18 @@ class DenseSite:
             if len(entries) >= SIGNATURES_KEPT:
                 entries.clear()
             entries[signature] = entry
-        elif signature == self._last and sinks is None and out is None:
-            # Seen twice in a row: worth a guard. Alternating signatures stay with the dict.
+        elif signature == self._last and sinks is None and out is None and not _profiler._is_profiler_enabled:
+            # Seen twice in a row: worth a guard. Alternating signatures stay with the dict, and so do profiled calls.
             self._remember(dict(zip(DENSE_KEY, signature, strict=True)), entry, query, key, value, attn_mask)
         self._last = signature
-        return entry.run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
+        run = entry.chosen.ranged("attention", entry.run)
+        return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
 
     def _resolve(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, out: Any) -> _Entry:
         request = dense_request(self.static, query, key, value, mask, sinks, out)
         chosen = choose(request, self._argument, self._scope)
         run = runner(chosen, self.static.return_lse, not no_autocast(query), 2 if self._bshd else 1)
-        return _Entry(run, chosen.bound.simple if run is chosen.bound.forward else None)
+        return _Entry(chosen, run, chosen.bound.simple if run is chosen.bound.forward else None)
 
     def _remember(
         self, key: dict[str, Any], entry: _Entry, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None

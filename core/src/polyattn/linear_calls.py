@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import overrides, validate
+from . import overrides, scalars, validate
 from .choose import Chosen, choose, select_here
 from .epoch import EPOCH
 from .errors import InvalidInputError, did_you_mean
@@ -103,7 +103,8 @@ def _run(given: _Call, backend: str | None) -> tuple[Tensor, Tensor]:
     tensors = {name: getattr(call, name) for name in ("gate", "beta", "state", "cu_seqlens", "out")}
     kind = call.query.device.type
     with torch.autocast(kind, enabled=False):
-        result: tuple[Tensor, Tensor] = chosen.bound.forward(call.query, call.key, call.value, **tensors)
+        forward = chosen.ranged("linear_attention", chosen.bound.forward)
+        result: tuple[Tensor, Tensor] = forward(call.query, call.key, call.value, **tensors)
     return result
 
 
@@ -143,8 +144,7 @@ def _check_words(call: _Call) -> None:
         if word not in allowed:
             near = did_you_mean(word, allowed) if isinstance(word, str) else ""
             raise InvalidInputError(f"{name}={word!r} must be one of {', '.join(allowed)}.{near}")
-    if not isinstance(call.qk_norm, bool):
-        raise InvalidInputError(f"qk_norm={call.qk_norm!r} must be True or False")
+    scalars.flag("qk_norm", call.qk_norm)
     Static(scale=call.scale).checked()
 
 

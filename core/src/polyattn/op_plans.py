@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler as _profiler
 
 from .autograd import attention_backward, refuse_second
 from .contract import Bound
@@ -18,6 +19,7 @@ from .defects import affecting, narrowing
 from .epoch import EPOCH
 from .errors import BackendUnavailableError, PluginError, did_you_mean
 from .lowering import Plan, Planner, bind
+from .names import whole
 from .plugins import PluginManager, get_manager
 from .records import AttentionRequest, BackendInfo, Provider
 from .request_text import plain_request, read_request
@@ -102,13 +104,22 @@ def dense_axes(*tensors: Tensor) -> list[Tensor]:
 
 def forward(plan: str, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     bound = _bound(plan, EPOCH.value)[1]
-    result = bound.forward(query, key, value, **given)
+    with _range(plan) if _profiler._is_profiler_enabled else contextlib.nullcontext():
+        result = bound.forward(query, key, value, **given)
     out, lse = result if isinstance(result, tuple) else (result, query.new_empty(0, dtype=torch.float32))
     inputs = (query, key, value)
     lse = lse.to(_lse_dtype(query)) if lse.numel() else lse
     # The op promises contiguous outputs that alias no input, whatever the kernel gave.
     out = out.contiguous()
     return (out.clone() if any(out.data_ptr() == t.data_ptr() for t in inputs) else out), lse.contiguous()
+
+
+def _range(plan: str) -> torch.profiler.record_function:
+    """As `Chosen.ranged`: what torch's profiler shows of a compiled call."""
+    data = json.loads(plan)
+    call = "varlen_attention" if _bound(plan, EPOCH.value)[0].family == "varlen" else "attention"
+    info, provider = _served_by(get_manager(), data)
+    return torch.profiler.record_function(f"polyattn.{call} {whole(info, provider.name)}@{info.platform}")
 
 
 def _gives_lse(plan: str) -> bool:

@@ -253,7 +253,7 @@ def paged_attention(
         k_scale, v_scale, attn_mask, sinks, out, kv_layout, save_kv_cache, kv_parts, tree, chunked_prefix, static,
     )  # fmt: skip
     chosen = _chosen(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
-    return chosen.bound.forward(
+    return chosen.ranged("paged_attention", chosen.bound.forward)(
         query,
         key_cache,
         value_cache,
@@ -402,7 +402,7 @@ def mla_attention(
         kv_parts, tree, chunked_prefix, static,
     )  # fmt: skip
     chosen = _chosen(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
-    return chosen.bound.forward(
+    return chosen.ranged("mla_attention", chosen.bound.forward)(
         query,
         cache,
         page_table=row_major(page_table),

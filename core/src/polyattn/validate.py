@@ -345,7 +345,10 @@ def check_cu_seqlens(name: str, cu: Tensor, tokens: int, longest: int, max_name:
     if starts[0] != 0:
         raise InvalidInputError(f"{name} starts with {starts[0]}; it must start with 0")
     if starts[-1] != tokens:
-        raise InvalidInputError(f"{name} ends at {starts[-1]}, the packed batch has {tokens} tokens; they must agree")
+        raise InvalidInputError(
+            f"{name} ends at {starts[-1]}, the packed batch has {tokens} tokens; they must agree"
+            f"{_without_tail(name, starts[-1]) if 0 <= starts[-1] < tokens else ''}"
+        )
     lengths = [b - a for a, b in pairwise(starts)]
     if min(lengths, default=0) < 0:
         at = next(i for i, n in enumerate(lengths) if n < 0)
@@ -353,6 +356,13 @@ def check_cu_seqlens(name: str, cu: Tensor, tokens: int, longest: int, max_name:
     if max(lengths, default=0) > longest:
         raise InvalidInputError(f"{max_name}={longest} is less than the longest sequence, {max(lengths)}")
     return starts
+
+
+def _without_tail(name: str, end: int) -> str:
+    """The next step where tokens of padding are behind the last sequence."""
+    rows = {"cu_seqlens_q": f"query[:{end}]", "cu_seqlens_k": f"key[:{end}] and value[:{end}]"}
+    tensors = rows.get(name, f"[:, :{end}] of each tensor of tokens")
+    return f". If padding is behind the last sequence, cut it off and pass {tensors}"
 
 
 def check_varlen(

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import overrides, scalars, validate
 from . import signature as sig
 from .call_shapes import extent_of
-from .choose import choose, select_here
+from .choose import Chosen, choose, select_here
 from .compiled import trace_varlen
 from .epoch import EPOCH
 from .facts import transform
@@ -40,7 +40,7 @@ class VarlenSite:
         self._scope = _scope() if scope is None else scope
         overrides.reach(self._scope)
         self._epoch = -1
-        self._entries: dict[Any, Callable[..., Any]] = {}
+        self._entries: dict[Any, tuple[Chosen, Callable[..., Any]]] = {}
         self._check = validate.PackedCheck()
 
     def __call__(
@@ -77,13 +77,14 @@ class VarlenSite:
             transform(query, key, value, attn_mask, sinks),
             sig.torch_deterministic(),
         )
-        run = entries.get(signature)
-        if run is None:
+        entry = entries.get(signature)
+        if entry is None:
             chosen = choose(varlen_request(self.static, q, k, v, attn_mask, sinks, lens), self._argument, self._scope)
-            run = sig.runner(chosen, self.static.return_lse, not sig.no_autocast(query), 1)
+            entry = chosen, sig.runner(chosen, self.static.return_lse, not sig.no_autocast(query), 1)
             if len(entries) >= sig.SIGNATURES_KEPT:
                 entries.clear()
-            entries[signature] = run
+            entries[signature] = entry
+        run = entry[0].ranged("varlen_attention", entry[1])
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
 
     def __polyattn_explain__(

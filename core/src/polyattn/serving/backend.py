@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler as _profiler
 
 from ..errors import InvalidInputError, did_you_mean
 from ..inspection import served_by
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["AttentionBackend"]
 
 _NONE: Mapping[int, Run] = {}
+
+
+def _profiled(run: Run, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Tensor:
+    """A layer's call, in a range of torch's profiler that says who serves it."""
+    with torch.profiler.record_function(f"polyattn.serving {run.by}"):
+        return run(q, k, v, save)
 
 
 def _has_graphs(device: torch.device) -> bool:
@@ -167,6 +174,8 @@ class AttentionBackend:
             self._refuse("forward", layer)
         if run.layer is not layer:
             self._check_same(run.layer, layer)
+        if _profiler._is_profiler_enabled:
+            return _profiled(run, q, k, v, save_kv_cache)
         return run(q, k, v, save_kv_cache)
 
     def check_layer(self, layer: AttentionLayer) -> None:
@@ -198,6 +207,8 @@ class AttentionBackend:
             self._refuse("forward_decode", layer, batch)
         if run.layer is not layer:
             self._check_same(run.layer, layer)
+        if _profiler._is_profiler_enabled:
+            return _profiled(run, q, k, v, save_kv_cache)
         return run(q, k, v, save_kv_cache)
 
     def forward_extend(
@@ -218,6 +229,8 @@ class AttentionBackend:
             self._refuse("forward_extend", layer, batch)
         if run.layer is not layer:
             self._check_same(run.layer, layer)
+        if _profiler._is_profiler_enabled:
+            return _profiled(run, q, k, v, save_kv_cache)
         return run(q, k, v, save_kv_cache)
 
     # The seed pages' names --------------------------------------------------------------------------------------------

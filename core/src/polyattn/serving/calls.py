@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError
+from ..inspection import served_by
 from ..placement import aligned, placed
 from .metadata import TABLES
 
@@ -25,9 +26,14 @@ Tokens = slice | Tensor
 
 
 class Run(Protocol):
-    """A layer's call under the step that was planned: (query, key, value, save_kv_cache) -> [T_q, H_q, D_v]."""
+    """A layer's call under the step that was planned: (query, key, value, save_kv_cache) -> [T_q, H_q, D_v].
+
+    Attributes:
+        by: who serves it, for profiles.
+    """
 
     layer: AttentionLayer
+    by: str
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Tensor: ...
 
@@ -87,7 +93,7 @@ class LayerCall:
 
     __slots__ = (
         *("_attend", "_caches", "_device", "_dtype", "_dynamic", "_forward", "_id", "_loads", "_own", "_pair", "_pool"),
-        *("_reader", "_rows", "_without", "_writes", "layer", "step"),
+        *("_reader", "_rows", "_without", "_writes", "by", "layer", "step"),
     )
 
     def __init__(
@@ -110,6 +116,7 @@ class LayerCall:
             forward, reader, without = (functools.partial(call, **own) for call in (forward, reader, without))
         self._forward, self._reader, self._without = forward, reader, without
         self._attend, self._own = attend, own
+        self.by = served_by(served.chosen.selection)
         self._writes = served.saver is not None
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Any:
@@ -213,6 +220,7 @@ class Idle:
     """A step without tokens: there is nothing to run."""
 
     __slots__ = ("layer",)
+    by = "no backend"
 
     def __init__(self, layer: AttentionLayer) -> None:
         self.layer = layer
@@ -233,10 +241,11 @@ class Split:
         layer: whose calls they are. parts: for each phase its call and its tokens.
     """
 
-    __slots__ = ("_parts", "layer")
+    __slots__ = ("_parts", "by", "layer")
 
     def __init__(self, layer: AttentionLayer, parts: Sequence[tuple[Run, Tokens]]) -> None:
         self.layer, self._parts = layer, parts
+        self.by = " and ".join(dict.fromkeys(run.by for run, _ in parts))
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Tensor:
         outs = [run(q[at], None if k is None else k[at], None if v is None else v[at], save) for run, at in self._parts]

@@ -14,6 +14,7 @@ from ...records import AttentionRequest, relation
 from ..cases import Case
 from ..problems import off_boundary
 from .deriving import CHANGED, WAYS, derivable
+from .saying import SAYINGS
 from .wrong import wrongs
 
 __all__ = ["LONGEST", "SHORT", "Drawn", "draw", "scores", "settled"]
@@ -27,6 +28,9 @@ WRONG = 0.25
 DERIVED = 0.25
 """How many of the calls whose derivatives can be compared are derived."""
 
+SAID = 0.15
+"""How many of the other right calls are made with scalars of other types as well."""
+
 LONG = 0.12
 """How many calls are long: of more keys than `SHORT`, and of `LONGEST` at most."""
 SHORT, LONGEST = 130, 3000
@@ -38,15 +42,17 @@ _SCORES = 2**24
 @dataclasses.dataclass(frozen=True)
 class Drawn:
     """One call: a case of the kit, and how it is spoilt: a name of `polyattn.testing.fuzz.wrong`, or nothing. Or how it
-    is derived: a name of `polyattn.testing.fuzz.deriving`."""
+    is derived: a name of `polyattn.testing.fuzz.deriving`. Or with which types its numbers and flags are said too: a
+    name of `polyattn.testing.fuzz.saying`."""
 
     case: Case
     wrong: str = ""
     way: str = ""
+    saying: str = ""
 
     @property
     def id(self) -> str:
-        return " ".join(filter(None, (self.case.id, self.wrong, self.way)))
+        return " ".join(filter(None, (self.case.id, self.wrong, self.way, self.saying)))
 
 
 def draw(seed: int, number: int) -> Drawn:
@@ -70,7 +76,8 @@ def draw(seed: int, number: int) -> Drawn:
     wrong = rng.choice(wrongs(family)) if rng.random() < WRONG else ""
     case = settled(case)
     if wrong or not derivable(case) or rng.random() >= DERIVED:
-        return Drawn(case, wrong)
+        said = "" if wrong or case.request.dropout else _some(rng, SAID, "", SAYINGS)
+        return Drawn(case, wrong, saying=said)
     exact = dataclasses.replace(case, request=dataclasses.replace(case.request, dtype="float64"), mask_dtype="same")
     return Drawn(settled(exact), way=rng.choice((*WAYS, CHANGED)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from ..families import FAMILIES, Call
 from ..problems import build
 from .deriving import CHANGED, changed_before_backward, derivable, derived
 from .drawing import Drawn
+from .saying import said_as
 from .wrong import CONTENTS, spoil
 
 __all__ = ["Calls", "Failure", "Verdict", "arguments", "judge"]
@@ -90,7 +92,10 @@ def judge(drawn: Drawn, backend: str | None, device: torch.device) -> Verdict:
     with _alone(drawn):
         if drawn.way:
             return _derived(drawn, backend, device)
-        return _spoilt(drawn, backend, device) if drawn.wrong else _compared(drawn.case, backend, device)
+        if drawn.wrong:
+            return _spoilt(drawn, backend, device)
+        otherwise = _said_otherwise(drawn, backend, device) if drawn.saying else None
+        return otherwise or _compared(drawn.case, backend, device)
 
 
 @contextlib.contextmanager
@@ -142,6 +147,32 @@ def _derived(drawn: Drawn, backend: str | None, device: torch.device) -> Verdict
         return Verdict("agreed")
     excess = error / _DERIVATIVES_AGREE
     return _failed(f"derivative {drawn.way}", f"is {error:.3g} away from the reference's", excess)
+
+
+def _said_otherwise(drawn: Drawn, backend: str | None, device: torch.device) -> Verdict | None:
+    """What is wrong with the call where its scalars have other types; None: nothing is, or the plain call fails too."""
+
+    def result(saying: str) -> tuple[Tensor, ...]:
+        # Made anew: a call over a cache may write to it.
+        call, given = arguments(drawn.case, device)
+        raw = call(**(said_as(saying, given) if saying else given), backend=backend)
+        return tuple(part.detach() for part in (raw if isinstance(raw, tuple) else (raw,)))
+
+    if drawn.saying == "numpy" and importlib.util.find_spec("numpy") is None:
+        return None
+    try:
+        plain = result("")
+    except Exception:  # noqa: BLE001 - the plain call is judged by itself
+        return None
+    try:
+        said = result(drawn.saying)
+    except Exception as exc:  # noqa: BLE001 - whatever a type that is not expected raises in somebody's code
+        return _failed("call", f"raised {type(exc).__name__}: {exc}; with Python's numbers and flags it is answered")
+    same = len(said) == len(plain) and all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+        for a, b in zip(said, plain, strict=True)
+    )
+    return None if same else _failed(f"said with {drawn.saying}", "another answer than with Python's numbers and flags")
 
 
 def _has_reasons(refusal: Exception) -> bool:

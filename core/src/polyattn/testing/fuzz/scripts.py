@@ -45,7 +45,9 @@ def script(drawn: Drawn, failure: Failure, backend: str | None, device: torch.de
     if drawn.wrong:
         return head + _refused(drawn, backend, device)
     if drawn.way:
-        return head + _by_the_kit(drawn.case, backend, device, drawn.way)
+        return head + _by_the_kit(drawn.case, backend, device, f"way={drawn.way!r}")
+    if drawn.saying:
+        return head + _by_the_kit(drawn.case, backend, device, f"saying={drawn.saying!r}")
     plain = _plainly(drawn.case, failure, backend, device)
     return head + (_by_the_kit(drawn.case, backend, device) if plain is None else plain)
 
@@ -329,10 +331,10 @@ def _comparison(case: Case, code: _Code, call: str, allowed: Mapping[str, float]
 # --- the kit's own check
 
 
-def _by_the_kit(case: Case, backend: str | None, device: torch.device, way: str = "") -> str:
+def _by_the_kit(case: Case, backend: str | None, device: torch.device, how: str = "") -> str:
     request, others = ", ".join(_changed(case.request)), ", ".join(_changed(case, but=("request",)))
-    template = _DERIVED if way else _KIT
-    return template.format(way=way, request=request, others=others, backend=backend, device=str(device))
+    template = _JUDGED if how else _KIT
+    return template.format(how=how, request=request, others=others, backend=backend, device=str(device))
 
 
 def _changed(record: Any, but: tuple[str, ...] = ()) -> list[str]:
@@ -341,7 +343,7 @@ def _changed(record: Any, but: tuple[str, ...] = ()) -> list[str]:
     return [f"{f.name}={_literal(getattr(record, f.name))}" for f in fields if getattr(record, f.name) != f.default]
 
 
-_DERIVED = """\
+_JUDGED = """\
 import torch
 from polyattn.records import AttentionRequest
 from polyattn.testing import Case
@@ -349,7 +351,7 @@ from polyattn.testing.fuzz import Drawn, judge
 
 request = AttentionRequest({request})
 case = Case(request=request, {others})
-verdict = judge(Drawn(case, way={way!r}), {backend!r}, torch.device("{device}"))
+verdict = judge(Drawn(case, {how}), {backend!r}, torch.device("{device}"))
 print(verdict)
 raise SystemExit(1 if verdict.word == "failed" else 0)
 """
