@@ -275,7 +275,7 @@ def test_what_is_kept_goes_from_store_to_store(run: Run, monkeypatch: pytest.Mon
         (("--request", "k=8 grad=sinks"), "the call has no sinks; add --sinks, or leave them out"),
         (("--request", "k=8 mask=bool grad=mask"), "only a mask that is added has a gradient, and this is bool"),
         (("--request", "heads=32 k=4 heads=16"), "heads is given twice"),
-        (("--from", os.devnull), f"--from {os.devnull}: no request is in it; `polyattn trace` writes those"),
+        (("--from", os.devnull), f"the trace {os.devnull} cannot be read: it is a device; a regular file is needed"),
         (("--request", "heads=2 k=²"), "k='²' is not a whole number above 0"),
         (("--request", "heads=2 k=" + "9" * 5000), "is not a whole number above 0"),
         (("--request", "head_dim"), "--request: head_dim needs a value, as head_dim=128"),
@@ -325,3 +325,11 @@ def test_every_word_that_needs_a_value_has_an_example() -> None:
 @pytest.mark.parametrize("words", ["phase=extend q=7 k=64", "phase=extend k=64", "phase=verify q=4 k=64", "q=64 k=64"])
 def test_lengths_that_a_phase_can_have(words: str) -> None:
     assert request_words.workload_of(f"family=paged {words}", {}).longest[1] == 64
+
+
+def test_a_trace_without_requests(run: Run, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    said = run("tune", "--from", str(empty))
+    assert said.code == 2
+    assert "no request is in it; `polyattn trace` writes those" in " ".join(said.err.split())

@@ -22,7 +22,7 @@ from .bound_check import checked
 from .contract import API_VERSION, Bound
 from .distributions import distribution_version, is_specifier
 from .errors import PluginError, PolyattnError, did_you_mean
-from .foreign import Run, loading
+from .foreign import OWN, OwnRun, Run, loading
 from .hookspecs import PROJECT, PolyattnSpecs
 from .names import lost_aliases
 from .plugin_sources import CORE, Door, Source, announced, grouped, incompatible
@@ -232,8 +232,11 @@ class PluginManager:
                 return function
         return None
 
-    def _run(self, report: PluginReport, doing: str, *, load: bool = False) -> Run:
-        """Code of a plugin that is to be run. Core's own is not watched: that costs a thread."""
+    def _run(self, report: PluginReport, doing: str) -> Run | OwnRun:
+        """Code of a plugin that is to be run. Core's own is not watched: that costs a thread, and calls for signals."""
+        return OWN if report.name == CORE else self._watched(report, doing)
+
+    def _watched(self, report: PluginReport, doing: str, *, load: bool = False) -> Run:
         advice = f"If it does not end, leave the plugin out: POLYATTN_DISABLE={report.name}"
         return Run("" if report.name == CORE else f"plugin {report.label}", doing, advice, load=load)
 
@@ -291,7 +294,7 @@ class PluginManager:
         if refusal := incompatible(source.requires, self.host_version):
             report.state, report.reason = "incompatible", f"{report.label} {refusal}"
             return report
-        with self._run(report, f"loading {source.module}", load=True) as run:
+        with self._watched(report, f"loading {source.module}", load=True) as run:
             try:
                 module = module or importlib.import_module(source.module)
                 report.origin = getattr(module, "__file__", "") or ""

@@ -69,7 +69,8 @@ def examine(verbose: bool = False) -> dict[str, Any]:
     devices = {name: detect(name) for name in manager.platforms}
     present = [name for name, report in devices.items() if report.present]
     problems += [f"{name}: {report.detail}" for name, report in devices.items() if FAILED in report.detail]
-    statuses = _contained(problems, list_backends) or []
+    known = _contained(problems, list_backends)
+    statuses = known or []
     settings = _contained(problems, lambda: load_settings(environ=os.environ))
     problems += wrong_variables()
     problems += filter(None, map(outdated, HOSTS))
@@ -77,7 +78,7 @@ def examine(verbose: bool = False) -> dict[str, Any]:
     if settings is not None:
         problems += check_settings(settings, backend_names(manager.backends.values()))
     wrong_words, odd_words = unknown_words(manager)
-    errors = [*wrong_words, *_nothing_runs(statuses)]
+    errors = [*wrong_words, *(() if known is None else _nothing_runs(known))]
     problems += errors
     return {
         "polyattn": __version__,

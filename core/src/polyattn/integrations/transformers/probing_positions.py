@@ -72,6 +72,8 @@ def _border(run: Rows, changed: int) -> int:
 
 def _far(own: Tensor, other: Tensor) -> bool:
     """Whether two tensors differ by more than rounding."""
+    if not (own.isfinite().all() and other.isfinite().all()):
+        return False  # weights that are no numbers tell nothing of positions; the engine refuses their logits
     limit = 1e-4 if own.dtype.itemsize >= 4 else 1e-2
     distance = (own.double() - other.double()).norm()
     return not bool(distance <= limit * torch.maximum(own.double().norm(), other.double().norm()))
