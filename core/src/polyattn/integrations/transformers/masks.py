@@ -106,11 +106,11 @@ def with_more(mask: Tensor | None, more: More, query: Tensor, key: Tensor, modul
     return torch.where(allowed, added, float("-inf"))
 
 
-def _check_packed(more: More, s_q: int, s_k: int) -> None:
+def _check_packed(cu_q: Tensor, cu_k: Tensor, more: More, s_q: int, s_k: int) -> None:
     """As a packed call checks its lengths: whether a model brings a mask does not decide what is taken (S1)."""
-    if torch.compiler.is_compiling() or has_shapes_only(more.cu_q) or not contents_readable(more.cu_q):
+    if torch.compiler.is_compiling() or has_shapes_only(cu_q) or not contents_readable(cu_q):
         return
-    for side, cu, tokens, longest in (("q", more.cu_q, s_q, more.max_q), ("k", more.cu_k, s_k, more.max_k)):
+    for side, cu, tokens, longest in (("q", cu_q, s_q, more.max_q), ("k", cu_k, s_k, more.max_k)):
         check_cu_seqlens(f"cu_seq_lens_{side}", cu, tokens, longest, f"max_length_{side}")
 
 
@@ -124,7 +124,7 @@ def _same_sequence(more: More, query: Tensor, key: Tensor, module: Any, backend:
                 f"cu_seq_lens_q reached {asked_by(module, backend)} with a mask and a batch of {batch}; "
                 f"pack into a batch of 1, or leave out one of the two"
             )
-        _check_packed(more, s_q, s_k)
+        _check_packed(more.cu_q, more.cu_k, more, s_q, s_k)
         rows, columns = owners(s_q, more.cu_q)[None], owners(s_k, more.cu_k)[None]
     if rows is None or columns is None:
         return None
