@@ -289,11 +289,11 @@ def test_the_exit_code_of_each_error_is_the_same_on_both_pages() -> None:
 
 
 def exits(file: Path) -> Iterator[int]:
-    """The numbers in a command's `typer.Exit(...)`, and what the two functions that end a process return."""
+    """The numbers in a command's `typer.Exit(...)`, and what the functions that end a process return."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     assigned = [(n.targets[0], n.value) for n in tree.body if isinstance(n, ast.Assign)]
     named = {target.id: value for target, value in assigned if isinstance(target, ast.Name)}
-    ends = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in ("run", "main")]
+    ends = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in ("run", "_run", "main")]
     found = [n.value for end in ends for n in ast.walk(end) if isinstance(n, ast.Return) and n.value is not None]
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "typer.Exit"]
     for value in [*found, *(argument for call in calls for argument in call.args)]:
