@@ -160,8 +160,10 @@ def _run(words: list[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except SystemExit as ended:
-        if ended.code in (0, TERMINATED):  # 0: completions were told to a shell
-            return int(ended.code)
+        if ended.code == TERMINATED:
+            return TERMINATED
+        if ended.code == 0:  # completions were told to a shell
+            return 0
         _silence(sys.stdout)  # typer ends so where a reader has gone away
         return OTHER_ERROR
     return code if isinstance(code, int) else 0
