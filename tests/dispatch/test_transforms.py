@@ -11,6 +11,9 @@ from torch.autograd import forward_ad
 
 import polyattn
 from polyattn.facts import transform
+from polyattn.plugins import get_manager
+from polyattn.records import Accepted, AttentionRequest
+from polyattn.records.capability import judge
 
 F64 = torch.float64
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -208,3 +211,17 @@ def test_calls_over_a_cache_take_no_tangent():
         torch.func.jvp(lambda q: call(q, cache), (q,), (q,))
     with pytest.raises(polyattn.InvalidInputError, match="forward-mode AD"):
         dual(lambda c: call(q, c))(cache.clone())
+
+
+@pytest.mark.parametrize("backend", ["torch_native", "reference"])
+def test_lengths_under_functionalize_are_read_on_a_cpu_only(backend):
+    """A functional tensor on an accelerator has no storage: `tolist()` ends in torch's own words there."""
+    for platform in ("cpu", "cuda"):
+        rows = [row for one in get_manager().backends[backend, platform].providers for row in one.rows]
+        request = AttentionRequest(
+            family="varlen", platform=platform, dtype="float32", head_dim=8, layout="THD", transform="functionalize"
+        )
+        verdict = judge(rows, request.normalised())
+        assert isinstance(verdict, Accepted) is (platform == "cpu")
+        if platform == "cuda":
+            assert "transform='functionalize'" in str(verdict.reasons)

@@ -93,7 +93,7 @@ class Acme:
 
 @hookimpl
 def polyattn_register_backends():
-    rows = _reference_rows()
+    rows = _reference_rows("cpu")
     yield BackendInfo("acme_scale", "cpu", (Provider("acme", rows, "acme_kernels:Acme"),), "acme", priority=None)
 """
 

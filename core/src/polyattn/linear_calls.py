@@ -41,6 +41,7 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Linear attention by a gated delta rule (docs/semantics.md, S10).
 
+    Today the reference serves it, token by token: by itself on a CPU, elsewhere where backend="reference" asks for it.
     The state decays before each update. It carries a sequence from one call to the next: a prompt in two calls gives
     what it gives in one.
 

@@ -29,6 +29,8 @@ PLATFORMS = ("cpu", "cuda", "rocm", "xpu", "musa", "npu", "mps")
 EVERY_LENGTH = ("equal", "one", "fewer", "more")
 QKV = ("query", "key", "value")
 TRANSFORMS = ("", "subclass", "functionalize", "vmap", "grad", "gradgrad", "jvp")
+READING = tuple(name for name in TRANSFORMS if name != "functionalize")
+"""Those around which lengths on an accelerator can be read: a functional tensor has no storage there."""
 DROPOUT = Range(0.0, 0.999)
 TORCH = (Requirement("torch", ">=2.11", hint="install torch 2.11 or newer for this device"),)
 
@@ -168,7 +170,7 @@ def _native_rows(platform: str) -> tuple[Row, ...]:
         "misaligned": True,
         "note": "one SDPA call per sequence; lengths are read on the host",
     }
-    plain = row(**common, grad=QKV, transform=TRANSFORMS)
+    plain = row(**common, grad=QKV, transform=TRANSFORMS if cpu else READING)
     with_lse = row(**common, lse=True, sinks=True, deterministic=True, grad=(*QKV, "sinks", "lse"))
     return (plain, with_lse) if cpu else (plain,)
 
@@ -294,7 +296,7 @@ def _varlen_attn_rows() -> tuple[Row, ...]:
     )
 
 
-def _reference_rows() -> tuple[Row, ...]:
+def _reference_rows(platform: str) -> tuple[Row, ...]:
     common: dict[str, Any] = {
         "dtype": ("float64", *FLOAT),
         "head_dim": Range(1),
@@ -326,9 +328,10 @@ def _reference_rows() -> tuple[Row, ...]:
         "save_kv_cache": True,
     }
     every_grad = (*QKV, "mask", "sinks", "lse")
+    reading = TRANSFORMS if platform == "cpu" else READING
     return (
         row(family="dense", grad=every_grad, transform=TRANSFORMS, dropout=DROPOUT, **common),
-        row(family="varlen", grad=every_grad, transform=TRANSFORMS, dropout=DROPOUT, **common),
+        row(family="varlen", grad=every_grad, transform=reading, dropout=DROPOUT, **common),
         row(
             family="paged",
             kv_layout=("", "NHD", "HND"),
@@ -472,7 +475,7 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
     yield BackendInfo(
         "reference",
         platform,
-        (Provider("polyattn", _reference_rows(), "polyattn.backends.reference_backend:Reference", TORCH),),
+        (Provider("polyattn", _reference_rows(platform), "polyattn.backends.reference_backend:Reference", TORCH),),
         summary="the fp32/fp64 definition in plain PyTorch: everything, slowly",
         priority=-100 if platform == "cpu" else None,
         evidence="vendor code",
