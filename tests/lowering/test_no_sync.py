@@ -41,6 +41,10 @@ SAMPLES: dict[str, tuple[dict[str, Any], Any]] = {
     "trim_window": ({"window": (2, -1), "causal": "bottom_right", "s_relation": "fewer"}, ((3, 8),) * 2),
     "pack_sequences": ({}, SQUARE),
     "pad_sequences": ({"family": "varlen", "layout": "THD", "causal": "bottom_right"}, ((3, 3), (7, 7))),
+    "expand_block_map": (
+        {"family": "block_sparse", "layout": "BHSD", "block_map": True, "block_shape": (4, 4)},
+        ((7, 9),) * 2,
+    ),
     "finer_pages": ({**PAGED, "layout": "THD"}, ((3, 8), (1, 5))),
     "page_table_to_tokens": ({**PAGED, "layout": "THD"}, ((3, 8), (1, 5))),
     "write_new_rows": ({**PAGED, "layout": "THD", "save_kv_cache": False}, ((3, 8), (1, 5))),
@@ -122,7 +126,7 @@ def test_forward(name: str) -> None:
 
 @on_the_host
 @pytest.mark.parametrize(
-    "name", [n for n, (f, _) in SAMPLES.items() if f.get("family", "dense") in ("dense", "varlen")]
+    "name", [n for n, (f, _) in SAMPLES.items() if f.get("family", "dense") in ("dense", "varlen", "block_sparse")]
 )
 def test_backward(name: str) -> None:
     fields, lengths = SAMPLES[name]

@@ -116,11 +116,13 @@ def test_a_pool_of_more_than_two_to_the_31_elements(backend: str) -> None:
     )
     torch.testing.assert_close(found, right, atol=2e-2, rtol=2e-2)
     lens = {"cu_seqlens_q": int32(0, 1), "max_seqlen_q": 1, "max_seqlen_k": 9, "key": new, "value": new}
-    table = int32([pages - 1])
+    table, values = int32([pages - 1]), torch.empty_like(cache)
+    values[-1, :8] = small[0]
     paged_attention(
-        query[:1], cache, cache, page_table=table, seq_lens=int32(9), **lens, save_kv_cache=True, backend=backend
+        query[:1], cache, values, page_table=table, seq_lens=int32(9), **lens, save_kv_cache=True, backend=backend
     )
     assert torch.equal(cache[-1, 8], new[0])
+    assert torch.equal(values[-1, 8], new[0])
 
 
 @pytest.mark.parametrize("backend", ["torch_sdpa", "torch_native"])

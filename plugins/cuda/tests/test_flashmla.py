@@ -329,6 +329,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"softcap": 30.0}, "cuda:sm90", "softcap"),
     ({"head_dim": 192, "v_head_dim": 128}, "cuda:sm90", "dims"),
     ({"phase": "verify"}, "cuda:sm100", "kv_dtype"),
+    ({"phase": "verify", "spec_topk": 4, "tree": True}, "cuda:sm90", "flashmla cannot verify: every phase of a server"),
     ({}, "cuda:sm80", "arch='sm80'"),
 ]
 
@@ -346,7 +347,6 @@ def test_limits(changes: dict[str, Any], platform: str, reason: str) -> None:
         (ROWS_OF_BYTES, ()),
         ({**ROWS_OF_BYTES, "heads": 16}, ("dequantise_kv",)),
         ({**ROWS_OF_BYTES, "phase": "extend"}, ("dequantise_kv",)),
-        ({**MLA, "phase": "verify", "spec_topk": 4, "tree": True}, ("tree_by_lse",)),
     ],
 )
 def test_what_its_rows_and_exact_rewrites_serve(changes: dict[str, Any], lowerings: tuple[str, ...]) -> None:

@@ -183,7 +183,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"window": (127, -1)}, "cuda:sm90", "window"),
     ({"sinks": True}, "cuda:sm90", "sinks"),
     ({"lse": True}, "cuda:sm90", "lse"),
-    ({"phase": "verify", "spec_topk": 1}, "cuda:sm90", "phase='verify'"),
+    ({"phase": "verify", "spec_topk": 1}, "cuda:sm90", "hpc_ops cannot verify: every phase of a server asks for"),
     ({}, "cuda:sm100", "arch='sm100'"),
 ]
 
