@@ -127,7 +127,7 @@ def test_tables_of_one_column_and_one_row_come_with_a_last_stride_of_one(shared,
         given.update(words)
 
     chosen = SimpleNamespace(bound=SimpleNamespace(forward=forward), ranged=lambda call, run: run)
-    monkeypatch.setattr("polyattn.serving_calls._chosen", lambda *asked: chosen)
+    monkeypatch.setattr("polyattn.serving_calls.remembered", lambda *asked: chosen)
     call = paged(1)
     table = torch.tensor([[2, 1]], dtype=torch.int32).t()
     lengths = torch.tensor([[4, 9, 9]], dtype=torch.int32)[:, :1].expand(1, 1).t()[0]

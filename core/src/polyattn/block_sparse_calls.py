@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from . import overrides, scalars, validate
 from .block_maps import check_block_map, check_bool_map, lists_of
 from .call_shapes import extent_of
-from .choose import Chosen, choose, select_here
+from .choose import remembered, select_here
 from .epoch import EPOCH
 from .errors import InvalidInputError
 from .records import AttentionRequest, relation
@@ -59,14 +59,28 @@ def block_sparse_attention(
     Raises:
         InvalidInputError, UnsupportedRequestError, BackendUnavailableError: as `polyattn.attention`.
     """
-    given = (query, key, value, block_map, lists, block_shape, block_valid, layout, scale, return_lse, out)
+    given = {
+        "block_map": block_map,
+        "lists": lists,
+        "block_shape": block_shape,
+        "block_valid": block_valid,
+        "layout": layout,
+        "scale": scale,
+        "return_lse": return_lse,
+        "out": out,
+    }
     # Compiled code has no operator of this family yet: its graph ends before the call and goes on after it.
-    return _between_graphs(*given, backend) if torch.compiler.is_compiling() else _Call(*given).run(backend)
+    run = _between_graphs if torch.compiler.is_compiling() else _run
+    return run(query, key, value, backend, given)
+
+
+def _run(query: Tensor, key: Tensor, value: Tensor, backend: str | None, given: Mapping[str, Any]) -> Any:
+    return _Call(query, key, value, **given).run(backend)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def _between_graphs(*given: Any) -> Any:
-    return _Call(*given[:-1]).run(given[-1])
+    return _run(*given)
 
 
 class _Call:
@@ -77,14 +91,15 @@ class _Call:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        block_map: Tensor | None,
-        lists: tuple[Tensor, Tensor] | None,
+        *,
         block_shape: tuple[int, int],
-        block_valid: Tensor | None,
-        layout: str,
-        scale: float | None,
-        return_lse: bool,
-        out: Tensor | None,
+        block_map: Tensor | None = None,
+        lists: tuple[Tensor, Tensor] | None = None,
+        block_valid: Tensor | None = None,
+        layout: str = "BSHD",
+        scale: float | None = None,
+        return_lse: bool = False,
+        out: Tensor | None = None,
     ) -> None:
         static = Static(scale=scale, layout=layout, return_lse=return_lse).checked()
         if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
@@ -128,7 +143,7 @@ class _Call:
         return lists[0], lists[1]
 
     def run(self, backend: str | None) -> Any:
-        chosen = _chosen(self.request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
+        chosen = remembered(self.request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
         kind = self.tensors[0].device.type
         forward = chosen.ranged("block_sparse_attention", runner(chosen, self.return_lse, False, 1))
         given = self.map if self.out is None else {**self.map, "out": self.out}
@@ -152,27 +167,8 @@ def _block_shape(block_shape: Any) -> tuple[int, int]:
     return int(block_shape[0]), int(block_shape[1])
 
 
-@functools.lru_cache(maxsize=1024)
-def _chosen(request: AttentionRequest, backend: str | None, scope: overrides.Scope, epoch: int) -> Chosen:
-    return choose(request, backend, scope)
-
-
-def _explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    block_map: Tensor | None = None,
-    lists: tuple[Tensor, Tensor] | None = None,
-    block_shape: tuple[int, int],
-    block_valid: Tensor | None = None,
-    layout: str = "BSHD",
-    scale: float | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
-    out: Tensor | None = None,
-) -> Selection:
-    call = _Call(query, key, value, block_map, lists, block_shape, block_valid, layout, scale, return_lse, out)
+def _explain(query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None, **given: Any) -> Selection:
+    call = _Call(query, key, value, **given)
     extent = extent_of(call.request)(*call.tensors)
     return select_here(call.request, backend_name(backend), overrides.SCOPE.get(), extent, full=True)
 

@@ -28,7 +28,7 @@ from .selection import Selection, select
 from .tracing import observed, opaque
 from .tuning import with_lengths
 
-__all__ = ["Chosen", "choose", "device_facts", "dtype_name", "select_here"]
+__all__ = ["Chosen", "choose", "device_facts", "dtype_name", "remembered", "select_here"]
 
 log = logging.getLogger("polyattn.selection")
 
@@ -89,6 +89,12 @@ def choose(
     chosen = settled(chosen, policy, _load, by_length=eager and not planned)
     bound = observed(chosen.bound, request, chosen.at or selection) if eager else opaque(chosen.bound)
     return chosen if bound is chosen.bound else dataclasses.replace(chosen, bound=bound)
+
+
+@functools.lru_cache(maxsize=1024)
+def remembered(request: AttentionRequest, argument: str | None, scope: Scope, epoch: int) -> Chosen:
+    """`choose`, asked once while nothing that decides changes (`epoch`)."""
+    return choose(request, argument, scope)
 
 
 def _load(selection: Selection) -> Chosen:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import overrides, scalars, validate
-from .choose import Chosen, choose, select_here
+from .choose import remembered, select_here
 from .epoch import EPOCH
 from .errors import InvalidInputError, did_you_mean
 from .linear.reference import unit_rows
@@ -62,12 +61,9 @@ def linear_attention(
         InvalidInputError, UnsupportedRequestError, BackendUnavailableError: as `polyattn.attention`.
     """
     call = _Call(query, key, value, gate, beta, state, cu_seqlens, method, scale, qk_norm, state_layout, out)
-    result: tuple[Tensor, Tensor]
-    if torch.compiler.is_compiling():
-        # As of block-sparse calls: a graph ends here.
-        result = _between_graphs(call, backend)
-    else:
-        result = _run(call, backend)
+    # As of block-sparse calls: a graph ends here.
+    run = _between_graphs if torch.compiler.is_compiling() else _run
+    result: tuple[Tensor, Tensor] = run(call, backend)
     return result
 
 
@@ -77,13 +73,13 @@ class _Call(NamedTuple):
     value: Tensor
     gate: Tensor
     beta: Tensor
-    state: Tensor | None
-    cu_seqlens: Tensor | None
-    method: str
-    scale: float | None
-    qk_norm: bool
-    state_layout: str
-    out: Tensor | None
+    state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    method: str = "gdn"
+    scale: float | None = None
+    qk_norm: bool = False
+    state_layout: str = "KV"
+    out: Tensor | None = None
 
     def prepared(self) -> tuple[_Call, AttentionRequest]:
         """The call as a kernel takes it, and what it asks for."""
@@ -100,7 +96,7 @@ class _Call(NamedTuple):
 
 def _run(given: _Call, backend: str | None) -> tuple[Tensor, Tensor]:
     call, request = given.prepared()
-    chosen = _chosen(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
+    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
     tensors = {name: getattr(call, name) for name in ("gate", "beta", "state", "cu_seqlens", "out")}
     kind = call.query.device.type
     with torch.autocast(kind, enabled=False):
@@ -112,11 +108,6 @@ def _run(given: _Call, backend: str | None) -> tuple[Tensor, Tensor]:
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def _between_graphs(call: _Call, backend: str | None) -> tuple[Tensor, Tensor]:
     return _run(call, backend)
-
-
-@functools.lru_cache(maxsize=1024)
-def _chosen(request: AttentionRequest, backend: str | None, scope: overrides.Scope, epoch: int) -> Chosen:
-    return choose(request, backend, scope)
 
 
 def _request(call: _Call) -> AttentionRequest:
@@ -232,9 +223,7 @@ def _check_packed(cu_seqlens: Any, query: Tensor) -> int:
 
 
 def _explain(query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None, **given: Any) -> Selection:
-    usual = dict.fromkeys(("state", "cu_seqlens", "scale", "out"))
-    words = {"method": "gdn", "qk_norm": False, "state_layout": "KV"}
-    call, request = _Call(query, key, value, **{**usual, **words, **given}).prepared()
+    call, request = _Call(query, key, value, **given).prepared()
     sequences = call.query.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
     extent = (sequences, call.query.shape[1], call.query.shape[1])
     return select_here(request, backend_name(backend), overrides.SCOPE.get(), extent, full=True)

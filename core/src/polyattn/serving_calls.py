@@ -16,7 +16,7 @@ from torch import Tensor
 from . import overrides, scalars, serving_checks, validate
 from .axes_of_one import row_major
 from .call_shapes import extent_of
-from .choose import Chosen, choose, device_facts, dtype_name, select_here
+from .choose import device_facts, dtype_name, remembered, select_here
 from .contract import KVPart
 from .epoch import EPOCH
 from .errors import InvalidInputError
@@ -27,11 +27,6 @@ from .selection import Selection
 from .signature import Static, backend_name, capturing, torch_deterministic
 
 __all__ = ["mla_attention", "paged_attention"]
-
-
-@functools.lru_cache(maxsize=1024)
-def _chosen(request: AttentionRequest, backend: str | None, scope: overrides.Scope, epoch: int) -> Chosen:
-    return choose(request, backend, scope)
 
 
 def _steps(longest: int, tree: bool, chunked_prefix: bool, parts: Sequence[KVPart]) -> dict[str, Any]:
@@ -252,7 +247,7 @@ def paged_attention(
         query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key, value,
         k_scale, v_scale, attn_mask, sinks, out, kv_layout, save_kv_cache, kv_parts, tree, chunked_prefix, static,
     )  # fmt: skip
-    chosen = _chosen(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
+    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
     return chosen.ranged("paged_attention", chosen.bound.forward)(
         query,
         key_cache,
@@ -401,7 +396,7 @@ def mla_attention(
         query, cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, v_head_dim, attn_mask, out,
         kv_parts, tree, chunked_prefix, static,
     )  # fmt: skip
-    chosen = _chosen(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
+    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
     return chosen.ranged("mla_attention", chosen.bound.forward)(
         query,
         cache,
