@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -377,6 +378,14 @@ def test_strict_raises_at_every_load(site, fault):
         assert isinstance(caught.value.__cause__, fault.cause)
 
 
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """A process that a Ctrl-C ends: one that a shell has put into the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 PRESSED = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
 """What a Ctrl-C of a person is to a process."""
 
@@ -390,7 +399,7 @@ PRESSED = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
     ],
     ids=["at once", "passed on", "turned into another"],
 )
-def test_the_interrupt_of_a_person_is_no_fault_of_the_plugin(site, source):
+def test_the_interrupt_of_a_person_is_no_fault_of_the_plugin(site, source, terminal):
     module = site.add("acme", source)
     manager, handler = site.host(), signal.getsignal(signal.SIGINT)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
@@ -467,7 +476,7 @@ def test_a_hook_may_raise_what_is_no_exception(site, hook, kind, does):
     assert torch.isfinite(polyattn.attention(q, q, q)).all()
 
 
-def test_ctrl_c_in_a_hook_is_a_persons(site):
+def test_ctrl_c_in_a_hook_is_a_persons(site, terminal):
     source = AT_WORK.replace("{hook}(**_)", "load_forward(backend, provider, request)")
     site.add("acme", source.replace("{does}", "import signal; signal.raise_signal(signal.SIGINT)"))
     site.use()
