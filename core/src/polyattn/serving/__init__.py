@@ -32,6 +32,7 @@ _WHERE = {
     "PageCopy": "requests",
     "PrefixCache": "prefix_cache",
     "RequestTable": "requests",
+    "StateLayer": "layer",
     "Step": "step",
     "StepBuffers": "step",
     "TreeDraft": "speculative",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from .graphs import batch_buckets as batch_buckets
     from .graphs import validate_static as validate_static
     from .layer import AttentionLayer as AttentionLayer
+    from .layer import StateLayer as StateLayer
     from .layout import negotiate_layout as negotiate_layout
     from .multimodal import vision_attention as vision_attention
     from .pages import PageAllocator as PageAllocator

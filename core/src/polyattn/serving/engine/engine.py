@@ -14,7 +14,7 @@ from ..graphs import DeviceGraph
 from ..memory import Memory, Runner, check_runner
 from ..pool import KVCacheConfig
 from ..prefix_cache import check_namespace
-from ..speculative import commit, drawn_accept
+from ..speculative import drawn_accept
 from ..tree import DraftTree
 from .drafting import Drafter, Speculative
 from .sampling import SamplingParams, sample, uniform
@@ -372,8 +372,7 @@ class Engine:
         for request, path, new in zip(requests, nodes, new_tokens, strict=True):
             if len(new) < len(path):
                 self._refuse_logits(request)
-        for group, slots in enumerate(self.memory.slots(rows, counts)):
-            self.memory.pool.move(group, *commit(accepted, slots))
+        self.memory.commit(rows, counts, accepted)
         for work, new in zip(works, new_tokens, strict=True):
             self.memory.table.truncate(work.request.row, work.start + len(new))
             self.memory.table.slide(work.request.row)
