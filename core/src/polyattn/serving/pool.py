@@ -524,6 +524,7 @@ def _check_rows(layer_id: int, name: str, new: Any, form: RowFormat, tokens: int
     if form.latent:
         width = "D_c + D_r" if name == "key" else "D"
         name, wanted = "rows" if name == "key" else name, f"[T, {width}] = {[tokens, form.width]}"
+        new = new.squeeze(1) if isinstance(new, Tensor) and new.ndim == 3 else new  # as it was given
     raise InvalidInputError(f"layer {layer_id}: {name} is {_shown(new)}; a {kind} tensor {wanted} on {device} is needed")
 
 
