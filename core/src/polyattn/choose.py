@@ -24,11 +24,11 @@ from .overrides import Scope, current_settings
 from .plugins import get_manager
 from .policies import compiled_policy, current_policy
 from .records import AttentionRequest, BackendInfo
-from .selection import Selection, select
+from .selection import Policy, Selection, select
 from .tracing import observed, opaque
 from .tuning import with_lengths
 
-__all__ = ["Chosen", "choose", "device_facts", "dtype_name", "remembered", "select_here"]
+__all__ = ["Chosen", "bind_selection", "choose", "device_facts", "dtype_name", "remembered", "select_here"]
 
 log = logging.getLogger("polyattn.selection")
 
@@ -84,6 +84,13 @@ def choose(
         )
     policy = (current_policy if eager else compiled_policy)(argument, scope, request)
     selection = select(request, catalogue(), policy)
+    return bind_selection(request, selection, policy, eager=eager, planned=planned)
+
+
+def bind_selection(
+    request: AttentionRequest, selection: Selection, policy: Policy, *, eager: bool = True, planned: bool = False
+) -> Chosen:
+    """Load the functions of a backend that was selected for a request by a policy. The rest is as `choose` has it."""
     _announce(selection)
     chosen = _load(selection)
     chosen = settled(chosen, policy, _load, by_length=eager and not planned)
