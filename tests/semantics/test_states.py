@@ -195,7 +195,7 @@ REFUSED: list[tuple[Callable[[RequestStates], Any], str]] = [
     (lambda s: s.allocate(1, {(0, "stat"): VALUE}), "keeps no 'stat'"),
     (
         lambda s: s.allocate(1, {(0, "state"): VALUE[0]}),
-        r"layer 0: state is \[4, 4\] torch.float64 on cpu; \[2, 4, 4\] torch.float64 on cpu is needed, as its keep says",
+        r"layer 0: state is \[4, 4\] torch.float64 on cpu; \[2, 4, 4\] torch.float64 on cpu is needed, as",
     ),
     (lambda s: s.reset([0], {(0, "state"): VALUE.float()}), r"state is \[2, 4, 4\] torch.float32 on cpu; .*float64"),
     (lambda s: s.reset([0], {(0, "state"): 1.0}), "state is float; "),
@@ -230,7 +230,7 @@ def test_states_of_drafts_are_there_where_there_are_drafts() -> None:
     states.allocate(0)
     with pytest.raises(InvalidInputError, match="states of drafts are asked for, and these were built without"):
         states.drafted(0, "state")
-    with pytest.raises(InvalidInputError, match="commit picks one of the states .* built without: give the number"):
+    with pytest.raises(InvalidInputError, match=r"commit picks one of the states .* built without: give the number"):
         states.commit([0], [0])
 
 
@@ -253,7 +253,10 @@ def test_what_makes_no_states(keeps: Any, more: dict[str, Any], words: str) -> N
 
 # Runs -----------------------------------------------------------------------------------------------------------------
 
-RUN = {0: [Keep("centroids", "run", (2, 3)), Keep("steps", "run", (1,), "int64")], 1: [Keep("centroids", "run", (2, 3))]}
+RUN = {
+    0: [Keep("centroids", "run", (2, 3)), Keep("steps", "run", (1,), "int64")],
+    1: [Keep("centroids", "run", (2, 3))],
+}
 
 
 def test_a_run_has_states_by_layer_and_branch() -> None:
@@ -322,7 +325,10 @@ def test_a_run_ends_once_and_for_all() -> None:
     [
         (lambda r: r.tensor(0, "centroid"), "layer 0 keeps no 'centroid'. Did you mean 'centroids'"),
         (lambda r: r.tensor(7, "centroids"), r"layer 7 keeps nothing here; those that do: \[0, 1\]"),
-        (lambda r: r.fork("cnd", "b"), "there is no branch 'cnd' in this run: .* Did you mean 'cond'.* Known: .'cond'."),
+        (
+            lambda r: r.fork("cnd", "b"),
+            "there is no branch 'cnd' in this run: .* Did you mean 'cond'.* Known: .'cond'.",
+        ),
         (lambda r: r.fork("cond", "cond"), "branch 'cond' is there: drop it first, or take another name"),
         (lambda r: r.commit("cond", "b"), "there is no branch 'b'"),
         (lambda r: r.drop("b"), "there is no branch 'b'"),

@@ -212,12 +212,21 @@ def test_pages_and_tokens_take_all_their_rows_along() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda p, s: p.kept(0, "indx"), "layer 0 keeps no 'indx' by token .* Did you mean 'index'.* else it keeps: ind"),
+        (
+            lambda p, s: p.kept(0, "indx"),
+            "layer 0 keeps no 'indx' by token .* Did you mean 'index'.* else it keeps: ind",
+        ),
         (lambda p, s: p.kept(1, "index"), "layer 1 keeps no 'index' by token .* What else it keeps: nothing"),
         (lambda p, s: p.kept(0, "key"), "write, read and cache are for keys, values and latent rows"),
         (lambda p, s: p.kept(9, "index"), "the pool has no layer 9"),
-        (lambda p, s: p.write_kept(0, "index", s, torch.zeros(2, 132)), "index is .2, 132. torch.float32 on cpu; a torch"),
-        (lambda p, s: p.write_kept(0, "index", s, torch.zeros(2, 131).byte()), r"a torch.uint8 tensor \[T, D\] = .2, 132"),
+        (
+            lambda p, s: p.write_kept(0, "index", s, torch.zeros(2, 132)),
+            "index is .2, 132. torch.float32 on cpu; a torch",
+        ),
+        (
+            lambda p, s: p.write_kept(0, "index", s, torch.zeros(2, 131).byte()),
+            r"a torch.uint8 tensor \[T, D\] = .2, 132",
+        ),
         (lambda p, s: p.write_kept(0, "score", s, torch.zeros(2, 2, 4).int()), "a float tensor"),
         (lambda p, s: p.write_kept(0, "index", s.int(), torch.zeros(2, 132).byte()), "slots is .2. torch.int32 on cpu"),
     ],
@@ -289,7 +298,9 @@ def test_a_cached_prefix_has_no_states() -> None:
     cache.insert(list(range(8)), [table.pages(row, 0)])
     match = cache.match([*range(8), 9])
     new = table.add()
-    with pytest.raises(InvalidInputError, match="cannot begin with 8 cached tokens: some layers keep a state by request"):
+    with pytest.raises(
+        InvalidInputError, match="cannot begin with 8 cached tokens: some layers keep a state by request"
+    ):
         table.adopt(new, match)
 
 
@@ -298,7 +309,9 @@ def test_what_a_pool_with_states_needs() -> None:
     assert [group.layer_ids for group in groups_of(layers)] == [(0,)]
     with pytest.raises(InvalidInputError, match="some layers keep a state by request, and requests=0"):
         KVPool(layers, KVCacheConfig(), 2, dtype=torch.float32)
-    with pytest.raises(InvalidInputError, match=r"no layer has pages: .* RequestStates\(keeps_of\(layers\), requests\)"):
+    with pytest.raises(
+        InvalidInputError, match=r"no layer has pages: .* RequestStates\(keeps_of\(layers\), requests\)"
+    ):
         groups_of(layers[1:])
     with pytest.raises(InvalidInputError, match="the pool has no layer 1"):
         pool_of(*layers).cache(1)

@@ -305,7 +305,9 @@ class RequestStates:
     def _numbers(self, name: str, given: Any) -> Tensor:
         if not isinstance(given, Tensor):
             if wrong := [number for number in given if not whole(number)]:
-                raise InvalidInputError(f"{name} has {wrong[0]!r}, a {type(wrong[0]).__name__}; whole numbers are needed")
+                raise InvalidInputError(
+                    f"{name} has {wrong[0]!r}, a {type(wrong[0]).__name__}; whole numbers are needed"
+                )
             made = torch.tensor(list(given), dtype=torch.int64, pin_memory=self.device.type == "cuda")
             return made.to(self.device, non_blocking=True)
         if given.dtype != torch.int64 or given.ndim != 1 or given.device != self.device:
@@ -354,9 +356,7 @@ class RunStates:
         InvalidInputError: no layer keeps anything by run, or a keep's dtype cannot be had.
     """
 
-    def __init__(
-        self, keeps: Keeps, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, keeps: Keeps, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
         self._known, self._dtype = _Known(keeps, "run"), dtype
         self._device = torch.empty(0, device=device).device  # "cuda" has become cuda:0
         for _, keep in self._known:
@@ -364,7 +364,7 @@ class RunStates:
         self._branches: dict[Hashable, dict[tuple[Hashable, str], Tensor]] = {}
         self._ended = False
 
-    def __enter__(self) -> RunStates:
+    def __enter__(self) -> RunStates:  # noqa: PYI034 - Self is not in Python 3.10
         self._check_open()
         return self
 

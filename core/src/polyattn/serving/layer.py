@@ -48,7 +48,6 @@ class StateLayer:
                 f"AttentionLayer whose pages it shares"
             )
 
-
     @property
     def kept(self) -> tuple[Keep, ...]:
         """All that the layer keeps."""
@@ -84,10 +83,9 @@ class AttentionLayer:
         softcap: of the logits, 0 = off (S5). sinks: [H_q] logits, or None (S5).
         kind: "decoder" (causal), "encoder_only" (every token of its sequence), or "cross" (every token of another one).
         latent: the cache holds one latent row per token for all heads (MLA).
-        keeps: what the layer keeps, as far as it is to be said. Keys and values (latent: one row) are there without, in
-            the format of the pool; `Keep("key", "token", (kv_heads, head_dim), dtype="fp8_e4m3")` says another one for this layer.
-            The value then has that of the key, if it is not named too. Anything else is named here: the keys of an
-            indexer by token, a state by request.
+        keeps: what the layer keeps beside keys and values (latent: one row), such as the keys of an indexer by token.
+            Keys and values have the format of the pool; `Keep("key", "token", (kv_heads, head_dim), "fp8_e4m3")` gives
+            those of this layer another one, the value too if it is not named.
 
     Raises:
         InvalidInputError: a value that no attention has.
@@ -152,7 +150,9 @@ class AttentionLayer:
                 shown = f"{name} with per={keep.per!r}, shape={keep.shape}, dtype={keep.dtype!r}"
                 self._refuse("keeps", shown, f"per='token', shape={shape} and a dtype of attention are needed")
             if (keep.dtype, keep.scales, keep.layout) != (alike.dtype, alike.scales, alike.layout):
-                self._refuse("keeps", "key and value", "a layer has both in one dtype, with one kind of scales and layout")
+                self._refuse(
+                    "keeps", "key and value", "a layer has both in one dtype, with one kind of scales and layout"
+                )
             rows.append(keep)
         return (*rows, *named.values())
 

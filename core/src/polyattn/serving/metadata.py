@@ -120,8 +120,7 @@ class Step:
 
     @property
     def state_slots(self) -> Tensor:
-        """int64 [N]: where layers that keep a state by request have that of each row (`KVPool.states`); -1 of padding.
-        """
+        """int64 [N]: where layers that keep states by request have those of each row (`KVPool.states`); padding: -1."""
         return self._view("state_slots")
 
     @property

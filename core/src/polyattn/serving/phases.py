@@ -146,9 +146,7 @@ def choose_phases(requests: Mapping[ServingPhase, AttentionRequest], asked: Aske
     except (UnsupportedRequestError, BackendUnavailableError) as exc:
         _refuse(exc, f"{_said(requests, asked, 'extend')} with {_said(requests, asked, 'decode')}{_drafts(asked)}")
     names: tuple[tuple[ServingPhase, str], ...] = (("extend", "prefill"), ("decode", "decode"))
-    chosen = {
-        phase: bind_selection(requests[phase], pair[name], policies[name], planned=True) for phase, name in names
-    }
+    chosen = {phase: bind_selection(requests[phase], pair[name], policies[name], planned=True) for phase, name in names}
     if "verify" in requests:
         chosen["verify"] = _verifier(requests, asked)
     return {phase: chosen[phase] for phase in requests}  # in the order of the requests

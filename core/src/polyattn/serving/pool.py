@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..choose import dtype_name
 from ..errors import ConfigError, InvalidInputError, did_you_mean
+from ..semantics.states import RequestStates, state_bytes
 from .allocating import allocating
 from .device_ops import CORE, RowsWriter, device_ops
-from ..semantics.states import RequestStates, state_bytes
 from .layer import KV, AttentionLayer, StateLayer, keeps_of
 from .storage import KVCacheConfig, RowFormat, Rows, formats, token_keeps
 
@@ -325,8 +325,8 @@ class KVPool:
         are copied, and tokens that are moved, take them along.
 
         Args:
-            slots: as `write`. rows: [T, D] or [T, H, D], as the keep's shape says; floats are rounded as the cache rounds
-                them, bytes and whole numbers (of the keep's own dtype) are stored as they are.
+            slots: as `write`. rows: [T, D] or [T, H, D], as the keep's shape says. Floats are rounded as the cache
+                rounds them; bytes and whole numbers, of the keep's own dtype, are stored as they are.
 
         Raises:
             InvalidInputError: the layer keeps nothing of that name by token, or shapes or dtypes do not fit it.
@@ -338,7 +338,7 @@ class KVPool:
         kind.write(kind.index(slots), new)
 
     def read_kept(self, layer_id: int, name: str, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [T, D] or [T, H, D] of tokens, written by `write_kept`: real values in `dtype`, or raw ones in their own.
+        """Rows [T, D] or [T, H, D] that `write_kept` wrote: real values in `dtype`; bytes and integers as they are.
 
         Raises:
             InvalidInputError: the layer keeps nothing of that name by token.
@@ -525,7 +525,9 @@ def _check_rows(layer_id: int, name: str, new: Any, form: RowFormat, tokens: int
         width = "D_c + D_r" if name == "key" else "D"
         name, wanted = "rows" if name == "key" else name, f"[T, {width}] = {[tokens, form.width]}"
         new = new.squeeze(1) if isinstance(new, Tensor) and new.ndim == 3 else new  # as it was given
-    raise InvalidInputError(f"layer {layer_id}: {name} is {_shown(new)}; a {kind} tensor {wanted} on {device} is needed")
+    raise InvalidInputError(
+        f"layer {layer_id}: {name} is {_shown(new)}; a {kind} tensor {wanted} on {device} is needed"
+    )
 
 
 def _shown(given: Any) -> str:

@@ -1,4 +1,4 @@
-"""How a KV pool keeps rows of tokens: dtypes, bytes, scales (S9), and one tensor of rows that is read and written by slot.
+"""How a KV pool keeps rows of tokens: dtypes, bytes, scales (S9), and a tensor of rows, read and written by slot.
 
 What a row is in each dtype, and how numbers are rounded, is `polyattn.quantised`'s. This file says which dtype a layer
 gets, how large that is, who makes the scales, and where a slot is in memory. Slot: page * page_size + place, int64.
