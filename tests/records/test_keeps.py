@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from polyattn.contract import Keep
 from polyattn.errors import InvalidInputError
-from polyattn.records import Keep
 
 
 def test_a_keep_is_data() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from polyattn.contract import Keep
 from polyattn.errors import InvalidInputError
-from polyattn.records import Keep
 from polyattn.semantics.states import RequestStates, RunStates, state_bytes
 
 HEADS, DIM, TAIL = 2, 4, 2

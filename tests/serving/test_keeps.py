@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 import polyattn
+from polyattn.contract import Keep
 from polyattn.errors import ConfigError, InternalError, InvalidInputError
-from polyattn.records import Keep
-from polyattn.serving.batch import ForwardBatch, ForwardMode
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
+from polyattn.serving.kv_cache.pages import PageAllocator
+from polyattn.serving.kv_cache.pool import KVCacheConfig, KVPool, groups_of, pages_for
+from polyattn.serving.kv_cache.prefix_cache import PrefixCache
 from polyattn.serving.layer import AttentionLayer, StateLayer, keeps_of
-from polyattn.serving.pages import PageAllocator
-from polyattn.serving.pool import KVCacheConfig, KVPool, groups_of, pages_for
-from polyattn.serving.prefix_cache import PrefixCache
-from polyattn.serving.requests import RequestTable
-from polyattn.serving.step import StepBuffers
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.requests import RequestTable
+from polyattn.serving.step.step import StepBuffers
 
 from .rig import Rig
 from .toy_model import DIM, HEADS, ToyRunner

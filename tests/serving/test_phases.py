@@ -11,15 +11,16 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import choose, hybrid
+from polyattn.contract import AttentionRequest
+from polyattn.dispatch import binding
 from polyattn.errors import BackendUnavailableError, InvalidInputError, UnsupportedRequestError
-from polyattn.inspection import catalogue
-from polyattn.records import AttentionRequest
-from polyattn.selection import Policy, select
-from polyattn.serving import choosing, phases
-from polyattn.serving.batch import ForwardMode
+from polyattn.selection import phase_pairs
+from polyattn.selection.inspection import catalogue
+from polyattn.selection.select import Policy, select
+from polyattn.serving.attention import choosing, phases
+from polyattn.serving.attention.phases import Asked, choose_phases, layer_request
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.phases import Asked, choose_phases, layer_request
+from polyattn.serving.step.batch import ForwardMode
 
 from .rig import Rig, decoder
 
@@ -130,7 +131,7 @@ def test_each_answer_is_selected_once(
         asked.append(request)
         return select(request, *rest, **more)
 
-    for module in (hybrid, choose, phases, choosing):
+    for module in (phase_pairs, binding, phases, choosing):
         monkeypatch.setattr(module, "select", counted)
     Rig(decoder(3), **arguments)
     assert len(asked) == len(set(asked)) == answers
@@ -312,7 +313,7 @@ def test_decode_and_verify_are_recorded_and_extend_is_not(monkeypatch: pytest.Mo
         seen.update({phase: request.graph_capture for phase, request in requests.items()})
         raise UnsupportedRequestError("asked")
 
-    from polyattn.serving import choosing
+    from polyattn.serving.attention import choosing
 
     monkeypatch.setattr(choosing, "choose_phases", judged)
     with pytest.raises(UnsupportedRequestError, match="asked"):

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn import paging
 from polyattn.backends import paged_torch_native
 from polyattn.errors import GraphError, InvalidInputError, UnsupportedRequestError
-from polyattn.serving import backend
-from polyattn.serving.batch import ForwardBatch, ForwardMode
-from polyattn.serving.graphs import FakeGraph
+from polyattn.semantics import paged_kv
+from polyattn.serving.attention import backend
+from polyattn.serving.attention.workspace import Limits, Workspaces
+from polyattn.serving.graphs.graphs import FakeGraph
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.tree import DraftTree
-from polyattn.serving.workspace import Limits, Workspaces
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.tree import DraftTree
 
 from .rig import LIMITS, Rig, decoder
 
@@ -244,7 +244,7 @@ def test_torch_native_reads_lengths_and_finds_places_once_a_step(window: int, mo
         monkeypatch.setattr(where, name, count)
 
     counted(paged_torch_native, "_sequences", "places")
-    counted(paging.Tokens, "of", "tokens")
+    counted(paged_kv.Tokens, "of", "tokens")
     rows = rig.add(3)
     rig.step(EXTEND, {rows[0]: 9, rows[1]: 1, rows[2]: 4})
     rig.step(DECODE, dict.fromkeys(rows, 1))

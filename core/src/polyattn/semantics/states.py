@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..contract import Keep
+from ..contract.scalars import whole
 from ..errors import InvalidInputError, did_you_mean
-from ..records import Keep
-from ..scalars import whole
-from ..validate import contents_readable
+from .validation import contents_readable
 
 __all__ = ["TORCH_DTYPES", "Keeps", "RequestStates", "RunStates", "state_bytes"]
 

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .. import scalars
+from ..contract import DTYPES, Keep, scalars
 from ..errors import InvalidInputError, did_you_mean
-from ..records import DTYPES, Keep
 
 if TYPE_CHECKING:
     from torch import Tensor
