@@ -12,6 +12,8 @@ from torch import Tensor
 import polyattn
 from polyattn.contract import Keep
 from polyattn.errors import ConfigError, InternalError, InvalidInputError
+from polyattn.serving.attention.backend import AttentionBackend
+from polyattn.serving.attention.workspace import Limits
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
 from polyattn.serving.kv_cache.pages import PageAllocator
 from polyattn.serving.kv_cache.pool import KVCacheConfig, KVPool, groups_of, pages_for
@@ -90,7 +92,9 @@ def test_what_is_no_layer_without_pages(layer_id: Any, keeps: Any, words: str) -
 def test_a_layer_is_known_by_what_it_keeps() -> None:
     pool = pool_of(layer(0, INDEX))
     pool.check_layer(layer(0, INDEX))
-    with pytest.raises(InvalidInputError, match=r"layer 0 has keeps=.* and the pool was made for one of keeps="):
+    with pytest.raises(
+        InvalidInputError, match=r"layer 0 has keeps=\[\], and the pool was .* keeps=\[Keep\(name=.index"
+    ):
         pool.check_layer(layer(0))
     assert layer(0, INDEX).differs(layer(0)) == "keeps"
 
@@ -317,6 +321,18 @@ def test_what_a_pool_with_states_needs() -> None:
         pool_of(*layers).cache(1)
     assert pool_of(layer(0)).states is None
     assert keeps_of(layers)[1] == (STATE,)
+
+
+def test_a_backend_is_made_with_the_table_that_knows_the_states() -> None:
+    layers = [layer(0), StateLayer(1, [STATE])]
+    pool, table, _ = hybrid()
+    limits = Limits(3, 8, 16)
+    assert list(AttentionBackend(layers, pool, table, limits=limits).layers) == [0]
+    without = RequestTable(3, 16, 4, [-1], [PageAllocator(6)])
+    with pytest.raises(InvalidInputError, match=r"other states by request.* build .* states=pool.states"):
+        AttentionBackend(layers, pool, without, limits=limits)
+    with pytest.raises(InvalidInputError, match="layers has 3, which is no AttentionLayer"):
+        AttentionBackend([layers[0], 3], pool, table, limits=limits)  # type: ignore[list-item]
 
 
 def test_memory_of_states_is_not_memory_of_pages() -> None:

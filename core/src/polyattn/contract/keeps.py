@@ -9,7 +9,7 @@ from ..errors import InvalidInputError, did_you_mean
 from . import scalars
 from .request import DTYPES
 
-__all__ = ["Keep", "Per"]
+__all__ = ["Keep"]
 
 Per = Literal["token", "request", "run"]
 

@@ -121,8 +121,7 @@ class Memory:
         )
         self.prefixes = PrefixCache(cache.page_size, windows, self.allocators) if prefixes else None
         limits = Limits(rows, max(step_tokens, rows), max_tokens)
-        layers = attention_layers(runner.layers)
-        self.backend = AttentionBackend(layers, self.pool, self.table, limits=limits, **choices)
+        self.backend = AttentionBackend(runner.layers, self.pool, self.table, limits=limits, **choices)
         self._forward = runner.serve(self.backend)
         self.device = runner.device
         self._batch: ForwardBatch | None = None

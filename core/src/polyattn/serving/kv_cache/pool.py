@@ -190,6 +190,7 @@ class KVPool:
         """
         forms, group = [rows.form for rows in self._of(layer.layer_id)], self.groups[self._group[layer.layer_id]]
         latent = layer.layer_id in self._latent
+        own, here = layer.kept, self._layers[layer.layer_id].kept
         widths = [layer.head_dim] if layer.latent else [*layer.dims]
         facts = {
             "latent": (layer.latent, latent),
@@ -197,7 +198,7 @@ class KVPool:
             "widths": (widths, [form.width for form in forms]),
             "window": (layer.window, group.window),
             "cross": (layer.kind == "cross", group.cross),
-            "keeps": (list(layer.kept), list(self._layers[layer.layer_id].kept)),
+            "keeps": ([keep for keep in own if keep not in here], [keep for keep in here if keep not in own]),
         }
         for name, (given, kept) in facts.items():
             if given != kept:
@@ -432,7 +433,13 @@ class KVPool:
 
 
 def attention_layers(layers: Sequence[AttentionLayer | StateLayer]) -> list[AttentionLayer]:
-    """The layers that have pages."""
+    """The layers that have pages.
+
+    Raises:
+        InvalidInputError: what is no layer.
+    """
+    if wrong := [layer for layer in layers if not isinstance(layer, (AttentionLayer, StateLayer))]:
+        raise InvalidInputError(f"layers has {wrong[0]!r}, which is no AttentionLayer: give the layers themselves")
     return [layer for layer in layers if isinstance(layer, AttentionLayer)]
 
 
@@ -444,12 +451,11 @@ def groups_of(layers: Sequence[AttentionLayer | StateLayer]) -> tuple[CacheGroup
     """
     if not layers:
         raise InvalidInputError("a pool is for at least one layer; got none")
-    if wrong := [layer for layer in layers if not isinstance(layer, (AttentionLayer, StateLayer))]:
-        raise InvalidInputError(f"layers has {wrong[0]!r}, which is no AttentionLayer: give the layers themselves")
+    paged = attention_layers(layers)
     ids = [layer.layer_id for layer in layers]
     if twice := [i for i in ids if ids.count(i) > 1]:
         raise InvalidInputError(f"two layers have layer_id {twice[0]}; number the layers of a model")
-    if not (paged := attention_layers(layers)):
+    if not paged:
         raise InvalidInputError(
             "no layer has pages: a pool is for models with attention layers, RequestStates(keeps_of(layers), requests) "
             "for others"
