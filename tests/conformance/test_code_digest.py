@@ -21,7 +21,7 @@ from .conftest import Acme
 ADAPTER = '''
 """An adapter."""
 import torch
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from . import tiles
 from .helpers import scaled as by_scale
 

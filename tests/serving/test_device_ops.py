@@ -194,8 +194,8 @@ def test_kernels_that_cannot_be_imported_are_warned_about(acme):
 
 
 PLUGIN = """
-from polyattn.hookspecs import hookimpl
-from polyattn.records import DeviceOpsInfo, Kernel
+from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import DeviceOpsInfo, Kernel
 
 @hookimpl
 def polyattn_register_tunables():
