@@ -12,6 +12,7 @@ from torch import Tensor
 from polyattn.contract import Keep
 from polyattn.errors import InvalidInputError
 from polyattn.semantics.states import RequestStates, RunStates, state_bytes
+from polyattn.serving import FakeGraph
 
 HEADS, DIM, TAIL = 2, 4, 2
 KEEPS = {
@@ -136,6 +137,24 @@ def test_commit_takes_the_state_after_the_last_accepted_node(where: str) -> None
             for name in ("state", "conv"):
                 assert torch.equal(states.tensor(layer, name)[slot], replay.tensor(layer, name)[0])
     assert all(torch.equal(before[key], value) for key, value in states.snapshot(3).items())
+
+
+def test_a_graph_may_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the numbers of each replay, which nobody reads on the host; those past the end become the last one."""
+    monkeypatch.setattr("polyattn.semantics.states.contents_readable", lambda tensor: False)
+    states = made(3, drafts=2)
+    slots, nodes = torch.tensor([0, 2]), torch.tensor([1, -1])
+    for slot in (0, 2):
+        states.allocate(slot)
+        states.drafted(0, "conv")[slot] = torch.tensor([1.0, 2.0])[:, None, None] + slot
+    graph = FakeGraph(warm_up=0)
+    graph.capture(lambda: states.commit(slots, nodes))
+    conv = states.tensor(0, "conv")
+    assert conv[:3].amax((1, 2)).tolist() == [2, 0, 0]
+    slots.copy_(torch.tensor([2, -1]))
+    nodes.copy_(torch.tensor([0, 7]))
+    graph.replay()
+    assert conv[:3].amax((1, 2)).tolist() == [2, 0, 3]
 
 
 def test_padding_has_a_slot_that_no_request_has() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -365,6 +366,28 @@ def test_a_step_says_where_the_states_of_its_rows_are(static: bool) -> None:
         assert step.state_slots.data_ptr() == slots.data_ptr(), "a graph reads it where it was"
 
 
+def test_an_attention_layer_may_keep_a_state_too() -> None:
+    pool = pool_of(layer(0, STATE, INDEX))
+    assert pool.states is not None
+    assert pool.states.tensor(0, "state").shape == (4, 4, 4)
+    with pytest.raises(InvalidInputError, match=r"layer 0 keeps no 'state' by token .* else it keeps: state, index"):
+        pool.kept(0, "state")
+
+
+def test_an_engine_leaves_layers_the_layout_they_say() -> None:
+    """The layout that phases share is found for the others."""
+    runner = ToyRunner()
+    said = Keep("key", "token", (2, DIM), layout="HND")
+    runner.layers = [dataclasses.replace(runner.layers[0], keeps=[said]), runner.layers[1]]
+    engine = Engine(runner, EngineConfig(cache=KVCacheConfig(page_size=4), max_requests=2, max_tokens=32))
+    assert [engine.memory.pool.cache(i).kv_layout for i in (0, 1)] == ["HND", "NHD"]
+    (output,) = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=6))
+    assert list(output.token_ids) == greedy(runner, PROMPTS[0], 6)
+    runner.layers = [dataclasses.replace(layer, keeps=[said]) for layer in runner.layers]
+    pool = Engine(runner, EngineConfig(max_requests=2, max_tokens=32)).memory.pool
+    assert [pool.cache(i).kv_layout for i in (0, 1)] == ["HND", "HND"]
+
+
 # A model --------------------------------------------------------------------------------------------------------------
 
 
@@ -447,7 +470,7 @@ class HybridRunner(ToyRunner):
         return x @ self.head
 
 
-def greedy(runner: HybridRunner, prompt: list[int], count: int) -> list[int]:
+def greedy(runner: ToyRunner, prompt: list[int], count: int) -> list[int]:
     text = list(prompt)
     for _ in range(count):
         text.append(int(runner.dense(text)[-1].argmax()))
