@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contract import RowsWriter
 from ...dispatch.binding import dtype_name
 from ...errors import ConfigError, InvalidInputError, did_you_mean
 from ...semantics.states import RequestStates, state_bytes
 from ..layer import KV, AttentionLayer, StateLayer, keeps_of
-from ..step.device_ops import CORE, RowsWriter, device_ops
 from .allocating import allocating
+from .device_ops import CORE, device_ops
 from .storage import KVCacheConfig, RowFormat, Rows, formats, token_keeps
 
 __all__ = ["CacheGroup", "KVCacheConfig", "KVPool", "LayerCache", "pages_for"]
