@@ -289,6 +289,7 @@ def test_a_run_has_states_by_layer_and_branch() -> None:
         assert not run.tensor(0, "centroids", "uncond").any()
         assert not run.tensor(1, "centroids", "cond").any()
         assert run.branches == ["cond", "uncond"]
+        assert run.of(0, "cond") == {"centroids": first, "steps": run.tensor(0, "steps", "cond")}
         assert run.nbytes == 3 * 12 + 8
 
 
@@ -348,6 +349,7 @@ def test_a_run_ends_once_and_for_all() -> None:
             lambda r: r.fork("cnd", "b"),
             "there is no branch 'cnd' in this run: .* Did you mean 'cond'.* Known: .'cond'.",
         ),
+        (lambda r: r.of(7), "layer 7 keeps nothing here"),
         (lambda r: r.fork("cond", "cond"), "branch 'cond' is there: drop it first, or take another name"),
         (lambda r: r.commit("cond", "b"), "there is no branch 'b'"),
         (lambda r: r.drop("b"), "there is no branch 'b'"),

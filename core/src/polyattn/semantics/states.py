@@ -78,18 +78,24 @@ class _Known:
                 f"v_head_dim))"
             )
 
+    def of(self, layer: Hashable) -> dict[str, Keep]:
+        """
+        Raises:
+            InvalidInputError: there is no such layer.
+        """
+        own = self.by_layer.get(layer) if isinstance(layer, Hashable) else None
+        if own is None:
+            raise InvalidInputError(f"layer {layer!r} keeps nothing here; those that do: {list(self.by_layer)}")
+        return own
+
     def find(self, layer: Hashable, name: str) -> Keep:
         """
         Raises:
             InvalidInputError: there is no such layer, or it keeps nothing of that name.
         """
-        try:
-            return self.by_layer[layer][name]
-        except (KeyError, TypeError):
-            pass
-        own = self.by_layer.get(layer) if isinstance(layer, Hashable) else None
-        if own is None:
-            raise InvalidInputError(f"layer {layer!r} keeps nothing here; those that do: {list(self.by_layer)}")
+        own = self.of(layer)
+        if name in own:
+            return own[name]
         raise InvalidInputError(
             f"layer {layer!r} keeps no {name!r}.{did_you_mean(str(name), own)} It keeps: {', '.join(own)}"
         )
@@ -397,6 +403,14 @@ class RunStates:
                 found = torch.zeros(keep.shape, dtype=_torch_dtype(keep, self._dtype), device=self._device)
             states[layer, name] = found
         return found
+
+    def of(self, layer: Hashable, branch: Hashable = "") -> dict[str, Tensor]:
+        """All states of a layer in a branch by name, as `tensor` has them: what one call of the layer is given.
+
+        Raises:
+            InvalidInputError: the layer keeps nothing by run, or the run has ended.
+        """
+        return {name: self.tensor(layer, name, branch) for name in self._known.of(layer)}
 
     def reset(self, branch: Hashable = "", values: Values | None = None) -> None:
         """Set the states of a branch to zero, or to `values` where there are some: (layer, name) -> [*shape].
