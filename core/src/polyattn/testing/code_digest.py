@@ -75,9 +75,9 @@ class _Module:
         if isinstance(node, ast.If) and _is_type_checking(node.test):
             for other in node.orelse:
                 self._read(other)
-            for inner in node.body:
-                if isinstance(inner, (ast.Import, ast.ImportFrom)):
-                    self.shown |= absolute(inner, self.name, self.path)
+            for told in node.body:
+                if isinstance(told, (ast.Import, ast.ImportFrom)):
+                    self.shown |= absolute(told, self.name, self.path)
             return
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             self.imports |= absolute(node, self.name, self.path)
@@ -131,8 +131,8 @@ class _Program:
         if here is None:
             return name
         if name not in here.definitions:
-            meant = here.imports.get(name) or here.shown.get(name)
-            return self.imported(here, meant) if meant else name
+            meaning = here.imports.get(name) or here.shown.get(name)
+            return self.imported(here, meaning) if meaning else name
         self._open.append(whole)
         writer = _Writer(self, here)
         found = [writer.text(here.definitions[name], whole_file=True)]
