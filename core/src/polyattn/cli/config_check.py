@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +20,7 @@ from ..inspection import BackendStatus, detect, list_backends
 from ..names import is_of, parts
 from ..plugins import PluginManager, get_manager
 from ..records import BackendInfo
+from .options import Json, settings_of, with_options
 from .rendering import grid, screen, show_json, title
 
 __all__ = ["config", "not_here", "unknown_words", "wrong_variables"]
@@ -111,24 +112,14 @@ def in_force(settings: Settings) -> list[dict[str, Any]]:
 
 
 @config.command()
+@with_options("config check")
 def check(
     file: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="A config file. Without it: the one POLYATTN_CONFIG names.")
+        Path | None, typer.Option(metavar="PATH", help="A config file. Default: the one that POLYATTN_CONFIG names.")
     ] = None,
-    attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="As a run would be given it.")] = None,
-    prefill_attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="The same.")] = None,
-    decode_attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="The same.")] = None,
-    speculative_attention_mode: Annotated[str | None, typer.Option(metavar="PHASE", help="The same.")] = None,
-    mm_attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="The same.")] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="The same.")] = None,
-    page_size: Annotated[int | None, typer.Option(metavar="TOKENS", help="The same.")] = None,
-    component_attention_backends: Annotated[
-        str | None, typer.Option(metavar="PAIRS", help="component=backend pairs, comma separated.")
-    ] = None,
-    attention_backend_config: Annotated[
-        str | None, typer.Option(metavar="OPTIONS", help="A path, a JSON object, or key=value pairs.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    *,
+    given: Mapping[str, Any],
+    as_json: Json = False,
 ) -> None:
     """Read command line, environment and file as a run would, and list everything that is wrong.
 
@@ -136,19 +127,8 @@ def check(
     a file that is not there, a POLYATTN_ variable that nothing reads, a plugin to leave out that nobody is. A backend
     that this machine cannot use is a warning: the run may be elsewhere.
     """
-    given = {
-        "attention_backend": attention_backend,
-        "prefill_attention_backend": prefill_attention_backend,
-        "decode_attention_backend": decode_attention_backend,
-        "speculative_attention_mode": speculative_attention_mode,
-        "mm_attention_backend": mm_attention_backend,
-        "kv_cache_dtype": kv_cache_dtype,
-        "page_size": page_size,
-        "component_attention_backends": component_attention_backends,
-        "attention_backend_config": attention_backend_config,
-    }
     try:
-        settings = load_settings(given, os.environ, file)
+        settings = load_settings(settings_of(given), os.environ, file)
     except ConfigError as wrong:
         raise ConfigError("\n".join([str(wrong), *wrong_variables(), *unknown()])) from wrong
     if more := wrong_variables():

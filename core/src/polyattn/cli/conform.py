@@ -16,8 +16,9 @@ from ..plugins import get_manager
 from ..records import FAMILIES
 from ..testing.early_imports import early_imports
 from ..testing.where import AUTO, Place, place, unknown_backend
-from .asking import one_of
+from .options import Json
 from .rendering import grid, progress, screen, show_json, title
+from .request_flags import one_of
 
 if TYPE_CHECKING:
     from ..testing.catching import Catch
@@ -29,24 +30,53 @@ FAILED = 1
 
 
 def conform(
-    backend: Annotated[str | None, typer.Argument(help="As `polyattn list` names it, or NAME@PLATFORM.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A first answer: the pairs of values, once each.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Up to ten times as many combinations; the default.")] = False,
-    device: Annotated[str, typer.Option(help="torch device; auto: the backend's accelerator, else the CPU.")] = AUTO,
-    strict_device: Annotated[
-        bool, typer.Option("--strict-device", help="A device that is not here is a failure, not `not run`.")
+    backend: Annotated[
+        str | None, typer.Argument(help="The backend, as `polyattn list` names it, or NAME@PLATFORM.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Try every pair of values once: under a minute for most backends.")
     ] = False,
-    dtypes: Annotated[str | None, typer.Option(metavar="A,B", help="Only these; nothing is recorded then.")] = None,
-    families: Annotated[str | None, typer.Option(metavar="A,B", help="Only these; nothing is recorded then.")] = None,
-    write_evidence: Annotated[bool, typer.Option("--write-evidence", help="Record a --quick run too.")] = False,
-    no_evidence: Annotated[bool, typer.Option("--no-evidence", help="Record nothing.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Try up to ten times as many combinations. This is the default.")
+    ] = False,
+    device: Annotated[
+        str, typer.Option(help="A torch device; auto: the backend's accelerator where one is here, else the CPU.")
+    ] = AUTO,
+    strict_device: Annotated[
+        bool,
+        typer.Option(
+            "--strict-device", help="Take a device that is not here for a failure (code 1), not for `not run` (code 0)."
+        ),
+    ] = False,
+    dtypes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Try only these dtypes, such as fp32; nothing is recorded then."),
+    ] = None,
+    families: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Try only these families; nothing is recorded then.")
+    ] = None,
+    write_evidence: Annotated[
+        bool,
+        typer.Option(
+            "--write-evidence", help="Record the run beside the plugin, of --quick too; --full does so by itself."
+        ),
+    ] = False,
+    no_evidence: Annotated[bool, typer.Option("--no-evidence", help="Do not record the run.")] = False,
     planted_bugs: Annotated[
-        bool, typer.Option("--planted-bugs", help="Try the kit itself: on backends with one known bug each.")
+        bool,
+        typer.Option(
+            "--planted-bugs", help="Try the kit itself, on backends with one known bug each. No backend is named then."
+        ),
     ] = False,
     refresh: Annotated[
-        bool, typer.Option("--refresh", help="Run nothing: evidence follows code that was moved or renamed only.")
+        bool,
+        typer.Option(
+            "--refresh",
+            help="Run nothing: evidence follows code that was moved, renamed or commented only; without a backend, "
+            "all of it.",
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Try everything that a backend declares against the reference, and see that it refuses the rest with a reason.
 

@@ -31,6 +31,7 @@ from ..records.packages import absent_packages
 from ..testing.early_imports import early_imports
 from ..tuning import mode, store
 from .config_check import not_here, unknown_words, wrong_variables
+from .options import Json
 from .probes import speaks_of
 from .rendering import facts, grid, screen, show_json, standing, title
 
@@ -45,8 +46,10 @@ Answer = TypeVar("Answer")
 
 
 def doctor(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="With the tracebacks of broken plugins.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the tracebacks of broken plugins too.")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Examine this machine: devices, versions, plugins, variables, and why a backend cannot be used.
 

@@ -52,12 +52,13 @@ def _entry(group: list[BackendStatus]) -> dict[str, Any]:
 
 
 def list_command(
-    platform: Annotated[str | None, typer.Option(help="Only the backends of this platform, such as cuda.")] = None,
+    platform: Annotated[str | None, typer.Option(help="Show only the backends of this platform, such as cuda.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="The backends of every platform, not only of this machine's.")
+        bool,
+        typer.Option("--all", help="Show the backends of every platform. Without it, the table has this machine's."),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="JSON, of every platform unless --platform is given.")
+        bool, typer.Option("--json", help="Print JSON, of every platform unless --platform is given.")
     ] = False,
 ) -> None:
     """List the backends: where each comes from, whether it can be used here, and how far it was shown to work."""

@@ -100,8 +100,10 @@ def gather() -> Support:
 
 
 def matrix(
-    layout: Annotated[str, typer.Option("--format", metavar="WORD", help="text, markdown or json.")] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
+    layout: Annotated[
+        str, typer.Option("--format", metavar="WORD", help="The form of the answer: text, markdown or json.")
+    ] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: short for --format json.")] = False,
 ) -> None:
     """Show which backend exists on which platform, how far it was shown to work, and what its kernels can do.
 

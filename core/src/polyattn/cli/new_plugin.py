@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ..errors import ConfigError, did_you_mean
 from ..plugins import get_manager
+from .options import Json
 from .rendering import screen, show_json, title
 
 __all__ = ["new_plugin", "template_files", "write_package"]
@@ -48,10 +49,15 @@ class Names:
 
 
 def new_plugin(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the backend: acme makes polyattn-acme.")],
-    platform: Annotated[str, typer.Option(metavar="NAME", help="The platform the backend runs on.")] = "cpu",
-    into: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make it in.")] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The backend's name: acme makes the package polyattn-acme.")
+    ],
+    platform: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="The platform that the backend runs on, as `polyattn doctor` lists them."),
+    ] = "cpu",
+    into: Annotated[Path, typer.Option(metavar="DIR", help="The folder that the package is made in.")] = Path(),
+    as_json: Json = False,
 ) -> None:
     """Write a new plugin: a package with one working backend, its conformance test and its CI.
 

@@ -34,17 +34,21 @@ STDERR = 2
 
 def trace(
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="[--] PROGRAM [ARGUMENTS]", help="What is run, as a shell would.")
+        list[str] | None,
+        typer.Argument(metavar="[--] PROGRAM [ARGUMENTS]", help="The program that is run, as a shell would run it."),
     ] = None,
     module: Annotated[
-        str | None, typer.Option("--module", "-m", metavar="MODULE", help="Run a module, as python -m does.")
+        str | None, typer.Option("--module", "-m", metavar="MODULE", help="Run this module, as python -m does.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the trace goes.")] = TRACE,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file of the trace.")] = TRACE,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Run it twice, without measurements and with them, and say what changed.")
+        bool,
+        typer.Option(
+            "--compare", help="Run the program twice, without measurements and with them, and say what changed."
+        ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="JSON; what the program prints goes to standard error.")
+        bool, typer.Option("--json", help="Print JSON; what the program prints goes to standard error.")
     ] = False,
 ) -> None:
     """Run a program and record which requests it makes of polyattn, at which lengths and how often.

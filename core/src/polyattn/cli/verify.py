@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ..errors import PolyattnError
 from .conform import FAILED
+from .options import Device, Json
 from .rendering import grid, progress, screen, show_json, title
 
 if TYPE_CHECKING:
@@ -23,18 +24,29 @@ SHEET = Path(__file__).parents[1] / "bench" / "short.yaml"
 
 
 def verify(
-    device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="A torch device; auto: a GPU, else the CPU.")
-    ] = "auto",
+    device: Device = "auto",
     backend: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Only these backends; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Try only backends whose name matches; may be repeated. Without it: all."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A first answer: fewer cases, and no evidence.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Give a first answer: fewer cases, and no evidence.")] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.001, metavar="N", help="Measuring time of an entry, in a round.")
+        float,
+        typer.Option(
+            min=0.001,
+            metavar="N",
+            help="Seconds that an entry of the benchmark is measured in each of its nine rounds.",
+        ),
     ] = 0.02,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the files go; it must be empty.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The folder for the files, which is not there yet or is empty. Default: "
+            "polyattn-verify-PLATFORM-DATE.",
+        ),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Show what works on this device: run conformance of every backend that can run here, and a short benchmark.
 

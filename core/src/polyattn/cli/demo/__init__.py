@@ -15,7 +15,7 @@ FAILED = 3
 
 
 def demo(
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, and nothing else.")] = False,
 ) -> None:
     """See it work on this machine's CPU, with real weights; offline, about half a minute.
 
