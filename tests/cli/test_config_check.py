@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import polyattn
-from polyattn.plugins import reset_manager
+from polyattn.registry.manager import reset_manager
 
 from .conftest import Run
 

@@ -12,9 +12,9 @@ import pytest
 
 from polyattn import PluginError, integrations, tuning
 from polyattn.cli import doctor as doctor_module
-from polyattn.inspection import list_backends
-from polyattn.plugins import get_manager, reset_manager
-from polyattn.records import BackendInfo, DeviceReport, Provider, Requirement, row
+from polyattn.contract import BackendInfo, DeviceReport, Provider, Requirement, row
+from polyattn.registry.manager import get_manager, reset_manager
+from polyattn.selection.inspection import list_backends
 
 from .conftest import VENDORS, Run
 
@@ -292,7 +292,7 @@ def test_an_accelerator_that_is_found_comes_first(run: Run, monkeypatch: pytest.
     absent, cpu = DeviceReport(False, "none"), DeviceReport(True, "a CPU")
     find = lambda name: reports.get(name, cpu if name == "cpu" else absent)  # noqa: E731
     monkeypatch.setattr("polyattn.cli.doctor.detect", find)
-    monkeypatch.setattr("polyattn.inspection.detect", find)
+    monkeypatch.setattr("polyattn.selection.inspection.detect", find)
     data = run("doctor", "--json").data
     assert {entry["platform"] for entry in data["backends"]} == {"cuda", "cpu"}
     assert "found 1 NVIDIA GPU (sm90)" in flat(run("doctor").out)

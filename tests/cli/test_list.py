@@ -8,7 +8,7 @@ import pytest
 
 from polyattn import list_backends
 from polyattn.cli.listing import entries
-from polyattn.inspection import BackendStatus
+from polyattn.selection.inspection import BackendStatus
 
 from .conftest import Run
 

@@ -17,9 +17,9 @@ from polyattn.cli.app import app
 from polyattn.cli.asking import ask
 from polyattn.cli.options import OPTIONS, Option, options_of, settings_of, with_options
 from polyattn.cli.request_flags import DECIDED, given_fields, request_flags
-from polyattn.config import Settings
-from polyattn.records import request_fields
-from polyattn.records.request import option
+from polyattn.contract import request_fields
+from polyattn.contract.request import option
+from polyattn.selection.config import Settings
 
 from .conftest import Run
 

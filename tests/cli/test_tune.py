@@ -12,11 +12,12 @@ import pytest
 
 import polyattn
 from polyattn import tuning
+from polyattn.bench.measure import Clock
+from polyattn.bench.tuner import offline as tuner
 from polyattn.cli import request_words, tune
-from polyattn.measuring import Clock, tuner
-from polyattn.plugins import reset_manager
-from polyattn.policies import tuning_place
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
+from polyattn.registry.manager import reset_manager
+from polyattn.selection.tuned_policy import tuning_place
 
 from .conftest import Run
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from polyattn.contract import DeviceReport
 from polyattn.errors import BackendUnavailableError
-from polyattn.inspection import detect
-from polyattn.records import DeviceReport
+from polyattn.selection.inspection import detect
 from polyattn.testing import where
 from polyattn.testing.where import place
 
@@ -44,7 +44,7 @@ def test_an_accelerator_comes_before_the_cpu(devices: set[str], monkeypatch: pyt
 
 
 def _status(name: str, platform: str) -> object:
-    from polyattn.inspection import BackendStatus
+    from polyattn.selection.inspection import BackendStatus
 
     return BackendStatus(name, platform, "", "", "available", "", "")
 

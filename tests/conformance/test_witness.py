@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from polyattn.contract import AttentionRequest, Rejected, Witness
 from polyattn.errors import PluginError
-from polyattn.plugins import get_manager
-from polyattn.records import AttentionRequest, Rejected, Witness
+from polyattn.registry.manager import get_manager
 from polyattn.testing import Case, Installed, OffChip, Outcome, Report, plan, run, run_case
 from polyattn.testing.checks.judged import kind_of
 

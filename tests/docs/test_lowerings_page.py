@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from polyattn.contract import AttentionRequest
 from polyattn.lowering import lowerings
-from polyattn.records import AttentionRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lowerings.md").read_text(encoding="utf-8")
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn import reference
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
+from polyattn.semantics import reference
 from polyattn.testing import Case
 from polyattn.testing.fuzz import Drawn, Failure, draw, exit_code, fuzz, judge, script, scripts
 from polyattn.testing.fuzz.drawing import settled

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from polyattn.contract import SESSION, Range, Rejected, row
 from polyattn.errors import PluginError
 from polyattn.lowering import LOWERINGS, MAX_STEPS, Planner, get_lowering, lowerings, refused_fields
 from polyattn.lowering.base import Lowering, Rewrite
-from polyattn.records import SESSION, Range, Rejected, row
 
 from .harness import dense, takes
 

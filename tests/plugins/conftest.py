@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polyattn.plugins import PluginManager, reset_manager
+from polyattn.registry.manager import PluginManager, reset_manager
 
 HOST = "0.1.0"
 

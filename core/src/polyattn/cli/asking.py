@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..contract import FAMILIES, AttentionRequest
 from ..errors import ConfigError
-from ..plugins import get_manager
-from ..records import FAMILIES, AttentionRequest
+from ..registry.manager import get_manager
 from .request_flags import given_fields, one_of
 
 __all__ = ["ALIGNMENTS", "SCALES", "SERVING", "above_zero", "ask"]

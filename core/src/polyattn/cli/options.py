@@ -42,7 +42,7 @@ class Option:
         kind: type of the value; bool is a switch. A flag that is not given is None, a switch False.
         help: what it says, a sentence. usual: what is taken where it is not given. metavar: the word for its value.
         panel: heading of the help it stands under. commands: who takes it. also: other flags of the same meaning.
-        setting: whether it is a setting of `polyattn.config.Settings`.
+        setting: whether it is a setting of `polyattn.selection.config.Settings`.
         missing: why it cannot be given in this version; empty where it can.
     """
 

@@ -13,10 +13,10 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from ..config import KV_CACHE_DTYPES
+from ..contract import AttentionRequest, request_fields
+from ..contract.vocabulary import DTYPE_WORDS, WORDS
 from ..errors import ConfigError, did_you_mean
-from ..field_words import DTYPE_WORDS, WORDS
-from ..records import AttentionRequest, request_fields
+from ..selection.config import KV_CACHE_DTYPES
 from .options import Option
 
 __all__ = ["DECIDED", "REQUEST", "RequestFlag", "given_fields", "one_of", "request_flags"]

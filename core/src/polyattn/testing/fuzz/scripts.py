@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ... import __version__
-from ...facts import device_facts
-from ...plugins import get_manager
+from ...dispatch.device_facts import device_facts
+from ...registry.manager import get_manager
 from ..cases import Case
 from .drawing import Drawn
 from .judging import Failure, arguments

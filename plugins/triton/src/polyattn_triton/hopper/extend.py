@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from polyattn.tuning import Key
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import on_hopper
