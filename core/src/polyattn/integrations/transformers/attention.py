@@ -15,9 +15,10 @@ from ...errors import InvalidInputError
 from ...selection.overrides import SCOPE
 from ...semantics.merge_lse import merge
 from ...serving.attention.multimodal import multimodal
+from ..common.keywords import asked_by
 from .batching import from_pages
 from .borders import with_borders
-from .keywords import More, asked_by, read_keywords
+from .keywords import More, read_keywords
 from .masks import fitted, says_causal, with_more
 from .weights import eager_with_weights
 

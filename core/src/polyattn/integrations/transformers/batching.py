@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import UnsupportedRequestError
-from .keywords import LENGTHS, asked_by
+from ..common.keywords import asked_by
+from .keywords import LENGTHS
 
 __all__ = ["admitting", "from_pages", "manager"]
 

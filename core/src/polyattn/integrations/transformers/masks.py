@@ -11,7 +11,8 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from ...semantics.packed import owners
 from ...semantics.validation import check_cu_seqlens, contents_readable, has_shapes_only
-from .keywords import More, asked_by
+from ..common.keywords import asked_by
+from .keywords import More
 
 __all__ = ["fitted", "make_mask", "says_causal", "with_more"]
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedRequestError
 from ...serving.layer import AttentionLayer
+from ..common.keywords import asked_by
 from .guard import dual_chunks
-from .keywords import HARMLESS, asked_by, read_keywords
+from .keywords import HARMLESS, read_keywords
 from .probing_positions import check_positions
 from .registry import interfaces
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...errors import InvalidInputError
 from ...serving.layer import AttentionLayer
 from ...serving.mla import LatentAttention
-from .keywords import asked_by
+from ..common.keywords import asked_by
 from .latent import Replacement, latent_modules
 from .latent_check import looks_latent
 from .probing import attending, configs_of, probe, reading

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedRequestError
+from ..common.keywords import asked_by
 from .borders import with_borders
-from .keywords import EAGER_STEP, More, asked_by
+from .keywords import EAGER_STEP, More
 from .masks import says_causal, with_more
 
 __all__ = ["eager_with_weights"]

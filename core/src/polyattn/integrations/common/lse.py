@@ -1,0 +1,28 @@
+"""The LSE in the base that a host expects.
+
+polyattn's LSE is the natural logarithm of the sum of exponentials, fp32 (docs/semantics.md, S6). FlashInfer and some
+merges of vLLM count in powers of two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from torch import Tensor
+
+__all__ = ["Base", "lse_from_base", "lse_to_base"]
+
+Base = Literal["e", "2"]
+
+_LOG2_E = 1 / math.log(2)
+
+
+def lse_to_base(lse: Tensor, base: Base) -> Tensor:
+    """An LSE of polyattn as a host in this base reads it. lse: fp32, any shape; rows without a key stay -inf."""
+    return lse if base == "e" else lse * _LOG2_E
+
+
+def lse_from_base(lse: Tensor, base: Base) -> Tensor:
+    """A host's LSE in this base as polyattn reads it. lse: fp32, any shape; rows without a key stay -inf."""
+    return lse if base == "e" else lse * math.log(2)
