@@ -13,8 +13,8 @@ import torch
 
 import polyattn
 from polyattn import AttentionRequest, ConfigError
-from polyattn.cli.asking import ask
 from polyattn.cli.explain import _assumed, here
+from polyattn.cli.questions import ask
 from polyattn.cli.reasons import reasons_table
 from polyattn.contract import DeviceReport
 from polyattn.contract.vocabulary import DTYPE_WORDS

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import polyattn
 from polyattn import AttentionRequest, ConfigError
 from polyattn.cli.app import app
-from polyattn.cli.asking import ask
 from polyattn.cli.options import OPTIONS, Option, options_of, settings_of, with_options
+from polyattn.cli.questions import ask
 from polyattn.cli.request_flags import DECIDED, given_fields, request_flags
 from polyattn.contract import request_fields
 from polyattn.contract.request import option

@@ -1,4 +1,5 @@
-"""`polyattn bench`: how fast every backend is on sheets of problems, beside libraries that are called directly."""
+"""`polyattn bench` measures how fast every backend is on sheets of problems, beside libraries that are called
+directly."""
 
 from __future__ import annotations
 
@@ -133,13 +134,13 @@ def bench(
     held to the sheets' bars. A run that was stopped goes on with --resume. Several processes, each with --rows, --out
     and a tuning store of its own, measure a sheet on several devices of one kind: --join makes one result of theirs.
     """
-    from ..bench import ahead, results
-    from ..bench.asking import Asked
+    from ..bench import precompile, results
+    from ..bench.cli_options import BenchOptions
     from ..bench.joining import joined, read_parts
     from ..bench.running import DeviceLost
     from ..bench.sheets import read
 
-    asked = Asked(
+    asked = BenchOptions(
         tuple(map(str, sheets or [])),
         rows=tuple(rows or "*"),
         candidates=tuple(candidates or "*"),
@@ -177,10 +178,10 @@ def bench(
     if tune:
         _check_tuning(plan.device)
     _make_room(out, plots)
-    for line in asked.strangers(sheet):
+    for line in asked.unknown_targets(sheet):
         print(line, file=sys.stderr, flush=True)
     if compile_ahead:
-        ahead.compile_all(asked, compile_ahead, lambda said: print(said, file=sys.stderr, flush=True))
+        precompile.compile_all(asked, compile_ahead, lambda said: print(said, file=sys.stderr, flush=True))
     plan = dataclasses.replace(plan, limit=_left(end))
     result = results.begin(sheet, plan.device, plan.peers, asked.words(), asked.settings(), quick=quick)
     if resume and out is not None and out.exists():
@@ -199,12 +200,12 @@ def bench(
 
 
 def _left(end: float) -> float:
-    """Whole seconds until then."""
+    """Return the whole seconds until `end`."""
     return float(max(round(end - time.monotonic()), 0))
 
 
 def _again(words: list[str]) -> None:
-    """This process is the command line `words` from here on; its own device is of no use any more."""
+    """Replace this process by the command line `words`; its own device is of no use any more."""
     os.execv(sys.executable, [sys.executable, "-m", "polyattn", *words])
 
 
@@ -293,7 +294,7 @@ def _measured(plan: Plan, sheet: Sheet, result: dict[str, Any], out: Path | None
 
 
 def _row(row: Mapping[str, Any]) -> Group:
-    """A row as it is told when it is done: a line with a bar for each entry, the fastest first."""
+    """Show a row when it is done: a line with a bar for each entry, the fastest first."""
     from ..bench.pages import figure, rejected
 
     entries: dict[str, Any] = row["entries"]
@@ -364,7 +365,7 @@ def _finish(result: dict[str, Any], plots: Path | None, as_json: bool) -> None:
 
 
 def _summary(row: Mapping[str, Any]) -> list[Text]:
-    """A row at the end: polyattn's choice, and the fastest of all."""
+    """Show a row at the end: polyattn's choice, and the fastest of all."""
     from ..bench.bars import OWN
     from ..bench.pages import MARKED, figure, title_of
 

@@ -1,4 +1,5 @@
-"""`polyattn config check`: the settings in force, where each comes from, and everything that is wrong with them."""
+"""`polyattn config check` lists the settings in force, where each comes from, and everything that is wrong with
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ READ_LATER: tuple[Callable[[], object], ...] = (
     lambda: number("POLYATTN_REFERENCE_MEMORY_GB", 4.0),
     tuning.mode,
 )
-"""Of variables that are no settings: what calls ask, and what raises there when the value does not parse."""
+"""Readers of variables that are no settings. Calls ask them, and they raise there when the value does not parse."""
 
 MAPPINGS = ("component_attention_backends", "attention_backend_config")
 
@@ -39,13 +40,13 @@ config = typer.Typer(rich_markup_mode="rich")
 
 @config.callback(invoke_without_command=True)
 def _group(context: typer.Context) -> None:
-    """Configuration: check it before a run does."""
+    """Check the configuration before a run does."""
     if context.invoked_subcommand is None:
         context.get_help()
 
 
 def wrong_variables() -> list[str]:
-    """One sentence per variable whose value does not parse, of those that `load_settings` does not read."""
+    """Return one sentence per variable whose value does not parse, of those that `load_settings` does not read."""
     problems = []
     for ask in READ_LATER:
         try:
@@ -56,16 +57,16 @@ def wrong_variables() -> list[str]:
 
 
 def unknown_words(manager: PluginManager) -> tuple[list[str], list[str]]:
-    """What the lists of plugins name and nobody is: (wrong, to be told). Who is to be left out and is not would be let
-    in by a slip; who is to be allowed may be installed on another machine."""
+    """Return what the lists of plugins name and no plugin is: (wrong, to be told). A slip in the list of plugins to
+    leave out would let one in; a plugin to allow may be installed on another machine."""
     found = manager.unknown_words
     wrong = [sentence for variable, sentence in found if variable == "POLYATTN_DISABLE"]
     return wrong, [sentence for variable, sentence in found if variable != "POLYATTN_DISABLE"]
 
 
 def not_here(settings: Settings, statuses: Iterable[BackendStatus]) -> list[str]:
-    """One sentence per setting that names a backend which cannot be used on this machine. No mistake: the same file may
-    be meant for another one."""
+    """Return one sentence per setting that names a backend which cannot be used on this machine. This is no mistake:
+    the same file may be meant for another one."""
     known = backend_names(get_manager().backends.values())
     found = {f"{status.name}@{status.platform}": status for status in statuses}
     said = []
@@ -87,8 +88,8 @@ def not_here(settings: Settings, statuses: Iterable[BackendStatus]) -> list[str]
 
 
 def _lacks(info: BackendInfo, word: str, status: BackendStatus) -> tuple[str, ...]:
-    """Why the backend that a word means cannot be used here; empty when it can. An alias may mean the kernels of one
-    library, and NAME/KIND does."""
+    """Say why the backend that a word means cannot be used here; empty when it can. An alias may mean the kernels of
+    one library, and NAME/KIND does."""
     if status.status != "available" or word in (info.name, info.id):
         return status.reasons
     only = {alias.provider for alias in info.aliases if alias.name == word} or {parts(word.partition("@")[0])[1]}
@@ -98,7 +99,7 @@ def _lacks(info: BackendInfo, word: str, status: BackendStatus) -> tuple[str, ..
 
 
 def in_force(settings: Settings) -> list[dict[str, Any]]:
-    """Every setting that somebody set, one entry per component and per option, with its source."""
+    """List every setting that somebody set, one entry per component and per option, with its source."""
     found = []
     for field in dataclasses.fields(Settings):
         value = getattr(settings, field.name)

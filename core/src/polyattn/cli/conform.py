@@ -1,4 +1,4 @@
-"""`polyattn conform`: is a backend what it says it is? The kit of `polyattn.testing` from a shell."""
+"""`polyattn conform` tries whether a backend is what it says it is, with the kit of `polyattn.testing`."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ def _refresh(backend: str | None, more: bool, as_json: bool) -> None:
 
 
 def _check_kind(device: str) -> None:
-    """A kind of device that is no platform's is a slip. Of the others `place` knows more, and needs no torch."""
+    """Refuse a kind of device that no platform has, which is a slip. `place` knows more of the others, and needs no
+    torch."""
     kinds = {platform.device_type for platform in get_manager().platforms.values()}
     if device.partition(":")[0] not in {AUTO, *kinds}:
         _check_device(device)
@@ -193,7 +194,7 @@ def _run(console: Console, here: Place, *, full: bool, dtypes: str | None, famil
 
 
 def _recorded(report: Report) -> tuple[Path | None, str]:
-    """(the evidence file, why there is none)."""
+    """Write the evidence and return (its file, why there is none)."""
     from ..testing.recording import record
 
     try:

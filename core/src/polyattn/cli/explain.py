@@ -1,4 +1,4 @@
-"""`polyattn explain`: which backend serves a request, here or on a machine that is only described, and why."""
+"""`polyattn explain` says which backend serves a request, here or on a machine that is only described, and why."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..selection.overrides import SCOPE, current_settings
 from ..selection.phase_pairs import both_phases, check_drafting, select_pair
 from ..selection.select import Choice, Policy, Selection, select
 from ..selection.tuned_policy import current_policy
-from .asking import SERVING, ask
 from .options import Json, Option, with_options
+from .questions import SERVING, ask
 from .reasons import reasons_table
 from .rendering import facts, panel, screen, show_json, standing
 from .request_flags import REQUEST, request_flags
@@ -30,7 +30,7 @@ MACHINE = "Which machine"
 
 
 def here() -> dict[str, Any]:
-    """Request fields of this machine: its accelerator if there is one, else its CPU."""
+    """Return the request fields of this machine: its accelerator if there is one, else its CPU."""
     reports = {name: detect(name) for name in get_manager().platforms}
     found = [name for name, report in reports.items() if report.present]
     name = next((n for n in found if n != "cpu"), "cpu")
@@ -40,7 +40,7 @@ def here() -> dict[str, Any]:
 
 
 def _assumed(fields: dict[str, Any]) -> str:
-    """This machine in the words of --assume-platform."""
+    """Describe this machine in the words of --assume-platform."""
     if fields["platform"] == "cpu":
         return ":".join(("cpu", *(["+".join(fields["features"])] if fields["features"] else [])))
     toolkit = ".".join(map(str, fields["toolkit"]))
@@ -49,7 +49,7 @@ def _assumed(fields: dict[str, Any]) -> str:
 
 
 def _either(name: str, given: Mapping[str, Any]) -> bool | None:
-    """What the two flags of a switch say; None = nothing."""
+    """Read the two flags of a switch with three answers; None = neither is given."""
     yes, no = bool(given[name]), bool(given[f"no_{name}"])
     if yes and no:
         flag = name.replace("_", "-")
@@ -58,7 +58,7 @@ def _either(name: str, given: Mapping[str, Any]) -> bool | None:
 
 
 def _checked(words: str) -> str:
-    """The words of --assume-platform, once they are known to mean a machine."""
+    """Return the words of --assume-platform, once they are known to mean a machine."""
     try:
         parse_platform(words, get_manager().platforms)
     except ConfigError as exc:
@@ -69,7 +69,7 @@ def _checked(words: str) -> str:
 def _on_this_machine(
     request: AttentionRequest, backend: str | None, pair: dict[str, str | None], mode: str, strict: bool
 ) -> Selection:
-    """As a call here would choose, with the backends of the two phases where they are given."""
+    """Choose as a call here would, with the backends of the two phases where they are given."""
     policy = dataclasses.replace(current_policy(backend, SCOPE.get(), request), strict=strict)
     if any(pair.values()):
         policy = _hybrid(request, policy, pair, mode)
@@ -79,7 +79,7 @@ def _on_this_machine(
 
 
 def _hybrid(request: AttentionRequest, policy: Policy, pair: dict[str, str | None], mode: str) -> Policy:
-    """The policy of the request's own phase, once the two phases are known to work together."""
+    """Return the policy of the request's own phase, once the two phases are known to work together."""
     if request.family not in SERVING:
         raise ConfigError(
             f"--prefill-attention-backend and --decode-attention-backend are for the serving families "

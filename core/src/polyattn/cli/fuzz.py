@@ -1,4 +1,4 @@
-"""`polyattn fuzz`: random calls against the reference; what fails is written as a script."""
+"""`polyattn fuzz` compares random calls with the reference; a call that fails is written as a script."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 from rich.text import Text
 
 from ..errors import ConfigError
-from .asking import above_zero
 from .options import Device, Json
+from .questions import above_zero
 from .rendering import grid, progress, screen, show_json, title
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`polyattn generate`: text from a causal LM of transformers, on the engine of `polyattn.serving`."""
+"""`polyattn generate` writes text with a causal LM of transformers, on the engine of `polyattn.serving`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOGETHER = 16
 
 @dataclasses.dataclass(frozen=True)
 class _Said:
-    """One prompt's answer: the output, and the seconds from the start of all prompts to its own end."""
+    """A prompt's answer: the output, and the seconds from the start of all prompts to its own end."""
 
     prompt: str
     text: str
@@ -170,7 +170,7 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
 
 
 def _load(kind: str, path: Path, **options: Any) -> Any:
-    """A part of a checkpoint from a folder; nothing is downloaded."""
+    """Load a part of a checkpoint from a folder; nothing is downloaded."""
     from ..integrations.transformers.registry import interfaces
 
     interfaces()  # says what to install where transformers is not here
@@ -211,7 +211,7 @@ def _model(path: Path, device: str) -> Any:
 
 
 def _runner(model: Any, needed: int) -> Any:
-    """A model for the positions that are needed: one whose keys change at some length is served below it."""
+    """Make a runner for the positions that are needed. A model whose keys change at some length is served below it."""
     from ..integrations.transformers.serving import CausalLMRunner
 
     known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0
@@ -230,7 +230,7 @@ def _stop_tokens(model: Any) -> tuple[int, ...]:
 
 
 def _run(engine: Engine, tell: Any) -> Iterable[Output]:
-    """Outputs as they finish; `tell` is given the tokens there are after each step."""
+    """Yield outputs as they finish; `tell` is given the tokens there are after each step."""
     finished = 0
     while engine.unfinished:
         outputs = engine.step()

@@ -1,4 +1,4 @@
-"""`polyattn list`: the registered backends and their status on this machine."""
+"""`polyattn list` shows the registered backends and their status on this machine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PLANNED = "its adapter is not part of this version"
 
 
 def platforms_here() -> list[str]:
-    """Platforms whose device is on this machine."""
+    """List the platforms whose device is on this machine."""
     return [name for name in get_manager().platforms if detect(name).present]
 
 
 def entries(backends: Iterable[BackendStatus]) -> list[dict[str, Any]]:
-    """Backends as plain data. Platforms on which a backend has one package, status and evidence share an entry; a
-    reason that does not hold on all of them starts with its platform."""
+    """Return backends as plain data. Platforms on which a backend has one package, status and evidence share an entry;
+    a reason that does not hold on all of them starts with its platform."""
     groups: dict[tuple[str, ...], list[BackendStatus]] = defaultdict(list)
     for backend in backends:
         groups[backend.name, backend.package, backend.version, backend.status, backend.evidence].append(backend)
@@ -95,7 +95,7 @@ def list_command(
 
 
 def _worth_a_column(reasons: list[str]) -> list[str]:
-    """Reasons but those that the status or a footnote says once for all rows."""
+    """Drop the reasons that the status or a footnote says once for all rows."""
     return [
         r for r in reasons if r != PLANNED and not r.partition(": ")[2].startswith("no ") and not r.startswith("no ")
     ]

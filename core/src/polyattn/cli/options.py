@@ -1,4 +1,5 @@
-"""The flags that several commands share, each declared once: what it is called, what it sets, and who takes it.
+"""This module declares each flag that several commands share once: what it is called, what it sets, and which commands
+take it.
 
 `with_options` gives a command all flags of this table that name it. A flag of a setting has the setting's name.
 """
@@ -35,7 +36,7 @@ Isolate = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One flag, as data.
+    """An option is one flag, as data.
 
     Attributes:
         name: the parameter, and the flag once its underscores are dashes.
@@ -66,7 +67,7 @@ class Option:
         return (self.flag, *self.also)
 
     def parameter(self) -> inspect.Parameter:
-        """The flag as a parameter of a typer command."""
+        """Make the flag a parameter of a typer command."""
         switch = self.kind is bool
         told = typer.Option(
             *self.flags,
@@ -207,12 +208,12 @@ OPTIONS: tuple[Option, ...] = (
 
 
 def options_of(command: str) -> tuple[Option, ...]:
-    """The shared flags that a command takes, in the order of its help."""
+    """Return the shared flags that a command takes, in the order of its help."""
     return tuple(option for option in OPTIONS if command in option.commands)
 
 
 def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a command's values that are settings: setting -> value, None = not given."""
+    """Pick the values of a command that are settings: setting -> value, None = not given."""
     names = (option.name for option in OPTIONS if option.setting and option.name in given)
     # A switch that is not given leaves its setting to the environment and the file.
     return {name: None if given[name] is False else given[name] for name in names}
@@ -243,7 +244,7 @@ def with_options(command: str, more: Iterable[Option] = ()) -> Callable[[Callabl
 
 
 def parameters(function: Callable[..., None], taken: Iterable[Option]) -> inspect.Signature:
-    """The signature of a command: its own parameters, and one for each flag in the place of `given`."""
+    """Make the signature of a command: its own parameters, and one for each flag in the place of `given`."""
     own = []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         if parameter.name == "given":
@@ -254,7 +255,8 @@ def parameters(function: Callable[..., None], taken: Iterable[Option]) -> inspec
 
 
 def _check_missing(taken: Iterable[Option], given: Mapping[str, Any]) -> None:
-    """
+    """Refuse a flag that this version can do nothing with.
+
     Raises:
         ConfigError: a flag is given that this version can do nothing with.
     """

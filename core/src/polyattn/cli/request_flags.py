@@ -1,4 +1,4 @@
-"""The flags of a request, made from the table of its fields: a field that is added has a flag by itself.
+"""This module makes the flags of a request from the table of its fields: a field that is added has a flag by itself.
 
 What a field's own type and text do not say stands in `SPELLINGS`. Fields that other words decide are in `DECIDED`.
 """
@@ -38,7 +38,7 @@ Kind = Literal["switch", "either", "whole", "number", "word", "pair", "words"]
 
 @dataclasses.dataclass(frozen=True)
 class Spelling:
-    """What the command line says of a field beyond its own type and text.
+    """A spelling is what the command line says of a field beyond its own type and text.
 
     Attributes:
         help: in the place of the field's text. metavar: the word for its value. usual: what a question takes where the
@@ -111,13 +111,7 @@ SPELLINGS: Mapping[str, Spelling] = {
     ),
     "dropout": Spelling(metavar="P", example="0.1", below=1.0),
     "grad": Spelling(metavar="A,B", example="query,key,value"),
-    "method": Spelling(
-        help="A method of block_sparse (sta, vsa, vmoba, sla, svg2), linear (gdn, kda), mla (dsa) or paged "
-        "(dual_chunk).",
-        metavar="NAME",
-        usual="gdn for linear",
-        example="dsa",
-    ),
+    "method": Spelling(metavar="NAME", usual="gdn for linear", example="dsa"),
     "page_size": Spelling(
         help="Tokens per KV page.", metavar="TOKENS", usual="64 for paged and mla", panel=SERVE, example="64", least=1
     ),
@@ -172,12 +166,12 @@ SPELLINGS: Mapping[str, Spelling] = {
 }
 
 _NO_FLAG = {"causal": "No causal mask.", "save_kv_cache": "New keys and values are given, attended and not written."}
-"""Of switches with three answers: what the flag says that begins with --no-."""
+"""What the flag says that begins with --no-, for switches with three answers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestFlag:
-    """One field of a request as the command line says it.
+    """A request flag is one field of a request as the command line says it.
 
     Attributes:
         name: the field. kind: how its value is written. help, spelling: what is told of it.
@@ -196,7 +190,7 @@ class RequestFlag:
 
     @property
     def words(self) -> Mapping[str, Any] | None:
-        """Allowed words -> their values, None = any word. The word for nothing is leaving the flag out."""
+        """Map allowed words to their values; None = any word. The word for nothing is leaving the flag out."""
         if self.spelling.words is not None:
             return self.spelling.words
         known = WORDS.get(self.name)
@@ -208,7 +202,7 @@ class RequestFlag:
 
     @property
     def example(self) -> str:
-        """A value that the flag may have; empty of a switch."""
+        """Give a value that the flag may have; empty for a switch."""
         if self.spelling.example or self.kind in ("switch", "either"):
             return self.spelling.example
         if self.words:
@@ -216,7 +210,7 @@ class RequestFlag:
         return {"whole": "1", "number": "0.5", "pair": "1,1"}.get(self.kind, "NAME")
 
     def options(self) -> tuple[Option, ...]:
-        """The flag, or the two of a switch with three answers, for a command's table."""
+        """Make the flag, or the two flags of a switch with three answers, for a command's table."""
         spelling = self.spelling
         kind = {"switch": bool, "either": bool, "whole": int, "number": float}.get(self.kind, str)
         metavar = spelling.metavar or ("N" if kind in (int, float) else self.name.rpartition("_")[2].upper())
@@ -228,7 +222,7 @@ class RequestFlag:
         return yes, Option(f"no_{self.name}", bool, _NO_FLAG.get(self.name, f"Not {self.flag}."), "", spelling.panel)
 
     def read(self, value: Any) -> Any:
-        """The field's value of what was typed.
+        """Turn what was typed into the field's value.
 
         Raises:
             ConfigError: it is no such value.
@@ -250,7 +244,7 @@ class RequestFlag:
 
 
 def _kind_of(annotation: Any) -> Kind:
-    """How a value of a type is written on the command line."""
+    """Say how a value of a type is written on the command line."""
     parts = [part for part in typing.get_args(annotation) if part is not type(None)]
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         if parts == [bool]:
@@ -262,7 +256,7 @@ def _kind_of(annotation: Any) -> Kind:
 
 
 def request_flags(kind: type[AttentionRequest] = AttentionRequest) -> tuple[RequestFlag, ...]:
-    """The flags of a request type in the order of its fields, all but those of `DECIDED`."""
+    """Make the flags of a request type in the order of its fields, all but those of `DECIDED`."""
     hints = typing.get_type_hints(kind)
     flags = []
     for field in request_fields(kind):
@@ -271,13 +265,13 @@ def request_flags(kind: type[AttentionRequest] = AttentionRequest) -> tuple[Requ
         section, text = re.fullmatch(r"(?:(S\d+): )?(.*)", field.doc, re.S).groups()  # type: ignore[union-attr]
         spelling = SPELLINGS.get(field.name, Spelling())
         how = spelling.kind or _kind_of(hints[field.name])
-        told = spelling.help or f"{text[:1].upper()}{text[1:]}."
+        told = spelling.help or f"{text if '_' in text.partition(' ')[0] else text[:1].upper() + text[1:]}."
         flags.append(RequestFlag(field.name, how, told, section or "", spelling))
     return tuple(flags)
 
 
 def given_fields(given: Mapping[str, Any], kind: type[AttentionRequest] = AttentionRequest) -> dict[str, Any]:
-    """The fields that a command line gives, read.
+    """Read the fields that a command line gives.
 
     Args:
         given: field -> what was typed; None = not given, and so is False for a switch.
@@ -294,7 +288,7 @@ def given_fields(given: Mapping[str, Any], kind: type[AttentionRequest] = Attent
 
 
 def one_of(flag: str, word: str, known: Iterable[str]) -> Any:
-    """`word`, or what it stands for where `known` is a mapping.
+    """Return `word`, or what it stands for where `known` is a mapping.
 
     Raises:
         ConfigError: it is not known.

@@ -1,4 +1,4 @@
-"""`--request "family=paged phase=decode heads=32 k=4096"`: a request with its lengths, in words."""
+"""This module reads a request with its lengths from words: `--request "family=paged phase=decode heads=32 k=4096"`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..bench.measure import Workload
 from ..contract import relation
 from ..errors import ConfigError, did_you_mean
-from .asking import SERVING, ask
+from .questions import SERVING, ask
 from .request_flags import RequestFlag, request_flags
 
 __all__ = ["workload_of"]
@@ -31,11 +31,11 @@ _EXAMPLES = {
 }
 """A value for each word that needs one."""
 _MOST = 2**24
-"""Sequences: each has its lengths in a list."""
+"""The most sequences of a request: each has its lengths in a list."""
 
 
 def workload_of(text: str, where: Mapping[str, Any]) -> Workload:
-    """The workload that words describe: those of `polyattn explain`'s flags, with batch, q (S_q) and k (S_k).
+    """Make the workload that words describe: those of `polyattn explain`'s flags, with batch, q (S_q) and k (S_k).
 
     Args:
         text: `name=value` words, in any order; a flag alone means yes. where: platform fields of the request.
@@ -79,7 +79,8 @@ def workload_of(text: str, where: Mapping[str, Any]) -> Workload:
 
 
 def _check_lengths(text: str, phase: str, s_q: int, s_k: int) -> None:
-    """Of serving, a phase says how many queries there are; fewer than keys may be as many, where nothing is cached."""
+    """Check lengths against a phase of serving, which says how many queries there are. Fewer than keys may be as many,
+    where nothing is cached."""
     if phase == "decode" and s_q != 1:
         raise ConfigError(f"--request {text!r}: decode has one query per sequence: leave q out, or phase=extend")
     if phase == "prefill" and s_q != s_k:

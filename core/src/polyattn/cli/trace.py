@@ -1,4 +1,4 @@
-"""`polyattn trace`: run a program and record the requests it makes."""
+"""`polyattn trace` runs a program and records the requests it makes."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def trace(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """A run of the program: its exit code, how long it took from start to end, what it asked for, and whether it was
-    told to end, by Ctrl-C or SIGTERM."""
+    """A run of the program: its exit code, its seconds from start to end, what it asked for, and whether Ctrl-C or
+    SIGTERM told it to end."""
 
     code: int
     seconds: float
@@ -118,8 +118,8 @@ def _run(words: list[str], out: Path, mode: str | None, as_json: bool) -> _Run:
 
 @contextlib.contextmanager
 def _left_to(program: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """The program alone decides what becomes of a signal. Ctrl-C reaches it from the terminal; SIGTERM, which is often
-    sent to this process only, is passed on. What came is in the list."""
+    """Leave signals to the program alone. Ctrl-C reaches it from the terminal; SIGTERM, which is often sent to this
+    process only, is passed on. The list has the signals that came."""
     came: list[int] = []
 
     def take(number: int, _: object) -> None:
@@ -138,7 +138,8 @@ def _left_to(program: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """An empty file that takes the place of `out` in the end, if anything is in it: also of a run that was stopped."""
+    """Make an empty file that takes the place of `out` in the end, if anything is in it. It does so also for a run that
+    was stopped."""
     if out.exists() and not out.is_file():
         raise ConfigError(f"--out {out} is no file that can be replaced: name one, such as {TRACE}")
     if out.is_file():
@@ -160,7 +161,8 @@ def _beside(out: Path) -> Iterator[Path]:
 
 
 def _check_trace(out: Path) -> None:
-    """What would be replaced is a trace, or empty. By its first line: the last of one that ran out of space is torn."""
+    """Check that the file that would be replaced is a trace, or empty. Its first line decides: the last one of a run
+    that ran out of space is torn."""
     from ..bench.measure.traces import read_line
 
     try:
@@ -203,7 +205,7 @@ SAME = "no choice is another, so this is how much two runs of the program differ
 
 
 def _compare(out: Path, before: _Run, now: _Run | None, as_json: bool) -> None:
-    """Two runs of one program: who served it, and how long it took. now: None where the first had no second."""
+    """Compare two runs of one program: who served it, and how long it took. now: None where the first had no second."""
     was, found = ({canonical(one.workload.key()): one for one in (run.found if run else ())} for run in (before, now))
     both = [(one, was[key].backend) for key, one in found.items() if key in was]
     gone = [one for key, one in was.items() if key not in found]

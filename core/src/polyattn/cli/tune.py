@@ -1,4 +1,4 @@
-"""`polyattn tune`: measure which backend is fastest here, keep it, and what to do with what is kept."""
+"""`polyattn tune` measures which backend is fastest here, keeps it, and manages what is kept."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..errors import BackendUnavailableError, ConfigError, did_you_mean
 from ..registry.manager import get_manager
 from ..tuning import TuningStore
 from ..user_files import MEGABYTE, read_bytes, read_text
-from .asking import above_zero
 from .options import Device, Isolate, Json
+from .questions import above_zero
 from .rendering import facts, grid, panel, progress, screen, show_json, title
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _say(console: Console, one: Tried) -> None:
 
 
 def _took(times: Mapping[str, float], host: Mapping[str, float], name: str) -> str:
-    """Of the device; and of the host, where that takes longer."""
+    """Show the time of the device, and the time of the host where that is longer."""
     time, issued = times[name], host.get(name, 0.0)
     return f"{time:.4g} us, {issued:.4g} us of the host" if issued > tuning.SAME * time else f"{time:.4g} us"
 
@@ -233,7 +233,7 @@ def _summary(console: Console, tried: list[Tried]) -> None:
 
 
 def _is_store(path: Path) -> bool:
-    """Whether a file is there that is a database, as stores are."""
+    """Tell whether a file is there that is a database, as stores are."""
     try:
         return read_bytes(path, 16, head=16) == b"SQLite format 3\0"
     except OSError:

@@ -1,4 +1,5 @@
-"""`polyattn verify`: conformance and a short benchmark of all that is installed for a device, as files to hand in."""
+"""`polyattn verify` runs conformance and a short benchmark of all that is installed for a device, and writes files to
+hand in."""
 
 from __future__ import annotations
 
@@ -53,11 +54,11 @@ def verify(
     A folder is written with a report for people (report.md), the full results, and an evidence file for each backend
     that conforms. A backend that does not gets none, and the exit code is 1; so it is where the benchmark fails.
     """
-    from ..bench.asking import Asked
+    from ..bench.cli_options import BenchOptions
     from ..dispatch.binding import device_facts
     from ..testing.verifying import markdown, prepare, verifiable, write
 
-    asked = Asked((str(SHEET),), device=device, seconds=seconds)
+    asked = BenchOptions((str(SHEET),), device=device, seconds=seconds)
     asked.check_limits()
     where = asked.where()
     platform: str = device_facts(where)["platform"]
@@ -109,15 +110,15 @@ def _conformance(console: Console, names: list[str], where: Any, *, quick: bool,
 
 
 def _benchmark(console: Console, names: list[str], where: Any, seconds: float, *, quiet: bool) -> str:
-    """Rates of what conforms, as Markdown. On a CPU the rows are tiny, and the times mean nothing."""
+    """Measure the rates of what conforms, as Markdown. On a CPU the rows are tiny, and the times mean nothing."""
     from ..bench import pages, results
-    from ..bench.asking import Asked
+    from ..bench.cli_options import BenchOptions
     from ..bench.running import run
 
     if not names:
         return "Nothing conforms, so nothing was measured."
     cpu = where.type == "cpu"
-    asked = Asked((str(SHEET),), candidates=tuple(names), device=str(where), quick=cpu, seconds=seconds)
+    asked = BenchOptions((str(SHEET),), candidates=tuple(names), device=str(where), quick=cpu, seconds=seconds)
     plan, sheet = asked.plan()
     result = results.begin(
         sheet, plan.device, plan.peers, ["verify", "--device", str(where)], asked.settings(), quick=plan.quick

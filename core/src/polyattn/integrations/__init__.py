@@ -1,4 +1,4 @@
-"""Hosts that can be taught to call polyattn: `polyattn.integrations.transformers.install()`.
+"""Hosts are programs that can be taught to call polyattn: `polyattn.integrations.transformers.install()`.
 
 One room per host, imported when it is first named; importing a room imports nothing of its host.
 """
@@ -21,7 +21,7 @@ OLDEST = {"transformers": "5.4"}
 
 
 def outdated(host: str, version: str | None = None) -> str:
-    """Why a host that is installed cannot be served, and what to do; empty where it can be, or is not installed.
+    """Say why a host that is installed cannot be served, and what to do; empty where it can be, or is not installed.
 
     Args:
         version: of the host, None = what is installed; nothing is imported.

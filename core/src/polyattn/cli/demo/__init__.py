@@ -1,4 +1,5 @@
-"""`polyattn demo`: what is chosen, a real model, every backend against the reference, and the cost, in under a minute.
+"""`polyattn demo` shows what is chosen, a real model, every backend against the reference, and the cost, in under a
+minute.
 
 One file per step; only they import torch, when the command runs.
 """

@@ -1,4 +1,4 @@
-"""What every host's room needs, and nothing that only one host knows.
+"""This room has what every host's room needs, and nothing that only one host knows.
 
 - `hosts.py`: a host's own package, or what to install. `names.py`: names for a backend that a host can say.
 - `keywords.py`: what becomes of keywords that no call of polyattn has. `capabilities.py`: why a request is not served.

@@ -1,4 +1,5 @@
-"""Why a backend cannot serve what a host is about to ask for: asked once, when a layer is built, not at its first call.
+"""This module tells a host why a backend cannot serve a layer. A host asks once, when the layer is built, not at its
+first call.
 
 Hosts such as vLLM ask a backend's class for each property of a layer. Here the whole request is judged by the rows that
 judge real calls, so that the answer and the call cannot differ.
@@ -20,7 +21,7 @@ __all__ = ["reasons_against"]
 
 
 def reasons_against(requests: Iterable[AttentionRequest], backend: str | None = None) -> tuple[str, ...]:
-    """Why these requests are not served here, each reason once; empty where all of them are.
+    """Say why these requests are not served here, each reason once; empty where all of them are.
 
     Args:
         requests: what the layer will ask for, one for each phase; build them from one template with
@@ -45,7 +46,7 @@ def reasons_against(requests: Iterable[AttentionRequest], backend: str | None = 
 
 
 def _own_reasons(refusal: UnsupportedRequestError, backend: str | None) -> list[str]:
-    """The reasons of the backend that was named; empty where none was, or where it goes by another name."""
+    """Pick the reasons of the backend that was named; empty where none was, or where it goes by another name."""
     word = (backend or "").partition("@")[0]
     for name in (backend, word, word.partition("/")[0]):
         if name and name in refusal.rejected:

@@ -1,4 +1,4 @@
-"""The package of a host: imported when it is needed, and refused where it is missing or too old."""
+"""This module imports the package of a host when it is needed, and refuses one that is missing or too old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What becomes of the keywords that a host passes on: each is used, known to be harmless, or refused by its name.
+"""This module decides what becomes of a keyword that a host passes on: it is used, known to be harmless, or refused by
+its name.
 
 A host hands its attention function whatever a model or a caller adds. A keyword that is dropped there computes
 something else without a word, so nothing is dropped that a host's room does not list as harmless.
@@ -17,12 +18,12 @@ __all__ = ["asked_by", "harmless_words", "refuse_unknown", "refused", "shown"]
 
 
 def asked_by(module: Any, backend: str | None) -> str:
-    """Who asks, for messages: the class of the layer, and the backend that its name pins."""
+    """Name who asks, for messages: the class of the layer, and the backend that its name pins."""
     return f"{type(module).__name__} on polyattn ({backend or 'automatic backend'})"
 
 
 def shown(value: Any) -> str:
-    """A value of a keyword, short enough for a message."""
+    """Show a value of a keyword, short enough for a message."""
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)} {value.dtype}"
     text = repr(value)
@@ -30,7 +31,7 @@ def shown(value: Any) -> str:
 
 
 def harmless_words(known: frozenset[str], more: Iterable[str], semantic: frozenset[str]) -> frozenset[str]:
-    """The keywords that are left unread: those that a host's room knows, and those that a caller adds.
+    """Return the keywords that are left unread: those that a host's room knows, and those that a caller adds.
 
     Args:
         semantic: keywords that change the result, which no caller can call harmless.
@@ -47,7 +48,7 @@ def harmless_words(known: frozenset[str], more: Iterable[str], semantic: frozens
 
 
 def refused(name: str, who: str, reason: str, step: str) -> UnsupportedRequestError:
-    """The error of a keyword that changes the result and cannot be honoured. step: what to do instead."""
+    """Make the error of a keyword that changes the result and cannot be honoured. step: what to do instead."""
     return UnsupportedRequestError(f"{name} reached {who}: {reason}; {step}", {name: [reason]})
 
 

@@ -1,4 +1,4 @@
-"""The LSE in the base that a host expects.
+"""This module converts the LSE to the base that a host expects, and back.
 
 polyattn's LSE is the natural logarithm of the sum of exponentials, fp32 (docs/semantics.md, S6). FlashInfer and some
 merges of vLLM count in powers of two.
@@ -19,10 +19,12 @@ _LOG2_E = 1 / math.log(2)
 
 
 def lse_to_base(lse: Tensor, base: Base) -> Tensor:
-    """An LSE of polyattn as a host in this base reads it. lse: fp32, any shape; rows without a key stay -inf."""
+    """Convert an LSE of polyattn for a host that counts in this base. lse: fp32, any shape; rows without a key stay
+    -inf."""
     return lse if base == "e" else lse * _LOG2_E
 
 
 def lse_from_base(lse: Tensor, base: Base) -> Tensor:
-    """A host's LSE in this base as polyattn reads it. lse: fp32, any shape; rows without a key stay -inf."""
+    """Convert the LSE of a host that counts in this base for polyattn. lse: fp32, any shape; rows without a key stay
+    -inf."""
     return lse if base == "e" else lse * math.log(2)

@@ -1,4 +1,4 @@
-"""Names that a host can be given for one backend: `NAME|BACKEND`, where NAME alone leaves the choice to polyattn."""
+"""A host can be given a name for one backend, `NAME|BACKEND`; NAME alone leaves the choice to polyattn."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...registry.manager import get_manager
 __all__ = ["PIN", "backend_words", "pinned", "split_pin", "unknown_pin"]
 
 PIN = "|"
-"""What stands between the name and the backend that it pins."""
+"""The sign between the name and the backend that it pins."""
 
 
 def backend_words() -> list[str]:
-    """Every name and alias of every backend, sorted.
+    """List every name and alias of every backend, sorted.
 
     Backends of other machines, planned ones and those without dense attention are in it too: a call that asks for one
     says what is missing, or is rewritten for it, where a host would only say that it has no such name.
@@ -24,18 +24,18 @@ def backend_words() -> list[str]:
 
 
 def pinned(name: str, words: Iterable[str]) -> dict[str, str]:
-    """`name|backend` -> backend, for each of these words."""
+    """Map `name|backend` to the backend, for each of these words."""
     return {f"{name}{PIN}{word}": word for word in words}
 
 
 def split_pin(name: str) -> tuple[str, str | None]:
-    """The two parts of a name: what was installed, and the backend that is pinned, None = none."""
+    """Split a name into what was installed and the backend that it pins, None = none."""
     group, pin, backend = name.partition(PIN)
     return group, backend if pin else None
 
 
 def unknown_pin(option: str, name: str, installed: Iterable[str]) -> ConfigError:
-    """The error of a pin that is not installed.
+    """Make the error of a pin that is not installed.
 
     Args:
         option: where the host was given the name, such as attn_implementation. name: what it was given, such as

@@ -1,4 +1,5 @@
-"""What an install put into a host, and how it comes out again: whatever stood there before comes back.
+"""This module remembers what an install put into a host, and takes it out again: whatever stood there before comes
+back.
 
 Hosts have registries that only add, and methods that must be wrapped. Others may change the same place later; what is
 no longer ours is left to them.
@@ -17,7 +18,7 @@ _NOTHING = object()
 
 @dataclasses.dataclass(frozen=True)
 class _Patch:
-    """One place: an attribute of `owner`, or an item of it where it is a mapping."""
+    """A patch is one changed place: an attribute of `owner`, or an item of it where it is a mapping."""
 
     owner: Any
     name: str
@@ -42,7 +43,7 @@ class _Patch:
 
 
 class Patches:
-    """The places that one install has changed, in order."""
+    """Patches are the places that one install has changed, in order."""
 
     def __init__(self) -> None:
         self._done: list[_Patch] = []

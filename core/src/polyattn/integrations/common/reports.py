@@ -1,4 +1,4 @@
-"""Which backend serves each attention layer of a model, and why."""
+"""This module records which backend serves each attention layer of a model, and why."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["LayerReport", "Recorder"]
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """One attention call: the layer's name in the model, its class, the name under which the host asked for attention,
-    and the selection with its reasons."""
+    """A report is about one attention call: the layer's name in the model, its class, the name under which the host
+    asked for attention, and the selection with its reasons."""
 
     layer: str
     kind: str
@@ -28,7 +28,7 @@ class LayerReport:
 
 
 class Recorder:
-    """Makes the calls of a model's layers and keeps who served them.
+    """A recorder makes the calls of a model's layers and keeps who served them.
 
     Args:
         model: a module whose layers have names, or None where a host's layers have none.

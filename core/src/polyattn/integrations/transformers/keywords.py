@@ -1,4 +1,4 @@
-"""What a model of transformers says beside query, key, value and mask, and what becomes of each keyword.
+"""This module reads what a model of transformers says beside query, key, value and mask.
 
 It is used, known to be harmless and listed here, or refused by its name (`common/keywords.py` says why).
 """

@@ -1,4 +1,4 @@
-"""Which backend serves each attention layer of a model of transformers, and why."""
+"""This module reports which backend serves each attention layer of a model of transformers, and why."""
 
 from __future__ import annotations
 

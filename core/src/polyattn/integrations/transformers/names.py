@@ -1,4 +1,4 @@
-"""The attention names that can be given to transformers, which decides by their parts.
+"""This module checks the attention names that are given to transformers, which decides by their parts.
 
 "flash" turns on a 2-D mask and a hub kernel, "a/b" a download, "paged|" is cut off, "sdpa" and "flex_attention" ask the
 model for permission.
@@ -39,7 +39,7 @@ def check_name(name: str) -> None:
 
 
 def pinned_names(name: str) -> dict[str, str]:
-    """`name|backend` -> backend, for every name and alias of every backend (`common.names.backend_words`).
+    """Map `name|backend` to the backend, for every name and alias of every backend (`common.names.backend_words`).
 
     Names in which transformers would see one of its own kernels are left out; `use_backend` reaches those.
     """

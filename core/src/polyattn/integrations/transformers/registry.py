@@ -1,4 +1,4 @@
-"""Put polyattn into transformers' registries, and take it out again."""
+"""This module puts polyattn into transformers' registries, and takes it out again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Entry", "entries", "install", "installed", "interfaces", "uninstall"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A registered name: the backend it pins, and the keywords that it leaves unread."""
+    """An entry is a registered name: the backend it pins, and the keywords that it leaves unread."""
 
     backend: str | None
     harmless: frozenset[str]
@@ -32,14 +32,14 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """One `install`: its names, and what was put into transformers for them."""
+    """A group is one `install`: its names, and what was put into transformers for them."""
 
     entries: dict[str, Entry]
     patches: Patches = dataclasses.field(default_factory=Patches)
 
 
 _groups: dict[str, _Group] = {}
-"""By the name given to `install`."""
+"""The groups, by the name given to `install`."""
 
 _trust: dict[type, bool] = {}
 """Config class -> whether its models stand bool and missing masks. `sdpa` is asked of the model by transformers."""
@@ -49,7 +49,7 @@ _guards = Patches()
 
 
 def interfaces() -> tuple[Any, Any, Any]:
-    """transformers' attention registry, its mask registry, and the base class of its models.
+    """Return transformers' attention registry, its mask registry, and the base class of its models.
 
     Raises:
         BackendUnavailableError: transformers is missing or too old.
@@ -120,12 +120,12 @@ def uninstall(name: str | None = None) -> None:
 
 
 def entries() -> dict[str, Entry]:
-    """Every registered name with what stands behind it."""
+    """Return every registered name with what stands behind it."""
     return {name: entry for group in _groups.values() for name, entry in group.entries.items()}
 
 
 def installed() -> dict[str, str | None]:
-    """Every registered name with the backend it pins, None = chosen per call."""
+    """Return every registered name with the backend it pins, None = chosen per call."""
     return {name: entry.backend for name, entry in entries().items()}
 
 

@@ -1,4 +1,5 @@
-"""From the flags of a question to an `AttentionRequest`: what is taken where a flag is not given, and what fits."""
+"""This module makes an `AttentionRequest` of the flags of a question. It knows what is taken where a flag is not given,
+and what fits."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ RELATIONS = {"prefill": "equal", "extend": "fewer", "decode": "one", "verify": "
 ALIGNMENTS = ("bottom_right", "top_left")
 SCALES = ("", "tensor", "head", "token", "block128", "block16")
 MLA_SCALE = 192**-0.5
-"""Of the uncompressed heads of DeepSeek's models, 128 + 64 wide: absorbed rows have no scale of their own (S2)."""
+"""The scale of the uncompressed heads of DeepSeek's models, 128 + 64 wide. Absorbed rows have no scale of their own
+(S2)."""
 PAGE_SIZE = 64
 BLOCK_SHAPE = (64, 64)
 ONE_KIND_OF_SCALES = {("mla", "fp8_e4m3"): "block128", ("paged", "fp4_e2m1"): "block16"}
-"""Of caches that are stored with no other: what is meant where --kv-scales is not given."""
+"""Caches that are stored with one kind of scales only -> that kind, taken where --kv-scales is not given."""
 
 OF_FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "KV cache": (SERVING, ("page_size", "kv_scales", "kv_layout", "kv_parts", "save_kv_cache", "chunked_prefix")),
@@ -32,7 +34,7 @@ OF_FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def ask(flags: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> AttentionRequest:
-    """The request that a question describes.
+    """Make the request that a question describes.
 
     Args:
         flags: field -> what was typed, None = not given; and `mla` (short for family mla), `causal_alignment`. causal
@@ -93,7 +95,8 @@ def _family(given: Mapping[str, Any], *, mla: bool) -> str:
 
 
 def _check_family(given: Mapping[str, Any], family: str, how: str) -> None:
-    """What belongs to other families is a slip of the command line, not something that backends refuse."""
+    """Check that no flag belongs to another family: that is a slip of the command line, not something for backends to
+    refuse."""
     for what, (families, names) in OF_FAMILIES.items():
         typed = [_typed(name, given[name]) for name in names if name in given]
         if typed and family not in families:
@@ -115,7 +118,7 @@ def _typed(name: str, value: Any) -> str:
 
 
 def _homes(method: str) -> list[str]:
-    """The families that have a method, as the plugins that are here declare it; empty where none knows it."""
+    """List the families that have a method, as the plugins that are here declare it; empty where no plugin knows it."""
     found = set()
     for info in get_manager().backends.values():
         for row in (row for provider in info.providers for row in provider.rows):
@@ -127,7 +130,7 @@ def _homes(method: str) -> list[str]:
 
 
 def _usual_of_maps_and_states(given: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """What calls of these families ask for where nothing is said: a map, unless a method makes it; a state."""
+    """Give what calls of these families ask for where nothing is said: a map, unless a method makes it, or a state."""
     if family == "linear":
         return {"method": "gdn", "state_layout": "KV"}
     if family == "block_sparse" and "method" not in given:
@@ -136,7 +139,7 @@ def _usual_of_maps_and_states(given: Mapping[str, Any], family: str) -> dict[str
 
 
 def _dims(given: Mapping[str, Any], family: str) -> tuple[int, int]:
-    """(D, D_v). MLA: absorbed rows of 576 with 512 values, or the uncompressed heads of 192 with 128."""
+    """Give (D, D_v). Latent rows are 576 wide with 512 values (absorbed), or heads of 192 with 128 (uncompressed)."""
     head_dim = given.get("head_dim", 576 if family == "mla" else 128)
     usual = {576: 512, 192: 128}.get(head_dim, head_dim) if family == "mla" else head_dim
     return head_dim, given.get("v_head_dim", usual)
@@ -160,7 +163,7 @@ def _causal(flags: Mapping[str, Any], *, default: bool) -> str:
 
 
 def _layout(family: str) -> str:
-    """That of the calls of a family; those of dense attention may say another."""
+    """Give the layout of the calls of a family; dense calls may say another."""
     return "THD" if family in ("varlen", *SERVING) else "BHSD" if family == "block_sparse" else "BSHD"
 
 
@@ -176,7 +179,8 @@ def _check_gradients(typed: str | None, fields: Mapping[str, Any]) -> None:
 
 
 def above_zero(flag: str, value: float) -> None:
-    """
+    """Check that a number is above 0.
+
     Raises:
         ConfigError: it is none.
     """
