@@ -20,8 +20,8 @@ from .conftest import Run
 
 PLUGIN = """
 from polyattn.backends.reference_backend import Reference
-from polyattn.hookspecs import hookimpl
-from polyattn.records import *
+from polyattn.contract import hookimpl
+from polyattn.contract import *
 
 
 class Acme(Reference):

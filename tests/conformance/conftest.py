@@ -24,8 +24,8 @@ class Acme(Reference):
     """The reference under another name."""
 '''
 PLUGIN = """
-from polyattn.hookspecs import hookimpl
-from polyattn.records import *
+from polyattn.contract import hookimpl
+from polyattn.contract import *
 
 ROWS = (
     row(

@@ -21,7 +21,7 @@ from .conftest import Acme
 ADAPTER = '''
 """An adapter."""
 import torch
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from . import tiles
 from .helpers import scaled as by_scale
 
@@ -40,7 +40,7 @@ def unused():
     return [tiles for tiles in (1, 2)]
 '''
 HELPERS = '''
-from polyattn.backends.samples import parts_of
+from polyattn.adapters.samples import parts_of
 
 FACTOR = 2
 

@@ -74,7 +74,7 @@ def test_what_cannot_be_run_anywhere_is_an_error(words: tuple[str, ...], message
 
 
 def test_an_alias_of_several_backends_names_them_all(acme: Acme) -> None:
-    acme("from polyattn.records import Alias\nCLAIMS = {'aliases': (Alias('nsa'),)}")
+    acme("from polyattn.contract import Alias\nCLAIMS = {'aliases': (Alias('nsa'),)}")
     with pytest.raises(BackendUnavailableError, match="nsa is another name of acme, dsa: conformance is that of"):
         place("nsa")
 

@@ -12,7 +12,7 @@ from polyattn.testing.checks.judged import kind_of
 
 from .conftest import Acme
 
-IMPORTS = "from polyattn.records import AttentionRequest, Witness"
+IMPORTS = "from polyattn.contract import AttentionRequest, Witness"
 WITNESS = f"""
 {IMPORTS}
 NARROWED = [Witness(AttentionRequest(dtype="bfloat16", head_dim=96), "bfloat16 needs head_dim <= 64")]

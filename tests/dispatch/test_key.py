@@ -196,7 +196,7 @@ def test_random_lengths_do_not_miss():
 
 
 def test_the_entries_are_bounded(monkeypatch):
-    monkeypatch.setattr("polyattn.dispatch.SIGNATURES_KEPT", 3)
+    monkeypatch.setattr("polyattn.dispatch.dense.SIGNATURES_KEPT", 3)
     site = polyattn.bind()
     for d in range(8, 20):
         x = torch.zeros(1, 2, 1, d)

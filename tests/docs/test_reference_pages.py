@@ -47,8 +47,8 @@ HOOK_ROWS = cells(HOOKS, r"(\d) \| `(\w+)` \| (.+?) \| (.+?)")
 RECORDER = """
 import sys
 
-from polyattn.hookspecs import hookimpl
-from polyattn.records import BackendInfo, Provider, row
+from polyattn.contract import hookimpl
+from polyattn.contract import BackendInfo, Provider, row
 
 CALLS = []
 

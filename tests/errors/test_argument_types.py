@@ -198,7 +198,7 @@ def test_a_backend_is_given_pythons_numbers(monkeypatch):
 
         return forward
 
-    monkeypatch.setattr(varlen.sig, "runner", lambda chosen, *rest: note(chosen))
+    monkeypatch.setattr(varlen.call_key, "runner", lambda chosen, *rest: note(chosen))
     fresh()
     lens = {"max_seqlen_q": np.int64(3), "max_seqlen_k": np.int64(3)}
     packed(**lens, window=(np.int64(2), 0), softcap=np.float32(2), return_lse=np.True_)

@@ -80,8 +80,8 @@ ACME = """
 import dataclasses
 
 from polyattn.backends.plugin import _reference_rows
-from polyattn.hookspecs import hookimpl
-from polyattn.records import BackendInfo, Provider
+from polyattn.contract import hookimpl
+from polyattn.contract import BackendInfo, Provider
 
 
 class Acme:

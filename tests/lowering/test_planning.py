@@ -226,7 +226,7 @@ def test_planning_imports_no_torch():
     program = (
         "import sys\n"
         "from polyattn.lowering import Planner\n"
-        "from polyattn.records import AttentionRequest, row\n"
+        "from polyattn.contract import AttentionRequest, row\n"
         "rows = (row(family='dense', dtype='bfloat16', head_dim=64, layout='BHSD', lse=True),)\n"
         "request = AttentionRequest(head_dim=40, heads=4, kv_heads=2, sinks=True)\n"
         "print(*Planner(rows).plan(request).names)\n"

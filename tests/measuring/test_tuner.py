@@ -426,7 +426,7 @@ def test_who_runs_when_a_scheduler_ends_the_command_is_not_to_blame(tmp_path):
     code = """
 import os, signal, sys, time
 from pathlib import Path
-from polyattn.measuring.marks import Marks, orderly
+from polyattn.bench.measure.marks import Marks, orderly
 with orderly(), Marks(Path(sys.argv[1]), {"a": "a of a request"}) as marks, marks.running("a"):
     assert marks.blamed == []
     os.kill(os.getpid(), signal.SIGTERM)
@@ -447,9 +447,9 @@ def test_where_no_mark_can_be_made_one_measures_without(tmp_path):
 
 PROBES = """
 import sys, torch
-from polyattn.measuring import Workload
-from polyattn.measuring.probe import Prober
-from polyattn.records import AttentionRequest
+from polyattn.bench.measure import Workload
+from polyattn.bench.measure.probe import Prober
+from polyattn.contract import AttentionRequest
 asked = Workload(AttentionRequest(dtype="float32", head_dim=24, heads=2, kv_heads=2), ((40, 40),))
 with Prober("cpu") as prober:
     prober.examine(asked, "quick")
@@ -615,9 +615,9 @@ def test_which_errors_are_of_memory(error, memory):
 
 ONE = """
 import sys, torch
-from polyattn.measuring import Workload, tuner
-from polyattn.measuring import Clock
-from polyattn.records import AttentionRequest
+from polyattn.bench.measure import Workload, tuner
+from polyattn.bench.measure import Clock
+from polyattn.contract import AttentionRequest
 tuner.Clock = lambda device: Clock(device, 0.001)
 request = AttentionRequest(dtype="float32", head_dim=int(sys.argv[1]), heads=2, kv_heads=2)
 asked = [Workload(request, ((n, n),)) for n in map(int, sys.argv[2:])]
@@ -1252,7 +1252,7 @@ def test_whom_a_call_had_no_time_for_is_measured_by_who_has(on, monkeypatch):
 def test_a_process_that_was_forked_while_another_thread_measures_measures_too():
     code = """
 import os
-from polyattn.measuring import online
+from polyattn.bench.measure import online
 online.BUDGET.lock.acquire()
 child = os.fork()
 if not child:
@@ -1276,9 +1276,9 @@ import os, sys, torch
 import torch.distributed as dist
 import polyattn
 from polyattn import tuning
-from polyattn.measuring import Workload
-from polyattn.policies import tuning_place
-from polyattn.records import AttentionRequest
+from polyattn.bench.measure import Workload
+from polyattn.selection.tuned_policy import tuning_place
+from polyattn.contract import AttentionRequest
 rank, port, best, later = int(sys.argv[1]), *sys.argv[2:]
 asked = Workload(AttentionRequest(dtype="float32", head_dim=32, heads=2, kv_heads=2), ((64, 64),))
 def put(best):
@@ -1294,7 +1294,7 @@ def call():
 if best: put(best)
 if os.environ.get("BEFORE"): call()
 if tuning.mode() == "online":
-    from polyattn.measuring import online
+    from polyattn.bench.measure import online
     call()  # small: it is chosen for before there are ranks
     online._OPERATIONS = 1
     online.BUDGET.isolation = "never"

@@ -16,7 +16,7 @@ from polyattn.registry.platforms import CORE_PLATFORMS, Machine, TorchBuild, det
 
 PROBE = """
 import glob, importlib, json, os, sys
-from polyattn.platforms import CORE_PLATFORMS
+from polyattn.registry.platforms import CORE_PLATFORMS
 
 def libraries():
     try:

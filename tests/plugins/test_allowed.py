@@ -350,7 +350,9 @@ def test_registering_by_hand(site):
     assert get_manager().plugins["byhand"] is report
     assert polyattn.explain(AttentionRequest(dtype="float32"), backend="acme").backend == "acme"
     again = r"a plugin named 'byhand' is there already \(ready\): byhand .*\. Give another name=, or first call "
-    with pytest.raises(PluginError, match=rf"{again}polyattn\.plugins\.reset_manager\(\), which forgets what was reg"):
+    with pytest.raises(
+        PluginError, match=rf"{again}polyattn\.registry\.manager\.reset_manager\(\), which forgets what was reg"
+    ):
         register_plugin(module)
     reset_manager(PluginManager({"POLYATTN_PLUGINS": ""}, "0.1.0"))
     assert register_plugin(module).state == "ready", "what the message says helps"

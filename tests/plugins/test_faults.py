@@ -108,7 +108,7 @@ FAULTS = [
     ),
     Fault(
         "a defect of versions that are none",
-        "from polyattn.records import Defect\n"
+        "from polyattn.contract import Defect\n"
         + registers(
             "p = info('x').providers[0]; bad = Defect('l', 'w', 's', 'refused', versions='newer than 2'); "
             "import dataclasses; return [info('acme', providers=(dataclasses.replace(p, defects=(bad,)),))]"

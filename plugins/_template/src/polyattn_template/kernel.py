@@ -18,7 +18,8 @@ class Adapter:
     def bind(self, request: AttentionRequest) -> Bound:
         """The function that serves exactly this request, called once per distinct request.
 
-        Whatever is no tensor is read from `request` here; `forward` is the `DenseForward` of polyattn/contract/protocols.py.
+        Whatever is no tensor is read from `request` here; `forward` is the `DenseForward` of
+        polyattn/contract/protocols.py.
         """
         scale = request.softmax_scale
         causal = request.causal == "bottom_right"
