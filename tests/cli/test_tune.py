@@ -73,7 +73,7 @@ def test_it_ends_in_order_when_a_scheduler_ends_it(tmp_path: Path) -> None:
     code = """
 import os, signal, sys, time
 from polyattn.cli import app
-from polyattn.bench.measure import tuner
+from polyattn.bench.tuner import offline as tuner
 
 def tune_all(*args, **options):
     os.kill(os.getpid(), signal.SIGTERM)

@@ -18,7 +18,6 @@ from polyattn import (
     ConfigError,
     InvalidInputError,
     UnsupportedRequestError,
-    integrations,
 )
 from polyattn.integrations.common import hosts, keywords, names
 from polyattn.integrations.common.capabilities import reasons_against
@@ -37,7 +36,7 @@ class Layer(torch.nn.Module):
 
 
 def test_a_host_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(integrations.OLDEST, "no_such_host", "2.1")
+    monkeypatch.setitem(hosts.OLDEST, "no_such_host", "2.1")
     with pytest.raises(BackendUnavailableError) as caught:
         hosts.host_package("no_such_host")
     assert str(caught.value) == (
@@ -49,7 +48,7 @@ def test_a_host_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_host_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     host = types.SimpleNamespace(__version__="2.0")
     monkeypatch.setattr(importlib, "import_module", lambda name: host)
-    monkeypatch.setitem(integrations.OLDEST, "some_host", "2.1")
+    monkeypatch.setitem(hosts.OLDEST, "some_host", "2.1")
     with pytest.raises(BackendUnavailableError, match=r"some_host 2\.0 is installed, 2\.1 or newer is needed"):
         hosts.host_package("some_host")
     host.__version__ = "2.1"
