@@ -23,8 +23,9 @@ from polyattn import errors
 from polyattn.cli.app import EXIT_CODES, app
 from polyattn.cli.options import OPTIONS
 from polyattn.cli.request_flags import request_flags
+from polyattn.contract.hookspecs import PolyattnSpecs
 from polyattn.envvars import ENVVARS
-from polyattn.lowering import MAX_STEPS
+from polyattn.lowering import MAX_STEPS, lowerings
 from polyattn.lowering.base import CALL
 
 DOCS = Path(__file__).parent
@@ -127,7 +128,57 @@ def errors_table() -> str:
     return table(("error", "is also", "meaning", "exit code"), rows)
 
 
+# ----------------------------------------------------------------------------------------------------------- hooks
+
+
+def hooks() -> str:
+    """The hooks in the order of their calls; their docstrings say when each is called."""
+    specs = {name: spec for name, spec in vars(PolyattnSpecs).items() if name.startswith("polyattn_")}
+    rows = []
+    for number, (name, spec) in enumerate(specs.items(), 1):
+        text = " ".join((inspect.getdoc(spec) or "").split())
+        (called,) = re.findall(r"Called (.+?)[.;] ", text)
+        allowed = "torch, the vendor's library" if "torch and of the vendor library are welcome" in text else "records"
+        rows.append((str(number), f"`{name}`", called, allowed))
+    return table(("", "hook", "called", "may import"), rows)
+
+
 # -------------------------------------------------------------------------------------------------------- rewrites
+
+FOR_FAMILIES: Mapping[str, str] = {
+    "trim_window": "dense, paged and mla at decode",
+    **dict.fromkeys(("layout", "align_causal", "pack_sequences"), "dense"),
+    **dict.fromkeys(("pad_head_dim", "pad_value_dim", "crop_value_dim", "expand_gqa_heads"), "dense, varlen"),
+    "realign": "dense, varlen, paged, mla",
+    **dict.fromkeys(("fold_scale", "additive_mask"), "all"),
+    "sinks_from_lse": "dense, varlen, paged",
+    "pad_sequences": "varlen",
+    "expand_block_map": "block_sparse",
+    "write_new_rows": "paged",
+    **dict.fromkeys(
+        (
+            "finer_pages",
+            "page_table_to_tokens",
+            "dequantise_kv",
+            "tree_by_lse",
+            "chunked_prefix_by_lse",
+            "kv_parts_by_lse",
+        ),
+        "paged, mla",
+    ),
+}
+"""Rewrite -> the families whose calls it serves, in words."""
+TRAINED = ("dense", "varlen", "block_sparse", "all")
+"""Families whose calls have gradients."""
+
+
+def rewrites() -> str:
+    rows = []
+    for one in lowerings():
+        families = FOR_FAMILIES[one.name]
+        trained = any(re.search(rf"\b{family}\b", families) for family in TRAINED)
+        rows.append((f"`{one.name}`", one.summary, families, "yes" if trained else "-"))
+    return table(("name", "what it does", "for", "gradients"), rows)
 
 
 def limits_of_rewrites() -> str:
@@ -140,6 +191,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "environment variables": variables,
     "settings": settings,
     "errors": errors_table,
+    "hooks": hooks,
+    "rewrites": rewrites,
     "limits of rewrites": limits_of_rewrites,
 }
 """What a page may show -> who makes it."""
