@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 import polyattn
 from polyattn import AttentionRequest, ConfigError
 from polyattn.cli.app import app
-from polyattn.cli.options import OPTIONS, Option, options_of, settings_of, with_options
+from polyattn.cli.options import OPTIONS, Option, options_of, settings_of, variables_of, with_options
 from polyattn.cli.questions import ask
 from polyattn.cli.request_flags import DECIDED, given_fields, request_flags
 from polyattn.contract import request_fields
 from polyattn.contract.request import option
+from polyattn.envvars import ENVVARS
 from polyattn.selection.config import Settings
 
 from .conftest import Run
@@ -210,6 +211,17 @@ def test_a_command_takes_what_the_table_says(command: str) -> None:
 def test_a_switch_that_is_not_given_leaves_its_setting_alone() -> None:
     assert settings_of({"strict": False, "page_size": None}) == {"strict": None, "page_size": None}
     assert settings_of({"strict": True, "disable_cuda_graph": True}) == {"strict": True}
+
+
+def test_settings_for_another_process_are_its_variables() -> None:
+    given = {"attention_backend": "fa3", "strict": True, "attention_backend_config": "a=1", "page_size": None}
+    assert variables_of(given) == {
+        "POLYATTN_ATTENTION_BACKEND": "fa3",
+        "POLYATTN_STRICT": "1",
+        "POLYATTN_ATTENTION_BACKEND_CONFIG": "a=1",
+    }
+    assert {f"POLYATTN_{one.name.upper()}" for one in options_of("trace")} <= set(ENVVARS)
+    assert variables_of({"strict": False}) == {}
 
 
 def test_strict_of_the_environment_stays(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,20 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError
+from ..selection.config import load_settings
 
-__all__ = ["OPTIONS", "Device", "Isolate", "Json", "Option", "options_of", "parameters", "settings_of", "with_options"]
+__all__ = [
+    "OPTIONS",
+    "Device",
+    "Isolate",
+    "Json",
+    "Option",
+    "options_of",
+    "parameters",
+    "settings_of",
+    "variables_of",
+    "with_options",
+]
 
 WHO, CACHE, DRAFTS = "Which backend", "KV cache", "Speculative decoding"
 
@@ -87,13 +99,23 @@ class Option:
 _ENGINE = frozenset({"generate"})
 _SETTINGS = frozenset({"generate", "config check"})
 _CHOICE = _SETTINGS | {"explain"}
+_VARIABLES = frozenset({"trace"})
+"""A command that runs another program tells it settings by their variables: it takes the flags that have one."""
 _NO_LINEAR = (
     "this version has one backend of linear attention, the reference, so there is nothing to choose between; leave the "
     "flag out, or name a backend in the call"
 )
 
 OPTIONS: tuple[Option, ...] = (
-    Option("attention_backend", str, "The backend of all calls that name none.", "NAME", WHO, _CHOICE, setting=True),
+    Option(
+        "attention_backend",
+        str,
+        "The backend of all calls that name none.",
+        "NAME",
+        WHO,
+        _CHOICE | _VARIABLES,
+        setting=True,
+    ),
     Option(
         "prefill_attention_backend",
         str,
@@ -139,7 +161,7 @@ OPTIONS: tuple[Option, ...] = (
         "Backends of single components: component=backend pairs, comma separated.",
         "PAIRS",
         WHO,
-        _SETTINGS,
+        _SETTINGS | _VARIABLES,
         setting=True,
     ),
     Option(
@@ -148,7 +170,7 @@ OPTIONS: tuple[Option, ...] = (
         "Options of backends: a path, a JSON object, or key=value pairs.",
         "OPTIONS",
         WHO,
-        _SETTINGS,
+        _SETTINGS | _VARIABLES,
         setting=True,
     ),
     *(
@@ -163,7 +185,7 @@ OPTIONS: tuple[Option, ...] = (
         )
         for phase, where in (("", ""), ("prefill_", " in prefill"), ("decode_", " in decode"))
     ),
-    Option("strict", bool, "Take a documented fallback for an error.", "", WHO, _CHOICE, setting=True),
+    Option("strict", bool, "Take a documented fallback for an error.", "", WHO, _CHOICE | _VARIABLES, setting=True),
     Option("page_size", int, "Tokens per page of the KV cache.", "TOKENS", CACHE, _SETTINGS, usual="16", setting=True),
     Option(
         "kv_cache_dtype",
@@ -219,6 +241,17 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if given[name] is False else given[name] for name in names}
 
 
+def variables_of(given: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variables that tell another process the settings a command was given.
+
+    Raises:
+        ConfigError: a value is none of its setting.
+    """
+    settings = {name: value for name, value in settings_of(given).items() if value is not None}
+    load_settings(settings, environ={})
+    return {f"POLYATTN_{name.upper()}": "1" if value is True else str(value) for name, value in settings.items()}
+
+
 def with_options(command: str, more: Iterable[Option] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the shared flags that name it; it gets their values as `given`, name -> value.
 
@@ -237,13 +270,13 @@ def with_options(command: str, more: Iterable[Option] = ()) -> Callable[[Callabl
         # typer reads the signature; what `wraps` kept would name the parameters of the function inside.
         del run.__wrapped__
         run.__annotations__ = {}
-        run.__signature__ = parameters(function, taken)  # type: ignore[attr-defined]
+        run.__signature__ = _signature(function, taken)  # type: ignore[attr-defined]
         return run
 
     return decorate
 
 
-def parameters(function: Callable[..., None], taken: Iterable[Option]) -> inspect.Signature:
+def _signature(function: Callable[..., None], taken: Iterable[Option]) -> inspect.Signature:
     """Make the signature of a command: its own parameters, and one for each flag in the place of `given`."""
     own = []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():

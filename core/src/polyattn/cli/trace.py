@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ from .. import tuning
 from ..errors import ConfigError
 from ..tuning.rows import canonical
 from ..user_files import MEGABYTE, read_bytes
+from .options import variables_of, with_options
 from .rendering import facts, grid, screen, show_json, standing, title
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ TRACE = Path("trace.jsonl")
 STDERR = 2
 
 
+@with_options("trace")
 def trace(
     command: Annotated[
         list[str] | None,
@@ -47,26 +49,28 @@ def trace(
             "--compare", help="Run the program twice, without measurements and with them, and say what changed."
         ),
     ] = False,
+    *,
+    given: Mapping[str, Any],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; what the program prints goes to standard error.")
     ] = False,
 ) -> None:
     """Run a program and record which requests it makes of polyattn, at which lengths and how often.
 
-    `polyattn tune --from` measures them. The exit code is that of the program, which Ctrl-C and SIGTERM are left to.
-    All of its processes are recorded. FILE is replaced when the program ends, unless it asked for nothing; a file that
-    is no trace is refused.
+    `polyattn tune --from` measures them. The program gets the settings that are given here. The exit code is that of
+    the program, which Ctrl-C and SIGTERM are left to. All of its processes are recorded. FILE is replaced when the
+    program ends, unless it asked for nothing; a file that is no trace is refused.
     """
     from ..bench.measure.marks import orderly
 
-    words = _words(command or [], module)
+    words, settings = _words(command or [], module), variables_of(given)
     # With measurements, whatever the variable says: two runs without them compare nothing.
     modes = ("off", "online" if tuning.mode() == "online" else "use") if compare else (None,)
     runs: list[_Run] = []
     with orderly():
         for mode in modes:
             if not runs or not (runs[-1].code or runs[-1].stopped):
-                runs.append(_run(words, out, mode, as_json))
+                runs.append(_run(words, settings, out, mode, as_json))
     if compare:
         _compare(out, runs[0], runs[1] if len(runs) == 2 else None, as_json)
     else:
@@ -98,11 +102,11 @@ def _words(command: list[str], module: str | None) -> list[str]:
     return [sys.executable, *command] if command[0].endswith(".py") else command
 
 
-def _run(words: list[str], out: Path, mode: str | None, as_json: bool) -> _Run:
+def _run(words: list[str], settings: Mapping[str, str], out: Path, mode: str | None, as_json: bool) -> _Run:
     from ..bench.measure.traces import read_trace
 
     with _beside(out) as part:
-        environ = {**os.environ, "POLYATTN_TRACE": str(part)}
+        environ = {**os.environ, **settings, "POLYATTN_TRACE": str(part)}
         if mode is not None:
             environ["POLYATTN_TUNING"] = mode
         began = time.perf_counter()
