@@ -25,7 +25,6 @@ __all__ = [
     "Json",
     "Option",
     "options_of",
-    "parameters",
     "settings_of",
     "variables_of",
     "with_options",
