@@ -1,7 +1,8 @@
 """What docs/hooks.md, configuration.md, errors.md and cli.md promise, against what the code does and not only declares.
 
-Headings, arguments and tables that repeat a table of the code are checked beside that code: tests/contract
-(test_hook_docs), tests/selection/config (test_configuration_page), tests/dispatch (test_errors_page), tests/cli (test_cli_page).
+Tables that repeat the code are written by docs/tables.py (test_tables). Headings and arguments are checked beside the
+code: tests/contract (test_hook_docs), tests/selection/config (test_configuration_page), tests/dispatch
+(test_errors_page), tests/cli (test_cli_page).
 """
 
 from __future__ import annotations
