@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ..contract import Bound
+from ..contract import Bound, PagedTables
 from ..placement import placed
 from ..records import AttentionRequest
 from .flex_attention import dense, fused, position_rule, run
@@ -36,11 +36,7 @@ def _forward(
     kernel: Callable[..., Any],
     query: Tensor,
     *caches: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    tables: PagedTables,
     key: Tensor | None = None,
     value: Tensor | None = None,
     attn_mask: Tensor | None = None,
@@ -49,11 +45,11 @@ def _forward(
     v_scale: None = None,
     out: Tensor | None = None,
 ) -> Any:
-    if not (query.shape[0] and max_seqlen_k):
+    if not (query.shape[0] and tables.max_seqlen_k):
         return nothing(request, query, out)
-    padded = Padded.of(request, query, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    padded = Padded.of(request, query, tables)
     q = padded.queries(query if request.platform == "cpu" else placed(query))
-    k, v = padded.gather(caches, page_table, (key, value), query.dtype)
+    k, v = padded.gather(caches, (key, value), query.dtype)
     if attn_mask is None:
         parts = parts_of(q.shape[0], request.heads) if request.platform != "cpu" else [slice(None)]
         found = [

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import Bound
+from ..contract import Bound, PagedTables
 from ..paging import Slots, Tokens
 from ..records import AttentionRequest
 from ..reference import visible
@@ -34,11 +34,7 @@ def _forward(
     attend: GatheredSDPA,
     query: Tensor,
     *caches: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    tables: PagedTables,
     key: Tensor | None = None,
     value: Tensor | None = None,
     attn_mask: Tensor | None = None,
@@ -48,11 +44,10 @@ def _forward(
     out: Tensor | None = None,
 ) -> Any:
     if request.save_kv_cache and key is not None:
-        tokens = Tokens.of(query, seq_lens, cu_seqlens_q)
-        store(request, caches, tokens.slots(page_table, request.page_size), (key, value))
+        store(request, caches, Tokens.of(query, tables).slots(tables.page_table, request.page_size), (key, value))
         key = value = None
-    # One copy to the host, not one for each sequence.
-    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+    # One copy to the host, not one for each sequence; none where the caller has them there.
+    starts, lengths = tables.listed("cu_seqlens_q"), tables.listed("seq_lens")
     outs = [query.new_zeros(0, query.shape[1], request.dims[1])]
     lses: list[Tensor] = [query.new_zeros(0, query.shape[1], dtype=torch.float32)]
     for n, s_k in enumerate(lengths):
@@ -66,7 +61,7 @@ def _forward(
             continue
         new = (None, None) if key is None or value is None else (key[span], value[span])
         mask = None if attn_mask is None else attn_mask[n if attn_mask.shape[0] > 1 else 0][None]
-        result, lse = _sequence(request, attend, queries, caches, page_table[n], s_k, new, mask)
+        result, lse = _sequence(request, attend, queries, caches, tables.page_table[n], s_k, new, mask)
         outs.append(result[0].transpose(0, 1))
         if lse is not None:
             lses.append(lse[0].transpose(0, 1))

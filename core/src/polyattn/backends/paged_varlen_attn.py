@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from ..contract import Bound
-from ..paging import Pool, Tokens, owned
+from ..contract import Bound, PagedTables
+from ..paging import Pool, Tokens, owned, renumbered
 from ..placement import placed
 from ..records import AttentionRequest
 from .gathering import deliver, nothing, store
@@ -37,11 +37,7 @@ def _forward(
     request: AttentionRequest,
     query: Tensor,
     *caches: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    tables: PagedTables,
     key: Tensor | None = None,
     value: Tensor | None = None,
     attn_mask: None = None,
@@ -50,34 +46,33 @@ def _forward(
     v_scale: None = None,
     out: Tensor | None = None,
 ) -> Any:
-    if not (query.shape[0] and max_seqlen_k):
+    if not (query.shape[0] and tables.max_seqlen_k):
         return nothing(request, query, out)
     if key is not None:
-        caches, page_table = with_new(
-            request, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
-        )
+        caches, tables = with_new(request, query, caches, tables, key, value)
     keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)
     # With one query each, it takes the queries for [N, H_q, D]: not where a sequence has none.
-    longest = max_seqlen_q if max_seqlen_q > 1 or query.shape[0] == seq_lens.shape[0] else 2
-    table, keys_of = with_keys(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, request.page_size)
+    max_seqlen_q, sequences = tables.max_seqlen_q, tables.seq_lens.shape[0]
+    longest = max_seqlen_q if max_seqlen_q > 1 or query.shape[0] == sequences else 2
+    filled = with_keys(tables, request.page_size)
     window = (request.window[0], 0 if request.causal != "none" else request.window[1])
     result, lse = varlen.varlen_attn(
         placed(query),
         keys,
         values,
-        cu_seqlens_q,
-        _starts(keys_of),
+        tables.cu_seqlens_q,
+        _starts(filled.seq_lens),
         longest,
-        max(max_seqlen_k, max_seqlen_q),
+        max(tables.max_seqlen_k, max_seqlen_q),
         return_aux=varlen.AuxRequest(lse=True),
         scale=request.scale,
         window_size=window,
         enable_gqa=request.group != 1,
-        seqused_k=keys_of,
-        block_table=table,
+        seqused_k=filled.seq_lens,
+        block_table=filled.page_table,
         num_splits=1 if request.batch_invariant else None,
     )
-    padding = blank(query.shape[0], seq_lens, cu_seqlens_q)
+    padding = blank(query.shape[0], tables)
     result = result.masked_fill(padding[:, None, None], 0.0)
     return deliver(request, result, lse.transpose(0, 1).masked_fill(padding[:, None], -torch.inf), sinks, out)
 
@@ -94,22 +89,19 @@ def with_new(
     request: AttentionRequest,
     query: Tensor,
     caches: tuple[Tensor, ...],
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_k: int,
+    tables: PagedTables,
     *new: Tensor | None,
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(caches, table) that hold the rows of the query tokens too. Without `save_kv_cache` they are copies of the pages
-    in the table."""
-    tokens, size = Tokens.of(query, seq_lens, cu_seqlens_q), request.page_size
+) -> tuple[tuple[Tensor, ...], PagedTables]:
+    """(caches, their tables) that hold the rows of the query tokens too. Without `save_kv_cache` they are copies of the
+    pages in the table."""
+    tokens, size = Tokens.of(query, tables), request.page_size
     if request.save_kv_cache:
-        store(request, caches, tokens.slots(page_table, size), new)
-        return caches, page_table
-    pages = owned(page_table, seq_lens, size, max_seqlen_k)
-    table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
+        store(request, caches, tokens.slots(tables.page_table, size), new)
+        return caches, tables
+    pages = owned(tables, size)
+    table = renumbered(pages)
     caches = tuple(cache[pages.flatten()] for cache in caches)
     for cache, rows in zip(caches, new, strict=True):
         if rows is not None:
             Pool(request, cache).write(tokens.slots(table, size), rows)
-    return caches, table
+    return caches, tables.changed(page_table=table)

@@ -23,6 +23,8 @@ from ..records import (
 )
 from . import defects
 
+POLYATTN_API_VERSION = 2
+
 HALF = ("float16", "bfloat16")
 FLOAT = ("float32", *HALF)
 PLATFORMS = ("cpu", "cuda", "rocm", "xpu", "musa", "npu", "mps")

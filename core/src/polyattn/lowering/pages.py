@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from ..merging import merge
-from ..paging import Pool, Slots, Tokens, from_column, owned
+from ..paging import Pool, Slots, Tokens, from_column, owned, renumbered
 from ..records import AttentionRequest
 from .tensors import deliver
 
-__all__ = ["Pool", "Slots", "Tokens", "from_column", "merged", "owned"]
+__all__ = ["Pool", "Slots", "Tokens", "from_column", "merged", "owned", "renumbered"]
 
 
 def merged(

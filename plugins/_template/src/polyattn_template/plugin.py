@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from polyattn.hookspecs import hookimpl
 from polyattn.records import BackendInfo, Provider, Range, row
 
-POLYATTN_API_VERSION = 1
+POLYATTN_API_VERSION = 2
 
 PLATFORM = "cpu"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.backends import flash_attention
-from polyattn.backends.flash_attention import Packed, Result, Tables
-from polyattn.contract import Bound
+from polyattn.backends.flash_attention import Packed, Result
+from polyattn.contract import Bound, PagedTables
 from polyattn.records import AttentionRequest
 
 from .batches import Unpaged, bind_paged, idle_last
@@ -89,7 +89,7 @@ class _Paged:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        where: Tables,
+        where: PagedTables,
         *,
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Packed, Result, Tables, bind, starts
-from polyattn.contract import Bound
+from polyattn.backends.flash_attention import Packed, Result, bind, starts
+from polyattn.contract import Bound, PagedTables
 from polyattn.lowering.finer_pages import cut_pages
 from polyattn.records import AttentionRequest
 
@@ -96,13 +96,13 @@ class _Kernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        where: Tables,
+        where: PagedTables,
         *,
         lse: bool,
         sinks: Tensor | None = None,
         **latent: Tensor,
     ) -> Result:
-        table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = where
+        table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = where[:5]
         if self._cut:
             cut, step = cut_pages({"key": key, "value": value}, _TILE, _PART)
             key, value = cut["key"], cut["value"]
@@ -128,7 +128,7 @@ class _Kernels:
         )  # fmt: skip
         return out, found
 
-    def latent(self, query: Tensor, cache: Tensor, where: Tables, *, lse: bool) -> Result:
+    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> Result:
         width = self.request.dims[1]
         values = cache[..., :width]
         if width < 512:

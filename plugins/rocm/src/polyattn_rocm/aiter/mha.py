@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Packed, Result, Tables, bind, dropping
+from polyattn.backends.flash_attention import Packed, Result, bind, dropping
 from polyattn.backends.sdpa_masks import may_have_empty_rows
-from polyattn.contract import Bound
+from polyattn.contract import Bound, PagedTables
 from polyattn.errors import BackendUnavailableError
 from polyattn.records import AttentionRequest
 
@@ -114,13 +114,13 @@ class _Kernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        where: Tables,
+        where: PagedTables,
         *,
         lse: bool,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Result:
-        caches, lists = token_lists((key, value), where.page_table, where.seq_lens, where.max_seqlen_k)
+        caches, lists = token_lists((key, value), where)
         given = {
             "cu_seqlens_q": where.cu_seqlens_q,
             "kv_indptr": lists.indptr,
