@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyattn.backends import flex_attention, torch_sdpa
 from polyattn.backends.defects import low_lse_at
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 
 QKV = ("query", "key", "value")
 SWITCHES = {

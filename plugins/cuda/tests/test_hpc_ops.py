@@ -10,9 +10,8 @@ from torch import Tensor
 
 import polyattn
 from polyattn import what_if
-from polyattn.contract import PagedTables
+from polyattn.contract import AttentionRequest, PagedTables
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
-from polyattn.records import AttentionRequest
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 from polyattn.testing.families.cached import in_tables

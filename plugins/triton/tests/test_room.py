@@ -13,9 +13,10 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import polyattn
-from polyattn import reference, tuning
+from polyattn import tuning
 from polyattn.contract import PagedTables
 from polyattn.errors import UnsupportedRequestError
+from polyattn.semantics import reference
 from polyattn.testing.families.cached import in_tables
 from polyattn_triton.hopper import extend as hopper_extend
 from polyattn_triton.kernels import backward, block_sparse, choices, decode, extend, forward, latent, room, rules

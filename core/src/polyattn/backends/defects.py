@@ -5,7 +5,7 @@ No torch import: records read this.
 
 from __future__ import annotations
 
-from ..records import Defect, NotEmpty, conditions
+from ..contract import Defect, NotEmpty, conditions
 
 __all__ = ["CUDA", "MPS", "VARLEN", "low_lse", "low_lse_at"]
 

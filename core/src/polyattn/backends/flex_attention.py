@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from ..contract import Bound
-from ..placement import placing
-from ..records import AttentionRequest
+from ..adapters.alignment import placing
+from ..contract import AttentionRequest, Bound
 from .samples import part_of, parts_of
 
 __all__ = ["FlexAttention", "dense", "fused", "position_rule", "run"]

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..contract import Bound, PagedTables
-from ..records import AttentionRequest
+from ..adapters.gather_kv import Padded, nothing
+from ..contract import AttentionRequest, Bound, PagedTables
 from .gathered_sdpa import GatheredSDPA
-from .gathering import Padded, nothing
 
 __all__ = ["bind"]
 

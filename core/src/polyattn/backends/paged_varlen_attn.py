@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from ..contract import Bound, PagedTables
-from ..paging import Pool, Tokens, owned, renumbered
-from ..placement import placed
-from ..records import AttentionRequest
-from .gathering import deliver, nothing, store
-from .padding_rows import blank, with_keys
+from ..adapters.alignment import placed
+from ..adapters.gather_kv import deliver, nothing, store
+from ..adapters.padding_rows import blank, with_keys
+from ..contract import AttentionRequest, Bound, PagedTables
+from ..semantics.paged_kv import Pool, Tokens, owned, renumbered
 from .torch_sdpa import signed
 
 __all__ = ["PagedVarlenAttn", "with_new"]

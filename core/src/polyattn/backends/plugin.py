@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..hookspecs import hookimpl
-from ..platforms import CORE_PLATFORMS
-from ..records import (
+from ..contract import (
     AutoRule,
     BackendInfo,
     ConfigField,
@@ -21,6 +19,8 @@ from ..records import (
     conditions,
     row,
 )
+from ..contract.hookspecs import hookimpl
+from ..registry.platforms import CORE_PLATFORMS
 from . import defects
 
 POLYATTN_API_VERSION = 2

@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..axes_of_one import fit
-from ..contract import Bound
-from ..placement import placed, placing
-from ..records import AttentionRequest
+from ..adapters.alignment import placed, placing
+from ..adapters.strides import fit
+from ..contract import AttentionRequest, Bound
+from ..semantics.masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
 from .defects import low_lse_at
 from .reference_backend import Reference
 from .samples import part_of, parts_of
-from .sdpa_masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
 
 __all__ = ["TorchSDPA", "signed"]
 

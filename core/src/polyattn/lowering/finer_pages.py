@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..contract import Bound, PagedTables
+from ..contract import AttentionRequest, Bound, PagedTables
 from ..errors import UnsupportedRequestError
-from ..records import AttentionRequest
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:

@@ -1,1 +1,4 @@
-"""What is here: plugins, their distributions and what they speak. It knows no kernel and makes no choice."""
+"""What is installed: plugins and what they registered, distributions, device kinds, evidence.
+
+This room knows no kernel and makes no choice.
+"""

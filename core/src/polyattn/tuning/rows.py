@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import ConfigError, did_you_mean
-from ..names import parts
+from ..selection.aliases import parts
 from .kernels import registered_kernels
 
 __all__ = ["BACKEND", "KERNEL", "Place", "Quarantined", "Row", "canonical", "check_row", "row_of", "when"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..names import parts
+from ..selection.aliases import parts
 from .rows import BACKEND, Place, Quarantined, Row, canonical, check_row, row_of, when
 
 __all__ = ["FORMAT", "SCHEMA", "TuningStore", "path_of"]

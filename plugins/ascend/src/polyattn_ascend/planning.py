@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.contract import PagedTables
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, PagedTables
 
 from .records.inference import PAGE
 from .sparsity import BAND, Sparsity, by_position

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from polyattn.hookspecs import hookimpl
-from polyattn.records import BackendInfo
+from polyattn.contract import BackendInfo
+from polyattn.contract.hookspecs import hookimpl
 
 from .records import fusion, inference
 

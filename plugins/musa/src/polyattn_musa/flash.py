@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Packed, Result, bind
-from polyattn.contract import Bound, PagedTables
-from polyattn.records import AttentionRequest
+from polyattn.adapters.flash_attention import Packed, Result, bind
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from .records import MATE
 

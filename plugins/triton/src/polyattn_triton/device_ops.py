@@ -1,4 +1,4 @@
-"""The kernels that a serving loop uses beside attention (`polyattn.serving.device_ops`)."""
+"""The kernels that a serving loop uses beside attention (`polyattn.serving.step.device_ops`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .kernels.write import Launched, Writer, write_kv, write_latent
 
 if TYPE_CHECKING:
     from polyattn.serving import LayerCache
-    from polyattn.serving.device_ops import StepTables
+    from polyattn.serving.step.device_ops import StepTables
 
 __all__ = ["DeviceOps"]
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.contract import Bound, KVPart, PagedTables, Session, Slot
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot
 
 from . import runtime
 from .hopper import extend as hopper

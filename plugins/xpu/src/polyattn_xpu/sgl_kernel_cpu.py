@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.gathering import nothing
+from polyattn.adapters.gather_kv import nothing
 from polyattn.backends.paged_varlen_attn import with_new
 from polyattn.backends.torch_sdpa import signed
-from polyattn.contract import Bound, PagedTables
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.errors import BackendUnavailableError
-from polyattn.records import AttentionRequest
 
 from .records.common import SGL_KERNEL_CPU
 

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Packed, Result, bind, starts
-from polyattn.contract import Bound, PagedTables
+from polyattn.adapters.flash_attention import Packed, Result, bind, starts
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.lowering.finer_pages import cut_pages
-from polyattn.records import AttentionRequest
 
 from ..records.common import FLASH_ATTN_4
 

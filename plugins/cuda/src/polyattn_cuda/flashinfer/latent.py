@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.gathering import nothing
-from polyattn.contract import Bound, KVPart, PagedTables, Session, Slot
+from polyattn.adapters.gather_kv import nothing
+from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot
 from polyattn.errors import UnsupportedRequestError
-from polyattn.records import AttentionRequest
 
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
 from .lengths import Lengths, Piece, cut, sighted

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import PagedTables
+from polyattn.contract import AttentionRequest, PagedTables
 from polyattn.errors import UnsupportedRequestError
-from polyattn.records import AttentionRequest
 
 __all__ = ["Lengths", "Mask", "Piece", "cut", "flattened", "mask_rule", "sighted", "tree_rule"]
 

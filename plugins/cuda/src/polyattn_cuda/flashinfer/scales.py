@@ -8,9 +8,9 @@ import weakref
 import torch
 from torch import Tensor
 
+from polyattn.adapters.alignment import placed
+from polyattn.contract import AttentionRequest
 from polyattn.errors import GraphError
-from polyattn.placement import placed
-from polyattn.records import AttentionRequest
 
 from ..tma import for_tma
 

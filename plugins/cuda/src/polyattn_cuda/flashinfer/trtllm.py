@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.gathering import nothing
+from polyattn.adapters.alignment import aligned
+from polyattn.adapters.gather_kv import nothing
 from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.contract import Bound, PagedTables, Session, Slot
+from polyattn.contract import AttentionRequest, Bound, PagedTables, Session, Slot
 from polyattn.errors import UnsupportedRequestError
-from polyattn.packing import owners
-from polyattn.placement import aligned
-from polyattn.records import AttentionRequest
+from polyattn.semantics.packed import owners
 
 from .. import devices
 from ..records.flashinfer import FLASHINFER

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.contract import Slot
+from polyattn.contract import AttentionRequest, Slot
 from polyattn.errors import GraphError
-from polyattn.records import AttentionRequest
 
 __all__ = ["LENDER", "Lender", "Workbench", "float_bytes", "int_bytes", "processors"]
 

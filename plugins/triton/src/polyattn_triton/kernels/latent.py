@@ -654,7 +654,7 @@ def attend(
 
     Args:
         query: [T_q, H_q, D_c + D_r], dense last axis.
-        cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656], FP8 rows (`polyattn.quantised`).
+        cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656], FP8 rows (`semantics.kv_quant`).
         tables: `polyattn.contract.PagedTables`.
         causal, window, chunk: as docs/semantics.md, S3 and S4. scale: of the products.
         attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], bool or added. tree: it is True but for the last columns.

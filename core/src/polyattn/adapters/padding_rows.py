@@ -1,0 +1,26 @@
+"""Rows of padding, `seq_lens[n] = 0` with queries (S9), for kernels that cannot take a row without keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..contract import PagedTables
+from ..semantics.packed import owners
+
+__all__ = ["blank", "with_keys"]
+
+
+def with_keys(tables: PagedTables, page_size: int) -> PagedTables:
+    """Tables in which a row of padding has as many keys as queries, all of page 0. What is computed of
+    them has no meaning, see `blank`."""
+    padding = tables.seq_lens == 0
+    missing = -(-tables.max_seqlen_q // page_size) - tables.page_table.shape[1]
+    table = tables.page_table.masked_fill(padding[:, None], 0)
+    table = torch.nn.functional.pad(table, (0, missing)) if missing > 0 else table
+    return tables.changed(page_table=table, seq_lens=torch.where(padding, tables.cu_seqlens_q.diff(), tables.seq_lens))
+
+
+def blank(tokens: int, tables: PagedTables) -> Tensor:
+    """bool [tokens], the queries of rows of padding."""
+    return (tables.seq_lens == 0)[owners(tokens, tables.cu_seqlens_q)]

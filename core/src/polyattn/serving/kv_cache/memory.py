@@ -1,0 +1,281 @@
+"""What one model's requests keep on the device: pool, pages, tables, prefix cache, and the backend that reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import BackendUnavailableError, GraphError, InvalidInputError, UnsupportedRequestError
+from ..attention.backend import AttentionBackend
+from ..attention.phases import Asked, Verifier, layer_request
+from ..attention.plan_slots import on_device
+from ..attention.workspace import Limits
+from ..graphs.graphs import DeviceGraph, GraphRunner, graphs_of
+from ..layer import AttentionLayer
+from ..step.batch import ForwardBatch, ForwardMode
+from ..step.requests import RequestTable
+from ..step.step import Step
+from ..step.tree import DraftTree
+from .layout import negotiate_layout
+from .pages import PageAllocator, check_pages
+from .pool import KVCacheConfig, KVPool
+from .prefix_cache import PrefixCache
+
+__all__ = ["Forward", "Memory", "Runner", "check_runner"]
+
+
+class Forward(Protocol):
+    """One step of a model over packed tokens; its attention layers ask the backend it was made for."""
+
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, keep: Tensor | None, batch: ForwardBatch, steps: Sequence[Step]
+    ) -> Tensor:
+        """
+        Args:
+            input_ids, positions: int64 [T]. keep: int64 [R], the tokens whose logits are wanted, None = all T.
+            batch, steps: what the backend has planned.
+
+        Returns:
+            logits [R, vocab_size].
+        """
+        ...
+
+
+class Runner(Protocol):
+    """A model as the engine drives it, such as `polyattn.integrations.transformers.serving.CausalLMRunner`."""
+
+    @property
+    def layers(self) -> Sequence[AttentionLayer]: ...
+
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    max_positions: int
+    """Positions the model knows, 0 = any."""
+
+    def serve(self, backend: AttentionBackend) -> Forward: ...
+
+
+def check_runner(what: str, runner: Any) -> None:
+    """
+    Raises:
+        InvalidInputError: it lacks something of a `Runner`.
+    """
+    wanted = ("layers", "dtype", "device", "vocab_size", "max_positions", "serve")
+    if missing := [name for name in wanted if not hasattr(runner, name)]:
+        raise InvalidInputError(
+            f"{what} is a {type(runner).__name__} without {missing[0]}, and is run by a Runner: for a transformers "
+            f"model polyattn.integrations.transformers.serving.CausalLMRunner(model)"
+        )
+
+
+class Memory:
+    """The caches of one model and its requests' places in them.
+
+    Args:
+        runner: the model. cache: how its caches are kept; their layout is one that the phases' backends share.
+        pages: of each group's pool, the padding page included. rows: requests at a time.
+        max_tokens: of one request, drafts included. step_tokens: of one step.
+        prefixes: keep the pages of prompts and outputs for requests that begin alike.
+        drafts: nodes of the trees that are verified, 0 = none. graphs: see `EngineConfig`.
+        choices: backends, as `AttentionBackend` takes them.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: KVCacheConfig,
+        *,
+        pages: int,
+        rows: int,
+        max_tokens: int,
+        step_tokens: int,
+        prefixes: bool = True,
+        drafts: int = 0,
+        graphs: bool | Callable[[], DeviceGraph] = True,
+        **choices: Any,
+    ) -> None:
+        cache = _in_shared_layout(runner, cache, pages, **choices)
+        self.pool = KVPool(runner.layers, cache, pages, dtype=runner.dtype, device=runner.device)
+        windows = [group.window for group in self.pool.groups]
+        self.allocators = [PageAllocator(pages) for _ in windows]
+        self.table = RequestTable(rows, max_tokens, cache.page_size, windows, self.allocators, runner.device)
+        self.prefixes = PrefixCache(cache.page_size, windows, self.allocators) if prefixes else None
+        limits = Limits(rows, max(step_tokens, rows), max_tokens)
+        self.backend = AttentionBackend(runner.layers, self.pool, self.table, limits=limits, **choices)
+        self._forward = runner.serve(self.backend)
+        self.device = runner.device
+        self._batch: ForwardBatch | None = None
+        self._insists = not isinstance(graphs, bool)
+        make = graphs_of(self.device) if isinstance(graphs, bool) else graphs
+        self.graphs = None if make is None or graphs is False else self._graphs(rows, drafts, make)
+
+    def _graphs(self, rows: int, drafts: int, make: Callable[[], DeviceGraph]) -> GraphRunner | None:
+        """What replays decode and verify steps."""
+        modes = {ForwardMode.TARGET_VERIFY: drafts} if drafts else {}
+
+        def run(input_ids: Tensor, positions: Tensor) -> Tensor:
+            assert self._batch is not None
+            return self._forward(input_ids, positions, None, self._batch, ())
+
+        try:
+            return GraphRunner(
+                self.backend, run, max_sequences=rows, device=self.device, modes=modes, graph=make,
+                planned_positions=True,
+            )  # fmt: skip
+        except UnsupportedRequestError as exc:
+            self._eagerly(exc)
+            return None
+
+    def _eagerly(self, why: Exception) -> None:
+        """Go on without graphs, which only cost time to miss, unless they were asked for by their maker."""
+        if self._insists:
+            raise why
+        text = f"polyattn: steps are not recorded into device graphs but run eagerly, because {why}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        self.graphs = None
+
+    def begin(self, tokens: Sequence[int], namespace: Hashable) -> int:
+        """A row for these tokens that has the longest prefix of them that is cached."""
+        row = self.table.add()
+        if self.prefixes is not None:
+            try:
+                match = self.prefixes.match(tokens, namespace=namespace)
+            except BaseException:
+                self.table.remove(row)
+                raise
+            self.table.adopt(row, match)
+            # The row holds the pages itself from here on.
+            self.prefixes.release(match)
+        return row
+
+    def end(self, row: int, tokens: Sequence[int], namespace: Hashable) -> None:
+        """Give a row back. Its full pages stay in the prefix cache until others need them."""
+        self.remember(row, tokens, namespace)
+        self.table.remove(row)
+
+    def remember(self, row: int, tokens: Sequence[int], namespace: Hashable) -> None:
+        """Let others begin with the pages of these tokens."""
+        if self.prefixes is not None:
+            computed = tokens[: self.table.length(row)]
+            pages = [self.table.pages(row, group) for group in range(len(self.allocators))]
+            self.prefixes.insert(computed, pages, namespace=namespace)
+
+    def extend(self, row: int, tokens: int) -> None:
+        """Slots for `tokens` more; a shared page that they go to is copied.
+
+        Raises:
+            OutOfPagesError: see `RequestTable.extend`.
+        """
+        for copy in self.table.extend(row, tokens):
+            self.pool.copy(copy.group, [copy.source], [copy.target])
+
+    def evict(self, pages: int, group: int | None) -> int:
+        """Take pages from the prefix cache; how many came free."""
+        return 0 if self.prefixes is None else self.prefixes.evict(pages, group)
+
+    def most_pages(self, group: int, tokens: int, step_tokens: int) -> int:
+        """Pages of a group that a request of so many tokens has at most at a time."""
+        size, window = self.table.page_size, self.table.windows[group]
+        if window >= 0:
+            # Earlier keys of the window and one step, both cut somewhere inside a page.
+            tokens = min(tokens, window + step_tokens + size)
+        return -(-tokens // size)
+
+    def forward(
+        self,
+        mode: ForwardMode,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        input_ids: Tensor | Sequence[int],
+        *,
+        keep: Sequence[int] | None = None,
+        tree: DraftTree | None = None,
+    ) -> Tensor:
+        """Run the last `counts` tokens of each row.
+
+        Args:
+            input_ids: of all rows, one after the other. keep: the tokens whose logits are wanted, None = all.
+
+        Returns:
+            logits [R, V]; use them before the next step, whose graph may write there.
+        """
+        self._batch = batch = ForwardBatch(mode, rows, [self.table.length(row) for row in rows], counts, tree)
+        ids = input_ids if isinstance(input_ids, Tensor) else self._tensor(input_ids)
+        kept = None if keep is None or len(keep) == batch.tokens else self._tensor(keep)
+        if self.graphs is not None and kept is None and not self.graphs.eager_because(batch):
+            try:
+                logits: Tensor = self.graphs.run(batch, ids)
+                return logits
+            except GraphError as exc:  # code of the model that waits for the device, such as some mixtures of experts
+                self._eagerly(exc)
+        steps = self.backend.plan(batch)
+        self.backend.prepare()
+        return self._forward(ids, self.backend.positions, kept, batch, steps)
+
+    def slots(self, rows: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
+        """Where the last `counts` tokens of each row are in the caches: per group int64, of all rows one after the
+        other."""
+        size, found = self.table.page_size, []
+        for group in range(len(self.allocators)):
+            slots: list[int] = []
+            for row, count in zip(rows, counts, strict=True):
+                pages, end = self.table.pages(row, group), self.table.length(row)
+                slots += [pages[place // size] * size + place % size for place in range(end - count, end)]
+            found.append(self._tensor(slots))
+        return found
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        return on_device(numbers, self.device)
+
+    def check(self) -> None:
+        """Prove that rows and tree are in order and that no page has leaked.
+
+        Raises:
+            InternalError: names the rule that is broken.
+        """
+        self.table.check()
+        holders = [self.table]
+        if self.prefixes is not None:
+            self.prefixes.check()
+            holders.append(self.prefixes)  # type: ignore[arg-type]
+        check_pages(self.allocators, *holders)
+
+
+def _in_shared_layout(
+    runner: Runner,
+    cache: KVCacheConfig,
+    pages: int,
+    *,
+    backend: str | None = None,
+    prefill_backend: str | None = None,
+    decode_backend: str | None = None,
+    verify: Verifier | None = None,
+    topk: int = 0,
+) -> KVCacheConfig:
+    """The same cache in the layout that `negotiate_layout` finds."""
+    asked = Asked(backend, prefill_backend, decode_backend, verify, topk)
+    # Of one page: beside `large`, what a layer's cache says of itself in a request does not depend on its size.
+    small = KVPool(runner.layers, cache, 1, dtype=runner.dtype, device=runner.device)
+    wanted = {
+        layer_request(
+            layer,
+            small.cache(layer.layer_id).request_fields(pages),
+            phase=phase,
+            dtype=runner.dtype,
+            device=small.device,
+            topk=topk,
+        ): asked.argument(phase)
+        for layer in runner.layers
+        for phase in asked.phases
+    }
+    try:
+        layout, _ = negotiate_layout(list(wanted), backends=list(wanted.values()))
+    except (UnsupportedRequestError, BackendUnavailableError):
+        return cache  # `AttentionBackend` refuses too, and says it in the words of the flags
+    return dataclasses.replace(cache, layout=layout)  # type: ignore[arg-type]
