@@ -22,9 +22,9 @@ from polyattn.contract import (
     Range,
     Slot,
     conditions,
+    hookimpl,
     row,
 )
-from polyattn.contract.hookspecs import hookimpl
 from polyattn.registry.manager import PluginManager, reset_manager
 from polyattn.semantics.reference import mla_attention, paged_attention
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import AttentionRequest, PagedTables
-from polyattn.errors import UnsupportedRequestError
+from polyattn.contract import AttentionRequest, PagedTables, UnsupportedRequestError
 
 __all__ = ["Lengths", "Mask", "Piece", "cut", "flattened", "mask_rule", "sighted", "tree_rule"]
 

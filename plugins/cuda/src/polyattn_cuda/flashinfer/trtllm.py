@@ -19,9 +19,8 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.adapters.alignment import aligned
 from polyattn.adapters.gather_kv import nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.contract import AttentionRequest, Bound, PagedTables, Session, Slot
-from polyattn.errors import UnsupportedRequestError
+from polyattn.adapters.new_rows import with_new
+from polyattn.contract import AttentionRequest, Bound, PagedTables, Session, Slot, UnsupportedRequestError
 from polyattn.semantics.packed import owners
 
 from .. import devices

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import PagedTables
-from polyattn.tuning import Key
+from polyattn.contract import Key, PagedTables
 from polyattn_triton import runtime
 from polyattn_triton.kernels import rules  # before Triton: it decides how that is imported
 from polyattn_triton.kernels.arguments import MASKS, mask_arguments
