@@ -183,6 +183,9 @@ def test_every_view_is_its_definition(given_, page_size, static, padding_seq_len
         assert step.kv_indices is step.kv_indices
         assert step.tables is step.tables
         assert step.tables.page_table is step.page_table
+        assert (step.tables.host is None) is static, "a length of the step would be in the graph"
+        for name in ("seq_lens", "cu_seqlens_q"):
+            assert step.windowed(window).tables.listed(name) == getattr(step.windowed(window), name).tolist()
         if static:
             assert step.max_seqlen_k == buffers.max_pages * page_size
             assert step.page_table.shape[1] == buffers.max_pages

@@ -59,8 +59,10 @@ def _row_major(part: KVPart) -> KVPart:
 
 def _kernel_tables(tables: PagedTables) -> PagedTables:
     """Checked tables as kernels read them."""
-    page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[:5]
-    return PagedTables(row_major(page_table), row_major(seq_lens), cu_seqlens_q, int(max_seqlen_q), int(max_seqlen_k))
+    table, lens, starts, longest_q, longest_k = tables[:5]
+    if table.stride(-1) == lens.stride(-1) == 1 and type(longest_q) is type(longest_k) is int:
+        return tables
+    return PagedTables(row_major(table), row_major(lens), starts, int(longest_q), int(longest_k))
 
 
 def _said_tables(keywords: dict[str, Any]) -> PagedTables:
