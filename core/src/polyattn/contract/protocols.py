@@ -380,8 +380,8 @@ class Session(Protocol):
         """On the device, after `plan`, and recorded with the step, so any number of times: it neither waits nor
         allocates. Before it the step's tensors hold the step before; `step.host(name)` is the plan's way to read."""
 
-    def forward(self, *tensors: Any, tables: PagedTables, **keywords: Any) -> Any:
-        """Once per layer: the family's forward, with the tables of the step that was planned last. A layer that has no
+    def forward(self, *tensors: Any, **keywords: Any) -> Any:
+        """Once per layer: the family's forward, with `tables` of the step that was planned last. A layer that has no
         new keys brings none, also where the request says that there are."""
 
 

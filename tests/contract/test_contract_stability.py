@@ -11,7 +11,7 @@ packages and fail here.
 Additions are promised by appending them to the snapshot, which a test asks for. The command refuses to write anything
 that would take a promise back:
 
-    python tests/plugins/test_contract_stability.py
+    python tests/contract/test_contract_stability.py
 """
 
 from __future__ import annotations
@@ -198,16 +198,18 @@ def test_every_promise_is_kept() -> None:
 def test_of_version_1_only_the_tables_of_a_call_have_changed() -> None:
     """Each of these is what `registry.version_1` makes up for; tests/third_party/test_frozen.py runs its wheels."""
     found = broken(EARLIER, surface())
-    assert {sentence.split(":")[0] for sentence in found} == {"PagedForward", "MLAForward", "Session.forward"}
+    # A session takes any keywords: they have another name there.
+    found = [sentence for sentence in found if not sentence.startswith("Session.forward: ")]
+    assert {sentence.split(":")[0] for sentence in found} == {"PagedForward", "MLAForward"}
     gone = {re.sub(r"^\w+: the argument (\w+) is gone$", r"\1", s) for s in found if s.endswith(" is gone")}
     assert gone == set(version_1.TABLES)
-    new = [sentence for sentence in found if not sentence.endswith(" is gone") and not sentence.startswith("Session")]
+    new = [sentence for sentence in found if not sentence.endswith(" is gone")]
     assert [re.findall("the new argument tables", sentence) for sentence in new] == [["the new argument tables"]] * 2
 
 
 def test_every_addition_is_promised() -> None:
     added = list(unpromised(PROMISED, surface()))
-    assert not added, f"new: {', '.join(added)}. To promise them: python tests/plugins/{Path(__file__).name}"
+    assert not added, f"new: {', '.join(added)}. To promise them: python tests/contract/{Path(__file__).name}"
 
 
 def test_the_snapshot_is_of_the_whole_contract() -> None:
