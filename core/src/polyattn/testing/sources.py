@@ -57,6 +57,18 @@ def sources_of(origin: str, providers: Sequence[Provider]) -> tuple[str, ...]:
     return tuple(sorted(Path(os.path.relpath(path, folder)).as_posix() for path in found))
 
 
+def _behind(package: str, name: str = "") -> Iterator[str]:
+    """The modules that the `__init__.py` of a package of polyattn takes `name` from; without a name, all it takes from.
+
+    Such a file imports no torch itself: it shows the names of modules that do.
+    """
+    file = file_of(package) if package.startswith(f"{PROJECT}.") else None
+    if file is not None and file.name == "__init__.py":
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                yield from (owner for bound, (owner, _) in absolute(node, package, file).items() if name in ("", bound))
+
+
 def kernels_beside(path: Path) -> Iterator[Path]:
     """Kernel sources that are no Python, in the folder of a module or below it."""
     return (kernel for kernel in path.parent.rglob("*") if kernel.suffix in KERNELS)
@@ -69,7 +81,8 @@ def _follow(module: str, path: Path, found: set[Path]) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             for owner, name in absolute(node, module, path).values():
-                for one in (owner, f"{owner}.{name}") if name else (owner,):
+                whole = f"{owner}.{name}" if name else owner
+                for one in (owner, whole, *_behind(owner, name), *_behind(whole)):
                     if one.partition(".")[0] == module.partition(".")[0]:
                         file = file_of(one)
                         if file is not None and (module.partition(".")[0] != PROJECT or computes(file)):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...contract import AttentionRequest
 from ...dispatch.linear import linear_attention
-from ...semantics.linear_reference import gated_delta_rule
+from ...semantics.reference import gated_delta_rule
 from ..cases import Case
 from .base import DTYPES, Call, Family, Lengths, Part, Shapes
 
