@@ -236,9 +236,9 @@ VARLEN_ATTN = (
 
 
 def _varlen_attn_rows() -> tuple[Row, ...]:
-    """What the checks of torch's FlashAttention-2 for pages let through. It takes a bound of S_k keys or more for none,
-    and a missing right bound beside a left one for S_k: neither is what it says for queries before the first key, of
-    which it can take no block (see the adapter)."""
+    """Return what the checks of torch's FlashAttention-2 for pages let through. It takes a bound of S_k keys or more
+    for none, and a missing right bound beside a left one for S_k: neither is what it says for queries before the first
+    key, of which it can take no block (see the adapter)."""
     windows: tuple[dict[str, Any], ...] = (
         {"s_relation": ("equal", "one", "fewer"), "causal": ("none", "bottom_right"), "window": Window()},
         {"s_relation": "more"},

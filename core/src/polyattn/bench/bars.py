@@ -48,7 +48,7 @@ Measured = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bar:
-    """What rows must reach: a ratio says how many times as fast `who` is as what `than` names.
+    """Describes what rows must reach: a ratio says how many times as fast `who` is as what `than` names.
 
     Attributes:
         name. of: families, `*` is anything. who: one of `SUBJECTS`, or a candidate's name.

@@ -69,7 +69,7 @@ class BenchOptions:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> BenchOptions:
-        """What `plain` made, read back from JSON."""
+        """Return what `plain` made, read back from JSON."""
         words: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in plain.items()}
         return cls(**words)
 
@@ -150,7 +150,7 @@ def _candidates() -> dict[str, None]:
 
 
 def _check(row: Row, device: torch.device) -> None:
-    """What layers and caches refuse, before hours of measuring, not at the row."""
+    """Return what layers and caches refuse, before hours of measuring, not at the row."""
     try:
         workload(row, device)
     except (ConfigError, InvalidInputError) as exc:

@@ -21,7 +21,8 @@ __all__ = ["OWN", "Entry", "Seen", "entries_of", "why_none"]
 
 @dataclasses.dataclass
 class Seen:
-    """What is noticed on the way: who ran last (it took the device with it, if that is lost), and peaks of memory."""
+    """Describes what is noticed on the way: who ran last (it took the device with it, if that is lost), and peaks of
+    memory."""
 
     last: str = ""
     peaks: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -100,7 +101,7 @@ def _info(one: Candidate) -> BackendInfo:
 
 
 def why_none(asked: Workload, device: torch.device, patterns: Sequence[str]) -> str:
-    """Why a row has no candidate, for people."""
+    """Say why a row has no candidate, for people."""
     try:
         named, usual = _able(asked, device)
     except (UnsupportedRequestError, BackendUnavailableError) as exc:

@@ -71,7 +71,7 @@ def joined(parts: Mapping[str, Mapping[str, Any]], sheet: Sheet) -> dict[str, An
 
 
 def _rates(part: Mapping[str, Any]) -> dict[str, float]:
-    """What the device of a part did: the middle of what was found around its accepted rows."""
+    """Return what the device of a part did: the middle of what was found around its accepted rows."""
     found: dict[str, list[float]] = {}
     for row in part["rows"]:
         for name, rate in row["anchors"].items() if row["accepted"] else ():

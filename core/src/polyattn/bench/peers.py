@@ -43,7 +43,7 @@ class Peer:
     package: str = ""
 
     def prepare(self, inputs: Any) -> Any:
-        """What to call for each input set."""
+        """Return what to call for each input set."""
         module, _, function = self.target.partition(":")
         return getattr(importlib.import_module(module, self.package or None), function)(inputs)
 

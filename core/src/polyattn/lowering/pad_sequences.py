@@ -20,7 +20,7 @@ _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 def _relations(request: AttentionRequest) -> tuple[SRelation, ...]:
-    """What the longest sequences may be to each other."""
+    """Return what the longest sequences may be to each other."""
     known: dict[str, tuple[SRelation, ...]] = {"equal": ("equal",), "one": ("one", "equal")}
     return known.get(request.s_relation, RELATIONS)
 

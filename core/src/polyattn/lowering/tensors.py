@@ -53,7 +53,7 @@ def columns(request: AttentionRequest, width: int, wide: int) -> Route:
 
 
 def gives_lse(request: AttentionRequest, bound: Bound) -> bool:
-    """Whether a bound forward returns (out, lse): because it is asked for, or because its backward needs it."""
+    """Return whether a bound forward returns (out, lse): because it is asked for, or because its backward needs it."""
     return request.lse or (bound.backward is not None and bool(request.grad))
 
 

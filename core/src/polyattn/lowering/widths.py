@@ -18,7 +18,7 @@ def wider(width: int) -> list[int]:
 
 
 def odd_rows(request: AttentionRequest) -> bool:
-    """Whether rows of Q, K or V are no multiple of 16 bytes.
+    """Return whether rows of Q, K or V are no multiple of 16 bytes.
 
     A contiguous tensor of such rows counts as aligned, a view that permutes or cuts it does not (`misaligned`).
     """

@@ -52,7 +52,7 @@ def _sentence(defect: Defect) -> str:
 
 
 def mended(defects: Iterable[Defect], request: AttentionRequest) -> Sequence[str]:
-    """What a reader should know of the faults that an adapter goes around for a request in normal form."""
+    """Return what a reader should know of the faults that an adapter goes around for a request in normal form."""
     found = (defect for defect in defects if defect.done == "mended" and holds(defect.when, request))
     return [f"known defect of {d.library}{d.versions}: {d.what} ({d.source}); mended here: {d.how}" for d in found]
 

@@ -44,7 +44,7 @@ EARLIER_KEYS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What was run.
+    """Describes what was run.
 
     Attributes:
         sources: files relative to the plugin's folder. digest: their hash when it ran. code: hash of what they do,
@@ -164,7 +164,7 @@ def _declared(row: Row) -> str:
 
 
 def evidence_file(origin: str, backend: str, platform: str) -> Path:
-    """Where the evidence of a backend is, whose plugin was loaded from file `origin`."""
+    """Return where the evidence of a backend is, whose plugin was loaded from file `origin`."""
     return Path(origin).parent / "evidence" / f"{backend}@{platform}.json"
 
 

@@ -57,8 +57,8 @@ class Source:
         return cls(name or short_name(dotted), dotted)
 
     def words(self) -> set[str]:
-        """What `POLYATTN_DISABLE` and `POLYATTN_PLUGINS` may call it, in normal form: its name, with `polyattn-` or
-        without, its distribution, its module and the package of that."""
+        """Return what `POLYATTN_DISABLE` and `POLYATTN_PLUGINS` may call it, in normal form: its name, with `polyattn-`
+        or without, its distribution, its module and the package of that."""
         package = self.module.partition(".")[0]
         found = map(normalise_distribution, (self.name, self.distribution, self.module, package))
         return {word.removeprefix(f"{PROJECT}-") for word in found if word}
@@ -154,8 +154,8 @@ def short_name(module: str) -> str:
 
 
 def _admits(specifier: Any, version: str) -> bool:
-    """Whether a version is allowed. A pre-release counts as the release that it leads to, and as what is before that:
-    a candidate of 0.2 takes plugins made for 0.1 (<0.2) and those made for 0.2 (>=0.2)."""
+    """Return whether a version is allowed. A pre-release counts as the release that it leads to, and as what is before
+    that: a candidate of 0.2 takes plugins made for 0.1 (<0.2) and those made for 0.2 (>=0.2)."""
     from packaging.version import Version
 
     if specifier.contains(version, prereleases=True):

@@ -24,7 +24,7 @@ def position_kind(request: AttentionRequest) -> Literal["all", "flag", "mask"]:
 
 
 def may_have_empty_rows(request: AttentionRequest) -> bool:
-    """Whether some query may see no key. By position alone that takes more queries than keys."""
+    """Return whether some query may see no key. By position alone that takes more queries than keys."""
     positional = position_kind(request) == "mask" and request.s_relation == "more"
     return positional or request.mask != "none"
 

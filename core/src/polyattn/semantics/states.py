@@ -198,7 +198,7 @@ class RequestStates:
         return self._tensors[layer, name]
 
     def drafted(self, layer: Hashable, name: str) -> Tensor:
-        """Where a verifying step leaves the state after each of its nodes, [requests + 1, drafts, *shape].
+        """Return where a verifying step leaves the state after each of its nodes, [requests + 1, drafts, *shape].
 
         Raises:
             InvalidInputError: the layer keeps nothing of that name, or there are no drafts.

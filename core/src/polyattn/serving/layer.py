@@ -64,7 +64,7 @@ def _checked_keeps(where: str, keeps: Any) -> tuple[Keep, ...]:
 
 
 def keeps_of(layers: Sequence[AttentionLayer | StateLayer]) -> dict[Any, Sequence[Keep]]:
-    """What each layer keeps, by its number: what `RequestStates` and `RunStates` are built from."""
+    """Return what each layer keeps, by its number: what `RequestStates` and `RunStates` are built from."""
     return {layer.layer_id: layer.kept for layer in layers}
 
 

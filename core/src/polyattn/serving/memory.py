@@ -130,7 +130,7 @@ class Memory:
         self.graphs = None if make is None or graphs is False else self._graphs(rows, drafts, make)
 
     def _graphs(self, rows: int, drafts: int, make: Callable[[], DeviceGraph]) -> GraphRunner | None:
-        """What replays decode and verify steps."""
+        """Return what replays decode and verify steps."""
         modes = {ForwardMode.TARGET_VERIFY: drafts} if drafts else {}
 
         def run(input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -233,8 +233,8 @@ class Memory:
         return self._forward(ids, self.backend.positions, kept, batch, steps)
 
     def slots(self, rows: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
-        """Where the last `counts` tokens of each row are in the caches: per group int64, of all rows one after the
-        other."""
+        """Return where the last `counts` tokens of each row are in the caches: per group int64, of all rows one after
+        the other."""
         size, found = self.table.page_size, []
         for group in range(len(self.allocators)):
             slots: list[int] = []

@@ -21,7 +21,7 @@ DTYPE = "float32"
 
 @dataclasses.dataclass(frozen=True)
 class Catch:
-    """What the kit makes of one bug in one family.
+    """Describes what the kit makes of one bug in one family.
 
     Attributes:
         bug, what: its name, and the mistake in one sentence. family: it was looked for in.

@@ -35,13 +35,13 @@ def graph_class(device: torch.device) -> str:
 
 
 def records_graphs(device: torch.device) -> bool:
-    """Whether torch records graphs of this kind of device."""
+    """Return whether torch records graphs of this kind of device."""
     module = torch.get_device_module(device)
     return hasattr(module, "graph") and hasattr(module, graph_class(device))
 
 
 def lost(device: torch.device) -> bool:
-    """Whether the device answers no more: errors of a kernel that read where it must not stay for good."""
+    """Return whether the device answers no more: errors of a kernel that read where it must not stay for good."""
     if device.type == "cpu":
         return False
     try:

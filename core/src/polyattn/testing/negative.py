@@ -158,6 +158,6 @@ def _merged(dtype: torch.dtype, device: torch.device) -> Iterator[Control]:
 
 
 def _merged_detached(outs: list[Tensor], lses: list[Tensor]) -> Tensor:
-    """What `merge` refuses to do."""
+    """Return what `merge` refuses to do."""
     shares = torch.softmax(torch.stack(lses).detach(), 0)
     return (shares.unsqueeze(-1) * torch.stack(outs)).sum(0)

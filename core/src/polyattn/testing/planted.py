@@ -61,7 +61,7 @@ def _honest(request: AttentionRequest) -> Forward:
 
 
 def _asking(change: Callable[[AttentionRequest], Mapping[str, Any]]) -> Plant:
-    """What is asked for changes on its way to the kernel."""
+    """Return what is asked for changes on its way to the kernel."""
     return lambda request: _honest(dataclasses.replace(request, **change(request)))
 
 
@@ -76,7 +76,7 @@ def _given(change: Callable[[AttentionRequest, tuple[Tensor, ...], Mapping[str, 
 
 
 def _returned(change: Callable[[AttentionRequest, Tensor, Tensor | None, Tensor | None], tuple[Any, ...]]) -> Plant:
-    """What comes back is wrong: (request, out, lse, sinks) -> (out, lse)."""
+    """Return what comes back is wrong: (request, out, lse, sinks) -> (out, lse)."""
 
     def plant(request: AttentionRequest) -> Forward:
         honest = _honest(request)

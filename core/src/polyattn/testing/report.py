@@ -184,7 +184,7 @@ class Report:
         return [*rows, ("all", *(str(self._count(verdict)) for verdict in VERDICTS))]
 
     def remarks(self, most: int = 20) -> list[str]:
-        """What a reader must know beside the counts, a line each; of findings the first `most`."""
+        """Return what a reader must know beside the counts, a line each; of findings the first `most`."""
         used = sorted(self.margins.items(), key=lambda item: -item[1][0])[:1]
         lines = [f"closest to its bound: {name}, {margin:.0%} of it ({case})" for name, (margin, case) in used]
         for family, of in sorted(self.reached.items()):

@@ -21,7 +21,7 @@ UNPACK = "Install the package (`pip install`), or unpack it into a folder"
 
 
 def packed(file: str) -> str:
-    """Where a module is that is in no file of its own: a zip or a wheel on the path."""
+    """Return where a module is that is in no file of its own: a zip or a wheel on the path."""
     archive = next((str(one) for one in Path(file).parents if one.is_file()), file)
     return f"its module is in the archive {archive}"
 
@@ -99,7 +99,7 @@ def file_of(module: str) -> Path | None:
 
 
 def absolute(node: ast.Import | ast.ImportFrom, module: str, path: Path) -> dict[str, tuple[str, str]]:
-    """What an import statement of a module binds: name -> (module, name in it; empty for the module itself)."""
+    """Return what an import statement of a module binds: name -> (module, name in it; empty for the module itself)."""
     if isinstance(node, ast.Import):
         plain = {alias.name.partition(".")[0]: (alias.name, "") for alias in node.names if not alias.asname}
         return plain | {alias.asname: (alias.name, "") for alias in node.names if alias.asname}
@@ -109,7 +109,7 @@ def absolute(node: ast.Import | ast.ImportFrom, module: str, path: Path) -> dict
 
 
 def computes(path: Path) -> bool:
-    """Whether a module of polyattn imports torch as a whole: the others are records and errors."""
+    """Return whether a module of polyattn imports torch as a whole: the others are records and errors."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     return any(name.partition(".")[0] == "torch" for name in names)

@@ -129,7 +129,8 @@ def _off(name: str) -> Hashable:
 
 
 def declared(rows: Sequence[Row], request: AttentionRequest) -> bool:
-    """Whether some row says it serves a request in normal form: the kit's own reading, to hold selection against."""
+    """Return whether some row says it serves a request in normal form: the kit's own reading, to hold selection
+    against."""
     return any(next(unmet(row, request), None) is None for row in rows)
 
 

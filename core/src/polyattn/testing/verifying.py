@@ -151,7 +151,7 @@ def _lines(verified: Sequence[Verified]) -> Iterator[str]:
 
 
 def _place(entry: Verified) -> str:
-    """Which file it is, and where it belongs."""
+    """Return which file it is, and where it belongs."""
     manager = get_manager()
     try:
         owner = manager.owner(manager.backends[entry.name, entry.platform])

@@ -40,7 +40,7 @@ def with_lengths(request: AttentionRequest, batch: int, s_q: int, s_k: int) -> A
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What measurements have to say on a request.
+    """Describes what measurements have to say on a request.
 
     Attributes:
         order: (backend, why), the fastest first. avoid: backends that are quarantined for it.
@@ -113,7 +113,7 @@ def _advising(here: Known, key: Mapping[str, Any]) -> Sequence[Measured]:
 
 
 def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
-    """What to choose for a request.
+    """Return what to choose for a request.
 
     Args:
         request: with lengths in its buckets, or without: then what is fastest over all that were measured.
@@ -136,7 +136,7 @@ def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
 
 
 def shipped_advice(request: AttentionRequest, place: Callable[[], Place], *, own: bool = True) -> Advice:
-    """What the measurements that plugins ship say, as where nothing was measured here.
+    """Return what the measurements that plugins ship say, as where nothing was measured here.
 
     Args:
         request, place: as `advise`. own: False leaves out what they have of this very request.
@@ -177,7 +177,7 @@ def _distance(one: Measured, lengths: Lengths, factors: Lengths) -> float | None
 
 
 def meet(a: Lengths, b: Lengths) -> bool:
-    """Whether there are lengths that both of these reach."""
+    """Return whether there are lengths that both of these reach."""
     return all(max(x, y) <= FAR * FAR * min(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -210,6 +210,6 @@ def _overall(found: Sequence[Measured], recorded: bool) -> Advice:
 
 
 def _of(one: Measured, recorded: bool) -> Advice:
-    """What one measurement says."""
+    """Return what one measurement says."""
     order = tuple((name, one.why(name)) for name in one.costs(recorded=recorded))
     return Advice(order, kin=one.kin, by=one.by)

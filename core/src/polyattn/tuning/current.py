@@ -123,7 +123,7 @@ def release(backend: str | None = None) -> int:
 
 
 def cached(name: Hashable, make: Callable[[], _T]) -> _T:
-    """What was read once, until something is recorded or `reload` is called."""
+    """Return what was read once, until something is recorded or `reload` is called."""
     read = _state.read
     if name not in read:
         # Into what was looked at: who records meanwhile begins another, and this is stale by then.
@@ -146,7 +146,7 @@ def _forget() -> None:
 
 
 def _overtaken() -> bool:
-    """Whether compiled code stands on something that is no longer said."""
+    """Return whether compiled code stands on something that is no longer said."""
     watched = list(_state.watched.values())
     try:
         changed = any(ask() != said for ask, said in watched)

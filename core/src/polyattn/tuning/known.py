@@ -29,7 +29,7 @@ _MOST = 256
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known of a device.
+    """Describes what is known of a device.
 
     Attributes:
         measured: measurements by the text of `request_key`. elsewhere: why others of such requests are not used.
@@ -141,7 +141,7 @@ def _read(place: Callable[[], Place]) -> Known:
 
 
 def shipped(place: Callable[[], Place]) -> Known:
-    """What plugins ship about a device, without anything that was measured here."""
+    """Return what plugins ship about a device, without anything that was measured here."""
     if not shipped_rows():
         return NOT_ANY
     here = place()
@@ -149,7 +149,7 @@ def shipped(place: Callable[[], Place]) -> Known:
 
 
 def _tables(here: Place) -> dict[str, dict[Lengths, Measured]]:
-    """What the authors of plugins measured on such a device."""
+    """Return what the authors of plugins measured on such a device."""
     found: dict[str, dict[Lengths, Measured]] = {}
     for row in shipped_rows():
         if (row.place.device, row.place.arch) == (here.device, here.arch):
@@ -163,7 +163,7 @@ def _keep(found: dict[str, dict[Lengths, Measured]], row: Row, *, shipped: bool)
 
 
 def measured_of(row: Row, *, shipped: bool = False) -> Measured:
-    """What a row about backends says."""
+    """Return what a row about backends says."""
     lengths, said = (row.key["batch"], row.key["q"], row.key["k"]), row.value.get
     by, late = said("by", {}), (*said("late", ()),)
     return Measured(lengths, row.value["times"], row.date, shipped, said("host", {}), said("rule", ""), by, late=late)

@@ -31,7 +31,7 @@ def note_serving(what: str) -> None:
 
 
 def serving() -> str:
-    """What serves in this process; "" = nothing does."""
+    """Return what serves in this process; "" = nothing does."""
     return ", ".join(_serving)
 
 
@@ -51,7 +51,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """What came of it.
+    """Describes what came of it.
 
     Attributes:
         row: the measurement that was recorded. trials: all candidates, in their order; those that the time did not

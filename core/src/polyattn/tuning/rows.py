@@ -173,7 +173,7 @@ def check_row(row: Row, where: str, backends: Collection[str] | None) -> None:
 
 
 def _check_whole(row: Row, where: str) -> None:
-    """What a row by itself tells, whoever is registered: what is read from a file must not fail in a call."""
+    """Return what a row by itself tells, whoever is registered: what is read from a file must not fail in a call."""
     _check_time("microseconds", row.microseconds, where)
     for name, text in (("device", row.place.device), ("arch", row.place.arch), ("source", row.source)):
         if text.encode("utf-8", "ignore").decode() != text:
@@ -206,7 +206,7 @@ def _is_date(text: str) -> bool:
 
 
 def _check_key(key: Mapping[str, Any], where: str) -> None:
-    """What was asked, and at which lengths."""
+    """Return what was asked, and at which lengths."""
     if set(key) != {"request", *_LENGTHS}:
         raise ConfigError(
             f"{where}: a key of a request has exactly request, batch, q, k; got {', '.join(map(str, key))}"

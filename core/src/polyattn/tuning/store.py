@@ -154,7 +154,7 @@ class TuningStore:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def insist(self) -> None:
-        """What cannot be written to the file is an error from here on: for who says afterwards that it was kept.
+        """Return what cannot be written to the file is an error from here on: for who says afterwards that it was kept.
 
         Raises:
             ConfigError: the file cannot be written now.
@@ -269,7 +269,7 @@ class TuningStore:
     # ------------------------------------------------------------------------------------------------------ the file
 
     def _written(self, change: Callable[[sqlite3.Connection], Any]) -> bool:
-        """Whether a change was made to the file, as one transaction; False where there is none to write to."""
+        """Return whether a change was made to the file, as one transaction; False where there is none to write to."""
         path = self.path
         if path is None or self._only_memory:
             return False
@@ -351,7 +351,7 @@ class TuningStore:
             yield connection
 
     def _tell_of_journal(self, path: Path) -> None:
-        """What a process that was killed, or copied a file in use, left beside it."""
+        """Return what a process that was killed, or copied a file in use, left beside it."""
         journal = path.with_name(path.name + "-wal")
         if "journal" not in self._told and journal.exists() and journal.stat().st_size:
             self._told.add("journal")
@@ -432,7 +432,7 @@ def _where(place: Place | None, **columns: str | None) -> tuple[str, dict[str, s
 
 
 def _took_part(name: str, row: Row) -> bool:
-    """Whether a backend, or one of its libraries, was timed."""
+    """Return whether a backend, or one of its libraries, was timed."""
     by = row.value.get("by", {})
     return any(name in (one, f"{one}/{by.get(one, '')}") for one in row.value["times"])
 

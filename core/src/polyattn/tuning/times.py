@@ -95,15 +95,15 @@ class Measured:
 
 
 def ranked(costs: Mapping[str, float], rule: str, kin: Kin | None) -> dict[str, float]:
-    """What costs least first; before it what is chosen anyway, where nothing is faster by more than `SAME`, or of
-    another request by more than `SAME_OF_OTHERS`."""
+    """Return what costs least first; before it what is chosen anyway, where nothing is faster by more than `SAME`, or
+    of another request by more than `SAME_OF_OTHERS`."""
     least = (SAME if kin is None else SAME_OF_OTHERS) * min(costs.values(), default=0.0)
     kept = rule if costs.get(rule, math.inf) <= least else ""
     return dict(sorted(costs.items(), key=lambda item: (item[0] != kept, item[1], item[0])))
 
 
 def where(one: Measured) -> str:
-    """Where the times are from, or how old they are, in words."""
+    """Return where the times are from, or how old they are, in words."""
     return "shipped with a plugin" if one.shipped else f"measured {age(one.date)}"
 
 

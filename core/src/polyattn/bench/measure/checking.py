@@ -77,7 +77,7 @@ class _Place(NamedTuple):
 
 
 def check(inputs: Inputs, result: Any, *, whole: bool = False) -> Verdict:
-    """What is right is worked out at the first check of these inputs, and remembered.
+    """Return what is right is worked out at the first check of these inputs, and remembered.
 
     Args:
         result: of set 0: out or (out, lse) as the contract has it; for training the gradients in the order of
@@ -111,7 +111,7 @@ def _forward(inputs: Inputs, result: Any) -> Iterator[tuple[Finding | None, floa
 
 
 def _looked_at(inputs: Inputs) -> Iterator[_Place]:
-    """What is right where a forward result is looked at."""
+    """Return what is right where a forward result is looked at."""
     for n in sorted({0, inputs.workload.batch - 1}):
         for kv in sorted({0, inputs.workload.request.kv_heads - 1}):
             part = _part(inputs, n, kv)
@@ -119,7 +119,7 @@ def _looked_at(inputs: Inputs) -> Iterator[_Place]:
 
 
 def _place(inputs: Inputs, n: int, part: _Part, rows: slice) -> _Place:
-    """What is right of some queries of a key head."""
+    """Return what is right of some queries of a key head."""
     request = inputs.workload.request
     right = _solve(request, part, rows, reference_attention, exact=True)
     plain = _solve(request, part, rows, plain_attention, exact=False)
@@ -156,7 +156,7 @@ def _everywhere(inputs: Inputs, out: Tensor) -> Iterator[tuple[Finding | None, f
 
 
 def _right_at(inputs: Inputs, n: int, kv: int, rows: slice) -> _Place:
-    """What is right of a block of queries, for all heads that share a key head."""
+    """Return what is right of a block of queries, for all heads that share a key head."""
     return inputs.remembered(f"{n}/{kv}/{rows.start}", lambda: _place(inputs, n, _part(inputs, n, kv), rows))
 
 

@@ -65,7 +65,7 @@ def _settled(clock: Clock, call: Callable[[], Tensor]) -> float:
 
 
 def _reading(source: Tensor) -> Callable[[], Tensor]:
-    """What reads all of `source`: a kernel that does nothing else, or torch's sum on a CPU."""
+    """Return what reads all of `source`: a kernel that does nothing else, or torch's sum on a CPU."""
     if source.device.type != "cuda":
         return source.sum
     from . import read_kernel

@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass
 class Inputs:
-    """What a workload's calls are given.
+    """Describes what a workload's calls are given.
 
     Attributes:
         tensors: for each set, by the names of the contract's arguments. extra: arguments of all sets: tables, lengths.
@@ -62,7 +62,7 @@ class Inputs:
         return dataclasses.replace(self, **own, known=known, layer=self.layer + number)
 
     def remembered(self, name: str, make: Callable[[], _T]) -> _T:
-        """What `make` finds from these tensors, found once: there are many to be checked, and one reference."""
+        """Return what `make` finds from these tensors, found once: there are many to be checked, and one reference."""
         if name not in self.known:
             self.known[name] = make()
         found: _T = self.known[name]
@@ -87,7 +87,7 @@ class Inputs:
                 mine.copy_(new)
 
     def _written(self) -> Iterator[Tensor]:
-        """What a call could write to."""
+        """Return what a call could write to."""
         tables = self.extra.get("tables")
         for tensors in (*self.tensors, self.extra, {} if tables is None else tables._asdict()):
             yield from (t for t in tensors.values() if isinstance(t, Tensor))
@@ -95,7 +95,7 @@ class Inputs:
 
     @property
     def grows(self) -> bool:
-        """Whether such calls come with one key more each time, as those of a loop that appends to K and V."""
+        """Return whether such calls come with one key more each time, as those of a loop that appends to K and V."""
         request = self.workload.request
         return request.family == "dense" and request.s_relation == "one" and not self.workload.training
 
@@ -176,7 +176,7 @@ def _sets(workload: Workload, device: torch.device) -> int:
 
 
 def _input_bytes(workload: Workload) -> int:
-    """What a call reads of one set: queries, keys and values, those of a cache as far as a window sees them."""
+    """Return what a call reads of one set: queries, keys and values, those of a cache as far as a window sees them."""
     r, left = workload.request, workload.request.window[0]
     bound = left if r.family in CACHED and left >= 0 else math.inf
     keys = workload.shared + sum(min(s_k, bound + s_q) for s_q, s_k in workload.lengths)
@@ -244,7 +244,7 @@ class Maker:
         return made
 
     def lengths(self) -> dict[str, Any]:
-        """What a call says of its lengths, or of its blocks."""
+        """Return what a call says of its lengths, or of its blocks."""
         r, w = self.request, self.workload
         if r.family == "block_sparse":
             return self._blocks()

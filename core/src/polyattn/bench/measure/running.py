@@ -47,7 +47,7 @@ Trouble = Literal["", "refused", "memory", "late", "wrong", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What came of an entrant.
+    """Describes what came of an entrant.
 
     Attributes:
         time: of one call, None where it was not timed. margin: of the check, 1 is all that is allowed.
@@ -234,7 +234,7 @@ def forms(workload: Workload) -> Forms:
 
 
 def examine(inputs: Inputs, entrant: Entrant) -> Measured:
-    """Whether an entrant's result is right, without timing it."""
+    """Return whether an entrant's result is right, without timing it."""
     return _examined(inputs, entrant, Clock(inputs.device), recorded=False)[0]
 
 
@@ -273,7 +273,7 @@ def _examined(
 
 
 def _checked_again(inputs: Inputs, calls: _Right, clock: Clock, *, whole: bool) -> Measured | None:
-    """What is wrong with who was right before it was timed."""
+    """Return what is wrong with who was right before it was timed."""
     try:
         result = calls.last()
         clock.synchronise()
@@ -299,8 +299,8 @@ def without_folders(text: str) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether that is what it comes from. On a CPU, and from a library's calls of CUDA, it has no class of its own; of
-    a pool on a CPU it is the system that says so."""
+    """Return whether that is what it comes from. On a CPU, and from a library's calls of CUDA, it has no class of its
+    own; of a pool on a CPU it is the system that says so."""
     while error is not None:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return True
@@ -313,7 +313,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def without_inputs(error: Exception) -> str:
-    """Why there are no inputs, for people; "" where the error is of something else."""
+    """Say why there are no inputs, for people; "" where the error is of something else."""
     line = " ".join(f"{type(error).__name__}: {error}".split())[:400]
     if out_of_memory(error):
         return f"no room for its inputs: {line}"

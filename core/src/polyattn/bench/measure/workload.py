@@ -89,7 +89,7 @@ class Workload:
 
     @property
     def training(self) -> bool:
-        """Whether gradients are measured: the forward with its backward."""
+        """Return whether gradients are measured: the forward with its backward."""
         return bool(self.request.grad)
 
     @property
@@ -105,7 +105,7 @@ class Workload:
         return f"{self.request.summary()}; batch {self.batch}, S_q {s_q}, S_k {s_k}{more}"
 
     def key(self) -> dict[str, Any]:
-        """What measurements of it are filed under."""
+        """Return what measurements of it are filed under."""
         batch, s_q, s_k = self.buckets
         return {"request": request_key(self.request), "batch": batch, "q": s_q, "k": s_k}
 
@@ -136,7 +136,7 @@ class Workload:
 
     @classmethod
     def of(cls, data: Any, where: str) -> Workload:
-        """What `plain` made.
+        """Return what `plain` made.
 
         Raises:
             ConfigError: it is no such data; `where` begins the message.

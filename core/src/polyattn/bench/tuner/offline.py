@@ -69,7 +69,7 @@ def isolation_of(word: str) -> Isolation:
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """What became of a workload.
+    """Describes what became of a workload.
 
     Attributes:
         outcome: it was `measured` now, is `known` from before, has one backend `alone`, was `refused` (see reason), or
@@ -235,7 +235,8 @@ def _tune(
 
 
 class _Verdicts:
-    """What is wrong with the candidates of a workload; who misbehaves is quarantined as soon as that is known.
+    """Describes what is wrong with the candidates of a workload; who misbehaves is quarantined as soon as that is
+    known.
 
     Attributes:
         trouble: (kind, reason) by name. held: who was quarantined.
@@ -273,7 +274,7 @@ class _Verdicts:
         return {name: f"{kind}: {reason}" for name, (kind, reason) in self.trouble.items()}
 
     def without_times(self, outcome: Outcome, reason: str) -> Tried:
-        """What became of the workload."""
+        """Return what became of the workload."""
         held = tuple(self.held)
         return Tried(self._workload, outcome, rule=self._rule, trouble=self.texts(), quarantined=held, reason=reason)
 
@@ -311,7 +312,7 @@ def _too_slow(
 
 
 def _own(candidate: Candidate) -> bool:
-    """Whether it is made of torch's own operators, by polyattn itself."""
+    """Return whether it is made of torch's own operators, by polyattn itself."""
     manager = get_manager()
     return manager.owner(manager.backends[candidate.selection.backend, candidate.selection.platform]).name == "core"
 

@@ -49,7 +49,7 @@ def rows_within(max_bytes: int, row_bytes: int, S_q: int, train: bool) -> int:
 
 
 def keeps_less(kept_bytes: int | None, need: int, tensors: Iterable[Tensor | None]) -> bool:
-    """Whether a backward is to compute scores again. torch's transforms do not go through what that needs."""
+    """Return whether a backward is to compute scores again. torch's transforms do not go through what that needs."""
     return (
         kept_bytes is not None
         and not torch.compiler.is_compiling()

@@ -21,7 +21,7 @@ def visible(
     device: torch.device | str | None = None,
     q_offset: int | Tensor | None = None,
 ) -> Tensor | None:
-    """Which keys each query may see by position alone (S3, S4). The rule lives here and nowhere else.
+    """Return which keys each query may see by position alone (S3, S4). The rule lives here and nowhere else.
 
     Query row i stands at key position p = i + q_offset. Key j is seen when all of these hold:
 

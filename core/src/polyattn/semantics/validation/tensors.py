@@ -61,7 +61,7 @@ def check_dense_axis(name: str, tensor: Tensor) -> None:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements may be in one place: an axis steps less far than those within it reach."""
+    """Return whether two elements may be in one place: an axis steps less far than those within it reach."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and tensor.numel():
@@ -72,7 +72,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def contents_readable(tensor: Tensor) -> bool:
-    """Whether tensor contents are checked: always on the CPU, on a device only under POLYATTN_VALIDATE=1."""
+    """Return whether tensor contents are checked: always on the CPU, on a device only under POLYATTN_VALIDATE=1."""
     if tensor.device.type == "cpu":
         return True
     # Only torch's CUDA builds can be asked whether they capture.
@@ -82,5 +82,6 @@ def contents_readable(tensor: Tensor) -> bool:
 
 
 def has_shapes_only(tensor: Any) -> bool:
-    """Whether a tensor, meta or fake, has no contents: a packed call then gives what its custom op gives in a trace."""
+    """Return whether a tensor, meta or fake, has no contents: a packed call then gives what its custom op gives in a
+    trace."""
     return getattr(tensor, "is_meta", False) or type(tensor).__name__ == "FakeTensor"

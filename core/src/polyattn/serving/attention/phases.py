@@ -43,7 +43,7 @@ _STEPS: Mapping[ServingPhase, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a serving context was asked for by argument; what is None comes from the override chain.
+    """Describes what a serving context was asked for by argument; what is None comes from the override chain.
 
     Attributes:
         backend: of both phases. prefill, decode: of one; it wins over `backend`.
@@ -92,7 +92,7 @@ def layer_request(
     topk: int = 0,
     recorded: bool = False,
 ) -> AttentionRequest:
-    """What a layer asks for in a phase.
+    """Return what a layer asks for in a phase.
 
     Args:
         stored: the fields that say how its cache stores (`LayerCache.request_fields()`).

@@ -31,7 +31,7 @@ __all__ = ["Buffers", "EncoderBatch", "PlanSlot", "Tables", "on_device", "part_o
 
 @dataclasses.dataclass(frozen=True)
 class EncoderBatch:
-    """What cross layers attend: the encoder tokens of the sequences of a `ForwardBatch`, in its order.
+    """Describes what cross layers attend: the encoder tokens of the sequences of a `ForwardBatch`, in its order.
 
     Attributes:
         rows: of the encoder table, one for each row of the batch; beams of one request may share one. seq_lens: encoder
@@ -90,7 +90,7 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 class Tables:
-    """What the steps of a serving context are built from: the pool's groups and the request tables.
+    """Describes what the steps of a serving context are built from: the pool's groups and the request tables.
 
     Attributes:
         group: layer_id -> index in `pool.groups`. own: the groups of `table`, in its order. cross: the group of cross
@@ -229,7 +229,7 @@ class _Planned(NamedTuple):
 
 
 class _Phase:
-    """What a plan slot has for one phase.
+    """Describes what a plan slot has for one phase.
 
     Attributes:
         calls: by layer_id. steps: what those read of a step, for each kind of layer. sessions: by what they were asked.

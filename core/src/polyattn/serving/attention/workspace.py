@@ -16,7 +16,7 @@ __all__ = ["Limits", "Workspaces"]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What no step of a serving context exceeds.
+    """Describes what no step of a serving context exceeds.
 
     Attributes:
         max_sequences: N, padding rows included. max_tokens: T_q of a step, padding included.

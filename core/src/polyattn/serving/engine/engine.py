@@ -210,7 +210,7 @@ class Engine:
         return sum(len(request.tokens) - request.prompt_tokens for request in self._requests.values())
 
     def tokens_of(self, request_id: int) -> list[int]:
-        """What an unfinished request has so far, without its prompt."""
+        """Return what an unfinished request has so far, without its prompt."""
         request = self._find(request_id)
         return request.tokens[request.prompt_tokens :]
 

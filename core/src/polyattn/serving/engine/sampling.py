@@ -21,7 +21,7 @@ __all__ = ["SamplingParams", "distributions", "sample", "uniform"]
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """What one request asks of its output.
+    """Describes what one request asks of its output.
 
     Attributes:
         max_new_tokens: at least 1. temperature: 0 = greedy. top_p: in (0, 1]. top_k: 0 = all.

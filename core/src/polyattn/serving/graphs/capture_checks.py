@@ -276,7 +276,7 @@ def _address(tensor: Tensor) -> Hashable:
 
 
 def _waits(name: str, func: Any, args: Any, kwargs: Any) -> str:
-    """Why an operator waits for the device, "" = it does not."""
+    """Say why an operator waits for the device, "" = it does not."""
     if name in WAITS:
         return "brings a value to the host"
     if name == "repeat_interleave" and func._overloadname == "Tensor" and kwargs.get("output_size") is None:

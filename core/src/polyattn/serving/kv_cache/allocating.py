@@ -12,7 +12,7 @@ __all__ = ["allocating"]
 
 @contextlib.contextmanager
 def allocating(what: str, instead: str) -> Iterator[None]:
-    """What is allocated inside.
+    """Return what is allocated inside.
 
     Args:
         what: with its sizes, and a verb: "a pool of 5 pages needs". instead: the next step.

@@ -73,7 +73,7 @@ class LayerCache:
         return tuple(t for t in (self.key_cache, self.value_cache, self.cache) if t is not None)
 
     def request_fields(self, times: int = 1) -> dict[str, Any]:
-        """What `AttentionRequest` says of a cache, of one with so many `times` its pages."""
+        """Return what `AttentionRequest` says of a cache, of one with so many `times` its pages."""
         return {
             "family": "paged" if self.cache is None else "mla",
             "kv_dtype": self.kv_dtype,
@@ -85,7 +85,7 @@ class LayerCache:
 
 
 class KVPool:
-    """What all layers keep of requests.
+    """Describes what all layers keep of requests.
 
     Args:
         layers: of the model, with different layer_id. config: how rows are kept where a layer's keep says nothing else.
@@ -257,8 +257,8 @@ class KVPool:
         return CORE if self.rows_writer(layer_id) is None else self._package
 
     def rows_writer(self, layer_id: int) -> RowsWriter | None:
-        """What `write` gives rows of `dtype` to once it has checked them, for who has checked them already and calls
-        `note_written`; None: core's operators write."""
+        """Return what `write` gives rows of `dtype` to once it has checked them, for who has checked them already and
+        calls `note_written`; None: core's operators write."""
         self._of(layer_id)
         return self._writers.get(layer_id)
 

@@ -24,7 +24,7 @@ __all__ = ["Accepted", "drawn_accept", "greedy_accept", "sampled_accept"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accepted:
-    """What a verified step gives. Columns past a row's `lengths` hold -1.
+    """Describes what a verified step gives. Columns past a row's `lengths` hold -1.
 
     Attributes:
         nodes: int64 [N, N_d], the accepted path from the root on: `nodes[n, : lengths[n] + 1]` are the nodes whose K/V

@@ -17,7 +17,7 @@ __all__ = ["Beam", "TreeDraft", "draw_children", "wide_tree"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Beam:
-    """What the draft model runs next.
+    """Describes what the draft model runs next.
 
     Attributes:
         tree: the root and the beams so far, [N, 1 + topk * level] nodes; the last topk are the new ones, those before

@@ -19,7 +19,7 @@ __all__ = ["ForwardBatch", "ForwardMode"]
 
 
 class ForwardMode(enum.Enum):
-    """What the rows of a batch do.
+    """Describes what the rows of a batch do.
 
     EXTEND: prompts or chunks of them, over cached prefixes or none. DECODE: one token each. MIXED: some extend, some
     decode. TARGET_VERIFY: the target model runs drafts, a chain or a tree. DRAFT_EXTEND: the draft model takes in the
@@ -202,8 +202,8 @@ class ForwardBatch:
         return [0, *accumulate(self.all_query_lens)]
 
     def positions(self) -> list[int]:
-        """Where each of the T_q tokens is in its text, for rotary embeddings: 0 in padding; for a tree prefix + depth,
-        so that siblings are at one position (this waits for the device that the tree is on)."""
+        """Return where each of the T_q tokens is in its text, for rotary embeddings: 0 in padding; for a tree prefix +
+        depth, so that siblings are at one position (this waits for the device that the tree is on)."""
         if self.tree is not None:
             depths = self.tree.depths.tolist()
             found = [prefix + d for prefix, row in zip(self.prefix_lens, depths, strict=True) for d in row]
@@ -244,7 +244,7 @@ class ForwardBatch:
         return self._changed(_COUNTED, padding=padding, padding_query_len=query_len, _mark=self._mark, _after=after)
 
     def follows(self, other: ForwardBatch) -> bool:
-        """Whether this is `other.next()`, or equal to it."""
+        """Return whether this is `other.next()`, or equal to it."""
         if (self.padding, self.cross) != (other.padding, other.cross):
             return False
         after = self.__dict__.get("_after")
@@ -273,7 +273,7 @@ class ForwardBatch:
 
 
 def _are_ints(numbers: Sequence[Any]) -> bool:
-    """Whether every one is an int: their sum is of another kind where one of them is, and adding is quick."""
+    """Return whether every one is an int: their sum is of another kind where one of them is, and adding is quick."""
     try:
         return type(sum(numbers)) is int
     except TypeError:

@@ -32,7 +32,7 @@ _ROOM = 64
 
 
 class _Written(NamedTuple):
-    """What writes the steps of one kind, while what it was made for stays."""
+    """Describes what writes the steps of one kind, while what it was made for stays."""
 
     made_for: tuple[object, ...]
     writers: list[Callable[[], None]]
@@ -341,7 +341,7 @@ class StepBuffers:
                 torch.add(self._rest[:T], page, alpha=size, out=step.slots)
 
     def _locate(self, batch: ForwardBatch, page_size: int, columns: int) -> None:
-        """Where the new tokens are: among the cells of the page table, in their pages, in their texts."""
+        """Return where the new tokens are: among the cells of the page table, in their pages, in their texts."""
         N, T = batch.sequences, batch.tokens
         places, seq_lens, counting = self._places[:T], self._seq_lens[:N], self._memory.counting
         if batch.max_seqlen_q == 1:

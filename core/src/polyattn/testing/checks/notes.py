@@ -20,7 +20,7 @@ Verdict = Literal["passed", "refused", "xfailed", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one case.
+    """Describes what became of one case.
 
     Attributes:
         verdict: passed; refused, as it must be; xfailed, it fails and xfails.txt says why; or failed.

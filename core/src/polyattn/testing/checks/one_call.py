@@ -36,7 +36,8 @@ products. The same of it is an error of the weights, and of all that is made wit
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a call returned: the output, what came beside it (`Family.second`), and the gradients by input name."""
+    """Describes what a call returned: the output, what came beside it (`Family.second`), and the gradients by input
+    name."""
 
     out: Tensor
     lse: Tensor | None

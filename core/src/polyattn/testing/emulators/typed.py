@@ -12,7 +12,7 @@ __all__ = ["mismatches"]
 
 
 def mismatches(bound: inspect.Signature, given: Mapping[str, Any]) -> list[str]:
-    """What does not fit its annotation, one sentence each.
+    """Return what does not fit its annotation, one sentence each.
 
     None fits where it is the default, as vendors write `softmax_scale: float = None`; a list fits a tuple and the
     other way round, as torch has it.

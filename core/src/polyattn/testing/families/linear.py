@@ -33,7 +33,7 @@ def _exact(*part: Any) -> tuple[Tensor, Tensor]:
 
 
 def _plain(*part: Any) -> tuple[Tensor, Tensor]:
-    """What anybody would write first: the recurrence for all heads at once, with the state in its own dtype."""
+    """Return what anybody would write first: the recurrence for all heads at once, with the state in its own dtype."""
     (query, key, value, gate, beta, state), request = part[:6], part[-1]
     flipped = request.state_layout == "VK"
     state = state.mT if flipped else state

@@ -81,7 +81,7 @@ class Packed(Family):
         return Call(decoding, {**call.tensors, "query": query.index_select(0, index)}, extra), index, 0
 
     def decoding(self, case: Case) -> dict[str, Any]:
-        """What a request of one query asks instead."""
+        """Return what a request of one query asks instead."""
         return {"s_relation": "one"}
 
 
