@@ -70,7 +70,7 @@ class Bar:
     work: str = ""
 
     def asked(self) -> str:
-        """In words."""
+        """Return the bar in words."""
         limits = {"each": self.each, "geomean": self.geomean, "stretch": self.stretch, "spread": self.spread}
         words = [f"{name} {limit:g}" for name, limit in limits.items() if limit is not None]
         return f"{self.who}: {', '.join(words)} x {self.than}"

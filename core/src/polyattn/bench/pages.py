@@ -77,7 +77,7 @@ def caption(result: Result) -> str:
 
 
 def days(result: Result) -> str:
-    """When its rows were measured."""
+    """Return when the rows were measured."""
     found = sorted({row["date"] for row in result["rows"]}) or [result["date"]]
     return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 

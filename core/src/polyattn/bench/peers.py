@@ -118,6 +118,6 @@ def named(known: Mapping[str, Any], patterns: Sequence[str], flag: str) -> list[
 
 
 def versions_of(peers: Mapping[str, Peer]) -> dict[str, str]:
-    """Of the peers' distributions that are here."""
+    """Return the versions of the peers' distributions that are here."""
     names = sorted({name for peer in peers.values() for name in peer.distributions})
     return {name: version for name in names if (version := distribution_version(name))}

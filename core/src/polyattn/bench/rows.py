@@ -56,13 +56,13 @@ class Work:
     unit: str
 
     def rate(self, seconds: float) -> float:
-        """In `unit`."""
+        """Return the rate in `unit`."""
         return self.bytes / seconds / 1e9 if self.unit == "GB/s" else self.operations / seconds / 1e12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One problem.
+    """Describes one problem.
 
     Attributes:
         family: the family of the sheet. sheet: the name of its file. kind: a key of `KINDS`.

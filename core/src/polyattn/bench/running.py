@@ -160,7 +160,7 @@ class _Looks:
 
 
 def measured(row: Row, plan: Plan, anchors: Anchors, lost: dict[str, str]) -> dict[str, Any]:
-    """One row, once. lost: "row id/entry" -> why it is left out, of entries that took the device with them."""
+    """Measure one row, once. lost: "row id/entry" -> why it is left out, of entries that took the device with them."""
     began = time.monotonic()
     small = plan.sized(row)
     entries: dict[str, dict[str, Any]] = {}
@@ -269,8 +269,8 @@ def _served_by(selection: Selection) -> str:
 
 
 def _choices(asked: Workload, entries: Sequence[Entry]) -> dict[str, str]:
-    """Return which candidate a call would get that nobody chose a backend for, by `bars.CHOICES`; nothing where none
-    would serve."""
+    """Return which candidate a call would get without a named backend, by `bars.CHOICES`; nothing where none would
+    serve."""
     names = {_key(one.selection): one.name for one in entries if one.selection is not None}
     try:
         rules = Policy(strict=current_settings().strict)

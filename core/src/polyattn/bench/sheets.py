@@ -327,7 +327,7 @@ def _check_bar(where: str, bar: Bar, families: Mapping[str, Family], whose: str,
 
 
 def _check_fields(where: str, bar: Bar, families: Mapping[str, Family]) -> None:
-    """Return what a bar reads of rows, they must have: a field that neither of two rows has would make them the
+    """Check that rows have every field that a bar reads: a field that neither of two rows has would make them the
     same."""
     read_of = {name: {*bar.match, *filter(None, [bar.work])} for name in _families_of(bar, list(families))}
     read_of[bar.than] = read_of.get(bar.than, set()) | set(bar.match)

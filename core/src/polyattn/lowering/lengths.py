@@ -1,4 +1,4 @@
-"""What rewrites of lengths share: wrappers made at each call, masks, sizes."""
+"""This module has what rewrites of lengths share: wrappers made at each call, masks, sizes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _relations(request: AttentionRequest) -> tuple[SRelation, ...]:
 
 
 class PadSequences(Lowering):
-    """Each sequence is laid into a row of a batch, as long as the longest, with zeros behind it.
+    """Lays each sequence into a row of a batch, as long as the longest, with zeros behind it.
 
     Who sees whom becomes a mask: lengths, causal alignment of each sequence by itself, window and chunk. Nobody sees a
     padded key; a padded query sees nothing, so its output is 0 and its LSE -inf, in the backward too (S7).

@@ -1,4 +1,5 @@
-"""What rewrites of paged and latent calls share: pools of pages (`polyattn.semantics.paged_kv`) and merged results."""
+"""This module has what rewrites of paged and latent calls share: pools of pages (`polyattn.semantics.paged_kv`) and
+merged results."""
 
 from __future__ import annotations
 

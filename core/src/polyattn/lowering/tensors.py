@@ -1,4 +1,5 @@
-"""What lowerings share on the side of the tensors: a kernel's functions with its inputs and outputs on other routes."""
+"""This module has the tensor code that lowerings share: a kernel's functions with its inputs and outputs on other
+routes."""
 
 from __future__ import annotations
 

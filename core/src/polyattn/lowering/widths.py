@@ -1,4 +1,5 @@
-"""What rewrites of head dims share: the widths that kernels are built for, and whether views keep rows aligned."""
+"""This module has what rewrites of head dims share: the widths that kernels are built for, and whether views keep rows
+aligned."""
 
 from __future__ import annotations
 

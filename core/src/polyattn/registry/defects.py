@@ -59,7 +59,7 @@ def mended(defects: Iterable[Defect], request: AttentionRequest) -> Sequence[str
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """One fault for people: `backends` has name@platform of all that it concerns."""
+    """Describes one fault for people: `backends` has name@platform of all that it concerns."""
 
     library: str
     what: str
@@ -94,7 +94,8 @@ def narrowing(
     defects: Sequence[Defect],
     named: bool = False,
 ) -> Narrow:
-    """Everything that is said of a request after the capability rows: known faults, then the plugin's own hook.
+    """Return every reason against a request that comes after the capability rows: known faults, then the plugin's own
+    hook.
 
     Args:
         narrow: that hook, of all plugins. named: as `refusal`.

@@ -1,4 +1,5 @@
-"""Is what a provider needs installed, in the right version, and the right package? Nothing is imported to find out."""
+"""This module checks that a provider's packages are installed, in the right version and from the right source. Nothing
+is imported to find out."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ class Evidence:
 
     @property
     def outdated(self) -> bool:
-        """It is stale, or no longer keys were tried than a kernel reads at once. It says less than it did, no more."""
+        """Return whether the run is stale, or tried no more keys than a kernel reads at once. It says less than it did,
+        no more."""
         return self.stale or self.keys < KEYS.get(self.level, 0)
 
     def beside(self, providers: Iterable[Provider]) -> Evidence:

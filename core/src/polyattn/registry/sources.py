@@ -1,4 +1,5 @@
-"""Which plugins are announced, and who is let in: decided on metadata and variables, before anything is imported."""
+"""This module finds the plugins that are announced, and decides which are loaded: decided on metadata and variables,
+before anything is imported."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ _CORE = Source(CORE, CORE_MODULE, PROJECT)
 
 
 class Door:
-    """Who is let in: POLYATTN_DISABLE keeps plugins out, POLYATTN_PLUGINS, where it is set, all but those it names.
+    """Decides which plugins are loaded: POLYATTN_DISABLE keeps plugins out, POLYATTN_PLUGINS, where it is set, all but
+    those it names.
 
     Raises:
         ConfigError: core is to be left out.
@@ -141,7 +143,7 @@ def announced(host_version: str, environ: Mapping[str, str] | None = None) -> It
 
 
 def grouped(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """Those of one name together."""
+    """Group the plugins by their name."""
     groups: dict[str, list[Source]] = {}
     for source in sources:
         groups.setdefault(source.name, []).append(source)

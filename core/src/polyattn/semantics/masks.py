@@ -1,4 +1,4 @@
-"""What of a request's position rules torch's SDPA takes as a flag, and the mask for the rest (S3, S4, S7, S8)."""
+"""This module splits a request's position rules into the flag that torch's SDPA takes and a mask (S3, S4, S7, S8)."""
 
 from __future__ import annotations
 

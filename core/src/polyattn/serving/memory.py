@@ -1,4 +1,5 @@
-"""What one model's requests keep on the device: pool, pages, tables, prefix cache, and the backend that reads them."""
+"""This module owns what one model's requests keep on the device: pool, pages, tables, prefix cache, and the backend
+that reads them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ __all__ = ["Forward", "Memory", "Runner", "check_runner"]
 
 
 class Forward(Protocol):
-    """One step of a model over packed tokens; its attention layers ask the backend it was made for."""
+    """Runs one step of a model over packed tokens; its attention layers ask the backend it was made for."""
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, keep: Tensor | None, batch: ForwardBatch, steps: Sequence[Step]

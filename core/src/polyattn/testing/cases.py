@@ -1,4 +1,5 @@
-"""One case of conformance: a request, the lengths of its sequences, and how its tensors lie in memory."""
+"""This module defines one case of conformance: a request, the lengths of its sequences, and how its tensors lie in
+memory."""
 
 from __future__ import annotations
 

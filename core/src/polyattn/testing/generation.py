@@ -1,4 +1,5 @@
-"""From capability rows to the cases that a backend must serve: everything that is declared is tried."""
+"""This module makes the cases that a backend must serve from its capability rows: everything that is declared is
+tried."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ nothing but the rounding of sums that cancel; more, and a row would see a few ke
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Everything one case needs.
+    """Holds everything that one case needs.
 
     Attributes:
         tensors: inputs by the call's argument names, `mask` standing for attn_mask; those in `request.grad` require

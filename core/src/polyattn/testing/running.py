@@ -231,7 +231,7 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
 
 
 def versions_of(target: Installed) -> dict[str, str]:
-    """Of the machine, and of the distributions that its providers need."""
+    """Return the versions of the machine and of the distributions that its providers need."""
     needs = [need for provider in target.providers for need in provider.requires]
     found = {name: distribution_version(name) for need in needs for name in (need.distribution, *need.also)}
     libraries = {name: version for name, version in found.items() if version and name != "torch"}

@@ -116,7 +116,7 @@ def parameters_of(source: str, name: str) -> str:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module or class, and what stands under its `if` and `try`."""
+    """Return the statements of a module or class, with those under its `if` and `try`."""
     for node in body:
         yield node
         for inner in ("body", "orelse", "finalbody"):

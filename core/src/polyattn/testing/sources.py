@@ -1,4 +1,5 @@
-"""Which files a result of conformance stands on: when one of them changes, its evidence is stale."""
+"""This module finds the files that a result of conformance depends on: when one of them changes, its evidence is
+stale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each field of a request is tried at: its off value, its bounds, something between, and something outside.
+"""This module lists the values at which each field of a request is tried: its off value, its bounds, something between,
+and something outside.
 
 Which of these lie inside a backend's capability is read from its rows, never written here.
 """
@@ -114,7 +115,7 @@ def inside(name: str, row: Row) -> tuple[Hashable, ...]:
 
 
 def taken(name: str, row: Row, values: Sequence[Hashable]) -> tuple[Hashable, ...]:
-    """Those of some values of a field that one row takes."""
+    """Return which values of a field one row takes."""
     constraints = [c for c in (row.when.get(name), row.allows.get(name)) if c is not None]
     if not constraints and name not in row.lowered:
         return (_off(name),)

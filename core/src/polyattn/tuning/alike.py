@@ -101,5 +101,5 @@ def octaves(a: Fraction | int, b: Fraction | int) -> float:
 
 
 def _log2(size: Fraction | int) -> float:
-    """Of any size: whole numbers in a file may be larger than a float."""
+    """Return log2 of an int of any size: whole numbers in a file may be larger than a float."""
     return math.log2(size.numerator) - math.log2(size.denominator)

@@ -1,4 +1,4 @@
-"""Which backend was fastest for a request at the lengths that were measured, and which must not be chosen for it.
+"""This module finds the fastest measured backend for a request, and the backends that must not be chosen for it.
 
 Nothing here measures, and nothing imports torch.
 """
@@ -91,14 +91,15 @@ def backend_row(
 
 
 def measured(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[Measured]:
-    """All measurements of this very request on this device, of any lengths: of this machine, else shipped ones."""
+    """Return all measurements of exactly this request on this device, of any lengths: of this machine, else shipped
+    ones."""
     here = known(request, place)
     return () if here is NOT_ANY else here.measured.get(canonical(request_key(request)), ())
 
 
 def advising(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[Measured]:
-    """All measurements that have a say in a request: its own, then those of requests like it; of those who are not
-    quarantined for it."""
+    """Return all measurements that count for a request: its own, then those of similar requests, without
+    backends that are quarantined for it."""
     here = known(request, place)
     return () if here is NOT_ANY else _advising(here, request_key(request))
 
@@ -168,7 +169,8 @@ def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool, reach: in
 
 
 def _distance(one: Measured, lengths: Lengths, factors: Lengths) -> float | None:
-    """In factors of two, added up; None where one length is further off than its factor."""
+    """Return how far two requests are apart, in factors of two, added up; None where one length is further off than its
+    factor."""
     measured = (*one.lengths[1:], one.lengths[0] if one.kin is None else one.kin.batch)
     asked, most = (*lengths[1:], lengths[0]), (*factors[1:], factors[0])  # whole numbers are compared faster
     if 0 in (*one.lengths, *lengths):
@@ -210,6 +212,6 @@ def _overall(found: Sequence[Measured], recorded: bool) -> Advice:
 
 
 def _of(one: Measured, recorded: bool) -> Advice:
-    """Return what one measurement says."""
+    """Turn one measurement into advice."""
     order = tuple((name, one.why(name)) for name in one.costs(recorded=recorded))
     return Advice(order, kin=one.kin, by=one.by)

@@ -59,8 +59,8 @@ _state = _State()
 
 
 def mode() -> str:
-    """From POLYATTN_TUNING. `use`: what was measured is used. `off`: nothing is read. `online`: what was not measured
-    is, at the first large call of its kind, see `polyattn.bench.tuner.online`.
+    """Read the mode from POLYATTN_TUNING. `use`: what was measured is used. `off`: nothing is read. `online`: what was
+    not measured is, at the first large call of its kind, see `polyattn.bench.tuner.online`.
 
     Raises:
         ConfigError: the variable has another value.
@@ -133,8 +133,8 @@ def cached(name: Hashable, make: Callable[[], _T]) -> _T:
 
 
 def watch(name: Hashable, ask: Callable[[], Any]) -> None:
-    """Compiled code will stand on what `ask` returns now, and is traced anew as soon as that is something else. To be
-    called before the code is made: what changes meanwhile counts."""
+    """Register what compiled code depends on. Once `ask()` returns something new, the code is traced again. Call this
+    before compiling, so that no change is missed."""
     # What was said first counts: other code may stand on that.
     _state.watched.setdefault(name, (ask, ask()))
 

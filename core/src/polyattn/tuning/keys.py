@@ -1,4 +1,5 @@
-"""What measurements are filed under: the fields of a request that decide which backend is fast, besides the lengths."""
+"""This module makes the keys that measurements are stored under: the fields of a request that decide which backend is
+fast, besides the lengths."""
 
 from __future__ import annotations
 

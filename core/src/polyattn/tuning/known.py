@@ -1,4 +1,4 @@
-"""Everything about the backends of a device, in the store and in what plugins ship, read once and kept in memory."""
+"""This module reads all measurements of a device once, from the store and from plugins, and keeps them in memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Known:
 
     @classmethod
     def of(cls, found: Mapping[str, Mapping[Lengths, Measured]], **more: Any) -> Known:
-        """From measurements by the text of their request, and by their lengths."""
+        """Build this from measurements, by the text of their request and by their lengths."""
         kinds: dict[str, list[tuple[str, Numbers]]] = {}
         for key in found:
             if (said := numbers_of(json.loads(key))) is not None:
@@ -109,7 +109,7 @@ NOT_ANY = Known()
 
 
 def known(request: AttentionRequest, place: Callable[[], Place]) -> Known:
-    """Of the device of a request. `place` is asked only where there is anything."""
+    """Return all measurements of the device of a request. `place` is asked only where there is anything."""
     if mode() == "off":
         return NOT_ANY
     return cached(("backends", request.platform, request.arch, get_manager().measurements), lambda: _read(place))

@@ -54,7 +54,7 @@ class Inputs:
     layer: int = 0
 
     def only(self, number: int) -> Inputs:
-        """One of the sets, as set 0."""
+        """Return one of the sets, as set 0."""
         if number == 0:
             return self
         own = {name: getattr(self, name)[number : number + 1] for name in ("tensors", "dout", "dlse")}
@@ -70,7 +70,7 @@ class Inputs:
 
     @property
     def count(self) -> int:
-        """Of the sets."""
+        """Return the number of sets."""
         return len(self.tensors)
 
     def digest(self) -> dict[str, int]:
@@ -100,8 +100,8 @@ class Inputs:
         return request.family == "dense" and request.s_relation == "one" and not self.workload.training
 
     def growing(self, first: int, count: int) -> Inputs:
-        """These sets with other numbers of keys each: `first` fewer, one fewer than that, and so on, down to half of
-        them. They are views, as dense as tensors that were made so, and their values are in other places."""
+        """Return these sets with other numbers of keys each: `first` fewer, one fewer than that, and so on, down to
+        half of them. They are views, as dense as tensors that were made so, and their values are in other places."""
         axis, s_k = 1 if self.workload.request.layout == "BSHD" else 2, self.workload.longest[1]
         sets = []
         for number in range(first, first + count):
@@ -132,7 +132,7 @@ def _sum_of_bytes(tensor: Tensor) -> int:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of the device's last-level cache; 0 where it is not known, as on a CPU."""
+    """Return the bytes of the device's last-level cache; 0 where it is not known, as on a CPU."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
 
 
@@ -208,7 +208,7 @@ class Maker:
         return self.integers([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
     def dense(self) -> dict[str, Tensor]:
-        """One set of families dense, varlen and block_sparse."""
+        """Make one set of families dense, varlen and block_sparse."""
         r, w = self.request, self.workload
         tokens = {"query": (w.tokens, r.heads, r.head_dim)}
         keys = sum(s_k for _, s_k in w.lengths)

@@ -90,7 +90,7 @@ class Tried:
 
     @property
     def best(self) -> str:
-        """Who is chosen; without times, who serves it anyway."""
+        """Return the candidate that is chosen; without times, who serves it anyway."""
         return next(iter(self.times), self.rule)
 
     @property
@@ -250,7 +250,7 @@ class _Verdicts:
         self.held: list[str] = []
 
     def add(self, trouble: Mapping[str, tuple[str, str]]) -> None:
-        """Nothing is wrong with whoever has no kind."""
+        """Record what is wrong with a candidate. An empty kind means that nothing is."""
         self.trouble |= {name: why for name, why in trouble.items() if why[0]}
         bad = [name for name, (kind, _) in trouble.items() if kind and kind not in _HARMLESS]
         if len(bad) == len(self._left) and bad:
@@ -270,11 +270,11 @@ class _Verdicts:
         self._left = [name for name in self._left if name not in bad]
 
     def texts(self) -> dict[str, str]:
-        """For people."""
+        """Return the texts for people."""
         return {name: f"{kind}: {reason}" for name, (kind, reason) in self.trouble.items()}
 
     def without_times(self, outcome: Outcome, reason: str) -> Tried:
-        """Return what became of the workload."""
+        """Return the result of a workload without times."""
         held = tuple(self.held)
         return Tried(self._workload, outcome, rule=self._rule, trouble=self.texts(), quarantined=held, reason=reason)
 

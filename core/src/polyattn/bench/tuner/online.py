@@ -65,7 +65,7 @@ BUDGET = Budget()
 
 
 def _after_fork() -> None:
-    """Whoever measured in the parent does not in the child, where nobody else would give the lock back."""
+    """Make a new lock after a fork: a thread of the parent that held the old one does not exist in the child."""
     BUDGET.lock = threading.Lock()
 
 

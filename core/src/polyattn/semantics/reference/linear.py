@@ -92,7 +92,7 @@ def _first(state: Tensor | None, count: int, value: Tensor, D: int, dtype: torch
 def _recur(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: [S, H_v, D | D_v | 1] and the state [H_v, D, D_v] -> (out [S, H_v, D_v], state)."""
+    """Compute one sequence: [S, H_v, D | D_v | 1] and the state [H_v, D, D_v] -> (out [S, H_v, D_v], state)."""
     outs = []
     for q, k, v, d, b in zip(query, key, value, decay, beta, strict=True):
         state = state * d[..., None]

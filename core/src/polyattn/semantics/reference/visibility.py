@@ -1,4 +1,4 @@
-"""Which keys a query may see: by position (S3, S4), and in a tree of drafts (S8)."""
+"""This module defines which keys a query may see: by position (S3, S4), and in a tree of drafts (S8)."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def check_index(name: str, value: Any, rank: int, shape: str) -> None:
 
 
 def check_dense_axis(name: str, tensor: Tensor) -> None:
-    """Of the strides the last one has to be 1 (S1)."""
+    """Check that the last stride is 1 (S1)."""
     if tensor.shape[-1] != 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise InvalidInputError(
             f"{name}'s last axis is not dense (strides {tuple(tensor.stride())}); pass {name}.contiguous()"

@@ -330,7 +330,7 @@ class AttentionBackend:
     # What was chosen --------------------------------------------------------------------------------------------------
 
     def explain(self, layer_id: int | None = None) -> dict[str, Selection]:
-        """Who serves each phase of a layer, with reasons, and who writes its keys and values.
+        """Return which backend serves each phase of a layer and which one writes its keys and values, with reasons.
 
         Args:
             layer_id: None = the first layer.
@@ -367,7 +367,7 @@ class AttentionBackend:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _forget(self, batch: ForwardBatch | None) -> None:
-        """Return what held for the step before holds no longer."""
+        """Forget what held for the step before."""
         self._batch, self._planned, self._again = batch, [], None
         self._any = self._decode = self._extend = _NONE
 

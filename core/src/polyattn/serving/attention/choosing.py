@@ -1,4 +1,4 @@
-"""Who serves each layer in each phase, and who writes its keys and values."""
+"""This module chooses the backend of each layer and phase, and the one that writes its keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One layer in one plan slot: the shortest way from a model's tensors to the kernel that was bound for them."""
+"""This module calls one layer in one plan slot: the shortest way from a model's tensors to the kernel that was bound
+for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which backend serves which phase of a server: the rule of prefill, decode and verify, checked before a kernel runs.
+"""This module decides which backend serves which phase of a server: the rule of prefill, decode and verify, checked
+before a kernel runs.
 
 Inheritance: a phase's own backend, else `backend` (`--attention-backend`), else automatic. Drafts are verified by the
 backend of `--speculative-attention-mode`, prefill unless said otherwise. What a combination cannot do is said by data:

@@ -214,7 +214,7 @@ class Buffers:
 
     @property
     def own(self) -> StepBuffers:
-        """Those of the model's own tokens."""
+        """Return the tables of the model's own tokens."""
         return self._own
 
 
@@ -243,7 +243,7 @@ class _Phase:
 
 
 class PlanSlot:
-    """One plan slot: eager steps, a part of split mixed steps, or the recorded steps of one size.
+    """Holds one plan slot: eager steps, a part of split mixed steps, or the recorded steps of one size.
 
     Layers of one group that ask the same share one session here; no two groups, phases or slots do.
 
@@ -288,7 +288,8 @@ class PlanSlot:
 
     @property
     def positions(self) -> Tensor:
-        """Of the new tokens of the planned step, which are the same in every group of the request table."""
+        """Return the positions of the planned step's new tokens, which are the same in every group of the request
+        table."""
         return self._planned.steps[self._tables.own[0]].positions
 
     def forget(self, phase: ServingPhase) -> None:

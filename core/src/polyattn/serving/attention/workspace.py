@@ -62,7 +62,7 @@ class Workspaces:
         return Slot(self._device, limits.max_sequences, limits.max_tokens, max_pages, workspace, recorded)
 
     def fix(self, plan_slot: Hashable) -> None:
-        """From now on nothing of this plan slot may move: its steps are recorded."""
+        """Fix the memory of this plan slot: from now on nothing of it may move: its steps are recorded."""
         self._fixed.add(plan_slot)
 
     @property

@@ -96,7 +96,7 @@ def distributions(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], points: Sequence[float]) -> Tensor:
-    """One token per row.
+    """Draw one token per row.
 
     Args:
         logits: [R, V]. points: per row the number in [0, 1) that decides, as `uniform` gives it; of greedy rows it is

@@ -1,4 +1,4 @@
-"""What a recorded step may do, and the eyes that see it: torch's operators as they are called, with the line of code.
+"""This module checks what a recorded step may do: torch's operators as they are called, with the line of code.
 
 A device graph repeats kernels on fixed addresses with fixed host values. So between the plan of a step and the end of
 its replay nothing may wait for the device, and nothing the graph reads may move. Capture itself reports part of this as

@@ -16,7 +16,7 @@ __all__ = ["CudaGraph", "DeviceGraph", "FakeGraph", "graphs_of"]
 
 
 class DeviceGraph(Protocol):
-    """One recording. An accelerator whose graphs are not torch.cuda's brings its own."""
+    """Records one device graph and replays it. An accelerator whose graphs are not torch.cuda's brings its own."""
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """Record `function`, which takes nothing and reads tensors that stay where they are.

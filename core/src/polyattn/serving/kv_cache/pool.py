@@ -253,7 +253,8 @@ class KVPool:
         self._kept.add(layer_id)
 
     def writer(self, layer_id: int) -> str:
-        """Who writes rows of a layer in `write`: the name of a package's kernels (`device_ops`), or polyattn."""
+        """Return what writes rows of a layer in `write`: the name of a package's kernels (`device_ops`), or
+        polyattn."""
         return CORE if self.rows_writer(layer_id) is None else self._package
 
     def rows_writer(self, layer_id: int) -> RowsWriter | None:
@@ -404,7 +405,7 @@ class KVPool:
             rows.move(*where[rows.flat])
 
     def _in(self, group: int) -> Iterable[Rows]:
-        """All that the layers of a group keep by token."""
+        """Return all that the layers of a group keep by token."""
         for layer_id in self.groups[group].layer_ids:
             yield from self._rows[layer_id]
             yield from self._extra[layer_id].values()

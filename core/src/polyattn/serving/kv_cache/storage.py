@@ -115,7 +115,7 @@ class RowFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the cache tensor."""
+        """Return the dtype of the cache tensor."""
         return torch.uint8 if self.packed or self.kv_dtype == "fp4_e2m1" else TORCH_DTYPES[self.kv_dtype]
 
     @property

@@ -1,4 +1,4 @@
-"""From a draft model's probabilities to trees of candidates."""
+"""This module makes trees of candidates from a draft model's probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What one step of an engine runs: which requests, how many keys and how many new tokens each, and in which mode."""
+"""This module describes what one step of an engine runs: which requests, how many keys and how many new tokens each,
+and in which mode."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class ForwardMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ForwardBatch:
-    """One step, on the host. The new tokens of a row are the last of its keys; they are packed in the order of rows.
+    """Describes one step, on the host. The new tokens of a row are the last of its keys; they are packed in the order
+    of rows.
 
     Attributes:
         mode: see `ForwardMode`.
@@ -110,7 +112,7 @@ class ForwardBatch:
 
     @staticmethod
     def _numbers(name: str, given: Sequence[int]) -> list[int]:
-        """As ints: host numbers, not those of a device, which would be waited for."""
+        """Return the numbers as ints: host numbers, not those of a device, which would be waited for."""
         if hasattr(given, "data_ptr"):  # a tensor, and no import of torch to say so
             raise InvalidInputError(f"{name} is a tensor, and a batch is made of host numbers: pass {name}.tolist()")
         try:
@@ -258,7 +260,7 @@ class ForwardBatch:
 
     @functools.cached_property
     def _mark(self) -> object:
-        """Of this batch and its padded forms: the step after it is known by it."""
+        """Return a mark that this batch shares with its padded forms. The next step recognises the batch by it."""
         return object()
 
     def _changed(self, forget: Sequence[str] = ("_mark",), **fields: Any) -> ForwardBatch:

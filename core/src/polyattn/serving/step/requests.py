@@ -1,4 +1,4 @@
-"""Which pages a running request has, on the host and, for kernels, on the device."""
+"""This module tracks which pages a running request has, on the host and, for kernels, on the device."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ __all__ = ["PageCopy", "RequestTable"]
 
 @dataclasses.dataclass(frozen=True)
 class PageCopy:
-    """Describes what is in page `source` of a group is to be copied to page `target`, in every layer of the group,
-    before the next step writes."""
+    """Asks for a copy of page `source` of a group to page `target`, in every layer of the group, before the next step
+    writes."""
 
     group: int
     source: int
@@ -42,7 +42,7 @@ class PageCopy:
 
 
 class _Row:
-    """One request: its tokens that have a slot, and per group its pages, 0 before `first` of the group."""
+    """Holds one request: its tokens that have a slot, and per group its pages, 0 before `first` of the group."""
 
     __slots__ = ("first", "length", "pages")
 

@@ -1,4 +1,5 @@
-"""What one group of layers needs of a step: tables, lengths, and views of them that are made on first use."""
+"""This module holds what one group of layers needs of a step: tables, lengths, and views of them that are made on first
+use."""
 
 from __future__ import annotations
 
@@ -22,8 +23,7 @@ __all__ = ["Step"]
 
 
 class Step:
-    """Describes what one group of layers needs of a step. Views are made on first use and kept for all layers of the
-    step.
+    """Holds what one group of layers needs of a step. Views are made on first use and kept for all layers of the step.
 
     N counts rows and T_q new tokens, padding included. The tensors are written anew by the next step; none of them is
     to be written by others.
@@ -265,7 +265,8 @@ class Step:
 
     @property
     def _filled_when_asked(self) -> bool:
-        """Return what is planned and not prepared will be written then; of a graph nobody here sees it prepared."""
+        """Return whether views are written when they are asked for. Views of a planned step are written when it is
+        prepared, which is not seen here for a graph."""
         return self.fixed or not self.stale
 
     def _derive(self, key: Hashable, make: Callable[[tuple[Hashable, ...]], _Derived]) -> Step:

@@ -1,4 +1,4 @@
-"""What is judged without running anything: refusals, and what a plugin's hook takes from its own rows."""
+"""This module checks what can be judged without a run: refusals, and what a plugin's hook takes from its own rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checks leave behind: findings, margins, and what became of the case."""
+"""This module collects what checks find: findings, margins, and what became of the case."""
 
 from __future__ import annotations
 

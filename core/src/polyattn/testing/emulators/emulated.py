@@ -26,7 +26,7 @@ __all__ = ["Emulated", "OnDevice", "device_suites"]
 
 
 class Emulated(OffChip):
-    """One provider of a backend on an assumed chip, its library replaced by an emulator on the CPU.
+    """Runs one provider of a backend on an assumed chip, with an emulator on the CPU in the place of its library.
 
     Args:
         name: of the backend. provider: of it. chip: as `--assume-platform` writes it. options: of the backend.
@@ -109,8 +109,9 @@ class OnDevice(AttentionConformance):
 
 
 def device_suites(backends: Iterable[BackendInfo], module: str) -> dict[str, type[OnDevice]]:
-    """One `OnDevice` for each of these backends that has an adapter: `globals().update(device_suites(..., __name__))`.
-    What a vendor's import or compiler warns of is told, and fails no case where a test run makes errors of warnings.
+    """Return one `OnDevice` for each of these backends that has an adapter: `globals().update(device_suites(...,
+    __name__))`. What a vendor's import or compiler warns of is told, and fails no case where a test run makes errors of
+    warnings.
 
     Args:
         backends: the records of a plugin. module: the test module that they become part of.

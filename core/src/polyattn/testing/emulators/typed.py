@@ -1,4 +1,4 @@
-"""Whether a value is what a vendor's annotation says. Words that are not known here say nothing."""
+"""This module checks values against a vendor's annotations. Words that are not known here say nothing."""
 
 from __future__ import annotations
 

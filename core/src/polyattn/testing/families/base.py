@@ -1,4 +1,5 @@
-"""What the kit must know of a family to try it: its shapes, its tensors, its call, and what is right."""
+"""This module describes what the kit must know of a family to try it: its shapes, its tensors, its call, and what is
+right."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ Part = tuple[Any, ...]
 
 
 class Call(NamedTuple):
-    """One call: its case, its tensors by argument name (`mask` stands for attn_mask) and its other arguments."""
+    """Holds one call: its case, its tensors by argument name (`mask` stands for attn_mask) and its other arguments."""
 
     case: Case
     tensors: Mapping[str, Tensor]
@@ -61,8 +62,8 @@ class Variants(Protocol):
 
 
 class Family(abc.ABC):
-    """One family of `polyattn.records.FAMILIES`. An instance in `polyattn.testing.families.FAMILIES` is all it takes
-    to have a family generated, computed and checked.
+    """Describes one family of `polyattn.contract.FAMILIES`. An instance in `polyattn.testing.families.FAMILIES` is all
+    it takes to have a family generated, computed and checked.
 
     Attributes:
         lengths: for each s_relation, the batches to try. Odd, at and around a tile of 64, and the smallest.

@@ -1,4 +1,5 @@
-"""What the families over a paged cache share: their pages, further keys in parts, and the steps of an engine."""
+"""This module has what the families over a paged cache share: their pages, further keys in parts, and the steps of an
+engine."""
 
 from __future__ import annotations
 

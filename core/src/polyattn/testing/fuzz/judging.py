@@ -1,4 +1,4 @@
-"""One call of one backend: does it agree with the reference, refuse with a reason, or fail?"""
+"""This module judges one call of one backend: does it agree with the reference, refuse with a reason, or fail?"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Word = Literal["agreed", "refused", "rejected", "passed over", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Describes what is wrong.
+    """Describes what is wrong with a call.
 
     Attributes:
         check: which check of the kit said so (`out`, `lse`, `grad key`, ...), `call` for an exception that should not

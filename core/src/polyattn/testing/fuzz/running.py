@@ -49,7 +49,7 @@ KEPT = 5
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """One failure: the smallest call that shows it, and the script that does."""
+    """Describes one failure: the smallest call that shows it, and the script that does."""
 
     backend: str
     number: int
