@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.dispatch import DENSE_KEY, DenseSite, _dense_key
+from polyattn.dispatch import DENSE_KEY, DenseSite, dense_key
 from polyattn.signature import LARGE, Static
 
 
@@ -25,7 +25,7 @@ def tensors(**change):
 
 
 def key(q, k, v, mask=None, sinks=None, out=None, bshd=True):
-    return dict(zip(DENSE_KEY, _dense_key(q, k, v, mask, sinks, out, bshd), strict=True))
+    return dict(zip(DENSE_KEY, dense_key(q, k, v, mask, sinks, out, bshd), strict=True))
 
 
 def changed(a, b):

@@ -23,7 +23,7 @@ _FORWARD: dict[str, Any] = {
     "linear": contract.LinearForward,
 }
 _BACKWARD: dict[str, Any] = {"dense": contract.DenseBackward, "varlen": contract.VarlenBackward}
-_DECLARED = frozenset({"kv_parts"})
+_DECLARED = frozenset({"kv_parts", "place"})
 """Keywords that are given only where the request's field of that name is not off: packages from before them go on."""
 
 

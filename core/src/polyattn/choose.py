@@ -20,7 +20,8 @@ from .errors import InvalidInputError
 from .facts import device_facts, dtype_name
 from .inspection import catalogue, served_by
 from .lowering import Plan, bind
-from .overrides import Scope, current_settings
+from .names import names_method
+from .overrides import Scope, current_choice, current_settings, note_left
 from .plugins import get_manager
 from .policies import compiled_policy, current_policy
 from .records import AttentionRequest, BackendInfo
@@ -28,7 +29,7 @@ from .selection import Selection, select
 from .tracing import observed, opaque
 from .tuning import with_lengths
 
-__all__ = ["Chosen", "choose", "device_facts", "dtype_name", "remembered", "select_here"]
+__all__ = ["Chosen", "asks_method", "choose", "device_facts", "dtype_name", "load", "remembered", "select_here"]
 
 log = logging.getLogger("polyattn.selection")
 
@@ -53,6 +54,12 @@ class Chosen:
         by = served_by(self.selection) if self.at is None else self.at(extent_of(self.request)(*tensors, **keywords))
         with torch.profiler.record_function(f"polyattn.{call} {by}"):
             return run(*tensors, **keywords)
+
+
+def asks_method(argument: str | None, scope: Scope) -> bool:
+    """Whether the backend asked for here serves calls with a place only; nobody else looks at one."""
+    choice = current_choice(argument, scope)
+    return choice is not None and names_method(choice.name, catalogue())
 
 
 def select_here(
@@ -85,8 +92,10 @@ def choose(
     policy = (current_policy if eager else compiled_policy)(argument, scope, request)
     selection = select(request, catalogue(), policy)
     _announce(selection)
-    chosen = _load(selection)
-    chosen = settled(chosen, policy, _load, by_length=eager and not planned)
+    chosen = load(selection)
+    chosen = settled(chosen, policy, load, by_length=eager and not planned)
+    if chosen.request.place:  # the calls that a method makes are recorded, and it is not
+        return chosen
     bound = observed(chosen.bound, request, chosen.at or selection) if eager else opaque(chosen.bound)
     return chosen if bound is chosen.bound else dataclasses.replace(chosen, bound=bound)
 
@@ -97,7 +106,12 @@ def remembered(request: AttentionRequest, argument: str | None, scope: Scope, ep
     return choose(request, argument, scope)
 
 
-def _load(selection: Selection) -> Chosen:
+def load(selection: Selection) -> Chosen:
+    """Load the functions of a selection.
+
+    Raises:
+        PluginError, ConfigError: see `choose`.
+    """
     manager = get_manager()
     info = manager.backends[selection.backend, selection.platform]
     provider = next(p for p in info.providers if p.name == selection.provider)
@@ -106,10 +120,10 @@ def _load(selection: Selection) -> Chosen:
     def configured(request: AttentionRequest) -> AttentionRequest:
         return request if request.options == options else dataclasses.replace(request, options=options)
 
-    def load(request: AttentionRequest) -> Bound:
+    def forward_of(request: AttentionRequest) -> Bound:
         return manager.load_forward(info, provider, configured(request))
 
-    bound = bind(selection.plan or Plan(selection.request), load, lambda helper: _load(helper).bound)
+    bound = bind(selection.plan or Plan(selection.request), forward_of, lambda helper: load(helper).bound)
     return Chosen(configured(selection.request), selection, info, bound)
 
 
@@ -131,6 +145,8 @@ _announced: set[str] = set()
 def _announce(selection: Selection) -> None:
     """Documented fallbacks and the reference as last resort are said once per process and reason; exact rewrites, which
     change no result, are logged."""
+    if selection.rule:
+        note_left(selection.rule, selection.why)
     if selection.plan is not None:
         log.info("%s serves %s via %s", selection.id, selection.request.summary(), "; ".join(selection.steps()))
     if selection.fallback:

@@ -24,7 +24,7 @@ from .epoch import EPOCH
 from .errors import InvalidInputError
 from .facts import transform
 from .placement import aligned
-from .records import AttentionRequest, relation
+from .records import AttentionRequest, Place, relation
 from .selection import Selection
 from .signature import (
     LARGE,
@@ -49,7 +49,7 @@ from .signature import (
 from .symbolic import recorded_call
 from .traced_facts import counted
 
-__all__ = ["DENSE_KEY", "DenseSite", "attention", "bind", "dense_request"]
+__all__ = ["DENSE_KEY", "DenseSite", "attention", "bind", "dense_key", "dense_request"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _scope = overrides.SCOPE.get
@@ -71,7 +71,7 @@ def _dense_axis(tensor: Tensor) -> bool:
     return tensor.stride()[-1] == 1 or tensor.shape[-1] == 1
 
 
-def _dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, bshd: bool) -> tuple[Any, ...]:
+def dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, bshd: bool) -> tuple[Any, ...]:
     """The complete signature of a dense call, in the order of `DENSE_KEY`."""
     b, s_q, h_q, d = q.shape
     bk, s_k, h_k, dk = k.shape
@@ -201,7 +201,7 @@ class _Fast:
 class DenseSite:
     """A dense call with its static arguments bound: what `bind` returns, what layers hold, what each call finds.
 
-    Call it with (query, key, value, attn_mask=None, sinks=None, out=None); shapes as `polyattn.attention`.
+    Call it with (query, key, value, attn_mask=None, sinks=None, out=None, place=None), as `polyattn.attention`.
     """
 
     __slots__ = ("_argument", "_bshd", "_entries", "_epoch", "_fast", "_last", "_masked", "_scope", "static")
@@ -230,7 +230,12 @@ class DenseSite:
         attn_mask: Tensor | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        place: Place | None = None,
     ) -> Any:
+        if place is not None:
+            return _placed().at(
+                query, key, value, attn_mask, sinks, out, self.constants(), self._argument, self._scope, place
+            )
         if _is_tracing():
             return self._trace(query, key, value, attn_mask, sinks, out)
         fast = self._fast
@@ -258,8 +263,16 @@ class DenseSite:
                 return fast.call(query, key, value, attn_mask=attn_mask)
         return self._find(query, key, value, attn_mask, sinks, out)
 
+    def constants(self) -> tuple[Any, ...]:
+        """The static arguments, in the order of `Static`."""
+        static = self.static
+        return (
+            *(static.causal, static.window, static.softcap, static.scale, static.layout),
+            *(static.dropout_p, static.return_lse, static.deterministic, static.role),
+        )
+
     def _trace(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
-        static = _constants(self.static)
+        static = self.constants()
         return trace_dense(query, key, value, attn_mask, sinks, out, static, self._argument, self._scope)
 
     def _find(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
@@ -278,7 +291,7 @@ class DenseSite:
             self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
         entries = self._entries
         try:
-            signature = _dense_key(query, key, value, attn_mask, sinks, out, self._bshd)
+            signature = dense_key(query, key, value, attn_mask, sinks, out, self._bshd)
         except (AttributeError, RuntimeError, TypeError, ValueError) as exc:
             validate.check_dense(query, key, value, attn_mask, sinks, out, self.static.layout)
             raise InvalidInputError(f"the arguments of attention cannot be read: {exc}; pass 4-D tensors") from exc
@@ -317,18 +330,29 @@ class DenseSite:
                 self._masked = fast
 
     def __polyattn_explain__(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, sinks: Any = None, out: Any = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        sinks: Any = None,
+        out: Any = None,
+        place: Place | None = None,
     ) -> Selection:
+        if place is not None:
+            given = (attn_mask, sinks, out, self.constants(), self._argument, self._scope)
+            found: Selection = _placed().explain(query, key, value, *given, place)
+            return found
         request = dense_request(self.static, query, key, value, attn_mask, sinks, out)
         extent = extent_of(request)(query, key)
         return select_here(request, self._argument, self._scope, extent, full=True)
 
 
-def _constants(static: Static) -> tuple[Any, ...]:
-    return (
-        *(static.causal, static.window, static.softcap, static.scale, static.layout),
-        *(static.dropout_p, static.return_lse, static.deterministic),
-    )
+def _placed() -> Any:
+    """The room of methods, which knows this file: calls with a place belong there."""
+    from .methods import placed
+
+    return placed
 
 
 _sites: dict[Any, Any] = {}
@@ -351,6 +375,7 @@ def attention(
     deterministic: bool = False,
     backend: str | None = None,
     out: Tensor | None = None,
+    place: Place | None = None,
 ) -> Any:
     """Softmax attention on dense tensors, by the best backend that can serve the call.
 
@@ -370,6 +395,8 @@ def attention(
         deterministic: only a backend whose results are the same bits on every run.
         backend: name of a backend; None = `use_backend`, configuration, then automatic.
         out: where to write the output; not while gradients are wanted.
+        place: where in a model the call is (`polyattn.video.Place`). Methods such as sparse video attention need
+            it (docs/methods.md); to all others it only says whether this is cross-attention.
 
     Returns:
         out like query with D_v, or (out, lse). Rows that see no key are 0 with lse = -inf (S7).
@@ -378,6 +405,9 @@ def attention(
         InvalidInputError: an argument no backend could serve. UnsupportedRequestError: none here can, or the named
             one cannot; the message has everyone's reasons. BackendUnavailableError: the named one is not here.
     """
+    if place is not None:
+        static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, None)
+        return _placed().at(query, key, value, attn_mask, sinks, out, static, backend, None, place)
     if _is_tracing():
         static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)
@@ -412,16 +442,20 @@ def bind(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     deterministic: bool = False,
+    role: str | None = None,
     backend: str | None = None,
 ) -> DenseSite:
     """Bind the static arguments of `attention` once, for the hottest paths and for layers.
 
     The overrides in force now (`use_backend`, the component) are captured; process-wide changes still take effect.
 
+    Args:
+        role: "self" or "cross", whose keys these are; None = not said. The others are as `attention`.
+
     Returns:
-        A callable (query, key, value, attn_mask=None, sinks=None, out=None), as `attention`.
+        A callable (query, key, value, attn_mask=None, sinks=None, out=None, place=None), as `attention`.
     """
-    static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
+    static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, role)
     return DenseSite(static, backend)
 
 
@@ -434,9 +468,10 @@ def _explain_attention(
     attn_mask: Any = None,
     backend: str | None = None,
     out: Any = None,
+    place: Place | None = None,
     **static: Any,
 ) -> Selection:
-    return DenseSite(Static(**static), backend).__polyattn_explain__(query, key, value, attn_mask, sinks, out)
+    return DenseSite(Static(**static), backend).__polyattn_explain__(query, key, value, attn_mask, sinks, out, place)
 
 
 attention.__polyattn_explain__ = _explain_attention  # type: ignore[attr-defined]

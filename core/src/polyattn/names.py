@@ -16,7 +16,18 @@ if TYPE_CHECKING:
     from .records import AttentionRequest, BackendInfo
     from .selection import Catalogue, Offer
 
-__all__ = ["is_of", "kind_of", "kinds_here", "lost_aliases", "own_names", "parts", "resolve", "spared", "whole"]
+__all__ = [
+    "is_of",
+    "kind_of",
+    "kinds_here",
+    "lost_aliases",
+    "names_method",
+    "own_names",
+    "parts",
+    "resolve",
+    "spared",
+    "whole",
+]
 
 
 def kind_of(info: BackendInfo, provider: str) -> str:
@@ -71,6 +82,13 @@ def parts(name: str) -> tuple[str, str]:
     """(backend, kind) of a name without a platform; "fa" has no kind."""
     backend, _, kind = name.partition("/")
     return backend, kind
+
+
+def names_method(name: str, catalogue: Catalogue) -> bool:
+    """Whether a name or alias is that of a backend, on whichever platform, whose calls need a place."""
+    bare = parts(name.partition("@")[0])[0]
+    named = (o.info for o in catalogue.offers if bare in (o.info.name, *(a.name for a in o.info.aliases)))
+    return any(provider.is_method for info in named for provider in info.providers)
 
 
 def resolve(

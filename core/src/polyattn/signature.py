@@ -80,6 +80,7 @@ class Static:
     dropout_p: float = 0.0
     return_lse: bool = False
     deterministic: bool = False
+    role: str | None = None
 
     def checked(self, layouts: tuple[str, ...] = validate.LAYOUTS) -> Static:
         window = validate.check_statics(
@@ -91,6 +92,8 @@ class Static:
             dropout_p=self.dropout_p,
             layouts=layouts,
         )
+        if self.role not in (None, "self", "cross"):
+            raise InvalidInputError(f"role={scalars.shown(self.role)} must be 'self', 'cross' or None")
         lse, exact = scalars.flag("return_lse", self.return_lse), scalars.flag("deterministic", self.deterministic)
         return dataclasses.replace(self, window=window, return_lse=lse, deterministic=exact)
 
@@ -106,6 +109,7 @@ class Static:
             "dropout": float(self.dropout_p),
             "lse": bool(self.return_lse),
             "deterministic": bool(self.deterministic) or torch_deterministic(),
+            "cross": self.role == "cross",
         }
 
 

@@ -11,6 +11,7 @@ from torch.fx import Proxy
 
 from .errors import InvalidInputError
 from .overrides import Scope
+from .records import Place
 from .signature import Static
 
 __all__ = ["recorded", "recorded_call"]
@@ -36,6 +37,9 @@ def recorded_call(function: Callable[..., Any], site: Any, *args: Any, **kwargs:
     stated = {name: value for name, value in dataclasses.asdict(site.static).items() if value != _DEFAULTS[name]}
     stated = {name: value for name, value in stated.items() if value != "THD"}
     scope: Scope = site._scope
+    role = stated.pop("role", None)  # of a layer; an argument of the call it is in a place only
+    if role is not None and kwargs.get("place") is None:
+        kwargs["place"] = Place(role=role)
     named = site._argument or scope[0]
     if named:
         stated["backend"] = named

@@ -35,12 +35,12 @@ def fixed(*sizes: int) -> tuple[int, ...]:
 def constants(static: tuple[Any, ...]) -> tuple[Any, ...]:
     """The static arguments with their numbers fixed: dynamo may hold a float attribute or default as a symbol, and
     `math.ldexp(x, 0)`, which is exactly x, is where it becomes a constant."""
-    causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic = static
+    causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, *role = static
     if isinstance(window, (tuple, list)):
         window = tuple([int(math.ldexp(side, 0)) if _small(side) else side for side in window])
     return (
         *(causal, window, _fixed_number(softcap), _fixed_number(scale)),
-        *(layout, _fixed_number(dropout_p), return_lse, deterministic),
+        *(layout, _fixed_number(dropout_p), return_lse, deterministic, *role),
     )
 
 

@@ -1,1 +1,5 @@
-"""Sparse attention for video models: the methods, once for all vendors. Kernels for them live in plugins."""
+"""The public face of sparse attention for video models: what a call is told of its place. See docs/methods.md."""
+
+from ..records import Place
+
+__all__ = ["Place"]
