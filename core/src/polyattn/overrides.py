@@ -293,8 +293,8 @@ def check_components() -> None:
     for name in sorted(_process.left.keys() - _process.served):
         raise ConfigError(
             f"{name} was asked for and served no call: it left all of them to others, because "
-            f"{'; '.join(_process.left[name])}. Give the calls a place that it serves (place=polyattn.video.Place(...)), "
-            "or ask for another backend"
+            f"{'; '.join(_process.left[name])}. Give the calls a place (place=polyattn.video.Place(...)) that it "
+            "serves, or ask for another backend"
         )
     wanted = set(current_settings().component_attention_backends)
     if missed := sorted(wanted - _process.reached):

@@ -37,9 +37,9 @@ def recorded_call(function: Callable[..., Any], site: Any, *args: Any, **kwargs:
     stated = {name: value for name, value in dataclasses.asdict(site.static).items() if value != _DEFAULTS[name]}
     stated = {name: value for name, value in stated.items() if value != "THD"}
     scope: Scope = site._scope
-    role = stated.pop("role", None)  # of a layer; an argument of the call it is in a place only
-    if role is not None and kwargs.get("place") is None:
-        kwargs["place"] = Place(role=role)
+    role = stated.pop("role", None)  # of a layer; the call takes it with its place
+    if role is not None:
+        kwargs["place"] = _in_role(kwargs.get("place"), role)
     named = site._argument or scope[0]
     if named:
         stated["backend"] = named
@@ -51,3 +51,11 @@ def recorded_call(function: Callable[..., Any], site: Any, *args: Any, **kwargs:
             f"outside of it, or name a backend"
         )
     return node
+
+
+def _in_role(place: Any, role: Any) -> Any:
+    """A place with the role of its layer."""
+    node = recorded(_in_role, place, role)
+    if node is not None:
+        return node
+    return Place(role=role) if place is None else dataclasses.replace(place, role=role)

@@ -43,10 +43,6 @@ class _Site:
             self._runs, self._method, self._epoch = {}, asks_method(self.backend, self.scope), EPOCH.value
         if not self._method:
             return self.site(query, key, value, mask, sinks, out)
-        if not isinstance(query, Tensor):
-            optional = {"attn_mask": mask, "sinks": sinks, "out": out, "place": place}
-            if (node := recorded_call(attention, self.site, query, key, value, **optional)) is not None:
-                return node
         run, placed = self._find(query, key, value, mask, sinks, out)
         given = {"place": place} if placed else {}
         return run(query, key, value, attn_mask=mask, sinks=sinks, out=out, **given)
@@ -117,13 +113,20 @@ def at(
     Raises:
         InvalidInputError: `place` is no place, or contradicts the role of its layer; the rest as `polyattn.attention`.
     """
+    if not isinstance(query, Tensor):
+        optional = {"attn_mask": mask, "sinks": sinks, "out": out, "place": place}
+        node = recorded_call(attention, _site(static, backend, scope).site, query, key, value, **optional)
+        if node is not None:
+            return node
     static = _with_role(static, place)
     if not torch.compiler.is_dynamo_compiling():
         return _site(static, backend, scope)(query, key, value, mask, sinks, out, place)
     inside = overrides.current_scope() if scope is None else scope
     if _asks_method(backend, inside, EPOCH.token):
         # What a method does depends on the place: the graph ends before the call and goes on after it.
-        return _between_graphs(query, key, value, mask, sinks, out, static, backend, inside, place)
+        from .between_graphs import between_graphs
+
+        return between_graphs(query, key, value, mask, sinks, out, static, backend, inside, place)
     return trace_dense(query, key, value, mask, sinks, out, static, backend, scope)
 
 
@@ -140,14 +143,9 @@ def _asks_method(backend: str | None, scope: overrides.Scope, token: str) -> boo
     return asks_method(backend, scope)
 
 
-def _between_graphs(*given: Any) -> Any:
-    return at(*given)
-
-
-# As `torch.compiler.assume_constant_result` and `disable`, without their import of dynamo, which costs as much as torch
-# itself. The first is a fact of the process, and its last argument changes with what decides it.
+# As `torch.compiler.assume_constant_result`, without its import of dynamo, which costs as much as torch itself. `token`
+# changes with what decides the answer.
 _asks_method._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_between_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def explain(
