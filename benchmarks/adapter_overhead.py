@@ -28,9 +28,9 @@ from host_time import added, interleaved
 
 import polyattn
 from polyattn.bench import Row, peers
+from polyattn.bench.measure import Clock, Inputs
 from polyattn.bench.workloads import inputs_of, workload
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
-from polyattn.measuring import Clock, Inputs
 from polyattn.serving import (
     AttentionBackend,
     AttentionLayer,

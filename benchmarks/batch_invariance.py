@@ -18,8 +18,8 @@ import report
 import torch
 
 from polyattn.bench import Row
+from polyattn.bench.measure import Call, Candidate, Clock, Inputs, candidates, measure
 from polyattn.bench.workloads import inputs_of, workload
-from polyattn.measuring import Call, Candidate, Clock, Inputs, candidates, measure
 
 BACKEND = "triton"
 PAGED: dict[str, Any] = {"kind": "paged", "heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16}

@@ -38,8 +38,8 @@ import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from polyattn.distributions import distribution_version
 from polyattn.integrations.transformers.serving import CausalLMRunner
+from polyattn.registry.distributions import distribution_version
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams
 
 BAR = 1.2

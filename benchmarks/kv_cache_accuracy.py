@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import polyattn
+from polyattn.serving.kv_cache.pool import KVPool
+from polyattn.serving.kv_cache.storage import KVCacheConfig
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.pool import KVPool
-from polyattn.serving.storage import KVCacheConfig
 
 HIDDEN, H_Q, H_KV, D = 512, 8, 2, 64
 NOPE, D_C, D_R = 64, 512, 64

@@ -31,10 +31,9 @@ import report
 import torch
 
 import polyattn
-from polyattn.contract import Bound
-from polyattn.facts import device_facts
-from polyattn.hookspecs import hookimpl
-from polyattn.records import AttentionRequest, BackendInfo, Provider, Range, row
+from polyattn.contract import AttentionRequest, BackendInfo, Bound, Provider, Range, row
+from polyattn.contract.hookspecs import hookimpl
+from polyattn.dispatch.device_facts import device_facts
 from polyattn.serving import (
     AttentionBackend,
     AttentionLayer,
@@ -48,7 +47,7 @@ from polyattn.serving import (
     RequestTable,
     Step,
 )
-from polyattn.serving.device_ops import device_ops
+from polyattn.serving.kv_cache.device_ops import device_ops
 
 HEADS, KV_HEADS, WIDTH, LAYERS, TOKENS, PAGE = 8, 2, 64, 32, 512, 16
 STEPS = PAGE + 1

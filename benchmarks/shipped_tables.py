@@ -20,11 +20,11 @@ from typing import Any
 
 import report
 
-from polyattn.inspection import catalogue, served_by
-from polyattn.names import parts
-from polyattn.policies import shipped_policy
-from polyattn.records import AttentionRequest
-from polyattn.selection import Catalogue, Policy, select
+from polyattn.contract import AttentionRequest
+from polyattn.selection.aliases import parts
+from polyattn.selection.inspection import catalogue, served_by
+from polyattn.selection.select import Catalogue, Policy, select
+from polyattn.selection.tuned_policy import shipped_policy
 from polyattn.tuning import Measured, Place, request_of, with_lengths
 from polyattn.tuning.known import shipped, shipped_rows
 

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polyattn.serving.batch import ForwardBatch, ForwardMode
-from polyattn.serving.pages import PageAllocator
-from polyattn.serving.requests import RequestTable
-from polyattn.serving.step import Step, StepBuffers
+from polyattn.serving.kv_cache.pages import PageAllocator
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.requests import RequestTable
+from polyattn.serving.step.step import Step, StepBuffers
 
 PAGE, WINDOW, MAX_TOKENS, LONGEST = 16, 1023, 4096, 3072
 BATCHES = (1, 4, 16, 64, 256)

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from polyattn.bench.measure import Workload
 from polyattn.bench.rows import Row
 from polyattn.bench.workloads import workload
-from polyattn.measuring import Workload
 
 KV_HEADS = {1: 32}
 """By group; 8 otherwise, as models have them."""

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from polyattn.distributions import distribution_version
-from polyattn.records import AttentionRequest
-from polyattn.records.capability import holds
-from polyattn.records.request import relation
+from polyattn.contract import AttentionRequest
+from polyattn.contract.capability import holds
+from polyattn.contract.request import relation
+from polyattn.registry.distributions import distribution_version
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_cuda.records.defects import VLLM_FA3_DENSE
 

@@ -18,7 +18,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from polyattn.records import Requirement
+from polyattn.contract import Requirement
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = [f"polyattn_{p.parent.name}.plugin" for p in sorted(ROOT.glob("plugins/[!_]*/pyproject.toml"))]

@@ -6,13 +6,14 @@ import warnings
 
 import pytest
 
-from polyattn import choose
-from polyattn.records import AttentionRequest
-from polyattn.selection import Selection
+from polyattn.contract import AttentionRequest
+from polyattn.dispatch import binding as choose
+from polyattn.selection.select import Selection
 
 
 @pytest.mark.parametrize(
-    "module", ["polyattn.choose", "polyattn_triton.dense", "tests.semantics.test_dense", "plugins.cuda.tests.test_fa"]
+    "module",
+    ["polyattn.dispatch.binding", "polyattn_triton.dense", "tests.semantics.test_dense", "plugins.cuda.tests.test_fa"],
 )
 @pytest.mark.parametrize("category", [UserWarning, RuntimeWarning, DeprecationWarning, FutureWarning, SyntaxWarning])
 def test_of_our_own_it_is_an_error(module: str, category: type[Warning]) -> None:

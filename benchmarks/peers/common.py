@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from polyattn.bench.measure import Call, Inputs
+from polyattn.contract import AttentionRequest
 from polyattn.errors import UnsupportedRequestError
-from polyattn.measuring import Call, Inputs
-from polyattn.records import AttentionRequest
 
 __all__ = ["PlainStep", "called", "csr", "heads_first", "only", "plain_step", "scale_of", "window_of"]
 

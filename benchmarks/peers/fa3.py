@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from vllm.vllm_flash_attn import flash_attn_interface as library
 
-from polyattn.measuring import Call, Inputs
-from polyattn.records import AttentionRequest
+from polyattn.bench.measure import Call, Inputs
+from polyattn.contract import AttentionRequest
 
 from .common import PlainStep, only, plain_step, scale_of, window_of
 

@@ -7,8 +7,8 @@ from typing import Any
 from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
 from torch import Tensor
 
-from polyattn.measuring import Call, Inputs
-from polyattn.records import AttentionRequest
+from polyattn.bench.measure import Call, Inputs
+from polyattn.contract import AttentionRequest
 
 from .common import called, only, plain_step, scale_of, window_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fla.ops.attn.parallel import parallel_attn
 
+from polyattn.bench.measure import Call, Inputs
 from polyattn.errors import UnsupportedRequestError
-from polyattn.measuring import Call, Inputs
 
 from .common import only, scale_of
 

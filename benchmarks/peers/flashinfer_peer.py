@@ -10,9 +10,9 @@ import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from torch import Tensor
 
+from polyattn.bench.measure import Call, Inputs
+from polyattn.contract import AttentionRequest
 from polyattn.errors import UnsupportedRequestError
-from polyattn.measuring import Call, Inputs
-from polyattn.records import AttentionRequest
 
 from .common import csr, only, plain_step, scale_of
 

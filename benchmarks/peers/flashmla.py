@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
 
-from polyattn.measuring import Call, Inputs
+from polyattn.bench.measure import Call, Inputs
 
 from .common import only, plain_step, scale_of
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from polyattn.bench.measure import Call, Inputs
 from polyattn.errors import UnsupportedRequestError
-from polyattn.measuring import Call, Inputs
 
 from .common import called, heads_first, only, scale_of, window_of
 

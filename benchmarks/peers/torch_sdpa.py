@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from polyattn.bench.measure import Call, Inputs
 from polyattn.errors import UnsupportedRequestError
-from polyattn.measuring import Call, Inputs
 
 from .common import called, heads_first, only, plain_step, scale_of
 

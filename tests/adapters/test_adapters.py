@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn import adapters, distributions
+from polyattn import adapters
+from polyattn.contract import DeviceReport, Requirement
 from polyattn.errors import BackendUnavailableError, ConfigError
-from polyattn.evidence import Evidence
-from polyattn.plugins import get_manager
-from polyattn.records import DeviceReport, Requirement
+from polyattn.registry import distributions
+from polyattn.registry.evidence import Evidence
+from polyattn.registry.manager import get_manager
 from polyattn.testing import AttentionConformance, recording
 from polyattn.testing.emulators import OTHER, Emulated, Library, OnDevice, Signatures, device_suites, emulated
 from polyattn.testing.where import Place

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyattn import reference
+from polyattn.semantics import reference
 from polyattn.testing.emulators.arithmetic import band, gradients, lse_of, scores, weighted, weights_of
 
 

@@ -53,7 +53,7 @@ def test_an_adapter_that_computes_something_else_is_not_timed(script):
 def test_a_layer_of_serving_costs_little_more_than_its_kernel(script, monkeypatch):
     module = script("serving_layer")
     import polyattn
-    from polyattn.plugins import reset_manager
+    from polyattn.registry.manager import reset_manager
 
     device = torch.device("cpu")
     module.OUT[device] = torch.zeros(0)

@@ -11,10 +11,10 @@ import torch
 from packaging.version import Version
 
 from polyattn.bench import Row
+from polyattn.bench.measure import check, make_inputs
 from polyattn.bench.peers import load, named, versions_of
 from polyattn.bench.workloads import workload
 from polyattn.errors import ConfigError, UnsupportedRequestError
-from polyattn.measuring import check, make_inputs
 
 PEERS = str(Path(__file__).parents[2] / "benchmarks" / "peers")
 CPU = torch.device("cpu")

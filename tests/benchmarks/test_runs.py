@@ -14,18 +14,20 @@ import sys
 import pytest
 import torch
 
-from polyattn import inspection, measuring, overrides, tuning
+from polyattn import tuning
 from polyattn.bench import Peer, entries, pages, plots, results, running
+from polyattn.bench import measure as measuring
 from polyattn.bench.asking import Asked
 from polyattn.bench.entries import Seen, entries_of
+from polyattn.bench.measure import Clock
 from polyattn.bench.rows import Row, Work
 from polyattn.bench.running import DeviceLost, Plan, ceiling, run
 from polyattn.bench.sheets import read
 from polyattn.bench.workloads import workload
 from polyattn.errors import BackendUnavailableError, ConfigError
-from polyattn.measuring import Clock
-from polyattn.plugins import get_manager
-from polyattn.selection import Selection
+from polyattn.registry.manager import get_manager
+from polyattn.selection import inspection, overrides
+from polyattn.selection.select import Selection
 from polyattn.testing.machine import code_digest
 
 CPU = torch.device("cpu")

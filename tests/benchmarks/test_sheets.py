@@ -13,15 +13,15 @@ import pytest
 import torch
 import yaml
 
+from polyattn.bench.measure import make_inputs
 from polyattn.bench.rows import LATENT_FP8_ROW, Row, visible
 from polyattn.bench.sheets import QUERY_DTYPES, read, selected
 from polyattn.bench.workloads import workload
+from polyattn.contract.request import DTYPES
 from polyattn.errors import ConfigError
-from polyattn.measuring import make_inputs
-from polyattn.quantised import MLA_BYTES
-from polyattn.records.request import DTYPES
+from polyattn.semantics.kv_quant import MLA_BYTES
+from polyattn.semantics.validation import FLOATS
 from polyattn.tuning.rows import canonical
-from polyattn.validate import FLOATS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHEETS = BENCHMARKS / "sheets"

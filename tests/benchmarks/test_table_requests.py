@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from polyattn import tuning
+from polyattn.bench.measure.traces import read_trace
 from polyattn.bench.sheets import read
 from polyattn.bench.workloads import workload
-from polyattn.measuring.traces import read_trace
 from polyattn.tuning import Place, advise, backend_row
 from polyattn.tuning.rows import canonical
 

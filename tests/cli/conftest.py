@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from polyattn import overrides
 from polyattn.cli import main, rendering
-from polyattn.inspection import detect
-from polyattn.plugins import get_manager, reset_manager
+from polyattn.registry.manager import get_manager, reset_manager
+from polyattn.selection import overrides
+from polyattn.selection.inspection import detect
 
 VENDORS = ("ascend", "cuda", "musa", "rocm", "triton", "xpu")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import polyattn
-from polyattn.plugins import reset_manager
+from polyattn.registry.manager import reset_manager
 
 from .conftest import Run
 
@@ -158,8 +158,8 @@ def test_the_file_that_the_environment_names(run: Run, monkeypatch: pytest.Monke
 
 
 ABSENT = """
-from polyattn.hookspecs import hookimpl
-from polyattn.records import *
+from polyattn.contract import hookimpl
+from polyattn.contract import *
 
 ROWS = (row(family="dense", dtype="float32", head_dim=64),)
 

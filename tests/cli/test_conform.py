@@ -20,8 +20,8 @@ from .conftest import Run
 
 PLUGIN = """
 from polyattn.backends.reference_backend import Reference
-from polyattn.hookspecs import hookimpl
-from polyattn.records import *
+from polyattn.contract import hookimpl
+from polyattn.contract import *
 
 
 class Acme(Reference):
@@ -294,7 +294,9 @@ def test_nothing_is_warned_of_a_backend_in_order(run: Run, plugin: Plugin) -> No
 
 
 def test_a_plugin_that_imports_torch_when_it_is_loaded_is_warned_of(run: Run, plugin: Plugin) -> None:
-    plugin("acme", LEAN.replace("from polyattn.hookspecs", "import torch\nfrom polyattn.hookspecs", 1))
+    plugin(
+        "acme", LEAN.replace("from polyattn.contract.hookspecs", "import torch\nfrom polyattn.contract.hookspecs", 1)
+    )
     said = run("conform", "acme", "--no-evidence")
     assert "warning: plugin acme_plugin (module acme_plugin) imports torch when it is loaded" in said.out
     assert run("conform", "acme", "--json").data["warnings"]

@@ -238,7 +238,7 @@ def test_a_lost_fast_path_fails(monkeypatch: pytest.MonkeyPatch, added: float, v
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_other_machines_without_their_plugins_have_what_core_brings() -> None:
-    from polyattn.plugins import PluginManager, reset_manager
+    from polyattn.registry.manager import PluginManager, reset_manager
 
     try:
         reset_manager(PluginManager({"POLYATTN_PLUGINS": ""}))

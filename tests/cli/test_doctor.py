@@ -12,9 +12,9 @@ import pytest
 
 from polyattn import PluginError, integrations, tuning
 from polyattn.cli import doctor as doctor_module
-from polyattn.inspection import list_backends
-from polyattn.plugins import get_manager, reset_manager
-from polyattn.records import BackendInfo, DeviceReport, Provider, Requirement, row
+from polyattn.contract import BackendInfo, DeviceReport, Provider, Requirement, row
+from polyattn.registry.manager import get_manager, reset_manager
+from polyattn.selection.inspection import list_backends
 
 from .conftest import VENDORS, Run
 
@@ -162,8 +162,8 @@ def test_a_plugin_that_was_left_out_is_no_problem(run: Run, plugin: Plugin, monk
 
 
 NOT_INSTALLED = """
-from polyattn.hookspecs import hookimpl
-from polyattn.records import BackendInfo, Provider, Range, Requirement, row
+from polyattn.contract import hookimpl
+from polyattn.contract import BackendInfo, Provider, Range, Requirement, row
 
 def provider(name, distribution, hint, family="dense", also=()):
     rows = (row(family=family, dtype="float32", head_dim=Range(1)),)
@@ -219,8 +219,8 @@ def test_either_name_of_what_is_needed_leaves_it_out(
 
 
 DETECTION_RAISES = """
-from polyattn.hookspecs import hookimpl
-from polyattn.records import PlatformInfo
+from polyattn.contract import hookimpl
+from polyattn.contract import PlatformInfo
 
 def detect():
     raise RuntimeError("driver on fire")
@@ -292,7 +292,7 @@ def test_an_accelerator_that_is_found_comes_first(run: Run, monkeypatch: pytest.
     absent, cpu = DeviceReport(False, "none"), DeviceReport(True, "a CPU")
     find = lambda name: reports.get(name, cpu if name == "cpu" else absent)  # noqa: E731
     monkeypatch.setattr("polyattn.cli.doctor.detect", find)
-    monkeypatch.setattr("polyattn.inspection.detect", find)
+    monkeypatch.setattr("polyattn.selection.inspection.detect", find)
     data = run("doctor", "--json").data
     assert {entry["platform"] for entry in data["backends"]} == {"cuda", "cpu"}
     assert "found 1 NVIDIA GPU (sm90)" in flat(run("doctor").out)
@@ -337,8 +337,8 @@ def test_a_plugin_that_imports_what_it_must_not_is_a_warning(run: Run, plugin: P
     """torch, or a library that its providers need; a plugin that does without when there is none is no better."""
     need = 'Requirement("acme-sdk", module="acme_sdk.kernels")'
     text = f"""
-from polyattn.hookspecs import hookimpl
-from polyattn.records import *
+from polyattn.contract import hookimpl
+from polyattn.contract import *
 
 try:
     import acme_sdk
@@ -362,8 +362,8 @@ def polyattn_register_backends():
 
 def test_an_alias_that_is_the_name_of_another_is_a_warning(run: Run, plugin: Plugin) -> None:
     text = """
-from polyattn.hookspecs import hookimpl
-from polyattn.records import *
+from polyattn.contract import hookimpl
+from polyattn.contract import *
 
 
 @hookimpl

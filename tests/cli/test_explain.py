@@ -16,10 +16,10 @@ from polyattn import AttentionRequest, ConfigError
 from polyattn.cli.asking import QUERY_DTYPES, Question, ask
 from polyattn.cli.explain import _assumed, here
 from polyattn.cli.reasons import reasons_table
-from polyattn.config import KV_CACHE_DTYPES
-from polyattn.records import DeviceReport
+from polyattn.contract import DeviceReport
+from polyattn.selection.config import KV_CACHE_DTYPES
 from polyattn.serving import AttentionLayer
-from polyattn.serving.phases import layer_request
+from polyattn.serving.attention.phases import layer_request
 
 from .conftest import Run
 
@@ -122,9 +122,9 @@ def test_a_fallback_names_what_was_asked_for_and_advises_nothing_in_vain(run: Ru
 
 def test_a_call_of_its_own_advises_nothing_in_vain() -> None:
     """Selection for a call asks one backend; its message is that of `explain`."""
-    from polyattn.inspection import catalogue
-    from polyattn.records import AttentionRequest
-    from polyattn.selection import Choice, Policy, select
+    from polyattn.contract import AttentionRequest
+    from polyattn.selection.inspection import catalogue
+    from polyattn.selection.select import Choice, Policy, select
 
     request = AttentionRequest(platform="cuda", arch="sm80")
     chosen = select(request, catalogue({"torch": ""}), Policy(Choice("fa3", "argument")))

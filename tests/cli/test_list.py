@@ -8,7 +8,7 @@ import pytest
 
 from polyattn import list_backends
 from polyattn.cli.listing import entries
-from polyattn.inspection import BackendStatus
+from polyattn.selection.inspection import BackendStatus
 
 from .conftest import Run
 
@@ -95,8 +95,8 @@ def test_what_to_do_is_a_column_where_there_is_something_to_do(run: Run, monkeyp
 CHATTY = """
 print("acme: found no licence")
 
-from polyattn.hookspecs import hookimpl
-from polyattn.records import *
+from polyattn.contract import hookimpl
+from polyattn.contract import *
 
 
 @hookimpl

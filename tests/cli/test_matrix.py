@@ -11,11 +11,11 @@ import pytest
 from polyattn import what_if
 from polyattn.cli.matrix import Cell, Support, gather, markdown
 from polyattn.cli.probes import LATENT, LLM, VERIFY, Limits, Sheet, limits
+from polyattn.contract import AttentionRequest
 from polyattn.errors import UnsupportedRequestError
-from polyattn.hybrid import both_phases
-from polyattn.inspection import support_matrix
-from polyattn.plugins import get_manager
-from polyattn.records import AttentionRequest
+from polyattn.registry.manager import get_manager
+from polyattn.selection.inspection import support_matrix
+from polyattn.selection.phase_pairs import both_phases
 
 from .conftest import Run
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from polyattn import __version__
 from polyattn.cli import new_plugin as module
-from polyattn.plugins import PluginManager
+from polyattn.registry.manager import PluginManager
 
 from .conftest import Run
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from polyattn import tuning
+from polyattn.bench.measure import Workload
+from polyattn.bench.measure.traces import Traced, read_trace
 from polyattn.cli import trace
-from polyattn.measuring import Workload
-from polyattn.measuring.traces import Traced, read_trace
-from polyattn.plugins import reset_manager
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
+from polyattn.registry.manager import reset_manager
 
 from .conftest import Run
 

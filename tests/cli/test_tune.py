@@ -12,11 +12,12 @@ import pytest
 
 import polyattn
 from polyattn import tuning
+from polyattn.bench.measure import Clock
+from polyattn.bench.tuner import offline as tuner
 from polyattn.cli import request_words, tune
-from polyattn.measuring import Clock, tuner
-from polyattn.plugins import reset_manager
-from polyattn.policies import tuning_place
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
+from polyattn.registry.manager import reset_manager
+from polyattn.selection.tuned_policy import tuning_place
 
 from .conftest import Run
 
@@ -72,7 +73,7 @@ def test_it_ends_in_order_when_a_scheduler_ends_it(tmp_path: Path) -> None:
     code = """
 import os, signal, sys, time
 from polyattn.cli import app
-from polyattn.measuring import tuner
+from polyattn.bench.measure import tuner
 
 def tune_all(*args, **options):
     os.kill(os.getpid(), signal.SIGTERM)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polyattn.evidence import Evidence
+from polyattn.registry.evidence import Evidence
 from polyattn.testing import generation
 
 from .conftest import Run

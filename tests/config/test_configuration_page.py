@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from polyattn.config import KV_CACHE_DTYPES, Settings, load_settings, parse_backend_config
 from polyattn.envvars import ENVVARS
-from polyattn.platforms import CORE_PLATFORMS
+from polyattn.registry.platforms import CORE_PLATFORMS
+from polyattn.selection.config import KV_CACHE_DTYPES, Settings, load_settings, parse_backend_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 

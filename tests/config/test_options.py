@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from polyattn.config import check_options, parse_backend_config, resolve_options
+from polyattn.contract import BackendInfo, ConfigField, Provider
 from polyattn.errors import ConfigError
-from polyattn.records import BackendInfo, ConfigField, Provider
+from polyattn.selection.config import check_options, parse_backend_config, resolve_options
 
 STA = (
     ConfigField("mask_strategy_file_path", "path", doc="JSON file with one mask strategy per layer"),

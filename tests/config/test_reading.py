@@ -14,8 +14,8 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from polyattn.config import parse_backend_config, read_config_file
 from polyattn.errors import ConfigError
+from polyattn.selection.config import parse_backend_config, read_config_file
 
 FILES = {
     "options.json": '{"sparsity": 0.5, "list": [1, [2]], "a": {"b": null}}',

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from polyattn import envvars
-from polyattn.config import (
+from polyattn.contract import DTYPES, Alias, BackendInfo, ConfigField, Provider
+from polyattn.errors import ConfigError
+from polyattn.selection.config import (
     KV_CACHE_DTYPES,
     Settings,
     backend_names,
@@ -20,8 +22,6 @@ from polyattn.config import (
     load_settings,
     parse_components,
 )
-from polyattn.errors import ConfigError
-from polyattn.records import DTYPES, Alias, BackendInfo, ConfigField, Provider
 
 FILE = """
 attention-backend: fa

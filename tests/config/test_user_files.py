@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from polyattn.bench import results, sheets
+from polyattn.bench.measure.traces import read_trace
 from polyattn.cli import main
-from polyattn.config import parse_backend_config, read_config_file
-from polyattn.config.reading import MOST
+from polyattn.dispatch.trace_requests import _Recorder
 from polyattn.errors import ConfigError, PluginError
-from polyattn.evidence import read_evidence
-from polyattn.measuring.traces import read_trace
-from polyattn.tracing import _Recorder
+from polyattn.registry.evidence import read_evidence
+from polyattn.selection.config import parse_backend_config, read_config_file
+from polyattn.selection.config.reading import MOST
 from polyattn.user_files import read_bytes, read_text
 
 POSIX = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes by name are POSIX")

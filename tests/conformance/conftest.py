@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from polyattn.evidence import read_evidence
-from polyattn.plugins import PluginManager, get_manager, reset_manager
+from polyattn.registry.evidence import read_evidence
+from polyattn.registry.manager import PluginManager, get_manager, reset_manager
 
 ADAPTER = '''
 import functools
@@ -24,8 +24,8 @@ class Acme(Reference):
     """The reference under another name."""
 '''
 PLUGIN = """
-from polyattn.hookspecs import hookimpl
-from polyattn.records import *
+from polyattn.contract import hookimpl
+from polyattn.contract import *
 
 ROWS = (
     row(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn.quantised import real, stored
-from polyattn.records import AttentionRequest, Range, row
-from polyattn.reference import mla_unpack_fp8
+from polyattn.contract import AttentionRequest, Range, row
+from polyattn.semantics.kv_quant import real, stored
+from polyattn.semantics.reference import mla_unpack_fp8
 from polyattn.testing import Case, generate, run_case
 
 COMMON: dict[str, Any] = {

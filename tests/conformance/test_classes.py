@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import reference
-from polyattn.records import Accuracy, AttentionRequest
+from polyattn.contract import Accuracy, AttentionRequest
+from polyattn.semantics import reference
 from polyattn.testing import Case, controls, run_case
 
 CLASS = Accuracy(0.998, 0.06)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from polyattn.evidence import evidence_file, read_evidence
-from polyattn.plugins import get_manager
-from polyattn.records import Provider, row
+from polyattn.contract import Provider, row
+from polyattn.registry.evidence import evidence_file, read_evidence
+from polyattn.registry.manager import get_manager
 from polyattn.testing import run
 from polyattn.testing.code_digest import code_digest
 from polyattn.testing.recording import record, refresh
@@ -21,7 +21,7 @@ from .conftest import Acme
 ADAPTER = '''
 """An adapter."""
 import torch
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from . import tiles
 from .helpers import scaled as by_scale
 
@@ -40,7 +40,7 @@ def unused():
     return [tiles for tiles in (1, 2)]
 '''
 HELPERS = '''
-from polyattn.backends.samples import parts_of
+from polyattn.adapters.samples import parts_of
 
 FACTOR = 2
 

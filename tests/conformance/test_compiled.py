@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from polyattn.testing import Case, OffChip, run_case
 
 # Torch imports modules of its own when it first compiles that warn of their age.

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from polyattn.contract import AttentionRequest, Requirement
 from polyattn.errors import ConfigError
-from polyattn.records import AttentionRequest, Requirement
 from polyattn.testing import Case, Finding, Outcome, Report, record
 from polyattn.testing.machine import versions
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import reference
-from polyattn.plugins import get_manager
+from polyattn.registry.manager import get_manager
+from polyattn.semantics import reference
 from polyattn.testing import Case, Outcome, generate, run_case
 from polyattn.testing.process import _PARTS, left_alone
 

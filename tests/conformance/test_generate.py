@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from polyattn.records import AttentionRequest, Range, Row, Window, request_fields, row
+from polyattn.contract import AttentionRequest, Range, Row, Window, request_fields, row
 from polyattn.testing import Case, Installed, generate, plan, refusals
 from polyattn.testing.covering import covering
 from polyattn.testing.families.base import drawn_parts, spans
@@ -272,7 +272,7 @@ def test_drawn_parts(total: int, step: int, empty: bool) -> None:
 
 def test_declared_reads_rows_as_selection_does() -> None:
     """The kit's own reading of rows against `judge`, on every request it makes."""
-    from polyattn.records import judge
+    from polyattn.contract import judge
 
     for backend in ("torch_sdpa", "reference"):
         target = Installed(backend)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from polyattn.contract import Accuracy, AttentionRequest, Provider, Rejected, Row, judge, row
 from polyattn.errors import BackendUnavailableError, ConfigError, PluginError, UnsupportedRequestError
-from polyattn.evidence import Evidence, read_evidence, row_hash, write_evidence
-from polyattn.plugins import get_manager
-from polyattn.records import Accuracy, AttentionRequest, Provider, Rejected, Row, judge, row
+from polyattn.registry.evidence import Evidence, read_evidence, row_hash, write_evidence
+from polyattn.registry.manager import get_manager
 from polyattn.testing import Case, Installed, OffChip, Report, plan, record, refusals, run, run_case
 from polyattn.testing.calls import out_of, sayable
 from polyattn.testing.checks import Outcome

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn.backends import torch_sdpa
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 
 SEEN: list[tuple[int, ...]] = []
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import reference
 from polyattn.backends.reference_backend import Reference
-from polyattn.evidence import KEYS
-from polyattn.records import AttentionRequest, Window, row
+from polyattn.contract import AttentionRequest, Window, row
+from polyattn.registry.evidence import KEYS
+from polyattn.semantics import reference
 from polyattn.testing import Case, Installed, Outcome, generate, plain, plan, run_case
 from polyattn.testing.cases import FAR
 from polyattn.testing.families import FAMILIES

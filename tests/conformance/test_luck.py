@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from polyattn.testing import Case, run_case
 from polyattn.testing.checks import CLEAR
 from polyattn.testing.fuzz import Calls

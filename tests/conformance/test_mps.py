@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from polyattn.backends import torch_sdpa
-from polyattn.plugins import get_manager
-from polyattn.records import judge
+from polyattn.contract import judge
+from polyattn.registry.manager import get_manager
 from polyattn.testing import Case, OffChip, generate, run_case
 
 MPS = OffChip("torch_sdpa", "mps")
@@ -102,7 +102,7 @@ MPS_REQUEST: dict[str, Any] = {"platform": "mps", "dtype": "float32", "head_dim"
 
 
 def _request(**fields: Any) -> Any:
-    from polyattn.records import AttentionRequest
+    from polyattn.contract import AttentionRequest
 
     return AttentionRequest(**fields).normalised()
 

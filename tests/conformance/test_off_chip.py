@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from polyattn import contract
-from polyattn.plugins import get_manager
+from polyattn.registry.manager import get_manager
 from polyattn.testing import FAMILIES, Case, OffChip, generate, run_case
 
 PLATFORMS = ("rocm", "xpu", "musa", "npu", "mps")

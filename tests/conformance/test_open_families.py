@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import reference
-from polyattn.records import AttentionRequest, OneOf, Range, Row, row
+from polyattn.contract import AttentionRequest, OneOf, Range, Row, row
+from polyattn.semantics import reference
 from polyattn.testing import FAMILIES, Case, Family, generate, run_case
 from polyattn.testing.families import DTYPES, Part
 from polyattn.testing.generation import left_out

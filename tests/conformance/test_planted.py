@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyattn.plugins import get_manager
+from polyattn.registry.manager import get_manager
 from polyattn.testing import Case, Outcome, catching
 from polyattn.testing.catching import NOTHING, Catch, blanks, catch, catches
 from polyattn.testing.planted import BUGS, NO_BUG

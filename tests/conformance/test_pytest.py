@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from polyattn.contract import BackendInfo, Provider, Requirement
 from polyattn.errors import BackendUnavailableError, ConfigError
-from polyattn.records import BackendInfo, Provider, Requirement
 from polyattn.testing import Asked, AttentionRecords, suite
 
 from .conftest import ADAPTER, PLUGIN

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn.records import SESSION, AttentionRequest, Range, row
+from polyattn.contract import SESSION, AttentionRequest, Range, row
 from polyattn.serving import DraftTree, ForwardBatch, ForwardMode, PageAllocator, RequestTable, Step, StepBuffers
 from polyattn.testing import Case, generate
 from polyattn.testing.beyond import refusals

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from polyattn.testing.cases import Case
 from polyattn.testing.checks.notes import Notes
 from polyattn.testing.checks.one_call import Result, against

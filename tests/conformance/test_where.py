@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from polyattn.contract import DeviceReport
 from polyattn.errors import BackendUnavailableError
-from polyattn.inspection import detect
-from polyattn.records import DeviceReport
+from polyattn.selection.inspection import detect
 from polyattn.testing import where
 from polyattn.testing.where import place
 
@@ -44,7 +44,7 @@ def test_an_accelerator_comes_before_the_cpu(devices: set[str], monkeypatch: pyt
 
 
 def _status(name: str, platform: str) -> object:
-    from polyattn.inspection import BackendStatus
+    from polyattn.selection.inspection import BackendStatus
 
     return BackendStatus(name, platform, "", "", "available", "", "")
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_run_anywhere_is_an_error(words: tuple[str, ...], message
 
 
 def test_an_alias_of_several_backends_names_them_all(acme: Acme) -> None:
-    acme("from polyattn.records import Alias\nCLAIMS = {'aliases': (Alias('nsa'),)}")
+    acme("from polyattn.contract import Alias\nCLAIMS = {'aliases': (Alias('nsa'),)}")
     with pytest.raises(BackendUnavailableError, match="nsa is another name of acme, dsa: conformance is that of"):
         place("nsa")
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from polyattn.contract import AttentionRequest, Rejected, Witness
 from polyattn.errors import PluginError
-from polyattn.plugins import get_manager
-from polyattn.records import AttentionRequest, Rejected, Witness
+from polyattn.registry.manager import get_manager
 from polyattn.testing import Case, Installed, OffChip, Outcome, Report, plan, run, run_case
 from polyattn.testing.checks.judged import kind_of
 
 from .conftest import Acme
 
-IMPORTS = "from polyattn.records import AttentionRequest, Witness"
+IMPORTS = "from polyattn.contract import AttentionRequest, Witness"
 WITNESS = f"""
 {IMPORTS}
 NARROWED = [Witness(AttentionRequest(dtype="bfloat16", head_dim=96), "bfloat16 needs head_dim <= 64")]

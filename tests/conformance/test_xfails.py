@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from polyattn.errors import ConfigError
-from polyattn.evidence import read_evidence
-from polyattn.plugins import get_manager
+from polyattn.registry.evidence import read_evidence
+from polyattn.registry.manager import get_manager
 from polyattn.testing import Report, plan, record, run
 from polyattn.testing.calls import Installed
 from polyattn.testing.xfails import read_xfails

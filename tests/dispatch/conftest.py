@@ -8,11 +8,9 @@ import types
 import pytest
 import torch
 
-from polyattn.contract import Bound
-from polyattn.hookspecs import hookimpl
-from polyattn.plugins import PluginManager, reset_manager
-from polyattn.records import BackendInfo, Provider, Range, row
-from polyattn.reference import visible
+from polyattn.contract import BackendInfo, Bound, Provider, Range, hookimpl, row
+from polyattn.registry.manager import PluginManager, reset_manager
+from polyattn.semantics.reference import visible
 
 
 def _weights(request, q, k, lse):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import polyattn
-from polyattn.block_maps import lists_of
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
+from polyattn.semantics.block_maps import lists_of
 
 B, S_Q, S_K, H, H_KV, D, D_V = 2, 70, 100, 4, 2, 16, 24
 SHAPE = (16, 32)

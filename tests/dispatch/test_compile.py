@@ -12,9 +12,9 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polyattn
-from polyattn import op_plans
+from polyattn.dispatch.compile import op_plans
+from polyattn.dispatch.compile.errors import raising
 from polyattn.nn import LocalAttention
-from polyattn.traced_errors import raising
 
 
 @pytest.fixture(autouse=True)
@@ -238,8 +238,8 @@ def test_a_block_inside_a_graph_stands_on_those_around_it(opaque):
 
 
 def _plan(opaque, **request):
-    from polyattn.choose import choose
-    from polyattn.records import AttentionRequest
+    from polyattn.contract import AttentionRequest
+    from polyattn.dispatch.binding import choose
 
     fields = {"platform": "cpu", "dtype": "float64", "head_dim": 16, "v_head_dim": 8, "heads": 4, "kv_heads": 4}
     chosen = choose(AttentionRequest(**fields, **request).normalised(), "opaque", ("", "", ""))
@@ -256,8 +256,8 @@ def test_opcheck_dense(opaque):
 
 
 def test_opcheck_varlen():
-    from polyattn.choose import choose
-    from polyattn.records import AttentionRequest
+    from polyattn.contract import AttentionRequest
+    from polyattn.dispatch.binding import choose
 
     request = AttentionRequest(
         family="varlen", layout="THD", dtype="float32", head_dim=16, heads=4, kv_heads=2, lse=True, s_relation="equal",

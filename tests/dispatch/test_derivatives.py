@@ -7,8 +7,8 @@ import torch
 import torch._dynamo.compiled_autograd
 
 import polyattn
-from polyattn.autograd import differentiable
 from polyattn.contract import Bound
+from polyattn.semantics.autograd import differentiable
 
 F64 = torch.float64
 CU = torch.tensor([0, 3, 5], dtype=torch.int32)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import polyattn
-from polyattn import op_plans
+from polyattn.dispatch.compile import op_plans
 
 GENERATOR = torch.Generator().manual_seed(3)
 MASK = torch.rand(1, 1, 5, 9, generator=GENERATOR) > 0.4
@@ -190,13 +190,14 @@ def test_the_ops_come_with_torch_and_nothing_else_does():
         "print(len(sys.meta_path) < before)\n"
     )
     listed, fewer = python(code).splitlines()[-2:]
-    assert listed == str(["polyattn", "polyattn.op_registration", "polyattn.ops"])
+    rooms = ["polyattn", "polyattn.dispatch", "polyattn.dispatch.compile"]
+    assert listed == str([*rooms, "polyattn.dispatch.compile.custom_ops", "polyattn.dispatch.compile.registration"])
     assert fewer == "True"
 
 
 def _plan(**changed):
-    from polyattn.choose import choose
-    from polyattn.records import AttentionRequest
+    from polyattn.contract import AttentionRequest
+    from polyattn.dispatch.binding import choose
 
     request = AttentionRequest(dtype="float32", head_dim=16, heads=4, kv_heads=4).normalised()
     chosen = choose(request, "torch_sdpa", ("", "", ""))

@@ -82,8 +82,8 @@ def test_a_gpu_is_asked_where_three_tensors_are_and_whether_it_records(inputs, m
         site(*inputs)
     for name in ("cuda", "watch"):
         monkeypatch.setattr(site._fast, name, True)
-    monkeypatch.setattr("polyattn.dispatch.raw_stream", lambda index: len("stream"))
-    monkeypatch.setattr("polyattn.dispatch.recording", torch.is_grad_enabled)
+    monkeypatch.setattr("polyattn.dispatch.dense.raw_stream", lambda index: len("stream"))
+    monkeypatch.setattr("polyattn.dispatch.dense.recording", torch.is_grad_enabled)
     asked = ["<lambda>", "len", "is_grad_enabled"]
     watched = ["check", "unmoved", *["data_ptr"] * 3, *asked, "_get_deterministic_algorithms"]
     found = functions(lambda: site(*inputs))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.dispatch import DENSE_KEY, DenseSite, dense_key
-from polyattn.signature import LARGE, Static
+from polyattn.dispatch.call_key import LARGE, Static
+from polyattn.dispatch.dense import DENSE_KEY, DenseSite, _dense_key
 
 
 def tensors(**change):
@@ -25,7 +25,7 @@ def tensors(**change):
 
 
 def key(q, k, v, mask=None, sinks=None, out=None, bshd=True):
-    return dict(zip(DENSE_KEY, dense_key(q, k, v, mask, sinks, out, bshd), strict=True))
+    return dict(zip(DENSE_KEY, _dense_key(q, k, v, mask, sinks, out, bshd), strict=True))
 
 
 def changed(a, b):
@@ -121,7 +121,7 @@ def test_transform_is_in_the_key():
 
 
 def test_capture_is_in_the_key(monkeypatch):
-    monkeypatch.setattr("polyattn.dispatch.capturing", lambda kind: True)
+    monkeypatch.setattr("polyattn.dispatch.dense.capturing", lambda kind: True)
     assert changed(BASE, key(q, k, v)) == {"capture"}
 
 
@@ -158,7 +158,7 @@ def test_out_facts_are_in_the_key(out):
 
 
 def test_statics_override_path_and_backend_name_different_sites():
-    from polyattn import dispatch
+    from polyattn.dispatch import dense as dispatch
 
     dispatch._sites.clear()
     calls = [
@@ -196,7 +196,7 @@ def test_random_lengths_do_not_miss():
 
 
 def test_the_entries_are_bounded(monkeypatch):
-    monkeypatch.setattr("polyattn.dispatch.SIGNATURES_KEPT", 3)
+    monkeypatch.setattr("polyattn.dispatch.dense.SIGNATURES_KEPT", 3)
     site = polyattn.bind()
     for d in range(8, 20):
         x = torch.zeros(1, 2, 1, d)
@@ -265,8 +265,8 @@ def test_on_a_gpu_alignment_and_a_recording_are_watched_after_the_guards(monkeyp
     seen, state = [], {"recording": False, "stream": 7}
     monkeypatch.setattr(site._fast, "call", lambda *tensors: seen.append("fast"))
     monkeypatch.setattr(DenseSite, "_find", lambda *_: seen.append("found"))
-    monkeypatch.setattr("polyattn.dispatch.recording", lambda: state["recording"])
-    monkeypatch.setattr("polyattn.dispatch.raw_stream", lambda index: state["stream"])
+    monkeypatch.setattr("polyattn.dispatch.dense.recording", lambda: state["recording"])
+    monkeypatch.setattr("polyattn.dispatch.dense.raw_stream", lambda index: state["stream"])
     monkeypatch.setattr(site._fast, "cuda", True)
     monkeypatch.setattr(site._fast, "watch", True)
     aside = torch.zeros(2, 5, 4, 17)[..., :16]
@@ -283,8 +283,8 @@ def test_the_default_stream_is_not_asked_whether_it_records(monkeypatch):
     for _ in range(3):
         site(q, k, v)
     asked = []
-    monkeypatch.setattr("polyattn.dispatch.recording", lambda: asked.append("recording") or False)
-    monkeypatch.setattr("polyattn.dispatch.raw_stream", lambda index: asked.append(index) or 0)
+    monkeypatch.setattr("polyattn.dispatch.dense.recording", lambda: asked.append("recording") or False)
+    monkeypatch.setattr("polyattn.dispatch.dense.raw_stream", lambda index: asked.append(index) or 0)
     for name, value in (("cuda", True), ("watch", True), ("index", 3)):
         monkeypatch.setattr(site._fast, name, value)
     site(q, k, v)

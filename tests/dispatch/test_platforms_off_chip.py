@@ -9,8 +9,8 @@ import torch
 
 import polyattn
 from polyattn.backends.torch_sdpa import TorchSDPA
-from polyattn.dispatch import dense_request
-from polyattn.signature import Static
+from polyattn.dispatch.call_key import Static
+from polyattn.dispatch.dense import dense_request
 
 
 def bound_for(platform, static, q, k, v, mask=None):

@@ -87,7 +87,7 @@ def test_phase_settings_leave_dense_calls_alone():
 
 
 def test_drafts_are_verified_by_the_mode():
-    from polyattn.overrides import current_choice
+    from polyattn.selection.overrides import current_choice
 
     request = polyattn.AttentionRequest(family="paged", phase="verify", page_size=16)
     for mode, name in (("prefill", "fa3"), ("decode", "triton")):
@@ -113,7 +113,7 @@ def test_training_over_a_cache_is_refused():
 def test_a_recorded_call_needs_a_kernel_that_can_be(monkeypatch):
     """torch_native reads lengths on the host, which no capture survives."""
     assert polyattn.explain(polyattn.paged_attention, **paged(1), backend="torch_native").backend == "torch_native"
-    monkeypatch.setattr("polyattn.serving_calls.capturing", lambda kind: True)
+    monkeypatch.setattr("polyattn.dispatch.paged.capturing", lambda kind: True)
     with pytest.raises(polyattn.UnsupportedRequestError, match="graph_capture"):
         polyattn.explain(polyattn.paged_attention, **paged(1), backend="torch_native")
 
@@ -127,7 +127,7 @@ def test_tables_of_one_column_and_one_row_come_with_a_last_stride_of_one(shared,
         given.update(words)
 
     chosen = SimpleNamespace(bound=SimpleNamespace(forward=forward), ranged=lambda call, run: run)
-    monkeypatch.setattr("polyattn.serving_calls.remembered", lambda *asked: chosen)
+    monkeypatch.setattr("polyattn.dispatch.paged.remembered", lambda *asked: chosen)
     call = paged(1)
     table = torch.tensor([[2, 1]], dtype=torch.int32).t()
     lengths = torch.tensor([[4, 9, 9]], dtype=torch.int32)[:, :1].expand(1, 1).t()[0]

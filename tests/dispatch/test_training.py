@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import polyattn
-from polyattn.autograd import attention_backward
 from polyattn.nn import LocalAttention
+from polyattn.semantics.autograd import attention_backward
 
 F64 = torch.float64
 
@@ -76,9 +76,9 @@ def test_a_detached_lse_is_caught():
 
 def test_substituted_out_and_lse_give_a_parts_share():
     """The contract of `Bound.backward`: with the merged (out, lse) each part's backward is its share of the whole."""
-    from polyattn.choose import choose
-    from polyattn.dispatch import dense_request
-    from polyattn.signature import Static
+    from polyattn.dispatch.binding import choose
+    from polyattn.dispatch.call_key import Static
+    from polyattn.dispatch.dense import dense_request
 
     q, k, v = leaves(h_kv=4)
     out, lse = polyattn.attention(q, k, v, return_lse=True)

@@ -10,10 +10,10 @@ import torch
 from torch.autograd import forward_ad
 
 import polyattn
-from polyattn.facts import transform
-from polyattn.plugins import get_manager
-from polyattn.records import Accepted, AttentionRequest
-from polyattn.records.capability import judge
+from polyattn.contract import Accepted, AttentionRequest
+from polyattn.contract.capability import judge
+from polyattn.dispatch.device_facts import transform
+from polyattn.registry.manager import get_manager
 
 F64 = torch.float64
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)

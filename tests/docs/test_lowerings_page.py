@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from polyattn.contract import AttentionRequest
 from polyattn.lowering import MAX_STEPS, lowerings
 from polyattn.lowering.base import CALL
-from polyattn.records import AttentionRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lowerings.md").read_text(encoding="utf-8")
 

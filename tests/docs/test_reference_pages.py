@@ -20,11 +20,12 @@ from typing import Any
 
 import pytest
 
-from polyattn import errors, hookspecs
+from polyattn import errors
 from polyattn.cli.app import EXIT_CODES
-from polyattn.config import load_settings
+from polyattn.contract import hookspecs
 from polyattn.envvars import ENVVARS
-from polyattn.plugins import PluginManager
+from polyattn.registry.manager import PluginManager
+from polyattn.selection.config import load_settings
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "polyattn"
@@ -46,8 +47,8 @@ HOOK_ROWS = cells(HOOKS, r"(\d) \| `(\w+)` \| (.+?) \| (.+?)")
 RECORDER = """
 import sys
 
-from polyattn.hookspecs import hookimpl
-from polyattn.records import BackendInfo, Provider, row
+from polyattn.contract import hookimpl
+from polyattn.contract import BackendInfo, Provider, row
 
 CALLS = []
 

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 import polyattn
-from polyattn import compiled, dispatch, serving_calls, varlen
+from polyattn.contract.scalars import shown
+from polyattn.dispatch import dense as dispatch
+from polyattn.dispatch import paged as serving_calls
+from polyattn.dispatch import varlen
+from polyattn.dispatch.compile import trace as compiled
 from polyattn.errors import InvalidInputError
 from polyattn.integrations.transformers.attention import make_forward
-from polyattn.scalars import shown
 from polyattn.serving import AttentionLayer
 
 QUERY, KEY = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8)
@@ -195,7 +198,7 @@ def test_a_backend_is_given_pythons_numbers(monkeypatch):
 
         return forward
 
-    monkeypatch.setattr(varlen.sig, "runner", lambda chosen, *rest: note(chosen))
+    monkeypatch.setattr(varlen.call_key, "runner", lambda chosen, *rest: note(chosen))
     fresh()
     lens = {"max_seqlen_q": np.int64(3), "max_seqlen_k": np.int64(3)}
     packed(**lens, window=(np.int64(2), 0), softcap=np.float32(2), return_lse=np.True_)

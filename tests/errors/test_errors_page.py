@@ -11,7 +11,7 @@ import pytest
 import polyattn
 from polyattn import errors
 from polyattn.envvars import ENVVARS
-from polyattn.plugins import PluginManager, reset_manager
+from polyattn.registry.manager import PluginManager, reset_manager
 
 TEXT = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
 CLASSES = {name: cls for name, cls in vars(errors).items() if inspect.isclass(cls) and issubclass(cls, Exception)}

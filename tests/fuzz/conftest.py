@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.contract import Bound
-from polyattn.hookspecs import hookimpl
-from polyattn.plugins import PluginManager, get_manager, reset_manager
-from polyattn.records import AttentionRequest, BackendInfo, Provider, row
+from polyattn.contract import AttentionRequest, BackendInfo, Bound, Provider, hookimpl, row
+from polyattn.registry.manager import PluginManager, get_manager, reset_manager
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyattn import autograd
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
+from polyattn.semantics import autograd
 from polyattn.testing import Case
 from polyattn.testing.fuzz import Drawn, draw, exit_code, judge, script
 from polyattn.testing.fuzz.deriving import CHANGED, WAYS

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from polyattn.testing import Case
 from polyattn.testing.fuzz import Drawn, draw
 from polyattn.testing.fuzz.drawing import settled

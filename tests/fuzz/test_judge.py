@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import reference
+from polyattn.contract import AttentionRequest
 from polyattn.errors import UnsupportedRequestError
-from polyattn.records import AttentionRequest
+from polyattn.semantics import reference
 from polyattn.testing import Case
 from polyattn.testing.fuzz import Calls, Drawn, judge
 from polyattn.testing.fuzz.drawing import settled
@@ -87,7 +87,7 @@ def test_a_wrong_call_that_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Drawn(dense().case, "scale nan")
     assert judge(wrong, "reference", CPU).word == "rejected"
     # As if nobody looked at it.
-    monkeypatch.setattr("polyattn.signature.validate.check_statics", lambda **given: given["window"])
+    monkeypatch.setattr("polyattn.dispatch.call_key.validation.check_statics", lambda **given: given["window"])
     failure = judge(wrong, "reference", CPU).failure
     assert failure is not None
     assert (failure.check, failure.message) == ("served", "a call that is wrong (scale nan) was answered")
@@ -97,7 +97,7 @@ def test_a_wrong_call_that_raises_something_else(monkeypatch: pytest.MonkeyPatch
     def fails(*args: Any, **kwargs: Any) -> None:
         raise TypeError("float expected")
 
-    monkeypatch.setattr("polyattn.signature.validate.check_statics", fails)
+    monkeypatch.setattr("polyattn.dispatch.call_key.validation.check_statics", fails)
     failure = judge(Drawn(dense().case, "scale '8'"), "reference", CPU).failure
     assert failure is not None
     assert failure.message.startswith("raised TypeError: float expected; a PolyattnError")

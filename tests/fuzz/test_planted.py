@@ -11,7 +11,7 @@ import torch
 import polyattn
 from polyattn.epoch import EPOCH
 from polyattn.errors import BackendUnavailableError, InvalidInputError
-from polyattn.plugins import get_manager
+from polyattn.registry.manager import get_manager
 from polyattn.testing.fuzz import draw, fuzz, judge
 from polyattn.testing.planted import BUGS, NO_BUG, planted
 

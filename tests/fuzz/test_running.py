@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from polyattn.contract import AttentionRequest
 from polyattn.errors import BackendUnavailableError, ConfigError
-from polyattn.records import AttentionRequest
 from polyattn.testing import Case
 from polyattn.testing.fuzz import AUTOMATIC, Drawn, Failure, Report, Verdict, draw, fuzz, running
 from polyattn.testing.fuzz.drawing import LONGEST, SHORT, scores

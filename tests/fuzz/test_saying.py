@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from polyattn.contract import AttentionRequest
 from polyattn.errors import InvalidInputError
-from polyattn.records import AttentionRequest
 from polyattn.testing import Case
 from polyattn.testing.fuzz import Drawn, draw, exit_code, judge, script, shrink
 from polyattn.testing.fuzz import judging as judging_module

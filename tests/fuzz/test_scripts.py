@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn import reference
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
+from polyattn.semantics import reference
 from polyattn.testing import Case
 from polyattn.testing.fuzz import Drawn, Failure, draw, exit_code, fuzz, judge, script, scripts
 from polyattn.testing.fuzz.drawing import settled
@@ -80,8 +80,8 @@ ACME = """
 import dataclasses
 
 from polyattn.backends.plugin import _reference_rows
-from polyattn.hookspecs import hookimpl
-from polyattn.records import BackendInfo, Provider
+from polyattn.contract import hookimpl
+from polyattn.contract import BackendInfo, Provider
 
 
 class Acme:

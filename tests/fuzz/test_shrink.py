@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from polyattn.testing import Case
 from polyattn.testing.fuzz import Drawn, draw, shrink, shrinking
 from polyattn.testing.fuzz.drawing import settled

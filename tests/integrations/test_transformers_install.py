@@ -11,10 +11,10 @@ import torch
 from packaging.version import Version
 
 import polyattn
+from polyattn.contract import BackendInfo
 from polyattn.integrations import transformers as host
 from polyattn.integrations.transformers import names, registry
-from polyattn.plugins import get_manager
-from polyattn.records import BackendInfo
+from polyattn.registry.manager import get_manager
 
 pytestmark = pytest.mark.usefixtures("installed")
 transformers = pytest.importorskip("transformers")

@@ -17,14 +17,13 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyattn import reference
-from polyattn.autograd import differentiable
+from polyattn.adapters.alignment import aligned
 from polyattn.backends.reference_backend import Reference
-from polyattn.contract import Bound
+from polyattn.contract import AttentionRequest, Bound, Row, relation, request_fields, row
 from polyattn.lowering import Plan, Planner, bind, get_lowering
 from polyattn.lowering.base import Rewrite
-from polyattn.placement import aligned
-from polyattn.records import AttentionRequest, Row, relation, request_fields, row
+from polyattn.semantics import reference
+from polyattn.semantics.autograd import differentiable
 from polyattn.testing.calls import out_of
 from polyattn.testing.cases import Case
 from polyattn.testing.checks import run_case

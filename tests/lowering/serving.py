@@ -15,11 +15,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyattn import reference
-from polyattn.contract import KVPart
+from polyattn.contract import AttentionRequest, KVPart, Row
 from polyattn.lowering import bind
-from polyattn.quantised import fp4_scales, mla_pack_fp8, real, stored
-from polyattn.records import AttentionRequest, Row
+from polyattn.semantics import reference
+from polyattn.semantics.kv_quant import fp4_scales, mla_pack_fp8, real, stored
 from polyattn.testing.plain import plain_attention, reference_attention
 from polyattn.testing.tolerances import compare
 

@@ -10,7 +10,7 @@ from polyattn.contract import Bound
 from polyattn.errors import UnsupportedRequestError
 from polyattn.lowering import bind
 from polyattn.lowering.lengths import check_size
-from polyattn.reference import attention
+from polyattn.semantics.reference import attention
 
 from .harness import EXACT, GATES, KINDS, Lowered, cases, dense, exact, families_of, gates, kernel, offers, takes
 

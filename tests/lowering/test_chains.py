@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyattn.contract import AttentionRequest, Range
 from polyattn.lowering import MAX_STEPS, Planner
-from polyattn.records import AttentionRequest, Range
 from polyattn.testing.cases import Case
 
 from .harness import EXACT, Lowered, dense, exact, gates, of_families, takes, tensors_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from polyattn.records import Range
+from polyattn.contract import Range
 
 from .harness import EXACT, GATES, Lowered, cases, dense, exact, families_of, gates, of_families, offers, takes
 

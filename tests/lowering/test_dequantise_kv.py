@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from polyattn import reference
 from polyattn.errors import UnsupportedRequestError
 from polyattn.lowering import bind, lengths
+from polyattn.semantics import reference
 
 from .harness import EXACT, GATES, Lowered, families_of, offers, takes
 from .serving import cached, exact, gates, make, run, same, steps

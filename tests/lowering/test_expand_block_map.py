@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyattn.autograd import differentiable
-from polyattn.block_maps import visible_keys
+from polyattn.contract import AttentionRequest
 from polyattn.lowering.expand_block_map import ExpandBlockMap
-from polyattn.records import AttentionRequest
-from polyattn.reference import attention
+from polyattn.semantics.autograd import differentiable
+from polyattn.semantics.block_maps import visible_keys
+from polyattn.semantics.reference import attention
 
 from .harness import KINDS, kernel, offers
 

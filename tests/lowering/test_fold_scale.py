@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from polyattn.reference import attention
+from polyattn.semantics.reference import attention
 
 from .harness import EXACT, GATES, cases, dense, exact, families_of, gates, of_families, offers, takes
 

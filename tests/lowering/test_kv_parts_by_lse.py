@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from polyattn.contract import KVPart
-from polyattn.reference import mla_attention, paged_attention
+from polyattn.semantics.reference import mla_attention, paged_attention
 
 from .harness import EXACT, GATES, families_of, offers, takes
 from .serving import cached, close, divided, exact, gates, int32, make, run

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from polyattn.backends.torch_sdpa import TorchSDPA
 from polyattn.contract import Bound
 from polyattn.lowering import bind
-from polyattn.reference import attention, paged_attention, varlen_attention
+from polyattn.semantics.reference import attention, paged_attention, varlen_attention
 
 from .harness import Lowered, dense, takes
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
-from polyattn.contract import Bound
+from polyattn.contract import AttentionRequest, Bound
 from polyattn.lowering import LOWERINGS, get_lowering
-from polyattn.records import AttentionRequest
 from polyattn.testing.cases import Case
 from polyattn.testing.families import FAMILIES
 from polyattn.testing.problems import build

@@ -12,9 +12,8 @@ import torch
 
 import polyattn
 from polyattn.backends.torch_sdpa import TorchSDPA
-from polyattn.hookspecs import hookimpl
-from polyattn.plugins import PluginManager, reset_manager
-from polyattn.records import BackendInfo, DeviceReport, Provider, row
+from polyattn.contract import BackendInfo, DeviceReport, Provider, hookimpl, row
+from polyattn.registry.manager import PluginManager, reset_manager
 
 ROWS = (
     row(

@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from polyattn.contract import Bound
+from polyattn.contract import Bound, Range
 from polyattn.errors import UnsupportedRequestError
 from polyattn.lowering import bind
-from polyattn.records import Range
 
 from .harness import EXACT, GATES, Lowered, cases, dense, exact, families_of, gates, kernel, of_families, offers, takes
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from polyattn.autograd import differentiable
 from polyattn.contract import Bound
 from polyattn.lowering import bind
 from polyattn.lowering.pad_sequences import PadSequences
-from polyattn.reference import varlen_attention
+from polyattn.semantics.autograd import differentiable
+from polyattn.semantics.reference import varlen_attention
 from polyattn.testing.poison import poisoned
 
 from .harness import EXACT, GATES, KINDS, Lowered, cases, dense, exact, families_of, gates, kernel, offers, takes

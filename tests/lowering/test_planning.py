@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from polyattn.contract import SESSION, Range, Rejected, row
 from polyattn.errors import PluginError
 from polyattn.lowering import LOWERINGS, MAX_STEPS, Planner, get_lowering, lowerings, refused_fields
 from polyattn.lowering.base import Lowering, Rewrite
-from polyattn.records import SESSION, Range, Rejected, row
 
 from .harness import dense, takes
 
@@ -226,7 +226,7 @@ def test_planning_imports_no_torch():
     program = (
         "import sys\n"
         "from polyattn.lowering import Planner\n"
-        "from polyattn.records import AttentionRequest, row\n"
+        "from polyattn.contract import AttentionRequest, row\n"
         "rows = (row(family='dense', dtype='bfloat16', head_dim=64, layout='BHSD', lse=True),)\n"
         "request = AttentionRequest(head_dim=40, heads=4, kv_heads=2, sinks=True)\n"
         "print(*Planner(rows).plan(request).names)\n"

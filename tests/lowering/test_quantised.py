@@ -1,4 +1,4 @@
-"""`polyattn.quantised`: stored numbers and real ones."""
+"""`polyattn.semantics.kv_quant`: stored numbers and real ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from polyattn.quantised import FP4_BLOCK, MLA_BYTES, fp4_scales, mla_pack_fp8, real, stored
-from polyattn.reference import mla_unpack_fp8
+from polyattn.semantics.kv_quant import FP4_BLOCK, MLA_BYTES, fp4_scales, mla_pack_fp8, real, stored
+from polyattn.semantics.reference import mla_unpack_fp8
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 
 from polyattn import explain, mla_attention, paged_attention
+from polyattn.adapters.alignment import aligned
 from polyattn.contract import Bound
 from polyattn.lowering.realign import Realign
-from polyattn.placement import aligned
 from polyattn.testing.problems import stored
 
 from .harness import EXACT, GATES, cases, dense, exact, families_of, gates, of_families, offers, takes

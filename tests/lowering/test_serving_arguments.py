@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import KVPart, serving_checks
-from polyattn.quantised import fp4_scales, mla_pack_fp8, stored
-from polyattn.reference import verify_mask
+from polyattn import KVPart
+from polyattn.semantics import serving_validation as serving_checks
+from polyattn.semantics.kv_quant import fp4_scales, mla_pack_fp8, stored
+from polyattn.semantics.reference import verify_mask
 
 from .serving import int32
 
@@ -188,7 +189,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: latent(cache=torch.zeros(6, 4, 24, dtype=torch.uint8)),
         (
             r"query is torch.float32, cache torch.uint8; one dtype is needed \(FP8 rows are uint8 \[pages, page_size, "
-            r"656\], as polyattn.reference.mla_unpack_fp8 reads them\)"
+            r"656\], as polyattn.semantics.reference.mla_unpack_fp8 reads them\)"
         ),
     ),
     "fp8 rows of another width": (
@@ -216,7 +217,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "tree without mask": (
         lambda: tree(attn_mask=None),
-        r"tree=True goes with a bool attn_mask, not with None; make it with polyattn.reference.verify_mask",
+        r"tree=True goes with a bool attn_mask, not with None; make it with polyattn.semantics.reference.verify_mask",
     ),
     "tree with bias": (lambda: tree(attn_mask=torch.zeros(2, 1, 2, 7)), r"a bool attn_mask, not with torch.float32"),
     "tree and chunks": (
@@ -384,7 +385,7 @@ def test_what_a_latent_call_over_fp8_rows_asks_for():
 
 
 def test_packed_numbers_are_those_of_the_helpers():
-    """What `polyattn.quantised` packs, the calls read."""
+    """What `polyattn.semantics.kv_quant` packs, the calls read."""
     torch.manual_seed(0)
     rows = torch.randn(6, 4, 2, 16)
     scale = fp4_scales(rows)

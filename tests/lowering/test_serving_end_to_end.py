@@ -12,10 +12,8 @@ import torch
 
 import polyattn
 from polyattn.backends.reference_backend import Reference
-from polyattn.contract import Bound
-from polyattn.hookspecs import hookimpl
-from polyattn.plugins import PluginManager, get_manager, reset_manager
-from polyattn.records import AttentionRequest, BackendInfo, Provider, Range, row
+from polyattn.contract import AttentionRequest, BackendInfo, Bound, Provider, Range, hookimpl, row
+from polyattn.registry.manager import PluginManager, get_manager, reset_manager
 from polyattn.testing.plain import reference_attention
 
 from .serving import Step, cached, close, int32, make, same

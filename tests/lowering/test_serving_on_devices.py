@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from polyattn import reference
-from polyattn.contract import Bound, KVPart
+from polyattn.contract import AttentionRequest, Bound, KVPart
 from polyattn.lowering import Plan, bind
 from polyattn.lowering.chunked_prefix_by_lse import ChunkedPrefixByLSE
-from polyattn.quantised import real
-from polyattn.records import AttentionRequest
+from polyattn.semantics import reference
+from polyattn.semantics.kv_quant import real
 from polyattn.testing.plain import reference_attention
 
 from .harness import Lowered, takes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from polyattn.reference import attention
+from polyattn.semantics.reference import attention
 from polyattn.testing.cases import Case
 
 from .harness import EXACT, GATES, KINDS, Lowered, cases, dense, exact, families_of, gates, of_families, offers, takes

@@ -7,7 +7,7 @@ import torch
 
 from polyattn.backends.torch_sdpa import TorchSDPA
 from polyattn.lowering import bind
-from polyattn.reference import attention
+from polyattn.semantics.reference import attention
 
 from .harness import Lowered, dense, takes
 

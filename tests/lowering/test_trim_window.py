@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from polyattn.contract import Bound
 from polyattn.lowering import bind
 from polyattn.lowering.trim_window import TrimWindow
-from polyattn.reference import attention
+from polyattn.semantics.reference import attention
 
 from .harness import EXACT, GATES, Lowered, cases, dense, exact, families_of, gates, offers, takes
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from polyattn import reference
 from polyattn.contract import Bound
 from polyattn.errors import UnsupportedRequestError
 from polyattn.lowering import bind, get_lowering, lengths
+from polyattn.semantics import reference
 
 from .harness import EXACT, GATES, Lowered, families_of, offers, takes
 from .serving import Step, cached, divided, exact, gates, make, run, same, steps

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from polyattn import overrides, tuning
-from polyattn.plugins import reset_manager
+from polyattn import tuning
+from polyattn.registry.manager import reset_manager
+from polyattn.selection import overrides
 
 HERE = Path(__file__).parent
 

@@ -11,9 +11,7 @@ import signal
 import sys
 import time
 
-from polyattn import hookspecs
-from polyattn.contract import Bound
-from polyattn.records import Alias, AutoRule, BackendInfo, Provider, Range, row
+from polyattn.contract import Alias, AutoRule, BackendInfo, Bound, Provider, Range, hookspecs, row
 
 DIM = 24
 ROW = row(

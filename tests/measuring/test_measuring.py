@@ -14,14 +14,14 @@ import types
 import pytest
 import torch
 
+from polyattn.bench.measure import Anchors, Clock, Workload, candidates, check, checking, examine, make_inputs, measure
+from polyattn.bench.measure.clock import Time, interleaved
+from polyattn.bench.measure.device_rates import UNITS
+from polyattn.bench.measure.inputs import _sets
+from polyattn.bench.measure.running import estimated, without_folders
+from polyattn.contract import AttentionRequest
 from polyattn.errors import ConfigError, InvalidInputError, UnsupportedRequestError
-from polyattn.measuring import Anchors, Clock, Workload, candidates, check, checking, examine, make_inputs, measure
-from polyattn.measuring.clock import Time, interleaved
-from polyattn.measuring.device_rates import UNITS
-from polyattn.measuring.inputs import _sets
-from polyattn.measuring.running import estimated, without_folders
-from polyattn.records import AttentionRequest
-from polyattn.selection import Selection
+from polyattn.selection.select import Selection
 from polyattn.testing.tolerances import RELATIVE_L2
 
 CPU = torch.device("cpu")
@@ -310,7 +310,7 @@ def test_who_fails_when_it_has_been_timed_has_no_time(monkeypatch):
 
 def test_sets_are_as_many_as_what_is_read_of_them_takes(monkeypatch):
     """Of a cache behind a window that is little: as many sets as for the whole would stay in the device's cache."""
-    monkeypatch.setattr("polyattn.measuring.inputs.cache_bytes", lambda device: 2**20)
+    monkeypatch.setattr("polyattn.bench.measure.inputs.cache_bytes", lambda device: 2**20)
     whole = Workload(AttentionRequest(**DECODE, head_dim=64, heads=4, kv_heads=2), ((1, 4096),) * 2)
     behind = dataclasses.replace(whole, request=dataclasses.replace(whole.request, window=(255, 0)))
     assert (_sets(whole, CPU), _sets(behind, CPU)) == (2, -(-3 * 2**20 // (2 * 256 * 2 * 128 * 2 + 2 * 4 * 64 * 2)))
@@ -433,9 +433,9 @@ def test_what_is_no_workload(data, message):
 def test_inputs_leave_the_cache_of_a_gpu(monkeypatch):
     asked = workload("dense")
     nbytes = 4 * 2 * 70 * 64 * (4 + 2 + 2)
-    monkeypatch.setattr("polyattn.measuring.inputs.cache_bytes", lambda device: 5 * nbytes)
+    monkeypatch.setattr("polyattn.bench.measure.inputs.cache_bytes", lambda device: 5 * nbytes)
     assert _sets(asked, CPU) == 15
-    monkeypatch.setattr("polyattn.measuring.inputs.cache_bytes", lambda device: 500 * nbytes)
+    monkeypatch.setattr("polyattn.bench.measure.inputs.cache_bytes", lambda device: 500 * nbytes)
     assert _sets(asked, CPU) == 32
     first, second = make_inputs(asked, CPU, sets=2).tensors
     assert not torch.equal(first["query"], second["query"])
@@ -460,7 +460,7 @@ class Host:
 @pytest.fixture
 def host(monkeypatch):
     made = Host()
-    monkeypatch.setattr("polyattn.measuring.clock.time", made)
+    monkeypatch.setattr("polyattn.bench.measure.clock.time", made)
     return made
 
 
@@ -633,7 +633,7 @@ def test_an_interruption_is_not_in_the_times():
 
 def test_no_round_is_begun_after_a_while(monkeypatch):
     now = iter((0.0, 5.0, 11.0, 13.0))
-    monkeypatch.setattr("polyattn.measuring.clock.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("polyattn.bench.measure.clock.time.monotonic", lambda: next(now))
     assert interleaved({"a": lambda: Time(1.0, 0.0, 1)})["a"].rounds == 5
     # One round is no comparison: everybody ran once, in one order.
     now = iter((0.0, 100.0))
@@ -719,7 +719,7 @@ def test_all_looks_are_at_the_same_memory(monkeypatch):
 
 
 def test_products_are_timed_once_the_device_is_warm_and_steady(monkeypatch):
-    from polyattn.measuring import device_rates
+    from polyattn.bench.measure import device_rates
 
     asked = []
 

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import tracing
-from polyattn.contract import Bound
+from polyattn.bench.measure.traces import read_trace
+from polyattn.contract import AttentionRequest, Bound
+from polyattn.dispatch import trace_requests as tracing
 from polyattn.epoch import bump
 from polyattn.errors import ConfigError
-from polyattn.measuring.traces import read_trace
-from polyattn.records import AttentionRequest
 
 DECODE = AttentionRequest(
     family="paged", layout="THD", phase="decode", s_relation="one", page_size=16, dtype="float32", graph_capture=True

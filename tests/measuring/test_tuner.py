@@ -20,17 +20,19 @@ import torch.utils.checkpoint
 
 import polyattn
 from polyattn import tuning
+from polyattn.bench.measure import Candidate, Measured, Time, Workload, entrants, marks, probe
+from polyattn.bench.measure.clock import made_current
+from polyattn.bench.measure.marks import Marks
+from polyattn.bench.measure.probe import Prober
+from polyattn.bench.measure.running import out_of_memory
+from polyattn.bench.tuner import offline as tuner
+from polyattn.bench.tuner import online
+from polyattn.bench.tuner.offline import tune_all
+from polyattn.contract import Alias, AttentionRequest
 from polyattn.epoch import EPOCH
 from polyattn.errors import ConfigError, InvalidInputError
-from polyattn.measuring import Candidate, Measured, Time, Workload, entrants, marks, online, probe, tuner
-from polyattn.measuring.clock import made_current
-from polyattn.measuring.marks import Marks
-from polyattn.measuring.probe import Prober
-from polyattn.measuring.running import out_of_memory
-from polyattn.measuring.tuner import tune_all
-from polyattn.policies import tuning_place
-from polyattn.records import Alias, AttentionRequest
-from polyattn.selection import Policy
+from polyattn.selection.select import Policy
+from polyattn.selection.tuned_policy import tuning_place
 from polyattn.tuning import BACKEND, TuningStore
 
 CPU = torch.device("cpu")
@@ -49,7 +51,7 @@ def little_time(monkeypatch):
 
 
 def tuner_clock(device):
-    from polyattn.measuring import Clock
+    from polyattn.bench.measure import Clock
 
     return Clock(device, 0.001)
 
@@ -424,7 +426,7 @@ def test_who_runs_when_a_scheduler_ends_the_command_is_not_to_blame(tmp_path):
     code = """
 import os, signal, sys, time
 from pathlib import Path
-from polyattn.measuring.marks import Marks, orderly
+from polyattn.bench.measure.marks import Marks, orderly
 with orderly(), Marks(Path(sys.argv[1]), {"a": "a of a request"}) as marks, marks.running("a"):
     assert marks.blamed == []
     os.kill(os.getpid(), signal.SIGTERM)
@@ -445,9 +447,9 @@ def test_where_no_mark_can_be_made_one_measures_without(tmp_path):
 
 PROBES = """
 import sys, torch
-from polyattn.measuring import Workload
-from polyattn.measuring.probe import Prober
-from polyattn.records import AttentionRequest
+from polyattn.bench.measure import Workload
+from polyattn.bench.measure.probe import Prober
+from polyattn.contract import AttentionRequest
 asked = Workload(AttentionRequest(dtype="float32", head_dim=24, heads=2, kv_heads=2), ((40, 40),))
 with Prober("cpu") as prober:
     prober.examine(asked, "quick")
@@ -613,9 +615,9 @@ def test_which_errors_are_of_memory(error, memory):
 
 ONE = """
 import sys, torch
-from polyattn.measuring import Workload, tuner
-from polyattn.measuring import Clock
-from polyattn.records import AttentionRequest
+from polyattn.bench.measure import Workload, tuner
+from polyattn.bench.measure import Clock
+from polyattn.contract import AttentionRequest
 tuner.Clock = lambda device: Clock(device, 0.001)
 request = AttentionRequest(dtype="float32", head_dim=int(sys.argv[1]), heads=2, kv_heads=2)
 asked = [Workload(request, ((n, n),)) for n in map(int, sys.argv[2:])]
@@ -726,7 +728,7 @@ def served(monkeypatch):
             return dataclasses.replace(bound, forward=forward, simple=None)
 
         monkeypatch.setattr(adapter, "bind", bind)
-    polyattn.plugins.reset_manager()
+    polyattn.registry.manager.reset_manager()
     return names
 
 
@@ -783,7 +785,7 @@ def test_the_short_way_of_a_kernel_is_taken_where_it_serves(monkeypatch):
         return dataclasses.replace(bound, simple=simple)
 
     monkeypatch.setattr(torch_sdpa.TorchSDPA, "bind", bind)
-    polyattn.plugins.reset_manager()
+    polyattn.registry.manager.reset_manager()
     measured(64, "torch_sdpa")
     measured(1024, "torch_native")  # by a rewrite, which has no short way
     site = polyattn.bind(causal=True)
@@ -816,7 +818,7 @@ def test_keys_that_grow_are_chosen_for_once_in_a_bucket(served, monkeypatch, way
     if way == "online":
         monkeypatch.setenv("POLYATTN_TUNING", "online")
     selections = []
-    for module in (polyattn.by_length, polyattn.choose):
+    for module in (polyattn.dispatch.by_length, polyattn.dispatch.binding):
         real = module.select
         monkeypatch.setattr(module, "select", lambda *args, real=real, **how: [selections.append(1), real(*args)][1])
     site = polyattn.bind()
@@ -884,14 +886,14 @@ def test_an_explicit_choice_is_never_overruled(served):
 def selected(monkeypatch):
     """Whom selection chose, each time it was asked."""
     names: list[str] = []
-    real = polyattn.choose.select
+    real = polyattn.dispatch.binding.select
 
     def select(*args, **options):
         found = real(*args, **options)
         names.append(found.backend)
         return found
 
-    monkeypatch.setattr(polyattn.choose, "select", select)
+    monkeypatch.setattr(polyattn.dispatch.binding, "select", select)
     return names
 
 
@@ -1000,7 +1002,8 @@ def test_an_engine_is_bound_to_what_was_measured():
 
 def test_one_backend_serves_an_engine_whatever_the_lengths(monkeypatch):
     """It was planned for, and may be recorded: a latent cache, whose keys the pool writes itself."""
-    from polyattn import choose, serving
+    from polyattn import serving
+    from polyattn.dispatch import binding as choose
 
     layers = [serving.AttentionLayer(0, 4, 1, 96, 64, scale=0.1, latent=True)]
 
@@ -1249,7 +1252,7 @@ def test_whom_a_call_had_no_time_for_is_measured_by_who_has(on, monkeypatch):
 def test_a_process_that_was_forked_while_another_thread_measures_measures_too():
     code = """
 import os
-from polyattn.measuring import online
+from polyattn.bench.measure import online
 online.BUDGET.lock.acquire()
 child = os.fork()
 if not child:
@@ -1273,9 +1276,9 @@ import os, sys, torch
 import torch.distributed as dist
 import polyattn
 from polyattn import tuning
-from polyattn.measuring import Workload
-from polyattn.policies import tuning_place
-from polyattn.records import AttentionRequest
+from polyattn.bench.measure import Workload
+from polyattn.selection.tuned_policy import tuning_place
+from polyattn.contract import AttentionRequest
 rank, port, best, later = int(sys.argv[1]), *sys.argv[2:]
 asked = Workload(AttentionRequest(dtype="float32", head_dim=32, heads=2, kv_heads=2), ((64, 64),))
 def put(best):
@@ -1291,7 +1294,7 @@ def call():
 if best: put(best)
 if os.environ.get("BEFORE"): call()
 if tuning.mode() == "online":
-    from polyattn.measuring import online
+    from polyattn.bench.measure import online
     call()  # small: it is chosen for before there are ranks
     online._OPERATIONS = 1
     online.BUDGET.isolation = "never"
@@ -1372,7 +1375,7 @@ def test_what_one_rank_measures_later_changes_nothing_in_silence(tmp_path):
 def test_outcomes_are_equal_where_calls_of_all_lengths_are():
     def outcome(of="", **best):
         found = tuple(((1, int(name[1:]), int(name[1:])), of, who) for name, who in best.items())
-        return polyattn.by_length._outcome("rule" if best else None, found, "rule")
+        return polyattn.dispatch.by_length._outcome("rule" if best else None, found, "rule")
 
     assert outcome() == outcome(_64="rule") == outcome(_64="rule", _1024="rule") == ("rule", [])
     assert outcome(_64="fast") == outcome(_64="fast", _32768="rule") == ("rule", [((1, 64, 64), "", "fast")])
@@ -1386,8 +1389,8 @@ def test_what_was_measured_reaches_less_far_where_it_is_of_another_request():
     request = workload(64, platform="cpu").request
 
     def told():
-        found = polyattn.by_length._choices(request, Policy(), EPOCH.value)
-        return polyattn.by_length._outcome(*found, ("torch_sdpa", "torch", ()))
+        found = polyattn.dispatch.by_length._choices(request, Policy(), EPOCH.value)
+        return polyattn.dispatch.by_length._outcome(*found, ("torch_sdpa", "torch", ()))
 
     measured(1024, "torch_native")
     measured(128, "torch_sdpa", heads=4, kv_heads=4)

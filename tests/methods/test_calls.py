@@ -13,13 +13,23 @@ import torch
 from torch import Tensor
 
 import polyattn
-from polyattn.contract import Bound, Inner, Like, Method
-from polyattn.dispatch import DenseSite
+from polyattn.contract import (
+    BackendInfo,
+    Bound,
+    ConfigField,
+    Fallback,
+    Inner,
+    Like,
+    Method,
+    Provider,
+    conditions,
+    hookimpl,
+    row,
+)
+from polyattn.dispatch.dense import DenseSite
 from polyattn.errors import ConfigError, InvalidInputError, PluginError, UnsupportedRequestError
-from polyattn.hookspecs import hookimpl
 from polyattn.nn import LocalAttention
-from polyattn.plugins import reset_manager
-from polyattn.records import BackendInfo, ConfigField, Fallback, Provider, conditions, row
+from polyattn.registry.manager import reset_manager
 from polyattn.video import Place
 
 NAME = "window_video_attn"
@@ -431,6 +441,8 @@ def test_results_are_checked_under_validation(monkeypatch: pytest.MonkeyPatch) -
     reset_manager()
     try:
         right = by_name()
+        said = polyattn.explain(polyattn.attention, *tensors(), backend=NAME, place=PLACE)
+        assert (said.inner, said.notes[-1]) == ((), "which calls it makes is not known before it runs")
         monkeypatch.delenv("POLYATTN_VALIDATE")
         reset_manager()
         assert torch.equal(by_name(), right)

@@ -18,13 +18,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import polyattn
-from polyattn.contract import Bound
+from polyattn.contract import AttentionRequest, BackendInfo, Bound, Fallback, Provider, Range, hookimpl, row
 from polyattn.errors import BackendUnavailableError, ConfigError, InvalidInputError, UnsupportedRequestError
-from polyattn.hookspecs import hookimpl
-from polyattn.overrides import SCOPE, current_settings
-from polyattn.plugins import PluginManager, reset_manager
-from polyattn.records import AttentionRequest, BackendInfo, Fallback, Provider, Range, row
-from polyattn.reference import attention as reference
+from polyattn.registry.manager import PluginManager, reset_manager
+from polyattn.selection.overrides import SCOPE, current_settings
+from polyattn.semantics.reference import attention as reference
 
 NAMES = ("alpha", "beta", "gamma", "delta")
 VARIABLES = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polyattn.platforms import Machine, TorchBuild
+from polyattn.registry.platforms import Machine, TorchBuild
 
 CPU_BUILD = TorchBuild("2.13.0+cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyattn.errors import ConfigError
-from polyattn.platforms import CORE_PLATFORMS, CPU_FEATURES, parse_platform
+from polyattn.registry.platforms import CORE_PLATFORMS, CPU_FEATURES, parse_platform
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polyattn.platforms import Machine, TorchBuild, detect_cuda
+from polyattn.registry.platforms import Machine, TorchBuild, detect_cuda
 
 MachineFactory = Callable[..., Machine]
 CUDA_BUILD = TorchBuild("2.13.0+cu130", cuda="13.0")

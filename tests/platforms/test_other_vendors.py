@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polyattn.platforms import (
+from polyattn.registry.platforms import (
     Machine,
     TorchBuild,
     detect_cpu,

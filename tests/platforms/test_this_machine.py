@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from polyattn.platforms import CORE_PLATFORMS, Machine, TorchBuild, detect_cpu, torch_build
-from polyattn.records import DeviceReport
+from polyattn.contract import DeviceReport
+from polyattn.registry.platforms import CORE_PLATFORMS, Machine, TorchBuild, detect_cpu, torch_build
 
 PROBE = """
 import glob, importlib, json, os, sys
-from polyattn.platforms import CORE_PLATFORMS
+from polyattn.registry.platforms import CORE_PLATFORMS
 
 def libraries():
     try:
@@ -39,7 +39,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def probe() -> dict[str, list[object]]:
-    source = Path(str(importlib.import_module("polyattn.platforms").__file__)).parents[2]
+    source = Path(str(importlib.import_module("polyattn.registry.platforms").__file__)).parents[2]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))}
     done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -111,6 +111,6 @@ def test_the_records_of_core_name_their_functions() -> None:
     assert by_name["mps"].fallback == "torch_sdpa"
     assert by_name["mps"].fallback_why == "on MPS that name stands for torch_sdpa"
     for name, info in by_name.items():
-        assert info.detect == f"polyattn.platforms:detect_{name}"
+        assert info.detect == f"polyattn.registry.platforms:detect_{name}"
         module, function = info.detect.split(":")
         assert isinstance(getattr(importlib.import_module(module), function)(), DeviceReport)

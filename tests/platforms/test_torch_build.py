@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from polyattn.platforms import TorchBuild, torch_build
+from polyattn.registry.platforms import TorchBuild, torch_build
 
 VERSION = """
 from typing import Optional

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from polyattn.plugins import PluginManager, reset_manager
+from polyattn.registry.manager import PluginManager, reset_manager
 
 HOST = "0.1.0"
 
 HEAD = """
-from polyattn.hookspecs import hookimpl
-from polyattn.records import *
+from polyattn.contract import hookimpl
+from polyattn.contract import *
 
 
 def info(name, platform="cpu", dtype=("float32",), target="polyattn.backends.reference_backend:Reference", **more):

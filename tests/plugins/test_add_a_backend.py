@@ -15,8 +15,8 @@ import torch
 
 import polyattn
 from polyattn.cli.new_plugin import check_name, write_package
-from polyattn.plugins import PluginManager, reset_manager
-from polyattn.records import Accepted, AttentionRequest, judge
+from polyattn.contract import Accepted, AttentionRequest, judge
+from polyattn.registry.manager import PluginManager, reset_manager
 
 if sys.version_info >= (3, 11):
     import tomllib

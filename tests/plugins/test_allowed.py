@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.distributions import normalise_distribution
+from polyattn.contract import AttentionRequest
 from polyattn.errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError
-from polyattn.plugins import PluginManager, get_manager, register_plugin, reset_manager
-from polyattn.records import AttentionRequest
+from polyattn.registry.distributions import normalise_distribution
+from polyattn.registry.manager import PluginManager, get_manager, register_plugin, reset_manager
 
 GOOD = """
 @hookimpl
@@ -305,7 +305,7 @@ def test_importing_packages_named_like_polyattn_is_no_misspelt_hook(site):
 PLATFORM = """
 @hookimpl
 def polyattn_register_platforms():
-    return [PlatformInfo("board", "board", "polyattn.platforms:detect_cpu", plugin="board_kernels")]
+    return [PlatformInfo("board", "board", "polyattn.registry.platforms:detect_cpu", plugin="board_kernels")]
 
 @hookimpl
 def polyattn_register_backends():
@@ -350,7 +350,9 @@ def test_registering_by_hand(site):
     assert get_manager().plugins["byhand"] is report
     assert polyattn.explain(AttentionRequest(dtype="float32"), backend="acme").backend == "acme"
     again = r"a plugin named 'byhand' is there already \(ready\): byhand .*\. Give another name=, or first call "
-    with pytest.raises(PluginError, match=rf"{again}polyattn\.plugins\.reset_manager\(\), which forgets what was reg"):
+    with pytest.raises(
+        PluginError, match=rf"{again}polyattn\.registry\.manager\.reset_manager\(\), which forgets what was reg"
+    ):
         register_plugin(module)
     reset_manager(PluginManager({"POLYATTN_PLUGINS": ""}, "0.1.0"))
     assert register_plugin(module).state == "ready", "what the message says helps"
@@ -386,7 +388,7 @@ def test_a_plugin_loads_without_torch(site):
     site.add("acme", good())
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from polyattn.plugins import PluginManager\n"
+        "from polyattn.registry.manager import PluginManager\n"
         "manager = PluginManager({'POLYATTN_PLUGINS': 'acme'}, '0.1.0').load()\n"
         "assert manager.plugins['acme'].state == 'ready', manager.plugins['acme']\n"
         "assert 'torch' not in sys.modules\n"

@@ -27,11 +27,11 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from polyattn import contract, errors, hookspecs, records
-from polyattn.records import AttentionRequest, request_fields
+from polyattn import contract, errors
+from polyattn.contract import AttentionRequest, request_fields
 
 SNAPSHOT = Path(__file__).with_name("contract_1.json")
-MODULES = {module.__name__: module for module in (contract, hookspecs, records, errors)}
+MODULES = {module.__name__: module for module in (contract, errors)}
 PROMISED: dict[str, Any] = json.loads(SNAPSHOT.read_text(encoding="utf-8")) if SNAPSHOT.is_file() else {}
 
 KINDS = {
@@ -54,7 +54,7 @@ def described(thing: Any) -> dict[str, Any]:
     words = get_args(thing) if get_origin(thing) is not None else thing
     if isinstance(words, tuple) and words and all(isinstance(word, str) for word in words):
         return {"is": "words", "words": sorted(words)}
-    if thing is hookspecs.PolyattnSpecs:
+    if thing is contract.PolyattnSpecs:
         return {"is": "hooks", "members": dict(members(thing))}
     if inspect.isclass(thing) and getattr(thing, "_is_protocol", False):
         call = vars(thing).get("__call__")
@@ -197,9 +197,9 @@ def test_the_snapshot_is_of_the_whole_contract() -> None:
     named = PROMISED["exports"]
     kinds = ("platforms", "backends", "measurements", "tunables", "device_ops")
     hooks = [f"polyattn_{name}" for name in (*(f"register_{kind}" for kind in kinds), "report_capability")]
-    assert list(named["polyattn.hookspecs"]["PolyattnSpecs"]["members"])[:7] == [*hooks, "polyattn_load_forward"]
+    assert list(named["polyattn.contract"]["PolyattnSpecs"]["members"])[:7] == [*hooks, "polyattn_load_forward"]
     assert {"DenseForward", "DenseBackward", "VarlenForward", "PagedForward", "Bound"} < set(named["polyattn.contract"])
-    assert {"AttentionRequest", "BackendInfo", "Provider", "Row", "row", "Range"} < set(named["polyattn.records"])
+    assert {"AttentionRequest", "BackendInfo", "Provider", "Row", "row", "Range"} < set(named["polyattn.contract"])
     assert set(PROMISED["request"]) >= {"family", "causal", "sinks", "lse", "save_kv_cache"}
     assert named["polyattn.contract"]["API_VERSION"] == {"is": "value", "value": "1"}
 
@@ -252,7 +252,7 @@ def default(rows: list[list[str]], name: str, value: str) -> None:
 NEW = ["new", "keyword", "None"]
 GROWS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "nothing": lambda c: None,
-    "a record": lambda c: c["exports"]["polyattn.records"].update(Later=export(c, "Provider")),
+    "a record": lambda c: c["exports"]["polyattn.contract"].update(Later=export(c, "Provider")),
     "a hook": lambda c: hooks(c).update(polyattn_later=hooks(c)["polyattn_load_forward"]),
     "a field of a record, last": lambda c: arguments(c, "BackendInfo").append(["new", "positional", "()"]),
     "an attribute": lambda c: export(c, "BackendInfo")["members"].update(new="attribute"),
@@ -273,7 +273,7 @@ def test_it_may_grow(change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 BREAKS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a record goes": (lambda c: c["exports"]["polyattn.records"].pop("Alias"), "polyattn.records.Alias is gone"),
+    "a record goes": (lambda c: c["exports"]["polyattn.contract"].pop("Alias"), "polyattn.contract.Alias is gone"),
     "a hook goes": (lambda c: hooks(c).pop("polyattn_load_forward"), "PolyattnSpecs.polyattn_load_forward is gone"),
     "hooks change places": (
         lambda c: hooks(c).update(polyattn_register_platforms=hooks(c).pop("polyattn_register_platforms")),
@@ -356,7 +356,7 @@ BREAKS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "a function becomes a class": (
         lambda c: export(c, "row").update({"is": "class"}),
-        "polyattn.records.row is a class, it was a function",
+        "polyattn.contract.row is a class, it was a function",
     ),
 }
 
@@ -372,7 +372,7 @@ def test_additions_are_found() -> None:
     grown = edit(GROWS["an option of the request"])
     assert list(unpromised(surface(), surface())) == []
     assert list(unpromised(surface(), grown)) == [
-        "exports.polyattn.records.AttentionRequest.call.arguments",
+        "exports.polyattn.contract.AttentionRequest.call.arguments",
         "request.new",
     ]
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import foreign
 from polyattn.errors import BackendUnavailableError, PluginError, UnsupportedRequestError
-from polyattn.plugins import get_manager, register_plugin, reset_manager
+from polyattn.registry import foreign
+from polyattn.registry.manager import get_manager, register_plugin, reset_manager
 
 GOOD = """
 @hookimpl
@@ -108,7 +108,7 @@ FAULTS = [
     ),
     Fault(
         "a defect of versions that are none",
-        "from polyattn.records import Defect\n"
+        "from polyattn.contract import Defect\n"
         + registers(
             "p = info('x').providers[0]; bad = Defect('l', 'w', 's', 'refused', versions='newer than 2'); "
             "import dataclasses; return [info('acme', providers=(dataclasses.replace(p, defects=(bad,)),))]"
@@ -275,7 +275,7 @@ FAULTS = [
     Fault(
         "hook not marked",
         "def polyattn_register_backends():\n    return [info('acme')]\n",
-        "polyattn_register_backends is defined but not marked with polyattn.hookspecs.hookimpl",
+        "polyattn_register_backends is defined but not marked with polyattn.contract.hookspecs.hookimpl",
     ),
     Fault(
         "load_forward omits an argument",
@@ -350,7 +350,7 @@ def test_nothing_of_it_stays_behind(site, fault):
     manager = site.load()
     assert manager.plugins["acme"].backends == ()
     assert {b.id for b in manager.backends.values()} == set(manager.plugins["core"].backends)
-    assert all(platform.detect.startswith("polyattn.platforms:") for platform in manager.platforms.values())
+    assert all(platform.detect.startswith("polyattn.registry.platforms:") for platform in manager.platforms.values())
     owners = {p.plugin_name for hook in vars(manager._pm.hook).values() for p in hook.get_hookimpls()}
     assert owners == {"core"}
 
@@ -501,9 +501,9 @@ def polyattn_register_backends():
     [
         ("polyattn.attention(x, x, x)", "calls polyattn"),
         ("polyattn.list_backends()", "calls polyattn"),
-        ("polyattn.plugins.register_plugin('zebra_too')", "calls polyattn"),
-        ("polyattn.plugins._manager.register('zebra_too')", "registers a plugin"),
-        ("polyattn.plugins.reset_manager(); polyattn.attention(x, x, x)", "resets polyattn's plugins"),
+        ("polyattn.registry.manager.register_plugin('zebra_too')", "calls polyattn"),
+        ("polyattn.registry.manager._manager.register('zebra_too')", "registers a plugin"),
+        ("polyattn.registry.manager.reset_manager(); polyattn.attention(x, x, x)", "resets polyattn's plugins"),
     ],
 )
 @pytest.mark.parametrize("by_hand", [False, True], ids=["entry point", "by hand"])
@@ -513,7 +513,7 @@ def test_a_plugin_that_asks_polyattn_while_it_is_loaded_is_the_one_that_is_broke
         call = f"try:\n    {call}\nexcept Exception:\n    pass"
     site.module("zebra_too", "")
     site.add("zebra", registers("return [info('zebra')]"))
-    source = CALLS.replace("{call}", f"import polyattn.plugins\n{call}")
+    source = CALLS.replace("{call}", f"import polyattn.registry.manager\n{call}")
     wrong = rf"{what} while it is being loaded\. Its import and its register hooks only declare: do that in a function"
     if by_hand:
         reset_manager(site.load())

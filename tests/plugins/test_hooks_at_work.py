@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import inspection
-from polyattn.bound_check import checked
-from polyattn.contract import Bound
+from polyattn.contract import AttentionRequest, Bound
 from polyattn.errors import BackendUnavailableError, InvalidInputError, PluginError, UnsupportedRequestError
-from polyattn.records import AttentionRequest
+from polyattn.registry.bound_check import checked
+from polyattn.selection import inspection
 
 FIRST = """
 @hookimpl

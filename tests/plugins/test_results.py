@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import result_check
-from polyattn.contract import Bound
+from polyattn.contract import AttentionRequest, Bound
 from polyattn.errors import PluginError
-from polyattn.plugins import get_manager
-from polyattn.records import AttentionRequest
+from polyattn.registry import result_check
+from polyattn.registry.manager import get_manager
 
 KERNEL = """
 import torch
@@ -209,11 +208,11 @@ def test_a_cache_may_be_written_where_the_call_asks_for_it():
 @pytest.mark.parametrize("causal, lse", [(False, False), (True, True)])
 def test_cores_backends_pass(monkeypatch, backend, causal, lse):
     monkeypatch.setenv("POLYATTN_VALIDATE", "1")
-    polyattn.plugins.reset_manager()
+    polyattn.registry.manager.reset_manager()
     q = torch.randn(1, 3, 2, 16, requires_grad=True)
     with torch.no_grad():
         polyattn.attention(q, q, q, causal=causal, return_lse=lse, backend=backend)
     if backend != "flex_attention":
         found = polyattn.attention(q, q, q, causal=causal, backend=backend)
         found.sum().backward()
-    polyattn.plugins.reset_manager()
+    polyattn.registry.manager.reset_manager()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyattn.errors import PluginError
-from polyattn.records import (
+from polyattn.contract import (
     ANY,
     SESSION,
     Accepted,
@@ -21,6 +20,7 @@ from polyattn.records import (
     judge,
     row,
 )
+from polyattn.errors import PluginError
 
 PLAIN = {"family": "dense", "dtype": ("float16", "bfloat16"), "head_dim": Range(8, 256, multiple_of=8)}
 

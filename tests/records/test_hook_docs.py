@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from polyattn.contract import API_VERSION
+from polyattn.contract.hookspecs import PolyattnSpecs
 from polyattn.envvars import ENVVARS
-from polyattn.hookspecs import PolyattnSpecs
-from polyattn.plugins import PluginManager, reset_manager
+from polyattn.registry.manager import PluginManager, reset_manager
 
 PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -12,11 +12,7 @@ from typing import Any
 
 import pytest
 
-from polyattn.errors import UnsupportedRequestError
-from polyattn.inspection import what_if
-from polyattn.platforms import CORE_PLATFORMS
-from polyattn.plugins import get_manager
-from polyattn.records import (
+from polyattn.contract import (
     FAMILIES,
     Accepted,
     AtLeast,
@@ -32,7 +28,11 @@ from polyattn.records import (
     option,
     request_fields,
 )
-from polyattn.selection import Catalogue, Choice, Offer, Policy, select
+from polyattn.errors import UnsupportedRequestError
+from polyattn.registry.manager import get_manager
+from polyattn.registry.platforms import CORE_PLATFORMS
+from polyattn.selection.inspection import what_if
+from polyattn.selection.select import Catalogue, Choice, Offer, Policy, select
 
 BACKENDS = tuple(get_manager().backends.values())
 ROWS = [(info, row) for info in BACKENDS for provider in info.providers for row in provider.rows]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyattn.records import DTYPES, FAMILIES, PHASES, AttentionRequest, request_fields
+from polyattn.contract import DTYPES, FAMILIES, PHASES, AttentionRequest, request_fields
 
 ALIGNMENTS = ("none", "bottom_right", "top_left")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyattn.plugins import get_manager
+from polyattn.registry.manager import get_manager
 
 VENDORS = ("ascend", "cuda", "musa", "rocm", "triton", "xpu")
 

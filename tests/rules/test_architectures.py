@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from polyattn import what_if
-from polyattn.plugins import get_manager
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
+from polyattn.registry.manager import get_manager
 
 ARCHITECTURES = {
     "Ampere": ("sm80", "sm86"),

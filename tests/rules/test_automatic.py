@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polyattn import what_if
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 
 MHA: dict[str, Any] = {
     "family": "paged",

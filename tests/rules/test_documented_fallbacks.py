@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from polyattn import explain, what_if
+from polyattn.contract import AttentionRequest
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
-from polyattn.plugins import get_manager
-from polyattn.records import AttentionRequest
+from polyattn.registry.manager import get_manager
 
 PAGED: dict[str, Any] = {"family": "paged", "page_size": 64, "phase": "decode", "s_relation": "one"}
 CROSS: dict[str, Any] = {"cross": True, "s_relation": "more"}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from polyattn import what_if
+from polyattn.contract import AttentionRequest
 from polyattn.errors import ConfigError, UnsupportedRequestError
-from polyattn.records import AttentionRequest
 
 MHA: dict[str, Any] = {
     "family": "paged",

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from polyattn import what_if
+from polyattn.contract import AttentionRequest, Provider, Row
 from polyattn.errors import PolyattnError
-from polyattn.plugins import get_manager
-from polyattn.records import AttentionRequest, Provider, Row
+from polyattn.registry.manager import get_manager
 
 MHA: dict[str, Any] = {
     "family": "paged",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from polyattn.plugins import get_manager
-from polyattn.records import ConfigField
+from polyattn.contract import ConfigField
+from polyattn.registry.manager import get_manager
 
 REQUIRED = ...
 OPTIONS: dict[str, dict[str, tuple[str, Any]]] = {

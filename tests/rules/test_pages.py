@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from polyattn import what_if
+from polyattn.contract import AttentionRequest
 from polyattn.errors import UnsupportedRequestError
-from polyattn.records import AttentionRequest
 
 MHA: dict[str, Any] = {"family": "paged", "heads": 32, "kv_heads": 8, "phase": "decode", "s_relation": "one"}
 MLA: dict[str, Any] = {**MHA, "family": "mla", "heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}

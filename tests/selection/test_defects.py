@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 
 from polyattn import what_if
-from polyattn.defects import affecting, mended, narrowing, refusal
-from polyattn.errors import UnsupportedRequestError
-from polyattn.lowering import Plan, Planner
-from polyattn.plugins import get_manager
-from polyattn.records import (
+from polyattn.contract import (
     FAMILIES,
     AttentionRequest,
     BackendInfo,
@@ -27,7 +23,11 @@ from polyattn.records import (
     judge,
     row,
 )
-from polyattn.records.capability import holds
+from polyattn.contract.capability import holds
+from polyattn.errors import UnsupportedRequestError
+from polyattn.lowering import Plan, Planner
+from polyattn.registry.defects import affecting, mended, narrowing, refusal
+from polyattn.registry.manager import get_manager
 
 pytest.importorskip("polyattn_cuda")
 

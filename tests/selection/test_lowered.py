@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from polyattn.contract import AttentionRequest, AutoRule, BackendInfo, Fallback, Provider, Range, Rejected, Row, row
 from polyattn.errors import UnsupportedRequestError
-from polyattn.records import AttentionRequest, AutoRule, BackendInfo, Fallback, Provider, Range, Rejected, Row, row
-from polyattn.selection import Catalogue, Choice, Offer, Policy, Selection, select
+from polyattn.selection.select import Catalogue, Choice, Offer, Policy, Selection, select
 
 D64 = row(family="dense", dtype="float32", head_dim=64, scale=True, v_head_dim=True)
 WIDE = row(family="dense", dtype="float32", head_dim=(128, 256), scale=True, v_head_dim=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import polyattn
+from polyattn.contract import packages
 from polyattn.errors import BackendUnavailableError
-from polyattn.plugins import PluginManager, reset_manager
-from polyattn.records import packages
+from polyattn.registry.manager import PluginManager, reset_manager
 
 ROOT = Path(__file__).parents[2]
 

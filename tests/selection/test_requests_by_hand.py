@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import polyattn
+from polyattn.contract import AttentionRequest
 from polyattn.errors import BackendUnavailableError, InvalidInputError
-from polyattn.records import AttentionRequest
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyattn.errors import BackendUnavailableError, PluginError, UnsupportedRequestError
-from polyattn.hybrid import select_pair
-from polyattn.plugins import BrokenHook
-from polyattn.records import (
+from polyattn.contract import (
     Accepted,
     Alias,
     AttentionRequest,
@@ -31,7 +28,10 @@ from polyattn.records import (
     conditions,
     row,
 )
-from polyattn.selection import Catalogue, Choice, Offer, Policy, Selection, select
+from polyattn.errors import BackendUnavailableError, PluginError, UnsupportedRequestError
+from polyattn.registry.manager import BrokenHook
+from polyattn.selection.phase_pairs import select_pair
+from polyattn.selection.select import Catalogue, Choice, Offer, Policy, Selection, select
 
 PLATFORMS = {name: PlatformInfo(name, name, "made.up:detect") for name in ("cpu", "cuda", "rocm")}
 APPLE = PlatformInfo("mps", "mps", "made.up:detect", fallback="sdpa", fallback_why="MPS runs SDPA only")

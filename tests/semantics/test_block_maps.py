@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn.block_maps import check_block_map, visible_keys
 from polyattn.errors import InvalidInputError
+from polyattn.semantics.block_maps import check_block_map, visible_keys
 
 SHAPE = (64, 128)
 QUERY, KEY = torch.empty(2, 4, 100, 16), torch.empty(2, 2, 300, 16)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyattn.reference import attention, tree_mask, verify_mask, visible
+from polyattn.semantics.reference import attention, tree_mask, verify_mask, visible
 
 F64 = torch.float64
 

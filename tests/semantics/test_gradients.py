@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from polyattn.reference import attention, varlen_attention
+from polyattn.semantics.reference import attention, varlen_attention
 
 F64 = torch.float64
 

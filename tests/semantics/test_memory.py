@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyattn import reference
 from polyattn.backends import reference_backend
 from polyattn.backends.reference_backend import Reference
+from polyattn.contract import AttentionRequest
 from polyattn.errors import UnsupportedRequestError
-from polyattn.records import AttentionRequest
-from polyattn.reference import attention, paged_attention, score_bytes, varlen_attention
+from polyattn.semantics import reference
+from polyattn.semantics.reference import attention, paged_attention, score_bytes, varlen_attention
 
 OPTIONS = [
     {},

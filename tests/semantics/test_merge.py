@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyattn.errors import InvalidInputError
-from polyattn.merging import merge
-from polyattn.reference import attention
+from polyattn.semantics.merge_lse import merge
+from polyattn.semantics.reference import attention
 
 F64 = torch.float64
 B, S_Q, S_K, H_Q, H_KV, D, D_V = 2, 3, 7, 4, 2, 3, 5

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from polyattn.reference import (
+from polyattn.semantics.reference import (
     attention,
     mla_absorb,
     mla_attention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyattn.packing import owners, per_token
+from polyattn.semantics.packed import owners, per_token
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import polyattn
-from polyattn.dispatch import DenseSite
+from polyattn.contract import Accepted, AttentionRequest, Range, Rejected, judge, option, row
+from polyattn.dispatch.dense import DenseSite
 from polyattn.nn import LocalAttention
-from polyattn.records import Accepted, AttentionRequest, Range, Rejected, judge, option, row
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "semantics.md"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from polyattn.adapters.cudnn_faults import low_lse_at
 from polyattn.backends import flex_attention, torch_sdpa
-from polyattn.backends.defects import low_lse_at
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 
 QKV = ("query", "key", "value")
 SWITCHES = {

@@ -12,11 +12,20 @@ import torch
 from torch import Tensor
 
 import polyattn
-from polyattn.contract import Bound, Slot
-from polyattn.hookspecs import hookimpl
-from polyattn.plugins import PluginManager, reset_manager
-from polyattn.records import AttentionRequest, BackendInfo, PairRule, Provider, Range, conditions, row
-from polyattn.reference import mla_attention, paged_attention
+from polyattn.contract import (
+    AttentionRequest,
+    BackendInfo,
+    Bound,
+    PairRule,
+    Provider,
+    Range,
+    Slot,
+    conditions,
+    hookimpl,
+    row,
+)
+from polyattn.registry.manager import PluginManager, reset_manager
+from polyattn.semantics.reference import mla_attention, paged_attention
 
 
 class Toy:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 import polyattn
-from polyattn.serving.backend import AttentionBackend
-from polyattn.serving.batch import ForwardBatch, ForwardMode
+from polyattn.serving.attention.backend import AttentionBackend
+from polyattn.serving.attention.plan_slots import EncoderBatch
+from polyattn.serving.attention.workspace import Limits
+from polyattn.serving.kv_cache.pages import PageAllocator
+from polyattn.serving.kv_cache.pool import KVCacheConfig, KVPool
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.pages import PageAllocator
-from polyattn.serving.planning import EncoderBatch
-from polyattn.serving.pool import KVCacheConfig, KVPool
-from polyattn.serving.requests import RequestTable
-from polyattn.serving.tree import DraftTree
-from polyattn.serving.workspace import Limits
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.requests import RequestTable
+from polyattn.serving.step.tree import DraftTree
 
 LIMITS = Limits(max_sequences=8, max_tokens=64, max_seqlen=64)
 

@@ -24,7 +24,7 @@ from polyattn.serving.speculative import (
     sampled_accept,
     wide_tree,
 )
-from polyattn.serving.tree import DraftTree
+from polyattn.serving.step.tree import DraftTree
 
 SAMPLES = 200_000
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from polyattn.errors import InvalidInputError
-from polyattn.serving.batch import ForwardBatch, ForwardMode
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.tree import DraftTree
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.tree import DraftTree
 
 from . import rig as rig_module
 from .rig import Rig, decoder

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from polyattn.contract import AttentionRequest
 from polyattn.errors import InvalidInputError
-from polyattn.records import AttentionRequest
-from polyattn.serving.batch import ForwardBatch, ForwardMode
-from polyattn.serving.tree import DraftTree
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.tree import DraftTree
 
 EXTEND: dict[str, Any] = {"mode": ForwardMode.EXTEND, "rows": [4, 1], "seq_lens": [7, 3], "query_lens": [2, 3]}
 DECODE: dict[str, Any] = {"mode": ForwardMode.DECODE, "rows": [4, 1], "seq_lens": [7, 3], "query_lens": [1, 1]}

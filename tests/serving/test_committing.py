@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from polyattn.errors import InvalidInputError
+from polyattn.serving.kv_cache.pool import KVCacheConfig, KVPool
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.pool import KVCacheConfig, KVPool
 from polyattn.serving.speculative import Accepted, commit, greedy_accept
-from polyattn.serving.tree import DraftTree
+from polyattn.serving.step.tree import DraftTree
 
 PARENTS = [[-1, 0, 0, 1, 2, 2, 4], [-1, 0, 1, 1, 2, 3, 5], [-1, 0, 0, 0, 3, 4, 5]]
 

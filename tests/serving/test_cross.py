@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import InvalidInputError
-from polyattn.serving.backend import AttentionBackend
-from polyattn.serving.batch import ForwardBatch, ForwardMode
+from polyattn.serving.attention.backend import AttentionBackend
+from polyattn.serving.attention.plan_slots import EncoderBatch
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.planning import EncoderBatch
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
 
 from .rig import LIMITS, Rig, decoder, dense
 

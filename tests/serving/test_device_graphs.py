@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyattn.errors import GraphError
-from polyattn.serving.graphs import CudaGraph, DeviceGraph, FakeGraph, graphs_of
+from polyattn.serving.graphs.graphs import CudaGraph, DeviceGraph, FakeGraph, graphs_of
 
 
 @pytest.fixture(params=[(FakeGraph, "cpu"), (CudaGraph, "cuda")], ids=["fake", "cuda"])

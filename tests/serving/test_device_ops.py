@@ -9,9 +9,9 @@ import types
 import pytest
 import torch
 
+from polyattn.contract import DeviceOpsInfo
 from polyattn.errors import InvalidInputError, PluginError
-from polyattn.plugins import PluginManager, get_manager
-from polyattn.records import DeviceOpsInfo
+from polyattn.registry.manager import PluginManager, get_manager
 from polyattn.serving import (
     AttentionBackend,
     AttentionLayer,
@@ -23,8 +23,8 @@ from polyattn.serving import (
     PageAllocator,
     RequestTable,
     StepBuffers,
-    device_ops,
 )
+from polyattn.serving.kv_cache import device_ops
 
 LAYERS = [AttentionLayer(0, 2, 1, 16), AttentionLayer(1, 2, 1, 32)]
 SLOTS = torch.tensor([5, 6])
@@ -194,8 +194,8 @@ def test_kernels_that_cannot_be_imported_are_warned_about(acme):
 
 
 PLUGIN = """
-from polyattn.hookspecs import hookimpl
-from polyattn.records import DeviceOpsInfo, Kernel
+from polyattn.contract import hookimpl
+from polyattn.contract import DeviceOpsInfo, Kernel
 
 @hookimpl
 def polyattn_register_tunables():
@@ -250,5 +250,5 @@ def test_a_name_belongs_to_one_kernel(tmp_path, monkeypatch):
 
 
 def test_importing_imports_no_torch():
-    code = "import sys, polyattn.serving.device_ops; assert 'torch' not in sys.modules"
+    code = "import sys, polyattn.serving.kv_cache.device_ops; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=1800)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyattn.errors import InvalidInputError
 from polyattn.serving.speculative import TreeDraft, draw_children, wide_tree
-from polyattn.serving.tree import DraftTree
+from polyattn.serving.step.tree import DraftTree
 
 SIZE = 9
 

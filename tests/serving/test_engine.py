@@ -15,12 +15,12 @@ from polyattn.errors import (
     InvalidInputError,
     UnsupportedRequestError,
 )
-from polyattn.serving.batch import ForwardMode
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
 from polyattn.serving.engine.sampling import distributions
-from polyattn.serving.graphs import FakeGraph
+from polyattn.serving.graphs.graphs import FakeGraph
+from polyattn.serving.kv_cache.pool import KVCacheConfig
 from polyattn.serving.memory import _in_shared_layout
-from polyattn.serving.pool import KVCacheConfig
+from polyattn.serving.step.batch import ForwardMode
 
 from .toy_model import VOCAB, WINDOW, ToyRunner
 
@@ -254,7 +254,7 @@ def test_a_backend_that_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(self: Any, max_bs: int, max_num_tokens: int) -> None:
         raise UnsupportedRequestError("--decode-attention-backend cannot be recorded")
 
-    monkeypatch.setattr("polyattn.serving.backend.AttentionBackend.init_cuda_graph_state", refuse)
+    monkeypatch.setattr("polyattn.serving.attention.backend.AttentionBackend.init_cuda_graph_state", refuse)
     with pytest.raises(UnsupportedRequestError, match="cannot be recorded"):
         engine(graphs=FakeGraph)
     monkeypatch.setattr("polyattn.serving.memory.graphs_of", lambda device: FakeGraph)

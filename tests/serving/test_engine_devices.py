@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from polyattn.integrations.transformers.serving import CausalLMRunner
-from polyattn.serving.batch import ForwardMode
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
+from polyattn.serving.kv_cache.pool import KVCacheConfig
 from polyattn.serving.memory import Memory
-from polyattn.serving.pool import KVCacheConfig
+from polyattn.serving.step.batch import ForwardMode
 
 from .models import deepseek, llama, prompt
 

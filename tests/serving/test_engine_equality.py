@@ -11,7 +11,7 @@ import torch
 
 from polyattn.integrations.transformers.serving import CausalLMRunner
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
-from polyattn.serving.pool import KVCacheConfig
+from polyattn.serving.kv_cache.pool import KVCacheConfig
 
 from .models import SHAPES, prompt
 

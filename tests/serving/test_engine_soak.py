@@ -10,7 +10,7 @@ import torch
 
 from polyattn.serving.engine import Engine, EngineConfig, Output, SamplingParams, Speculative
 from polyattn.serving.engine.sampling import distributions, uniform
-from polyattn.serving.pool import KVCacheConfig
+from polyattn.serving.kv_cache.pool import KVCacheConfig
 
 from .toy_model import VOCAB, ToyRunner
 

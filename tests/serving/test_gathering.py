@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from polyattn import explain, mla_attention, paged_attention, reference
+from polyattn import explain, mla_attention, paged_attention
 from polyattn.backends.gathered_sdpa import GatheredSDPA
 from polyattn.backends.torch_sdpa import TorchSDPA
+from polyattn.contract import AttentionRequest
 from polyattn.errors import UnsupportedRequestError
-from polyattn.records import AttentionRequest
+from polyattn.semantics import reference
 from polyattn.testing.cases import Case
 from polyattn.testing.problems import build
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn.errors import GraphError, InvalidInputError
-from polyattn.serving.backend import AttentionBackend
-from polyattn.serving.batch import ForwardBatch, ForwardMode
-from polyattn.serving.graphs import CudaGraph, FakeGraph, GraphRunner, batch_buckets, validate_static
+from polyattn.serving.attention.backend import AttentionBackend
+from polyattn.serving.attention.workspace import Limits
+from polyattn.serving.graphs.graphs import CudaGraph, FakeGraph, GraphRunner, batch_buckets, validate_static
+from polyattn.serving.kv_cache.pages import PageAllocator
+from polyattn.serving.kv_cache.pool import KVCacheConfig, KVPool
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.pages import PageAllocator
-from polyattn.serving.pool import KVCacheConfig, KVPool
-from polyattn.serving.requests import RequestTable
-from polyattn.serving.tree import DraftTree
-from polyattn.serving.workspace import Limits
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.requests import RequestTable
+from polyattn.serving.step.tree import DraftTree
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 H, H_KV, D, E, V, LONGEST = 4, 2, 16, 32, 50, 64
@@ -385,7 +385,7 @@ class Operators(TorchDispatchMode):
 def test_the_host_does_few_operators_for_a_replayed_decode_step(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ids and the positions if they are given: each is a launch, and a step has little time for them. The keys are
     one more in every row since the graph said so; ids that lie where it reads them are not copied."""
-    monkeypatch.setattr("polyattn.serving.backend.capturing", lambda kind: True)
+    monkeypatch.setattr("polyattn.serving.attention.backend.capturing", lambda kind: True)
     world = World("cpu", "torch_native", windows=(-1,))
     rows = [world.table.add(), world.table.add()]
     for row in rows:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn.serving.batch import ForwardMode
-from polyattn.serving.graphs import FakeGraph, GraphRunner
+from polyattn.serving.graphs.graphs import FakeGraph, GraphRunner
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.tree import DraftTree
+from polyattn.serving.step.batch import ForwardMode
+from polyattn.serving.step.tree import DraftTree
 
 from .rig import Rig, decoder
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyattn import reference
 from polyattn.errors import InvalidInputError
-from polyattn.latent import Companion, LatentAttention, LatentPolicy, split_kv_b
+from polyattn.semantics import reference
 from polyattn.serving import AttentionLayer, PageAllocator, RequestTable
-from polyattn.serving.backend import AttentionBackend
-from polyattn.serving.batch import ForwardBatch, ForwardMode
-from polyattn.serving.pool import KVCacheConfig, KVPool
-from polyattn.serving.tree import DraftTree
-from polyattn.serving.workspace import Limits
+from polyattn.serving.attention.backend import AttentionBackend
+from polyattn.serving.attention.workspace import Limits
+from polyattn.serving.kv_cache.pool import KVCacheConfig, KVPool
+from polyattn.serving.mla import Companion, LatentAttention, LatentPolicy, split_kv_b
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.tree import DraftTree
 
 H, NOPE, ROPE, VALUE, PAGES, LONGEST = 2, 8, 4, 6, 40, 64
 EXACT = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 8e-3}

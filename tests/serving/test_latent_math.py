@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import polyattn
-from polyattn import reference
 from polyattn.errors import InvalidInputError
-from polyattn.latent import (
+from polyattn.semantics import reference
+from polyattn.serving.mla import (
     Decision,
     LatentPolicy,
     UpProjection,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from polyattn.integrations.transformers.latent import replaced
-from polyattn.latent import LatentAttention, LatentPolicy
 from polyattn.serving import PageAllocator, RequestTable
-from polyattn.serving.backend import AttentionBackend
-from polyattn.serving.batch import ForwardBatch, ForwardMode
-from polyattn.serving.pool import KVCacheConfig, KVPool
-from polyattn.serving.workspace import Limits
+from polyattn.serving.attention.backend import AttentionBackend
+from polyattn.serving.attention.workspace import Limits
+from polyattn.serving.kv_cache.pool import KVCacheConfig, KVPool
+from polyattn.serving.mla import LatentAttention, LatentPolicy
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyattn import reference
 from polyattn.errors import ConfigError, InvalidInputError, UnsupportedRequestError
 from polyattn.integrations.transformers.latent import latent_modules, replaced
-from polyattn.latent import expand, softmax_scale, split_kv_b
+from polyattn.semantics import reference
 from polyattn.serving import AttentionLayer
+from polyattn.serving.mla import expand, softmax_scale, split_kv_b
 
 transformers = pytest.importorskip("transformers")
 

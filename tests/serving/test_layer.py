@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from polyattn.adapters.alignment import placed
 from polyattn.errors import InvalidInputError
-from polyattn.placement import placed
-from polyattn.serving import calls
-from polyattn.serving.backend import AttentionBackend
-from polyattn.serving.batch import ForwardBatch, ForwardMode
-from polyattn.serving.calls import LayerCall
+from polyattn.serving.attention import layer_calls as calls
+from polyattn.serving.attention.backend import AttentionBackend
+from polyattn.serving.attention.layer_calls import LayerCall
+from polyattn.serving.attention.workspace import Limits
+from polyattn.serving.kv_cache.pages import PageAllocator
+from polyattn.serving.kv_cache.pool import KVCacheConfig, KVPool
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.pages import PageAllocator
-from polyattn.serving.pool import KVCacheConfig, KVPool
-from polyattn.serving.requests import RequestTable
-from polyattn.serving.tree import DraftTree
-from polyattn.serving.workspace import Limits
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.requests import RequestTable
+from polyattn.serving.step.tree import DraftTree
 from polyattn.testing.problems import stored
 
 from .rig import LIMITS, Rig, decoder

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import polyattn
-from polyattn.errors import BackendUnavailableError, InvalidInputError, UnsupportedRequestError
-from polyattn.records import (
+from polyattn.contract import (
     AttentionRequest,
     AutoRule,
     BackendInfo,
@@ -19,8 +18,9 @@ from polyattn.records import (
     conditions,
     row,
 )
-from polyattn.selection import Catalogue, Offer
-from polyattn.serving.layout import negotiate_layout
+from polyattn.errors import BackendUnavailableError, InvalidInputError, UnsupportedRequestError
+from polyattn.selection.select import Catalogue, Offer
+from polyattn.serving.kv_cache.layout import negotiate_layout
 
 PAGED: dict[str, Any] = {
     "family": "paged",

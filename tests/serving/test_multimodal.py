@@ -13,7 +13,7 @@ from torch import Tensor
 
 import polyattn
 from polyattn.errors import BackendUnavailableError, InvalidInputError
-from polyattn.serving.multimodal import multimodal, vision_attention
+from polyattn.serving.attention.multimodal import multimodal, vision_attention
 
 LENGTHS = (5, 1, 12, 7)
 
@@ -126,7 +126,7 @@ def test_entering_twice_is_entering_once() -> None:
     with multimodal():
         assert multimodal.entered()
         with multimodal():
-            assert polyattn.overrides.SCOPE.get() == ("", "mm", "")
+            assert polyattn.selection.overrides.SCOPE.get() == ("", "mm", "")
     assert not multimodal.entered()
 
 

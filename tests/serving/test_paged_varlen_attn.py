@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from polyattn import reference, what_if
+from polyattn import what_if
 from polyattn.backends.paged_varlen_attn import PagedVarlenAttn
+from polyattn.contract import AttentionRequest, Provider
 from polyattn.errors import UnsupportedRequestError
-from polyattn.plugins import get_manager
-from polyattn.records import AttentionRequest, Provider
+from polyattn.registry.manager import get_manager
+from polyattn.semantics import reference
 from polyattn.testing import Case, OffChip, generate, run_case
 from polyattn.testing.emulators.windows import fa2_window
 

@@ -10,7 +10,7 @@ import pytest
 
 from polyattn.errors import InternalError, InvalidInputError, OutOfPagesError, PolyattnError
 from polyattn.serving import PageAllocator, check_pages
-from polyattn.serving.pages import allocate_all, check_geometry, first_visible_page, share_all
+from polyattn.serving.kv_cache.pages import allocate_all, check_geometry, first_visible_page, share_all
 
 
 class Held:

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import polyattn
+from polyattn.contract import AttentionRequest
 from polyattn.errors import BackendUnavailableError, InvalidInputError, UnsupportedRequestError
-from polyattn.inspection import catalogue
-from polyattn.records import AttentionRequest
-from polyattn.selection import Policy
-from polyattn.serving import phases
-from polyattn.serving.batch import ForwardMode
+from polyattn.selection.inspection import catalogue
+from polyattn.selection.select import Policy
+from polyattn.serving.attention import phases
+from polyattn.serving.attention.phases import Asked, choose_phases, layer_request
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.phases import Asked, choose_phases, layer_request
+from polyattn.serving.step.batch import ForwardMode
 
 from .rig import Rig, decoder
 
@@ -283,7 +283,7 @@ def test_decode_and_verify_are_recorded_and_extend_is_not(monkeypatch: pytest.Mo
         seen.update({phase: request.graph_capture for phase, request in requests.items()})
         raise UnsupportedRequestError("asked")
 
-    from polyattn.serving import choosing
+    from polyattn.serving.attention import choosing
 
     monkeypatch.setattr(choosing, "choose_phases", judged)
     with pytest.raises(UnsupportedRequestError, match="asked"):

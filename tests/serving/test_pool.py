@@ -1,4 +1,4 @@
-"""`polyattn.serving.pool`: what is written is what the reference writes, and nothing else moves."""
+"""`polyattn.serving.kv_cache.pool`: what is written is what the reference writes, and nothing else moves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyattn
 from polyattn.errors import ConfigError, InvalidInputError
-from polyattn.quantised import mla_pack_fp8
-from polyattn.reference import mla_unpack_fp8
+from polyattn.semantics.kv_quant import mla_pack_fp8
+from polyattn.semantics.reference import mla_unpack_fp8
+from polyattn.serving.kv_cache.pool import CacheGroup, KVPool, groups_of, pages_for
+from polyattn.serving.kv_cache.storage import KVCacheConfig
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.pool import CacheGroup, KVPool, groups_of, pages_for
-from polyattn.serving.storage import KVCacheConfig
 
 KINDS = [
     ("auto", ""),

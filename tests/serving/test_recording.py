@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import GraphError, InvalidInputError
-from polyattn.serving.graphs import validate_static
-from polyattn.serving.recording import READS, WAITS
+from polyattn.serving.graphs.capture_checks import READS, WAITS
+from polyattn.serving.graphs.graphs import validate_static
 
 
 class Step:
@@ -234,7 +234,7 @@ class Elsewhere:
     ],
 )
 def test_copies_between_devices(name: str, args: tuple[str, ...], kwargs: dict[str, Any], why: str) -> None:
-    from polyattn.serving.recording import _waits
+    from polyattn.serving.graphs.capture_checks import _waits
 
     tensors = tuple(torch.zeros(2, device=device) for device in args)
     reason = _waits(name, Elsewhere, tensors, kwargs)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
-from polyattn.serving import backend
-from polyattn.serving.batch import ForwardBatch, ForwardMode
+from polyattn.serving.attention import backend
+from polyattn.serving.attention.workspace import Limits, Workspaces
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.tree import DraftTree
-from polyattn.serving.workspace import Limits, Workspaces
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.tree import DraftTree
 
 from .rig import LIMITS, Rig, decoder
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import polyattn
-from polyattn import reference
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
-from polyattn.serving.batch import ForwardBatch, ForwardMode
-from polyattn.serving.pages import PageAllocator
-from polyattn.serving.requests import RequestTable
-from polyattn.serving.step import Step, StepBuffers
-from polyattn.serving.tree import DraftTree
+from polyattn.semantics import reference
+from polyattn.serving.kv_cache.pages import PageAllocator
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.requests import RequestTable
+from polyattn.serving.step.step import Step, StepBuffers
+from polyattn.serving.step.tree import DraftTree
 
 MAX_TOKENS, ROWS = 192, 8
 SETTINGS = settings(max_examples=40, deadline=None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyattn.serving.batch import ForwardBatch, ForwardMode
-from polyattn.serving.pages import PageAllocator
-from polyattn.serving.requests import RequestTable
-from polyattn.serving.step import Step, StepBuffers
-from polyattn.serving.tree import DraftTree
+from polyattn.serving.kv_cache.pages import PageAllocator
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.requests import RequestTable
+from polyattn.serving.step.step import Step, StepBuffers
+from polyattn.serving.step.tree import DraftTree
 
 from .syncs import no_sync
 

@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polyattn.serving.batch import ForwardBatch, ForwardMode
-from polyattn.serving.pages import PageAllocator
-from polyattn.serving.requests import RequestTable
-from polyattn.serving.step import Step, StepBuffers
-from polyattn.serving.tree import DraftTree
+from polyattn.serving.kv_cache.pages import PageAllocator
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.requests import RequestTable
+from polyattn.serving.step.step import Step, StepBuffers
+from polyattn.serving.step.tree import DraftTree
 
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "bincount"}
 
@@ -132,9 +132,9 @@ class Nowhere:
 @pytest.mark.parametrize("kind", range(6))
 def test_no_view_reads_what_is_in_a_tensor(kind, static, monkeypatch):
     """Fake tensors have no contents."""
-    monkeypatch.setattr("polyattn.serving.step.Staging", Nowhere)
+    monkeypatch.setattr("polyattn.serving.step.step.Staging", Nowhere)
     monkeypatch.setattr(RequestTable, "flush", lambda table: None)  # brings real numbers from the host
-    monkeypatch.setattr("polyattn.serving.tree.contents_readable", lambda tensor: False)
+    monkeypatch.setattr("polyattn.serving.step.tree.contents_readable", lambda tensor: False)
     with FakeTensorMode():
         table, rows = table_of([30, 20, 60])
         buffers = StepBuffers(8, 96, 6, 2, static=static)

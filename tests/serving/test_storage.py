@@ -1,4 +1,4 @@
-"""`polyattn.serving.storage`: what a cache may be, how large it is, and which scales it has."""
+"""`polyattn.serving.kv_cache.storage`: what a cache may be, how large it is, and which scales it has."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from polyattn.errors import ConfigError
-from polyattn.quantised import real, stored
+from polyattn.semantics.kv_quant import real, stored
+from polyattn.serving.kv_cache.storage import KVCacheConfig, RowFormat, formats, token_scales
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.storage import KVCacheConfig, RowFormat, formats, token_scales
 
 LLAMA = AttentionLayer(0, 32, 8, 128)
 WIDE = AttentionLayer(1, 32, 8, 192, v_head_dim=128)

@@ -12,7 +12,7 @@ import transformers
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
 from polyattn.integrations.transformers.serving import CausalLMRunner
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams
-from polyattn.serving.pool import KVCacheConfig
+from polyattn.serving.kv_cache.pool import KVCacheConfig
 
 from .models import _COMMON, llama, prompt
 

@@ -14,7 +14,7 @@ from polyattn.errors import InvalidInputError, UnsupportedRequestError
 from polyattn.integrations.transformers import probing
 from polyattn.integrations.transformers.serving import SERVING, CausalLMRunner
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams
-from polyattn.serving.pool import KVCacheConfig
+from polyattn.serving.kv_cache.pool import KVCacheConfig
 
 from .models import SHAPES, deepseek, gemma2, gpt_oss, llama, prompt
 

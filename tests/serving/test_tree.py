@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import polyattn
-from polyattn import reference
 from polyattn.errors import InvalidInputError
-from polyattn.serving.tree import DraftTree
+from polyattn.semantics import reference
+from polyattn.serving.step.tree import DraftTree
 
 SETTINGS = settings(max_examples=60, deadline=None)
 
@@ -255,6 +255,6 @@ def test_what_is_no_tree_is_refused(make, message):
 
 
 def test_contents_on_a_device_are_not_read(monkeypatch):
-    monkeypatch.setattr("polyattn.serving.tree.contents_readable", lambda tensor: False)
+    monkeypatch.setattr("polyattn.serving.step.tree.contents_readable", lambda tensor: False)
     DraftTree.from_parents([[-1, 2, 0]])
     DraftTree.from_qlen_only(without_self(), 3)

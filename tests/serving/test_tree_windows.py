@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyattn.serving.batch import ForwardBatch, ForwardMode
+from polyattn.serving.kv_cache.pages import PageAllocator
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.pages import PageAllocator
-from polyattn.serving.requests import RequestTable
-from polyattn.serving.step import StepBuffers
-from polyattn.serving.tree import DraftTree
-from polyattn.serving.tree_windows import windowed_tree_mask
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.requests import RequestTable
+from polyattn.serving.step.step import StepBuffers
+from polyattn.serving.step.tree import DraftTree
+from polyattn.serving.step.tree_windows import windowed_tree_mask
 
 from .rig import tree_mask
 

@@ -15,12 +15,13 @@ import warnings
 import pytest
 import torch
 
-from polyattn import policies, tuning
+from polyattn import tuning
+from polyattn.contract import AttentionRequest, request_fields
+from polyattn.contract.request_json import plain_request, read_request
 from polyattn.errors import ConfigError
-from polyattn.plugins import PluginReport
-from polyattn.records import AttentionRequest, request_fields
-from polyattn.request_text import plain_request, read_request
-from polyattn.selection import Policy
+from polyattn.registry.manager import PluginReport
+from polyattn.selection import tuned_policy as policies
+from polyattn.selection.select import Policy
 from polyattn.tuning import (
     BACKEND,
     Place,

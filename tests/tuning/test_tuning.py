@@ -19,10 +19,10 @@ import torch
 from packaging.version import Version
 
 from polyattn import tuning
+from polyattn.contract import hookimpl
 from polyattn.epoch import EPOCH
 from polyattn.errors import ConfigError, InvalidInputError, UnsupportedRequestError
-from polyattn.hookspecs import hookimpl
-from polyattn.plugins import get_manager, register_plugin, reset_manager
+from polyattn.registry.manager import get_manager, register_plugin, reset_manager
 from polyattn.tuning import Kernel, Place, Row, TuningStore, current, offline, places
 
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_not_recorded(own_store):
 WRITER = """
 import sys
 from polyattn.tuning import *
-from polyattn.plugins import get_manager
+from polyattn.registry.manager import get_manager
 kernel = Kernel("test.decode", ("n",), {"block_n": (16,)})
 get_manager().kernels[kernel.name] = kernel
 store = TuningStore(sys.argv[1])

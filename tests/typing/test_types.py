@@ -12,7 +12,7 @@ import pytest
 import polyattn
 
 CORE = Path(polyattn.__file__).parent
-STUB = ast.parse((CORE / "typed_calls.pyi").read_text(encoding="utf-8"))
+STUB = ast.parse((CORE / "dispatch" / "typed_calls.pyi").read_text(encoding="utf-8"))
 CALLS = ("attention", "varlen_attention", "paged_attention", "mla_attention", "bind")
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
 
@@ -69,7 +69,7 @@ def test_a_bound_call_in_the_stub_is_the_real_one():
     assert [a.arg for a in call.args.args] == list(inspect.signature(type(polyattn.bind()).__call__).parameters)
 
 
-@pytest.mark.parametrize("name", ["polyattn", "polyattn.serving", "polyattn.testing", "polyattn.measuring"])
+@pytest.mark.parametrize("name", ["polyattn", "polyattn.serving", "polyattn.testing", "polyattn.bench.measure"])
 def test_checkers_see_the_names_that_are_resolved_late(name):
     """Of `__getattr__` they would take any name, so they do not see it, and each name is imported for them."""
     module = importlib.import_module(name)

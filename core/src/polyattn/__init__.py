@@ -8,34 +8,34 @@ from __future__ import annotations
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from .op_registration import register as _register_ops
+from .dispatch.compile.registration import register as _register_ops
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "attention": "dispatch",
-    "bind": "dispatch",
-    "varlen_attention": "varlen",
-    "block_sparse_attention": "block_sparse_calls",
-    "linear_attention": "linear_calls",
-    "paged_attention": "serving_calls",
-    "mla_attention": "serving_calls",
-    "scaled_dot_product_attention": "sdpa",
-    "merge": "merging",
-    "use_backend": "overrides",
-    "component": "overrides",
-    "check_components": "overrides",
-    "checkpoint_context_fn": "overrides",
-    "configure": "overrides",
-    "force_backend": "overrides",
-    "global_force_attn_backend": "overrides",
-    "global_force_attn_backend_context_manager": "overrides",
-    "explain": "inspection",
-    "what_if": "inspection",
-    "list_backends": "inspection",
-    "support_matrix": "inspection",
-    "Selection": "selection",
-    "AttentionRequest": "records",
+    "attention": "dispatch.dense",
+    "bind": "dispatch.dense",
+    "varlen_attention": "dispatch.varlen",
+    "block_sparse_attention": "dispatch.block_sparse",
+    "linear_attention": "dispatch.linear",
+    "paged_attention": "dispatch.paged",
+    "mla_attention": "dispatch.paged",
+    "scaled_dot_product_attention": "dispatch.sdpa",
+    "merge": "semantics.merge_lse",
+    "use_backend": "selection.overrides",
+    "component": "selection.overrides",
+    "check_components": "selection.overrides",
+    "checkpoint_context_fn": "selection.overrides",
+    "configure": "selection.overrides",
+    "force_backend": "selection.overrides",
+    "global_force_attn_backend": "selection.overrides",
+    "global_force_attn_backend_context_manager": "selection.overrides",
+    "explain": "selection.inspection",
+    "what_if": "selection.inspection",
+    "list_backends": "selection.inspection",
+    "support_matrix": "selection.inspection",
+    "Selection": "selection.select",
+    "AttentionRequest": "contract",
     "KVPart": "contract",
     "PolyattnError": "errors",
     "UnsupportedRequestError": "errors",
@@ -46,7 +46,7 @@ _WHERE = {
     "InternalError": "errors",
     "InvalidInputError": "errors",
     "OutOfPagesError": "errors",
-    "register_plugin": "plugins",
+    "register_plugin": "registry.manager",
 }
 
 __all__ = [*sorted(_WHERE), "__version__"]
@@ -57,8 +57,16 @@ if TYPE_CHECKING:
     from . import serving as serving
     from . import testing as testing
     from . import tuning as tuning
-    from .block_sparse_calls import block_sparse_attention as block_sparse_attention
+    from .contract import AttentionRequest as AttentionRequest
     from .contract import KVPart as KVPart
+    from .dispatch.block_sparse import block_sparse_attention as block_sparse_attention
+    from .dispatch.linear import linear_attention as linear_attention
+    from .dispatch.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+    from .dispatch.typed_calls import attention as attention
+    from .dispatch.typed_calls import bind as bind
+    from .dispatch.typed_calls import mla_attention as mla_attention
+    from .dispatch.typed_calls import paged_attention as paged_attention
+    from .dispatch.typed_calls import varlen_attention as varlen_attention
     from .errors import BackendUnavailableError as BackendUnavailableError
     from .errors import ConfigError as ConfigError
     from .errors import GraphError as GraphError
@@ -68,29 +76,23 @@ if TYPE_CHECKING:
     from .errors import PluginError as PluginError
     from .errors import PolyattnError as PolyattnError
     from .errors import UnsupportedRequestError as UnsupportedRequestError
-    from .inspection import explain as explain
-    from .inspection import list_backends as list_backends
-    from .inspection import support_matrix as support_matrix
-    from .inspection import what_if as what_if
-    from .linear_calls import linear_attention as linear_attention
-    from .merging import merge as merge
-    from .overrides import check_components as check_components
-    from .overrides import checkpoint_context_fn as checkpoint_context_fn
-    from .overrides import component as component
-    from .overrides import configure as configure
-    from .overrides import force_backend as force_backend
-    from .overrides import global_force_attn_backend as global_force_attn_backend
-    from .overrides import global_force_attn_backend_context_manager as global_force_attn_backend_context_manager
-    from .overrides import use_backend as use_backend
-    from .plugins import register_plugin as register_plugin
-    from .records import AttentionRequest as AttentionRequest
-    from .sdpa import scaled_dot_product_attention as scaled_dot_product_attention
-    from .selection import Selection as Selection
-    from .typed_calls import attention as attention
-    from .typed_calls import bind as bind
-    from .typed_calls import mla_attention as mla_attention
-    from .typed_calls import paged_attention as paged_attention
-    from .typed_calls import varlen_attention as varlen_attention
+    from .registry.manager import register_plugin as register_plugin
+    from .selection.inspection import explain as explain
+    from .selection.inspection import list_backends as list_backends
+    from .selection.inspection import support_matrix as support_matrix
+    from .selection.inspection import what_if as what_if
+    from .selection.overrides import check_components as check_components
+    from .selection.overrides import checkpoint_context_fn as checkpoint_context_fn
+    from .selection.overrides import component as component
+    from .selection.overrides import configure as configure
+    from .selection.overrides import force_backend as force_backend
+    from .selection.overrides import global_force_attn_backend as global_force_attn_backend
+    from .selection.overrides import (
+        global_force_attn_backend_context_manager as global_force_attn_backend_context_manager,
+    )
+    from .selection.overrides import use_backend as use_backend
+    from .selection.select import Selection as Selection
+    from .semantics.merge_lse import merge as merge
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one that is here
@@ -115,5 +117,8 @@ if not TYPE_CHECKING:  # a checker would take every name for one that is here
 def __dir__() -> list[str]:
     return sorted([*globals(), *_WHERE])
 
+
+__path__.append(f"{__path__[0]}/moved")
+"""Modules keep their former names for one minor version: `polyattn.moved` lists them."""
 
 _register_ops()

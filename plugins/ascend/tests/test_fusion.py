@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import reference, what_if
+from polyattn import what_if
+from polyattn.contract import AttentionRequest
 from polyattn.errors import BackendUnavailableError, PolyattnError
-from polyattn.merging import merge
-from polyattn.records import AttentionRequest
+from polyattn.semantics import reference
+from polyattn.semantics.merge_lse import merge
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 from polyattn_ascend import fusion, sparsity

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyattn import axes_of_one, reference, what_if
-from polyattn.backends import flash_attention, flash_pieces
+from polyattn import what_if
+from polyattn.adapters import flash_attention
+from polyattn.adapters import flash_split as flash_pieces
+from polyattn.adapters import strides as axes_of_one
+from polyattn.contract import AttentionRequest
 from polyattn.errors import BackendUnavailableError, GraphError, PolyattnError
-from polyattn.merging import merge
-from polyattn.records import AttentionRequest
+from polyattn.semantics import reference
+from polyattn.semantics.merge_lse import merge
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 from polyattn_cuda.flash_attention import fa3

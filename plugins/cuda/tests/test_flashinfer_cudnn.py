@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from polyattn import what_if
+from polyattn.contract import AttentionRequest
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
-from polyattn.records import AttentionRequest
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyattn import reference
 from polyattn.errors import UnsupportedRequestError
+from polyattn.semantics import reference
 from polyattn.serving import DraftTree, ForwardBatch, ForwardMode, PageAllocator, RequestTable, StepBuffers
-from polyattn.serving.workspace import Limits, Workspaces
+from polyattn.serving.attention.workspace import Limits, Workspaces
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 from polyattn_cuda.flashinfer import latent, lengths, paged, workbench

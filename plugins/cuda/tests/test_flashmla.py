@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from polyattn import what_if
-from polyattn.contract import Slot
+from polyattn.contract import AttentionRequest, Slot
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
-from polyattn.quantised import mla_pack_fp8
-from polyattn.records import AttentionRequest
+from polyattn.semantics.kv_quant import mla_pack_fp8
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 from polyattn_cuda import flashmla

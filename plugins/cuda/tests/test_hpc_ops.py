@@ -10,8 +10,8 @@ from torch import Tensor
 
 import polyattn
 from polyattn import what_if
+from polyattn.contract import AttentionRequest
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
-from polyattn.records import AttentionRequest
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 

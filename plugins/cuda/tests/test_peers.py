@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from polyattn.bench import Row
+from polyattn.bench.measure import check, make_inputs
 from polyattn.bench.peers import load
 from polyattn.bench.workloads import workload
 from polyattn.errors import UnsupportedRequestError
-from polyattn.measuring import check, make_inputs
 
 from .emulators.flash_attention import fa4, vllm
 from .emulators.trtllm import library as flashinfer

@@ -8,11 +8,11 @@ import json
 import pytest
 
 from polyattn import what_if
+from polyattn.contract import Accepted, AttentionRequest, judge
 from polyattn.errors import BackendUnavailableError
 from polyattn.lowering import Planner
-from polyattn.names import kind_of
-from polyattn.platforms import parse_platform
-from polyattn.records import Accepted, AttentionRequest, judge
+from polyattn.registry.platforms import parse_platform
+from polyattn.selection.aliases import kind_of
 from polyattn.testing import FAMILIES, Asked, AttentionRecords, generate
 from polyattn.tuning import request_of, with_lengths
 from polyattn_cuda.plugin import BACKENDS

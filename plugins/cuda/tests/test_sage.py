@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import polyattn
-from polyattn import reference, what_if
+from polyattn import what_if
+from polyattn.contract import Accuracy, AttentionRequest
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
-from polyattn.records import Accuracy, AttentionRequest
+from polyattn.semantics import reference
 from polyattn.testing import Case, controls
 from polyattn.testing.emulators import Emulated
 from polyattn.testing.tolerances import compare_class

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn.contract import Slot
+from polyattn.contract import Accepted, Rejected, Slot, judge
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
-from polyattn.records import Accepted, Rejected, judge
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated
 from polyattn_cuda.flashinfer import memory, trtllm

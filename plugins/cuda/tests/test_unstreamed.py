@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.records import BackendInfo
+from polyattn.contract import BackendInfo
 from polyattn_cuda.plugin import BACKENDS
 from polyattn_cuda.unstreamed import on_default_stream
 

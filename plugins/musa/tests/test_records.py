@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polyattn.distributions import availability, distribution_version
-from polyattn.records import Provider
+from polyattn.contract import Provider
+from polyattn.registry.distributions import availability, distribution_version
 from polyattn.testing import Asked, AttentionRecords
 from polyattn_musa.records import MATE
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from polyattn import what_if
 from polyattn.backends import torch_sdpa
+from polyattn.contract import AttentionRequest
 from polyattn.errors import PolyattnError
-from polyattn.records import AttentionRequest
 from polyattn.testing import Case, OffChip, generate, run_case
 
 from .emulators import sdpa

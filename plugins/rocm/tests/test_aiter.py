@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polyattn import adapters
-from polyattn.backends.free_slots import without_free_slots
+from polyattn.adapters.free_slots import without_free_slots
 from polyattn.errors import BackendUnavailableError
-from polyattn.paging import Tokens
+from polyattn.semantics.paged_kv import Tokens
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 from polyattn_rocm.aiter import latent as latents

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn.distributions import availability, distribution_version
 from polyattn.errors import BackendUnavailableError
+from polyattn.registry.distributions import availability, distribution_version
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated
 from polyattn_rocm import flash_attention

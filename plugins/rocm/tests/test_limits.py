@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from polyattn.records import Accepted, Rejected, judge
+from polyattn.contract import Accepted, Rejected, judge
 from polyattn.testing.emulators import Emulated
 
 PAGED = {"family": "paged", "layout": "THD", "heads": 32, "kv_heads": 8, "page_size": 64, "phase": "extend"}

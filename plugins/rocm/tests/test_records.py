@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import what_if
 from polyattn.backends.torch_sdpa import TorchSDPA
-from polyattn.distributions import availability, distribution_version
+from polyattn.contract import AttentionRequest, Provider
 from polyattn.errors import PolyattnError
-from polyattn.inspection import list_backends
-from polyattn.records import AttentionRequest, Provider
+from polyattn.registry.distributions import availability, distribution_version
+from polyattn.selection.inspection import list_backends
 from polyattn.testing import Asked, AttentionRecords
 from polyattn_rocm.records.common import AITER
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polyattn import what_if
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 from polyattn_rocm import wave

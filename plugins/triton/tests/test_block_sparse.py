@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import reference
-from polyattn.autograd import differentiable
-from polyattn.block_maps import visible_keys
+from polyattn.contract import AttentionRequest
 from polyattn.errors import InvalidInputError
-from polyattn.merging import merge
-from polyattn.records import AttentionRequest
+from polyattn.semantics import reference
+from polyattn.semantics.autograd import differentiable
+from polyattn.semantics.block_maps import visible_keys
+from polyattn.semantics.merge_lse import merge
 from polyattn.testing import Installed, generate, run_case
 from polyattn.testing.conforming import FULL
 from polyattn_triton.block_sparse import BlockSparse

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn.quantised import fp4_scales, real, stored
-from polyattn.reference import paged_attention, verify_mask
+from polyattn.semantics.kv_quant import fp4_scales, real, stored
+from polyattn.semantics.reference import paged_attention, verify_mask
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.kernels.decode import Config, bounds, config_for, decode, items_for, parts_for
 from polyattn_triton.kernels.splits import FIELDS, Items

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import polyattn
-from polyattn import reference
+from polyattn.semantics import reference
 from polyattn.testing.conforming import FULL
 from polyattn.testing.tolerances import check as gate
 from polyattn_triton.kernels import rules

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from polyattn.serving import AttentionLayer, KVCacheConfig, KVPool
-from polyattn.serving import device_ops as registry
-from polyattn.serving.device_ops import device_ops
+from polyattn.serving.kv_cache import device_ops as registry
+from polyattn.serving.kv_cache.device_ops import device_ops
 from polyattn_triton import plugin, runtime
 from polyattn_triton.device_ops import DeviceOps
 from polyattn_triton.kernels import launching, write
@@ -34,7 +34,7 @@ def test_the_same_bits(kv_dtype, scales, layout, monkeypatch):
     config = KVCacheConfig(kv_dtype, 4, layout, scales)
     pools = []
     for found in (None, device_ops("cuda")):
-        monkeypatch.setattr("polyattn.serving.pool.device_ops", lambda device_type, found=found: found)
+        monkeypatch.setattr("polyattn.serving.kv_cache.pool.device_ops", lambda device_type, found=found: found)
         pools.append(KVPool(layers, config, 8, dtype=torch.bfloat16, device=DEVICE))
     assert [pool.writer(0) for pool in pools] == ["polyattn", "polyattn-triton"]
     slots = torch.tensor([9, 30, 4, 11, 12], device=DEVICE)
@@ -149,7 +149,7 @@ def test_rows_that_lie_otherwise(monkeypatch):
     """One writer, many steps: whatever rows lie like, and wherever, the bits are core's."""
     pools = []
     for found in (None, device_ops("cuda")):
-        monkeypatch.setattr("polyattn.serving.pool.device_ops", lambda device_type, found=found: found)
+        monkeypatch.setattr("polyattn.serving.kv_cache.pool.device_ops", lambda device_type, found=found: found)
         pools.append(KVPool(LAYERS[:1], KVCacheConfig("fp8_e4m3", 4), 16, dtype=torch.bfloat16, device=DEVICE))
     whole = torch.randn(9, 7, 32, device=DEVICE).bfloat16()
     odd = torch.randn(9 * 2 * 32 + 1, device=DEVICE).bfloat16()[1:].view(9, 2, 32)
@@ -165,6 +165,6 @@ def test_rows_that_lie_otherwise(monkeypatch):
 
 
 def test_float64_stays_with_core(monkeypatch):
-    monkeypatch.setattr("polyattn.serving.pool.device_ops", lambda device_type: registry.device_ops("cuda"))
+    monkeypatch.setattr("polyattn.serving.kv_cache.pool.device_ops", lambda device_type: registry.device_ops("cuda"))
     pool = KVPool(LAYERS[:1], KVCacheConfig("fp8_e4m3", 4), 8, dtype=torch.float64, device=DEVICE)
     assert pool.writer(0) == "polyattn"

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from polyattn.quantised import fp4_scales, real, stored
-from polyattn.reference import paged_attention, verify_mask
+from polyattn.semantics.kv_quant import fp4_scales, real, stored
+from polyattn.semantics.reference import paged_attention, verify_mask
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.kernels.extend import Config, _boxes, _chosen, config_for, extend
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn.block_maps import visible_keys
-from polyattn.reference import attention
+from polyattn.semantics.block_maps import visible_keys
+from polyattn.semantics.reference import attention
 from polyattn.testing.conforming import FULL
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.hopper import block_sparse

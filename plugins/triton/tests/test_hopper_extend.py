@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from polyattn import tuning
-from polyattn.contract import KVPart
-from polyattn.records import AttentionRequest
-from polyattn.reference import attention
+from polyattn.contract import AttentionRequest, KVPart
+from polyattn.semantics.reference import attention
 from polyattn.testing.conforming import FULL
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton import paged

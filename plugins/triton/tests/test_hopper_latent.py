@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn.reference import attention
+from polyattn.semantics.reference import attention
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.hopper import latent as hopper
 from polyattn_triton.kernels import latent

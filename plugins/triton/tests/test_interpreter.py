@@ -14,10 +14,10 @@ pytest.importorskip("triton", reason="not run: the Triton package is not install
 
 PROGRAM = """
 import json, os, sys
-import polyattn, polyattn.plugins, polyattn_triton.plugin
+import polyattn, polyattn.registry.manager, polyattn_triton.plugin
 
 def said():
-    polyattn.plugins.reset_manager()
+    polyattn.registry.manager.reset_manager()
     return next(s for s in polyattn.list_backends("cpu") if s.name == "triton")
 
 untouched = not {"torch", "triton"} & set(sys.modules) and said() is not None and "triton" not in sys.modules

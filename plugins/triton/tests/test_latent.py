@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import reference
-from polyattn.contract import Slot
+from polyattn.contract import AttentionRequest, Slot
 from polyattn.errors import InvalidInputError
-from polyattn.quantised import mla_pack_fp8
-from polyattn.records import AttentionRequest
+from polyattn.semantics import reference
+from polyattn.semantics.kv_quant import mla_pack_fp8
 from polyattn_triton import runtime
 from polyattn_triton.kernels import latent
 from polyattn_triton.latent import Latent

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from polyattn import KVPart, paged_attention
-from polyattn.contract import Slot
+from polyattn.contract import AttentionRequest, Slot
 from polyattn.errors import BackendUnavailableError
-from polyattn.records import AttentionRequest
 from polyattn_triton import paged, runtime
 from polyattn_triton.paged import Paged
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from polyattn import what_if
-from polyattn.evidence import read_evidence
-from polyattn.records import AttentionRequest, DeviceReport
+from polyattn.contract import AttentionRequest, DeviceReport
+from polyattn.registry.evidence import read_evidence
 from polyattn.testing import Asked, AttentionRecords
 from polyattn_triton import plugin
 from polyattn_triton.plugin import BACKENDS

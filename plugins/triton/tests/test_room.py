@@ -13,8 +13,9 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import polyattn
-from polyattn import reference, tuning
+from polyattn import tuning
 from polyattn.errors import UnsupportedRequestError
+from polyattn.semantics import reference
 from polyattn_triton.hopper import extend as hopper_extend
 from polyattn_triton.kernels import backward, block_sparse, choices, decode, extend, forward, latent, room, rules
 from polyattn_triton.kernels.choices import EPOCH

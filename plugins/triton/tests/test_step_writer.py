@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyattn.plugins import get_manager
-from polyattn.records import DeviceOpsInfo
+from polyattn.contract import DeviceOpsInfo
+from polyattn.registry.manager import get_manager
 from polyattn.serving import DraftTree, ForwardBatch, ForwardMode, StepBuffers
-from polyattn.serving import device_ops as registry
+from polyattn.serving.kv_cache import device_ops as registry
 from polyattn_triton import runtime
 from polyattn_triton.kernels import metadata
 

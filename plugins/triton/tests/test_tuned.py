@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import polyattn
-from polyattn import reference, tuning
+from polyattn import tuning
 from polyattn.epoch import EPOCH
+from polyattn.semantics import reference
 from polyattn.tuning import Kernel
 from polyattn_triton.kernels import backward, block_sparse, choices, forward
 from polyattn_triton.records.tuned import BACKWARD, BLOCK_SPARSE, FORWARD

@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 
+from polyattn.contract import AttentionRequest
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
-from polyattn.paging import Pool, Tokens
-from polyattn.quantised import fp4_scales, stored
-from polyattn.records import AttentionRequest
+from polyattn.semantics.kv_quant import fp4_scales, stored
+from polyattn.semantics.paged_kv import Pool, Tokens
+from polyattn.serving.kv_cache.pool import KVPool
+from polyattn.serving.kv_cache.storage import KVCacheConfig
 from polyattn.serving.layer import AttentionLayer
-from polyattn.serving.pool import KVPool
-from polyattn.serving.storage import KVCacheConfig
 from polyattn_triton import runtime
 from polyattn_triton.kernels.write import write_kv, write_latent
 

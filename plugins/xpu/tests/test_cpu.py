@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import distributions, list_backends, what_if
+from polyattn import list_backends, what_if
+from polyattn.contract import AttentionRequest, judge
 from polyattn.errors import BackendUnavailableError, PolyattnError
-from polyattn.records import AttentionRequest, judge
+from polyattn.registry import distributions
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library, signature_of_schema
 from polyattn_xpu.plugin import BACKENDS

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import reference, what_if
+from polyattn import what_if
+from polyattn.contract import AttentionRequest, judge
 from polyattn.errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError
-from polyattn.records import AttentionRequest, judge
+from polyattn.semantics import reference
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 

@@ -29,7 +29,7 @@ import pytest
 import torch
 
 from polyattn import adapters
-from polyattn.distributions import distribution_version
+from polyattn.registry.distributions import distribution_version
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated
 from polyattn.testing.machine import versions

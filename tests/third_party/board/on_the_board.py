@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.inspection import list_backends
+from polyattn.selection.inspection import list_backends
 from polyattn.testing import run
 
 torch.ops.load_library(sys.argv[1])

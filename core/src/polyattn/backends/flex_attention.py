@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from ..contract import Bound
-from ..placement import placing
-from ..records import AttentionRequest
-from .samples import part_of, parts_of
+from ..adapters.alignment import placing
+from ..adapters.samples import part_of, parts_of
+from ..contract import AttentionRequest, Bound
 
 __all__ = ["FlexAttention", "dense", "fused", "position_rule", "run"]
 

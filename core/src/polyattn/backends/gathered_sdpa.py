@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..contract import Bound
-from ..records import AttentionRequest
-from ..records.request import MaskKind
+from ..contract import AttentionRequest, Bound
+from ..contract.request import MaskKind
 from .torch_sdpa import TorchSDPA
 
 __all__ = ["GatheredSDPA"]

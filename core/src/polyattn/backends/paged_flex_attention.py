@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ..contract import Bound
-from ..placement import placed
-from ..records import AttentionRequest
+from ..adapters.alignment import placed
+from ..adapters.gather_kv import Padded, nothing
+from ..adapters.samples import parts_of
+from ..contract import AttentionRequest, Bound
 from .flex_attention import dense, fused, position_rule, run
-from .gathering import Padded, nothing
-from .samples import parts_of
 
 __all__ = ["PagedFlexAttention"]
 

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import Bound
-from ..paging import Slots, Tokens
-from ..records import AttentionRequest
-from ..reference import visible
+from ..adapters.gather_kv import deliver, sides, store
+from ..contract import AttentionRequest, Bound
+from ..semantics.masks import combined
+from ..semantics.paged_kv import Slots, Tokens
+from ..semantics.reference import visible
 from .gathered_sdpa import GatheredSDPA
-from .gathering import deliver, sides, store
-from .sdpa_masks import combined
 
 __all__ = ["PagedTorchNative"]
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..contract import Bound
-from ..records import AttentionRequest
+from ..adapters.gather_kv import Padded, nothing
+from ..contract import AttentionRequest, Bound
 from .gathered_sdpa import GatheredSDPA
-from .gathering import Padded, nothing
 
 __all__ = ["bind"]
 

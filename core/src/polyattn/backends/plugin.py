@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..hookspecs import hookimpl
-from ..methods.video.options import WINDOW, dense_by_rule
-from ..platforms import CORE_PLATFORMS
-from ..records import (
+from ..contract import (
     AutoRule,
     BackendInfo,
     ConfigField,
@@ -22,6 +19,9 @@ from ..records import (
     conditions,
     row,
 )
+from ..contract.hookspecs import hookimpl
+from ..contract.platforms import CORE_PLATFORMS
+from ..methods.video.options import WINDOW, dense_by_rule
 from . import defects
 
 HALF = ("float16", "bfloat16")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .. import envvars, reference
-from ..contract import Bound
-from ..linear.reference import gated_delta_rule
-from ..records import AttentionRequest
+from .. import envvars
+from ..contract import AttentionRequest, Bound
+from ..semantics import reference
+from ..semantics.linear_reference import gated_delta_rule
 
 __all__ = ["Reference"]
 

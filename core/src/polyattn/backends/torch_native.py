@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import Bound
-from ..records import AttentionRequest, SRelation
+from ..contract import AttentionRequest, Bound, SRelation
 from .torch_sdpa import TorchSDPA
 
 __all__ = ["TorchNative"]
@@ -83,6 +82,6 @@ def _call(bound: Bound, request: AttentionRequest, q: Tensor, k: Tensor, v: Tens
     views = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     if bound.backward is None or not request.grad:
         return bound.forward(*views, sinks=sinks)
-    from ..autograd import differentiable
+    from ..semantics.autograd import differentiable
 
     return differentiable(bound, request.lse)(*views, sinks=sinks)

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, InvalidInputError, did_you_mean
-from ..measuring.clock import OF_ROUNDS
-from ..measuring.devices import named_device
-from ..measuring.tuner import isolation_of
-from ..names import own_names
-from ..plugins import get_manager
+from ..registry.manager import get_manager
+from ..selection.aliases import own_names
 from . import peers
 from .bars import OBJECTS, OWN
+from .measure.clock import OF_ROUNDS
+from .measure.devices import named_device
 from .peers import Peer
 from .rows import Row
 from .running import Plan
 from .sheets import Sheet, read, selected
+from .tuner.offline import isolation_of
 from .workloads import workload
 
 __all__ = ["Asked"]

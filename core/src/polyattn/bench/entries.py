@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..contract import BackendInfo
 from ..errors import BackendUnavailableError, UnsupportedRequestError
-from ..measuring import Call, Candidate, Inputs, Workload, candidates, peak_memory
-from ..plugins import get_manager
-from ..records import BackendInfo
-from ..selection import Selection
+from ..registry.manager import get_manager
+from ..selection.select import Selection
 from .bars import OWN
+from .measure import Call, Candidate, Inputs, Workload, candidates, peak_memory
 from .peers import Peer
 
 __all__ = ["OWN", "Entry", "Seen", "entries_of", "why_none"]
@@ -29,7 +29,7 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A candidate or a peer; an entrant of `polyattn.measuring.measure`.
+    """A candidate or a peer; an entrant of `polyattn.bench.measure.measure`.
 
     Attributes:
         selection: of a candidate. compiles: its kernels are made at their first call.

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..measuring.device_rates import UNITS
 from .bars import OWN, best
+from .measure.device_rates import UNITS
 
 __all__ = [
     "BENCHMARK",

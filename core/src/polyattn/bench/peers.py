@@ -2,9 +2,10 @@
 of polyattn.
 
 A module, or a folder that is a package, lists them in `PEERS`, name -> `Peer`. What a peer's target names is imported
-when the peer is first prepared: a function from the inputs of a problem (`polyattn.measuring.Inputs`) to a call from
-the number of an input set to the result, as the contract lays it out. Beforehand it brings the tensors into its own
-layout, and plans what its users plan once per step. It raises `UnsupportedRequestError` for what it has no kernel for.
+when the peer is first prepared: a function from the inputs of a problem (`polyattn.bench.measure.Inputs`) to a call
+from the number of an input set to the result, as the contract lays it out. Beforehand it brings the tensors into its
+own layout, and plans what its users plan once per step. It raises `UnsupportedRequestError` for what it has no kernel
+for.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..distributions import distribution_version
 from ..errors import ConfigError, did_you_mean
+from ..registry.distributions import distribution_version
 
 __all__ = ["Peer", "load", "named", "versions_of"]
 

@@ -28,7 +28,7 @@ KINDS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
 """Kind of problem -> the fields of a row that it needs, and all that it takes."""
 
 LATENT_FP8_ROW = 656
-"""Bytes of a latent row in FP8: `polyattn.quantised.MLA_BYTES`, which needs PyTorch to be read."""
+"""Bytes of a latent row in FP8: `polyattn.semantics.kv_quant.MLA_BYTES`, which needs PyTorch to be read."""
 
 _BYTES = {
     "float64": 8,

@@ -1,9 +1,9 @@
 """A run: row after row, each timed between two looks at what the device itself can do.
 
 A row's entries are checked, then the device is looked at, then they are timed in turns
-(`polyattn.measuring.measure`), and the device is looked at again. Where its rates differ by more than `ANCHORS_WITHIN`,
-the row is measured once more, and again when the others are done, as far as the time goes; then it is kept as not
-accepted: no verdict reads it.
+(`polyattn.bench.measure.measure`), and the device is looked at again. Where its rates differ by more than
+`ANCHORS_WITHIN`, the row is measured once more, and again when the others are done, as far as the time goes; then it is
+kept as not accepted: no verdict reads it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 import torch
 
 from ..errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError
-from ..inspection import catalogue, served_by
-from ..measuring import Anchors, Clock, Measured, Workload, measure
-from ..measuring.clock import ROUNDS, made_current
-from ..measuring.probe import Prober
-from ..measuring.running import without_inputs
-from ..measuring.tuner import Isolation, tune_one
-from ..overrides import current_settings
-from ..policies import measured_policy, shipped_policy
-from ..selection import Policy, Selection, select
+from ..selection.inspection import catalogue, served_by
+from ..selection.overrides import current_settings
+from ..selection.select import Policy, Selection, select
+from ..selection.tuned_policy import measured_policy, shipped_policy
 from .bars import ANCHORS_WITHIN, difference
 from .entries import OWN, Entry, Seen, entries_of, why_none
+from .measure import Anchors, Clock, Measured, Workload, measure
+from .measure.clock import ROUNDS, made_current
+from .measure.probe import Prober
+from .measure.running import without_inputs
 from .peers import Peer
 from .results import kept, provenance
 from .rows import Row, Work
+from .tuner.offline import Isolation, tune_one
 from .workloads import inputs_of, workload
 
 __all__ = ["ATTEMPTS", "DeviceLost", "Plan", "ceiling", "measured", "run"]

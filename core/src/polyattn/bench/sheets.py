@@ -23,16 +23,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.reading import read_config_file
+from ..contract.request import DTYPES
 from ..errors import ConfigError, did_you_mean
-from ..records.request import DTYPES
+from ..selection.config.reading import read_config_file
 from .bars import OBJECTS, OWN, SUBJECTS, Bar
 from .rows import KINDS, Row
 
 __all__ = ["QUERY_DTYPES", "Family", "Sheet", "read", "selected"]
 
 QUERY_DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""What queries are in: those that a call takes (`polyattn.validate.FLOATS`, which needs PyTorch to be read)."""
+"""What queries are in: those that a call takes (`FLOATS` of `polyattn.semantics.validation`, which needs PyTorch)."""
 _WORDS = {"dtype": QUERY_DTYPES, "kv_dtype": ("auto", *DTYPES)}
 """Fields of a row that take one of a few words. Which of them a cache of latent rows can be in, its format says when
 the row is planned."""

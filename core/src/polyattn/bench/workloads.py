@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ..facts import device_facts
-from ..measuring import Inputs, Workload, make_inputs
-from ..records import AttentionRequest
-from ..records.request import relation
+from ..contract import AttentionRequest
+from ..contract.request import relation
+from ..dispatch.device_facts import device_facts
 from ..serving import AttentionLayer, KVCacheConfig
-from ..serving.phases import ServingPhase, layer_request
-from ..serving.storage import formats
+from ..serving.attention.phases import ServingPhase, layer_request
+from ..serving.kv_cache.storage import formats
+from .measure import Inputs, Workload, make_inputs
 from .rows import Row
 
 __all__ = ["inputs_of", "workload"]

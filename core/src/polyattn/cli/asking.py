@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..config import KV_CACHE_DTYPES
+from ..contract import FAMILIES, PHASES, AttentionRequest
+from ..contract.vocabulary import DTYPE_WORDS, WORDS
 from ..errors import ConfigError, did_you_mean
-from ..field_words import DTYPE_WORDS, WORDS
-from ..plugins import get_manager
-from ..records import FAMILIES, PHASES, AttentionRequest
+from ..registry.manager import get_manager
+from ..selection.config import KV_CACHE_DTYPES
 
 __all__ = ["QUERY_DTYPES", "SCALES", "Question", "above_zero", "ask", "one_of"]
 

@@ -167,7 +167,7 @@ def _check_idle(flag: str, words: Mapping[str, object]) -> None:
 
 def _check_tuning(device: torch.device) -> None:
     """Refuse what `polyattn tune` would, before anything is measured that could not be kept."""
-    from ..measuring.tuner import tune_all
+    from ..bench.tuner.offline import tune_all
 
     list(tune_all((), device))
     tuning.store().insist()
@@ -214,8 +214,8 @@ def _agree(sheets: list[Path] | None, out: Path | None, resume: bool, join: list
 
 def _measured(plan: Plan, sheet: Sheet, result: dict[str, Any], out: Path | None, *, quiet: bool) -> dict[str, Any]:
     from ..bench import results
+    from ..bench.measure.marks import orderly
     from ..bench.running import run
-    from ..measuring.marks import orderly
 
     console = screen()
     every = [row for family in sheet.families for row in family.rows]

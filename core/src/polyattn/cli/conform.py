@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ..contract import FAMILIES
+from ..contract.vocabulary import DTYPE_WORDS
 from ..errors import BackendUnavailableError, ConfigError
-from ..field_words import DTYPE_WORDS
-from ..plugins import get_manager
-from ..records import FAMILIES
+from ..registry.manager import get_manager
 from ..testing.early_imports import early_imports
 from ..testing.where import AUTO, Place, place, unknown_backend
 from .asking import one_of
@@ -128,7 +128,7 @@ def _check_kind(device: str) -> None:
 
 
 def _check_device(device: str) -> None:
-    from ..measuring.devices import named_device
+    from ..bench.measure.devices import named_device
 
     named_device(device)
 

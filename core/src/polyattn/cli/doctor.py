@@ -15,19 +15,19 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
-from ..config import backend_names, check_settings, load_settings
-from ..defects import affecting, listed
-from ..distributions import availability, distribution_version
+from ..contract import FAMILIES, BackendInfo, DeviceReport, Fallback, Provider
+from ..contract.packages import absent_packages
 from ..envvars import ENVVARS, flag, unknown
 from ..errors import ConfigError, PolyattnError, without_torch
-from ..inspection import BackendStatus, detect, list_backends
 from ..integrations import HOSTS, outdated
-from ..names import lost_aliases
-from ..platforms import torch_build
-from ..plugin_sources import Door
-from ..plugins import PluginManager, PluginReport, get_manager, reset_manager
-from ..records import FAMILIES, BackendInfo, DeviceReport, Fallback, Provider
-from ..records.packages import absent_packages
+from ..registry.defects import affecting, listed
+from ..registry.distributions import availability, distribution_version
+from ..registry.lost_aliases import lost_aliases
+from ..registry.manager import PluginManager, PluginReport, get_manager, reset_manager
+from ..registry.platforms import torch_build
+from ..registry.sources import Door
+from ..selection.config import backend_names, check_settings, load_settings
+from ..selection.inspection import BackendStatus, detect, list_backends
 from ..testing.early_imports import early_imports
 from ..tuning import mode, store
 from .config_check import not_here, unknown_words, wrong_variables

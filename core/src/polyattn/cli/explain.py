@@ -8,15 +8,15 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from ..contract import AttentionRequest
 from ..errors import ConfigError
-from ..hybrid import both_phases, check_drafting, select_pair
-from ..inspection import catalogue, detect, served_by, what_if
-from ..overrides import SCOPE, current_settings
-from ..platforms import parse_platform
-from ..plugins import get_manager
-from ..policies import current_policy
-from ..records import AttentionRequest
-from ..selection import Choice, Policy, Selection, select
+from ..registry.manager import get_manager
+from ..registry.platforms import parse_platform
+from ..selection.inspection import catalogue, detect, served_by, what_if
+from ..selection.overrides import SCOPE, current_settings
+from ..selection.phase_pairs import both_phases, check_drafting, select_pair
+from ..selection.select import Choice, Policy, Selection, select
+from ..selection.tuned_policy import current_policy
 from .asking import SERVING, Question, ask
 from .reasons import reasons_table
 from .rendering import facts, panel, screen, show_json, standing

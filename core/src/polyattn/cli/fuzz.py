@@ -46,7 +46,7 @@ def fuzz(
     A fine call must agree with the reference or be refused with a reason, a wrong one refused with a typed error. Each
     failure is made as small as it gets and written as a script. Exit code 1 when there is one.
     """
-    from ..measuring.devices import named_device
+    from ..bench.measure.devices import named_device
     from ..testing import fuzz as fuzzing  # these need torch
 
     above_zero("--seconds", seconds)

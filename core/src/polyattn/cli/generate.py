@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from .. import overrides
 from ..errors import ConfigError, did_you_mean
+from ..selection import overrides
 from ..user_files import MEGABYTE, read_text
 from .rendering import facts, panel, progress, screen, show_json
 
@@ -133,7 +133,7 @@ def generate(
             "give --speculative-draft-model-path too, or leave them out"
         )
     from ..serving.engine import Engine, EngineConfig, SamplingParams  # it needs torch
-    from ..serving.pool import KVCacheConfig
+    from ..serving.kv_cache.pool import KVCacheConfig
 
     params = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed)  # checked before anything is loaded
     model, tokenizer = _model(model_path, device), _tokenizer(model_path)

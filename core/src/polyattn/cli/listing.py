@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ..inspection import BackendStatus, detect, list_backends
-from ..plugins import get_manager
-from ..records.packages import absent_packages
+from ..contract.packages import absent_packages
+from ..registry.manager import get_manager
+from ..selection.inspection import BackendStatus, detect, list_backends
 from .rendering import grid, screen, show_json, standing, title
 
 __all__ = ["entries", "list_command", "platforms_here"]

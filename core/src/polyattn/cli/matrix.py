@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..defects import Listed, listed
+from ..contract import BackendInfo, Provider
 from ..errors import ConfigError, did_you_mean
-from ..inspection import support_matrix
-from ..plugins import get_manager
-from ..records import BackendInfo, Provider
+from ..registry.defects import Listed, listed
+from ..registry.manager import get_manager
+from ..selection.inspection import support_matrix
 from .probes import Limits, Sheet, limits
 from .rendering import STANDINGS, answer, grid, progress, screen, show_json, standing, title
 

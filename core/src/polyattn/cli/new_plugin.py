@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from ..errors import ConfigError, did_you_mean
-from ..plugins import get_manager
+from ..registry.manager import get_manager
 from .rendering import screen, show_json, title
 
 __all__ = ["new_plugin", "template_files", "write_package"]

@@ -12,13 +12,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..defects import Narrow, narrowing
+from ..contract import Accepted, AttentionRequest, BackendInfo, Has, OneOf, Provider, Rejected, Row, judge
 from ..epoch import EPOCH
-from ..inspection import catalogue, ordered_offers
 from ..lowering import Plan, Planner
-from ..plugins import PluginManager, get_manager
-from ..records import Accepted, AttentionRequest, BackendInfo, Has, OneOf, Provider, Rejected, Row, judge
-from ..selection import Catalogue
+from ..registry.defects import Narrow, narrowing
+from ..registry.manager import PluginManager, get_manager
+from ..selection.inspection import catalogue, ordered_offers
+from ..selection.select import Catalogue
 from .asking import MLA_SCALE, SCALES
 
 __all__ = ["Limits", "Sheet", "limits"]

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ..bench.measure import Workload
+from ..contract import relation
 from ..errors import ConfigError, did_you_mean
-from ..measuring import Workload
-from ..records import relation
 from .asking import SERVING, Question, ask
 
 __all__ = ["workload_of"]

@@ -24,7 +24,7 @@ from ..user_files import MEGABYTE, read_bytes
 from .rendering import facts, grid, screen, show_json, standing, title
 
 if TYPE_CHECKING:
-    from ..measuring.traces import Traced
+    from ..bench.measure.traces import Traced
 
 __all__ = ["trace"]
 
@@ -53,7 +53,7 @@ def trace(
     All of its processes are recorded. FILE is replaced when the program ends, unless it asked for nothing; a file that
     is no trace is refused.
     """
-    from ..measuring.marks import orderly
+    from ..bench.measure.marks import orderly
 
     words = _words(command or [], module)
     # With measurements, whatever the variable says: two runs without them compare nothing.
@@ -95,7 +95,7 @@ def _words(command: list[str], module: str | None) -> list[str]:
 
 
 def _run(words: list[str], out: Path, mode: str | None, as_json: bool) -> _Run:
-    from ..measuring.traces import read_trace
+    from ..bench.measure.traces import read_trace
 
     with _beside(out) as part:
         environ = {**os.environ, "POLYATTN_TRACE": str(part)}
@@ -157,7 +157,7 @@ def _beside(out: Path) -> Iterator[Path]:
 
 def _check_trace(out: Path) -> None:
     """What would be replaced is a trace, or empty. By its first line: the last of one that ran out of space is torn."""
-    from ..measuring.traces import read_line
+    from ..bench.measure.traces import read_line
 
     try:
         if head := read_bytes(out, MEGABYTE, head=MEGABYTE):

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from .. import tuning
 from ..errors import BackendUnavailableError, ConfigError, did_you_mean
-from ..plugins import get_manager
+from ..registry.manager import get_manager
 from ..tuning import TuningStore
 from ..user_files import MEGABYTE, read_bytes, read_text
 from .asking import above_zero
@@ -23,7 +23,7 @@ from .rendering import facts, grid, panel, progress, screen, show_json, title
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..measuring.tuner import Tried
+    from ..bench.tuner.offline import Tried
 
 __all__ = ["tune"]
 
@@ -133,11 +133,11 @@ def _tune(
     probe_seconds: float,
     as_json: bool,
 ) -> None:
-    from ..facts import device_facts
-    from ..measuring.devices import named_device
-    from ..measuring.marks import orderly
-    from ..measuring.traces import read_trace
-    from ..measuring.tuner import isolation_of, tune_all
+    from ..bench.measure.devices import named_device
+    from ..bench.measure.marks import orderly
+    from ..bench.measure.traces import read_trace
+    from ..bench.tuner.offline import isolation_of, tune_all
+    from ..dispatch.device_facts import device_facts
     from .request_words import workload_of
 
     above_zero("--seconds", seconds)

@@ -42,7 +42,7 @@ def verify(
     that conforms. A backend that does not gets none, and the exit code is 1; so it is where the benchmark fails.
     """
     from ..bench.asking import Asked
-    from ..choose import device_facts
+    from ..dispatch.binding import device_facts
     from ..testing.verifying import markdown, prepare, verifiable, write
 
     asked = Asked((str(SHEET),), device=device, seconds=seconds)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from ..distributions import distribution_version
+from ..registry.distributions import distribution_version
 
 __all__ = ["HOSTS", "OLDEST", "outdated"]
 

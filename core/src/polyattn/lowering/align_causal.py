@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..contract import Bound
-from ..records import AttentionRequest
+from ..contract import AttentionRequest, Bound
 from .base import CALL, Lowering, Rewrite
 from .lengths import RELATIONS, check_size, longer, of_one_kind, per_call, position_axis, with_mask
 from .widths import odd_rows

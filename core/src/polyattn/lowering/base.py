@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from ..contract import Bound
-from ..records import AttentionRequest
+from ..contract import AttentionRequest, Bound
 
 __all__ = ["CALL", "Lowering", "Rewrite"]
 

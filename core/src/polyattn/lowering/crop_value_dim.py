@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contract import Bound
-from ..records import AttentionRequest
+from ..contract import AttentionRequest, Bound
 from .base import CALL, Lowering, Rewrite
 from .lengths import of_one_kind
 from .widths import odd_rows

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contract import Bound
-from ..records import AttentionRequest
+from ..contract import AttentionRequest, Bound
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class ExpandBlockMap(Lowering):
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
     ) -> Bound:
-        from ..block_maps import visible_keys
+        from ..semantics.block_maps import visible_keys
         from .lengths import check_size
 
         kernel = inner[0]

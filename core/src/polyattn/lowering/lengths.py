@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from ..contract import Bound
+from ..contract import AttentionRequest, Bound
+from ..contract.request import SRelation
 from ..errors import UnsupportedRequestError
-from ..records import AttentionRequest
-from ..records.request import SRelation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +60,7 @@ def of_one_kind(inner: Sequence[Bound], requests: Sequence[AttentionRequest]) ->
     """The same kernels; where only some of them bring a backward, autograd goes through all of them."""
     if len({bound.backward is None for bound in inner}) == 1:
         return inner
-    from ..autograd import differentiable
+    from ..semantics.autograd import differentiable
 
     kernels = []
     for bound, request in zip(inner, requests, strict=True):

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contract import Bound
-from ..records import AttentionRequest
+from ..contract import AttentionRequest, Bound
 from .base import Lowering, Rewrite
 from .lengths import per_call, position_axis
 from .widths import odd_rows

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contract import Bound
-from ..records import AttentionRequest, relation
-from ..records.request import SRelation
+from ..contract import AttentionRequest, Bound, relation
+from ..contract.request import SRelation
 from .base import Lowering, Rewrite
 from .lengths import RELATIONS, check_size, combined, of_one_kind, per_call
 
@@ -64,7 +63,7 @@ class PadSequences(Lowering):
 
         import torch.nn.functional as F
 
-        from ..reference import visible
+        from ..semantics.reference import visible
         from .padding import Padded
         from .tensors import Route, adapt
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..packing import owners
+from ..semantics.packed import owners
 
 __all__ = ["Padded"]
 

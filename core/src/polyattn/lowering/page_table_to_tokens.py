@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..records import AttentionRequest
+from ..contract import AttentionRequest
 from .base import Rewrite
 from .finer_pages import FinerPages, by_size
 

@@ -1,4 +1,4 @@
-"""What rewrites of paged and latent calls share: pools of pages (`polyattn.paging`) and merged results."""
+"""What rewrites of paged and latent calls share: pools of pages (`polyattn.semantics.paged_kv`) and merged results."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..merging import merge
-from ..paging import Pool, Slots, Tokens, from_column, owned
-from ..records import AttentionRequest
+from ..contract import AttentionRequest
+from ..semantics.merge_lse import merge
+from ..semantics.paged_kv import Pool, Slots, Tokens, from_column, owned
 from .tensors import deliver
 
 __all__ = ["Pool", "Slots", "Tokens", "from_column", "merged", "owned"]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..records import AttentionRequest, Rejected, Row, Verdict, request_fields
+from ..contract import AttentionRequest, Rejected, Row, Verdict, request_fields
 from .base import Lowering, Rewrite
 from .catalogue import get_lowering, lowerings
 

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contract import Bound
-from ..records import AttentionRequest
+from ..contract import AttentionRequest, Bound
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class Realign(Lowering):
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
     ) -> Bound:
-        from ..placement import placed, placing
+        from ..adapters.alignment import placed, placing
 
         if request.family in ("dense", "varlen"):
             return placing(inner[0])

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contract import Bound
-from ..records import AttentionRequest
+from ..contract import AttentionRequest, Bound
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -54,5 +53,5 @@ class SinksFromLSE(Lowering):
             result = result if out is None else out.copy_(result)
             return (result, lse) if keep else result
 
-        # The kernel's own backward takes the substituted (out, lse) as it is (see polyattn.autograd).
+        # The kernel's own backward takes the substituted (out, lse) as it is (see polyattn.semantics.autograd).
         return Bound(forward, backward, kernel.traceable)

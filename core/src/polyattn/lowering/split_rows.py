@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import Bound
-from ..records import relation
+from ..contract import Bound, relation
 from .lengths import RELATIONS, with_mask
 
 __all__ = ["split_rows"]

@@ -9,8 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..contract import Bound
-from ..records import AttentionRequest
+from ..contract import AttentionRequest, Bound
 from .lengths import check_size
 
 __all__ = ["Route", "adapt", "columns", "deliver", "gives_lse"]

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contract import Bound
-from ..records import AttentionRequest
+from ..contract import AttentionRequest, Bound
 from .base import CALL, Lowering, Rewrite
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contract import Bound
-from ..records import AttentionRequest
+from ..contract import AttentionRequest, Bound
 from .base import Lowering, Rewrite
 from .lengths import combined, longer, per_call, position_axis, with_mask
 from .widths import odd_rows
@@ -70,7 +69,7 @@ class TrimWindow(Lowering):
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
     ) -> Bound:
-        from ..reference import visible
+        from ..semantics.reference import visible
         from .last_tokens import last_tokens
         from .tensors import Route, adapt
 

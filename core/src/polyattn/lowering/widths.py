@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..records import AttentionRequest
+from ..contract import AttentionRequest
 
 __all__ = ["odd_rows", "wider"]
 

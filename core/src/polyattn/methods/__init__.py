@@ -1,1 +1,1 @@
-"""Methods: one dense call with a place becomes calls of families, by the rules of a paper or of a model."""
+"""Methods turn one attention call into calls of families, once for all vendors. Their kernels live in plugins."""

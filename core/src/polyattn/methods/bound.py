@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-import polyattn
-
-from .. import overrides
-from ..contract import Bound, Like, Method
+from ..contract import AttentionRequest, BackendInfo, Bound, Like, Method, Place
+from ..dispatch.block_sparse import block_sparse_attention
+from ..dispatch.dense import attention
+from ..dispatch.linear import linear_attention
 from ..errors import InvalidInputError
-from ..inspection import explain
-from ..records import AttentionRequest, BackendInfo, Place
-from ..selection import Selection
+from ..selection import overrides
+from ..selection.inspection import explain
+from ..selection.select import Selection
 
 __all__ = ["bind"]
 
@@ -44,15 +44,13 @@ class _Inner:
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         more = {**self._fixed, **self._deterministic, "layout": "BHSD", **given}
-        return self._call(polyattn.attention, query, key, value, more)
+        return self._call(attention, query, key, value, more)
 
     def block_sparse(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
-        return self._call(
-            polyattn.block_sparse_attention, query, key, value, {**self._fixed, "layout": "BHSD", **given}
-        )
+        return self._call(block_sparse_attention, query, key, value, {**self._fixed, "layout": "BHSD", **given})
 
     def linear(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
-        return self._call(polyattn.linear_attention, query, key, value, {**self._fixed, **given})
+        return self._call(linear_attention, query, key, value, {**self._fixed, **given})
 
     def _call(self, call: Any, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> Any:
         with overrides.restored(_AUTOMATIC):
@@ -73,7 +71,7 @@ class _Asking(_Inner):
         with overrides.restored(_AUTOMATIC):
             self.found.append(explain(call, query, key, value, **fake))
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        if call is polyattn.linear_attention:
+        if call is linear_attention:
             out = value.new_empty(value.shape)
             return out, value.new_empty((*value.shape[:1], *value.shape[2:3], query.shape[-1], value.shape[-1]))
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32

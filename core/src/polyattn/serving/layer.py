@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .. import scalars
+from ..contract import scalars
 from ..errors import InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..plugins import get_manager
-from ..records import FAMILIES, AttentionRequest, Row, request_fields
+from ..contract import FAMILIES, AttentionRequest, Row, request_fields
+from ..registry.manager import get_manager
 from .calls import Installed
 from .row_cases import holds_here
 from .sources import UNPACK, packed

@@ -7,7 +7,7 @@ import random
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..records import AttentionRequest, Row
+from ..contract import AttentionRequest, Row
 from .cases import Case
 from .row_cases import RowCases, holds_here, request_of
 from .values import CANDIDATES, candidates, declared, inside, unmet

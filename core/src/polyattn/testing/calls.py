@@ -10,18 +10,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .. import inspection
-from ..autograd import differentiable
-from ..call_shapes import head_axis
-from ..choose import choose, device_facts
-from ..defects import refusal
+from ..contract import Accuracy, AttentionRequest, BackendInfo, Defect, Provider, Rejected, Row
+from ..contract.lengths import head_axis
+from ..dispatch.binding import choose, device_facts
+from ..dispatch.call_key import runner
 from ..errors import BackendUnavailableError, ConfigError, PolyattnError, did_you_mean
-from ..inspection import catalogue, list_backends
-from ..overrides import SCOPE
-from ..plugins import _import_target, get_manager
-from ..records import Accuracy, AttentionRequest, BackendInfo, Defect, Provider, Rejected, Row
-from ..selection import Choice, Policy, select
-from ..signature import runner
+from ..registry.defects import refusal
+from ..registry.manager import _import_target, get_manager
+from ..selection import inspection
+from ..selection.inspection import catalogue, list_backends
+from ..selection.overrides import SCOPE
+from ..selection.select import Choice, Policy, select
+from ..semantics.autograd import differentiable
 from .cases import Case
 from .families import FAMILIES, Call
 from .steps import planned

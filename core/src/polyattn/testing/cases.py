@@ -6,7 +6,7 @@ import dataclasses
 from functools import cached_property
 from typing import Literal
 
-from ..records import AttentionRequest
+from ..contract import AttentionRequest
 
 __all__ = ["FAR", "Case", "Check"]
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..hookspecs import PROJECT
-from ..records import Provider
+from ..contract import Provider
+from ..contract.hookspecs import PROJECT
 from .sources import absolute, file_of, kernels_beside
 
 __all__ = ["code_digest"]

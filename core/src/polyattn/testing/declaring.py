@@ -6,10 +6,10 @@ import importlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from ..contract import AttentionRequest, BackendInfo
 from ..errors import PolyattnError
-from ..inspection import what_if
-from ..plugins import PluginManager, PluginReport
-from ..records import AttentionRequest, BackendInfo
+from ..registry.manager import PluginManager, PluginReport
+from ..selection.inspection import what_if
 
 if TYPE_CHECKING:
     import pytest

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from ..contract import BackendInfo
+from ..contract.hookspecs import PROJECT
 from ..errors import InternalError
-from ..hookspecs import PROJECT
-from ..plugins import PluginReport
-from ..records import BackendInfo
+from ..registry.manager import PluginReport
 
 __all__ = ["early_imports"]
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from ..records import Row
+from ..contract import Row
 from .cases import Case
 from .families import FAMILIES
 from .long_cases import LongCases, brief, far, one_far, wide

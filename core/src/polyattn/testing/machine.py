@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..evidence import source_hash
-from ..plugins import get_manager
+from ..registry.evidence import source_hash
+from ..registry.manager import get_manager
 from ..tuning import cpu_name
 
 __all__ = ["code_digest", "device_name", "graph_class", "lost", "records_graphs", "versions"]

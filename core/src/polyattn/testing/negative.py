@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..merging import merge
-from ..records import Accuracy, AttentionRequest
+from ..contract import Accuracy, AttentionRequest
+from ..semantics.merge_lse import merge
 from .plain import plain_attention, reference_attention
 from .tolerances import Measure, compare_class, measure
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .. import reference
-from ..records import AttentionRequest
+from ..contract import AttentionRequest
+from ..semantics import reference
 
 if TYPE_CHECKING:
     from .problems import Problem
@@ -88,7 +88,7 @@ once more for their gradients."""
 
 def _by_rows(method: Method) -> Method:
     """The same mathematics with no more scores in memory than `SCORES`. `method` takes a `q_offset`, see
-    `polyattn.reference.visible`."""
+    `polyattn.semantics.reference.visible`."""
 
     @functools.wraps(method)
     def computed(

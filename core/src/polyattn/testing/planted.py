@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..backends.reference_backend import Reference
-from ..contract import Bound
+from ..contract import AttentionRequest, BackendInfo, Bound
+from ..contract.hookspecs import hookimpl
 from ..errors import InvalidInputError, did_you_mean
-from ..hookspecs import hookimpl
-from ..merging import merge
-from ..plugins import PluginManager, get_manager, reset_manager
-from ..records import AttentionRequest, BackendInfo
+from ..registry.manager import PluginManager, get_manager, reset_manager
+from ..semantics import reference
+from ..semantics.merge_lse import merge
 from .tiled import FAULTS, TILES, in_tiles
 
 __all__ = ["BUGS", "NO_BUG", "Bug", "planted"]

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ..plugins import get_manager
-from ..records import DeviceReport
+from ..contract import DeviceReport
+from ..registry.manager import get_manager
 
 pytest.register_assert_rewrite("polyattn.testing.conforming", "polyattn.testing.declaring")
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..placement import aligned
-from ..records import AttentionRequest
+from ..adapters.alignment import aligned
+from ..contract import AttentionRequest
 from .cases import Case
 from .families import DTYPES, FAMILIES, Family
 
@@ -149,7 +149,7 @@ class Maker:
         return stored(values, storage, self.device)
 
     def _tree(self, s_q: int, s_k: int) -> Tensor:
-        from ..reference import verify_mask
+        from ..semantics.reference import verify_mask
 
         parents = [-1] + [int(self.uniform(1) * node) for node in range(1, s_q)]
         return verify_mask(s_k - s_q, parents)[None, None].to(self.device)

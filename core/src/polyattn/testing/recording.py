@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..evidence import Evidence, evidence_file, read_evidence, row_hash, source_hash, write_evidence
-from ..plugins import get_manager
+from ..registry.evidence import Evidence, evidence_file, read_evidence, row_hash, source_hash, write_evidence
+from ..registry.manager import get_manager
 from .calls import is_interpreted
 from .code_digest import code_digest
 from .report import UNTRIED, Report

@@ -8,7 +8,7 @@ import random
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from ..records import AttentionRequest, Row, request_fields
+from ..contract import AttentionRequest, Row, request_fields
 from .cases import Case
 from .covering import covering
 from .families import FAMILIES, Family

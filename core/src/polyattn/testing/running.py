@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from ..distributions import distribution_version
+from ..contract import FAMILIES as ALL_FAMILIES
+from ..contract import AttentionRequest
+from ..contract.vocabulary import DTYPE_WORDS
 from ..errors import BackendUnavailableError, ConfigError, PluginError, did_you_mean
-from ..evidence import row_hash, source_hash
-from ..field_words import DTYPE_WORDS
-from ..inspection import catalogue
-from ..names import resolve
-from ..plugins import get_manager
-from ..records import FAMILIES as ALL_FAMILIES
-from ..records import AttentionRequest
+from ..registry.distributions import distribution_version
+from ..registry.evidence import row_hash, source_hash
+from ..registry.manager import get_manager
+from ..selection.aliases import resolve
+from ..selection.inspection import catalogue
 from .advice import advice
 from .beyond import refusals
 from .calls import Installed

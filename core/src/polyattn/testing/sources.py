@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..contract import Provider
+from ..contract.hookspecs import PROJECT
 from ..errors import PluginError
-from ..hookspecs import PROJECT
-from ..records import Provider
 
 __all__ = ["KERNELS", "UNPACK", "absolute", "computes", "file_of", "kernels_beside", "packed", "sources_of"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..contract import Session, Slot
-from ..serving.batch import ForwardMode
-from ..serving.metadata import Step
-from ..serving.staging import Memory
-from ..serving.workspace import Limits, Workspaces
+from ..serving.attention.workspace import Limits, Workspaces
+from ..serving.step.batch import ForwardMode
+from ..serving.step.staging import Memory
+from ..serving.step.step_metadata import Step
 from .cases import Case
 from .families import FAMILIES
 

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .. import reference
+from ..semantics import reference
 
 __all__ = ["FAULTS", "TILES", "in_tiles"]
 

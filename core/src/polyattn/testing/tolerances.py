@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..records import Accuracy
+from ..contract import Accuracy
 
 __all__ = ["RELATIVE_L2", "Finding", "Kind", "Measure", "check", "compare", "compare_class", "measure"]
 

@@ -9,9 +9,9 @@ import functools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from ..field_words import WORDS
-from ..records import DTYPES, FAMILIES, PHASES, AttentionRequest, Constraint, Range, Row, request_fields
-from ..records.request import Field
+from ..contract import DTYPES, FAMILIES, PHASES, AttentionRequest, Constraint, Range, Row, request_fields
+from ..contract.request import Field
+from ..contract.vocabulary import WORDS
 
 __all__ = ["CANDIDATES", "CONTEXT", "FLAGS", "candidates", "declared", "inside", "taken", "unmet"]
 

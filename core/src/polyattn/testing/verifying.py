@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import BackendUnavailableError, ConfigError, PolyattnError, did_you_mean
-from ..evidence import Evidence
-from ..inspection import BackendStatus, list_backends
-from ..plugins import get_manager
+from ..registry.evidence import Evidence
+from ..registry.manager import get_manager
+from ..selection.inspection import BackendStatus, list_backends
 from .recording import evidence_of
 from .report import Report
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..contract import BackendInfo
 from ..errors import BackendUnavailableError, did_you_mean
-from ..inspection import detect, list_backends
-from ..plugins import get_manager
-from ..records import BackendInfo
+from ..registry.manager import get_manager
+from ..selection.inspection import detect, list_backends
 
 __all__ = ["AUTO", "Place", "place", "unknown_backend"]
 

@@ -16,9 +16,9 @@ import fnmatch
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..contract import BackendInfo
 from ..errors import ConfigError
-from ..plugins import get_manager
-from ..records import BackendInfo
+from ..registry.manager import get_manager
 from ..user_files import MEGABYTE, read_text
 
 __all__ = ["NAME", "Expected", "expected_of", "no_unmatched", "read_xfails"]

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from ..contract import AttentionRequest
 from ..errors import ConfigError
-from ..records import AttentionRequest
 from .keys import request_of
 from .rows import canonical
 

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ..names import parts
-from ..records import AttentionRequest
+from ..contract import AttentionRequest
+from ..contract.names import parts
 from .alike import octaves, within
 from .kernels import bucket
 from .keys import request_key

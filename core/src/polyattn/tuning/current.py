@@ -60,7 +60,7 @@ _state = _State()
 
 def mode() -> str:
     """From POLYATTN_TUNING. `use`: what was measured is used. `off`: nothing is read. `online`: what was not measured
-    is, at the first large call of its kind, see `polyattn.measuring.online`.
+    is, at the first large call of its kind, see `polyattn.bench.tuner.online`.
 
     Raises:
         ConfigError: the variable has another value.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..plugins import get_manager
-from ..records import Choices, Kernel, Key
+from ..contract import Choices, Kernel, Key
+from ..registry.manager import get_manager
 
 __all__ = ["Choices", "Kernel", "Key", "bucket", "registered_kernels"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..records import AttentionRequest
-from ..request_text import plain_request, read_request
+from ..contract import AttentionRequest
+from ..contract.request_json import plain_request, read_request
 
 __all__ = ["request_key", "request_of"]
 

@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from ..contract import AttentionRequest
 from ..errors import ConfigError
-from ..foreign import Run
-from ..plugins import get_manager
-from ..records import AttentionRequest
+from ..registry.foreign import Run
+from ..registry.manager import get_manager
 from .alike import Numbers, apart, numbers_of, scaled
 from .current import cached, mode, store
 from .kernels import bucket

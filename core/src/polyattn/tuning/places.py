@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..distributions import distribution_version
+from ..registry.distributions import distribution_version
 from .rows import Place
 
 if TYPE_CHECKING:

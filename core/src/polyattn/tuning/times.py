@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
-from ..names import parts
+from ..contract.names import parts
 from .rows import when
 
 __all__ = ["FAR", "NEAR", "SAME", "Kin", "Lengths", "Measured", "age", "ranked", "where", "whose"]
@@ -48,11 +48,11 @@ class Measured:
 
     Attributes:
         lengths: in buckets. times: microseconds of the device by backend; with the kernels of another of its libraries
-            by NAME/KIND (`polyattn.names`). date: ISO 8601, UTC.
+            by NAME/KIND (`polyattn.selection.aliases`). date: ISO 8601, UTC.
         shipped: measured by the authors of a plugin on such a device, not on this machine.
         host: microseconds until a call returns, by backend, where that was measured. rule: who is chosen without
             measurements; "" where that was not written down.
-        by: whose kernels they are (`polyattn.names.kind_of`), by backend, where that was written down.
+        by: whose kernels they are (`polyattn.selection.aliases.kind_of`), by backend, where that was written down.
         kin: whose times these are, where they are not of the request itself.
         late: backends that have no time because there was none left to measure them in.
     """

@@ -1,5 +1,5 @@
-"""The public face of sparse attention for video models: what a call is told of its place. See docs/methods.md."""
+"""Sparse attention for video models: what a call is told of its place. See docs/methods.md."""
 
-from ..records import Place
+from ..contract import Place
 
 __all__ = ["Place"]

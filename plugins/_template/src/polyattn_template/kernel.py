@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 # isort: split
-from polyattn.contract import Bound
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, Bound
 
 BLOCK = 64
 """Keys per step."""
@@ -19,7 +18,8 @@ class Adapter:
     def bind(self, request: AttentionRequest) -> Bound:
         """The function that serves exactly this request, called once per distinct request.
 
-        Whatever is no tensor is read from `request` here; `forward` is the `DenseForward` of polyattn/contract.py.
+        Whatever is no tensor is read from `request` here; `forward` is the `DenseForward` of
+        polyattn/contract/protocols.py.
         """
         scale = request.softmax_scale
         causal = request.causal == "bottom_right"

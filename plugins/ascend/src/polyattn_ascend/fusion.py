@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.gathering import nothing
-from polyattn.backends.sdpa_masks import combined_mask, open_empty_rows
-from polyattn.backends.torch_sdpa import signed
-from polyattn.contract import Bound
-from polyattn.placement import placed
-from polyattn.records import AttentionRequest
+from polyattn.adapters.alignment import placed
+from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters.scale_sign import signed
+from polyattn.contract import AttentionRequest, Bound
+from polyattn.semantics.masks import combined_mask, open_empty_rows
 
 from .records.common import TORCH_NPU
 from .sparsity import WHOLE, Sparsity, blind_rows, by_position

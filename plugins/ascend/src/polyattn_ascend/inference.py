@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.gathering import deliver, nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.contract import Bound, Slot
-from polyattn.paging import owned
-from polyattn.placement import placed
-from polyattn.records import AttentionRequest
+from polyattn.adapters.alignment import placed
+from polyattn.adapters.gather_kv import deliver, nothing
+from polyattn.adapters.new_rows import with_new
+from polyattn.contract import AttentionRequest, Bound, Slot
+from polyattn.semantics.paged_kv import owned
 
 from .planning import Group, Lengths, groups
 from .records.common import TORCH_NPU

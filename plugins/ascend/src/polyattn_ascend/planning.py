@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 
 from .records.inference import PAGE
 from .sparsity import BAND, Sparsity, by_position

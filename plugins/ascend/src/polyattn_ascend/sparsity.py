@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 
 __all__ = ["UNBOUNDED", "Sparsity", "blind_rows", "by_position"]
 

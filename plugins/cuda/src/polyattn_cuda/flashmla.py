@@ -24,13 +24,11 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters import load
-from polyattn.backends.gathering import deliver, nothing
-from polyattn.contract import Bound, Slot
-from polyattn.errors import UnsupportedRequestError
-from polyattn.packing import owners
-from polyattn.placement import placed
-from polyattn.records import AttentionRequest, Requirement
-from polyattn.signature import capturing
+from polyattn.adapters.alignment import placed
+from polyattn.adapters.device import capturing
+from polyattn.adapters.gather_kv import deliver, nothing
+from polyattn.contract import AttentionRequest, Bound, Requirement, Slot, UnsupportedRequestError
+from polyattn.semantics.packed import owners
 
 from .records.serving import FLASH_MLA, PAGE, SGL_FLASH_MLA, VLLM_FLASH_MLA
 

@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters import load
-from polyattn.backends.free_slots import without_free_slots
-from polyattn.backends.gathering import nothing
-from polyattn.backends.padding_rows import blank, with_keys
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.contract import Bound
-from polyattn.errors import UnsupportedRequestError
-from polyattn.packing import per_token
-from polyattn.records import AttentionRequest
+from polyattn.adapters.free_slots import without_free_slots
+from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters.new_rows import with_new
+from polyattn.adapters.padding_rows import blank, with_keys
+from polyattn.contract import AttentionRequest, Bound, UnsupportedRequestError
+from polyattn.semantics.packed import per_token
 
 from .records.serving import HPC_OPS_PACKAGE
 from .tma import by_tma, for_tma

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.contract import Bound
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, Bound
 
 __all__ = ["scaled", "with_empty_channels"]
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters import load
-from polyattn.contract import Bound
-from polyattn.placement import placing
-from polyattn.records import AttentionRequest
+from polyattn.adapters.alignment import placing
+from polyattn.contract import AttentionRequest, Bound
 
 from .records.diffusion import SAGE_3
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters import load
-from polyattn.backends.torch_sdpa import signed
-from polyattn.contract import Bound
-from polyattn.placement import placing
-from polyattn.records import AttentionRequest
+from polyattn.adapters.alignment import placing
+from polyattn.adapters.scale_sign import signed
+from polyattn.contract import AttentionRequest, Bound
 
 from .int8 import scaled, with_empty_channels
 from .records.diffusion import SPARGE

@@ -10,8 +10,9 @@ __all__ = ["by_tma", "for_tma"]
 
 
 def by_tma(tensor: Tensor) -> bool:
-    """Whether TMA can take it. Unlike `polyattn.placement.aligned` this asks of an axis of one too: a descriptor is
-    made of all strides, those included that nothing is ever multiplied with."""
+    """Whether TMA can take it. Unlike `polyattn.adapters.alignment.aligned` this asks of an axis of one too: a
+    descriptor
+    is made of all strides, those included that nothing is ever multiplied with."""
     bits = tensor.data_ptr()
     for stride in tensor.stride()[:-1]:
         bits |= stride * tensor.itemsize

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Packed, Result, Tables, bind
-from polyattn.contract import Bound
-from polyattn.records import AttentionRequest
+from polyattn.adapters.flash_attention import Packed, Result, Tables, bind
+from polyattn.contract import AttentionRequest, Bound
 
 from .records import MATE
 

@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from polyattn.adapters import load
-from polyattn.contract import Bound
-from polyattn.placement import placing
-from polyattn.records import AttentionRequest
+from polyattn.adapters.alignment import placing
+from polyattn.contract import AttentionRequest, Bound
 
 from .records import SAGE
 

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Packed, Result, bind, dropping
-from polyattn.backends.sdpa_masks import may_have_empty_rows
-from polyattn.contract import Bound
-from polyattn.errors import BackendUnavailableError
-from polyattn.records import AttentionRequest
+from polyattn.adapters.flash_attention import Packed, Result, bind, dropping
+from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound
+from polyattn.semantics.masks import may_have_empty_rows
 
 from .records.common import FLASH_ATTN, FLASH_ATTN_TRITON
 

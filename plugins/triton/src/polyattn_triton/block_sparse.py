@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.block_maps import check_block_map
-from polyattn.contract import Bound
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, Bound
+from polyattn.semantics.block_maps import check_block_map
 
 from . import runtime
 from .hopper import block_sparse as hopper

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.contract import Bound
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, Bound
 from polyattn_triton import runtime
 from polyattn_triton.hopper import forward as hopper
 from polyattn_triton.kernels.backward import backward

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import Bound, KVPart, Session, Slot
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, Bound, KVPart, Session, Slot
 
 from . import runtime
 from .hopper import extend as hopper

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from polyattn.hookspecs import hookimpl
-from polyattn.records import BackendInfo, DeviceOpsInfo, Kernel
+from polyattn.contract import BackendInfo, DeviceOpsInfo, Kernel, hookimpl
 
 from .records import methods, softmax, tuned
 

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.backends.flash_attention import Packed, Result, Tables, dense_by_packed
-from polyattn.backends.free_slots import without_free_slots
-from polyattn.backends.gathering import nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.backends.torch_sdpa import signed
-from polyattn.contract import Bound
-from polyattn.errors import UnsupportedRequestError
-from polyattn.records import AttentionRequest
+from polyattn.adapters.flash_attention import Packed, Result, Tables, dense_by_packed
+from polyattn.adapters.free_slots import without_free_slots
+from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters.new_rows import with_new
+from polyattn.adapters.scale_sign import signed
+from polyattn.contract import AttentionRequest, Bound, UnsupportedRequestError
 
 from .visibility import blind
 
@@ -41,7 +39,7 @@ def idle_last(query: Tensor, where: Tables) -> tuple[Tensor, Tables]:
 
 
 class Unpaged(abc.ABC):
-    """`polyattn.backends.flash_attention.Kernels` of dense and varlen requests. A library says its packed call."""
+    """`polyattn.adapters.flash_attention.Kernels` of dense and varlen requests. A library says its packed call."""
 
     empty = -torch.inf
     writes_out = False

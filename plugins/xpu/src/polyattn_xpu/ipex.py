@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.contract import Bound
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, Bound
 
 from .records.common import IPEX
 from .visibility import blind

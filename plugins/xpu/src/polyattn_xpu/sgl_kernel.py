@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends import flash_attention
-from polyattn.backends.flash_attention import Packed, Result, Tables
-from polyattn.backends.free_slots import without_free_slots
-from polyattn.contract import Bound
-from polyattn.errors import UnsupportedRequestError
-from polyattn.records import AttentionRequest
+from polyattn.adapters import flash_attention
+from polyattn.adapters.flash_attention import Packed, Result, Tables
+from polyattn.adapters.free_slots import without_free_slots
+from polyattn.contract import AttentionRequest, Bound, UnsupportedRequestError
 
 from .batches import Unpaged, bind_paged, idle_last
 from .records.common import SGL_KERNEL_XPU

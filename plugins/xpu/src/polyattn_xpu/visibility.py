@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 
 __all__ = ["blind"]
 

@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends import flash_attention
-from polyattn.backends.flash_attention import Packed, Result, Tables
-from polyattn.contract import Bound
-from polyattn.records import AttentionRequest
+from polyattn.adapters import flash_attention
+from polyattn.adapters.flash_attention import Packed, Result, Tables
+from polyattn.contract import AttentionRequest, Bound
 
 from .batches import Unpaged, bind_paged, idle_last
 from .records.common import VLLM_XPU_KERNELS

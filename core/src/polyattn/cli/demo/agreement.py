@@ -10,8 +10,8 @@ import torch
 from rich.progress import Progress
 from rich.text import Text
 
-from ...inspection import list_backends
-from ...records import AttentionRequest, SRelation
+from ...contract import AttentionRequest, SRelation
+from ...selection.inspection import list_backends
 from ...testing.calls import Installed
 from ...testing.cases import Case
 from ...testing.plain import Solution, in_float64, plainly

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from ... import __version__
-from ...inspection import list_backends
+from ...selection.inspection import list_backends
 from ..listing import platforms_here
 from ..rendering import facts, grid, panel, progress, screen, show_json, standing, title
 from .step import Step

@@ -12,11 +12,11 @@ from rich.text import Text
 from torch import Tensor
 
 from ... import attention, explain, varlen_attention, what_if
-from ...distributions import normalise_distribution
 from ...errors import PolyattnError
-from ...inspection import list_backends
-from ...plugins import get_manager
-from ...selection import Selection
+from ...registry.distributions import normalise_distribution
+from ...registry.manager import get_manager
+from ...selection.inspection import list_backends
+from ...selection.select import Selection
 from ..rendering import grid, standing
 from .step import Step
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import attention, bind
+from ...dispatch.dense import attention, bind
+from ...dispatch.varlen import varlen_attention
 from ...errors import InvalidInputError
-from ...merging import merge
-from ...overrides import SCOPE
-from ...serving.multimodal import multimodal
-from ...varlen import varlen_attention
+from ...selection.overrides import SCOPE
+from ...semantics.merge_lse import merge
+from ...serving.attention.multimodal import multimodal
 from .batching import from_pages
 from .borders import with_borders
 from .keywords import More, asked_by, read_keywords

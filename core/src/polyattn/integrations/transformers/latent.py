@@ -24,7 +24,7 @@ __all__ = ["LatentForward", "LatentModule", "Replacement", "latent_modules", "re
 
 LatentForward = Callable[[Any, Tensor, Tensor, Tensor, AttentionLayer], Tensor]
 """(module, q_nope [T, H, D_nope], q_pe [T, H, D_r], rows [T, D_c + D_r], layer) -> [T, H, D_v], such as
-`polyattn.latent.LatentAttention.forward`."""
+`polyattn.serving.mla.LatentAttention.forward`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...latent import expand, split_kv_b
+from ...serving.mla import expand, split_kv_b
 from .latent_parts import RULES, compute_parts, heads_of, rules_for
 from .registry import interfaces
 

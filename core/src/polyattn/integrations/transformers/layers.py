@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ...dispatch import attention
+from ...dispatch.dense import attention
+from ...dispatch.varlen import varlen_attention
 from ...errors import ConfigError
-from ...inspection import explain
-from ...selection import Selection
-from ...varlen import varlen_attention
+from ...selection.inspection import explain
+from ...selection.select import Selection
 from .attention import make_forward
 from .guard import asks
 from .registry import entries, interfaces

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ...packing import owners
-from ...validate import check_cu_seqlens, contents_readable, has_shapes_only
+from ...semantics.packed import owners
+from ...semantics.validation import check_cu_seqlens, contents_readable, has_shapes_only
 from .keywords import More, asked_by
 
 __all__ = ["fitted", "make_mask", "says_causal", "with_more"]

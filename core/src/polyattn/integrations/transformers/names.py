@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ...errors import ConfigError
-from ...plugins import get_manager
+from ...registry.manager import get_manager
 
 __all__ = ["TAKEOVER", "check_name", "pinned_names"]
 

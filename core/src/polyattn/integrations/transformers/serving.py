@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InvalidInputError
-from ...latent import LatentAttention
 from ...serving.layer import AttentionLayer
+from ...serving.mla import LatentAttention
 from .keywords import asked_by
 from .latent import Replacement, latent_modules
 from .latent_check import looks_latent
@@ -25,9 +25,9 @@ from .probing import attending, configs_of, probe, reading
 from .registry import interfaces
 
 if TYPE_CHECKING:
-    from ...serving.backend import AttentionBackend
-    from ...serving.batch import ForwardBatch
-    from ...serving.step import Step
+    from ...serving.attention.backend import AttentionBackend
+    from ...serving.step.batch import ForwardBatch
+    from ...serving.step.step import Step
 
 __all__ = ["SERVING", "CausalLMRunner"]
 

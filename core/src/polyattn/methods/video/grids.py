@@ -11,9 +11,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ...contract import Like
+from ...contract import Like, Place
 from ...errors import InvalidInputError
-from ...records import Place
 
 __all__ = ["Tiles", "grid_of", "tiles_of"]
 

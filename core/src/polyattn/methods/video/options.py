@@ -6,7 +6,7 @@ records to its backend. Torch-free data, like everything a plugin's `plugin.py` 
 
 from __future__ import annotations
 
-from ...records import ConfigField, Fallback, conditions
+from ...contract import ConfigField, Fallback, conditions
 
 __all__ = ["SAGE_SLA", "SLA", "STA", "SVG2", "VMOBA", "VSA", "WINDOW", "dense_by_rule"]
 

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...block_maps import lists_of
-from ...contract import Inner, Like
+from ...contract import Inner, Like, Place
 from ...errors import InvalidInputError
-from ...records import Place
+from ...semantics.block_maps import lists_of
 from .grids import Tiles, Triple, grid_of, tiles_of
 
 __all__ = ["WindowVideo", "window_mask"]

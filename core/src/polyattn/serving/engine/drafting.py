@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..batch import ForwardMode
+from ..attention.phases import Verifier
+from ..kv_cache.pool import KVCacheConfig
 from ..memory import Memory, Runner, check_runner
-from ..phases import Verifier
-from ..pool import KVCacheConfig
 from ..speculative import Beam, TreeDraft
-from ..tree import DraftTree
+from ..step.batch import ForwardMode
+from ..step.tree import DraftTree
 from .scheduler import Request
 
 __all__ = ["Drafter", "Speculative"]

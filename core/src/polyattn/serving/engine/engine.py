@@ -9,13 +9,13 @@ from numbers import Integral
 from typing import Any, NoReturn
 
 from ...errors import InternalError, InvalidInputError
-from ..batch import ForwardMode
-from ..graphs import DeviceGraph
+from ..graphs.graphs import DeviceGraph
+from ..kv_cache.pool import KVCacheConfig
+from ..kv_cache.prefix_cache import check_namespace
 from ..memory import Memory, Runner, check_runner
-from ..pool import KVCacheConfig
-from ..prefix_cache import check_namespace
 from ..speculative import commit, drawn_accept
-from ..tree import DraftTree
+from ..step.batch import ForwardMode
+from ..step.tree import DraftTree
 from .drafting import Drafter, Speculative
 from .sampling import SamplingParams, sample, uniform
 from .scheduler import Request, Scheduler, Work

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ...validate import contents_readable
+from ...semantics.validation import contents_readable
 
 if TYPE_CHECKING:
-    from ..tree import DraftTree
+    from ..step.tree import DraftTree
 
 __all__ = ["Accepted", "drawn_accept", "greedy_accept", "sampled_accept"]
 

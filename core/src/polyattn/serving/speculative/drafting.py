@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..tree import DraftTree
+from ..step.tree import DraftTree
 
 __all__ = ["Beam", "TreeDraft", "draw_children", "wide_tree"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ...foreign import Run
+from ...registry.foreign import Run
 from ..calls import Installed, Target
 from ..cases import Case
 from ..problems import build

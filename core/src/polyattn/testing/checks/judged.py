@@ -6,10 +6,10 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
+from ...contract import AttentionRequest, Rejected, Witness
+from ...contract.capability import holds
 from ...errors import PluginError
-from ...plugins import BrokenHook
-from ...records import AttentionRequest, Rejected, Witness
-from ...records.capability import holds
+from ...registry.manager import BrokenHook
 from ..calls import Installed, Target
 from ..cases import Case
 from ..tolerances import Finding

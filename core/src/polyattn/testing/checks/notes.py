@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...records import Accuracy
+from ...contract import Accuracy
 from ..cases import Case
 from ..tolerances import Finding, Kind, compare, compare_class
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...merging import merge
+from ...semantics.merge_lse import merge
 from ..calls import Target
 from ..families import Call
 from ..plain import in_float64, plainly

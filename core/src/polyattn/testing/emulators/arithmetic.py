@@ -2,7 +2,8 @@
 
 Queries are [..., S_q, H_q, D], keys [..., S_k, H_kv, D], values [..., S_k, H_kv, D_v]; scores and weights
 [..., H_q, S_q, S_k], an LSE [..., H_q, S_q]. What a library does its own way (a base, a rounding, a mask's polarity,
-rows that see nothing) is its emulator's. `polyattn.reference`, which the kit compares with, has no part in it.
+rows that see nothing) is its emulator's. `polyattn.semantics.reference`, which the kit compares with, has no
+part in it.
 """
 
 from __future__ import annotations

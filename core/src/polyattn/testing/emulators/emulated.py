@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ...contract import FAMILIES as ALL_FAMILIES
+from ...contract import Accepted, AttentionRequest, BackendInfo, judge
 from ...errors import BackendUnavailableError
-from ...inspection import detect
-from ...platforms import parse_platform
-from ...plugins import _import_target, get_manager
-from ...records import FAMILIES as ALL_FAMILIES
-from ...records import Accepted, AttentionRequest, BackendInfo, judge
+from ...registry.manager import _import_target, get_manager
+from ...registry.platforms import parse_platform
+from ...selection.inspection import detect
 from ..calls import OffChip
 from ..cases import Case
 from ..checks import run_case

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ... import distributions
+from ...registry import distributions
 from .signing import Signatures
 from .typed import mismatches
 

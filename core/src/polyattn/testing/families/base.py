@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...records import AttentionRequest
+from ...contract import AttentionRequest
 from ..cases import Case
 from ..plain import Method, plain_attention, reference_attention, softmax_terms
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...block_maps import visible_keys
+from ...semantics.block_maps import visible_keys
 from ..cases import Case
 from .base import Call, Family, Part, Shapes, along
 

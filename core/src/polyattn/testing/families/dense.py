@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import attention
-from ...records import relation
+from ...contract import relation
 from ..cases import Case
 from .base import Call, Family, Lengths, Part, Shapes, Variants, along, drawn_parts, spans
 from .public import COMMON, keywords, off_boundary_too

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ... import mla_attention
-from ...quantised import MLA_WIDTHS, mla_pack_fp8
-from ...reference import mla_unpack_fp8
+from ...semantics.kv_quant import MLA_WIDTHS, mla_pack_fp8
+from ...semantics.reference import mla_unpack_fp8
 from ..cases import Case
 from .base import Call
 from .cached import SERVING, Cached

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...linear.reference import gated_delta_rule
-from ...linear_calls import linear_attention
-from ...records import AttentionRequest
+from ...contract import AttentionRequest
+from ...dispatch.linear import linear_attention
+from ...semantics.linear_reference import gated_delta_rule
 from ..cases import Case
 from .base import DTYPES, Call, Family, Lengths, Part, Shapes
 

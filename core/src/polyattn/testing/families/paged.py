@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import paged_attention
-from ...quantised import FP4_BLOCK, real, stored
+from ...semantics.kv_quant import FP4_BLOCK, real, stored
 from ..cases import Case
 from .base import DTYPES, Call
 from .cached import SERVING, Cached, Table

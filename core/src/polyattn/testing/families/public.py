@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...placement import aligned
+from ...adapters.alignment import aligned
 from ..cases import Case
 from .base import Call
 

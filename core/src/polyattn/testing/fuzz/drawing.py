@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ...records import AttentionRequest, relation
+from ...contract import AttentionRequest, relation
 from ..cases import Case
 from ..problems import off_boundary
 from .deriving import CHANGED, WAYS, derivable

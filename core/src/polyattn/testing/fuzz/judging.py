@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError
-from ...validate import contents_readable
+from ...semantics.validation import contents_readable
 from ..calls import out_of
 from ..cases import Case
 from ..checks import run_case

@@ -16,7 +16,7 @@ import torch
 
 from ... import __version__
 from ...errors import ConfigError
-from ...inspection import list_backends
+from ...selection.inspection import list_backends
 from ..calls import Installed
 from ..checks import CLEAR
 from ..machine import lost

@@ -1,5 +1,5 @@
 """Right calls whose numbers and flags are said with other types: NumPy's, or ints for numbers and flags. What a call
-takes is `polyattn.scalars`' rule; that it takes the same from all of them is what the fuzzer asks."""
+takes is `polyattn.contract.scalars`' rule; that it takes the same from all of them is what the fuzzer asks."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ... import __version__
-from ...facts import device_facts
-from ...plugins import get_manager
+from ...dispatch.device_facts import device_facts
+from ...registry.manager import get_manager
 from ..cases import Case
 from .drawing import Drawn
 from .judging import Failure, arguments
@@ -345,7 +345,7 @@ def _changed(record: Any, but: tuple[str, ...] = ()) -> list[str]:
 
 _JUDGED = """\
 import torch
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from polyattn.testing import Case
 from polyattn.testing.fuzz import Drawn, judge
 
@@ -357,7 +357,7 @@ raise SystemExit(1 if verdict.word == "failed" else 0)
 """
 
 _KIT = """\
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 from polyattn.testing import Case, run_case
 from polyattn.testing.fuzz import Calls
 

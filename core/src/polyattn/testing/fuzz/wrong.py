@@ -366,7 +366,7 @@ CONTENTS = frozenset(
         *("seq_lens negative", "seq_lens past the table", "seq_lens below the queries"),
     )
 )
-"""What only the contents of a table show: nobody has to notice it on a device (`polyattn.validate`)."""
+"""What only the contents of a table show: nobody has to notice it on a device (`polyattn.semantics.validation`)."""
 
 
 def wrongs(family: str) -> tuple[str, ...]:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.contract import Bound
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, Bound
 
 from .build import kernel
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from polyattn.hookspecs import hookimpl
-from polyattn.records import BackendInfo, ConfigField, Provider, Range, Requirement, Window, row
+from polyattn.contract import BackendInfo, ConfigField, Provider, Range, Requirement, Window, row
+from polyattn.contract.hookspecs import hookimpl
 
 from .tools import missing
 

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sysconfig
 
-from polyattn.records import Requirement
+from polyattn.contract import Requirement
 
 __all__ = ["compiler", "missing", "search_path"]
 

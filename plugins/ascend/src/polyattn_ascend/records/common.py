@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from polyattn.records import Requirement
+from polyattn.contract import Requirement
 
 TORCH_NPU = Requirement(
     "torch-npu",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import AtLeast, AutoRule, BackendInfo, Fallback, Provider, Range, Window, conditions, row
+from polyattn.contract import AtLeast, AutoRule, BackendInfo, Fallback, Provider, Range, Window, conditions, row
 
 from .common import HALF, TORCH_NPU, TRAINABLE, UPSTREAM, Since910B
 

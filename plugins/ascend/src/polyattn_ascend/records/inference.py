@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import AutoRule, BackendInfo, Provider, Range, Row, Window, conditions, row
+from polyattn.contract import AutoRule, BackendInfo, Provider, Range, Row, Window, conditions, row
 
 from .common import HALF, TORCH_NPU, UPSTREAM, Since910B
 

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Packed, Result, Tables, bind, dropping
-from polyattn.backends.padding_rows import blank, with_keys
-from polyattn.contract import Bound
-from polyattn.packing import per_token
-from polyattn.records import AttentionRequest
+from polyattn.adapters.flash_attention import Packed, Result, Tables, bind, dropping
+from polyattn.adapters.padding_rows import blank, with_keys
+from polyattn.contract import AttentionRequest, Bound
+from polyattn.semantics.packed import per_token
 
 from ..records.common import FLASH_ATTN_2
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Packed, Result, Tables, bind, dense_by_packed, filled
-from polyattn.contract import Bound
-from polyattn.records import AttentionRequest
+from polyattn.adapters.flash_attention import Packed, Result, Tables, bind, dense_by_packed, filled
+from polyattn.contract import AttentionRequest, Bound
 
 from ..records.common import FLASH_ATTN_3, SGL_KERNEL, VLLM
 

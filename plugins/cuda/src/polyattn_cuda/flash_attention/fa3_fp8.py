@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.backends.flash_attention import Tables
-from polyattn.backends.gathering import nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.backends.torch_sdpa import signed
-from polyattn.contract import Bound
-from polyattn.paging import Tokens
-from polyattn.quantised import stored
-from polyattn.records import AttentionRequest
+from polyattn.adapters.flash_attention import Tables
+from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters.new_rows import with_new
+from polyattn.adapters.scale_sign import signed
+from polyattn.contract import AttentionRequest, Bound
+from polyattn.semantics.kv_quant import stored
+from polyattn.semantics.paged_kv import Tokens
 
 from . import fa3
 

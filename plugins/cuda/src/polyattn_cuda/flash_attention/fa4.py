@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Packed, Result, Tables, bind, starts
-from polyattn.contract import Bound
-from polyattn.lowering.finer_pages import cut_pages
-from polyattn.records import AttentionRequest
+from polyattn.adapters.flash_attention import Packed, Result, Tables, bind, starts
+from polyattn.adapters.pages import cut_pages
+from polyattn.contract import AttentionRequest, Bound
 
 from ..records.common import FLASH_ATTN_4
 

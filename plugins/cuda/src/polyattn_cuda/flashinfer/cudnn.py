@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.free_slots import without_free_slots
-from polyattn.backends.gathering import nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.contract import Bound
-from polyattn.packing import per_token
-from polyattn.paging import Tokens, owned
-from polyattn.placement import placed
-from polyattn.records import AttentionRequest
+from polyattn.adapters.alignment import placed
+from polyattn.adapters.free_slots import without_free_slots
+from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters.new_rows import with_new
+from polyattn.contract import AttentionRequest, Bound
+from polyattn.semantics.packed import per_token
+from polyattn.semantics.paged_kv import Tokens, owned
 
 from ..devices import current_for
 from ..records.common import HOPPER

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.gathering import nothing
-from polyattn.contract import Bound, Session, Slot
-from polyattn.packing import per_token
-from polyattn.placement import placed
-from polyattn.records import AttentionRequest
+from polyattn.adapters.alignment import placed
+from polyattn.adapters.gather_kv import nothing
+from polyattn.contract import AttentionRequest, Bound, Session, Slot
+from polyattn.semantics.packed import per_token
 
 from ..records.common import ABSORBED
 from ..records.serving import SGL_CUTLASS

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.gathering import nothing
-from polyattn.contract import Bound, KVPart, Session, Slot
-from polyattn.errors import UnsupportedRequestError
-from polyattn.records import AttentionRequest
+from polyattn.adapters.gather_kv import nothing
+from polyattn.contract import AttentionRequest, Bound, KVPart, Session, Slot, UnsupportedRequestError
 
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
 from .lengths import Lengths, Piece, cut, sighted

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.gathering import nothing
-from polyattn.contract import Bound
-from polyattn.records import AttentionRequest
+from polyattn.adapters.gather_kv import nothing
+from polyattn.contract import AttentionRequest, Bound
 
 from ..records.flashinfer import FLASHINFER
 from .lengths import Lengths, sighted

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest
 
 __all__ = ["blanked", "delivered", "natural", "writable"]
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.contract import Slot
-from polyattn.quantised import stored
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, Slot
+from polyattn.semantics.kv_quant import stored
 
 __all__ = ["Places"]
 

@@ -8,9 +8,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from polyattn.errors import GraphError
-from polyattn.placement import placed
-from polyattn.records import AttentionRequest
+from polyattn.adapters.alignment import placed
+from polyattn.contract import AttentionRequest, GraphError
 
 from ..tma import for_tma
 

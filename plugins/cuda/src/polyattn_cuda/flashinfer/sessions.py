@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polyattn.backends.gathering import nothing
-from polyattn.contract import Slot
-from polyattn.records import AttentionRequest
+from polyattn.adapters.gather_kv import nothing
+from polyattn.contract import AttentionRequest, Slot
 
 from .lengths import Lengths
 from .saving import Places

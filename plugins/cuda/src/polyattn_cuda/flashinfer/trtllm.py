@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.flash_attention import Tables
-from polyattn.backends.gathering import nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.contract import Bound, Session, Slot
-from polyattn.errors import UnsupportedRequestError
-from polyattn.packing import owners
-from polyattn.placement import aligned
-from polyattn.records import AttentionRequest
+from polyattn.adapters.alignment import aligned
+from polyattn.adapters.flash_attention import Tables
+from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters.new_rows import with_new
+from polyattn.contract import AttentionRequest, Bound, Session, Slot, UnsupportedRequestError
+from polyattn.semantics.packed import owners
 
 from .. import devices
 from ..records.flashinfer import FLASHINFER

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.gathering import nothing
-from polyattn.contract import Bound, KVPart, Session, Slot
-from polyattn.packing import owners
-from polyattn.placement import placed
-from polyattn.records import AttentionRequest
+from polyattn.adapters.alignment import placed
+from polyattn.adapters.gather_kv import nothing
+from polyattn.contract import AttentionRequest, Bound, KVPart, Session, Slot
+from polyattn.semantics.packed import owners
 
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
 from .memory import WORKSPACE, workspace_of

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.contract import Slot
-from polyattn.errors import GraphError
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, GraphError, Slot
 
 __all__ = ["LENDER", "Lender", "Workbench", "float_bytes", "int_bytes", "processors"]
 

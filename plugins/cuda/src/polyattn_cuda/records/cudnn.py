@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import BackendInfo, Provider, Range, Requirement, Row, Window, row
+from polyattn.contract import BackendInfo, Provider, Range, Requirement, Row, Window, row
 
 from .common import AMPERE_AND_LATER, CAUSAL, HALF, HOPPER, LENGTHS, SINKS, TRAINABLE_LSE
 from .defects import CUDNN_LOW_LSE, CUDNN_PACKED_GAPS

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyattn.contract import Accuracy, BackendInfo, ConfigField, Fallback, Provider, Range, Requirement, Row, row
 from polyattn.methods.video.options import SAGE_SLA, SLA, STA, SVG2, VMOBA, VSA, dense_by_rule
-from polyattn.records import Accuracy, BackendInfo, ConfigField, Fallback, Provider, Range, Requirement, Row, row
 
 from .common import AMPERE_AND_LATER, CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, PORTABLE, TRAINABLE
 from .cudnn import CUDNN

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyattn.records import (
+from polyattn.contract import (
     Alias,
     AutoRule,
     BackendInfo,

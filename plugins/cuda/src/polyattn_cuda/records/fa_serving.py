@@ -8,18 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyattn.records import (
-    Accuracy,
-    AutoRule,
-    BackendInfo,
-    PairRule,
-    Provider,
-    Range,
-    Row,
-    Window,
-    conditions,
-    row,
-)
+from polyattn.contract import Accuracy, AutoRule, BackendInfo, PairRule, Provider, Range, Row, Window, conditions, row
 
 from .common import (
     ABSORBED,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import BackendInfo, Provider, Requirement, Row, Window, row
+from polyattn.contract import BackendInfo, Provider, Requirement, Row, Window, row
 
 from .common import (
     AMPERE_AND_LATER,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyattn.records import BackendInfo, Provider, Range, Requirement, row
+from polyattn.contract import BackendInfo, Provider, Range, Requirement, row
 
 from .common import HALF, PHASES
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import SESSION, Alias, BackendInfo, OneOf, Provider, Range, Requirement, row
+from polyattn.contract import SESSION, Alias, BackendInfo, OneOf, Provider, Range, Requirement, row
 
 from .common import (
     ABSORBED,

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.gathering import deliver, nothing
-from polyattn.backends.torch_sdpa import signed
-from polyattn.contract import Bound
-from polyattn.paging import Tokens
-from polyattn.records import AttentionRequest
+from polyattn.adapters.gather_kv import deliver, nothing
+from polyattn.adapters.scale_sign import signed
+from polyattn.contract import AttentionRequest, Bound
+from polyattn.semantics.paged_kv import Tokens
 
 from ..records.common import AITER, PREFILL_HEADS
 from .tokens import token_lists

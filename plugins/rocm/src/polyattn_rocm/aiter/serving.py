@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from polyattn.contract import Bound
-from polyattn.records import AttentionRequest
+from polyattn.contract import AttentionRequest, Bound
 
 from ..records.common import CK_ARCHS, LARGEST_TILE, UNIFIED_PAGES
 from .latent import bind_latent

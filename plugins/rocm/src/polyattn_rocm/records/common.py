@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import Range, Requirement, Window
+from polyattn.contract import Range, Requirement, Window
 
 HALF = ("bfloat16", "float16")
 TRAINABLE = ("query", "key", "value")

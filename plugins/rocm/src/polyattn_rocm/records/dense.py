@@ -7,18 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import (
-    Accuracy,
-    Alias,
-    AutoRule,
-    BackendInfo,
-    Fallback,
-    Provider,
-    Range,
-    Row,
-    conditions,
-    row,
-)
+from polyattn.contract import Accuracy, Alias, AutoRule, BackendInfo, Fallback, Provider, Range, Row, conditions, row
 
 from .common import (
     AITER,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import (
+from polyattn.contract import (
     AutoRule,
     BackendInfo,
     ConfigField,

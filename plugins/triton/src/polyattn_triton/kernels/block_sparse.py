@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.backends.samples import parts_of
-from polyattn.placement import aligned
-from polyattn.tuning import Key
+from polyattn.adapters.alignment import aligned
+from polyattn.adapters.samples import parts_of
+from polyattn.contract import Key
 from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
 
 import triton  # isort: skip

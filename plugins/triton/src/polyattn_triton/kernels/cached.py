@@ -1,4 +1,4 @@
-"""Rows of a KV cache as numbers in registers: what `polyattn.quantised.real` makes of them.
+"""Rows of a KV cache as numbers in registers: what `polyattn.semantics.kv_quant.real` makes of them.
 
 A tile of rows is loaded as the cache stores it (`as_stored` gives its tensor the dtype that kernels load) and turned
 into a dtype that tensor cores multiply. Nothing is lost on that way: every number of these formats is one of bfloat16

@@ -21,7 +21,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
-from polyattn.tuning import Key  # isort: skip
+from polyattn.contract import Key  # isort: skip
 from polyattn_triton.kernels.arguments import MASKS, mask_arguments
 from polyattn_triton.kernels.cached import (
     as_stored,
@@ -619,12 +619,12 @@ def extend(
             uint8 and D / 2 | D_v / 2 wide for fp4_e2m1.
         page_table: int32 [N, max_pages]. seq_lens: int32 [N], 0 = a sequence without keys. cu_seqlens_q: int32 [N+1].
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
-        causal: bottom-right. window, chunk, scale, softcap, sinks: as `polyattn.reference.attention`.
+        causal: bottom-right. window, chunk, scale, softcap, sinks: as `polyattn.semantics.reference.attention`.
         key, value: [T_q, H_kv, D | D_v], the last keys of each sequence: read here, rounded as the cache would round
             them, and not in the pages. None: everything is in the pages.
         attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], bool or additive. tree: it is True before the last
             queries' own columns, which alone are read.
-        kv_dtype, kv_scales, k_scale, v_scale: as `AttentionRequest`, and `polyattn.quantised`.
+        kv_dtype, kv_scales, k_scale, v_scale: as `AttentionRequest`, and `polyattn.semantics.kv_quant`.
         out: [T_q, H_q, D_v], written. lse: float32 [T_q, H_q], written: natural logarithm, without sinks.
         config: None = the table's.
     """

@@ -27,7 +27,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from torch import Tensor  # isort: skip
 
-from polyattn.tuning import Key  # isort: skip
+from polyattn.contract import Key  # isort: skip
 from polyattn_triton.hopper import latent as hopper  # isort: skip
 from polyattn_triton.kernels.arguments import mask_arguments  # isort: skip
 from polyattn_triton.kernels.cached import as_stored, numbers  # isort: skip
@@ -652,7 +652,7 @@ def attend(
 
     Args:
         query: [T_q, H_q, D_c + D_r], dense last axis.
-        cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656], FP8 rows (`polyattn.quantised`).
+        cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656], FP8 rows (`semantics.kv_quant`).
         page_table: int32 [N, max_pages]; seq_lens: int32 [N]; cu_seqlens_q: int32 [N+1].
         causal, window, chunk: as docs/semantics.md, S3 and S4. scale: of the products.
         attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], bool or added. tree: it is True but for the last columns.

@@ -1,4 +1,6 @@
-"""Numbers as a KV cache stores them, rounded in registers as `polyattn.quantised` does: to nearest, ties to even.
+"""Numbers as a KV cache stores them, rounded in registers as `polyattn.semantics.kv_quant` does.
+
+To nearest, ties to even.
 
 Eight- and four-bit floats are made from bits, the same on every device and under the interpreter; where the hardware
 converts to FP8 itself, `NATIVE` says so.

@@ -1,7 +1,7 @@
 """New tokens into a paged KV cache in one launch: rotated where that is asked, quantised as the cache stores (S9).
 
-What is stored is bit for bit what core stores: by `polyattn.paging.Pool.write` with the scales that are there, by
-`polyattn.serving.KVPool.write` where scales are made from the rows (`make_scales`).
+What is stored is bit for bit what core stores: by `polyattn.semantics.paged_kv.Pool.write` with the scales that are
+there, by `polyattn.serving.KVPool.write` where scales are made from the rows (`make_scales`).
 
 Floor: every new number is read once and its code written once. 8192 tokens of 8 KV heads of 128 in bfloat16 are 34 MB
 read and as many written, 17 MB in FP8, 9.4 MB in FP4 with scales.
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.errors import InvalidInputError, UnsupportedRequestError
-from polyattn.quantised import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS
+from polyattn.contract import InvalidInputError, UnsupportedRequestError
+from polyattn.semantics.kv_quant import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS
 from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
@@ -474,7 +474,7 @@ class Writer:
         self._known: dict[Any, tuple[Repeated, Launched]] = {}
 
     def __call__(self, slots: Tensor, key: Tensor, value: Tensor | None = None, *, rows: bool = True) -> None:
-        """As `polyattn.serving.device_ops.RowsWriter`."""
+        """As `polyattn.contract.RowsWriter`."""
         lies = key.stride(), None if value is None else value.stride(), rows
         found = self._known.get(lies)
         if found is None:

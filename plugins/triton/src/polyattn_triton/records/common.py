@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyattn.records import Range, Requirement
+from polyattn.contract import Range, Requirement
 
 HALF = ("bfloat16", "float16")
 TRAINABLE = ("query", "key", "value")

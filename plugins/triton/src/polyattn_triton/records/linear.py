@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyattn.records import Range, Row, row
+from polyattn.contract import Range, Row, row
 
 from .common import ANY_TREE, HALF, PHASES, TRAINABLE
 

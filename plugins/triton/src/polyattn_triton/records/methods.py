@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyattn.contract import Alias, BackendInfo, ConfigField, Provider, Range, Row, row
 from polyattn.methods.video.options import SLA, STA, SVG2, VMOBA, VSA, dense_by_rule
-from polyattn.records import Alias, BackendInfo, ConfigField, Provider, Range, Row, row
 
 from .common import ANY_PAGE, DENSE_THERE, HALF, INTERPRETED, LENGTHS, NO_TREE, PHASES, PLATFORMS, TRAINABLE, TRITON
 

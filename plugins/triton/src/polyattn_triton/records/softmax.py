@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from polyattn.records import AutoRule, BackendInfo, Provider, Range, Row, WiderThan, Window, conditions, row
+from polyattn.contract import AutoRule, BackendInfo, Provider, Range, Row, WiderThan, Window, conditions, row
 
 from .common import (
     ANY_PAGE,

@@ -6,7 +6,7 @@ Keys hold nothing of the batch: a choice must not make a sequence's results depe
 
 from __future__ import annotations
 
-from polyattn.records import Kernel
+from polyattn.contract import Kernel
 
 __all__ = ["BACKWARD", "BLOCK_SPARSE", "DECODE", "EXTEND", "FORWARD", "HOPPER_EXTEND", "KERNELS", "LATENT"]
 

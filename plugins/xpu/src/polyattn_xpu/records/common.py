@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyattn.records import Requirement
+from polyattn.contract import Requirement
 
 HALF = ("bfloat16", "float16")
 CAUSAL = ("none", "bottom_right")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import AutoRule, BackendInfo, Fallback, Has, Provider, Range, conditions, row
+from polyattn.contract import AutoRule, BackendInfo, Fallback, Has, Provider, Range, conditions, row
 
 from .common import BY_TOKENS, CAUSAL, DEQUANTISE, HALF, IPEX, KV_DTYPES, LATENT_DTYPES, SGL_KERNEL_CPU, TORCH_OF_IPEX
 

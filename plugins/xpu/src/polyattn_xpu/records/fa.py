@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import Alias, AutoRule, BackendInfo, Fallback, Provider, Range, Window, conditions, row
+from polyattn.contract import Alias, AutoRule, BackendInfo, Fallback, Provider, Range, Window, conditions, row
 
 from .common import CAUSAL, HALF, LENGTHS, SGL_ARCHS, SGL_KERNEL_XPU, SINKS, VLLM_ARCHS, VLLM_XPU_KERNELS, WIDTHS
 

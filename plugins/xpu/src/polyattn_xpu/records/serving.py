@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.records import AutoRule, BackendInfo, ConfigField, Provider, Range, Row, Window, conditions, row
+from polyattn.contract import AutoRule, BackendInfo, ConfigField, Provider, Range, Row, Window, conditions, row
 
 from .common import (
     CAUSAL,

@@ -1,0 +1,54 @@
+"""Where tensors lie in memory. Some of torch's GPU kernels load 16 bytes at a time without looking whether they may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract import Bound
+
+__all__ = ["aligned", "placed", "placing"]
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether a kernel may load 16 bytes at a time: at the start, and in a strided tensor of each row too."""
+    try:
+        # Asked at every call on a GPU: a third faster than the same with any().
+        for tensor in tensors:
+            if tensor.data_ptr() & 15 or not (tensor.is_contiguous() or _rows_aligned(tensor)):
+                return False
+    except RuntimeError:  # no storage: a fake or transformed tensor
+        pass
+    return True
+
+
+def _rows_aligned(tensor: Tensor) -> bool:
+    bits = 0
+    for stride in tensor.stride()[:-1]:
+        bits |= stride
+    if not bits * tensor.itemsize & 15:
+        return True
+    # What is odd may be the stride of an axis of one.
+    rows = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return not any(size > 1 and stride * tensor.itemsize & 15 for size, stride in rows)
+
+
+def placed(tensor: Tensor) -> Tensor:
+    """`tensor`, copied unless it is `aligned` (pytorch#183484, pytorch#170813)."""
+    return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def placing(bound: Bound) -> Bound:
+    """`bound` with its tensors placed first. Not traceable: a traced tensor has no address."""
+
+    def with_placed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*tensors: Tensor, **kw: Any) -> Any:
+            return function(*map(placed, tensors), **kw)
+
+        return call
+
+    backward = None if bound.backward is None else with_placed(bound.backward)
+    return Bound(with_placed(bound.forward), backward)

@@ -1,0 +1,1 @@
+"""The calls: arguments become a key, a key becomes a request, a request becomes a bound kernel."""

@@ -1,0 +1,133 @@
+"""What a trace says of a call's tensors, as constants: a plan is made of these (`polyattn.dispatch.compile.trace`).
+
+dynamo inlines these functions. A comparison of sizes becomes a guard where it decides a branch, and stays a symbol
+where it is a result; so results are words that a branch gives.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ...semantics.validation import local_only
+from ..call_key import LARGE
+
+__all__ = ["constants", "counted", "fixed", "mask_fits", "tensor_facts"]
+
+
+def counted() -> bool:
+    """Whether torch's FLOP counter looks on: it sees operators alone, so a kernel that is none is called through ours.
+    (Torch's guards hold for no tensor under such a mode, so calls come by here.)"""
+    return bool(torch._C._len_torch_dispatch_stack()) and any(
+        type(mode).__name__ == "_FlopCounterMode" for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def fixed(*sizes: int) -> tuple[int, ...]:
+    """Sizes that must be constants (heads, head dims): the length of a range is where dynamo fixes a symbol."""
+    return tuple([len(range(size)) for size in sizes])
+
+
+def constants(static: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The static arguments with their numbers fixed: dynamo may hold a float attribute or default as a symbol, and
+    `math.ldexp(x, 0)`, which is exactly x, is where it becomes a constant."""
+    causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, *role = static
+    if isinstance(window, (tuple, list)):
+        window = tuple([int(math.ldexp(side, 0)) if _small(side) else side for side in window])
+    return (
+        *(causal, window, _fixed_number(softcap), _fixed_number(scale)),
+        *(layout, _fixed_number(dropout_p), return_lse, deterministic, *role),
+    )
+
+
+def _fixed_number(number: Any) -> Any:
+    """What is no number is left to the check that eager calls make."""
+    return math.ldexp(number, 0) if isinstance(number, float) or _small(number) else number
+
+
+def _small(number: Any) -> bool:
+    """Whether it is an int, and a float holds it. A bool is none, here as in that check."""
+    return isinstance(number, int) and not isinstance(number, bool) and -(2**53) < number < 2**53
+
+
+def mask_fits(attn_mask: Tensor, query: Tensor, h: int, s_q: int, s_k: int) -> bool:
+    return (
+        attn_mask.ndim == 4
+        and (attn_mask.shape[0] == 1 or attn_mask.shape[0] == query.shape[0])
+        and (attn_mask.shape[1] == 1 or attn_mask.shape[1] == query.shape[h])
+        and attn_mask.shape[2] == s_q
+        and attn_mask.shape[3] == s_k
+    )
+
+
+def _out_fits(out: Tensor, query: Tensor, value: Tensor) -> str:
+    fits = out.ndim == query.ndim and out.shape[:-1] == query.shape[:-1] and out.shape[-1] == value.shape[-1]
+    if not fits:
+        return "does not fit"
+    # Only a stride of 0: a comparison of others would be a guard on lengths.
+    expanded = [True for stride, size in zip(out.stride(), out.shape, strict=True) if stride == 0 and size != 1]
+    return "fits" if expanded == [] else "is expanded"
+
+
+def _sinks_fit(sinks: Tensor, query: Tensor, heads: int) -> str:
+    return "fits" if sinks.ndim == 1 and sinks.shape[0] == query.shape[heads] else "does not fit"
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[bool, bool]:
+    """Whether a tensor has no elements, and whether one has 2**31 or more. Of sizes that nobody knows while tracing,
+    neither is assumed; an export is held to no bound for the second."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+
+    counts = (query.numel(), key.numel(), value.numel())
+    known = statically_known_true if torch.compiler.is_exporting() else guard_or_false
+    return (
+        guard_or_false(counts[0] == 0) or guard_or_false(counts[1] == 0) or guard_or_false(counts[2] == 0),
+        known(counts[0] >= LARGE) or known(counts[1] >= LARGE) or known(counts[2] >= LARGE),
+    )
+
+
+def _misplaced(query: Tensor, *others: Tensor | None) -> str:
+    """What is wrong with where the tensors are, or nothing."""
+    for name, tensor in zip(("query", "key", "value", "attn_mask", "sinks", "out"), (query, *others), strict=True):
+        if tensor is None:
+            continue
+        if type(tensor).__name__ == "DTensor":
+            return local_only(name)
+        if tensor.device != query.device:
+            return "the tensors of the call are on different devices; move them to one"
+    return ""
+
+
+def tensor_facts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    heads: int,
+) -> tuple[Any, ...]:
+    kind = query.device.type
+    grad = torch.is_grad_enabled()
+    return (
+        str(query.device),
+        (query.dtype, key.dtype, value.dtype),
+        _misplaced(query, key, value, attn_mask, sinks, out),
+        None if attn_mask is None else attn_mask.dtype,
+        None if sinks is None else (_sinks_fit(sinks, query, heads), sinks.dtype),
+        None if out is None else (_out_fits(out, query, value), out.dtype),
+        (
+            grad and query.requires_grad,
+            grad and key.requires_grad,
+            grad and value.requires_grad,
+            grad and attn_mask is not None and attn_mask.requires_grad,
+            grad and sinks is not None and sinks.requires_grad,
+        ),
+        torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
+        (torch.are_deterministic_algorithms_enabled(), torch.compiler.is_exporting()),
+        _sizes(query, key, value),
+    )

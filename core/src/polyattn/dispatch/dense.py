@@ -1,0 +1,482 @@
+"""The calls. A call site (its static arguments) finds the bound kernel for its tensors with one lookup.
+
+Eager: a site remembers its last signature in torch's own guard object, checked in one C++ call, and every signature
+in a dict whose key holds all that decides (`DENSE_KEY`). Lengths are not in it: random lengths do not miss.
+Compiled: see `polyattn.dispatch.compile.trace`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd import profiler as _profiler
+
+from ..adapters.alignment import aligned
+from ..adapters.device import capturing, recording
+from ..contract import AttentionRequest, Place, relation
+from ..contract.lengths import extent_of
+from ..epoch import EPOCH
+from ..errors import InvalidInputError
+from ..selection import overrides
+from ..selection.select import Selection
+from ..semantics import validation
+from .binding import Chosen, choose, select_here
+from .call_key import (
+    LARGE,
+    SIGNATURES_KEPT,
+    SITES_KEPT,
+    Static,
+    autocast_dtype,
+    backend_name,
+    cast,
+    grad_on,
+    mask_key,
+    no_autocast,
+    out_key,
+    raw_stream,
+    request_facts,
+    runner,
+    sinks_key,
+    torch_deterministic,
+)
+from .compile.facts import counted
+from .compile.symbolic import recorded_call
+from .compile.trace import trace_dense
+from .device_facts import transform
+
+__all__ = ["DENSE_KEY", "DenseSite", "attention", "bind", "dense_request"]
+
+_is_tracing = torch.compiler.is_dynamo_compiling
+_scope = overrides.SCOPE.get
+_Guards = validation.TensorGuards
+overrides.tracing = _is_tracing
+
+# A site is found by its static arguments, the backend named and the scope of overrides; the epoch (plugins,
+# configuration, tuning store) empties every site.
+
+DENSE_KEY = (
+    *("exact types", "query dtype", "key dtype", "value dtype", "query device", "key device", "value device"),
+    *("H_q", "key H", "value H", "query D", "key D", "value D", "relation", "lengths agree", "zero size", "large"),
+    *("dense axes", "aligned", "grads", "mask", "sinks", "out", "autocast", "capture", "transform", "deterministic"),
+)
+"""What a dense signature holds, in order."""
+
+
+def _dense_axis(tensor: Tensor) -> bool:
+    return tensor.stride()[-1] == 1 or tensor.shape[-1] == 1
+
+
+def _dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, bshd: bool) -> tuple[Any, ...]:
+    """The complete signature of a dense call, in the order of `DENSE_KEY`."""
+    b, s_q, h_q, d = q.shape
+    bk, s_k, h_k, dk = k.shape
+    bv, s_v, h_v, dv = v.shape
+    if not bshd:
+        s_q, h_q, s_k, h_k, s_v, h_v = h_q, s_q, h_k, s_k, h_v, s_v
+    kind = q.device.type
+    exact = type(q) is type(k) is type(v) is Tensor
+    return (
+        exact,
+        *(q.dtype, k.dtype, v.dtype),
+        *(q.device, k.device, v.device),
+        *(h_q, h_k, h_v, d, dk, dv),
+        relation(s_q, s_k),
+        b == bk == bv and s_k == s_v,
+        not (q.numel() and k.numel() and v.numel()),
+        max(q.numel(), k.numel(), v.numel()) >= LARGE,
+        (_dense_axis(q), _dense_axis(k), _dense_axis(v)),
+        aligned(q, k, v),
+        (q.requires_grad, k.requires_grad, v.requires_grad) if grad_on() else None,
+        mask_key(mask, b, h_q, s_q, s_k),
+        sinks_key(sinks),
+        out_key(out, (*q.shape[:3], dv), (q, k, v)),
+        autocast_dtype(kind),
+        capturing(kind),
+        transform(q, k, v, mask, sinks),
+        torch_deterministic(),
+    )
+
+
+def dense_request(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any) -> AttentionRequest:
+    """Validate a dense call and say what it asks for.
+
+    Raises:
+        InvalidInputError: an argument no backend could serve.
+    """
+    if isinstance(q, Tensor) and autocast_dtype(q.device.type) is not None:
+        q, k, v = cast(q, k, v)
+    validation.check_dense(q, k, v, mask, sinks, out, static.layout)
+    s, h = (1, 2) if static.layout == "BSHD" else (2, 1)
+    facts = request_facts(static, q, k, v, mask, sinks, q.shape[h], k.shape[h])
+    return AttentionRequest(family="dense", s_relation=relation(q.shape[s], k.shape[s]), **facts).normalised()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """What a signature calls: with everything optional as keywords, and the short way where there is one."""
+
+    chosen: Chosen
+    run: Callable[..., Any]
+    simple: Callable[..., Any] | None = None
+
+
+class _Fast:
+    """The last signature of a site, with or without a mask, as torch guards, and the function it calls.
+
+    `same` holds for the very shapes seen last (without a mask, and strides); `alike` leaves batch and lengths free, the
+    rest of it is checked here.
+    """
+
+    __slots__ = (
+        *("alike", "call", "cuda", "deterministic", "epoch", "grad", "index"),
+        *("lengths", "relation", "rooms", "same", "seen", "watch"),
+    )
+
+    def __init__(
+        self, call: Any, lengths: int, key: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> None:
+        heads = 3 - lengths
+        sizes = [[t.shape[i] if i in (heads, 3) else None for i in range(4)] for t in (q, k, v)]
+        strides = [[None, None, None, None if t.shape[3] == 1 else 1] for t in (q, k, v)]
+        self.alike = _Guards(q, k, v, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        self.call, self.lengths, self.relation = call, lengths, key["relation"]
+        self.epoch, self.deterministic, self.cuda = EPOCH.value, key["deterministic"], q.device.type == "cuda"
+        self.index = q.device.index
+        # The guards hold requires_grad; grad mode matters only where some input requires it.
+        self.grad = grad_on() if any(t is not None and t.requires_grad for t in (q, k, v, mask)) else None
+        width = max(key["query D"], key["value D"])
+        self.rooms = (LARGE // (key["H_q"] * width), LARGE // (key["key H"] * width))
+        self.watch = self.cuda or self.grad is not None
+        self.seen: Any = None
+        self.keep(*((q, k, v) if mask is None else (q, k, v, mask)))
+
+    def keep(self, *tensors: Tensor) -> None:
+        free = [[None, None, None, None if t.shape[3] == 1 else 1] for t in tensors[:3]] + [[None] * 4]
+        strides = None if len(tensors) == 3 else free
+        self.same = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=strides).check
+
+    def unmoved(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """`still`, where `same` holds for the strides too, and the caller has looked at the rest."""
+        if self.cuda and (
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or (raw_stream(self.index) and recording())
+        ):
+            return False
+        return self.grad is None or self.grad is grad_on()
+
+    def still(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """What the guards do not see: grad mode, torch's deterministic switch, capture and alignment on a GPU.
+        Without gradients on a CPU (`watch` off) two comparisons say it all, which callers make."""
+        fresh = self.epoch == EPOCH.value and self.deterministic is torch_deterministic()
+        return fresh and self.unmoved(q, k, v) and (not self.cuda or aligned(q, k, v))
+
+    def other_lengths(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether the signature holds for other lengths; lengths that come twice are remembered for `same`."""
+        if not self.alike(q, k, v) or (self.watch and not self.still(q, k, v)):
+            return False
+        if self.lengths == 1:
+            b, s_q, _, _ = q.shape
+            bk, s_k, _, _ = k.shape
+            bv, s_v, _, _ = v.shape
+        else:
+            b, _, s_q, _ = q.shape
+            bk, _, s_k, _ = k.shape
+            bv, _, s_v, _ = v.shape
+        room_q, room_k = self.rooms
+        if not (b == bk == bv and s_k == s_v and 0 < b * s_q < room_q and 0 < b * s_k < room_k):
+            return False
+        if self.relation != relation(s_q, s_k):
+            return False
+        seen = (b, s_q, s_k)
+        if self.seen == seen:
+            self.keep(q, k, v)
+        self.seen = seen
+        return True
+
+
+class DenseSite:
+    """A dense call with its static arguments bound: what `bind` returns, what layers hold, what each call finds.
+
+    Call it with (query, key, value, attn_mask=None, sinks=None, out=None, place=None), as `polyattn.attention`.
+    """
+
+    __slots__ = ("_argument", "_bshd", "_entries", "_epoch", "_fast", "_last", "_masked", "_scope", "static")
+
+    def __init__(self, static: Static, backend: str | None = None, scope: overrides.Scope | None = None) -> None:
+        self.static = static.checked()
+        self._last: Any = None
+        self._bshd = static.layout == "BSHD"
+        self._argument = backend_name(backend)
+        self._scope = _scope() if scope is None else scope
+        overrides.reach(self._scope)
+        self._epoch = -1
+        self._entries: dict[Any, _Entry] = {}
+        self._fast: _Fast | None = None
+        self._masked: _Fast | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Kernels that were found and the guards before them are a process's own; what they were found by is not.
+        return type(self), (self.static, self._argument, self._scope)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+        place: Place | None = None,
+    ) -> Any:
+        if place is not None:
+            from .placed import at
+
+            tensors = (query, key, value, attn_mask, sinks, out)
+            return at(tensors, self.constants(), self._argument, self._scope, place)
+        if _is_tracing():
+            return self._trace(query, key, value, attn_mask, sinks, out)
+        fast = self._fast
+        if sinks is None and out is None:
+            if attn_mask is None:
+                if (
+                    fast is not None
+                    and (
+                        (fast.same(query, key, value) and (not fast.watch or fast.unmoved(query, key, value)))
+                        or fast.other_lengths(query, key, value)
+                    )
+                    and fast.epoch == EPOCH.value
+                    and fast.deterministic is torch_deterministic()
+                    and forward_ad._current_level < 0
+                    and not _profiler._is_profiler_enabled
+                ):
+                    return fast.call(query, key, value)
+            elif (
+                (fast := self._masked) is not None
+                and fast.same(query, key, value, attn_mask)
+                and fast.still(query, key, value)
+                and forward_ad._current_level < 0
+                and not _profiler._is_profiler_enabled
+            ):
+                return fast.call(query, key, value, attn_mask=attn_mask)
+        return self._find(query, key, value, attn_mask, sinks, out)
+
+    def constants(self) -> tuple[Any, ...]:
+        """The static arguments, in the order of `Static`."""
+        static = self.static
+        return (
+            *(static.causal, static.window, static.softcap, static.scale, static.layout),
+            *(static.dropout_p, static.return_lse, static.deterministic, static.role),
+        )
+
+    def _trace(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
+        static = self.constants()
+        return trace_dense(query, key, value, attn_mask, sinks, out, static, self._argument, self._scope)
+
+    def _find(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, place: Any = None
+    ) -> Any:
+        if not isinstance(query, Tensor):
+            node = recorded_call(attention, self, query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
+            if node is not None:
+                return node
+        # An export without dynamo, whose tensors no guard holds for; or fake tensors, which are at no address.
+        if place is None and (
+            torch.compiler.is_compiling()
+            or counted()
+            or (type(query) is not Tensor and validation.has_shapes_only(query))
+        ):
+            return self._trace(query, key, value, attn_mask, sinks, out)
+        if self._epoch != EPOCH.value:
+            self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
+        entries = self._entries
+        try:
+            signature = _dense_key(query, key, value, attn_mask, sinks, out, self._bshd)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as exc:
+            validation.check_dense(query, key, value, attn_mask, sinks, out, self.static.layout)
+            raise InvalidInputError(f"the arguments of attention cannot be read: {exc}; pass 4-D tensors") from exc
+        if place is not None:  # which itself decides nothing
+            signature = (*signature, "place")
+        entry = entries.get(signature)
+        if entry is None:
+            entry = self._resolve(query, key, value, attn_mask, sinks, out, place is not None)
+            if len(entries) >= SIGNATURES_KEPT:
+                entries.clear()
+            entries[signature] = entry
+        elif signature == self._last and sinks is out is place is None and not _profiler._is_profiler_enabled:
+            # Seen twice in a row: worth a guard. Alternating signatures stay with the dict, and so do profiled calls.
+            self._remember(dict(zip(DENSE_KEY, signature, strict=True)), entry, query, key, value, attn_mask)
+        self._last = signature
+        run = entry.chosen.ranged("attention", entry.run)
+        given = {"place": place} if entry.chosen.request.place else {}
+        return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **given)
+
+    def _resolve(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, out: Any, placed: bool
+    ) -> _Entry:
+        request = dense_request(self.static, query, key, value, mask, sinks, out)
+        request = dataclasses.replace(request, place=True) if placed else request
+        chosen = choose(request, self._argument, self._scope)
+        run = runner(chosen, self.static.return_lse, not no_autocast(query), 2 if self._bshd else 1)
+        return _Entry(chosen, run, chosen.bound.simple if run is chosen.bound.forward else None)
+
+    def _remember(
+        self, key: dict[str, Any], entry: _Entry, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> None:
+        """Keep a signature for the check in one call; what guards cannot see rules it out."""
+        odd = key["zero size"] or key["large"] or key["capture"] or key["transform"] or not key["aligned"]
+        # torch's guards never hold for one tensor passed twice.
+        distinct = q is not k and k is not v and q is not v
+        if _Guards is not None and distinct and key["autocast"] is None and not odd and key["exact types"]:
+            call = entry.run if mask is not None else entry.simple or entry.run
+            fast = _Fast(call, 1 if self._bshd else 2, key, q, k, v, mask)
+            if mask is None:
+                self._fast = fast
+            else:
+                self._masked = fast
+
+    def __polyattn_explain__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        sinks: Any = None,
+        out: Any = None,
+        place: Place | None = None,
+    ) -> Selection:
+        if place is not None:
+            from .placed import explain
+
+            tensors = (query, key, value, attn_mask, sinks, out)
+            return explain(tensors, self.constants(), self._argument, self._scope, place)
+        request = dense_request(self.static, query, key, value, attn_mask, sinks, out)
+        extent = extent_of(request)(query, key)
+        return select_here(request, self._argument, self._scope, extent, full=True)
+
+
+_sites: dict[Any, Any] = {}
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool | str = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    layout: str = "BSHD",
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    out: Tensor | None = None,
+    place: Place | None = None,
+) -> Any:
+    """Softmax attention on dense tensors, by the best backend that can serve the call.
+
+    Args:
+        query: [B, S_q, H_q, D] (BSHD) or [B, H_q, S_q, D] (BHSD); float32, float16, bfloat16 or float64.
+        key: [B, S_k, H_kv, D] or [B, H_kv, S_k, D]; H_q is a multiple of H_kv (GQA, no repeat needed).
+        value: [B, S_k, H_kv, D_v] or [B, H_kv, S_k, D_v].
+        causal: True = bottom-right aligned (row i sees keys j <= i + S_k - S_q), "top_left" the other (S3).
+        window: (left, right) inclusive key counts around the row's position, -1 unlimited (S4).
+        softcap: logits become softcap * tanh(logits / softcap) before the mask; 0 is off (S5).
+        sinks: [H_q] logits that take part in the denominator only (S5).
+        attn_mask: [B|1, H_q|1, S_q, S_k], bool (True = attend) or a float that is added (S8).
+        scale: of the logits; None = D ** -0.5 (S2).
+        layout: BSHD or BHSD, of the inputs and the output (S1).
+        dropout_p: dropout on the attention weights, training only.
+        return_lse: also return the LSE: fp32, natural log, without the sink, [B, S_q, H_q] or [B, H_q, S_q] (S6).
+        deterministic: only a backend whose results are the same bits on every run.
+        backend: name of a backend; None = `use_backend`, configuration, then automatic.
+        out: where to write the output; not while gradients are wanted.
+        place: where in a model the call is (`polyattn.video.Place`). Methods such as sparse video attention need
+            it (docs/methods.md); to all others it only says whether this is cross-attention.
+
+    Returns:
+        out like query with D_v, or (out, lse). Rows that see no key are 0 with lse = -inf (S7).
+
+    Raises:
+        InvalidInputError: an argument no backend could serve. UnsupportedRequestError: none here can, or the named
+            one cannot; the message has everyone's reasons. BackendUnavailableError: the named one is not here.
+    """
+    if place is not None:
+        from .placed import at
+
+        static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, None)
+        return at((query, key, value, attn_mask, sinks, out), static, backend, None, place)
+    if _is_tracing():
+        static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
+        return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)
+    try:
+        left, right = window
+        # The types, since 1, 1.0 and True are one key of a dict: who takes 1.0 need not take True.
+        name = (
+            causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, backend, _scope(),
+            type(causal), type(left), type(right), type(softcap), type(scale), type(dropout_p), type(return_lse),
+            type(deterministic),
+        )  # fmt: skip
+        site = _sites.get(name)
+    except (TypeError, ValueError):  # an unhashable argument: a window as a list is fine, the rest is told
+        name = site = None  # type: ignore[assignment]
+    if site is None:
+        static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
+        site = DenseSite(Static(*static), backend).__call__
+        if len(_sites) >= SITES_KEPT:
+            _sites.clear()
+        if name is not None:
+            _sites[name] = site
+    return site(query, key, value, attn_mask, sinks, out)
+
+
+def bind(
+    *,
+    causal: bool | str = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    scale: float | None = None,
+    layout: str = "BSHD",
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    role: str | None = None,
+    backend: str | None = None,
+) -> DenseSite:
+    """Bind the static arguments of `attention` once, for the hottest paths and for layers.
+
+    The overrides in force now (`use_backend`, the component) are captured; process-wide changes still take effect.
+
+    Args:
+        role: "self" or "cross", whose keys these are; None = not said. The others are as `attention`.
+
+    Returns:
+        A callable (query, key, value, attn_mask=None, sinks=None, out=None, place=None), as `attention`.
+    """
+    static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, role)
+    return DenseSite(static, backend)
+
+
+def _explain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    sinks: Any = None,
+    attn_mask: Any = None,
+    backend: str | None = None,
+    out: Any = None,
+    place: Place | None = None,
+    **static: Any,
+) -> Selection:
+    return DenseSite(Static(**static), backend).__polyattn_explain__(query, key, value, attn_mask, sinks, out, place)
+
+
+attention.__polyattn_explain__ = _explain_attention  # type: ignore[attr-defined]

@@ -1,0 +1,441 @@
+"""`paged_attention` and `mla_attention`: attention over a paged cache, dense or latent.
+
+Every call is checked anew, and what it asks for is remembered by its facts: an engine that decodes thousands of steps
+binds through `polyattn.serving`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..adapters.alignment import aligned
+from ..adapters.device import capturing
+from ..adapters.strides import row_major
+from ..contract import AttentionRequest, KVPart, scalars
+from ..contract.lengths import extent_of
+from ..epoch import EPOCH
+from ..errors import InvalidInputError
+from ..selection import overrides
+from ..selection.select import Selection
+from ..semantics import serving_validation, validation
+from .binding import device_facts, dtype_name, remembered, select_here
+from .call_key import Static, backend_name, torch_deterministic
+from .device_facts import forward_mode
+
+__all__ = ["mla_attention", "paged_attention"]
+
+
+def _steps(longest: int, tree: bool, chunked_prefix: bool, parts: Sequence[KVPart]) -> dict[str, Any]:
+    """The fields that say what step of an engine a call is."""
+    decode = longest == 1 and not tree and not chunked_prefix
+    # Groups of a part may be longer than the queries of a sequence, and than the keys they see.
+    grouped = any(part.max_seqlen_q > 1 for part in parts)
+    return {
+        "phase": "verify" if tree else "decode" if decode else "extend",
+        "s_relation": "more" if grouped else "one" if decode else "fewer",
+        "tree": bool(tree),
+        "chunked_prefix": bool(chunked_prefix),
+        "kv_parts": len(parts),
+    }
+
+
+def _mask_kind(attn_mask: Tensor | None) -> str:
+    return "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "additive"
+
+
+def _parts(parts: Sequence[KVPart]) -> dict[str, Any]:
+    # A backend that knows no parts need not know the keyword.
+    return {"kv_parts": [_row_major(part) for part in parts]} if parts else {}
+
+
+def _row_major(part: KVPart) -> KVPart:
+    return part._replace(
+        page_table=row_major(part.page_table),
+        seq_lens=row_major(part.seq_lens),
+        max_seqlen_q=int(part.max_seqlen_q),
+        max_seqlen_k=int(part.max_seqlen_k),
+    )
+
+
+def _no_grad(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise InvalidInputError(
+            "attention over a paged cache is inference only; run it under torch.no_grad(), or train with attention()"
+        )
+    if forward_mode(*tensors):
+        raise InvalidInputError(
+            "attention over a paged cache is inference only, and forward-mode AD (torch.func.jvp, jacfwd, a dual "
+            "tensor) goes through this call; give it tensors without a tangent, or use attention()"
+        )
+
+
+def _static(*given: Any) -> Static:
+    """(causal, window, softcap, scale, return_lse, deterministic), checked."""
+    try:
+        left, right = given[1]
+        return _known_static(left, right, *given)
+    except (TypeError, ValueError):  # a list, or what is refused
+        pass
+    return _known_static.__wrapped__(None, None, *given)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _known_static(
+    left: Any, right: Any, causal: Any, window: Any, softcap: Any, scale: Any, return_lse: Any, deterministic: Any
+) -> Static:
+    # The bounds are there for their types, which the cache does not look for in a tuple.
+    return Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+
+
+def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
+    device = query.device
+    facts = (query.dtype, device, query.shape[1], not query.shape[0], capturing(device.type), torch_deterministic())
+    return _known_request(EPOCH.value, static, *facts, **fields)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_request(
+    epoch: int,
+    static: Static,
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: int,
+    zero_size: bool,
+    graph_capture: bool,
+    deterministic: bool,
+    **fields: Any,
+) -> AttentionRequest:
+    return AttentionRequest(
+        **static.fields(),
+        **device_facts(device),
+        dtype=dtype_name(dtype),
+        heads=heads,
+        zero_size=zero_size,
+        graph_capture=graph_capture,
+        **fields,
+    ).normalised()
+
+
+def _paged_arguments(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    key: Tensor | None,
+    value: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    kv_layout: str,
+    save_kv_cache: bool,
+    kv_parts: Sequence[KVPart],
+    tree: bool,
+    chunked_prefix: bool,
+    static: Static,
+) -> AttentionRequest:
+    """Check a paged call; what it asks for."""
+    for name, given in (("save_kv_cache", save_kv_cache), ("tree", tree), ("chunked_prefix", chunked_prefix)):
+        scalars.flag(name, given)
+    validation.check_paged(
+        query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, kv_layout
+    )
+    if save_kv_cache and (key is None or value is None):
+        raise InvalidInputError("save_kv_cache=True writes new keys and values: pass key and value [T_q, H_kv, D]")
+    h, p = (2, 1) if kv_layout == "NHD" else (1, 2)
+    heads = key_cache.shape[h]
+    granularity = serving_validation.check_storage(query, key_cache, value_cache, k_scale, v_scale, heads)
+    fp4 = key_cache.dtype == torch.uint8
+    v_head_dim = value_cache.shape[3] * (2 if fp4 else 1)
+    validation.check_new_keys(query, key, value, heads, v_head_dim)
+    if save_kv_cache:
+        serving_validation.check_saving(key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, key_cache.shape[p])
+    pools = {"key_cache": key_cache, "value_cache": value_cache}
+    options = (max_seqlen_q, max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
+    validation.check_serving_options(query, page_table.shape[0], *options)
+    serving_validation.check_kv_parts(query, kv_parts, static.window, pools, p, k_scale)
+    if tree:
+        serving_validation.check_tree(attn_mask, seq_lens, cu_seqlens_q, chunked_prefix, kv_parts)
+    _no_grad(query, key_cache, value_cache, key, value, sinks, attn_mask)
+    return _request(
+        static,
+        query,
+        family="paged",
+        kv_heads=heads,
+        head_dim=query.shape[2],
+        v_head_dim=v_head_dim,
+        kv_dtype="fp4_e2m1" if fp4 else dtype_name(key_cache.dtype),
+        page_size=key_cache.shape[p],
+        kv_layout=kv_layout,
+        kv_scales=granularity,
+        save_kv_cache=None if key is None else bool(save_kv_cache),
+        mask=_mask_kind(attn_mask),
+        sinks=sinks is not None,
+        large=max(query.numel(), key_cache.numel(), value_cache.numel()) >= 2**31,
+        misaligned=not aligned(*(tensor for tensor in (query, key, value) if tensor is not None)),
+        **_steps(max_seqlen_q, tree, chunked_prefix, kv_parts),
+    )
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    causal: bool | str = True,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    kv_layout: str = "NHD",
+    save_kv_cache: bool = False,
+    kv_parts: Sequence[KVPart] = (),
+    tree: bool = False,
+    chunked_prefix: bool = False,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """Attention of packed queries over a paged KV cache; the queries are the last tokens of their sequences.
+
+    Args:
+        query: [T_q, H_q, D].
+        key_cache, value_cache: [pages, page_size, H_kv, D | D_v] (NHD) or [pages, H_kv, page_size, D | D_v] (HND); the
+            query's dtype, float8 or int8 with `k_scale`, `v_scale`, or uint8 [..., D/2] for FP4 (two numbers a byte,
+            low four bits first; `polyattn.semantics.kv_quant` packs them).
+        page_table: int32 [N, max_pages]. seq_lens: int32 [N], keys per sequence with the new ones.
+        cu_seqlens_q: int32 [N+1]. max_seqlen_q, max_seqlen_k: host ints.
+        key, value: [T_q, H_kv, D | D_v] new keys and values, written to the cache first if `save_kv_cache`: into two
+            caches that share no memory, each to a slot of its own.
+        k_scale, v_scale: dequantisation factors, one number, [H_kv] or one per token and head in the layout of the
+            cache; FP4: one per 16 numbers, [pages, page_size, H_kv, D/16], e4m3 or float32.
+        attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k].
+        kv_parts: more keys that groups of the queries see whole, see `polyattn.KVPart`: shared prefixes, split KV.
+            `causal` and `attn_mask` speak of the call's own keys; `window` excludes parts.
+        tree: the last S_q columns of the bool `attn_mask` are a tree of drafts, everything before is visible (S8).
+        chunked_prefix: attend the keys before the queries in chunks, for a bound on a kernel's memory.
+        The rest as `polyattn.attention`.
+
+    Returns:
+        out [T_q, H_q, D_v], or (out, lse [T_q, H_q]).
+
+    Raises:
+        As `polyattn.attention`; InvalidInputError when gradients are wanted.
+    """
+    static = _static(causal, window, softcap, scale, return_lse, deterministic)
+    request = _paged_arguments(
+        query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key, value,
+        k_scale, v_scale, attn_mask, sinks, out, kv_layout, save_kv_cache, kv_parts, tree, chunked_prefix, static,
+    )  # fmt: skip
+    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
+    return chosen.ranged("paged_attention", chosen.bound.forward)(
+        query,
+        key_cache,
+        value_cache,
+        page_table=row_major(page_table),
+        seq_lens=row_major(seq_lens),
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=int(max_seqlen_q),
+        max_seqlen_k=int(max_seqlen_k),
+        key=key,
+        value=value,
+        attn_mask=attn_mask,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=out,
+        **_parts(kv_parts),
+    )
+
+
+def _explain_paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    backend: str | None = None,
+    out: Any = None,
+    causal: Any = True,
+    kv_layout: str = "NHD",
+    save_kv_cache: bool = False,
+    kv_parts: Sequence[KVPart] = (),
+    tree: bool = False,
+    chunked_prefix: bool = False,
+    window: Any = (-1, -1),
+    softcap: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    **tensors: Any,
+) -> Selection:
+    static = _static(causal, window, softcap, scale, return_lse, deterministic)
+    optional = dict.fromkeys(("key", "value", "k_scale", "v_scale", "attn_mask", "sinks"))
+    request = _paged_arguments(
+        query, key_cache, value_cache, out=out, kv_layout=kv_layout, save_kv_cache=save_kv_cache, kv_parts=kv_parts,
+        tree=tree, chunked_prefix=chunked_prefix, static=static, **{**optional, **tensors},
+    )  # fmt: skip
+    return select_here(request, backend, overrides.SCOPE.get(), extent_of(request)(**tensors), full=True)
+
+
+paged_attention.__polyattn_explain__ = _explain_paged  # type: ignore[attr-defined]
+
+
+def _mla_request(
+    query: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    v_head_dim: int,
+    attn_mask: Tensor | None,
+    out: Tensor | None,
+    kv_parts: Sequence[KVPart],
+    tree: bool,
+    chunked_prefix: bool,
+    static: Static,
+) -> AttentionRequest:
+    """Check a latent call; what it asks for."""
+    for name, given in (("tree", tree), ("chunked_prefix", chunked_prefix)):
+        scalars.flag(name, given)
+    serving_validation.check_mla(query, cache, v_head_dim)
+    if static.scale is None:
+        raise InvalidInputError(
+            "mla_attention needs an explicit scale: that of the uncompressed heads, for example 192 ** -0.5 "
+            "(the default of a 576-wide row would be wrong)"
+        )
+    validation.check_page_table(
+        query, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, cache.shape[0], cache.shape[1]
+    )
+    options = (max_seqlen_q, max_seqlen_k, attn_mask, None, out, v_head_dim, (query, cache))
+    validation.check_serving_options(query, page_table.shape[0], *options)
+    serving_validation.check_kv_parts(query, kv_parts, static.window, {"cache": cache}, 1, None)
+    if tree:
+        serving_validation.check_tree(attn_mask, seq_lens, cu_seqlens_q, chunked_prefix, kv_parts)
+    _no_grad(query, cache, attn_mask)
+    fp8 = cache.dtype == torch.uint8
+    return _request(
+        static,
+        query,
+        family="mla",
+        kv_heads=1,
+        head_dim=query.shape[2],
+        v_head_dim=int(v_head_dim),
+        kv_dtype="fp8_e4m3" if fp8 else "auto",
+        kv_scales="block128" if fp8 else "",
+        page_size=cache.shape[1],
+        large=max(query.numel(), cache.numel()) >= 2**31,
+        misaligned=not aligned(query),
+        mask=_mask_kind(attn_mask),
+        **_steps(max_seqlen_q, tree, chunked_prefix, kv_parts),
+    )
+
+
+def mla_attention(
+    query: Tensor,
+    cache: Tensor,
+    *,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    v_head_dim: int = 512,
+    causal: bool | str = True,
+    window: tuple[int, int] = (-1, -1),
+    attn_mask: Tensor | None = None,
+    kv_parts: Sequence[KVPart] = (),
+    tree: bool = False,
+    chunked_prefix: bool = False,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """Multi-head latent attention over a paged latent cache, absorbed form.
+
+    Args:
+        query: [T_q, H_q, D_c + D_r], the absorbed nope part, then the rope part.
+        cache: [pages, page_size, D_c + D_r], one latent row per token for all heads; in FP8 uint8 [pages, page_size,
+            656], see `polyattn.semantics.reference.mla_unpack_fp8`.
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, attn_mask: as `paged_attention`.
+        kv_parts, tree, chunked_prefix: as `paged_attention`.
+        scale: of the uncompressed heads, never of the latent row (S2).
+        v_head_dim: D_c, the leading part of a row that is the value.
+
+    Returns:
+        out [T_q, H_q, D_c], or (out, lse [T_q, H_q]).
+
+    Raises:
+        As `paged_attention`.
+    """
+    static = _static(causal, window, 0.0, scale, return_lse, deterministic)
+    request = _mla_request(
+        query, cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, v_head_dim, attn_mask, out,
+        kv_parts, tree, chunked_prefix, static,
+    )  # fmt: skip
+    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
+    return chosen.ranged("mla_attention", chosen.bound.forward)(
+        query,
+        cache,
+        page_table=row_major(page_table),
+        seq_lens=row_major(seq_lens),
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=int(max_seqlen_q),
+        max_seqlen_k=int(max_seqlen_k),
+        attn_mask=attn_mask,
+        out=out,
+        **_parts(kv_parts),
+    )
+
+
+def _explain_mla(
+    query: Tensor,
+    cache: Tensor,
+    *,
+    scale: float,
+    v_head_dim: int = 512,
+    causal: Any = True,
+    window: Any = (-1, -1),
+    attn_mask: Any = None,
+    kv_parts: Sequence[KVPart] = (),
+    tree: bool = False,
+    chunked_prefix: bool = False,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    out: Any = None,
+    **tables: Any,
+) -> Selection:
+    static = _static(causal, window, 0.0, scale, return_lse, deterministic)
+    request = _mla_request(
+        query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, kv_parts=kv_parts, tree=tree,
+        chunked_prefix=chunked_prefix, static=static, **tables,
+    )  # fmt: skip
+    return select_here(request, backend, overrides.SCOPE.get(), extent_of(request)(**tables), full=True)
+
+
+mla_attention.__polyattn_explain__ = _explain_mla  # type: ignore[attr-defined]

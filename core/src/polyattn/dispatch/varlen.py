@@ -1,0 +1,214 @@
+"""`varlen_attention`: sequences packed along one axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..adapters.alignment import aligned
+from ..adapters.device import capturing
+from ..contract import AttentionRequest, scalars
+from ..contract.lengths import extent_of
+from ..epoch import EPOCH
+from ..selection import overrides
+from ..selection.select import Selection
+from ..semantics import validation
+from . import call_key
+from .binding import Chosen, choose, select_here
+from .compile.facts import counted
+from .compile.symbolic import recorded_call
+from .compile.trace import trace_varlen
+from .device_facts import transform
+
+__all__ = ["VarlenSite", "varlen_attention", "varlen_request"]
+
+# By dynamo, or by an export without it.
+_is_tracing = torch.compiler.is_compiling
+_scope = overrides.SCOPE.get
+
+
+class VarlenSite:
+    """A packed call with its static arguments bound."""
+
+    __slots__ = ("_argument", "_check", "_entries", "_epoch", "_scope", "static")
+
+    def __init__(
+        self, static: call_key.Static, backend: str | None = None, scope: overrides.Scope | None = None
+    ) -> None:
+        self.static = static.checked(("THD",))
+        self._argument = call_key.backend_name(backend)
+        self._scope = _scope() if scope is None else scope
+        overrides.reach(self._scope)
+        self._epoch = -1
+        self._entries: dict[Any, tuple[Chosen, Callable[..., Any]]] = {}
+        self._check = validation.PackedCheck()
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, **lens: Any
+    ) -> Any:
+        if self._epoch != EPOCH.value:
+            self._entries, self._epoch = {}, EPOCH.value
+        entries = self._entries
+        # Contents may differ at every call, so they are checked at every call; the shapes with them.
+        tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+        if not tensors:
+            given = {"attn_mask": attn_mask, "sinks": sinks, "out": out, **lens}
+            node = recorded_call(varlen_attention, self, query, key, value, **given)
+            if node is not None:
+                return node
+        q, k, v = (
+            call_key.cast(query, key, value) if tensors and not call_key.no_autocast(query) else (query, key, value)
+        )
+        self._check(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
+        if validation.has_shapes_only(query) or counted():
+            static = dataclasses.astuple(self.static)
+            return trace_varlen(query, key, value, attn_mask, sinks, out, lens, static, self._argument)
+        validation.check_lengths(q, k, **lens)
+        relation = _packed_relation(lens)
+        signature = (
+            *(type(query), type(key), type(value), query.dtype, key.dtype, value.dtype, query.device),
+            *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], relation),
+            not (query.numel() and key.numel() and value.numel()),
+            max(query.numel(), key.numel(), value.numel()) >= call_key.LARGE,
+            aligned(query, key, value),
+            (query.requires_grad, key.requires_grad, value.requires_grad) if call_key.grad_on() else None,
+            None if attn_mask is None else (attn_mask.dtype, attn_mask.requires_grad),
+            call_key.sinks_key(sinks),
+            out is None,
+            *(call_key.autocast_dtype(query.device.type), capturing(query.device.type)),
+            transform(query, key, value, attn_mask, sinks),
+            call_key.torch_deterministic(),
+        )
+        entry = entries.get(signature)
+        if entry is None:
+            chosen = choose(varlen_request(self.static, q, k, v, attn_mask, sinks, lens), self._argument, self._scope)
+            entry = chosen, call_key.runner(chosen, self.static.return_lse, not call_key.no_autocast(query), 1)
+            if len(entries) >= call_key.SIGNATURES_KEPT:
+                entries.clear()
+            entries[signature] = entry
+        run = entry[0].ranged("varlen_attention", entry[1])
+        return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
+
+    def __polyattn_explain__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, **lens: Any
+    ) -> Selection:
+        request = varlen_request(self.static, query, key, value, attn_mask, sinks, lens)
+        return select_here(request, self._argument, self._scope, extent_of(request)(**lens), full=True)
+
+
+def _packed_relation(lens: dict[str, Any]) -> str:
+    """Of the sequences' lengths. `equal` needs proof (one tensor); `more` stands for any mixture."""
+    if lens["cu_seqlens_q"] is lens["cu_seqlens_k"]:
+        return "equal"
+    return "one" if lens["max_seqlen_q"] == 1 else "more"
+
+
+def varlen_request(
+    static: call_key.Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, lens: dict[str, Any]
+) -> AttentionRequest:
+    """What a packed call asks for. Its tensors are checked already."""
+    facts = call_key.request_facts(static, q, k, v, mask, sinks, q.shape[1], k.shape[1])
+    return AttentionRequest(family="varlen", s_relation=_packed_relation(lens), **facts).normalised()  # type: ignore[arg-type]
+
+
+_varlen_sites: dict[Any, VarlenSite] = {}
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool | str = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """Softmax attention on sequences packed along one axis.
+
+    Args:
+        query: [T_q, H_q, D]; key: [T_k, H_kv, D]; value: [T_k, H_kv, D_v].
+        cu_seqlens_q, cu_seqlens_k: int32 [N+1], cumulative lengths from 0 to T; pass one tensor for self-attention.
+            Contents are checked on the CPU, on a device only under POLYATTN_VALIDATE=1.
+        max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence.
+        attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], read up to each sequence's lengths.
+        sinks: [H_q]. out: [T_q, H_q, D_v]. The rest as `attention`.
+
+    Returns:
+        out [T_q, H_q, D_v], or (out, lse [T_q, H_q]).
+
+    Raises:
+        As `attention`.
+    """
+    static = (causal, window, softcap, scale, "THD", dropout_p, return_lse, deterministic)
+    tracing = _is_tracing()
+    if not tracing and not type(max_seqlen_q) is type(max_seqlen_k) is int:
+        max_seqlen_q = scalars.length("max_seqlen_q", max_seqlen_q)
+        max_seqlen_k = scalars.length("max_seqlen_k", max_seqlen_k)
+    lens = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    if tracing:
+        return trace_varlen(query, key, value, attn_mask, sinks, out, lens, static, backend)
+    try:
+        left, right = window
+        name = (
+            static, backend, _scope(), type(causal), type(left), type(right), type(softcap), type(scale),
+            type(dropout_p), type(return_lse), type(deterministic),
+        )  # fmt: skip
+        site = _varlen_sites.get(name)
+    except (TypeError, ValueError):  # as in `attention`
+        name = site = None  # type: ignore[assignment]
+    if site is None:
+        site = VarlenSite(call_key.Static(*static), backend)
+        if len(_varlen_sites) >= call_key.SITES_KEPT:
+            _varlen_sites.clear()
+        if name is not None:
+            _varlen_sites[name] = site
+    return site(query, key, value, attn_mask, sinks, out, **lens)
+
+
+def _explain_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    sinks: Any = None,
+    attn_mask: Any = None,
+    backend: str | None = None,
+    out: Any = None,
+    **static: Any,
+) -> Selection:
+    site = VarlenSite(call_key.Static(layout="THD", **static), backend)
+    lens = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    return site.__polyattn_explain__(query, key, value, attn_mask, sinks, **lens)
+
+
+varlen_attention.__polyattn_explain__ = _explain_varlen  # type: ignore[attr-defined]

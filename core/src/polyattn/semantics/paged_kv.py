@@ -1,0 +1,130 @@
+"""Rows of tokens in pools of pages: where the tokens of a call lie, and what is stored there as real numbers (S9).
+
+Nothing here waits for the device, and no shape depends on what is in a tensor, so all of it can be recorded into a
+device graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ..contract import AttentionRequest
+from .kv_quant import real, stored
+from .reference import mla_unpack_fp8
+
+__all__ = ["Pool", "Slots", "Tokens", "from_column", "owned"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The query tokens of a call, which are the last tokens of their sequences.
+
+    Attributes:
+        sequence: int64 [T_q], whose it is. row: int64 [T_q], which of its queries. position: int64 [T_q], its place
+            among the keys. real: bool [T_q], False for the queries of a padding row, which has no keys.
+    """
+
+    sequence: Tensor
+    row: Tensor
+    position: Tensor
+    real: Tensor
+
+    @classmethod
+    def of(cls, query: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> Tokens:
+        token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
+        sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), token, right=True)
+        row = token - cu_seqlens_q[sequence]
+        position = seq_lens[sequence] - (cu_seqlens_q[sequence + 1] - token)
+        return cls(sequence, row.long(), position.clamp(min=0).long(), position >= 0)
+
+    def slots(self, page_table: Tensor, page_size: int) -> Slots:
+        """Where their rows are in a cache."""
+        page_table = _some_columns(page_table)
+        column = (self.position // page_size).clamp(max=page_table.shape[1] - 1)
+        page = page_table[self.sequence, column].long()
+        return Slots(page.where(self.real, 0), (self.position % page_size).where(self.real, 0), self.real)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Places of tokens: page and place in it, int64 [T], both 0 where a token is not `real`, bool [T]."""
+
+    page: Tensor
+    place: Tensor
+    real: Tensor
+
+
+class Pool:
+    """A KV cache [pages, page_size, H_kv, D] (NHD), [pages, H_kv, page_size, D] (HND) or [pages, page_size, D] (mla,
+    or its FP8 rows) with its scales, as numbers."""
+
+    def __init__(self, request: AttentionRequest, cache: Tensor, scale: Tensor | None = None) -> None:
+        self.cache, self._per_token = cache, request.kv_scales in ("token", "block16")
+        self._head_axis = 1 if request.kv_layout == "HND" else 2
+        self._bytes = request.family == "mla" and cache.dtype == torch.uint8
+        if scale is not None and not self._per_token:
+            scale = scale.reshape(-1, *[1] * (3 - self._head_axis))
+        elif scale is not None and request.kv_scales == "token":
+            scale = scale.unsqueeze(-1)
+        self._scale = scale
+
+    def _real(self, rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return mla_unpack_fp8(rows).to(dtype) if self._bytes else real(rows, scale, dtype)
+
+    def _by_token(self, tensor: Tensor) -> Tensor:
+        """[pages, page_size, H_kv, ...]"""
+        return tensor.unsqueeze(2) if tensor.ndim == 3 else tensor.transpose(1, 2) if self._head_axis == 1 else tensor
+
+    def _scale_at(self, slots: Slots) -> Tensor | None:
+        """Broadcastable to rows [T, H_kv, ...]."""
+        if self._scale is None:
+            return None
+        return self._by_token(self._scale)[slots.page, slots.place] if self._per_token else self._scale.reshape(-1, 1)
+
+    def pages(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """Real values of pages [M] in the layout of the cache: [M, ...]."""
+        scale = self._scale[index] if self._per_token and self._scale is not None else self._scale
+        return self._real(self.cache[index], scale, dtype)
+
+    def rows(self, slots: Slots, dtype: torch.dtype, new: Tensor | None = None) -> Tensor:
+        """Real values of tokens [T, H_kv, D]: what is stored of them, or what the cache would store of `new` ones."""
+        scale = self._scale_at(slots)
+        if new is None:
+            return self._real(self._by_token(self.cache)[slots.page, slots.place], scale, dtype)
+        return real(stored(new, scale, self.cache.dtype), scale, dtype)
+
+    def write(self, slots: Slots, new: Tensor) -> None:
+        """Store rows [T, H_kv, D]; those of tokens that are not real are not written."""
+        if not new.shape[0] or not self.cache.shape[0]:
+            return
+        cache, rows = self._by_token(self.cache), stored(new, self._scale_at(slots), self.cache.dtype)
+        if cache.dtype.itemsize == 1:
+            cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
+        # Others write again what some real token writes or, where there is none, what is there already.
+        some = slots.real.int().argmax(0, keepdim=True)
+        page, place = (where.where(slots.real, where[some]) for where in (slots.page, slots.place))
+        spare = rows[some].where(slots.real[some, None, None], cache[page[some], place[some]])
+        cache[page, place] = rows.where(slots.real[:, None, None], spare)
+
+
+def _some_columns(page_table: Tensor) -> Tensor:
+    """`page_table`, or where it has no columns one that nobody reads."""
+    return page_table if page_table.shape[1] else page_table.new_zeros(page_table.shape[0], 1)
+
+
+def owned(page_table: Tensor, seq_lens: Tensor, page_size: int, max_seqlen_k: int) -> Tensor:
+    """The pages that sequences of at most `max_seqlen_k` tokens own, int64 [N, columns]; page 0 past their ends, where
+    a table holds anything."""
+    page_table = _some_columns(page_table)[:, : max(-(-max_seqlen_k // page_size), 1)]
+    first = torch.arange(page_table.shape[1], device=page_table.device) * page_size
+    return page_table.long().where(first < seq_lens[:, None], 0)
+
+
+def from_column(table: Tensor, first: Tensor, count: int) -> Tensor:
+    """`count` columns of `table` [N, ..., columns], from column `first` [N] on; past the end the last one again."""
+    columns = torch.arange(count, device=table.device) + first.view(-1, *[1] * (table.ndim - 1))
+    columns = columns.clamp(0, table.shape[-1] - 1).long()
+    return table.gather(-1, columns.expand(*table.shape[:-1], -1))

@@ -1,0 +1,193 @@
+"""Which backend serves which phase of a server: the rule of prefill, decode and verify, checked before a kernel runs.
+
+Inheritance: a phase's own backend, else `backend` (`--attention-backend`), else automatic. Drafts are verified by the
+backend of `--speculative-attention-mode`, prefill unless said otherwise. What a combination cannot do is said by data:
+the capability rows (with `spec_topk` and `page_size` in every phase's request) and `PairRule`s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+
+from ...contract import AttentionRequest
+from ...contract.scalars import ENDLESS
+from ...dispatch.binding import Chosen, choose, device_facts, dtype_name
+from ...errors import BackendUnavailableError, InvalidInputError, UnsupportedRequestError, did_you_mean
+from ...selection.inspection import catalogue, served_by
+from ...selection.overrides import SCOPE, Scope, current_choice, current_settings
+from ...selection.phase_pairs import select_pair
+from ...selection.select import Choice, Policy, select
+from ...selection.tuned_policy import measured_policy
+from ..layer import AttentionLayer
+
+__all__ = ["RECORDED", "Asked", "ServingPhase", "choose_phases", "layer_request"]
+
+ServingPhase = Literal["extend", "decode", "verify"]
+Verifier = Literal["prefill", "decode"]
+
+RECORDED: frozenset[ServingPhase] = frozenset({"decode", "verify"})
+"""The phases whose steps go into device graphs: decode always, verify by the backend that verifies. So the prefill
+backend is recorded in mode prefill only."""
+
+_FLAGS: Mapping[ServingPhase, str] = {"extend": "--prefill-attention-backend", "decode": "--decode-attention-backend"}
+_STEPS: Mapping[ServingPhase, dict[str, Any]] = {
+    "extend": {"phase": "extend", "s_relation": "fewer"},
+    "decode": {"phase": "decode", "s_relation": "one"},
+    "verify": {"phase": "verify", "s_relation": "fewer"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a serving context was asked for by argument; what is None comes from the override chain.
+
+    Attributes:
+        backend: of both phases. prefill, decode: of one; it wins over `backend`.
+        verify: whose backend verifies drafts, "prefill" or "decode".
+        topk: of speculation: 0 = none, 1 = chain, more = tree.
+        scope: the `with` forms in force when the context was made.
+    """
+
+    backend: str | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    verify: Verifier | None = None
+    topk: int = 0
+    scope: Scope = dataclasses.field(default_factory=SCOPE.get)
+
+    def __post_init__(self) -> None:
+        if self.verify not in (None, *get_args(Verifier)):
+            near = did_you_mean(str(self.verify), get_args(Verifier))
+            raise InvalidInputError(f"verify={self.verify!r}; it is 'prefill', 'decode' or None.{near}")
+        if not isinstance(self.topk, int) or self.topk < 0:
+            raise InvalidInputError(f"topk={self.topk!r}; it is 0 (no speculation), 1 (a chain) or more (a tree)")
+
+    def argument(self, phase: ServingPhase) -> str | None:
+        """The backend named for a phase."""
+        by = self.verifier if phase == "verify" else phase
+        return (self.decode if by == "decode" else self.prefill) or self.backend
+
+    @property
+    def verifier(self) -> ServingPhase:
+        """The phase whose backend verifies."""
+        mode = self.verify or current_settings().speculative_attention_mode or "prefill"
+        return "decode" if mode == "decode" else "extend"
+
+    @property
+    def phases(self) -> tuple[ServingPhase, ...]:
+        return ("extend", "decode", "verify") if self.topk else ("extend", "decode")
+
+
+def layer_request(
+    layer: AttentionLayer,
+    stored: Mapping[str, Any],
+    *,
+    phase: ServingPhase,
+    dtype: torch.dtype,
+    device: torch.device,
+    topk: int = 0,
+    recorded: bool = False,
+) -> AttentionRequest:
+    """What a layer asks for in a phase.
+
+    Args:
+        stored: the fields that say how its cache stores (`LayerCache.request_fields()`).
+        dtype, device: of the queries. topk: as `Asked`. recorded: the phase's steps go into device graphs.
+    """
+    tree = phase == "verify" and topk > 1
+    # A tree under a window is a mask of positions (`tree_windows`); the kernel's own window counts places.
+    by_mask = tree and layer.window >= 0
+    left = -1 if by_mask or layer.window >= ENDLESS else layer.window
+    return AttentionRequest(
+        **{
+            **device_facts(device),
+            **_STEPS[phase],
+            "family": "mla" if layer.latent else "paged",
+            "dtype": dtype_name(dtype),
+            "layout": "THD",
+            "heads": layer.heads,
+            "kv_heads": layer.kv_heads,
+            "head_dim": layer.head_dim,
+            "v_head_dim": layer.dims[1],
+            "causal": "bottom_right" if layer.kind == "decoder" else "none",
+            "window": (left, left if layer.kind == "encoder_only" else -1),
+            "cross": layer.kind == "cross",
+            # An encoder may be shorter than what attends to it.
+            **({"s_relation": "more"} if layer.kind == "cross" and phase != "decode" else {}),
+            "softcap": float(layer.softcap),
+            "sinks": layer.sinks is not None,
+            "scale": None if layer.scale is None else float(layer.scale),
+            "spec_topk": topk,
+            "tree": tree and not by_mask,
+            "mask": "bool" if tree else "none",
+            "graph_capture": "session" if recorded else False,
+            **stored,
+        }
+    ).normalised()
+
+
+def choose_phases(requests: Mapping[ServingPhase, AttentionRequest], asked: Asked) -> dict[ServingPhase, Chosen]:
+    """A bound backend for each phase of a layer.
+
+    Args:
+        requests: of `extend` and `decode`, and of `verify` where `asked.topk`.
+
+    Raises:
+        UnsupportedRequestError: a phase has no backend, or the phases' do not work together (SEEDS G).
+        BackendUnavailableError: a backend asked for is not here. Both name the flags.
+    """
+    try:
+        policies = {"prefill": _policy(requests, asked, "extend"), "decode": _policy(requests, asked, "decode")}
+        select_pair(requests["extend"], requests["decode"], catalogue(), policies)
+    except (UnsupportedRequestError, BackendUnavailableError) as exc:
+        _refuse(exc, f"{_said(requests, asked, 'extend')} with {_said(requests, asked, 'decode')}{_drafts(asked)}")
+    chosen = {phase: choose(requests[phase], asked.argument(phase), asked.scope, planned=True) for phase in _FLAGS}
+    if "verify" in requests:
+        chosen["verify"] = _verifier(requests, asked)
+    return {phase: chosen[phase] for phase in requests}  # in the order of the requests
+
+
+def _verifier(requests: Mapping[ServingPhase, AttentionRequest], asked: Asked) -> Chosen:
+    """The backend of the verifying phase; where nobody named that one, whichever is best at verifying."""
+    request, policy = requests["verify"], _policy(requests, asked, asked.verifier)
+    try:
+        if (choice := policy.choice) is not None:
+            chosen = choose(request, choice.name, asked.scope, planned=True)
+            source = choice.source if chosen.selection.source == "argument" else chosen.selection.source
+            return dataclasses.replace(chosen, selection=dataclasses.replace(chosen.selection, source=source))
+        # Not by `choose` alone: the settings may name a backend for the phase that does not verify here.
+        selection = select(request, catalogue(), policy)
+        named = served_by(selection) if current_choice(None, asked.scope, request) else None
+        return choose(request, named, asked.scope, planned=True)
+    except (UnsupportedRequestError, BackendUnavailableError) as exc:
+        mode = "decode" if asked.verifier == "decode" else "prefill"
+        by = _said(requests, asked, asked.verifier)
+        _refuse(exc, f"--speculative-attention-mode {mode} with {by}{_drafts(asked)}")
+
+
+def _choice(requests: Mapping[ServingPhase, AttentionRequest], asked: Asked, phase: ServingPhase) -> Choice | None:
+    return current_choice(asked.argument(phase), asked.scope, requests[phase])
+
+
+def _policy(requests: Mapping[ServingPhase, AttentionRequest], asked: Asked, phase: ServingPhase) -> Policy:
+    policy = Policy(_choice(requests, asked, phase), strict=current_settings().strict)
+    return policy if policy.choice is not None else measured_policy(policy, requests[phase])
+
+
+def _said(requests: Mapping[ServingPhase, AttentionRequest], asked: Asked, phase: ServingPhase) -> str:
+    choice = _choice(requests, asked, phase)
+    return f"{_FLAGS[phase]} {choice.name if choice else '(automatic)'}"
+
+
+def _drafts(asked: Asked) -> str:
+    return f", --speculative-eagle-topk {asked.topk}" if asked.topk else ""
+
+
+def _refuse(exc: UnsupportedRequestError | BackendUnavailableError, what: str) -> NoReturn:
+    if isinstance(exc, UnsupportedRequestError):
+        raise UnsupportedRequestError(f"{what}: {exc}", exc.rejected) from exc
+    raise BackendUnavailableError(f"{what}: {exc}") from exc

@@ -1,0 +1,1 @@
+"""Steps that are recorded into device graphs and replayed."""

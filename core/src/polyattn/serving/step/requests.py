@@ -1,0 +1,403 @@
+"""Which pages a running request has, on the host and, for kernels, on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...errors import InternalError, InvalidInputError
+from ..kv_cache.allocating import allocating
+from ..kv_cache.pages import (
+    PageAllocator,
+    allocate_all,
+    check_geometry,
+    first_visible_page,
+    held,
+    release_all,
+    share_all,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from ..kv_cache.prefix_cache import Match
+
+__all__ = ["PageCopy", "RequestTable"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PageCopy:
+    """What is in page `source` of a group is to be copied to page `target`, in every layer of the group, before the
+    next step writes."""
+
+    group: int
+    source: int
+    target: int
+
+
+class _Row:
+    """One request: its tokens that have a slot, and per group its pages, 0 before `first` of the group."""
+
+    __slots__ = ("first", "length", "pages")
+
+    def __init__(self, groups: int) -> None:
+        self.length = 0
+        self.pages: list[list[int]] = [[] for _ in range(groups)]
+        self.first = [0] * groups
+
+
+class RequestTable:
+    """Page tables of the running requests, one table per group of layers.
+
+    Changes are made on the host. `flush` brings them to the device. A call that raises has changed nothing.
+
+    Args:
+        requests: rows, that is requests that can run at the same time.
+        max_tokens: tokens the longest request can have.
+        page_size: tokens per page.
+        windows: for each group the number of earlier keys that a query sees (transformers' window minus 1), -1 for
+            full attention.
+        allocators: of each group; they may be shared with others.
+        device: of the tables.
+
+    Attributes:
+        tables: for each group int32 [requests, max_pages] on `device`, 0 (the padding page) where a row has none.
+        page_size, windows, allocators, max_tokens: as given.
+
+    Raises:
+        InvalidInputError: a count is under 1 or no whole number, or windows and allocators do not pair up.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        requests: int,
+        max_tokens: int,
+        page_size: int,
+        windows: Sequence[int],
+        allocators: Sequence[PageAllocator],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_geometry(page_size, windows, allocators)
+        for name, count in (("requests", requests), ("max_tokens", max_tokens)):
+            if whole(name, count) < 1:
+                raise InvalidInputError(f"{name}={count}: a request table has room for 1 or more")
+        self.page_size, self.max_tokens = page_size, max_tokens
+        self.windows, self.allocators = tuple(windows), tuple(allocators)
+        self._columns = -(-max_tokens // page_size)
+        shown = f"a request table of requests={requests} with max_tokens={max_tokens} in pages of {page_size} needs"
+        with allocating(shown, "lower requests or max_tokens, or take larger pages"):
+            self.tables = tuple(
+                torch.zeros(requests, self._columns, dtype=torch.int32, device=device) for _ in self.windows
+            )
+            self._free = list(range(requests - 1, -1, -1))
+        self._rows: dict[int, _Row] = {}
+        self._changed: list[dict[int, list[tuple[int, int]]]] = [{} for _ in self.windows]
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows that are requests, the oldest first."""
+        return list(self._rows)
+
+    @property
+    def free(self) -> int:
+        """Rows that are not."""
+        return len(self._free)
+
+    def length(self, row: int) -> int:
+        """Tokens of `row` that have a slot."""
+        return self._row(row).length
+
+    def first_shorter(self, rows: Sequence[int], lengths: Sequence[int]) -> int | None:
+        """Which of `rows` is the first with fewer tokens than its length here, None = none."""
+        known = self._rows
+        try:
+            found = [known[row].length for row in rows]
+        except KeyError as exc:
+            raise self._no_request(exc.args[0]) from None
+        if not any(map(operator.lt, found, lengths)):
+            return None
+        return next(i for i, (tokens, length) in enumerate(zip(found, lengths, strict=True)) if tokens < length)
+
+    def pages(self, row: int, group: int) -> list[int]:
+        """The pages of `row` in `group`, in the order of its tokens; 0 where one was given back by `slide`."""
+        return list(self._row(row).pages[group])
+
+    def held(self, group: int) -> Iterable[int]:
+        """The pages of `group` that rows hold, one item for each time one does (`check_pages`)."""
+        return chain.from_iterable(held(row.pages[group]) for row in self._rows.values())
+
+    def add(self) -> int:
+        """A new row without tokens.
+
+        Raises:
+            InvalidInputError: every row is in use.
+        """
+        if not self._free:
+            raise InvalidInputError(
+                f"all {len(self._rows)} rows are in use: remove a request first, or build the table for more"
+            )
+        row = self._free.pop()
+        self._rows[row] = _Row(len(self.windows))
+        return row
+
+    def remove(self, row: int) -> None:
+        """Give back the pages of `row`, and the row itself."""
+        found = self._row(row)
+        release_all(self.allocators, found.pages)
+        for group, pages in enumerate(found.pages):
+            self._change(row, group, 0, len(pages))
+        del self._rows[row]
+        self._free.append(row)
+
+    def wanted(self, row: int, tokens: int) -> tuple[int, ...]:
+        """Pages of each group that `extend(row, tokens)` would take now.
+
+        Raises:
+            InvalidInputError: `tokens` is negative or no whole number, or `row` would be longer than `max_tokens`.
+        """
+        found, tokens = self._row(row), whole("tokens", tokens)
+        new = self._new_pages(row, found, tokens)
+        return tuple(new + self._copies(found, group, tokens) for group in range(len(self.windows)))
+
+    def extend(self, row: int, tokens: int) -> list[PageCopy]:
+        """Give `tokens` more tokens of `row` a slot.
+
+        Where the page that the first of them goes to is held by others too (a fork, a cached prefix), `row` gets a page
+        of its own in its place, and the caller copies what is in it (`KVPool.copy`) before the step writes.
+
+        Returns:
+            The copies; empty where nothing was shared.
+
+        Raises:
+            InvalidInputError: `tokens` is negative or no whole number, or `row` would be longer than `max_tokens`.
+            OutOfPagesError: a group has too few free pages; nothing was taken in any.
+        """
+        found = self._row(row)
+        if type(tokens) is not int:  # most are, for every row of every step
+            tokens = whole("tokens", tokens)
+        if 0 < tokens <= len(found.pages[0]) * self.page_size - found.length and not self._shares_last(found):
+            # In the last page, as most decode steps are.
+            self._check_room(row, found.length + tokens)
+            found.length += tokens
+            return []
+        wanted = self.wanted(row, tokens)
+        copies: list[PageCopy] = []
+        for group, new in enumerate(allocate_all(self.allocators, wanted)):
+            pages = found.pages[group]
+            start = len(pages)
+            if self._copies(found, group, tokens):
+                start -= 1
+                source = pages.pop()
+                self.allocators[group].release([source])
+                copies.append(PageCopy(group, source, new[0]))
+            pages.extend(new)
+            self._change(row, group, start, len(pages))
+        found.length += tokens
+        return copies
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget the tokens of `row` from `length` on, such as drafts that were not accepted.
+
+        Raises:
+            InvalidInputError: `row` has fewer tokens, `slide` gave back pages that a query at `length` sees, or
+                `length` is no whole number.
+        """
+        found, length = self._row(row), whole("length", length)
+        if not 0 <= length <= found.length:
+            raise InvalidInputError(f"row {row} has {found.length} tokens and cannot be cut to {length}")
+        kept = -(-length // self.page_size)
+        for group, window in enumerate(self.windows):
+            if first_visible_page(length, window, self.page_size) < min(found.first[group], kept):
+                raise InvalidInputError(
+                    f"row {row} cannot be cut to {length} tokens: group {group} has given back its first "
+                    f"{found.first[group]} pages of {self.page_size}, and a window of {window} earlier keys reaches "
+                    "into them; remove the row and run the request anew"
+                )
+        for group, pages in enumerate(found.pages):
+            self.allocators[group].release(held(pages[kept:]))
+            self._change(row, group, kept, len(pages))
+            del pages[kept:]
+            found.first[group] = min(found.first[group], kept)
+        found.length = length
+
+    def slide(self, row: int) -> None:
+        """Give back the pages of `row` that no query at position `length(row)` or later sees; their entries become 0.
+
+        Call it between steps, when every token of `row` is there to stay: the queries of a step that was planned still
+        see them, and drafts that may be cut off reach further back.
+        """
+        found = self._row(row)
+        for group, window in enumerate(self.windows):
+            first = found.first[group]
+            end = first_visible_page(found.length, window, self.page_size)
+            if end > first:
+                pages = found.pages[group]
+                self.allocators[group].release(pages[first:end])
+                pages[first:end] = [0] * (end - first)
+                found.first[group] = end
+                self._change(row, group, first, end)
+
+    def fork(self, row: int) -> int:
+        """A new row with the same tokens, which shares every page of `row`. The one that writes first into the last
+        page gets a copy of it (`extend`).
+
+        Raises:
+            InvalidInputError: every row is in use.
+        """
+        found = self._row(row)
+        new = self.add()
+        share_all(self.allocators, found.pages)
+        fork = self._rows[new]
+        fork.length, fork.first, fork.pages = found.length, list(found.first), [list(p) for p in found.pages]
+        for group, pages in enumerate(fork.pages):
+            self._change(new, group, 0, len(pages))
+        return new
+
+    def adopt(self, row: int, match: Match) -> None:
+        """Begin `row` with the pages of a cached prefix. It holds them itself from then on: the match may be released,
+        or kept so that the prefix is not evicted while `row` runs.
+
+        Raises:
+            InvalidInputError: `row` has tokens; the match was released, has other groups, or is too long.
+        """
+        found = self._row(row)
+        if found.length:
+            raise InvalidInputError(f"row {row} has {found.length} tokens: only an empty row can begin with a prefix")
+        if match.released:
+            raise InvalidInputError("the match was released, so its pages may hold other tokens by now: match again")
+        if len(match.pages) != len(self.windows) or not all(map(self._fits, self.windows, match.pages, repeat(match))):
+            raise InvalidInputError(
+                f"a match of {match.length} tokens in {len(match.pages)} groups does not fit a table of "
+                f"{len(self.windows)} groups and pages of {self.page_size}, with windows {list(self.windows)}: build "
+                "both with the same"
+            )
+        self._check_room(row, match.length)
+        share_all(self.allocators, match.pages)
+        found.length, found.pages = match.length, [list(pages) for pages in match.pages]
+        for group, window in enumerate(self.windows):
+            found.first[group] = first_visible_page(match.length, window, self.page_size)
+            self._change(row, group, 0, len(found.pages[group]))
+
+    def _fits(self, window: int, pages: Sequence[int], match: Match) -> bool:
+        """Whether a match has a page for every page of tokens that `window` sees, and for no other."""
+        first = first_visible_page(match.length, window, self.page_size)
+        return len(pages) * self.page_size == match.length and 0 not in pages[first:] and not any(pages[:first])
+
+    def flush(self) -> None:
+        """Bring what changed since the last flush to the device: one copy of the changed entries, in the order of the
+        current stream, without waiting for the device."""
+        if not any(self._changed):
+            return
+        where, values, ends = array("q"), array("i"), []
+        for group, changed in enumerate(self._changed):
+            for row, spans in changed.items():
+                pages = self._rows[row].pages[group] if row in self._rows else []
+                for start, stop in spans:
+                    where.extend(range(row * self._columns + start, row * self._columns + stop))
+                    values.extend(pages[start:stop])
+                    values.extend(repeat(0, len(where) - len(values)))
+            changed.clear()
+            ends.append(len(where))
+        device = self.tables[0].device
+        staged = torch.frombuffer(bytearray().join((where, values)), dtype=torch.uint8)
+        if device.type == "cuda":
+            # Pinned anew for each flush: the allocator of pinned memory gives it to nobody before the copy has read it,
+            # whereas a mirror that is kept would be written by the next flush while the device still reads.
+            staged = staged.pin_memory()
+        staged = staged.to(device, non_blocking=device.type == "cuda")
+        index, entries = staged[: 8 * len(where)].view(torch.int64), staged[8 * len(where) :].view(torch.int32)
+        if len(self.tables) == 1:
+            self.tables[0].view(-1).index_copy_(0, index, entries)
+            return
+        for table, start, stop in zip(self.tables, [0, *ends], ends, strict=False):
+            table.view(-1).index_copy_(0, index[start:stop], entries[start:stop])
+
+    def check(self) -> None:
+        """Prove that the rows are in order and, where nothing waits for a flush, that the tables on the device say the
+        same (this waits for the device). `check_pages` proves the counts.
+
+        Raises:
+            InternalError: names the row, the group and the rule that is broken.
+        """
+        for row, found in self._rows.items():
+            if row in self._free:
+                raise InternalError(f"row {row} is free and in use")
+            for group, pages in enumerate(found.pages):
+                self._check_row(f"row {row}, group {group}", found.length, pages, found.first[group], group)
+        if len(self._rows) + len(set(self._free)) != self.tables[0].shape[0]:
+            raise InternalError(f"{len(self._rows)} rows in use and {len(set(self._free))} free are not all rows")
+        for group, table in enumerate(self.tables):
+            if not self._changed[group]:
+                self._check_table(group, table.tolist())
+
+    def _check_row(self, where: str, length: int, pages: list[int], first: int, group: int) -> None:
+        if len(pages) != -(-length // self.page_size):
+            raise InternalError(f"{where}: {len(pages)} pages of {self.page_size} for {length} tokens")
+        if any(pages[:first]) or 0 in pages[first:]:
+            raise InternalError(f"{where}: exactly the first {first} pages are given back, and the entries are {pages}")
+        if first > first_visible_page(length, self.windows[group], self.page_size):
+            raise InternalError(f"{where}: {first} pages are given back, and the next query sees some of them")
+        free = [page for page in pages[first:] if not self.allocators[group].references(page)]
+        if free:
+            raise InternalError(f"{where}: page {free[0]} is in its table and free")
+
+    def _check_table(self, group: int, table: list[list[int]]) -> None:
+        for row, entries in enumerate(table):
+            pages = self._rows[row].pages[group] if row in self._rows else []
+            if entries != pages + [0] * (self._columns - len(pages)):
+                raise InternalError(f"row {row}, group {group}: the table on the device is not the one on the host")
+
+    def _row(self, row: int) -> _Row:
+        try:
+            return self._rows[row]
+        except (KeyError, TypeError):
+            raise self._no_request(row) from None
+
+    def _no_request(self, row: object) -> InvalidInputError:
+        return InvalidInputError(f"row {row} is no request: rows in use are {sorted(self._rows)}")
+
+    def _check_room(self, row: int, length: int) -> None:
+        if length > self.max_tokens:
+            raise InvalidInputError(
+                f"row {row} would have {length} tokens and the table has room for {self.max_tokens}: refuse the "
+                "request, or build the table for more"
+            )
+
+    def _new_pages(self, row: int, found: _Row, tokens: int) -> int:
+        """Pages that a row lacks for so many tokens more, the same in every group."""
+        if tokens < 0:
+            raise InvalidInputError(f"row {row} cannot get {tokens} tokens more; truncate() takes some away")
+        self._check_room(row, found.length + tokens)
+        return -(-(found.length + tokens) // self.page_size) - len(found.pages[0])
+
+    def _shares_last(self, found: _Row) -> bool:
+        """Whether others hold the last page too, in some group."""
+        for allocator, pages in zip(self.allocators, found.pages, strict=True):
+            if pages and allocator.references(pages[-1]) > 1:
+                return True
+        return False
+
+    def _copies(self, found: _Row, group: int, tokens: int) -> bool:
+        """Whether the next token goes into a page that others hold too."""
+        if not tokens or not found.length % self.page_size:
+            return False
+        return self.allocators[group].references(found.pages[group][-1]) > 1
+
+    def _change(self, row: int, group: int, start: int, stop: int) -> None:
+        """Note entries for the next flush. Those that touch become one, so that the notes stay few without one."""
+        if start >= stop:
+            return
+        spans = self._changed[group].setdefault(row, [])
+        apart = []
+        for low, high in spans:
+            if high < start or low > stop:
+                apart.append((low, high))
+            else:
+                start, stop = min(start, low), max(stop, high)
+        spans[:] = [*apart, (start, stop)]

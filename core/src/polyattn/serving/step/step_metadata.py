@@ -1,0 +1,453 @@
+"""What one group of layers needs of a step: tables, lengths, and views of them that are made on first use."""
+
+from __future__ import annotations
+
+import abc
+from array import array
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from itertools import accumulate, chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...contract import WRITTEN, StepView
+from ...errors import InvalidInputError, UnsupportedRequestError
+from ..kv_cache.pages import first_visible_page
+from .batch import ForwardMode
+from .staging import Memory
+from .views import OF_LENGTHS, VIEWS
+
+__all__ = ["TABLES", "Step"]
+
+TABLES = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
+"""What the contract's keywords say of any step; one with a tree has `attn_mask` beside."""
+
+
+class Step:
+    """What one group of layers needs of a step. Views are made on first use and kept for all layers of the step.
+
+    N counts rows and T_q new tokens, padding included. The tensors are written anew by the next step; none of them is
+    to be written by others.
+
+    Attributes:
+        mode, phase: of the batch. group: of the request table; window: of that group, -1 = full attention.
+        sequences, tokens, padding: N, T_q, and how many of the last rows are padding.
+        max_seqlen_q, max_seqlen_k: host ints, at least the longest; of static buffers max_seqlen_k is the capacity.
+        page_size: tokens of a page of this step's tables.
+        page_table: int32 [N, max_pages]; past the pages of a row there are any pages. Padding is on page 0.
+        seq_lens: int32 [N], keys of each row, the new ones included; of padding the buffers' `padding_seq_len`.
+        cu_seqlens_q: int32 [N+1].
+        tree_mask: bool [N, N_d, N_d] of a step with a tree: which drafts each draft sees; else None.
+    """
+
+    mode: ForwardMode
+    phase: Literal["extend", "decode", "verify"]
+    group: int
+    window: int
+    sequences: int
+    tokens: int
+    padding: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    page_size: int
+    page_table: Tensor
+    page_table_shape: tuple[int, int]
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    tree_mask: Tensor | None
+    _slots: Tensor | None
+    _positions: Tensor | None
+    _lens: list[int]
+    _queries: list[int]
+
+    def __init__(self, memory: Memory, path: tuple[Hashable, ...]) -> None:
+        self._memory, self._path = memory, path
+        self._views: dict[str, Tensor] = {}
+        self._derived: dict[Hashable, _Derived] = {}
+        self._hosts: dict[str, Tensor] = {}
+        self._lists: dict[str, list[int]] = {}
+        self._tables: Mapping[str, Any] | None = None
+        self._counts: list[int] | None = None
+        self.page_table_shape = (-1, -1)
+        self._pages: Callable[[], list[list[int]]]
+
+    # ------------------------------------------------------------------------------------------------------- views
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 [T_q]: where the new tokens are in the caches, page * page_size + place. Padding is on page 0."""
+        return self._of_new_tokens("slots", self._slots)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T_q]: where the new tokens are in their texts; in a tree prefix + depth. 0 in rows without keys."""
+        return self._of_new_tokens("positions", self._positions)
+
+    def _of_new_tokens(self, name: str, found: Tensor | None) -> Tensor:
+        if found is None:
+            raise InvalidInputError(
+                f"a step of cross attention has no {name}: its keys are those of an encoder, written when that ran"
+            )
+        return found
+
+    @property
+    def cu_seqlens_k(self) -> Tensor:
+        """int32 [N+1]."""
+        return self._view("cu_seqlens_k")
+
+    @property
+    def page_counts(self) -> Tensor:
+        """int32 [N]: pages that each row has keys in."""
+        return self._view("page_counts")
+
+    @property
+    def kv_indptr(self) -> Tensor:
+        """int32 [N+1]: the pages of row n are kv_indices[kv_indptr[n] : kv_indptr[n + 1]]."""
+        return self._view("kv_indptr")
+
+    @property
+    def kv_indices(self) -> Tensor:
+        """int32, the pages of all rows, one after another; longer in static buffers."""
+        return self._view("kv_indices")
+
+    @property
+    def last_page_len(self) -> Tensor:
+        """int32 [N]: keys in the last page of each row, 1 to page_size; 0 of a row without keys."""
+        return self._view("last_page_len")
+
+    @property
+    def attn_mask(self) -> Tensor | None:
+        """bool [N, 1, N_d, max_seqlen_k] of a step with a tree, as the contract has it; else None. Kernels that take
+        `tree_mask` need far less memory."""
+        return None if self.tree_mask is None else self._view("attn_mask")
+
+    @property
+    def tables(self) -> Mapping[str, Any]:
+        """The keywords of the contract that speak of the step: tables, lengths and, with a tree, `attn_mask`."""
+        if self._tables is None:
+            found = {name: getattr(self, name) for name in TABLES}
+            self._tables = found if self.tree_mask is None else {**found, "attn_mask": self.attn_mask}
+        return self._tables
+
+    def at(self, page_size: int) -> Step:
+        """The same step in other pages of the same memory: finer ones always, down to tokens (page_size 1), coarser
+        ones where the pages of each row happen to lie in whole, aligned runs, which is read on the host.
+
+        Raises:
+            InvalidInputError: neither page size divides the other.
+            UnsupportedRequestError: the pages of a row are not such runs.
+        """
+        if page_size == self.page_size:
+            return self
+        if page_size < 1 or (self.page_size % page_size and page_size % self.page_size):
+            raise InvalidInputError(
+                f"page_size={page_size}: pages of {self.page_size} tokens are read as pages of a divisor or a multiple "
+                f"of {self.page_size}"
+            )
+        kind = _Finer if page_size < self.page_size else _Coarser
+        return self._derive(("at", page_size), lambda path: kind(self, path, page_size))
+
+    def windowed(self, window: int) -> Step:
+        """The same step without the pages that no new token sees: tables and seq_lens begin with the first page that
+        one does. A kernel applies the window itself, which counts from the end and stays the same.
+
+        Args:
+            window: earlier keys that a query sees (transformers' window minus 1); -1 gives this step.
+
+        Raises:
+            InvalidInputError: a step of cross attention, or a window below -1.
+        """
+        if window == -1:
+            return self
+        if window < -1 or self._slots is None:
+            what = "a step of cross attention" if window >= 0 else "this step"
+            raise InvalidInputError(
+                f"window={window} for {what}: a window counts earlier keys of the same text, 0 or more (-1: all)"
+            )
+        return self._derive(("windowed", window), lambda path: _Windowed(self, path, window))
+
+    def host(self, name: str) -> Tensor:
+        """A copy on the host, int32 on the CPU, made on first use from the host's own lists: the device is not asked.
+        For backends that plan from host lengths; nothing is made that nobody asks for. Pages are those that the request
+        table has when they are asked for: do so before it changes again.
+
+        Args:
+            name: seq_lens, query_lens, cu_seqlens_q, cu_seqlens_k, kv_indptr, kv_indices, last_page_len or page_table
+                (0 past the pages of a row).
+
+        Raises:
+            InvalidInputError: another name.
+        """
+        found = self._hosts.get(name)
+        if found is None:
+            numbers = self.listed(name)
+            found = (
+                torch.frombuffer(array("i", numbers), dtype=torch.int32)
+                if numbers
+                else torch.empty(0, dtype=torch.int32, device="cpu")
+            )
+            if name == "page_table":
+                found = found.view(self.page_table.shape)
+            self._hosts[name] = found
+        return found
+
+    def listed(self, name: str) -> list[int]:
+        """What is in `host(name)`, row by row; not to be written."""
+        found = self._lists.get(name)
+        if found is None:
+            if name not in _HOST:
+                raise InvalidInputError(f"host({name!r}): there is no such copy; {', '.join(_HOST)} are")
+            found = self._lists[name] = _HOST[name](self)
+        return found
+
+    # --------------------------------------------------------------------------------------------- how they are made
+
+    def take(self, name: str, dtype: torch.dtype, rows: int, *row: int) -> Tensor:
+        """Memory of this step for a view, [rows, *row], where it was the last time."""
+        shape = row if self.fixed else ()
+        return self._memory.take((*self._path, name, *shape), dtype, rows, *row)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether no shape may depend on lengths."""
+        return self._memory.static
+
+    @property
+    def stale(self) -> bool:
+        """Whether the tensors are those of the step before: this one is planned and not prepared."""
+        return self._memory.staged
+
+    def counting(self, count: int) -> Tensor:
+        """int32 0, 1, ..., count - 1."""
+        return self._memory.counting(count)
+
+    @property
+    def page_entries(self) -> tuple[int, ...]:
+        """Room for `kv_indices`: as many as there are, or in static buffers a shape that no length changes."""
+        return tuple(self.page_table.shape) if self.fixed else (sum(self._page_counts()),)
+
+    def _key_lens(self) -> list[int]:
+        return self._lens
+
+    def _page_counts(self) -> list[int]:
+        if self._counts is None:
+            size = self.page_size
+            self._counts = [-(-keys // size) for keys in self._key_lens()]
+        return self._counts
+
+    def _view(self, name: str) -> Tensor:
+        found = self._views.get(name)
+        if found is None:
+            view = VIEWS[name]
+            found = self._views[name] = view.memory(self, name)
+            self._memory.changed += 1
+            if self._filled_when_asked:
+                view.write(self, found)
+        return found
+
+    @property
+    def _filled_when_asked(self) -> bool:
+        """What is planned and not prepared will be written then; of a graph nobody here sees it prepared."""
+        return self.fixed or not self.stale
+
+    def _derive(self, key: Hashable, make: Callable[[tuple[Hashable, ...]], _Derived]) -> Step:
+        found = self._derived.get(key)
+        if found is None:
+            found = make((*self._path, key))
+            found.replan()
+            self._memory.changed += 1
+            if self._filled_when_asked:
+                found.fill()
+            self._derived[key] = found
+        return found
+
+    def replan(self) -> None:
+        """Host side of the next step: what was read of the last one on the host is forgotten, and what was asked of it
+        has the size of this one."""
+        self._hosts.clear()
+        self._lists.clear()
+        self._tables = self._counts = None
+        if not self.fixed:
+            for name in self._views:
+                self._views[name] = VIEWS[name].memory(self, name)
+            # Whether runs are aligned is read of every step that asks.
+            self._derived = {key: step for key, step in self._derived.items() if not isinstance(step, _Coarser)}
+        for derived in self._derived.values():
+            derived.replan()
+
+    def refresh(self, written: Collection[Step] = ()) -> None:
+        """Device side: everything that was asked of this step so far is written anew, in place.
+
+        Args:
+            written: steps whose tables are written already.
+        """
+        tables = self in written
+        for name in [name for name in VIEWS if name in self._views]:
+            if not tables or name not in WRITTEN:
+                VIEWS[name].write(self, self._views[name])
+        for derived in self._derived.values():
+            if derived not in written:
+                derived.fill()
+            derived.refresh(written)
+
+    def from_table(self, window: int = -1) -> Iterator[tuple[Step, StepView]]:
+        """What can be written from the request table alone of this step and of those derived from it."""
+        tensors = {"page_table": self.page_table, **{n: t for n, t in self._views.items() if n in WRITTEN}}
+        if isinstance(self, _Windowed):
+            tensors["seq_lens"] = self.seq_lens
+        yield self, StepView(self.page_size, window, self.page_table.shape[1], tensors)
+        for derived in self._derived.values():
+            if isinstance(derived, _Repaged) and not isinstance(self, _Repaged):
+                yield from derived.from_table(window)
+            elif isinstance(derived, _Windowed) and not isinstance(self, _Derived):
+                yield from derived.from_table(derived.seen)
+
+
+class _Derived(Step, abc.ABC):
+    """A step in other pages than `source`, or with fewer."""
+
+    def __init__(self, source: Step, path: tuple[Hashable, ...]) -> None:
+        super().__init__(source._memory, path)
+        self._source = source
+
+    def replan(self) -> None:
+        for name in _SHARED:
+            setattr(self, name, getattr(self._source, name))
+        self.plan()
+        super().replan()
+
+    @abc.abstractmethod
+    def plan(self) -> None:
+        """Host side of what differs, and memory for the tables that do."""
+
+    @abc.abstractmethod
+    def fill(self) -> None:
+        """Write those tables, on the device."""
+
+
+_SHARED = (
+    "mode", "phase", "group", "window", "sequences", "tokens", "padding", "max_seqlen_q", "max_seqlen_k", "page_size",
+    "seq_lens", "cu_seqlens_q", "tree_mask", "_slots", "_positions", "_queries",
+)  # fmt: skip
+
+
+class _Repaged(_Derived):
+    """Other pages: lengths stay."""
+
+    def __init__(self, source: Step, path: tuple[Hashable, ...], page_size: int) -> None:
+        super().__init__(source, path)
+        self._own_page_size = page_size
+
+    def plan(self) -> None:
+        self.page_size = self._own_page_size
+
+    def _key_lens(self) -> list[int]:
+        return self._source._key_lens()
+
+    def _view(self, name: str) -> Tensor:
+        return self._source._view(name) if name in OF_LENGTHS else super()._view(name)
+
+
+class _Finer(_Repaged):
+    def plan(self) -> None:
+        super().plan()
+        times = self._source.page_size // self.page_size
+        source, table = self._source._pages, self._source.page_table
+        self._cells = self.take("page_table", torch.int32, self.sequences, table.shape[1], times)
+        self.page_table = self._cells.flatten(1)
+        self._pages = lambda: [
+            [page * times + i for page in row for i in range(times)][:count]
+            for row, count in zip(source(), self._page_counts(), strict=True)
+        ]
+
+    def fill(self) -> None:
+        times = self._cells.shape[2]
+        torch.add(self.counting(times), self._source.page_table.unsqueeze(-1), alpha=times, out=self._cells)
+
+
+class _Coarser(_Repaged):
+    def plan(self) -> None:
+        super().plan()
+        times = self.page_size // self._source.page_size
+        runs = [[row[i : i + times] for i in range(0, len(row), times)] for row in self._source._pages()]
+        for n, run in ((n, run) for n, row in enumerate(runs) for run in row):
+            # Pages that were given back are all the padding page.
+            if any(run) and (run[0] % times or run != list(range(run[0], run[0] + len(run)))):
+                raise UnsupportedRequestError(
+                    f"page_size={self.page_size}: row {n} has pages {run} of {self._source.page_size} tokens, no "
+                    f"aligned run of {times}. Allocate the pool in pages of {self.page_size}, or use a backend that "
+                    f"takes pages of {self._source.page_size}"
+                )
+        self._pages = lambda: [[run[0] // times for run in row] for row in runs]
+        columns = -(-self._source.page_table.shape[1] // times)
+        self.page_table = self.take("page_table", torch.int32, self.sequences, columns)
+
+    def fill(self) -> None:
+        times = self.page_size // self._source.page_size
+        torch.div(self._source.page_table[:, ::times], times, rounding_mode="floor", out=self.page_table)
+
+
+class _Windowed(_Derived):
+    """Rows begin with the first page that a new token sees."""
+
+    def __init__(self, source: Step, path: tuple[Hashable, ...], seen: int) -> None:
+        super().__init__(source, path)
+        self.seen = seen
+
+    def plan(self) -> None:
+        # Whatever the lengths are: what is needed of each of them on the host is made when it is asked for.
+        longest = self.seen + self.max_seqlen_q + self.page_size - 1
+        self.max_seqlen_k = min(self._source.max_seqlen_k, longest)
+        columns = max(-(-self.max_seqlen_k // self.page_size), 1)
+        self.seq_lens = self.take("seq_lens", torch.int32, self.sequences)
+        self.page_table = self.take("page_table", torch.int32, self.sequences, columns)
+        self._pages = lambda: [
+            row[first:] for row, first in zip(self._source._pages(), self._first_pages(), strict=True)
+        ]
+
+    def _first_pages(self) -> list[int]:
+        lens = zip(self._source._key_lens(), self._queries, strict=True)
+        return [first_visible_page(max(keys - new, 0), self.seen, self.page_size) for keys, new in lens]
+
+    def _key_lens(self) -> list[int]:
+        lens = zip(self._source._key_lens(), self._first_pages(), strict=True)
+        return [keys - first * self.page_size for keys, first in lens]
+
+    def fill(self) -> None:
+        (N, columns), table = self.page_table.shape, self._source.page_table
+        lens, cu, first = self._source.seq_lens, self.cu_seqlens_q, self.take("first_page", torch.int32, N)
+        # seq_len - query_len - window, in pages: the first page that the first new token sees.
+        if self.tokens == N * self.max_seqlen_q:
+            torch.sub(lens, self.max_seqlen_q + self.seen, out=first)
+        else:
+            torch.sub(lens, cu[1:], out=first).add_(cu[:-1]).sub_(self.seen)
+        first.clamp_(min=0).div_(self.page_size, rounding_mode="floor")
+        torch.sub(lens, first, alpha=self.page_size, out=self.seq_lens)
+        if N:
+            where = self.take("page_places", torch.int32, N, columns)
+            torch.add(first[:, None], self.counting(columns), out=where).clamp_(max=table.shape[1] - 1)
+            where.add_(self.counting(N)[:, None], alpha=table.shape[1])
+            torch.index_select(table.reshape(-1), 0, where.view(-1), out=self.page_table.view(-1))
+
+
+def _last_page_lens(step: Step) -> list[int]:
+    size = step.page_size
+    return [(keys - 1) % size + 1 if keys else 0 for keys in step._key_lens()]
+
+
+def _padded_pages(step: Step) -> list[int]:
+    columns = step.page_table.shape[1]
+    return [page for row in step._pages() for page in (*row, *[0] * (columns - len(row)))]
+
+
+_HOST: Mapping[str, Callable[[Step], list[int]]] = {
+    "seq_lens": lambda step: step._key_lens(),
+    "query_lens": lambda step: step._queries,
+    "cu_seqlens_q": lambda step: [0, *accumulate(step._queries)],
+    "cu_seqlens_k": lambda step: [0, *accumulate(step._key_lens())],
+    "kv_indptr": lambda step: [0, *accumulate(step._page_counts())],
+    "kv_indices": lambda step: list(chain.from_iterable(step._pages())),
+    "last_page_len": _last_page_lens,
+    "page_table": _padded_pages,
+}
