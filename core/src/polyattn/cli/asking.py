@@ -55,6 +55,8 @@ class Question:
     lse: bool = False
     grad: str | None = None
     cross: bool = False
+    role: str | None = None
+    grid: str | None = None
     dropout: float = 0.0
     deterministic: bool = False
     graph_capture: str = "none"
@@ -108,7 +110,8 @@ def ask(question: Question, where: Mapping[str, Any] | None = None) -> Attention
         "mask": one_of("--mask", "bool" if tree and question.mask == "none" else question.mask, WORDS["mask"]),
         "lse": question.lse,
         "grad": _gradients(question),
-        "cross": question.cross,
+        "cross": question.cross or _role(question.role) == "cross",
+        "place": _placed(question.grid, family),
         "dropout": _probability("--dropout", question.dropout),
         "deterministic": question.deterministic,
         "graph_capture": RECORDINGS[one_of("--graph-capture", question.graph_capture, tuple(RECORDINGS))],
@@ -211,6 +214,22 @@ def _window(text: str | None) -> tuple[int, int]:
             f"model's sliding window of 128 tokens is --window 127,0"
         )
     return (int(match[1]), int(match[2]))
+
+
+def _role(word: str | None) -> str:
+    return "" if word is None else one_of("--role", word, ("self", "cross"))
+
+
+def _placed(text: str | None, family: str) -> bool:
+    """Whether the call has a place. Where exactly decides nothing of who serves it, and is checked all the same."""
+    if text is None:
+        return False
+    if family != "dense":
+        raise ConfigError(f"--grid is the place of a dense call, and this is {family}: leave one of them out")
+    sizes = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*", text)
+    if sizes is None or min(map(int, sizes.groups())) < 1:
+        raise ConfigError(f"--grid {text!r} is not T,H,W: three numbers of tokens, 1 or more, such as 21,45,80")
+    return True
 
 
 def _gradients(question: Question) -> tuple[str, ...]:

@@ -206,6 +206,18 @@ def explain(
         ),
     ] = None,
     cross: Annotated[bool, typer.Option("--cross", help="Cross-attention.", rich_help_panel=REQUEST)] = False,
+    role: Annotated[
+        str | None,
+        typer.Option(metavar="WORD", help="Whose keys these are: self or cross (as --cross).", rich_help_panel=REQUEST),
+    ] = None,
+    grid: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T,H,W",
+            help="The call has a place, with such a grid of tokens: what methods such as sparse video attention need.",
+            rich_help_panel=REQUEST,
+        ),
+    ] = None,
     dropout: Annotated[float, typer.Option(metavar="P", help="Dropout on the weights.", rich_help_panel=REQUEST)] = 0.0,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits on every run.", rich_help_panel=REQUEST)
@@ -214,8 +226,7 @@ def explain(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Of block_sparse (sta, vsa, vmoba, sla, svg2), linear (gdn, kda; default gdn), mla (dsa) or paged "
-            "(dual_chunk).",
+            help="Of linear (gdn, kda; default gdn), mla (dsa) or paged (dual_chunk).",
             rich_help_panel=REQUEST,
         ),
     ] = None,
@@ -297,6 +308,8 @@ def explain(
         lse=lse,
         grad=grad,
         cross=cross,
+        role=role,
+        grid=grid,
         dropout=dropout,
         deterministic=deterministic,
         graph_capture=graph_capture,
