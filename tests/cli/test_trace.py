@@ -24,7 +24,7 @@ from .conftest import Run
 
 LAST = '{"request": {}, "lengths": [[9, 9]], "count": 1, "backend": "the last one"}\n'
 """A trace that was there before."""
-ODD = Path(__file__).parents[1] / "measuring"
+ODD = Path(__file__).parents[1] / "bench" / "measure"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 MINILM = """

@@ -1,7 +1,8 @@
 """What docs/hooks.md, configuration.md, errors.md and cli.md promise, against what the code does and not only declares.
 
-Headings, arguments and tables that repeat a table of the code are checked beside that code: tests/records
-(test_hook_docs), tests/config (test_configuration_page), tests/errors (test_errors_page), tests/cli (test_cli_page).
+Headings, arguments and tables that repeat a table of the code are checked beside that code: tests/contract
+(test_hook_docs), tests/selection/config (test_configuration_page), tests/dispatch (test_errors_page), tests/cli
+(test_cli_page).
 """
 
 from __future__ import annotations

@@ -50,11 +50,11 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Places of tokens: page and place in it, int64 [T], both 0 where a token is not `real`, bool [T]."""
+    """Places of tokens: page and place in it, int64 [T]. Both are 0 where `real`, bool [T], is not; None: all are."""
 
     page: Tensor
     place: Tensor
-    real: Tensor
+    real: Tensor | None
 
 
 class Pool:
@@ -103,6 +103,9 @@ class Pool:
         cache, rows = self._by_token(self.cache), stored(new, self._scale_at(slots), self.cache.dtype)
         if cache.dtype.itemsize == 1:
             cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
+        if slots.real is None:
+            cache[slots.page, slots.place] = rows
+            return
         # Others write again what some real token writes or, where there is none, what is there already.
         some = slots.real.int().argmax(0, keepdim=True)
         page, place = (where.where(slots.real, where[some]) for where in (slots.page, slots.place))

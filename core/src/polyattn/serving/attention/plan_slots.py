@@ -121,6 +121,11 @@ class Tables:
                 f"the request table has groups with windows {list(table.windows)}, the pool {list(windows)}: build it "
                 f"with [group.window for group in pool.groups if not group.cross]"
             )
+        if table.states is not pool.states:
+            raise InvalidInputError(
+                "the pool and the request table have other states by request, and rows would begin with what others "
+                "left: build the table with RequestTable(..., states=pool.states)"
+            )
         groups = 0 if encoder_table is None else len(encoder_table.windows)
         if groups != (self.cross is not None):
             raise InvalidInputError(

@@ -39,6 +39,7 @@ class Step:
         seq_lens: int32 [N], keys of each row, the new ones included; of padding the buffers' `padding_seq_len`.
         cu_seqlens_q: int32 [N+1].
         tree_mask: bool [N, N_d, N_d] of a step with a tree: which drafts each draft sees; else None.
+        requests: int32 [N] each: the row of the request table, and 1, or 0 where the row of the step is padding.
     """
 
     mode: ForwardMode
@@ -56,6 +57,7 @@ class Step:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     tree_mask: Tensor | None
+    requests: tuple[Tensor, Tensor]
     _slots: Tensor | None
     _positions: Tensor | None
     _lens: list[int]
@@ -115,6 +117,11 @@ class Step:
     def last_page_len(self) -> Tensor:
         """int32 [N]: keys in the last page of each row, 1 to page_size; 0 of a row without keys."""
         return self._view("last_page_len")
+
+    @property
+    def state_slots(self) -> Tensor:
+        """int64 [N]: where layers that keep states by request have those of each row (`KVPool.states`); padding: -1."""
+        return self._view("state_slots")
 
     @property
     def attn_mask(self) -> Tensor | None:
@@ -328,7 +335,7 @@ class _Derived(Step, abc.ABC):
 
 _SHARED = (
     "mode", "phase", "group", "window", "sequences", "tokens", "padding", "max_seqlen_q", "max_seqlen_k", "page_size",
-    "seq_lens", "cu_seqlens_q", "tree_mask", "_slots", "_positions", "_queries",
+    "seq_lens", "cu_seqlens_q", "tree_mask", "requests", "_slots", "_positions", "_queries",
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def probe() -> dict[str, list[object]]:
-    source = Path(str(importlib.import_module("polyattn.registry.platforms").__file__)).parents[2]
+    source = Path(str(importlib.import_module("polyattn.registry.platforms").__file__)).parents[3]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))}
     done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

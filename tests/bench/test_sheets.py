@@ -42,7 +42,7 @@ def rows_of(sheet):
 
 def test_the_shipped_table_of_the_h200_knows_the_rows(sheet, monkeypatch):
     """A measurement is found by the request it was made for: where requests get another field, tables are made anew."""
-    for where in ("bench.workloads", "serving.phases"):
+    for where in ("bench.workloads", "serving.attention.phases"):
         monkeypatch.setattr(f"polyattn.{where}.device_facts", lambda device: {"platform": "cuda", "arch": "sm90"})
     known = {canonical(one["key"]) for one in json.loads(TABLE.read_text())["measurements"]}
     there = {row.id: canonical(workload(row, torch.device("cuda", 0)).key()) for row in rows_of(sheet)}

@@ -167,16 +167,35 @@ def test_what_may_change_a_result_counts(digest: Digest, files: Mapping[str, str
     assert digest(files) != digest(FILES)
 
 
+FACE = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from .helpers import scaled as scaled
+def __getattr__(name):
+    from . import helpers
+    return getattr(helpers, name)
+"""
+"""A package whose names are imported when they are first used."""
+
+
+def test_names_that_are_imported_when_used_count_as_what_they_mean(digest: Digest) -> None:
+    by_face = ADAPTER.replace("from .helpers import", "from .face import")
+    assert by_face != ADAPTER
+    faced = {**FILES, "adapter.py": by_face, "face.py": FACE}
+    assert digest(faced) == digest(FILES)
+    assert digest({**faced, "helpers.py": HELPERS.replace("FACTOR = 2", "FACTOR = 3")}) != digest(FILES)
+
+
 def test_core_s_own_helpers_count(digest: Digest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those of modules without torch too."""
     from polyattn.testing import code_digest as module
 
     before, real = digest(FILES), module.file_of
     edited = tmp_path / "samples.py"
-    path = real("polyattn.backends.samples")
+    path = real("polyattn.adapters.samples")
     assert path is not None
     edited.write_text(path.read_text().replace("def parts_of(", "def parts_of(_more=0, *"))
-    monkeypatch.setattr(module, "file_of", lambda name: edited if name == "polyattn.backends.samples" else real(name))
+    monkeypatch.setattr(module, "file_of", lambda name: edited if name == "polyattn.adapters.samples" else real(name))
     assert digest(FILES) != before
 
 

@@ -24,7 +24,7 @@ from polyattn.errors import ConfigError
 from polyattn.testing import Case, Finding, Outcome, Report, record
 from polyattn.testing.machine import versions
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "conform_device.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "conform_device.py"
 
 
 @pytest.fixture(scope="module")

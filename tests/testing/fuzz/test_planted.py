@@ -17,7 +17,7 @@ from polyattn.testing.planted import BUGS, NO_BUG, planted
 
 from .conftest import CPU
 
-PAGE = (Path(__file__).parents[2] / "docs" / "fuzzing.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "fuzzing.md").read_text(encoding="utf-8")
 SEEDS = (0, 1, 2)
 HANGS = 3600.0
 """Seconds after which a bug is not looked for any longer. Finding all of them takes about 2."""

@@ -29,7 +29,7 @@ from polyattn.testing.tolerances import Finding
 from .conftest import ADAPTER, Acme
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EVIDENCE = sorted(path for part in ("core", "plugins/*") for path in ROOT.glob(f"{part}/src/**/evidence/*@*.json"))
 SMALL = {"device": "cpu", "dtypes": ["float32"], "families": ["varlen"], "per_row": 3}
 

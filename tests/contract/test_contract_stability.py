@@ -8,7 +8,7 @@ packages and fail here.
 Additions are promised by appending them to the snapshot, which a test asks for. The command refuses to write anything
 that would take a promise back:
 
-    python tests/plugins/test_contract_stability.py
+    python tests/contract/test_contract_stability.py
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def test_every_promise_is_kept() -> None:
 
 def test_every_addition_is_promised() -> None:
     added = list(unpromised(PROMISED, surface()))
-    assert not added, f"new: {', '.join(added)}. To promise them: python tests/plugins/{Path(__file__).name}"
+    assert not added, f"new: {', '.join(added)}. To promise them: python tests/contract/{Path(__file__).name}"
 
 
 def test_the_snapshot_is_of_the_whole_contract() -> None:

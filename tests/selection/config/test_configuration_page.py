@@ -15,7 +15,7 @@ from polyattn.envvars import ENVVARS
 from polyattn.registry.platforms import CORE_PLATFORMS
 from polyattn.selection.config import KV_CACHE_DTYPES, Settings, load_settings, parse_backend_config
 
-PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
 def section(title: str) -> str:
