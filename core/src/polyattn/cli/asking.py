@@ -25,6 +25,15 @@ RECORDINGS: Mapping[str, Any] = {"none": False, "call": True, "session": "sessio
 MLA_SCALE = 192**-0.5
 """Of the uncompressed heads of DeepSeek's models, 128 + 64 wide: absorbed rows have no scale of their own (S2)."""
 PAGE_SIZE = 64
+VIDEO = {
+    "sta": "sliding_tile_attn",
+    "vsa": "video_sparse_attn",
+    "vmoba": "vmoba_attn",
+    "sla": "sla_attn",
+    "sage_sla": "sage_sla_attn",
+    "svg2": "sparse_video_gen_2_attn",
+}
+"""Short names of sparse video methods -> their backends."""
 ONE_KIND_OF_SCALES = {("mla", "fp8_e4m3"): "block128", ("paged", "fp4_e2m1"): "block16"}
 """Of caches that are stored with no other: what is meant where --kv-scales is not given."""
 
@@ -152,6 +161,11 @@ def _check_family(question: Question, family: str) -> None:
         raise ConfigError(
             f"{', '.join(given)}: family {family} has no KV cache that this could be of: {how} --family "
             f"{' or '.join(SERVING)}"
+        )
+    if (name := VIDEO.get(question.method or "")) is not None:
+        raise ConfigError(
+            f"--method {question.method} is a backend, which serves calls with a place: leave it out, and add "
+            f"--attention-backend {name} --grid T,H,W"
         )
     homes = _homes(question.method) if question.method else []
     if homes and family not in homes:
