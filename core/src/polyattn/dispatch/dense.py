@@ -411,8 +411,8 @@ def attention(
     if place is not None:
         from .placed import at
 
-        static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, None)
-        return at((query, key, value, attn_mask, sinks, out), static, backend, None, place)
+        own = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, None)
+        return at((query, key, value, attn_mask, sinks, out), own, backend, None, place)
     if _is_tracing():
         static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)

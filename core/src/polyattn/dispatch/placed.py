@@ -24,6 +24,9 @@ from .dense import DenseSite, attention, dense_request
 
 __all__ = ["at", "explain"]
 
+_Tensors = tuple[Any, Any, Any, Any, Any, Any]
+"""(query, key, value, attn_mask, sinks, out)."""
+
 
 @functools.lru_cache(maxsize=SITES_KEPT)
 def _site(static: tuple[Any, ...], types: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> DenseSite:
@@ -39,13 +42,12 @@ def _found(static: tuple[Any, ...], backend: str | None, scope: overrides.Scope 
 
 
 def at(
-    tensors: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: overrides.Scope | None, place: Any
+    tensors: _Tensors, static: tuple[Any, ...], backend: str | None, scope: overrides.Scope | None, place: Any
 ) -> Any:
     """`polyattn.attention` at a place.
 
     Args:
-        tensors: (query, key, value, attn_mask, sinks, out). static: the arguments of `Static`, in order.
-        scope: of the overrides, None = the one in force here.
+        static: the arguments of `Static`, in order. scope: of the overrides, None = the one in force here.
 
     Raises:
         InvalidInputError: `place` is no place, or contradicts the role of its layer; the rest as `polyattn.attention`.
@@ -92,7 +94,7 @@ _asks_method._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def explain(
-    tensors: tuple[Any, ...], static: tuple[Any, ...], backend: str | None, scope: overrides.Scope | None, place: Any
+    tensors: _Tensors, static: tuple[Any, ...], backend: str | None, scope: overrides.Scope | None, place: Any
 ) -> Selection:
     """Who serves a call at a place; of a method also the calls that it makes. Arguments as `at`. Nothing is run.
 

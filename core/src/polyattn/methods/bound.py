@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -114,8 +113,9 @@ class _Attend:
             asking = _Asking(self._request, mode)
             known = query.device.type != "meta"
             fakes = [mode.from_tensor(t.detach()) if known else t for t in (query, key, value)]
-            fakes = [fake.requires_grad_(t.requires_grad) for fake, t in zip(fakes, (query, key, value), strict=True)]
-            self._attend(*fakes, place, asking)
+            for fake, tensor in zip(fakes, (query, key, value), strict=True):
+                fake.requires_grad_(tensor.requires_grad)
+            self._attend(fakes[0], fakes[1], fakes[2], place, asking)
         return tuple(asking.found)
 
     def _here(self, query: Tensor, place: Place | None) -> Place:
@@ -149,7 +149,7 @@ class _Attend:
             result = inner.dense(query, key, value)
             if explained:
                 (said,) = inner.found
-                inner.found[:] = [dataclasses.replace(said, source=f"rule of {self._name}", why=why)]
+                inner.found[:] = [said.left_by(self._name, why)]
             else:
                 overrides.note_left(self._name, why)
         else:

@@ -184,6 +184,10 @@ class Selection:
         """The backend that was asked for and leaves the call to others by a rule of its own; "" where there is none."""
         return self.source.removeprefix(_RULE) if self.source.startswith(_RULE) else ""
 
+    def left_by(self, backend: str, why: str) -> Selection:
+        """The same, for a call that a backend leaves to others by a rule."""
+        return dataclasses.replace(self, source=f"{_RULE}{backend}", why=why)
+
     def fingerprint(self) -> str:
         """Equal on all ranks that made the same choice for the same request."""
         text = repr((self.request, self.backend, self.platform, self.provider, self.lowerings))

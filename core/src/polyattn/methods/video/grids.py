@@ -90,14 +90,13 @@ def tiles_of(place: Place, tile: Triple, like: Like, method: str) -> Tiles:
     places = torch.empty(cells + front + back, dtype=torch.int64)
     flat = order.flatten()
     places[flat[flat >= 0]] = torch.arange(flat.numel())[flat >= 0]
-    on = {"device": like.device}
     return Tiles(
         block,
         (nt, nh, nw),
         blocks,
-        order=flat.clamp(min=0).to(**on),
-        back=places.to(**on),
-        valid=counted.to(torch.int32).to(**on),
+        order=flat.clamp(min=0).to(like.device),
+        back=places.to(like.device),
+        valid=counted.to(torch.int32).to(like.device),
     )
 
 
