@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from pathlib import Path
 
 import pytest
 
@@ -73,17 +75,24 @@ def part(sheet, family, **rates):
     }  # fmt: skip
 
 
-def test_a_family_is_a_line_of_the_summary(sheet, parts):
+@pytest.fixture
+def page(monkeypatch):
+    """What writes this repository's pages from its results."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("page")
+
+
+def test_a_family_is_a_line_of_the_summary(sheet, parts, page):
     slow, rejected = parts["step.json"]["rows"]
     slow["entries"]["peer"]["us"], rejected["accepted"] = 5.0, False
-    text = pages.summary(joined(parts, sheet))
+    text = page.summary(joined(parts, sheet))
     fast = parts["prefill.json"]["rows"][0]["name"]
     assert f"| prefill | 2 | 1 TFLOP/s | peer 2 | 2.00 | 2.00 | {fast} |" in text
     assert f"| step | 1 of 2 | 1 {slow['unit']} | peer 1 | 0.50 | 0.50 | {slow['name']} |" in text
     assert "| over the peer | tuned: geomean 1.5 x peer | missed, 1 of 4 rows missing | 1.26 | 0.50 |" in text
     for row in parts["step.json"]["rows"]:
         row["accepted"] = False
-    assert "| step | 0 of 2 |  |  |  |  |  |" in pages.summary(joined(parts, sheet))
+    assert "| step | 0 of 2 |  |  |  |  |  |" in page.summary(joined(parts, sheet))
 
 
 def test_parts_become_one_result_with_verdicts_over_all_rows(sheet, parts):

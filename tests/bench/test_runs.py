@@ -17,7 +17,7 @@ import torch
 from polyattn import tuning
 from polyattn.bench import Peer, entries, pages, plots, results, running
 from polyattn.bench import measure as measuring
-from polyattn.bench.asking import Asked
+from polyattn.bench.cli_options import BenchOptions
 from polyattn.bench.entries import Seen, entries_of
 from polyattn.bench.measure import Clock
 from polyattn.bench.rows import Row, Work
@@ -94,7 +94,7 @@ def written(folder):
 
 
 def asking(sheet, libraries):
-    return Asked(
+    return BenchOptions(
         (str(sheet),), candidates=("torch_*",), peers=(str(libraries),), device="cpu", quick=True, seconds=0.001
     )
 
@@ -572,7 +572,7 @@ def test_the_command_asks_for_the_same_again(asked):
     assert words[:1] == ["bench"]
     assert words.count("--candidates") == 1
     assert "--limit" not in words
-    assert Asked.of(json.loads(json.dumps(asked.plain()))) == asked
+    assert BenchOptions.of(json.loads(json.dumps(asked.plain()))) == asked
 
 
 def test_a_cpu_needs_quick_and_devices_are_known(asked):
@@ -642,23 +642,23 @@ def test_bars_that_name_nobody_here_are_said(asked, places):
   - {name: h, of: [prefill], than: r*, each: 1.0}
 """
     sheet.write_text(SHEET.rstrip() + bars)
-    told = asked.strangers(asked.plan()[1])
+    told = asked.unknown_targets(asked.plan()[1])
     a, b, c = told
     assert a == "bar a: than 'rihgt' is no peer that --peers lists. Did you mean 'right'? It stays incomplete"
     assert b.startswith("bar b: who 'polyattn/torch_spda' is no backend that is installed here. Did you mean 'torch_s")
     assert c == "bar c: than 'polyattn/nobody' is no backend that is installed here. It stays incomplete"
     one = dataclasses.replace(asked, peer=("wrong",))
-    assert one.strangers(one.plan()[1]) == told, "a peer that is not selected is one all the same"
+    assert one.unknown_targets(one.plan()[1]) == told, "a peer that is not selected is one all the same"
     none = dataclasses.replace(asked, peers=())
-    assert none.strangers(none.plan()[1]) == told[1:], "without --peers any name may be a peer's"
+    assert none.unknown_targets(none.plan()[1]) == told[1:], "without --peers any name may be a peer's"
     (sheet.parent / "all.yaml").write_text("{title: All, bars: [{name: g, of: [nobody], than: right, each: 1.0}]}")
     (sheet.parent / "more.yaml").write_text("title: Left out")
     both = dataclasses.replace(asked, sheets=(str(sheet), str(sheet.parent / "all.yaml")))
-    assert both.strangers(both.plan()[1])[-1] == "bar g: these sheets have no family nobody; it gets no verdict"
+    assert both.unknown_targets(both.plan()[1])[-1] == "bar g: these sheets have no family nobody; it gets no verdict"
 
 
 def test_compiling_ahead_calls_what_compiles(asked, tmp_path):
-    from polyattn.bench.ahead import shares
+    from polyattn.bench.precompile import shares
 
     plan, _ = asked.plan()
     found = [(row.name, one.name) for number in range(3) for row, one in shares(plan, number, 3)]
@@ -676,7 +676,7 @@ def test_a_quick_run_has_no_verdicts(done, places):
     sheet = read([places[0]])
     rows = [row for family in sheet.families for row in family.rows]
     assert results.summed(done, sheet, rows)["verdicts"] == done["verdicts"] == []
-    assert "| bar |" not in pages.markdown(done) + pages.summary(done)
+    assert "| bar |" not in pages.markdown(done)
     (said,) = results.summed({**done, "quick": False}, sheet, rows)["verdicts"]
     assert (said["verdict"], said["rows"]) == ("met", 2)
 

@@ -66,6 +66,29 @@ def asked(data: dict) -> dict:
     return {tuple(one["lengths"][0]): one["count"] for one in data["requests"]}
 
 
+CALL = """
+import torch, polyattn
+q = torch.zeros(1, 4, 2, 8)
+polyattn.attention(q, q, q)
+"""
+
+
+def test_the_program_has_the_settings_that_are_given(run: Run) -> None:
+    name = program(CALL)
+    result = run("trace", "--json", "--attention-backend", "flex_attention", "--", name)
+    assert result.code == 0, result.err
+    assert [one["backend"] for one in result.data["requests"]] == ["flex_attention@cpu"]
+    plain = run("trace", "--json", "--out", "plain.jsonl", "--", name, "--attention-backend", "flex_attention")
+    assert [one["backend"] for one in plain.data["requests"]] == ["torch_sdpa@cpu"], "its own arguments are its own"
+
+
+def test_a_setting_that_is_none_is_refused_before_the_run(run: Run) -> None:
+    found = run("trace", "--component-attention-backends", "text_encoder", "--", program("open('ran', 'w')"))
+    assert found.code == 2
+    assert "'text_encoder' is not component=backend" in " ".join(found.err.split())
+    assert not Path("ran").exists()
+
+
 def test_generate_is_recorded(run: Run) -> None:
     result = run("trace", "--json", "--", str(EXAMPLES / "transformers_generate.py"))
     assert result.code == 0, result.err

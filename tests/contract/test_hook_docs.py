@@ -40,8 +40,7 @@ def test_each_argument_is_described_and_no_other(name):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_each_hook_says_when_it_is_called_what_it_returns_and_has_an_example(name):
-    assert re.search(rf"^\| \d \| `{name}` \| \S.+ \| \S.+ \|$", TEXT, re.M)
+def test_each_hook_says_what_it_returns_and_has_an_example(name):
     assert re.search(r"^Returns ", section(name), re.M)
     assert f"@hookimpl\ndef {name}({', '.join(arguments(name))}):" in section(name)
 

@@ -24,6 +24,8 @@ from ..contract.platforms import CORE_PLATFORMS
 from ..methods.video.options import WINDOW, dense_by_rule
 from . import defects
 
+POLYATTN_API_VERSION = 2
+
 HALF = ("float16", "bfloat16")
 FLOAT = ("float32", *HALF)
 PLATFORMS = ("cpu", "cuda", "rocm", "xpu", "musa", "npu", "mps")

@@ -26,11 +26,11 @@ from .sheets import Sheet, read, selected
 from .tuner.offline import isolation_of
 from .workloads import workload
 
-__all__ = ["Asked"]
+__all__ = ["BenchOptions"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class BenchOptions:
     """The words of `polyattn bench` that say what is measured, and how; the flags of the command explain them."""
 
     sheets: tuple[str, ...]
@@ -68,7 +68,7 @@ class Asked:
         return dataclasses.asdict(self)
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Asked:
+    def of(cls, plain: Mapping[str, Any]) -> BenchOptions:
         """What `plain` made, read back from JSON."""
         words: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in plain.items()}
         return cls(**words)
@@ -85,9 +85,9 @@ class Asked:
         """The peers of all places, whether they are asked for or not."""
         return peers.load(self.peers)
 
-    def strangers(self, sheet: Sheet) -> list[str]:
-        """A line for each bar of a sheet that is on nobody, or compares with nobody, that is known here: what of it is
-        a slip nobody can tell from a plugin, a folder of peers or a sheet that was left out, so it is no error."""
+    def unknown_targets(self, sheet: Sheet) -> list[str]:
+        """Return one line per bar that names an unknown candidate or peer. This is no error: the plugin, the folder of
+        peers or the sheet may simply not be here."""
         backends = _candidates()
         families = [family.name for family in sheet.families]
         said = []

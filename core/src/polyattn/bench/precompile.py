@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..errors import BackendUnavailableError, UnsupportedRequestError
-from .asking import Asked
+from .cli_options import BenchOptions
 from .entries import Entry, Seen, entries_of
 from .rows import Row
 from .running import Plan
@@ -28,7 +28,7 @@ SECONDS, SHARE = 240, 0.3
 _ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-def compile_all(asked: Asked, processes: int, tell: Callable[[str], None]) -> None:
+def compile_all(asked: BenchOptions, processes: int, tell: Callable[[str], None]) -> None:
     """Have processes compile their shares of what is asked for."""
     began, most = time.monotonic(), min(SECONDS, SHARE * asked.limit)
     alone = {**os.environ, **_ONE_THREAD}
@@ -88,4 +88,4 @@ def _call(plan: Plan, row: Row, one: Entry) -> None:
 
 
 if __name__ == "__main__":
-    compile_share(Asked.of(json.loads(sys.argv[1])).plan()[0], int(sys.argv[2]), int(sys.argv[3]))
+    compile_share(BenchOptions.of(json.loads(sys.argv[1])).plan()[0], int(sys.argv[2]), int(sys.argv[3]))
