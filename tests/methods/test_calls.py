@@ -180,6 +180,24 @@ def test_what_a_rule_leaves_is_dense_and_silent(case: str, strict: bool) -> None
     assert why in str(said)
 
 
+def test_other_calls_under_its_name() -> None:
+    """A name that is set for a whole pipeline reaches text encoders too: packed calls, and the drop-in for torch's."""
+    q, k, v = tensors()
+    lengths = {"cu_seqlens_q": torch.tensor([0, 100, 256], dtype=torch.int32), "max_seqlen_q": 156}
+    packed = {**lengths, "cu_seqlens_k": lengths["cu_seqlens_q"], "max_seqlen_k": 156}
+    flat, turned = [t.flatten(0, 1) for t in (q, k, v)], [t.transpose(1, 2) for t in (q, k, v)]
+    right = polyattn.varlen_attention(*flat, **packed), polyattn.scaled_dot_product_attention(*turned)
+    configure(strict=True)
+    with polyattn.use_backend(NAME), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = polyattn.varlen_attention(*flat, **packed), polyattn.scaled_dot_product_attention(*turned)
+    torch.testing.assert_close(found, right)
+    with polyattn.use_backend(NAME), pytest.raises(UnsupportedRequestError, match="family='block_sparse' is not dense"):
+        polyattn.block_sparse_attention(
+            q, k, v, block_map=torch.ones(1, 1, 2, 2, dtype=torch.bool), block_shape=(64, 64)
+        )
+
+
 def test_a_layer_says_its_role_without_a_place() -> None:
     layer, qkv = LocalAttention(role="cross", backend=NAME), tensors(keys=40)
     assert torch.equal(layer(*qkv), polyattn.attention(*qkv))
