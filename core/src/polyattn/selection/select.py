@@ -430,7 +430,8 @@ def _decide(asked: _Judge) -> Selection:
 
 def _automatic(asked: _Judge) -> Selection:
     request, policy = asked.request, asked.policy
-    ranked = sorted((o for o in asked.offers if may_be_automatic(o, policy)), key=Offer.rank)
+    able = (o for o in asked.offers if o.info.priority is not None and may_be_automatic(o, policy))
+    ranked = sorted(able, key=Offer.rank)
     named = {o.info.name: o for o in ranked}
     for choice in (c for c in policy.tuned if c.name in named):
         said = asked.take(named[choice.name], choice.kind)
