@@ -658,7 +658,7 @@ def test_bars_that_name_nobody_here_are_said(asked, places):
 
 
 def test_compiling_ahead_calls_what_compiles(asked, tmp_path):
-    from polyattn.bench.ahead import shares
+    from polyattn.bench.precompile import shares
 
     plan, _ = asked.plan()
     found = [(row.name, one.name) for number in range(3) for row, one in shares(plan, number, 3)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.contract import AttentionRequest, Bound
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.errors import PluginError
 from polyattn.registry import result_check
 from polyattn.registry.manager import get_manager
@@ -202,6 +202,20 @@ def test_a_cache_may_be_written_where_the_call_asks_for_it():
         else:
             with pytest.raises(PluginError, match="wrote to its input key_cache"):
                 looked_at(q, cache, cache.clone())
+
+
+@pytest.mark.parametrize("name", ["page_table", "seq_lens", "cu_seqlens_q"])
+def test_tables_that_are_written_to_are_named(name):
+    def forward(query, key_cache, value_cache, *, tables):
+        getattr(tables, name).add_(1)
+        return torch.zeros_like(query)
+
+    request = AttentionRequest(family="paged", dtype="float32", head_dim=8)
+    looked_at = result_check.checking(Bound(forward), request, "plugin p: b@cpu").forward
+    q, cache = torch.randn(2, 4, 8), torch.randn(3, 16, 4, 8)
+    tables = PagedTables(torch.zeros(2, 1).int(), torch.ones(2).int(), torch.arange(3).int(), 1, 1)
+    with pytest.raises(PluginError, match=f"wrote to its input {name}"):
+        looked_at(q, cache, cache.clone(), tables=tables)
 
 
 @pytest.mark.parametrize("backend", ["torch_sdpa", "flex_attention", "torch_native", "reference"])

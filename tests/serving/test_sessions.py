@@ -88,7 +88,7 @@ def test_a_replay_reads_what_the_capture_read(toys: Any) -> None:
     addresses = [table.data_ptr() for table in tables(rig)]
     session = next(s for s in toys if s.slot.recorded)
     assert (session.slot.max_sequences, session.slot.max_tokens, session.slot.max_pages) == (4, 4, 16)
-    assert rig.backend._any[0].step.keywords["max_seqlen_k"] == 64, "a length of the step would be in the graph"
+    assert rig.backend._any[0].step.tables.max_seqlen_k == 64, "a length of the step would be in the graph"
     for new in ({a: 1, b: 1}, {b: 1}, {b: 1, a: 1}):
         rig.step(DECODE, new, recorded="replay", padding=4 - len(new))
         assert [table.data_ptr() for table in tables(rig)] == addresses
@@ -100,7 +100,8 @@ def test_a_replay_reads_what_the_capture_read(toys: Any) -> None:
 
 
 def tables(rig: Rig) -> list[torch.Tensor]:
-    return [call.step.keywords[name] for call in rig.backend._any.values() for name in ("page_table", "seq_lens")]
+    found = [call.step.keywords["tables"] for call in rig.backend._any.values()]
+    return [table for tables in found for table in (tables.page_table, tables.seq_lens)]
 
 
 def test_drafts_are_verified_in_recorded_steps(toys: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.gather_kv import deliver, sides, store
-from ..contract import AttentionRequest, Bound, Slot
+from ..contract import AttentionRequest, Bound, PagedTables, Slot
 from ..semantics.masks import combined
 from ..semantics.paged_kv import Slots, Tokens
 from ..semantics.reference import visible
@@ -75,6 +75,7 @@ class _NativeSession:
         self,
         query: Tensor,
         *caches: Tensor,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: Tensor | None = None,
@@ -82,11 +83,10 @@ class _NativeSession:
         k_scale: None = None,
         v_scale: None = None,
         out: Tensor | None = None,
-        **tables: Any,
     ) -> Any:
         if self._alone is not None:
             return self._alone(
-                query, *caches, key=key, value=value, attn_mask=attn_mask, sinks=sinks, out=out, **tables
+                query, *caches, tables=tables, key=key, value=value, attn_mask=attn_mask, sinks=sinks, out=out
             )
         if self._new is not None and key is not None:
             store(self._request, caches, self._new, (key, value))
@@ -99,11 +99,7 @@ def _forward(
     attend: GatheredSDPA,
     query: Tensor,
     *caches: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    tables: PagedTables,
     key: Tensor | None = None,
     value: Tensor | None = None,
     attn_mask: Tensor | None = None,
@@ -113,11 +109,11 @@ def _forward(
     out: Tensor | None = None,
 ) -> Any:
     if request.save_kv_cache and key is not None:
-        tokens = Tokens.of(query, seq_lens, cu_seqlens_q)
-        store(request, caches, tokens.slots(page_table, request.page_size), (key, value))
+        store(request, caches, Tokens.of(query, tables).slots(tables.page_table, request.page_size), (key, value))
         key = value = None
-    # One copy to the host, not one for each sequence.
-    sequences = _sequences(request, cu_seqlens_q.tolist(), seq_lens.tolist(), page_table)
+    # One copy to the host, not one for each sequence; none where the caller has them there.
+    starts, lengths = tables.listed("cu_seqlens_q"), tables.listed("seq_lens")
+    sequences = _sequences(request, starts, lengths, tables.page_table)
     return _attend(request, attend, query, caches, sequences, (key, value), attn_mask, sinks, out)
 
 
