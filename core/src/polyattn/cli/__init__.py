@@ -1,4 +1,5 @@
-"""The command line is `polyattn`, with one file per command. It needs the extra `cli`; only `demo` imports torch."""
+"""The command line is `polyattn`, with one file per command. It needs the extra `cli`; torch is imported by commands that
+run something."""
 
 from __future__ import annotations
 
