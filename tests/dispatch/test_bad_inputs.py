@@ -753,7 +753,7 @@ NAMES: list[tuple[str, Callable[[], Any], type[PolyattnError], str]] = [
         "explain with torch's keywords",
         lambda: polyattn.explain(polyattn.attention, QUERY, KEY, KEY, is_causal=True, mask=None, enable_gqa=True),
         InvalidInputError,
-        r"attention, ...\): .* 'is_causal'; attention takes .*, place\. torch's .*; the mask is .*; enable_gqa",
+        r"attention, ...\): .* 'is_causal'; attention takes .*, out, place\. torch's .*; the mask is attn_mask .*; en",
     ),
     (
         "explain with a misspelt keyword",
