@@ -47,7 +47,7 @@ from polyattn.serving import (
     RequestTable,
     Step,
 )
-from polyattn.serving.step.device_ops import device_ops
+from polyattn.serving.kv_cache.device_ops import device_ops
 
 HEADS, KV_HEADS, WIDTH, LAYERS, TOKENS, PAGE = 8, 2, 64, 32, 512, 16
 STEPS = PAGE + 1

@@ -158,7 +158,7 @@ def test_the_file_that_the_environment_names(run: Run, monkeypatch: pytest.Monke
 
 
 ABSENT = """
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import *
 
 ROWS = (row(family="dense", dtype="float32", head_dim=64),)

@@ -20,7 +20,7 @@ from .conftest import Run
 
 PLUGIN = """
 from polyattn.backends.reference_backend import Reference
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import *
 
 

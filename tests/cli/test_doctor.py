@@ -162,7 +162,7 @@ def test_a_plugin_that_was_left_out_is_no_problem(run: Run, plugin: Plugin, monk
 
 
 NOT_INSTALLED = """
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import BackendInfo, Provider, Range, Requirement, row
 
 def provider(name, distribution, hint, family="dense", also=()):
@@ -219,7 +219,7 @@ def test_either_name_of_what_is_needed_leaves_it_out(
 
 
 DETECTION_RAISES = """
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import PlatformInfo
 
 def detect():
@@ -337,7 +337,7 @@ def test_a_plugin_that_imports_what_it_must_not_is_a_warning(run: Run, plugin: P
     """torch, or a library that its providers need; a plugin that does without when there is none is no better."""
     need = 'Requirement("acme-sdk", module="acme_sdk.kernels")'
     text = f"""
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import *
 
 try:
@@ -362,7 +362,7 @@ def polyattn_register_backends():
 
 def test_an_alias_that_is_the_name_of_another_is_a_warning(run: Run, plugin: Plugin) -> None:
     text = """
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import *
 
 

@@ -95,7 +95,7 @@ def test_what_to_do_is_a_column_where_there_is_something_to_do(run: Run, monkeyp
 CHATTY = """
 print("acme: found no licence")
 
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import *
 
 

@@ -24,7 +24,7 @@ class Acme(Reference):
     """The reference under another name."""
 '''
 PLUGIN = """
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import *
 
 ROWS = (

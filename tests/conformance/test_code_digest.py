@@ -40,7 +40,7 @@ def unused():
     return [tiles for tiles in (1, 2)]
 '''
 HELPERS = '''
-from polyattn.backends.samples import parts_of
+from polyattn.adapters.samples import parts_of
 
 FACTOR = 2
 

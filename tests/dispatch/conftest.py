@@ -8,8 +8,7 @@ import types
 import pytest
 import torch
 
-from polyattn.contract import BackendInfo, Bound, Provider, Range, row
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import BackendInfo, Bound, Provider, Range, hookimpl, row
 from polyattn.registry.manager import PluginManager, reset_manager
 from polyattn.semantics.reference import visible
 

@@ -47,7 +47,7 @@ HOOK_ROWS = cells(HOOKS, r"(\d) \| `(\w+)` \| (.+?) \| (.+?)")
 RECORDER = """
 import sys
 
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import BackendInfo, Provider, row
 
 CALLS = []

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.contract import AttentionRequest, BackendInfo, Bound, Provider, row
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import AttentionRequest, BackendInfo, Bound, Provider, hookimpl, row
 from polyattn.registry.manager import PluginManager, get_manager, reset_manager
 
 CPU = torch.device("cpu")

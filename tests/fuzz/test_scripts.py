@@ -80,7 +80,7 @@ ACME = """
 import dataclasses
 
 from polyattn.backends.plugin import _reference_rows
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import BackendInfo, Provider
 
 

@@ -12,8 +12,7 @@ import torch
 
 import polyattn
 from polyattn.backends.torch_sdpa import TorchSDPA
-from polyattn.contract import BackendInfo, DeviceReport, Provider, row
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import BackendInfo, DeviceReport, Provider, hookimpl, row
 from polyattn.registry.manager import PluginManager, reset_manager
 
 ROWS = (

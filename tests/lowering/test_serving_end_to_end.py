@@ -12,8 +12,7 @@ import torch
 
 import polyattn
 from polyattn.backends.reference_backend import Reference
-from polyattn.contract import AttentionRequest, BackendInfo, Bound, Provider, Range, row
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import AttentionRequest, BackendInfo, Bound, Provider, Range, hookimpl, row
 from polyattn.registry.manager import PluginManager, get_manager, reset_manager
 from polyattn.testing.plain import reference_attention
 

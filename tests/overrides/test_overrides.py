@@ -18,8 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import polyattn
-from polyattn.contract import AttentionRequest, BackendInfo, Bound, Fallback, Provider, Range, row
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import AttentionRequest, BackendInfo, Bound, Fallback, Provider, Range, hookimpl, row
 from polyattn.errors import BackendUnavailableError, ConfigError, InvalidInputError, UnsupportedRequestError
 from polyattn.registry.manager import PluginManager, reset_manager
 from polyattn.selection.overrides import SCOPE, current_settings

@@ -14,7 +14,7 @@ from polyattn.registry.manager import PluginManager, reset_manager
 HOST = "0.1.0"
 
 HEAD = """
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import *
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from polyattn.contract import Alias, AttentionRequest, BackendInfo, Provider, row
 from polyattn.errors import BackendUnavailableError
+from polyattn.registry.lost_aliases import lost_aliases
 from polyattn.registry.manager import get_manager
-from polyattn.selection.aliases import is_of, kind_of, kinds_here, lost_aliases, resolve
+from polyattn.selection.aliases import is_of, kind_of, kinds_here, resolve
 from polyattn.selection.inspection import catalogue, served_by
 from polyattn.selection.select import Choice, Policy, select
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from polyattn.adapters.cudnn_faults import low_lse_at
 from polyattn.backends import flex_attention, torch_sdpa
-from polyattn.backends.defects import low_lse_at
 from polyattn.contract import AttentionRequest
 
 QKV = ("query", "key", "value")

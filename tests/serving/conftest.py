@@ -12,8 +12,18 @@ import torch
 from torch import Tensor
 
 import polyattn
-from polyattn.contract import AttentionRequest, BackendInfo, Bound, PairRule, Provider, Range, Slot, conditions, row
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import (
+    AttentionRequest,
+    BackendInfo,
+    Bound,
+    PairRule,
+    Provider,
+    Range,
+    Slot,
+    conditions,
+    hookimpl,
+    row,
+)
 from polyattn.registry.manager import PluginManager, reset_manager
 from polyattn.semantics.reference import mla_attention, paged_attention
 

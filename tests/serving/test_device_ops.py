@@ -24,7 +24,7 @@ from polyattn.serving import (
     RequestTable,
     StepBuffers,
 )
-from polyattn.serving.step import device_ops
+from polyattn.serving.kv_cache import device_ops
 
 LAYERS = [AttentionLayer(0, 2, 1, 16), AttentionLayer(1, 2, 1, 32)]
 SLOTS = torch.tensor([5, 6])
@@ -194,7 +194,7 @@ def test_kernels_that_cannot_be_imported_are_warned_about(acme):
 
 
 PLUGIN = """
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.contract import DeviceOpsInfo, Kernel
 
 @hookimpl
@@ -250,5 +250,5 @@ def test_a_name_belongs_to_one_kernel(tmp_path, monkeypatch):
 
 
 def test_importing_imports_no_torch():
-    code = "import sys, polyattn.serving.step.device_ops; assert 'torch' not in sys.modules"
+    code = "import sys, polyattn.serving.kv_cache.device_ops; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=1800)

@@ -18,8 +18,8 @@ from polyattn.errors import (
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
 from polyattn.serving.engine.sampling import distributions
 from polyattn.serving.graphs.graphs import FakeGraph
-from polyattn.serving.kv_cache.memory import _in_shared_layout
 from polyattn.serving.kv_cache.pool import KVCacheConfig
+from polyattn.serving.memory import _in_shared_layout
 from polyattn.serving.step.batch import ForwardMode
 
 from .toy_model import VOCAB, WINDOW, ToyRunner
@@ -241,7 +241,7 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so(monkeypatch: pytest.Mo
     # torch_native reads lengths on the host.
     with pytest.raises(GraphError, match="cannot be recorded"):
         engine(graphs=FakeGraph).generate([PROMPT], params(3))
-    monkeypatch.setattr("polyattn.serving.kv_cache.memory.graphs_of", lambda device: FakeGraph)
+    monkeypatch.setattr("polyattn.serving.memory.graphs_of", lambda device: FakeGraph)
     made = engine()
     with pytest.warns(RuntimeWarning, match="run eagerly, because the step cannot be recorded"):
         (output,) = made.generate([PROMPT], params(5))
@@ -257,7 +257,7 @@ def test_a_backend_that_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("polyattn.serving.attention.backend.AttentionBackend.init_cuda_graph_state", refuse)
     with pytest.raises(UnsupportedRequestError, match="cannot be recorded"):
         engine(graphs=FakeGraph)
-    monkeypatch.setattr("polyattn.serving.kv_cache.memory.graphs_of", lambda device: FakeGraph)
+    monkeypatch.setattr("polyattn.serving.memory.graphs_of", lambda device: FakeGraph)
     with pytest.warns(RuntimeWarning, match="run eagerly, because --decode-attention-backend cannot be recorded"):
         assert engine().memory.graphs is None
 
@@ -332,7 +332,7 @@ def test_the_layout_is_the_one_that_the_phases_share(monkeypatch: pytest.MonkeyP
         return "HND", ()
 
     assert engine().memory.pool.config.layout == "NHD"
-    monkeypatch.setattr("polyattn.serving.kv_cache.memory.negotiate_layout", negotiate)
+    monkeypatch.setattr("polyattn.serving.memory.negotiate_layout", negotiate)
     made = engine(backend=None, decode_backend="torch_native")
     assert made.memory.pool.config.layout == "HND"
     phases = (("extend", None), ("decode", "torch_native"))
@@ -562,7 +562,7 @@ def test_the_layout_is_negotiated_for_the_pool_as_large_as_it_is(monkeypatch: py
         asked.extend(requests)
         return "HND", ()
 
-    monkeypatch.setattr("polyattn.serving.kv_cache.memory.negotiate_layout", negotiated)
+    monkeypatch.setattr("polyattn.serving.memory.negotiate_layout", negotiated)
     page = 4 * 2 * 16  # elements of a page of keys
     for pages, large in ((2**31 // page - 1, False), (2**31 // page, True)):
         asked.clear()

@@ -10,8 +10,8 @@ import torch
 
 from polyattn.integrations.transformers.serving import CausalLMRunner
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
-from polyattn.serving.kv_cache.memory import Memory
 from polyattn.serving.kv_cache.pool import KVCacheConfig
+from polyattn.serving.memory import Memory
 from polyattn.serving.step.batch import ForwardMode
 
 from .models import deepseek, llama, prompt

@@ -19,7 +19,7 @@ import torch
 from packaging.version import Version
 
 from polyattn import tuning
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import hookimpl
 from polyattn.epoch import EPOCH
 from polyattn.errors import ConfigError, InvalidInputError, UnsupportedRequestError
 from polyattn.registry.manager import get_manager, register_plugin, reset_manager

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn.registry.platforms.known import CORE_PLATFORMS
+from polyattn.contract.platforms import CORE_PLATFORMS
 from polyattn_triton.kernels import backward, extend, forward, latent
 from polyattn_triton.kernels.cached import least
 from polyattn_triton.kernels.decode import _LEAST, _fixed, config_for

@@ -8,7 +8,7 @@ import torch
 from polyattn.contract import DeviceOpsInfo
 from polyattn.registry.manager import get_manager
 from polyattn.serving import DraftTree, ForwardBatch, ForwardMode, StepBuffers
-from polyattn.serving.step import device_ops as registry
+from polyattn.serving.kv_cache import device_ops as registry
 from polyattn_triton import runtime
 from polyattn_triton.kernels import metadata
 

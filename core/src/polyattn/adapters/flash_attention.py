@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..backends.paged_varlen_attn import with_new
-from ..backends.torch_sdpa import signed
 from ..contract import AttentionRequest, Bound
 from ..semantics.masks import may_have_empty_rows
 from ..semantics.merge_lse import merge
 from .alignment import aligned, placed
 from .flash_split import MOST, Packed, Result, by_samples, differentiable, gradient, packed_in_pieces
 from .gather_kv import nothing
+from .new_rows import with_new
+from .scale_sign import signed
 from .strides import fit, fit_batch
 
 __all__ = ["Kernels", "Packed", "Result", "Tables", "bind", "dense_by_packed", "dropping", "filled", "starts"]

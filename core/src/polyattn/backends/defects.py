@@ -1,33 +1,16 @@
-"""Known faults of the kernels that torch brings, with what is done about each, and where cuDNN's backward has one.
+"""Known faults of the kernels that torch brings, with what is done about each.
 
 No torch import: records read this.
 """
 
 from __future__ import annotations
 
+from ..adapters.cudnn_faults import low_lse
 from ..contract import Defect, NotEmpty, conditions
 
-__all__ = ["CUDA", "MPS", "VARLEN", "low_lse", "low_lse_at"]
+__all__ = ["CUDA", "MPS", "VARLEN"]
 
 _HALF = ("float16", "bfloat16")
-
-
-def low_lse(families: tuple[str, ...], how: str) -> Defect:
-    """The fault of cuDNN's dense backward where an LSE is very low, and how a backend goes around it."""
-    return Defect(
-        "cuDNN",
-        "its backward gives NaN for queries whose LSE is below -88: in dQ where S_k % 128 is 64, in dK and dV where "
-        "there is one query and S_k % 64 is 0",
-        "pytorch/pytorch#196678, cudnn-frontend#628 and #1072; cuDNN 9.19 on an H100",
-        "mended",
-        conditions(family=families, dtype=_HALF, grad=NotEmpty()),
-        how=how,
-    )
-
-
-def low_lse_at(s_q: int, s_k: int) -> bool:
-    """Whether `low_lse` is a fault of calls of these lengths."""
-    return s_k % 128 == 64 or (s_q == 1 and s_k % 64 == 0)
 
 
 CUDA = (

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from ..adapters.alignment import placing
+from ..adapters.samples import part_of, parts_of
 from ..contract import AttentionRequest, Bound
-from .samples import part_of, parts_of
 
 __all__ = ["FlexAttention", "dense", "fused", "position_rule", "run"]
 

@@ -16,9 +16,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ..adapters.alignment import placed
 from ..adapters.gather_kv import Padded, nothing
+from ..adapters.samples import parts_of
 from ..contract import AttentionRequest, Bound
 from .flex_attention import dense, fused, position_rule, run
-from .samples import parts_of
 
 __all__ = ["PagedFlexAttention"]
 

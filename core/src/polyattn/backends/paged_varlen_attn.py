@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from ..adapters.alignment import placed
-from ..adapters.gather_kv import deliver, nothing, store
+from ..adapters.gather_kv import deliver, nothing
+from ..adapters.new_rows import with_new
 from ..adapters.padding_rows import blank, with_keys
+from ..adapters.scale_sign import signed
 from ..contract import AttentionRequest, Bound
-from ..semantics.paged_kv import Pool, Tokens, owned
-from .torch_sdpa import signed
 
-__all__ = ["PagedVarlenAttn", "with_new"]
+__all__ = ["PagedVarlenAttn"]
 
 
 class PagedVarlenAttn:
@@ -87,28 +87,3 @@ def _starts(seq_lens: Tensor) -> Tensor | None:
     if torch.nn.attention.current_flash_attention_impl() is not None:
         return None
     return torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-def with_new(
-    request: AttentionRequest,
-    query: Tensor,
-    caches: tuple[Tensor, ...],
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_k: int,
-    *new: Tensor | None,
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(caches, table) that hold the rows of the query tokens too. Without `save_kv_cache` they are copies of the pages
-    in the table."""
-    tokens, size = Tokens.of(query, seq_lens, cu_seqlens_q), request.page_size
-    if request.save_kv_cache:
-        store(request, caches, tokens.slots(page_table, size), new)
-        return caches, page_table
-    pages = owned(page_table, seq_lens, size, max_seqlen_k)
-    table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
-    caches = tuple(cache[pages.flatten()] for cache in caches)
-    for cache, rows in zip(caches, new, strict=True):
-        if rows is not None:
-            Pool(request, cache).write(tokens.slots(table, size), rows)
-    return caches, table

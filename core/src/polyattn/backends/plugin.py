@@ -20,7 +20,7 @@ from ..contract import (
     row,
 )
 from ..contract.hookspecs import hookimpl
-from ..registry.platforms import CORE_PLATFORMS
+from ..contract.platforms import CORE_PLATFORMS
 from . import defects
 
 HALF = ("float16", "bfloat16")

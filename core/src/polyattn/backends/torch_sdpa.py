@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -15,14 +14,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..adapters.alignment import placed, placing
+from ..adapters.cudnn_faults import low_lse_at
+from ..adapters.samples import part_of, parts_of
+from ..adapters.scale_sign import signed
 from ..adapters.strides import fit
 from ..contract import AttentionRequest, Bound
 from ..semantics.masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
-from .defects import low_lse_at
 from .reference_backend import Reference
-from .samples import part_of, parts_of
 
-__all__ = ["TorchSDPA", "signed"]
+__all__ = ["TorchSDPA"]
 
 _VECTOR_ROWS = 8
 """Most queries of MPS's kernel for few of them (aten/src/ATen/native/mps/operations/Attention.mm)."""
@@ -50,28 +50,6 @@ class TorchSDPA:
         else:
             bound = Bound(_plain(request), traceable=True, simple=_simple(request))
         return placing(bound) if request.misaligned and request.platform != "cpu" else bound
-
-
-def signed(request: AttentionRequest, bind: Callable[[AttentionRequest], Bound]) -> Bound:
-    """`bind` of a request whose scale is above 0: instead of the scale's the queries take the sign, which rounds
-    nothing. Torch's kernels scale after their causal mask or take the largest unscaled logit: NaN for scale <= 0."""
-    if request.scale is None or request.scale > 0:
-        return bind(request)
-    sign = -1.0 if request.scale < 0 else 0.0
-    bound = bind(dataclasses.replace(request, scale=-request.scale if sign else None))
-
-    def forward(query: Tensor, *tensors: Tensor, **kw: Any) -> Any:
-        return bound.forward(query * sign, *tensors, **kw)
-
-    if bound.backward is None:
-        return Bound(forward, traceable=bound.traceable)
-    kernel = bound.backward
-
-    def backward(dout: Tensor, query: Tensor, *tensors: Tensor, **kw: Any) -> tuple[Tensor, Tensor, Tensor]:
-        dquery, dkey, dvalue = kernel(dout, query * sign, *tensors, **kw)
-        return dquery * sign, dkey, dvalue
-
-    return Bound(forward, backward, bound.traceable, exportable=bound.exportable)
 
 
 def _views(request: AttentionRequest, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,11 +13,12 @@ from rich.text import Text
 
 from .. import tuning
 from ..contract import BackendInfo
+from ..contract.names import parts
 from ..envvars import flag, number, unknown
 from ..errors import ConfigError
 from ..registry.distributions import availability
 from ..registry.manager import PluginManager, get_manager
-from ..selection.aliases import is_of, parts
+from ..selection.aliases import is_of
 from ..selection.config import Settings, backend_names, check_settings, load_settings, named_backends
 from ..selection.inspection import BackendStatus, detect, list_backends
 from .rendering import grid, screen, show_json, title

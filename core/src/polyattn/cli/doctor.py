@@ -22,10 +22,10 @@ from ..errors import ConfigError, PolyattnError, without_torch
 from ..integrations import HOSTS, outdated
 from ..registry.defects import affecting, listed
 from ..registry.distributions import availability, distribution_version
+from ..registry.lost_aliases import lost_aliases
 from ..registry.manager import PluginManager, PluginReport, get_manager, reset_manager
 from ..registry.platforms import torch_build
 from ..registry.sources import Door
-from ..selection.aliases import lost_aliases
 from ..selection.config import backend_names, check_settings, load_settings
 from ..selection.inspection import BackendStatus, detect, list_backends
 from ..testing.early_imports import early_imports

@@ -18,7 +18,7 @@ Choices = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class DeviceOpsInfo:
-    """Kernels that write caches and the tables of steps on one kind of device (`polyattn.serving.step.device_ops`).
+    """Kernels that write caches and the tables of steps on one kind of device (`DeviceOps`).
 
     Attributes:
         device_type: of torch: cuda (ROCm too), xpu, ...

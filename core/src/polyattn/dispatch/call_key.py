@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.alignment import aligned
+from ..adapters.device import capturing
 from ..contract import scalars
 from ..errors import InvalidInputError
 from ..semantics import validation
@@ -18,8 +19,6 @@ from .binding import Chosen, device_facts, dtype_name
 from .device_facts import transform
 
 grad_on = torch.is_grad_enabled
-# Its Python name is a call more; builds without CUDA have that alone.
-recording = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 # By a device's index its current stream: 0 is the default one, which no graph records, and is told sooner.
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 torch_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
@@ -32,10 +31,6 @@ SIGNATURES_KEPT = 4096
 def autocast_dtype(kind: str) -> torch.dtype | None:
     # Meta tensors have no autocast state of their own.
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-
-
-def capturing(kind: str) -> bool:
-    return kind == "cuda" and recording()
 
 
 def mask_key(mask: Tensor | None, batch: int, heads: int, s_q: int, s_k: int) -> Any:

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 
 from ..adapters.alignment import aligned
+from ..adapters.device import capturing, recording
 from ..contract import AttentionRequest, relation
 from ..contract.lengths import extent_of
 from ..epoch import EPOCH
@@ -32,14 +33,12 @@ from .call_key import (
     Static,
     autocast_dtype,
     backend_name,
-    capturing,
     cast,
     grad_on,
     mask_key,
     no_autocast,
     out_key,
     raw_stream,
-    recording,
     request_facts,
     runner,
     sinks_key,

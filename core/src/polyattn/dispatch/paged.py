@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.alignment import aligned
+from ..adapters.device import capturing
 from ..adapters.strides import row_major
 from ..contract import AttentionRequest, KVPart, scalars
 from ..contract.lengths import extent_of
@@ -23,7 +24,7 @@ from ..selection import overrides
 from ..selection.select import Selection
 from ..semantics import serving_validation, validation
 from .binding import device_facts, dtype_name, remembered, select_here
-from .call_key import Static, backend_name, capturing, torch_deterministic
+from .call_key import Static, backend_name, torch_deterministic
 from .device_facts import forward_mode
 
 __all__ = ["mla_attention", "paged_attention"]

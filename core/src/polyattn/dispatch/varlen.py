@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.alignment import aligned
+from ..adapters.device import capturing
 from ..contract import AttentionRequest, scalars
 from ..contract.lengths import extent_of
 from ..epoch import EPOCH
@@ -78,7 +79,7 @@ class VarlenSite:
             None if attn_mask is None else (attn_mask.dtype, attn_mask.requires_grad),
             call_key.sinks_key(sinks),
             out is None,
-            *(call_key.autocast_dtype(query.device.type), call_key.capturing(query.device.type)),
+            *(call_key.autocast_dtype(query.device.type), capturing(query.device.type)),
             transform(query, key, value, attn_mask, sinks),
             call_key.torch_deterministic(),
         )

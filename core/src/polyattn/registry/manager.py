@@ -34,10 +34,10 @@ from ..contract import (
 from ..contract.checks import file_of, typed
 from ..contract.hookspecs import PROJECT, PolyattnSpecs
 from ..errors import PluginError, PolyattnError, did_you_mean
-from ..selection.aliases import lost_aliases
 from .bound_check import checked
 from .distributions import distribution_version, is_specifier
 from .foreign import OWN, OwnRun, Run, loading
+from .lost_aliases import lost_aliases
 from .result_check import checking
 from .sources import CORE, Door, Source, announced, grouped, incompatible
 

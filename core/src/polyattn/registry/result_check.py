@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
 from ..contract.families import FAMILY_SPECS
+from ..contract.overlap import shares_memory
 from ..errors import PluginError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MOST_BYTES", "checking", "shares_memory"]
+__all__ = ["MOST_BYTES", "checking"]
 
 MOST_BYTES = 256 * 2**20
 """Inputs are compared with a copy of them; those of a call that are larger than this together are not."""
@@ -26,16 +27,6 @@ _VALUE = {"linear": "value"}
 _CACHES = ("key_cache", "value_cache", "cache")
 _POSITIONAL = {spec.name: tuple(one.name for one in spec.positional) for spec in FAMILY_SPECS.values()}
 _GRADIENT = ("dout", "query", "key", "value", "out", "lse")
-
-
-def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors start at one place or, where both are contiguous, overlap at all."""
-    if not a.numel() or not b.numel():
-        return False
-    start_a, start_b = a.data_ptr(), b.data_ptr()
-    if start_a == start_b or not (a.is_contiguous() and b.is_contiguous()):
-        return start_a == start_b
-    return start_a < start_b + b.nbytes and start_b < start_a + a.nbytes
 
 
 def checking(bound: Bound, request: AttentionRequest, who: str) -> Bound:

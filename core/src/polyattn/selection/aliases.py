@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..contract.names import parts
 from ..errors import BackendUnavailableError, did_you_mean
 from .unknown_names import unknown_backend
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ..contract import AttentionRequest, BackendInfo
     from .select import Catalogue, Offer
 
-__all__ = ["is_of", "kind_of", "kinds_here", "lost_aliases", "own_names", "parts", "resolve", "spared", "whole"]
+__all__ = ["is_of", "kind_of", "kinds_here", "own_names", "resolve", "spared", "whole"]
 
 
 def kind_of(info: BackendInfo, provider: str) -> str:
@@ -65,12 +66,6 @@ def spared(offers: Sequence[Offer], avoid: Sequence[str]) -> Sequence[Offer]:
 def _without(offer: Offer, avoid: Sequence[str]) -> Offer:
     held = [p.name for p in offer.info.providers if whole(offer.info, p.name) in avoid]
     return dataclasses.replace(offer, missing={**offer.missing, **dict.fromkeys(held, "quarantined for such requests")})
-
-
-def parts(name: str) -> tuple[str, str]:
-    """(backend, kind) of a name without a platform; "fa" has no kind."""
-    backend, _, kind = name.partition("/")
-    return backend, kind
 
 
 def resolve(
@@ -128,24 +123,3 @@ def _check_kind(info: BackendInfo, kind: str, who: str) -> None:
     if kind not in kinds:
         said = f"its kernels are those of {', '.join(kinds)}" if all(kinds) else "its kernels are of one library"
         raise BackendUnavailableError(f"{who}: {info.name} has none of {kind!r}; {said}")
-
-
-def lost_aliases(backends: Iterable[BackendInfo], owner: Callable[[BackendInfo], str]) -> list[str]:
-    """A sentence for each alias that means nothing, because a backend of the same platform has it as its name, which
-    `resolve` lets no alias take over.
-
-    Args:
-        owner: the name of the plugin that registered a backend.
-    """
-    named = {(info.name, info.platform): info for info in backends}
-    found = []
-    for info, alias in [(one, alias) for one in named.values() for alias in one.aliases]:
-        other = named.get((alias.name, info.platform), info)
-        if other is info:
-            continue
-        who = f"plugin {owner(info)}: the alias {alias.name!r} of {info.id} means nothing, because {other.id}"
-        if owner(other) != owner(info):
-            found.append(f"{who} of plugin {owner(other)} has it as its name. Rename the alias")
-        elif not alias.families:
-            found.append(f"{who} has it as its name in every family. Give the alias its families, or rename it")
-    return found

@@ -7,11 +7,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest
+from ..contract.names import parts
 from ..epoch import EPOCH
 from ..registry.distributions import distribution_version
 from ..registry.manager import PluginManager, get_manager
 from ..tuning import NOTHING, Advice, Measured, Place, advise, driver, place_of, shipped_advice, watch
-from .aliases import parts
 from .overrides import Scope, current_choice, current_settings
 from .select import Choice, Policy
 

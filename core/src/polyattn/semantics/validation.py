@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import envvars
 from ..contract import scalars
+from ..contract.overlap import shares_memory
 from ..errors import InvalidInputError
-from ..registry.result_check import shares_memory
 
 __all__ = [
     "PackedCheck",

@@ -5,8 +5,9 @@ Names are resolved at first use: importing this package imports no torch.
 
 from __future__ import annotations
 
-from importlib import import_module as _import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy as _lazy
 
 _WHERE = {
     "Accepted": "speculative",
@@ -93,14 +94,4 @@ if TYPE_CHECKING:
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one that is here
-
-    def __getattr__(name: str) -> Any:
-        if name not in _WHERE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(_import_module(f".{_WHERE[name]}", __name__), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
+    __getattr__, __dir__ = _lazy(__name__, _WHERE)

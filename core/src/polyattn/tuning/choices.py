@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..contract import AttentionRequest
-from ..selection.aliases import parts
+from ..contract.names import parts
 from .alike import octaves, within
 from .kernels import bucket
 from .keys import request_key

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ..contract.names import parts
 from ..errors import ConfigError, did_you_mean
-from ..selection.aliases import parts
 from .kernels import registered_kernels
 
 __all__ = ["BACKEND", "KERNEL", "Place", "Quarantined", "Row", "canonical", "check_row", "row_of", "when"]

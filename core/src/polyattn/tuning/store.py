@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..contract.names import parts
 from ..errors import ConfigError
-from ..selection.aliases import parts
 from .rows import BACKEND, Place, Quarantined, Row, canonical, check_row, row_of, when
 
 __all__ = ["FORMAT", "SCHEMA", "TuningStore", "path_of"]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
-from ..selection.aliases import parts
+from ..contract.names import parts
 from .rows import when
 
 __all__ = ["FAR", "NEAR", "SAME", "Kin", "Lengths", "Measured", "age", "ranked", "where", "whose"]

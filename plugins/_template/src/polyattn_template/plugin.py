@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from polyattn.contract import BackendInfo, Provider, Range, row
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import BackendInfo, Provider, Range, hookimpl, row
 
 POLYATTN_API_VERSION = 1
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.adapters.alignment import placed
 from polyattn.adapters.gather_kv import nothing
-from polyattn.backends.torch_sdpa import signed
+from polyattn.adapters.scale_sign import signed
 from polyattn.contract import AttentionRequest, Bound
 from polyattn.semantics.masks import combined_mask, open_empty_rows
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.adapters.alignment import placed
 from polyattn.adapters.gather_kv import deliver, nothing
-from polyattn.backends.paged_varlen_attn import with_new
+from polyattn.adapters.new_rows import with_new
 from polyattn.contract import AttentionRequest, Bound, Slot
 from polyattn.semantics.paged_kv import owned
 

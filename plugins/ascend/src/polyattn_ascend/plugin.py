@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from polyattn.contract import BackendInfo
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import BackendInfo, hookimpl
 
 from .records import fusion, inference
 

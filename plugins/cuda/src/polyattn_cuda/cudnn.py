@@ -18,9 +18,9 @@ from torch import Tensor
 
 from polyattn.adapters import load
 from polyattn.adapters.alignment import placing
-from polyattn.backends.defects import low_lse_at
-from polyattn.backends.samples import parts_of
-from polyattn.backends.torch_sdpa import signed
+from polyattn.adapters.cudnn_faults import low_lse_at
+from polyattn.adapters.samples import parts_of
+from polyattn.adapters.scale_sign import signed
 from polyattn.contract import AttentionRequest, Bound
 
 from .devices import current_for

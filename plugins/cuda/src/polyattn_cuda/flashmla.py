@@ -25,10 +25,9 @@ from torch import Tensor
 
 from polyattn.adapters import load
 from polyattn.adapters.alignment import placed
+from polyattn.adapters.device import capturing
 from polyattn.adapters.gather_kv import deliver, nothing
-from polyattn.contract import AttentionRequest, Bound, Requirement, Slot
-from polyattn.dispatch.call_key import capturing
-from polyattn.errors import UnsupportedRequestError
+from polyattn.contract import AttentionRequest, Bound, Requirement, Slot, UnsupportedRequestError
 from polyattn.semantics.packed import owners
 
 from .records.serving import FLASH_MLA, PAGE, SGL_FLASH_MLA, VLLM_FLASH_MLA

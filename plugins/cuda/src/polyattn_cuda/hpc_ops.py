@@ -20,10 +20,9 @@ from torch import Tensor
 from polyattn.adapters import load
 from polyattn.adapters.free_slots import without_free_slots
 from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters.new_rows import with_new
 from polyattn.adapters.padding_rows import blank, with_keys
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.contract import AttentionRequest, Bound
-from polyattn.errors import UnsupportedRequestError
+from polyattn.contract import AttentionRequest, Bound, UnsupportedRequestError
 from polyattn.semantics.packed import per_token
 
 from .records.serving import HPC_OPS_PACKAGE

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyattn.adapters import load
 from polyattn.adapters.alignment import placing
-from polyattn.backends.torch_sdpa import signed
+from polyattn.adapters.scale_sign import signed
 from polyattn.contract import AttentionRequest, Bound
 
 from .int8 import scaled, with_empty_channels

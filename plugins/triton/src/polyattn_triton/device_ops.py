@@ -1,9 +1,9 @@
-"""The kernels that a serving loop uses beside attention (`polyattn.serving.step.device_ops`)."""
+"""The kernels that a serving loop uses beside attention (`polyattn.contract.DeviceOps`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from .kernels.metadata import View, step_launches
 from .kernels.write import Launched, Writer, write_kv, write_latent
 
 if TYPE_CHECKING:
-    from polyattn.serving import LayerCache
-    from polyattn.serving.step.device_ops import StepTables
+    from polyattn.contract import StepTables
 
 __all__ = ["DeviceOps"]
 
@@ -24,7 +23,7 @@ class DeviceOps:
 
     name = "polyattn-triton"
 
-    def rows_writer(self, cache: LayerCache, dtype: torch.dtype) -> Writer | None:
+    def rows_writer(self, cache: Any, dtype: torch.dtype) -> Writer | None:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
         if (latent := cache.cache) is not None:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import AttentionRequest, Bound, KVPart, Slot
-from polyattn.errors import InvalidInputError
+from polyattn.contract import AttentionRequest, Bound, InvalidInputError, KVPart, Slot
 from polyattn_triton import runtime
 from polyattn_triton.kernels import latent
 from polyattn_triton.kernels.merge import merge

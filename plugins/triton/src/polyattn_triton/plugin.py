@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from polyattn.contract import BackendInfo, DeviceOpsInfo, Kernel
-from polyattn.contract.hookspecs import hookimpl
+from polyattn.contract import BackendInfo, DeviceOpsInfo, Kernel, hookimpl
 
 from .records import methods, softmax, tuned
 

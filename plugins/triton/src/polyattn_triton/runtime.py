@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from polyattn.errors import BackendUnavailableError
+from polyattn.contract import BackendUnavailableError
 
 from . import interpreter
 

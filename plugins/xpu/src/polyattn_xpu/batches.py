@@ -16,10 +16,9 @@ from torch import Tensor
 from polyattn.adapters.flash_attention import Packed, Result, Tables, dense_by_packed
 from polyattn.adapters.free_slots import without_free_slots
 from polyattn.adapters.gather_kv import nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.backends.torch_sdpa import signed
-from polyattn.contract import AttentionRequest, Bound
-from polyattn.errors import UnsupportedRequestError
+from polyattn.adapters.new_rows import with_new
+from polyattn.adapters.scale_sign import signed
+from polyattn.contract import AttentionRequest, Bound, UnsupportedRequestError
 
 from .visibility import blind
 

@@ -18,8 +18,7 @@ from polyattn import adapters
 from polyattn.adapters import flash_attention
 from polyattn.adapters.flash_attention import Packed, Result, Tables
 from polyattn.adapters.free_slots import without_free_slots
-from polyattn.contract import AttentionRequest, Bound
-from polyattn.errors import UnsupportedRequestError
+from polyattn.contract import AttentionRequest, Bound, UnsupportedRequestError
 
 from .batches import Unpaged, bind_paged, idle_last
 from .records.common import SGL_KERNEL_XPU

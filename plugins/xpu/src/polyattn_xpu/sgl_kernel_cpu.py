@@ -17,10 +17,9 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters.gather_kv import nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.backends.torch_sdpa import signed
-from polyattn.contract import AttentionRequest, Bound
-from polyattn.errors import BackendUnavailableError
+from polyattn.adapters.new_rows import with_new
+from polyattn.adapters.scale_sign import signed
+from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound
 
 from .records.common import SGL_KERNEL_CPU
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ...contract.lengths import head_axis
+from ...contract.names import parts
 from ...dispatch.binding import Chosen, choose
 from ...dispatch.call_key import runner
 from ...dispatch.device_facts import device_facts
 from ...errors import PolyattnError, UnsupportedRequestError
-from ...selection.aliases import kinds_here, parts, whole
+from ...selection.aliases import kinds_here, whole
 from ...selection.inspection import catalogue
 from ...selection.select import Choice, Policy, Selection, may_be_automatic, select
 from ...serving.attention.workspace import Limits, Workspaces

@@ -5,10 +5,10 @@ or, for NVIDIA, asks NVML. What goes wrong becomes the `detail` of the report: d
 as present when this process's PyTorch could use it; what was found is reported either way.
 """
 
+from ...contract.platforms import CORE_PLATFORMS
 from .assume import AssumedPlatform, parse_platform
 from .cpu import CPU_FEATURES, detect_cpu
 from .cuda import detect_cuda
-from .known import CORE_PLATFORMS
 from .machine import Machine, TorchBuild, torch_build
 from .mps import detect_mps
 from .musa import detect_musa

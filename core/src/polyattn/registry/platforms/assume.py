@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ...contract.platforms import CORE_PLATFORMS
 from ...errors import ConfigError, did_you_mean
 from .cpu import CPU_FEATURES
-from .known import CORE_PLATFORMS
 from .machine import version_of
 from .xpu import XPU_FEATURES
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler as _profiler
 
-from ...dispatch.call_key import capturing
+from ...adapters.device import capturing
 from ...errors import InvalidInputError, did_you_mean
 from ...selection.inspection import served_by
 from ...selection.select import Selection

@@ -13,8 +13,8 @@ from ...errors import BackendUnavailableError, UnsupportedRequestError
 from ...selection.inspection import catalogue, served_by
 from ...selection.overrides import Scope, current_settings
 from ...selection.select import Choice, Policy, Selection, select
+from ..kv_cache.device_ops import CORE
 from ..layer import AttentionLayer
-from ..step.device_ops import CORE
 from .phases import Asked, ServingPhase, choose_phases, layer_request
 
 if TYPE_CHECKING:

@@ -3,13 +3,13 @@
 - `engine.py`: `Engine`, what a caller sees. `scheduler.py`: who runs, chunked prefill, preemption.
 - `sampling.py`: from logits to tokens. `drafting.py`: the draft model of speculative decoding.
 
-Models come as a `polyattn.serving.kv_cache.memory.Runner`; `polyattn.integrations.transformers.serving` has the one for
+Models come as a `polyattn.serving.memory.Runner`; `polyattn.integrations.transformers.serving` has the one for
 transformers.
 """
 
 from __future__ import annotations
 
-from ..kv_cache.memory import Forward, Runner
+from ..memory import Forward, Runner
 from .drafting import Speculative
 from .engine import Engine, EngineConfig, Output
 from .sampling import SamplingParams

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from ..attention.phases import Verifier
-from ..kv_cache.memory import Memory, Runner, check_runner
 from ..kv_cache.pool import KVCacheConfig
+from ..memory import Memory, Runner, check_runner
 from ..speculative import Beam, TreeDraft
 from ..step.batch import ForwardMode
 from ..step.tree import DraftTree

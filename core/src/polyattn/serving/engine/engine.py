@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from ...errors import InternalError, InvalidInputError
 from ..graphs.graphs import DeviceGraph
-from ..kv_cache.memory import Memory, Runner, check_runner
 from ..kv_cache.pool import KVCacheConfig
 from ..kv_cache.prefix_cache import check_namespace
+from ..memory import Memory, Runner, check_runner
 from ..speculative import commit, drawn_accept
 from ..step.batch import ForwardMode
 from ..step.tree import DraftTree

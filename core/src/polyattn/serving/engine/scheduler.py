@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from ...errors import OutOfPagesError
-from ..kv_cache.memory import Memory
+from ..memory import Memory
 from .sampling import SamplingParams
 
 __all__ = ["Request", "Scheduler", "Work"]

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contract import RowsWriter
 from ...dispatch.binding import dtype_name
 from ...errors import ConfigError, InvalidInputError
 from ..layer import AttentionLayer
-from ..step.device_ops import CORE, RowsWriter, device_ops
 from .allocating import allocating
+from .device_ops import CORE, device_ops
 from .storage import KVCacheConfig, RowFormat, Rows, formats
 
 __all__ = ["CacheGroup", "KVCacheConfig", "KVPool", "LayerCache", "pages_for"]

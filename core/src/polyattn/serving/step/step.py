@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...contract import StepTables, StepView, StepWriter
 from ...errors import InvalidInputError
+from ..kv_cache.device_ops import device_ops
 from .batch import ForwardBatch
-from .device_ops import StepTables, StepView, StepWriter, device_ops
 from .staging import Memory, Staging
 from .step_metadata import Step
 

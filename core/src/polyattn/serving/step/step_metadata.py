@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...contract import WRITTEN, StepView
 from ...errors import InvalidInputError, UnsupportedRequestError
 from ..kv_cache.pages import first_visible_page
 from .batch import ForwardMode
-from .device_ops import WRITTEN, StepView
 from .staging import Memory
 from .views import OF_LENGTHS, VIEWS
 

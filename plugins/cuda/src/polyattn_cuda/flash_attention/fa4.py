@@ -23,8 +23,8 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters.flash_attention import Packed, Result, Tables, bind, starts
+from polyattn.adapters.pages import cut_pages
 from polyattn.contract import AttentionRequest, Bound
-from polyattn.lowering.finer_pages import cut_pages
 
 from ..records.common import FLASH_ATTN_4
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters.gather_kv import nothing
-from polyattn.contract import AttentionRequest, Bound, KVPart, Session, Slot
-from polyattn.errors import UnsupportedRequestError
+from polyattn.contract import AttentionRequest, Bound, KVPart, Session, Slot, UnsupportedRequestError
 
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
 from .lengths import Lengths, Piece, cut, sighted

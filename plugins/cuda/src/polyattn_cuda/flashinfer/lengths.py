@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import AttentionRequest
-from polyattn.errors import UnsupportedRequestError
+from polyattn.contract import AttentionRequest, UnsupportedRequestError
 
 __all__ = ["Lengths", "Mask", "Piece", "cut", "flattened", "mask_rule", "sighted", "tree_rule"]
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters.gather_kv import nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.contract import AttentionRequest, Bound, KVPart, Session, Slot
-from polyattn.errors import UnsupportedRequestError
+from polyattn.adapters.new_rows import with_new
+from polyattn.contract import AttentionRequest, Bound, KVPart, Session, Slot, UnsupportedRequestError
 
 from ..records.flashinfer import FLASHINFER
 from .lengths import Lengths, Mask, flattened, mask_rule, sighted, tree_rule

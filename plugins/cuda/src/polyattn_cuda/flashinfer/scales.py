@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters.alignment import placed
-from polyattn.contract import AttentionRequest
-from polyattn.errors import GraphError
+from polyattn.contract import AttentionRequest, GraphError
 
 from ..tma import for_tma
 

@@ -20,9 +20,8 @@ from polyattn import adapters
 from polyattn.adapters.alignment import aligned
 from polyattn.adapters.flash_attention import Tables
 from polyattn.adapters.gather_kv import nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.contract import AttentionRequest, Bound, Session, Slot
-from polyattn.errors import UnsupportedRequestError
+from polyattn.adapters.new_rows import with_new
+from polyattn.contract import AttentionRequest, Bound, Session, Slot, UnsupportedRequestError
 from polyattn.semantics.packed import owners
 
 from .. import devices

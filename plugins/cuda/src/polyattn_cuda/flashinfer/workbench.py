@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.contract import AttentionRequest, Slot
-from polyattn.errors import GraphError
+from polyattn.contract import AttentionRequest, GraphError, Slot
 
 __all__ = ["LENDER", "Lender", "Workbench", "float_bytes", "int_bytes", "processors"]
 

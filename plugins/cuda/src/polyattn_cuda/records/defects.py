@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from polyattn.backends.defects import low_lse
+from polyattn.adapters.cudnn_faults import low_lse
 from polyattn.contract import AttentionRequest, Constraint, Defect, NotEmpty, Range, WiderThan, conditions
 
 from .common import AMPERE_AND_LATER, HOPPER

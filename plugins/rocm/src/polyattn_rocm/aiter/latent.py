@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters.gather_kv import deliver, nothing
-from polyattn.backends.torch_sdpa import signed
+from polyattn.adapters.scale_sign import signed
 from polyattn.contract import AttentionRequest, Bound
 from polyattn.semantics.paged_kv import Tokens
 

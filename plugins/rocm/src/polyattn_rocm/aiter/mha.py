@@ -21,8 +21,7 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters.flash_attention import Packed, Result, Tables, bind, dropping
-from polyattn.contract import AttentionRequest, Bound
-from polyattn.errors import BackendUnavailableError
+from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound
 from polyattn.semantics.masks import may_have_empty_rows
 
 from ..records.common import AITER

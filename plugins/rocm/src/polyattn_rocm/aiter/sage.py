@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.backends.torch_sdpa import signed
+from polyattn.adapters.scale_sign import signed
 from polyattn.contract import AttentionRequest, Bound
 
 from ..records.common import AITER_0_1_20

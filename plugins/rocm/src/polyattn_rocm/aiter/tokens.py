@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.lowering.finer_pages import cut_pages
+from polyattn.adapters.pages import cut_pages
 
 __all__ = ["SPARE", "TokenLists", "token_lists"]
 

@@ -22,8 +22,8 @@ from polyattn import adapters
 from polyattn.adapters.alignment import placed
 from polyattn.adapters.free_slots import without_free_slots
 from polyattn.adapters.gather_kv import nothing
-from polyattn.backends.paged_varlen_attn import with_new
-from polyattn.backends.torch_sdpa import signed
+from polyattn.adapters.new_rows import with_new
+from polyattn.adapters.scale_sign import signed
 from polyattn.contract import AttentionRequest, Bound
 from polyattn.semantics.paged_kv import Tokens
 

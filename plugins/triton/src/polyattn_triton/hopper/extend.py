@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import AttentionRequest
-from polyattn.tuning import Key
+from polyattn.contract import AttentionRequest, Key
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import on_hopper
 from polyattn_triton.kernels.choices import EPOCH, chosen

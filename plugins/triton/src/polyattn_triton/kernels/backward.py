@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.tuning import Key
+from polyattn.contract import Key
 from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
 
 import triton  # isort: skip

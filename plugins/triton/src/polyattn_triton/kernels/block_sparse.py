@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters.alignment import aligned
-from polyattn.backends.samples import parts_of
-from polyattn.tuning import Key
+from polyattn.adapters.samples import parts_of
+from polyattn.contract import Key
 from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
 
 import triton  # isort: skip

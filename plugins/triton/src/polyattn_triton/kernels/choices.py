@@ -8,8 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from polyattn.epoch import EPOCH
-from polyattn.tuning import Kernel, Key, kernel_config
+from polyattn.adapters.tuned import EPOCH, Kernel, Key, kernel_config
 from polyattn_triton.kernels.room import Room, accepted, fitting, refused, shared_memory
 
 __all__ = ["EPOCH", "architecture", "chosen"]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.tuning import Key
+from polyattn.contract import Key
 from polyattn_triton import runtime
 from polyattn_triton.kernels import rules  # before Triton: it decides how that is imported
 from polyattn_triton.kernels.arguments import MASKS, mask_arguments

@@ -21,7 +21,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
-from polyattn.tuning import Key  # isort: skip
+from polyattn.contract import Key  # isort: skip
 from polyattn_triton.kernels.arguments import MASKS, mask_arguments
 from polyattn_triton.kernels.cached import (
     as_stored,

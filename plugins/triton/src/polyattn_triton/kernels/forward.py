@@ -15,7 +15,7 @@ from torch import Tensor
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from polyattn.tuning import Key
+from polyattn.contract import Key
 from polyattn_triton.kernels.arguments import (
     configured,
     constants_of,

@@ -27,7 +27,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from torch import Tensor  # isort: skip
 
-from polyattn.tuning import Key  # isort: skip
+from polyattn.contract import Key  # isort: skip
 from polyattn_triton.hopper import latent as hopper  # isort: skip
 from polyattn_triton.kernels.arguments import mask_arguments  # isort: skip
 from polyattn_triton.kernels.cached import as_stored, numbers  # isort: skip

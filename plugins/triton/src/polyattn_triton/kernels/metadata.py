@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyattn.errors import InvalidInputError
+from polyattn.contract import InvalidInputError
 from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip

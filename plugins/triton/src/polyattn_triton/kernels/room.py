@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from polyattn.epoch import bump
-from polyattn.errors import UnsupportedRequestError
-from polyattn.tuning import Kernel, Key
+from polyattn.adapters.tuned import bump
+from polyattn.contract import Kernel, Key, UnsupportedRequestError
 from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 from triton.runtime.errors import OutOfResources, PTXASError  # isort: skip

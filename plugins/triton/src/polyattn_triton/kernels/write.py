@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.errors import InvalidInputError, UnsupportedRequestError
+from polyattn.contract import InvalidInputError, UnsupportedRequestError
 from polyattn.semantics.kv_quant import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS
 from polyattn_triton import runtime  # first: it decides how Triton is imported
 
@@ -474,7 +474,7 @@ class Writer:
         self._known: dict[Any, tuple[Repeated, Launched]] = {}
 
     def __call__(self, slots: Tensor, key: Tensor, value: Tensor | None = None, *, rows: bool = True) -> None:
-        """As `polyattn.serving.step.device_ops.RowsWriter`."""
+        """As `polyattn.contract.RowsWriter`."""
         lies = key.stride(), None if value is None else value.stride(), rows
         found = self._known.get(lies)
         if found is None:

@@ -1,42 +1,19 @@
-"""What serving does on a device beside attention, by kernels that a package brings: writing rows of a cache, and the
-tables of a step.
+"""What a plugin's class for serving on a device looks like: kernels that write rows of a cache, and a step's tables.
 
-Core's own torch operators are the definition, and serve wherever nobody brings kernels. A plugin announces a class
-(`polyattn_register_device_ops`); it is imported when a pool is made on such a device. Importing this imports no torch.
+`DeviceOpsInfo.target` names such a class. Core's own torch operators do the same wherever nobody brings kernels.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
-
-from ...contract import DeviceOpsInfo
-from ...registry.distributions import distribution_version
-from ...registry.manager import get_manager
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..kv_cache.pool import LayerCache
-
-__all__ = [
-    "CORE",
-    "WRITTEN",
-    "DeviceOps",
-    "RowsWriter",
-    "StepTables",
-    "StepView",
-    "StepWriter",
-    "device_ops",
-]
-
-CORE = "polyattn"
-"""Who writes where no package brings kernels."""
+__all__ = ["WRITTEN", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter"]
 
 WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
 """Views of a `Step` that a `StepWriter` writes beside its page_table and seq_lens."""
@@ -48,8 +25,8 @@ class DeviceOps(Protocol):
     name: str
     """For people: who writes."""
 
-    def rows_writer(self, cache: LayerCache, dtype: torch.dtype) -> RowsWriter | None:
-        """What writes rows of `dtype` into a cache of a pool, asked once for each; None: core does."""
+    def rows_writer(self, cache: Any, dtype: torch.dtype) -> RowsWriter | None:
+        """What writes rows of `dtype` into a `polyattn.serving.LayerCache`, asked once for each; None: core does."""
 
 
 class RowsWriter(Protocol):
@@ -112,31 +89,3 @@ class StepWriter(Protocol):
     def writer(self, tables: StepTables) -> Callable[[], None]:
         """Writes all of it on the current stream, at every call: the tensors stay where they are, what is in them
         changes."""
-
-
-def device_ops(device_type: str) -> DeviceOps | None:
-    """The kernels for a kind of device; None: core's operators serve. What cannot be imported is warned about."""
-    here = (one for one in get_manager().device_ops if one.device_type == device_type)
-    return _first(device_type, tuple(sorted(here, key=lambda one: (one.rank, one.target))))
-
-
-@functools.cache
-def _first(device_type: str, announced: tuple[DeviceOpsInfo, ...]) -> DeviceOps | None:
-    """The first of what plugins announce that can be used."""
-    for one in announced:
-        if any(distribution_version(name) is None for name in one.requires):
-            continue
-        module, _, name = one.target.partition(":")
-        try:
-            found: Any = getattr(importlib.import_module(module), name)()
-        except Exception as exc:  # noqa: BLE001 - a stranger's module may raise anything; core serves instead, and says so
-            warnings.warn(
-                f"{one.target}: its kernels for serving on {device_type} cannot be used ({type(exc).__name__}: {exc}); "
-                f"polyattn's own operators write the caches, which is slow where these are quantised",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            continue
-        ops: DeviceOps = found
-        return ops
-    return None

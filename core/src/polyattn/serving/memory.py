@@ -10,21 +10,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...errors import BackendUnavailableError, GraphError, InvalidInputError, UnsupportedRequestError
-from ..attention.backend import AttentionBackend
-from ..attention.phases import Asked, Verifier, layer_request
-from ..attention.plan_slots import on_device
-from ..attention.workspace import Limits
-from ..graphs.graphs import DeviceGraph, GraphRunner, graphs_of
-from ..layer import AttentionLayer
-from ..step.batch import ForwardBatch, ForwardMode
-from ..step.requests import RequestTable
-from ..step.step import Step
-from ..step.tree import DraftTree
-from .layout import negotiate_layout
-from .pages import PageAllocator, check_pages
-from .pool import KVCacheConfig, KVPool
-from .prefix_cache import PrefixCache
+from ..errors import BackendUnavailableError, GraphError, InvalidInputError, UnsupportedRequestError
+from .attention.backend import AttentionBackend
+from .attention.phases import Asked, Verifier, layer_request
+from .attention.plan_slots import on_device
+from .attention.workspace import Limits
+from .graphs.graphs import DeviceGraph, GraphRunner, graphs_of
+from .kv_cache.layout import negotiate_layout
+from .kv_cache.pages import PageAllocator, check_pages
+from .kv_cache.pool import KVCacheConfig, KVPool
+from .kv_cache.prefix_cache import PrefixCache
+from .layer import AttentionLayer
+from .step.batch import ForwardBatch, ForwardMode
+from .step.requests import RequestTable
+from .step.step import Step
+from .step.tree import DraftTree
 
 __all__ = ["Forward", "Memory", "Runner", "check_runner"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...contract import PlatformInfo
+from .backend import PlatformInfo
 
 __all__ = ["CORE_PLATFORMS"]
 

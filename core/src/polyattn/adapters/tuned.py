@@ -1,0 +1,9 @@
+"""What a kernel asks before a launch: its measured choices, and whether selections made before still hold."""
+
+from __future__ import annotations
+
+from ..contract import Choices, Kernel, Key
+from ..epoch import EPOCH, bump
+from ..tuning import kernel_config
+
+__all__ = ["EPOCH", "Choices", "Kernel", "Key", "bump", "kernel_config"]
