@@ -49,7 +49,7 @@ from .compile.symbolic import recorded_call
 from .compile.trace import trace_dense
 from .device_facts import transform
 
-__all__ = ["DENSE_KEY", "DenseSite", "attention", "bind", "dense_request"]
+__all__ = ["DENSE_KEY", "DenseSite", "attention", "bind", "dense_request", "dense_signature"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _scope = overrides.SCOPE.get
@@ -100,6 +100,19 @@ def _dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any,
         transform(q, k, v, mask, sinks),
         torch_deterministic(),
     )
+
+
+def dense_signature(layout: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any) -> tuple[Any, ...]:
+    """The signature of a dense call.
+
+    Raises:
+        InvalidInputError: arguments that have none.
+    """
+    try:
+        return _dense_key(q, k, v, mask, sinks, out, layout == "BSHD")
+    except (AttributeError, RuntimeError, TypeError, ValueError) as exc:
+        validation.check_dense(q, k, v, mask, sinks, out, layout)
+        raise InvalidInputError(f"the arguments of attention cannot be read: {exc}; pass 4-D tensors") from exc
 
 
 def dense_request(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any) -> AttentionRequest:
@@ -277,11 +290,7 @@ class DenseSite:
         if self._epoch != EPOCH.value:
             self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
         entries = self._entries
-        try:
-            signature = _dense_key(query, key, value, attn_mask, sinks, out, self._bshd)
-        except (AttributeError, RuntimeError, TypeError, ValueError) as exc:
-            validation.check_dense(query, key, value, attn_mask, sinks, out, self.static.layout)
-            raise InvalidInputError(f"the arguments of attention cannot be read: {exc}; pass 4-D tensors") from exc
+        signature = dense_signature(self.static.layout, query, key, value, attn_mask, sinks, out)
         entry = entries.get(signature)
         if entry is None:
             entry = self._resolve(query, key, value, attn_mask, sinks, out)

@@ -24,7 +24,7 @@ from .compile.symbolic import recorded_call
 from .compile.trace import trace_varlen
 from .device_facts import transform
 
-__all__ = ["VarlenSite", "varlen_attention", "varlen_request"]
+__all__ = ["VarlenSite", "packed_key", "varlen_attention", "varlen_request"]
 
 # By dynamo, or by an export without it.
 _is_tracing = torch.compiler.is_compiling
@@ -68,21 +68,7 @@ class VarlenSite:
             static = dataclasses.astuple(self.static)
             return trace_varlen(query, key, value, attn_mask, sinks, out, lens, static, self._argument)
         validation.check_lengths(q, k, **lens)
-        relation = _packed_relation(lens)
-        signature = (
-            *(type(query), type(key), type(value), query.dtype, key.dtype, value.dtype, query.device),
-            *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], relation),
-            not (query.numel() and key.numel() and value.numel()),
-            max(query.numel(), key.numel(), value.numel()) >= call_key.LARGE,
-            aligned(query, key, value),
-            (query.requires_grad, key.requires_grad, value.requires_grad) if call_key.grad_on() else None,
-            None if attn_mask is None else (attn_mask.dtype, attn_mask.requires_grad),
-            call_key.sinks_key(sinks),
-            out is None,
-            *(call_key.autocast_dtype(query.device.type), capturing(query.device.type)),
-            transform(query, key, value, attn_mask, sinks),
-            call_key.torch_deterministic(),
-        )
+        signature = packed_key(query, key, value, attn_mask, sinks, out, lens)
         entry = entries.get(signature)
         if entry is None:
             chosen = choose(varlen_request(self.static, q, k, v, attn_mask, sinks, lens), self._argument, self._scope)
@@ -105,6 +91,26 @@ def _packed_relation(lens: dict[str, Any]) -> str:
     if lens["cu_seqlens_q"] is lens["cu_seqlens_k"]:
         return "equal"
     return "one" if lens["max_seqlen_q"] == 1 else "more"
+
+
+def packed_key(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, out: Any, lens: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The complete signature of a packed call, whose tensors are checked already."""
+    return (
+        *(type(query), type(key), type(value), query.dtype, key.dtype, value.dtype, query.device),
+        *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], _packed_relation(lens)),
+        not (query.numel() and key.numel() and value.numel()),
+        max(query.numel(), key.numel(), value.numel()) >= call_key.LARGE,
+        aligned(query, key, value),
+        (query.requires_grad, key.requires_grad, value.requires_grad) if call_key.grad_on() else None,
+        None if mask is None else (mask.dtype, mask.requires_grad),
+        call_key.sinks_key(sinks),
+        out is None,
+        *(call_key.autocast_dtype(query.device.type), capturing(query.device.type)),
+        transform(query, key, value, mask, sinks),
+        call_key.torch_deterministic(),
+    )
 
 
 def varlen_request(
