@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Hashable
@@ -19,7 +20,7 @@ from ..lowering import Plan, bind
 from ..registry.manager import get_manager
 from ..selection.config import check_options
 from ..selection.inspection import catalogue, served_by
-from ..selection.overrides import Scope, current_settings
+from ..selection.overrides import SCOPE, Scope, current_settings
 from ..selection.select import Selection, select
 from ..selection.tuned_policy import compiled_policy, current_policy
 from ..tuning import with_lengths
@@ -27,7 +28,7 @@ from .by_length import settled
 from .device_facts import device_facts, dtype_name
 from .trace_requests import observed, opaque
 
-__all__ = ["Chosen", "choose", "device_facts", "dtype_name", "remembered", "select_here"]
+__all__ = ["Asked", "Chosen", "choose", "device_facts", "dtype_name", "explained_by", "remembered", "select_here"]
 
 log = logging.getLogger("polyattn.selection")
 
@@ -60,6 +61,23 @@ def select_here(
     """Selection on this machine under the override chain, for a call of these lengths."""
     policy = current_policy(argument, scope, with_lengths(request, *extent))
     return select(request, catalogue(), policy, full=full)
+
+
+Asked = tuple[AttentionRequest, str | None, Extent]
+"""What a call asks for: its request, the backend that it names, and its lengths."""
+
+
+def explained_by(call: Any, asked: Callable[..., Asked]) -> None:
+    """Let `polyattn.explain` answer for a public call. asked: the call's arguments by name -> what it asks for."""
+    signature = inspect.signature(call)
+
+    def explain(*args: Any, **kwargs: Any) -> Selection:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        request, backend, extent = asked(**given.arguments)
+        return select_here(request, backend, SCOPE.get(), extent, full=True)
+
+    call.__polyattn_explain__ = explain
 
 
 def choose(

@@ -25,10 +25,10 @@ from ..errors import InvalidInputError
 from ..selection import overrides
 from ..selection.select import Selection
 from ..semantics import validation
-from .binding import Chosen, choose, select_here
+from .binding import Asked, Chosen, choose, explained_by, select_here
+from .bound_table import SIGNATURES_KEPT
 from .call_key import (
     LARGE,
-    SIGNATURES_KEPT,
     SITES_KEPT,
     Static,
     autocast_dtype,
@@ -272,8 +272,7 @@ class DenseSite:
         return self._find(query, key, value, attn_mask, sinks, out)
 
     def _trace(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
-        static = _constants(self.static)
-        return trace_dense(query, key, value, attn_mask, sinks, out, static, self._argument, self._scope)
+        return trace_dense(query, key, value, attn_mask, sinks, out, self.static, self._argument, self._scope)
 
     def _find(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
         if not isinstance(query, Tensor):
@@ -333,13 +332,6 @@ class DenseSite:
         return select_here(request, self._argument, self._scope, extent, full=True)
 
 
-def _constants(static: Static) -> tuple[Any, ...]:
-    return (
-        *(static.causal, static.window, static.softcap, static.scale, static.layout),
-        *(static.dropout_p, static.return_lse, static.deterministic),
-    )
-
-
 _sites: dict[Any, Any] = {}
 
 
@@ -388,7 +380,7 @@ def attention(
             one cannot; the message has everyone's reasons. BackendUnavailableError: the named one is not here.
     """
     if _is_tracing():
-        static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
+        static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)
     try:
         left, right = window
@@ -402,8 +394,8 @@ def attention(
     except (TypeError, ValueError):  # an unhashable argument: a window as a list is fine, the rest is told
         name = site = None  # type: ignore[assignment]
     if site is None:
-        static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
-        site = DenseSite(Static(*static), backend).__call__
+        static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
+        site = DenseSite(static, backend).__call__
         if len(_sites) >= SITES_KEPT:
             _sites.clear()
         if name is not None:
@@ -434,18 +426,11 @@ def bind(
     return DenseSite(static, backend)
 
 
-def _explain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    sinks: Any = None,
-    attn_mask: Any = None,
-    backend: str | None = None,
-    out: Any = None,
-    **static: Any,
-) -> Selection:
-    return DenseSite(Static(**static), backend).__polyattn_explain__(query, key, value, attn_mask, sinks, out)
+def _asked(
+    query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, backend: Any, **static: Any
+) -> Asked:
+    request = dense_request(Static(**static).checked(), query, key, value, attn_mask, sinks, out)
+    return request, backend, extent_of(request)(query, key)
 
 
-attention.__polyattn_explain__ = _explain_attention  # type: ignore[attr-defined]
+explained_by(attention, _asked)

@@ -24,7 +24,7 @@ from ..semantics import validation
 from ..semantics.autograd import recomputed_backward
 from .binding import Chosen, choose, select_here
 from .bound_table import BoundTable
-from .call_key import Static, autocast_dtype, backend_name, cast
+from .call_key import Static, autocast_dtype, backend_name, cast, without_autocast
 from .dense import dense_request, dense_signature
 from .varlen import packed_key, varlen_request
 
@@ -149,7 +149,7 @@ class Part:
         with torch.no_grad():
             query, key, value, entry = self._entry(query, key, value, attn_mask, lens)
             run = entry.chosen.ranged(f"{self._spec.call} part", entry.forward)
-            return _without_autocast(run, query, key, value, attn_mask=attn_mask, **lens)
+            return without_autocast(run, query, key, value, attn_mask=attn_mask, **lens)
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Any, lens: Any
@@ -159,7 +159,7 @@ class Part:
             _check_whole(dout, out, lse, query, value)
             dout, out = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (dout, out))
             given = (dout, query, key, value, out, lse)
-            grads = _without_autocast(entry.backward, *given, attn_mask=attn_mask, **lens)
+            grads = without_autocast(entry.backward, *given, attn_mask=attn_mask, **lens)
         return tuple(grad.to(one.dtype) for grad, one in zip(grads, (q, k, v), strict=True))
 
     def _entry(
@@ -239,13 +239,6 @@ def _check_whole(dout: Any, out: Any, lse: Any, query: Tensor, value: Tensor) ->
             )
 
 
-def _without_autocast(run: Any, query: Tensor, *rest: Any, **given: Any) -> Any:
-    if autocast_dtype(query.device.type) is None:
-        return run(query, *rest, **given)
-    with torch.autocast(query.device.type, enabled=False):
-        return run(query, *rest, **given)
-
-
 def _as_compiled(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`; in code that is compiled, between two graphs."""
     return functools.partial(_between_graphs, run) if torch.compiler.is_compiling() else run
@@ -285,9 +278,13 @@ def bind_part(
         InvalidInputError: an argument no backend could serve.
 
     Example:
-        >>> first, second = bind_part(), bind_part()
-        >>> parts = [first.forward(q, k[:, :8], v[:, :8]), second.forward(q, k[:, 8:], v[:, 8:])]
-        >>> out, lse = polyattn.merge(*zip(*parts))
-        >>> dq, dk, dv = first.backward(dout, q, k[:, :8], v[:, :8], out, lse)  # and the second: dq is the sum
+        >>> import polyattn
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> part, halves = bind_part(), [(k[:, :8], v[:, :8]), (k[:, 8:], v[:, 8:])]
+        >>> out, lse = polyattn.merge(*zip(*(part.forward(q, *half) for half in halves)))
+        >>> grads = [part.backward(torch.ones_like(out), q, *half, out, lse) for half in halves]
+        >>> dquery = grads[0][0] + grads[1][0]
+        >>> torch.allclose(out, polyattn.attention(q, k, v), atol=1e-5)
+        True
     """
     return Part(Static(causal, window, softcap, scale, layout, 0.0, True, deterministic), backward, backend)

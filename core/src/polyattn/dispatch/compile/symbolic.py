@@ -3,7 +3,6 @@ does."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..call_key import Static
 
 __all__ = ["recorded", "recorded_call"]
 
-_DEFAULTS = dataclasses.asdict(Static())
+_DEFAULTS = Static()._asdict()
 
 
 def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Proxy | None:
@@ -33,7 +32,7 @@ def recorded_call(function: Callable[..., Any], site: Any, *args: Any, **kwargs:
     Raises:
         InvalidInputError: the site belongs to a component, which is not an argument.
     """
-    stated = {name: value for name, value in dataclasses.asdict(site.static).items() if value != _DEFAULTS[name]}
+    stated = {name: value for name, value in site.static._asdict().items() if value != _DEFAULTS[name]}
     stated = {name: value for name, value in stated.items() if value != "THD"}
     scope: Scope = site._scope
     named = site._argument or scope[0]
