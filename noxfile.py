@@ -121,7 +121,7 @@ def environment(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
     """Run the tests of core and of every plugin; arguments after `--` go to pytest."""
-    elsewhere = ("conformance", "docs", "packaging", "third_party")  # sessions of their own
+    elsewhere = ("testing/conformance", "docs", "packaging", "third_party")  # sessions of their own
     pytest(session, *(f"--ignore=tests/{room}" for room in elsewhere), parallel=True)
 
 
@@ -140,7 +140,7 @@ for _name in PLUGINS:
 @nox.session(venv_backend="none", requires=["environment"])
 def conformance(session: nox.Session) -> None:
     """Check what the backends that run here declare against the reference, and that the checks catch faults."""
-    pytest(session, "tests/conformance", parallel=True)
+    pytest(session, "tests/testing/conformance", parallel=True)
 
 
 @nox.session(venv_backend="none", requires=["environment"])
@@ -282,7 +282,7 @@ def torch(session: nox.Session, end: str) -> None:
     kept = Path(session.create_tmp()) / "constraints.txt"
     kept.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in free), "utf-8")
     session.install("-c", str(kept), *ENDS[end], *EVERYTHING)
-    rooms = ("semantics", "dispatch", "selection", "plugins", "rules", "errors", "integrations")
+    rooms = ("semantics", "dispatch", "selection", "registry", "integrations")
     serving = (f"tests/serving/test_{name}.py" for name in SERVED)
     session.run("python", "-m", "pytest", *(f"tests/{room}" for room in rooms), *serving, "-n", "2", *session.posargs)
 

@@ -109,7 +109,7 @@ def paged(peer: peers.Peer, operator: peers.Peer | None, backend: str, device: t
     query = torch.randn(row.batch, row.heads, row.head_dim, dtype=torch.bfloat16, device=device)
     key_cache, value_cache = pool.cache(0).tensors
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-    inputs = Inputs(workload(row, device), device, [tensors], dict(step.tables), step=step, pool=pool)
+    inputs = Inputs(workload(row, device), device, [tensors], dict(step.keywords), step=step, pool=pool)
     return {
         BY_HAND: functools.partial(peer.prepare(inputs), 0),
         "planned": lambda: engine.forward(query, None, None, layer),

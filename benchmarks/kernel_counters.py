@@ -61,11 +61,11 @@ LEAST = 0.05
 
 def call_rows() -> None:
     """One call of each row where the profiler looks, `MARK` before it."""
-    from polyattn.bench.asking import Asked
+    from polyattn.bench.cli_options import BenchOptions
     from polyattn.bench.entries import OWN, Seen, entries_of
     from polyattn.bench.workloads import inputs_of, workload
 
-    plan, _ = Asked(sheets=(str(SHEET),), candidates=("triton",), device="cuda").plan()
+    plan, _ = BenchOptions(sheets=(str(SHEET),), candidates=("triton",), device="cuda").plan()
     for name, wanted in ROWS.items():
         (row,) = (row for row in plan.rows if all(getattr(row, field) == value for field, value in wanted.items()))
         asked = workload(row, plan.device)

@@ -12,12 +12,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import re
 import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from polyattn.bench import pages, plots
+from polyattn.bench.bars import best
 
 RESULTS = Path(__file__).parent / "results"
 _NAMES = ("README.md", "docs/benchmarks.md", "docs/benchmark-rows.md", "docs/kernels.md")
@@ -39,6 +43,44 @@ def ratios(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def rows(result: dict[str, Any]) -> str:
+    """The run in a line; a table of rates for each family; what failed, with its reason."""
+    return "\n".join([*pages.head(result)[:-1], *pages.families(result)])
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The run in a line, its bars; each family in a line, the fastest candidate beside the fastest peer."""
+    lines = pages.head(result)
+    if result["verdicts"]:
+        lines += [*pages.bars_table(result["verdicts"]), ""]
+    lines += ["| family | rows | fastest candidate | fastest peer, in rows | geometric mean | least | of row |"]
+    lines += ["|---|---:|---|---|---:|---:|---|"]
+    for name in dict.fromkeys(row["family"] for row in result["rows"]):
+        lines.append(in_a_line(name, [row for row in result["rows"] if row["family"] == name]))
+    return "\n".join(lines)
+
+
+def in_a_line(family: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """A family: rates from the least to the most, ratios of its accepted rows to the fastest peer."""
+    rates, peers, ratios = [], Counter[str](), {}
+    for row in (row for row in rows if row["accepted"]):
+        own, peer = best(row, peers=False), best(row, peers=True)
+        if own is not None:
+            rates.append(row["entries"][own]["rate"])
+        if peer is not None:
+            peers[peer] += 1
+        if own is not None and peer is not None:
+            ratios[row["name"]] = row["entries"][peer]["us"] / row["entries"][own]["us"]
+    least = min(ratios, key=lambda name: ratios[name], default="")
+    mean = math.exp(math.fsum(map(math.log, ratios.values())) / len(ratios)) if ratios else None
+    count = str(len(rates)) if len(rates) == len(rows) else f"{len(rates)} of {len(rows)}"
+    shown = dict.fromkeys(map(pages.figure, (min(rates), max(rates)))) if rates else ()
+    named = ", ".join(f"{name} {n}" for name, n in peers.most_common())
+    cells = ["" if mean is None else f"{mean:.2f}", f"{ratios[least]:.2f}" if least else "", least]
+    span = f"{' to '.join(shown)} {rows[0]['unit']}" if rates else ""
+    return f"| {' | '.join([family, count, span, named, *cells])} |"
+
+
 def drawn(result: dict[str, Any]) -> list[str]:
     """The sheets of a run that have a picture: something of them was timed."""
     timed = (row["sheet"] for row in result["rows"] if any("us" in entry for entry in row["entries"].values()))
@@ -50,7 +92,7 @@ def pictures(result: dict[str, Any], folder: str) -> str:
     return "\n".join(f"![{result['titles'][sheet]}](images/{folder}/{sheet}.svg)" for sheet in drawn(result))
 
 
-VIEWS = {"": pages.markdown, "summary": pages.summary, "rows": pages.rows, "ratios": ratios}
+VIEWS = {"": pages.markdown, "summary": summary, "rows": rows, "ratios": ratios}
 
 
 def table(block: str) -> str:

@@ -31,7 +31,7 @@ import report
 import torch
 
 import polyattn
-from polyattn.contract import AttentionRequest, BackendInfo, Bound, Provider, Range, row
+from polyattn.contract import AttentionRequest, BackendInfo, Bound, PagedTables, Provider, Range, row
 from polyattn.contract.hookspecs import hookimpl
 from polyattn.dispatch.device_facts import device_facts
 from polyattn.serving import (
@@ -73,11 +73,14 @@ OUT: dict[torch.device, torch.Tensor] = {}
 """What the kernel returns, by device."""
 
 
+POLYATTN_API_VERSION = 2
+
+
 class Nothing:
     """Binds every request to a function that returns memory it was not asked to fill."""
 
     def bind(self, request: AttentionRequest) -> Bound:
-        def forward(query: torch.Tensor, *caches: torch.Tensor, **tables: Any) -> torch.Tensor:
+        def forward(query: torch.Tensor, *caches: torch.Tensor, tables: PagedTables, **given: Any) -> torch.Tensor:
             return OUT[query.device][: query.shape[0]]
 
         return Bound(forward)
@@ -109,7 +112,7 @@ class Problem:
         limits = Limits(max_sequences=count, max_tokens=count, max_seqlen=TOKENS + PAGE)
         self.backend = AttentionBackend(self.layers, pool, table, limits=limits, backend="nothing")
         self.first = self._batch = ForwardBatch(ForwardMode.DECODE, rows, [TOKENS] * count, [1] * count)
-        self.tables = {**self.begin().tables}
+        self.tables = self.begin().tables
         self.caches = pool.cache(0).tensors
         self.query = torch.randn(count, HEADS, WIDTH, device=device)
         self.new = torch.randn(2, count, KV_HEADS, WIDTH, device=device)
@@ -123,9 +126,10 @@ class Problem:
             self.first,
         )
         query, caches, tables, (key, value) = self.query, self.caches, self.tables, self.new
-        more: dict[str, Any] = {**tables, "causal": True, "backend": "nothing"}
+        more: dict[str, Any] = {"causal": True, "backend": "nothing"}
+        more |= {name: getattr(tables, name) for name in PagedTables._fields[:5]}
         return {
-            "kernel by hand": lambda: bound(query, *caches, **tables),
+            "kernel by hand": lambda: bound(query, *caches, tables=tables),
             "forward_decode": lambda: backend.forward_decode(query, None, None, layer, batch),
             "forward": lambda: backend.forward(query, None, None, layer),
             "with new keys": lambda: self.again().forward(query, key, value, layer),

@@ -117,15 +117,13 @@ def plain_step(inputs: Inputs) -> PlainStep:
     if len(set(inputs.workload.lengths)) > 1:
         raise UnsupportedRequestError("called here with sequences of one length")
     extra, size = inputs.extra, inputs.workload.request.page_size
-    table, lens = extra["page_table"], extra["seq_lens"]
+    table, lens, starts = extra["tables"][:3]
     for part in extra.get("kv_parts", ()):
         # Whole pages: those of a sequence follow them.
         table = torch.cat([part.page_table.expand(table.shape[0], -1), table], 1).contiguous()
         lens = lens + part.seq_lens
     q_len, kv_len = inputs.workload.longest
-    return PlainStep(
-        table, lens, extra["cu_seqlens_q"], q_len, kv_len + inputs.workload.shared, *csr(table, lens, size)
-    )
+    return PlainStep(table, lens, starts, q_len, kv_len + inputs.workload.shared, *csr(table, lens, size))
 
 
 def csr(table: Tensor, lens: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -81,9 +81,9 @@ def cascade(inputs: Inputs) -> Call:
         raise UnsupportedRequestError("takes rows with a prefix that all sequences share")
     extra, size, device = inputs.extra, request.page_size, inputs.device
     (part,) = extra["kv_parts"]
-    own = csr(extra["page_table"], extra["seq_lens"], size)
+    table, lens, starts = extra["tables"][:3]
+    own = csr(table, lens, size)
     shared = csr(part.page_table[:1], part.seq_lens[:1], size)
-    starts = extra["cu_seqlens_q"]
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, _workspace(inputs), "NHD")
     wrapper.plan(
         [torch.tensor([0, inputs.workload.tokens], dtype=torch.int32, device=device), starts],

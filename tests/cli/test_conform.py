@@ -400,7 +400,7 @@ def test_wrong_words(run: Run, acme: Path, words: tuple[str, ...], code: int, me
 
 
 def test_help_says_how_much_more_a_full_run_is(run: Run) -> None:
-    assert "Up to ten times as many combinations" in " ".join(run("conform", "--help").out.split())
+    assert "up to ten times as many combinations" in " ".join(run("conform", "--help").out.split())
 
 
 # --- the kit itself

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from polyattn import PluginError, integrations, tuning
+from polyattn import PluginError, tuning
 from polyattn.cli import doctor as doctor_module
 from polyattn.contract import BackendInfo, DeviceReport, Provider, Requirement, row
+from polyattn.integrations.common import hosts
 from polyattn.registry.manager import get_manager, reset_manager
 from polyattn.selection.inspection import list_backends
 
@@ -380,12 +381,10 @@ def polyattn_register_backends():
 
 
 def test_a_host_that_is_too_old(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = integrations.distribution_version
-    monkeypatch.setattr(
-        integrations, "distribution_version", lambda name: "5.3.0" if name == "transformers" else own(name)
-    )
+    own = hosts.distribution_version
+    monkeypatch.setattr(hosts, "distribution_version", lambda name: "5.3.0" if name == "transformers" else own(name))
     (problem,) = run("doctor", "--json").data["problems"]
     assert problem.startswith("transformers 5.3.0 is installed, 5.4 or newer is needed")
     assert "pip install -U transformers" in problem
-    monkeypatch.setattr(integrations, "distribution_version", lambda name: None)
-    assert integrations.outdated("transformers") == ""
+    monkeypatch.setattr(hosts, "distribution_version", lambda name: None)
+    assert hosts.outdated("transformers") == ""

@@ -13,10 +13,11 @@ import torch
 
 import polyattn
 from polyattn import AttentionRequest, ConfigError
-from polyattn.cli.asking import QUERY_DTYPES, Question, ask
 from polyattn.cli.explain import _assumed, here
+from polyattn.cli.questions import ask
 from polyattn.cli.reasons import reasons_table
 from polyattn.contract import DeviceReport
+from polyattn.contract.vocabulary import DTYPE_WORDS
 from polyattn.selection.config import KV_CACHE_DTYPES
 from polyattn.serving import AttentionLayer
 from polyattn.serving.attention.phases import layer_request
@@ -271,7 +272,7 @@ REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("flags", "fields"), REQUESTS, ids=[str(flags) for flags, _ in REQUESTS])
 def test_flags_become_fields(flags: dict[str, Any], fields: dict[str, Any]) -> None:
-    request = ask(Question(**flags))
+    request = ask(flags)
     assert {name: getattr(request, name) for name in fields} == fields
 
 
@@ -284,7 +285,7 @@ def test_the_pinned_cache_dtypes(run: Run, word: str) -> None:
 
 
 def test_every_word_for_a_dtype_is_a_request_dtype() -> None:
-    for words in (QUERY_DTYPES, KV_CACHE_DTYPES):
+    for words in (DTYPE_WORDS, KV_CACHE_DTYPES):
         for word in words:
             assert AttentionRequest(dtype=words[word]).dtype == words[word]
 
@@ -331,12 +332,12 @@ def test_every_word_for_a_dtype_is_a_request_dtype() -> None:
 )
 def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ask(Question(**flags))
+        ask(flags)
     assert message in str(caught.value)
 
 
 def test_a_method_that_no_plugin_here_knows_is_left_to_the_backends(run: Run) -> None:
-    assert ask(Question(method="acme")).method == "acme"
+    assert ask({"method": "acme"}).method == "acme"
 
 
 @pytest.mark.parametrize("name", ["causal", "save-kv-cache"])
@@ -456,7 +457,7 @@ def test_a_question_about_serving_is_what_a_layer_asks(flags, layer, phase, topk
     made = AttentionLayer(*shape, scale=192**-0.5 if latent else None, **layer)
     stored = {"page_size": 64} if latent else {"page_size": 16, "kv_layout": "NHD"}
     wanted = layer_request(made, stored, phase=phase, dtype=torch.bfloat16, device=torch.device("cpu"), topk=topk)
-    found = ask(Question(**flags), {"features": wanted.features})
+    found = ask(flags, {"features": wanted.features})
     assert found.normalised() == wanted
 
 
@@ -466,7 +467,7 @@ def test_a_question_about_a_dense_call_is_what_it_asks(layout: str) -> None:
     if layout == "BHSD":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     wanted = polyattn.explain(polyattn.attention, q, k, k, causal=True, layout=layout).request
-    found = ask(Question(**LAYER, causal=True, layout=layout), {"features": wanted.features})
+    found = ask({**LAYER, "causal": True, "layout": layout}, {"features": wanted.features})
     assert found.normalised() == dataclasses.replace(wanted, batch_bucket=0, q_bucket=0, k_bucket=0)
 
 

@@ -211,6 +211,16 @@ def test_an_override_that_reaches_no_layer(run: Run, folder: Path, monkeypatch: 
     assert "component override text_encoder reached no layer" in done.data["error"]["message"]
 
 
+def test_settings_of_components_and_backends_are_flags_too(run: Run, folder: Path) -> None:
+    words = ("generate", "--model-path", str(folder), "--prompt", "a", "--json")
+    done = run(*words, "--component-attention-backends", "text_encoder=reference")
+    assert done.code == 2
+    assert "component override text_encoder reached no layer" in done.data["error"]["message"]
+    done = run(*words, "--attention-backend-config", "skip_time_steps=3", "--attention-backend", "torch_native")
+    assert done.code == 2
+    assert "skip_time_steps" in done.data["error"]["message"]
+
+
 def test_a_model_that_pages_cannot_serve(run: Run, folder: Path, tmp_path: Path) -> None:
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     config = transformers.BloomConfig(vocab_size=len(WORDS), hidden_size=32, n_layer=2, n_head=4)

@@ -24,7 +24,7 @@ from .conftest import Run
 
 LAST = '{"request": {}, "lengths": [[9, 9]], "count": 1, "backend": "the last one"}\n'
 """A trace that was there before."""
-ODD = Path(__file__).parents[1] / "measuring"
+ODD = Path(__file__).parents[1] / "bench" / "measure"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 MINILM = """
@@ -64,6 +64,29 @@ def program(text: str) -> str:
 def asked(data: dict) -> dict:
     """(S_q, S_k) -> calls, of what has one length."""
     return {tuple(one["lengths"][0]): one["count"] for one in data["requests"]}
+
+
+CALL = """
+import torch, polyattn
+q = torch.zeros(1, 4, 2, 8)
+polyattn.attention(q, q, q)
+"""
+
+
+def test_the_program_has_the_settings_that_are_given(run: Run) -> None:
+    name = program(CALL)
+    result = run("trace", "--json", "--attention-backend", "flex_attention", "--", name)
+    assert result.code == 0, result.err
+    assert [one["backend"] for one in result.data["requests"]] == ["flex_attention@cpu"]
+    plain = run("trace", "--json", "--out", "plain.jsonl", "--", name, "--attention-backend", "flex_attention")
+    assert [one["backend"] for one in plain.data["requests"]] == ["torch_sdpa@cpu"], "its own arguments are its own"
+
+
+def test_a_setting_that_is_none_is_refused_before_the_run(run: Run) -> None:
+    found = run("trace", "--component-attention-backends", "text_encoder", "--", program("open('ran', 'w')"))
+    assert found.code == 2
+    assert "'text_encoder' is not component=backend" in " ".join(found.err.split())
+    assert not Path("ran").exists()
 
 
 def test_generate_is_recorded(run: Run) -> None:

@@ -141,10 +141,10 @@ def test_tables_of_one_column_and_one_row_come_with_a_last_stride_of_one(shared,
         tables = given["kv_parts"][0].page_table, given["kv_parts"][0].seq_lens
     else:
         polyattn.paged_attention(**{**call, **one, "query": call["query"][:1]})
-        tables = given["page_table"], given["seq_lens"]
+        tables = given["tables"].page_table, given["tables"].seq_lens
         latent = {name: tensor for name, tensor in call.items() if name not in ("key_cache", "value_cache")}
         cache, query = torch.randn(4, 4, 24), torch.randn(1, 4, 24)
         polyattn.mla_attention(**{**latent, **one, "query": query}, cache=cache, scale=0.2, v_head_dim=16)
-        assert given["page_table"].stride(-1) == given["seq_lens"].stride(-1) == 1
+        assert [table.stride(-1) for table in given["tables"][:2]] == [1, 1]
     assert [t.stride(-1) for t in tables] == [1, 1]
     assert [t.tolist() for t in tables] == [[[2]], [4]]

@@ -70,7 +70,7 @@ def test_other_python_blocks_compile(page: Path) -> None:
 @pytest.mark.parametrize("command", sorted({c for p in PAGES for c in commands(p)}))
 def test_commands_run(command: str, tmp_path: Path) -> None:
     if re.match(r"polyattn conform \S+ --quick", command):
-        # All of its cases are tests of their own in tests/conformance: here, that the command is right.
+        # All of its cases are tests of their own in tests/testing/conformance: here, that the command is right.
         command += " --families dense,varlen --dtypes float32"
     if command.startswith("polyattn verify"):  # it leaves a folder, in the one it is called in unless told otherwise
         command += f" --out {shlex.quote(str(tmp_path / 'verified'))}"

@@ -13,6 +13,7 @@ from packaging.version import Version
 import polyattn
 from polyattn.contract import BackendInfo
 from polyattn.integrations import transformers as host
+from polyattn.integrations.common import names as common_names
 from polyattn.integrations.transformers import names, registry
 from polyattn.registry.manager import get_manager
 
@@ -159,7 +160,7 @@ def test_transformers_missing_or_old(monkeypatch):
 
 def test_names_with_flash_in_them_are_not_pinned(monkeypatch):
     backends = {name: BackendInfo(name, "cpu", (), summary="fast") for name in ("fast", "flash_x")}
-    monkeypatch.setattr(names, "get_manager", lambda: types.SimpleNamespace(backends=backends))
+    monkeypatch.setattr(common_names, "get_manager", lambda: types.SimpleNamespace(backends=backends))
     assert names.pinned_names("polyattn") == {"polyattn|fast": "fast"}
 
 

@@ -192,10 +192,11 @@ def _check_call(request: AttentionRequest, tensors: Sequence[Tensor], given: Map
         assert relation(s_q, s_k) == request.s_relation, f"S_q {s_q}, S_k {s_k}: {request.s_relation} was announced"
         rows, batch = (s_q, s_k), query.shape[0]
     else:
-        rows, batch = (given["max_seqlen_q"], given["max_seqlen_k"]), given["cu_seqlens_q"].shape[0] - 1
-        assert given["cu_seqlens_q"].dtype == torch.int32, "cu_seqlens_q"
+        lens = given if request.family == "varlen" else given["tables"]._asdict()
+        rows, batch = (lens["max_seqlen_q"], lens["max_seqlen_k"]), lens["cu_seqlens_q"].shape[0] - 1
+        assert lens["cu_seqlens_q"].dtype == torch.int32, "cu_seqlens_q"
         assert request.s_relation != "one" or rows[0] <= 1, "one query"
-        longest = int(given["cu_seqlens_q"].diff().max()) if batch else 0
+        longest = int(lens["cu_seqlens_q"].diff().max()) if batch else 0
         assert longest <= rows[0], "max_seqlen_q is too small"
     if request.family == "varlen":
         assert (request.s_relation == "equal") <= (given["cu_seqlens_q"] is given["cu_seqlens_k"]), "equal lengths"

@@ -19,12 +19,13 @@ from polyattn.contract import AttentionRequest, KVPart, Row
 from polyattn.lowering import bind
 from polyattn.semantics import reference
 from polyattn.semantics.kv_quant import fp4_scales, mla_pack_fp8, real, stored
+from polyattn.testing.families import FAMILIES
 from polyattn.testing.plain import plain_attention, reference_attention
 from polyattn.testing.tolerances import compare
 
 from .harness import Lowered
 
-__all__ = ["Step", "cached", "close", "divided", "exact", "gates", "int32", "make", "run", "same", "steps"]
+__all__ = ["Step", "cached", "close", "divided", "exact", "gates", "int32", "make", "run", "same", "steps", "words"]
 
 NONSENSE = 10**6
 DTYPES = {
@@ -33,6 +34,11 @@ DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "fp4_e2m1": torch.uint8,
 }
+
+
+def words(given: dict[str, Any]) -> dict[str, Any]:
+    """The words of a public call as keywords of a bound function."""
+    return FAMILIES["paged"].keywords(given)
 
 
 def int32(*values: Any) -> Tensor:
@@ -453,7 +459,7 @@ def run(step: Step, rows: Sequence[Row], names: Sequence[str], out: Tensor | Non
     """The step by the reference behind the rewrites that lead to `rows`, which must be `names`."""
     target = Lowered(rows, "autograd", names, **options)
     given = {**step.given} if out is None else {**step.given, "out": out}
-    return bind(target.plan(step.request), target.load, target.load).forward(*step.tensors, **given)
+    return bind(target.plan(step.request), target.load, target.load).forward(*step.tensors, **words(given))
 
 
 def exact(step: Step, rows: Sequence[Row], names: Sequence[str], **options: Any) -> None:

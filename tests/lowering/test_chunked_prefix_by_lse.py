@@ -12,7 +12,7 @@ from polyattn.lowering import bind
 from polyattn.lowering.chunked_prefix_by_lse import ChunkedPrefixByLSE
 
 from .harness import EXACT, GATES, Lowered, families_of, offers, takes
-from .serving import cached, exact, gates, make, steps
+from .serving import cached, exact, gates, make, steps, words
 
 WHOLE = takes(("paged", "mla"), chunked_prefix=False)
 CHUNKED = {"family": ("paged", "mla"), "phase": ("extend", "prefill"), "fixed": (("chunked_prefix", True),)}
@@ -55,12 +55,13 @@ def calls(step):
         bound = target.load(request)
 
         def forward(*tensors, **given):
-            seen.append((given["max_seqlen_k"], given["seq_lens"].tolist(), given["page_table"].shape[1]))
+            tables = given["tables"]
+            seen.append((tables.max_seqlen_k, tables.seq_lens.tolist(), tables.page_table.shape[1]))
             return bound.forward(*tensors, **given)
 
         return dataclasses.replace(bound, forward=forward)
 
-    bind(target.plan(step.request), load, load).forward(*step.tensors, **step.given)
+    bind(target.plan(step.request), load, load).forward(*step.tensors, **words(step.given))
     return seen
 
 

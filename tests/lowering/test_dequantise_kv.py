@@ -13,7 +13,7 @@ from polyattn.lowering import bind, lengths
 from polyattn.semantics import reference
 
 from .harness import EXACT, GATES, Lowered, families_of, offers, takes
-from .serving import cached, exact, gates, make, run, same, steps
+from .serving import cached, exact, gates, make, run, same, steps, words
 
 PLAIN = takes(("paged", "mla"), kv_dtype="auto", kv_scales="")
 READ_ONLY = takes(("paged", "mla"), kv_dtype="auto", kv_scales="", save_kv_cache=False)
@@ -78,8 +78,8 @@ def test_only_pages_in_the_table_are_dequantised_and_only_as_many_as_are_in_use(
     target = Lowered(PLAIN, "autograd")
 
     def load(request):
-        def forward(query, key_cache, value_cache, *, page_table, **given):
-            seen.append((tuple(key_cache.shape), page_table.tolist()))
+        def forward(query, key_cache, value_cache, *, tables, **given):
+            seen.append((tuple(key_cache.shape), tables.page_table.tolist()))
             return torch.zeros(*query.shape[:2], value_cache.shape[-1])
 
         return dataclasses.replace(target.load(request), forward=forward)
@@ -88,7 +88,7 @@ def test_only_pages_in_the_table_are_dequantised_and_only_as_many_as_are_in_use(
     large = [torch.cat([t, t, t]) for t in step.tensors[1:]]
     wide = torch.nn.functional.pad(step.given["page_table"], (0, 500), value=10**6)
     bound = bind(target.plan(step.request), load, load)
-    bound.forward(step.tensors[0], *large, **{**step.given, "page_table": wide, "max_seqlen_k": 12})
+    bound.forward(step.tensors[0], *large, **words({**step.given, "page_table": wide, "max_seqlen_k": 12}))
     assert seen == [((6, 8, 2, 16), [[0, 1], [2, 3], [4, 5]])]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from polyattn.errors import UnsupportedRequestError
 
 from .harness import EXACT, GATES, Lowered, families_of, offers, takes
-from .serving import cached, exact, gates, make, run, steps
+from .serving import cached, exact, gates, make, run, steps, words
 
 SMALL = takes(("paged", "mla"), page_size=2)
 LENGTHS = ((3, 8), (1, 5), (2, 0))
@@ -91,9 +91,9 @@ def test_only_the_columns_in_use_are_written():
     def load(request):
         bound = target.load(request)
 
-        def forward(*tensors, page_table, **given):
-            seen.append(tuple(page_table.shape))
-            return bound.forward(*tensors, page_table=page_table, **given)
+        def forward(*tensors, tables, **given):
+            seen.append(tuple(tables.page_table.shape))
+            return bound.forward(*tensors, tables=tables, **given)
 
         return dataclasses.replace(bound, forward=forward)
 
@@ -101,5 +101,5 @@ def test_only_the_columns_in_use_are_written():
 
     step = make(cached(dtype="float64"), LENGTHS, 0)
     wide = torch.nn.functional.pad(step.given["page_table"], (0, 500))
-    bind(target.plan(step.request), load, load).forward(*step.tensors, **{**step.given, "page_table": wide})
+    bind(target.plan(step.request), load, load).forward(*step.tensors, **words({**step.given, "page_table": wide}))
     assert seen == [(3, 4)]

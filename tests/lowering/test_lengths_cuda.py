@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from polyattn.backends.torch_sdpa import TorchSDPA
-from polyattn.contract import Bound
+from polyattn.contract import Bound, PagedTables
 from polyattn.lowering import bind
 from polyattn.semantics.reference import attention, paged_attention, varlen_attention
 
@@ -118,10 +118,10 @@ def test_dense_lengths(rows, fields, S_q, S_k):
 def paged_kernel(request):
     """One query per sequence over single-token pages, lengths as a mask."""
 
-    def forward(q, key_cache, value_cache, *, page_table, seq_lens, max_seqlen_k, **given):
-        table = page_table[:, :max_seqlen_k].long()
+    def forward(q, key_cache, value_cache, *, tables, **given):
+        table = tables.page_table[:, : tables.max_seqlen_k].long()
         keys, values = (cache[table, 0].transpose(1, 2) for cache in (key_cache, value_cache))
-        seen = torch.arange(table.shape[1], device=q.device) < seq_lens[:, None]
+        seen = torch.arange(table.shape[1], device=q.device) < tables.seq_lens[:, None]
         return F.scaled_dot_product_attention(q.unsqueeze(2), keys, values, seen[:, None, None]).squeeze(2)
 
     return Bound(forward)
@@ -136,7 +136,7 @@ def test_tables_follow_the_lengths():
         "seq_lens": numbers(30, 30, 30),
         "cu_seqlens_q": numbers(0, 1, 2, 3),
     }
-    replay = recorded(kernel, q, keys, values, **tables, max_seqlen_q=1, max_seqlen_k=30)
+    replay = recorded(kernel, q, keys, values, tables=PagedTables(**tables, max_seqlen_q=1, max_seqlen_k=30))
     tables["page_table"].copy_(torch.randperm(99, device="cuda")[:90].view(3, 30))
     tables["seq_lens"].copy_(numbers(30, 4, 11))
     right = paged_attention(q, keys, values, **tables, window=(9, -1), compute_dtype=torch.float64)

@@ -106,7 +106,7 @@ def without_contents(name: str, fields: Mapping[str, Any], lengths: Sequence[Any
         caches = {"paged": ("query", "key_cache", "value_cache"), "mla": ("query", "cache")}
         tensors = [given.pop(n) for n in caches.get(request.family, QKV)]
         mask = {"attn_mask": given.pop("mask")} if "mask" in given else {}
-        found = functions.forward(*tensors, **given, **extra, **mask)
+        found = functions.forward(*tensors, **given, **FAMILIES[request.family].keywords(extra), **mask)
         out, lse = found if isinstance(found, tuple) else (found, None)
         assert out.shape == FAMILIES[request.family].out_shape(case)
         if grad:

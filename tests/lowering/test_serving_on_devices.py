@@ -22,7 +22,7 @@ from polyattn.semantics.kv_quant import real
 from polyattn.testing.plain import reference_attention
 
 from .harness import Lowered, takes
-from .serving import Step, cached, make
+from .serving import Step, cached, make, words
 
 LENGTHS = ((3, 8), (1, 5), (2, 0), (4, 16))
 KERNEL = takes(
@@ -103,7 +103,7 @@ def test_no_value_is_read_and_no_shape_depends_on_one(step):
     forward = bound(Lowered(KERNEL, "autograd").plan(step.request), load)
     with FakeTensorMode() as mode:
         given = {name: moved(value, mode.from_tensor) for name, value in step.given.items()}
-        result = forward(*moved(step.tensors, mode.from_tensor), **given)
+        result = forward(*moved(step.tensors, mode.from_tensor), **words(given))
     out = result[0] if step.request.lse else result
     assert out.shape == (10, step.request.heads, step.request.dims[1])
 
@@ -118,12 +118,11 @@ def without_waiting(request: AttentionRequest) -> Bound:
         if request.family == "dense":
             result = reference.attention(query, *tensors, scale=request.scale, return_lse=True, **given)
             return result if request.lse else result[0]
-        seq_lens, starts = given["seq_lens"], given["cu_seqlens_q"]
-        s_q, s_k = given["max_seqlen_q"], given["max_seqlen_k"]
+        page_table, seq_lens, starts, s_q, s_k = given["tables"][:5]
         token = torch.arange(s_k, device=query.device)
-        column = (token // request.page_size).clamp(max=given["page_table"].shape[1] - 1)
+        column = (token // request.page_size).clamp(max=page_table.shape[1] - 1)
         inside = token < seq_lens[:, None]
-        pages = given["page_table"].long()[:, column].where(inside, 0)
+        pages = page_table.long()[:, column].where(inside, 0)
         rows = [t[pages, token % request.page_size].masked_fill(~inside.view(*inside.shape, *[1] * (t.ndim - 2)), 0)
                 for t in tensors]  # fmt: skip
         if request.family == "mla":
@@ -154,7 +153,9 @@ def compared(got: Any, step: Step) -> None:
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_the_kernel_of_the_next_test_is_right(step):
     step = step()
-    compared(bound(Lowered(KERNEL, "autograd").plan(step.request), without_waiting)(*step.tensors, **step.given), step)
+    compared(
+        bound(Lowered(KERNEL, "autograd").plan(step.request), without_waiting)(*step.tensors, **words(step.given)), step
+    )
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -166,7 +167,7 @@ def test_it_is_recorded_into_a_graph_and_replayed(step, device):
     other.tensors[0].mul_(0.5)
     forward = bound(Lowered(KERNEL, "autograd").plan(step.request), without_waiting)
     tensors = moved(step.tensors, Tensor.cuda)
-    given = {name: moved(value, Tensor.cuda) for name, value in step.given.items()}
+    given = words({name: moved(value, Tensor.cuda) for name, value in step.given.items()})
     stream = torch.cuda.Stream()
     with torch.no_grad(), torch.cuda.stream(stream):
         forward(*tensors, **given)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from polyattn.contract import Bound
+from polyattn.contract import Bound, PagedTables
 from polyattn.lowering import bind
 from polyattn.lowering.trim_window import TrimWindow
 from polyattn.semantics.reference import attention
@@ -107,11 +107,12 @@ def test_the_table_is_moved_on_the_device():
         lens = {name: torch.zeros(n, dtype=torch.int32) for name, n in (("seq_lens", 3), ("cu_seqlens_q", 4))}
         table, mask = torch.zeros(3, 9, dtype=torch.int32), torch.zeros(1, 4, 1, 8, dtype=torch.bool)
         host = {"max_seqlen_q": 1, "max_seqlen_k": 8}
-        bound.forward(query, cache, cache, page_table=table, attn_mask=mask, **lens, **host)
-    assert got["page_table"].shape == (3, 3)
-    assert got["page_table"].dtype == got["seq_lens"].dtype == torch.int32
+        bound.forward(query, cache, cache, tables=PagedTables(table, **lens, **host), attn_mask=mask)
+    tables = got["tables"]
+    assert tables.page_table.shape == (3, 3)
+    assert tables.page_table.dtype == tables.seq_lens.dtype == torch.int32
     assert got["attn_mask"].shape == (3, 4, 1, 3)
-    assert got["max_seqlen_k"] == 3
+    assert tables.max_seqlen_k == 3
 
 
 def test_tables_are_moved_by_sequence():
@@ -125,10 +126,10 @@ def test_tables_are_moved_by_sequence():
 
     bound = TrimWindow().bind(request, rewrite, [Bound(forward)], [])
     table = torch.tensor([[10, 11, 12, 13, 14], [20, 21, -1, -1, -1], [-1, -1, -1, -1, -1]], dtype=torch.int32)
-    lengths = torch.tensor([5, 2, 0], dtype=torch.int32)
-    bound.forward(torch.zeros(3, 4, 64), page_table=table, seq_lens=lengths, max_seqlen_k=5)
-    assert got["seq_lens"].tolist() == [3, 2, 0]
-    assert got["page_table"].tolist()[:2] == [[12, 13, 14], [20, 21, -1]]
+    lengths, starts = torch.tensor([5, 2, 0], dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    bound.forward(torch.zeros(3, 4, 64), tables=PagedTables(table, lengths, starts, 1, 5))
+    assert got["tables"].seq_lens.tolist() == [3, 2, 0]
+    assert got["tables"].page_table.tolist()[:2] == [[12, 13, 14], [20, 21, -1]]
     assert (table[0].tolist(), lengths.tolist()) == ([10, 11, 12, 13, 14], [5, 2, 0]), "the caller's stay"
 
 

@@ -14,7 +14,7 @@ from polyattn.lowering import bind, get_lowering, lengths
 from polyattn.semantics import reference
 
 from .harness import EXACT, GATES, Lowered, families_of, offers, takes
-from .serving import Step, cached, divided, exact, gates, make, run, same, steps
+from .serving import Step, cached, divided, exact, gates, make, run, same, steps, words
 
 KV = (
     ("auto", ""),
@@ -47,12 +47,12 @@ def test_two_numbers_a_byte(layout, saved):
     before, after = [t.clone() for t in step.tensors], Step.written(with_save(step))
     (rewrite,) = offers("write_new_rows", step.request)
     kernel = Bound(lambda query, *caches, **given: seen.append((caches, given)))
-    get_lowering("write_new_rows").bind(step.request, rewrite, [kernel], []).forward(*step.tensors, **step.given)
+    get_lowering("write_new_rows").bind(step.request, rewrite, [kernel], []).forward(*step.tensors, **words(step.given))
     ((caches, given),) = seen
     assert all(same(a, b) for a, b in zip(step.tensors[1:], after if saved else before[1:], strict=True))
     for n, (_, length) in enumerate(LENGTHS):
         count = -(-length // step.request.page_size)
-        mine, theirs = given["page_table"][n, :count].long(), step.given["page_table"][n, :count].long()
+        mine, theirs = given["tables"].page_table[n, :count].long(), step.given["page_table"][n, :count].long()
         for cache, right in zip(caches, after, strict=True):
             assert same(cache[mine], right[theirs])
         for name in ("k_scale", "v_scale"):
@@ -107,15 +107,15 @@ def test_the_kernel_is_handed_no_rows_and_a_copy_of_the_pages_in_use_alone(saved
 
         return dataclasses.replace(bound, forward=forward)
 
-    bind(target.plan(step.request), load, load).forward(*step.tensors, **step.given)
+    bind(target.plan(step.request), load, load).forward(*step.tensors, **words(step.given))
     ((request, caches, given),) = seen
     assert (request.save_kv_cache, given.get("key"), given.get("value")) == (None, None, None)
     if saved:
         assert [t.data_ptr() for t in caches] == [t.data_ptr() for t in step.tensors[1:]]
-        assert given["page_table"] is step.given["page_table"]
+        assert given["tables"].page_table is step.given["page_table"]
     else:
         assert [t.shape[0] for t in caches] == [6, 6]
-        assert given["page_table"].tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert given["tables"].page_table.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_a_copy_that_its_kernel_was_not_chosen_for_is_refused(monkeypatch):

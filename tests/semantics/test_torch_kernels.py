@@ -116,7 +116,7 @@ def test_more_samples_than_a_backward_takes_are_several_calls(
     masked: str, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuDNN's backward refuses 65,537 of them; with two heads the limit here is two samples."""
-    monkeypatch.setattr("polyattn.backends.samples.MOST", 5)
+    monkeypatch.setattr("polyattn.adapters.samples.MOST", 5)
     q, k, v = (torch.randn(5, 2, 7, 8, dtype=torch.bfloat16) for _ in range(3))
     keep = None if masked == "no" else torch.rand(5 if masked == "each" else 1, 1, 7, 7) < 0.8
     asked = AttentionRequest(
@@ -232,7 +232,7 @@ def test_more_samples_than_a_grid_of_flex_attention_has_are_several_calls(
 
     found = []
     for most in (65_535, 4):
-        monkeypatch.setattr("polyattn.backends.samples.MOST", most)
+        monkeypatch.setattr("polyattn.adapters.samples.MOST", most)
         result = flex_attention.dense(request, eager, q, k, v, attn_mask=keep)
         found.append(result if lse else (result,))
     assert sizes == [3, 2, 1]

@@ -16,6 +16,7 @@ from polyattn.contract import (
     AttentionRequest,
     BackendInfo,
     Bound,
+    PagedTables,
     PairRule,
     Provider,
     Range,
@@ -64,23 +65,23 @@ class ToySession:
         self.prepares += 1
         self.stamp.fill_(self.number)
 
-    def forward(self, query: Tensor, *caches: Tensor, **tables: Any) -> Any:
+    def forward(self, query: Tensor, *caches: Tensor, tables: PagedTables, **given: Any) -> Any:
         assert self.prepares, "a step is prepared before a layer runs"
         assert int(self.stamp) == self.number, "another session was given this workspace"
         for name in ("page_table", "seq_lens", "cu_seqlens_q"):
-            assert torch.equal(tables[name], getattr(self.step, name)), name
+            assert torch.equal(getattr(tables, name), getattr(self.step, name)), name
         self.forwards += 1
-        return attend(self.request, query, *caches, **tables)
+        return attend(self.request, query, *caches, tables=tables, **given)
 
 
-def attend(request: AttentionRequest, query: Tensor, *caches: Tensor, **tables: Any) -> Any:
-    assert tables.get("key") is None or request.save_kv_cache is not None, "rows that the request does not know of"
+def attend(request: AttentionRequest, query: Tensor, *caches: Tensor, tables: PagedTables, **given: Any) -> Any:
+    assert given.get("key") is None or request.save_kv_cache is not None, "rows that the request does not know of"
     options = {"causal": request.causal, "window": request.window, "scale": request.scale, "softcap": request.softcap}
-    tables = {name: value for name, value in tables.items() if not name.startswith("max_")}
+    given |= {name: getattr(tables, name) for name in ("page_table", "seq_lens", "cu_seqlens_q")}
     if request.family == "mla":
-        return mla_attention(query, *caches, v_head_dim=request.v_head_dim, **options, **tables)
+        return mla_attention(query, *caches, v_head_dim=request.v_head_dim, **options, **given)
     saving = {"kv_layout": request.kv_layout, "save_kv_cache": bool(request.save_kv_cache)}
-    return paged_attention(query, *caches, **saving, **options, **tables)
+    return paged_attention(query, *caches, **saving, **options, **given)
 
 
 def _rows(**more: Any) -> tuple[Any, ...]:
@@ -128,7 +129,7 @@ verifies chains, `toy_plain` nothing."""
 def toys(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ToySession]]:
     """A manager that also has the backends of `INFOS`; yields the sessions made so far."""
     module: Any = types.ModuleType("polyattn_toy_plugin")
-    module.Toy = Toy
+    module.Toy, module.POLYATTN_API_VERSION = Toy, 2
 
     @hookimpl
     def polyattn_register_backends() -> tuple[BackendInfo, ...]:

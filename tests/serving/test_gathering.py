@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polyattn import explain, mla_attention, paged_attention
 from polyattn.backends.gathered_sdpa import GatheredSDPA
+from polyattn.backends.paged_torch_native import PagedTorchNative
 from polyattn.backends.torch_sdpa import TorchSDPA
-from polyattn.contract import AttentionRequest
+from polyattn.contract import AttentionRequest, PagedTables
 from polyattn.errors import UnsupportedRequestError
 from polyattn.semantics import reference
 from polyattn.testing.cases import Case
@@ -80,7 +81,7 @@ def test_sdpa_does_not_wait_for_the_device(family: str, more: dict[str, Any]) ->
         extra = {n: mode.from_tensor(t) if isinstance(t, Tensor) else t for n, t in problem.extra.items()}
         tensors = [given.pop(n) for n in problem.family.positional]
         mask = {"attn_mask": given.pop("mask")} if "mask" in given else {}
-        assert forward(*tensors, **given, **extra, **mask).shape == problem.dout.shape
+        assert forward(*tensors, **given, **problem.family.keywords(extra), **mask).shape == problem.dout.shape
 
 
 @pytest.mark.parametrize("backend", ["torch_sdpa", "flex_attention"])
@@ -191,3 +192,20 @@ def test_what_is_not_native_is_rewritten(backend: str) -> None:
     assert found.lowerings == ("dequantise_kv",)
     found = explain(paged_attention, query, pool(2), pool(2), chunked_prefix=True, **lens)
     assert found.lowerings == ("chunked_prefix_by_lse",)
+
+
+@pytest.mark.parametrize("fields", [PAGED, MLA], ids=["paged", "mla"])
+def test_lengths_that_the_host_has_are_not_read_from_the_device(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch_native` reads them for every call; a step of an engine brings them as lists."""
+    caches = [pool(4, width=width) for width in (16, 8)] if fields is PAGED else [pool(4, heads=1, width=24)[:, :, 0]]
+    tables = PagedTables(int32([3, 1], [2, 0]), int32(7, 5), int32(0, 2, 3), 2, 7)
+    forward = PagedTorchNative().bind(AttentionRequest(**fields).normalised()).forward
+    query = torch.randn(3, 4, fields["head_dim"])
+    wanted = forward(query, *caches, tables=tables)
+    known = {"seq_lens": tables.seq_lens.tolist(), "cu_seqlens_q": tables.cu_seqlens_q.tolist()}
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "tolist", lambda *_: pytest.fail("a length was read from the device"))
+        found = forward(query, *caches, tables=tables._replace(host=known.__getitem__))
+    assert torch.equal(found, wanted)

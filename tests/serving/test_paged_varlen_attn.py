@@ -13,7 +13,7 @@ from torch.nn.attention import varlen
 
 from polyattn import what_if
 from polyattn.backends.paged_varlen_attn import PagedVarlenAttn
-from polyattn.contract import AttentionRequest, Provider
+from polyattn.contract import AttentionRequest, PagedTables, Provider
 from polyattn.errors import UnsupportedRequestError
 from polyattn.registry.manager import get_manager
 from polyattn.semantics import reference
@@ -132,29 +132,26 @@ def test_case(case: Case, kernel: Kernel) -> None:
     assert kernel.calls or case.request.zero_size, "another provider served it"
 
 
+def int32(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def run(kernel: Kernel, **fields: Any) -> dict[str, Any]:
     request = request_of(**fields)
     cache = torch.randn(2, 256, 2, 64).bfloat16()
-    lens: dict[str, Any] = {
-        "page_table": torch.tensor([[1], [0]], dtype=torch.int32),
-        "seq_lens": torch.tensor([9, 30], dtype=torch.int32),
-        "cu_seqlens_q": torch.tensor([0, 2, 4], dtype=torch.int32),
-    }
     query = torch.randn(4, 8, 64).bfloat16()
-    PagedVarlenAttn().bind(request).forward(query, cache, cache, **lens, max_seqlen_q=2, max_seqlen_k=30)
+    tables = PagedTables(int32([1], [0]), int32(9, 30), int32(0, 2, 4), 2, 30)
+    PagedVarlenAttn().bind(request).forward(query, cache, cache, tables=tables)
     return kernel.calls[-1]
 
 
 def test_the_cache_is_read_where_it_lies(kernel: Kernel) -> None:
     cache = torch.randn(3, 256, 2, 64).bfloat16()
     request = request_of()
-    lens = {"page_table": torch.tensor([[2]], dtype=torch.int32), "seq_lens": torch.tensor([5], dtype=torch.int32)}
-    query, starts = torch.randn(1, 8, 64).bfloat16(), torch.tensor([0, 1], dtype=torch.int32)
-    PagedVarlenAttn().bind(request).forward(
-        query, cache, cache, **lens, cu_seqlens_q=starts, max_seqlen_q=1, max_seqlen_k=5
-    )
+    tables = PagedTables(int32([2]), int32(5), int32(0, 1), 1, 5)
+    PagedVarlenAttn().bind(request).forward(torch.randn(1, 8, 64).bfloat16(), cache, cache, tables=tables)
     assert kernel.calls[0]["key"] is cache
-    assert torch.equal(kernel.calls[0]["block_table"], lens["page_table"])
+    assert torch.equal(kernel.calls[0]["block_table"], tables.page_table)
 
 
 def test_batch_invariance_is_one_split(kernel: Kernel) -> None:
@@ -204,20 +201,8 @@ def test_a_row_of_padding_has_keys_of_page_0_and_gives_nothing(kernel: Kernel) -
     cache = torch.full((2, 256, 2, 64), torch.nan).bfloat16()
     cache[1] = 1.0
     request = request_of(lse=True)
-    out, lse = (
-        PagedVarlenAttn()
-        .bind(request)
-        .forward(
-            torch.randn(301, 8, 64).bfloat16(),
-            cache,
-            cache,
-            page_table=torch.tensor([[1], [-7]], dtype=torch.int32),
-            seq_lens=torch.tensor([9, 0], dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, 1, 301], dtype=torch.int32),
-            max_seqlen_q=300,
-            max_seqlen_k=9,
-        )
-    )
+    tables = PagedTables(int32([1], [-7]), int32(9, 0), int32(0, 1, 301), 300, 9)
+    out, lse = PagedVarlenAttn().bind(request).forward(torch.randn(301, 8, 64).bfloat16(), cache, cache, tables=tables)
     given = kernel.calls[-1]
     assert (given["seqused_k"].tolist(), given["cu_seq_k"].tolist(), given["max_k"]) == ([9, 300], [0, 9, 309], 300)
     assert given["block_table"].tolist() == [[1, 0], [0, 0]]

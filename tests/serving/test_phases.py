@@ -12,10 +12,12 @@ import torch
 
 import polyattn
 from polyattn.contract import AttentionRequest
+from polyattn.dispatch import binding
 from polyattn.errors import BackendUnavailableError, InvalidInputError, UnsupportedRequestError
+from polyattn.selection import phase_pairs
 from polyattn.selection.inspection import catalogue
-from polyattn.selection.select import Policy
-from polyattn.serving.attention import phases
+from polyattn.selection.select import Policy, select
+from polyattn.serving.attention import choosing, phases
 from polyattn.serving.attention.phases import Asked, choose_phases, layer_request
 from polyattn.serving.layer import AttentionLayer
 from polyattn.serving.step.batch import ForwardMode
@@ -105,6 +107,34 @@ def test_explain_says_where_a_choice_came_from_and_who_writes(toys: Any, setting
     assert (found.explain(0)["decode"].request.window, found.explain(1)["decode"].request.window) == ((-1, -1), (3, -1))
     with pytest.raises(InvalidInputError, match=r"no attention layer 7 here.* Known: \[0, 1\]"):
         found.explain(7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answers"),
+    [
+        # The pool writes for the toy, which is one that cannot: whether it can is asked too.
+        ({"backend": "toy"}, 4),
+        ({"backend": "toy_saves"}, 4),
+        ({"prefill_backend": "toy_saves", "decode_backend": "toy"}, 4),
+        ({}, 4),
+        ({"backend": "toy", "topk": 1}, 6),
+        ({"topk": 1}, 6),
+    ],
+)
+def test_each_answer_is_selected_once(
+    arguments: dict[str, Any], answers: int, toys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who serves each phase, and whether that kernel writes too: of layers that ask the same, once for all of them."""
+    asked: list[AttentionRequest] = []
+
+    def counted(request: AttentionRequest, *rest: Any, **more: Any) -> Any:
+        asked.append(request)
+        return select(request, *rest, **more)
+
+    for module in (phase_pairs, binding, phases, choosing):
+        monkeypatch.setattr(module, "select", counted)
+    Rig(decoder(3), **arguments)
+    assert len(asked) == len(set(asked)) == answers
 
 
 # What does not go together -------------------------------------------------------------------------------------------
@@ -235,7 +265,7 @@ def test_pairs_of_vendors_backends_that_work(
         assert planned
         raise Loaded
 
-    monkeypatch.setattr(phases, "choose", load)
+    monkeypatch.setattr(phases, "bind_selection", load)
     with pytest.raises(Loaded):
         choose_phases(on_cuda(arch, layer, topk, stored), Asked(prefill=pair[0], decode=pair[1], topk=topk))
 

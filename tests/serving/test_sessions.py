@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn.errors import InvalidInputError, UnsupportedRequestError
+from polyattn.backends import paged_torch_native
+from polyattn.errors import GraphError, InvalidInputError, UnsupportedRequestError
+from polyattn.semantics import paged_kv
 from polyattn.serving.attention import backend
 from polyattn.serving.attention.workspace import Limits, Workspaces
+from polyattn.serving.graphs.graphs import FakeGraph
 from polyattn.serving.layer import AttentionLayer
 from polyattn.serving.step.batch import ForwardBatch, ForwardMode
 from polyattn.serving.step.tree import DraftTree
@@ -85,7 +88,7 @@ def test_a_replay_reads_what_the_capture_read(toys: Any) -> None:
     addresses = [table.data_ptr() for table in tables(rig)]
     session = next(s for s in toys if s.slot.recorded)
     assert (session.slot.max_sequences, session.slot.max_tokens, session.slot.max_pages) == (4, 4, 16)
-    assert rig.backend._any[0].step.keywords["max_seqlen_k"] == 64, "a length of the step would be in the graph"
+    assert rig.backend._any[0].step.tables.max_seqlen_k == 64, "a length of the step would be in the graph"
     for new in ({a: 1, b: 1}, {b: 1}, {b: 1, a: 1}):
         rig.step(DECODE, new, recorded="replay", padding=4 - len(new))
         assert [table.data_ptr() for table in tables(rig)] == addresses
@@ -97,7 +100,8 @@ def test_a_replay_reads_what_the_capture_read(toys: Any) -> None:
 
 
 def tables(rig: Rig) -> list[torch.Tensor]:
-    return [call.step.keywords[name] for call in rig.backend._any.values() for name in ("page_table", "seq_lens")]
+    found = [call.step.keywords["tables"] for call in rig.backend._any.values()]
+    return [table for tables in found for table in (tables.page_table, tables.seq_lens)]
 
 
 def test_drafts_are_verified_in_recorded_steps(toys: Any) -> None:
@@ -223,3 +227,48 @@ def test_a_recorded_session_cannot_ask_for_more_at_replay(toys: Any, monkeypatch
 def test_limits_are_numbers(numbers: Any, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         Limits(*numbers)
+
+
+@pytest.mark.parametrize("window", [-1, 5])
+def test_torch_native_reads_lengths_and_finds_places_once_a_step(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of layers: none of them reads a tensor on the host or looks up where tokens are."""
+    rig = Rig(decoder(3, window=window), backend="torch_native")
+    counts = dict.fromkeys(("places", "tokens", "read", "divided"), 0)
+
+    def counted(where: Any, name: str, what: str) -> None:
+        plain = getattr(where, name)
+
+        def count(*given: Any, **more: Any) -> Any:
+            counts[what] += 1
+            return plain(*given, **more)
+
+        monkeypatch.setattr(where, name, count)
+
+    counted(paged_torch_native, "_sequences", "places")
+    counted(paged_kv.Tokens, "of", "tokens")
+    rows = rig.add(3)
+    rig.step(EXTEND, {rows[0]: 9, rows[1]: 1, rows[2]: 4})
+    rig.step(DECODE, dict.fromkeys(rows, 1))
+    assert (counts["places"], counts["tokens"]) == (2, 0)
+    rig.give(dict.fromkeys(rows, 1))
+    rig.backend.init_forward_metadata(rig.batch_of(DECODE, dict.fromkeys(rows, 1)))
+    counted(torch.Tensor, "tolist", "read")
+    counted(torch.Tensor, "item", "read")
+    counted(torch.Tensor, "__floordiv__", "divided")
+    for layer in rig.layers:
+        rig.backend.forward(*(torch.randn(3, heads, 16) for heads in (4, 2, 2)), layer)
+    assert (counts["places"], counts["read"], counts["divided"]) == (3, 0, 0)
+
+
+def test_torch_native_says_of_recorded_steps_that_it_reads_lengths() -> None:
+    """What it finds in a plan would stay in the recording: there each layer reads the device, which a watch sees."""
+    rig = Rig(decoder(1), backend="torch_native")
+    rig.backend.init_cuda_graph_state(2, 4)
+    (row,) = rig.add()
+    rig.step(EXTEND, {row: 5})
+    rig.step(DECODE, {row: 1}, recorded="capture")
+    q, k, v = (torch.randn(1, heads, 16) for heads in (4, 2, 2))
+    rig.give({row: 1})
+    rig.backend.init_forward_metadata_capture_cuda_graph(rig.batch_of(DECODE, {row: 1}))
+    with pytest.raises(GraphError, match=r"tolist|_local_scalar_dense"):
+        FakeGraph(warm_up=0).capture(lambda: rig.backend.forward(q, k, v, rig.layers[0]))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import polyattn
+from polyattn.contract import PagedTables
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
 from polyattn.semantics import reference
 from polyattn.serving.kv_cache.pages import PageAllocator
@@ -180,7 +181,11 @@ def test_every_view_is_its_definition(given_, page_size, static, padding_seq_len
         assert step.at(page_size) is step
         assert step.windowed(window) is step.windowed(window)
         assert step.kv_indices is step.kv_indices
-        assert step.tables["page_table"] is step.page_table
+        assert step.tables is step.tables
+        assert step.tables.page_table is step.page_table
+        assert (step.tables.host is None) is static, "a length of the step would be in the graph"
+        for name in ("seq_lens", "cu_seqlens_q"):
+            assert step.windowed(window).tables.listed(name) == getattr(step.windowed(window), name).tolist()
         if static:
             assert step.max_seqlen_k == buffers.max_pages * page_size
             assert step.page_table.shape[1] == buffers.max_pages
@@ -265,7 +270,7 @@ def test_a_step_with_a_tree(data, static, padding, padding_seq_len):
     chain = ForwardBatch(ForwardMode.TARGET_VERIFY, rows, [p + nodes for p in prefixes], [nodes] * n, padding=padding)
     (step,) = buffers.build(chain, table)
     assert step.attn_mask is step.tree_mask is None
-    assert "attn_mask" not in step.tables
+    assert list(step.keywords) == ["tables"]
     batch = dataclasses.replace(chain, tree=tree)
     (step,) = buffers.build(batch, table)
     plain = Plain.of(batch, table, padding_keys=nodes if padding_seq_len else 0)
@@ -274,12 +279,18 @@ def test_a_step_with_a_tree(data, static, padding, padding_seq_len):
     assert torch.equal(step.tree_mask[:n], tree.mask)
     for view in (step, step.windowed(7), step.at(1)):
         mask = view.attn_mask
-        assert mask is view.tables["attn_mask"]
+        assert mask is view.keywords["attn_mask"]
         assert mask.shape == (n + padding, 1, nodes, view.max_seqlen_k)
         for i, row in enumerate(listed):
             keys = int(view.seq_lens[i])
             assert torch.equal(mask[i, 0, :, :keys], reference.verify_mask(keys - nodes, row))
     assert step.at(1).attn_mask is step.attn_mask
+
+
+def public(step):
+    """What a public call says of a step."""
+    tables = {name: getattr(step.tables, name) for name in PagedTables._fields[:5]}
+    return {**tables, **{name: given for name, given in step.keywords.items() if name != "tables"}}
 
 
 def test_tables_are_the_keywords_of_a_call():
@@ -301,7 +312,7 @@ def test_tables_are_the_keywords_of_a_call():
     batch = ForwardBatch(ForwardMode.TARGET_VERIFY, rows, lens, [4, 4], tree=tree)
     (step,) = buffers.build(batch, table)
     query = torch.randn(8, 4, 8, generator=generator, dtype=torch.float64)
-    out = polyattn.paged_attention(query, key, value, **step.tables, tree=True, backend="reference")
+    out = polyattn.paged_attention(query, key, value, **public(step), tree=True, backend="reference")
     for n, parents in enumerate(tree.parents.tolist()):
         mask = reference.verify_mask(lens[n] - 4, parents)[None, None]
         torch.testing.assert_close(out[4 * n : 4 * n + 4], dense(n, query[4 * n : 4 * n + 4], attn_mask=mask))
@@ -309,12 +320,12 @@ def test_tables_are_the_keywords_of_a_call():
     (step,) = buffers.build(ForwardBatch(ForwardMode.DECODE, rows, lens, [1, 1]), table)
     for view in (step, step.windowed(6), step.windowed(6).at(2)):
         caches = (t.view(-1, view.page_size, 2, 8) for t in (key, value))
-        out = polyattn.paged_attention(query[:2], *caches, **view.tables, window=(6, -1), backend="reference")
+        out = polyattn.paged_attention(query[:2], *caches, **public(view), window=(6, -1), backend="reference")
         for n in range(2):
             torch.testing.assert_close(out[n : n + 1], dense(n, query[n : n + 1], window=(6, -1), causal=True))
 
     (step,) = buffers.build(ForwardBatch(ForwardMode.EXTEND, rows, lens, [5, 3]), table)
-    out = polyattn.paged_attention(query, key, value, **step.tables, backend="reference")
+    out = polyattn.paged_attention(query, key, value, **public(step), backend="reference")
     torch.testing.assert_close(out[:5], dense(0, query[:5], causal=True))
     torch.testing.assert_close(out[5:], dense(1, query[5:], causal=True))
 
@@ -326,7 +337,7 @@ def test_slots_are_where_the_reference_writes():
     key, value = torch.zeros(2, count, 4, 2, 8)
     new = torch.randn(8, 2, 8)
     polyattn.paged_attention(
-        torch.ones(8, 2, 8), key, value, key=new, value=-new, **step.tables, save_kv_cache=True, backend="reference"
+        torch.ones(8, 2, 8), key, value, key=new, value=-new, **public(step), save_kv_cache=True, backend="reference"
     )
     want = torch.zeros(count * 4, 2, 8)
     want[step.slots] = new

@@ -15,6 +15,7 @@ from polyattn.contract import AttentionRequest, Slot
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
+from polyattn.testing.families.cached import in_tables
 from polyattn_ascend import inference, planning
 from polyattn_ascend.planning import Lengths
 
@@ -90,7 +91,7 @@ class Call:
         }
 
     def run(self, **more: Any) -> Any:
-        return TARGET.bind(**self.fields).forward(self.query, *self.caches, **self.tables, **more)
+        return TARGET.bind(**self.fields).forward(self.query, *self.caches, **in_tables(**self.tables, **more))
 
 
 def test_packed_queries_have_running_sums_and_keys_of_each_sequence(library: Library) -> None:
@@ -240,7 +241,7 @@ def test_a_step_is_planned_once_for_all_layers(
         with monkeypatch.context() as patch:
             patch.setattr(Lengths, "read", lambda *_: pytest.fail("a planned step read lengths from the device"))
             for _ in range(2):
-                assert torch.equal(session.forward(run.query, *run.caches, **run.tables), alone)
+                assert torch.equal(session.forward(run.query, *run.caches, **in_tables(**run.tables)), alone)
 
 
 # ------------------------------------------------------------------------------------------------ planted errors

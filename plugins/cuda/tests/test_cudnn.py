@@ -160,7 +160,7 @@ def test_more_samples_than_a_backward_takes_are_several_calls(
     dout = torch.randn_like(out)
     whole = bound.backward(dout, q, k, v, out, lse)
     before = len(library.calls)
-    monkeypatch.setattr("polyattn.backends.samples.MOST", 8)
+    monkeypatch.setattr("polyattn.adapters.samples.MOST", 8)
     parts = bound.backward(dout, q, k, v, out, lse)
     assert len(library.calls) - before == 3
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))

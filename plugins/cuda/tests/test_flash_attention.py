@@ -23,6 +23,7 @@ from polyattn.semantics import reference
 from polyattn.semantics.merge_lse import merge
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
+from polyattn.testing.families.cached import in_tables
 from polyattn_cuda.flash_attention import fa3
 
 from .emulators import flash_attention as emulators
@@ -537,7 +538,7 @@ class cached:  # noqa: N801 - reads as the call that it makes
         }
 
     def run(self, **more: Any) -> Any:
-        return self.bound.forward(self.query, self.keys, self.values, **self.tables, **more)
+        return self.bound.forward(self.query, self.keys, self.values, **in_tables(**self.tables, **more))
 
 
 @pytest.mark.parametrize("build", ["fa2", "fa3", "sgl", "vllm"])
@@ -626,7 +627,7 @@ def test_the_latent_goes_in_as_qv(install: Callable[[str], Library]) -> None:
         call = cached(build, family="mla", page_size=page, **fields)
         query, cache = tensors((2, 4, 576), (40, page, 576))
         call.tables["page_table"] = torch.arange(60, dtype=torch.int32).view(2, 30) % 40
-        call.bound.forward(query, cache, **call.tables)
+        call.bound.forward(query, cache, **in_tables(**call.tables))
         given = library.calls[-1].given
         assert given[name].shape == (2, 4, 512)
         assert given["q"].shape == (2, 4, 64)
@@ -672,17 +673,17 @@ def test_rows_that_no_sequence_has_are_not_read(
         "max_seqlen_k": length,
     }
     inputs = (caches[0].squeeze(2),) if latent else caches
-    found = bound.forward(query, *inputs, **given)
+    found = bound.forward(query, *inputs, **in_tables(**given))
     rows = (cache[[1, 0]].flatten(0, 1)[None, :length].double() for cache in caches)
     said = {"causal": "bottom_right", "window": (-1, -1), "scale": 0.1}
     said |= {name: value for name, value in fields.items() if name in said}
     right = reference.attention(query.double()[None], *rows, **said)[0]
     assert float((found.double() - right).norm() / right.norm()) < 8e-3
     monkeypatch.setattr(fa3._Kernels, "padding", lambda self, where: None)
-    assert not bound.forward(query, *inputs, **given).isfinite().all()
+    assert not bound.forward(query, *inputs, **in_tables(**given)).isfinite().all()
     # A tile holds so few queries: no TMA.
     given |= {"cu_seqlens_q": torch.tensor([0, 10], dtype=torch.int32), "max_seqlen_q": 10}
-    assert bound.forward(query[:10], *inputs, **given).isfinite().all()
+    assert bound.forward(query[:10], *inputs, **in_tables(**given)).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -772,7 +773,7 @@ def test_queries_beside_an_e4m3_cache_have_a_scale_for_each_sequence_and_head(
     call.query[:2] *= 100
     keys, values = (t.to(torch.float8_e4m3fn) for t in (call.keys, call.values))
     k_scale, v_scale = torch.tensor([0.5, 2.0]), torch.tensor([1.0, 3.0])
-    bound.forward(call.query, keys, values, **call.tables, k_scale=k_scale, v_scale=v_scale)
+    bound.forward(call.query, keys, values, **in_tables(**call.tables, k_scale=k_scale, v_scale=v_scale))
     given = library.calls[-1].given
     assert given["q"].dtype == torch.float8_e4m3fn
     largest = torch.stack([part.abs().unflatten(1, (2, 2)).amax((0, 2, 3)) for part in call.query.split([2, 3])])

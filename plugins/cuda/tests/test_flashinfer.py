@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polyattn.errors import BackendUnavailableError, GraphError, UnsupportedRequestError
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
+from polyattn.testing.families.cached import in_tables
 from polyattn_cuda.flashinfer import latent, lengths, paged, ragged, scales, workbench
 from polyattn_cuda.flashinfer.lengths import Lengths, cut, flattened, mask_rule, tree_rule
 from polyattn_cuda.flashinfer.scales import HostScale, scale_of
@@ -73,7 +74,7 @@ def call(target: Emulated, tokens: int = 3, **fields: Any) -> Any:
     query = request.pop("query", None)
     query = torch.randn(tokens, 8, 64).bfloat16() if query is None else query
     return target.bind(**request).forward(
-        query, cache, cache, **lens, cu_seqlens_q=starts, max_seqlen_q=tokens, max_seqlen_k=20, **given
+        query, cache, cache, **in_tables(**lens, cu_seqlens_q=starts, max_seqlen_q=tokens, max_seqlen_k=20, **given)
     )
 
 
@@ -108,8 +109,8 @@ def test_caches_of_unlike_strides_go_to_kernels_that_read_them(tokens: int, libr
     tables |= {"seq_lens": torch.tensor([20], dtype=torch.int32), "max_seqlen_q": tokens}
     tables |= {"cu_seqlens_q": torch.tensor([0, tokens], dtype=torch.int32)}
     query, bound = torch.randn(tokens, 8, 64).bfloat16(), PAGED.bind(**{**EXTEND, **one, "kv_heads": 8})
-    wanted = bound.forward(query, key, value.contiguous(), **tables)
-    assert torch.equal(bound.forward(query, key, value, **tables), wanted)
+    wanted = bound.forward(query, key, value.contiguous(), **in_tables(**tables))
+    assert torch.equal(bound.forward(query, key, value, **in_tables(**tables)), wanted)
 
 
 def test_a_scale_of_zero_or_less_goes_into_the_queries(library: Library) -> None:
@@ -148,13 +149,13 @@ def test_a_sequence_without_a_query_changes_no_other(counts: tuple[int, ...], ls
     starts = torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32)
     query = torch.randn(2, 8, 64).bfloat16()
     most = {"max_seqlen_q": 1, "max_seqlen_k": 40}
-    found = bound.forward(query, *caches, page_table=table, seq_lens=lens, cu_seqlens_q=starts, **most)
+    found = bound.forward(query, *caches, **in_tables(page_table=table, seq_lens=lens, cu_seqlens_q=starts, **most))
     assert given(library, "_plan_impl")["disable_split_kv"] is True
     assert not [c for c in library.calls if "Prefill" in c.name]
     row = torch.tensor([0, 1], dtype=torch.int32)
     for i, n in enumerate(n for n, count in enumerate(counts) if count):
         own = {"page_table": table[n : n + 1], "seq_lens": lens[n : n + 1], "cu_seqlens_q": row, **most}
-        alone = bound.forward(query[i : i + 1], *caches, **own)
+        alone = bound.forward(query[i : i + 1], *caches, **in_tables(**own))
         for whole, part in zip(found if lse else (found,), alone if lse else (alone,), strict=True):
             assert torch.equal(whole[i : i + 1], part)
 
@@ -416,12 +417,12 @@ def test_more_work_than_a_plan_has_room_for_is_planned_in_pieces(
     table = torch.randperm(80)[:60].int().view(6, 10)
     given: dict[str, Any] = {"page_table": table, "seq_lens": lens.seq_lens, "cu_seqlens_q": lens.cu_seqlens_q}
     given |= {"max_seqlen_q": 20, "max_seqlen_k": 40}
-    whole = bound.forward(query, cache, **given)
+    whole = bound.forward(query, cache, **in_tables(**given))
     assert sum(c.name.endswith("Wrapper.plan") for c in library.calls) == 1
     in_pieces(monkeypatch)
     out = torch.empty(lens.tokens, 128, 512).bfloat16()
     for target in (None, out):
-        found = bound.forward(query, cache, **given, out=target)
+        found = bound.forward(query, cache, **in_tables(**given, out=target))
         for part, wanted in zip(found, whole, strict=True) if lse else [(found, whole)]:
             torch.testing.assert_close(part, wanted, rtol=1e-2, atol=1e-2)
         assert target is None or (found[0] if lse else found) is target

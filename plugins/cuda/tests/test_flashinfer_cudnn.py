@@ -13,6 +13,7 @@ from polyattn.contract import AttentionRequest
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
+from polyattn.testing.families.cached import in_tables
 
 from .emulators import flashinfer_cudnn as emulator
 from .emulators.gpus import Gpus
@@ -56,11 +57,13 @@ def run(counts: tuple[int, ...], blank: float = 0.0, caches: Tensor | None = Non
     return TARGET.bind(**fields).forward(
         torch.randn(sum(counts), 8, 64).bfloat16(),
         *caches,
-        page_table=torch.nn.functional.pad(table, (0, 3), value=-1),
-        seq_lens=torch.full((len(counts),), 20, dtype=torch.int32),
-        cu_seqlens_q=starts,
-        max_seqlen_q=max(counts),
-        max_seqlen_k=20,
+        **in_tables(
+            page_table=torch.nn.functional.pad(table, (0, 3), value=-1),
+            seq_lens=torch.full((len(counts),), 20, dtype=torch.int32),
+            cu_seqlens_q=starts,
+            max_seqlen_q=max(counts),
+            max_seqlen_k=20,
+        ),
     )
 
 

@@ -82,7 +82,7 @@ class Server:
     def layer(self, query: Tensor | None = None, **given: Any) -> Any:
         """What the session returns for a layer, after it was compared with the definition."""
         query, now, r = self.query() if query is None else query, self.now, self.request
-        found = self.session.forward(query, *self.caches, **now.tables, **given)
+        found = self.session.forward(query, *self.caches, **now.keywords, **given)
         keys = [self.caches[0].unsqueeze(2), self.caches[0].unsqueeze(2)[..., : r.dims[1]]]
         keys = keys if self.latent else self.caches
         wanted = reference.paged_attention(
@@ -375,7 +375,7 @@ def test_new_rows_go_to_their_slots(library: Library, target: Emulated, layout: 
     pairs = zip(server.caches, new, strict=True)
     wanted = [cache.flatten(0, 1).index_copy(0, slots, kept) for cache, kept in pairs]
     caches = [cache.transpose(1, 2).contiguous() if layout == "HND" else cache for cache in server.caches]
-    found = server.session.forward(query, *caches, key=new[0], value=new[1], **server.now.tables)
+    found = server.session.forward(query, *caches, key=new[0], value=new[1], **server.now.keywords)
     caches = [cache.transpose(1, 2) if layout == "HND" else cache for cache in caches]
     for cache, rows_wanted in zip(caches, wanted, strict=True):
         torch.testing.assert_close(cache.flatten(0, 1), rows_wanted, rtol=0, atol=0)
@@ -390,7 +390,7 @@ def test_rows_that_are_not_kept_are_attended_from_copies(library: Library) -> No
     server.step(DECODE, {row: 1})
     before, new = [cache.clone() for cache in server.caches], torch.randn(2, 1, 2, 64).bfloat16()
     query = server.query()
-    found = server.session.forward(query, *server.caches, key=new[0], value=new[1], **server.now.tables)
+    found = server.session.forward(query, *server.caches, key=new[0], value=new[1], **server.now.keywords)
     for cache, was in zip(server.caches, before, strict=True):
         torch.testing.assert_close(cache, was, rtol=0, atol=0)
     for cache, rows in zip(server.caches, new, strict=True):
@@ -407,7 +407,7 @@ def test_fp8_rows_and_their_scales(library: Library) -> None:
     kept = [(cache / s).to(torch.float8_e4m3fn) for cache, s in zip(server.caches, scales.values(), strict=True)]
     server.step(DECODE, {row: 1})
     new, query = torch.randn(2, 1, 2, 64).bfloat16(), server.query()
-    found = server.session.forward(query, *kept, key=new[0], value=new[1], **server.now.tables, **scales)
+    found = server.session.forward(query, *kept, key=new[0], value=new[1], **server.now.keywords, **scales)
     server.caches = [cache.float() * s for cache, s in zip(kept, scales.values(), strict=True)]
     slot = server.now.slots
     for cache, rows in zip(server.caches, new, strict=True):
@@ -473,7 +473,7 @@ def test_a_decode_step_of_xqa_goes_straight_to_the_library(recorded: bool, monke
         found = server.layer(wide[..., : query.shape[-1]])
         assert library.calls[-1].given["query"].is_contiguous()
         assert torch.equal(server.layer(query), found)
-    tables, seen, given = dict(server.now.tables), list[str](), list[dict[str, Any]]()
+    tables, seen, given = dict(server.now.keywords), list[str](), list[dict[str, Any]]()
     with monkeypatch.context() as patch:
         patch.setattr(server.session._call, "decode", lambda **keywords: given.append(keywords))
         sys.setprofile(lambda frame, event, argument: seen.append(frame.f_code.co_name) if event == "call" else None)
@@ -528,7 +528,7 @@ def test_what_a_planned_layer_adds_to_the_call_of_the_library(
     server.step(DECODE, {server.table.add(): 1})
     query, seen = server.query(), []
     out = server.session._wrapper = _Wrapper(torch.empty_like(query))
-    tables = dict(server.now.tables)
+    tables = dict(server.now.keywords)
     sys.setprofile(lambda frame, event, argument: seen.append(frame.f_code.co_name) if event == "call" else None)
     try:
         found = server.session.forward(query, *server.caches, **tables)

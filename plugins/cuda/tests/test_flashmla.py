@@ -16,6 +16,7 @@ from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.semantics.kv_quant import mla_pack_fp8
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
+from polyattn.testing.families.cached import in_tables
 from polyattn_cuda import flashmla
 
 from .emulators import flash_mla as emulator
@@ -85,13 +86,13 @@ def run(target: Emulated, *lengths: tuple[int, int], **fields: Any) -> Any:
     rows = torch.randn(len(lengths), 64, 576).bfloat16()
     cache = mla_pack_fp8(rows.float()) if request.get("kv_dtype") == "fp8_e4m3" else rows
     query = torch.randn(sum(q for q, _ in lengths), 64, 576).bfloat16()
-    return target.bind(**request).forward(query, cache, **tables(*lengths))
+    return target.bind(**request).forward(query, cache, **in_tables(**tables(*lengths)))
 
 
 def test_the_cache_is_read_where_it_lies(library: Library) -> None:
     cache, query = torch.randn(1, 64, 576).bfloat16(), torch.randn(2, 64, 576).bfloat16()
     asked = tables((2, 9))
-    GIT.bind(**MLA).forward(query, cache, **asked)
+    GIT.bind(**MLA).forward(query, cache, **in_tables(**asked))
     given = library.calls[-1].given
     assert library.calls[-1].positional == 0
     assert given["k_cache"].data_ptr() == cache.data_ptr()
@@ -132,7 +133,7 @@ def test_a_schedule_serves_one_step_of_all_layers(library: Library) -> None:
         session.plan(step_of((1, length), (1, 20)))
         session.prepare(None)
         for _ in range(3):
-            session.forward(query, cache, **tables((1, length), (1, 20)))
+            session.forward(query, cache, **in_tables(**tables((1, length), (1, 20))))
             seen.append(library.calls[-1].given["tile_scheduler_metadata"])
     assert [step is seen[0] for step in seen] == [True] * 3 + [False] * 3
 
@@ -148,7 +149,7 @@ def test_a_recording_has_a_schedule_of_its_own(library: Library, monkeypatch: py
     session.prepare(None)
     for now in (False, False, True, True, False):
         recording.append(now)
-        session.forward(query, cache, **tables((1, 9), (1, 20)))
+        session.forward(query, cache, **in_tables(**tables((1, 9), (1, 20))))
         seen.append(library.calls[-1].given["tile_scheduler_metadata"])
     assert [a is b for a, b in itertools.pairwise(seen)] == [True, False, True, False]
 
@@ -156,7 +157,7 @@ def test_a_recording_has_a_schedule_of_its_own(library: Library, monkeypatch: py
 @pytest.mark.parametrize("scale", [-0.1, 0.0])
 def test_a_scale_that_is_not_positive_goes_into_the_queries(scale: float, library: Library) -> None:
     cache, query = torch.randn(1, 64, 576).bfloat16(), torch.randn(1, 64, 576).bfloat16()
-    out = GIT.bind(**{**MLA, "scale": scale}).forward(query, cache, **tables((1, 20)))
+    out = GIT.bind(**{**MLA, "scale": scale}).forward(query, cache, **in_tables(**tables((1, 20))))
     weights = torch.softmax(scale * (query[0].float() @ cache[0, :20].float().T), -1)
     assert torch.allclose(out[0].float(), weights @ cache[0, :20, :512].float(), atol=0.02)
     assert library.calls[-1].given["softmax_scale"] > 0
@@ -272,9 +273,9 @@ def test_offsets_of_places_stay_below_their_type(library: Library, monkeypatch: 
     asked = {**tables((2, 9), (2, 64)), "max_seqlen_k": keys}
     asked["page_table"] = torch.nn.functional.pad(asked["page_table"], (0, 699))
     query, bound = torch.randn(4, 64, 576).bfloat16(), GIT.bind(**ROWS_OF_BYTES)
-    whole = bound.forward(query, caches, **asked)
+    whole = bound.forward(query, caches, **in_tables(**asked))
     limit(monkeypatch, _NUMBERS=3 * keys)
-    assert torch.equal(bound.forward(query, caches, **asked), whole)
+    assert torch.equal(bound.forward(query, caches, **in_tables(**asked)), whole)
     assert sizes(library) == [(2, 2), (1, 2), (1, 2)]
 
 
@@ -298,7 +299,7 @@ def test_a_step_in_several_calls_is_taken_apart_once(library: Library, monkeypat
     session.prepare(None)
     monkeypatch.setattr(Tensor, "diff", None, raising=False)
     for _ in range(2):
-        session.forward(query, cache, **tables(*lengths))
+        session.forward(query, cache, **in_tables(**tables(*lengths)))
     schedules = [call.given["tile_scheduler_metadata"] for call in library.calls if "q" in call.given]
     assert sizes(library) == [(2, 1), (1, 20)] * 2
     assert schedules[:2] == schedules[2:]

@@ -10,10 +10,11 @@ from torch import Tensor
 
 import polyattn
 from polyattn import what_if
-from polyattn.contract import AttentionRequest
+from polyattn.contract import AttentionRequest, PagedTables
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
+from polyattn.testing.families.cached import in_tables
 
 from .devices import need
 from .emulators import hpc_ops as emulator
@@ -54,7 +55,7 @@ def run(blank: float = 0.0, out: Tensor | None = None, **fields: Any) -> Tensor:
     }
     forward = TARGET.bind(**fields).forward
     result: Tensor = forward(
-        torch.randn(1, 8, 128).bfloat16(), *caches, **tables, max_seqlen_q=1, max_seqlen_k=9, out=out
+        torch.randn(1, 8, 128).bfloat16(), *caches, **in_tables(**tables, max_seqlen_q=1, max_seqlen_k=9, out=out)
     )
     return result
 
@@ -80,9 +81,9 @@ def test_lengths_and_tables_with_gaps_are_those_without(fields: dict[str, Any], 
     table = torch.tensor([[1, -9], [2, -9]], dtype=torch.int32)
     sizes = {"max_seqlen_q": 1, "max_seqlen_k": 30}
     given = {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in plain.items()}
-    wanted = forward(query, *caches, page_table=table[:, :1].contiguous(), **given, **sizes)
+    wanted = forward(query, *caches, **in_tables(page_table=table[:, :1].contiguous(), **given, **sizes))
     given = {name: gapped(numbers) for name, numbers in plain.items()}
-    assert torch.equal(forward(query, *caches, page_table=table[:, :1], **given, **sizes), wanted)
+    assert torch.equal(forward(query, *caches, **in_tables(page_table=table[:, :1], **given, **sizes)), wanted)
 
 
 def test_rows_of_padding_are_zeros_in_a_prefill_too(library: Library) -> None:
@@ -90,7 +91,9 @@ def test_rows_of_padding_are_zeros_in_a_prefill_too(library: Library) -> None:
     lens, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([9, 0], [0, 2, 4]))
     table = torch.tensor([[1], [0]], dtype=torch.int32)
     sizes = {"max_seqlen_q": 2, "max_seqlen_k": 9}
-    out = TARGET.bind(**PAGED).forward(query, *caches, page_table=table, seq_lens=lens, cu_seqlens_q=starts, **sizes)
+    out = TARGET.bind(**PAGED).forward(
+        query, *caches, **in_tables(page_table=table, seq_lens=lens, cu_seqlens_q=starts, **sizes)
+    )
     assert bool(out.isfinite().all())
     assert float(out[:2].abs().max()) > 0
     assert float(out[2:].abs().max()) == 0
@@ -121,12 +124,12 @@ def test_what_tma_cannot_address_is_copied(fields: dict[str, Any], library: Libr
         "max_seqlen_k": 9,
     }
     forward = TARGET.bind(**fields, **FINITE).forward
-    wanted = forward(query, *caches, **tables)
+    wanted = forward(query, *caches, **in_tables(**tables))
     odd = torch.empty(1025, dtype=torch.bfloat16).as_strided((1, 8, 128), (1025, 128, 1)).copy_(query)
     assert odd.is_contiguous()
     out = misplaced((1, 8, 128))
     moved = [misplaced((2, 64, 2, 128)).copy_(cache) for cache in caches]
-    assert forward(odd, *moved, **tables, out=out) is out
+    assert forward(odd, *moved, **in_tables(**tables, out=out)) is out
     assert torch.equal(out, wanted)
     assert library.calls[-1].given["output"] is None
 
@@ -139,7 +142,7 @@ def test_queries_of_padding_have_keys_to_wait_for(library: Library) -> None:
     sizes = {"max_seqlen_q": 130, "max_seqlen_k": 150}
     for options in ({}, FINITE):
         forward = TARGET.bind(**PAGED, **options).forward
-        out = forward(query, *caches, page_table=table, seq_lens=lens, cu_seqlens_q=starts, **sizes)
+        out = forward(query, *caches, **in_tables(page_table=table, seq_lens=lens, cu_seqlens_q=starts, **sizes))
         assert bool(out.isfinite().all())
         assert float(out[:130].abs().min(-1).values.max()) > 0
         assert float(out[130:].abs().max()) == 0
@@ -153,7 +156,10 @@ def test_more_queries_than_it_can_count_are_refused(library: Library) -> None:
     )
     with pytest.raises(UnsupportedRequestError, match=message):
         forward(
-            query, query, query, page_table=query, seq_lens=query, cu_seqlens_q=query, max_seqlen_q=1, max_seqlen_k=1
+            query,
+            query,
+            query,
+            **in_tables(page_table=query, seq_lens=query, cu_seqlens_q=query, max_seqlen_q=1, max_seqlen_k=1),
         )
 
 
@@ -164,13 +170,13 @@ def test_a_decode_step_skips_sequences_without_a_query(library: Library) -> None
     starts = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
     forward = TARGET.bind(**DECODE).forward
     found = forward(
-        query, *caches, page_table=table, seq_lens=lens, cu_seqlens_q=starts, max_seqlen_q=1, max_seqlen_k=30
+        query,
+        *caches,
+        **in_tables(page_table=table, seq_lens=lens, cu_seqlens_q=starts, max_seqlen_q=1, max_seqlen_k=30),
     )
     assert library.calls[-1].given["num_seq_kvcache"].tolist() == [9, 20]
-    wanted = forward(
-        query, *caches, page_table=table[::2], seq_lens=lens[::2].contiguous(), max_seqlen_q=1, max_seqlen_k=20,
-        cu_seqlens_q=torch.arange(3, dtype=torch.int32),
-    )  # fmt: skip
+    alone = PagedTables(table[::2], lens[::2].contiguous(), torch.arange(3, dtype=torch.int32), 1, 20)
+    wanted = forward(query, *caches, tables=alone)
     assert torch.equal(found, wanted)
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn.contract import Accepted, Rejected, Slot, judge
+from polyattn.contract import Accepted, PagedTables, Rejected, Slot, judge
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated
+from polyattn.testing.families.cached import in_tables
 from polyattn_cuda.flashinfer import memory, trtllm
 from polyattn_cuda.flashinfer.trtllm import drafts_mask
 
@@ -70,10 +71,8 @@ def run(target: Emulated, counts: tuple[int, ...], **fields: Any) -> Any:
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
     table = torch.arange(2 * N, dtype=torch.int32).view(N, 2)
     query = torch.randn(int(starts[-1]), request["heads"], width).bfloat16()
-    return target.bind(**request).forward(
-        query, *(caches if latent else caches * 2), page_table=table, seq_lens=torch.full((N,), 20, dtype=torch.int32),
-        cu_seqlens_q=starts, max_seqlen_q=max(counts), max_seqlen_k=20, **given,
-    )  # fmt: skip
+    tables = PagedTables(table, torch.full((N,), 20, dtype=torch.int32), starts, max(counts), 20)
+    return target.bind(**request).forward(query, *(caches if latent else caches * 2), tables=tables, **given)
 
 
 def test_the_scale_is_given_with_those_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +130,9 @@ def test_xqa_is_given_what_it_can_find_its_way_in(drafts: int, monkeypatch: pyte
     tables = {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2), "max_seqlen_q": drafts, "max_seqlen_k": 20}
     tables |= {"seq_lens": torch.full((2,), 20, dtype=torch.int32)}
     tables |= {"cu_seqlens_q": torch.arange(3, dtype=torch.int32) * drafts}
-    wanted = bound.forward(query.contiguous(), *(t.contiguous() for t in caches[0]), **tables)
+    wanted = bound.forward(query.contiguous(), *(t.contiguous() for t in caches[0]), **in_tables(**tables))
     for given in (*caches, pool.unbind(1)):
-        assert torch.equal(bound.forward(query, *given, **tables), wanted)
+        assert torch.equal(bound.forward(query, *given, **in_tables(**tables)), wanted)
     assert library.calls[-1].given["kv_cache"][0].data_ptr() == pool.data_ptr()
 
 
@@ -153,11 +152,11 @@ def test_sinks_of_xqa_are_those_of_their_heads(
     tables |= {"seq_lens": torch.tensor([20, 17], dtype=torch.int32), "sinks": sinks}
     out = torch.empty_like(query)
     found = MHA[90].bind(**fields, **CHAIN).forward(
-        query, *caches, cu_seqlens_q=starts, max_seqlen_q=max(counts), out=out, **tables
+        query, *caches, **in_tables(cu_seqlens_q=starts, max_seqlen_q=max(counts), out=out, **tables)
     )  # fmt: skip
     ends = starts[1:].long() - 1
     alone = {"cu_seqlens_q": torch.arange(3, dtype=torch.int32), "max_seqlen_q": 1}
-    wanted = MHA[90].bind(**fields, **ONE).forward(query[ends], *caches, **alone, **tables)
+    wanted = MHA[90].bind(**fields, **ONE).forward(query[ends], *caches, **in_tables(**alone, **tables))
     assert found is out
     torch.testing.assert_close(found[ends], wanted)
     asked = [call.given["query"].shape[-2] // 2 for call in library.calls]
@@ -214,7 +213,9 @@ def test_queries_of_trtllm_gen_may_have_strides(step: dict[str, Any], monkeypatc
     tables |= {"seq_lens": torch.tensor([20, 9], dtype=torch.int32), "max_seqlen_q": count}
     tables |= {"cu_seqlens_q": torch.arange(3, dtype=torch.int32) * count}
     heads_first = query.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(bound.forward(heads_first, *caches, **tables), bound.forward(query, *caches, **tables))
+    assert torch.equal(
+        bound.forward(heads_first, *caches, **in_tables(**tables)), bound.forward(query, *caches, **in_tables(**tables))
+    )
 
 
 @pytest.mark.parametrize("step", [ONE, CHAIN, EXTEND], ids=["decode", "verify", "extend"])
@@ -234,9 +235,9 @@ def test_trtllm_gen_is_given_what_it_can_find_its_way_in(
     tables |= {"seq_lens": torch.tensor([20, 9], dtype=torch.int32), "max_seqlen_q": count}
     tables |= {"cu_seqlens_q": torch.arange(3, dtype=torch.int32) * count}
     query = torch.randn(2 * count, 8, 64).bfloat16()
-    wanted = bound.forward(query, key, value, **tables)
+    wanted = bound.forward(query, key, value, **in_tables(**tables))
     for given in ((key, wide[1]), (wide[0], value), odd, off, wide):
-        assert torch.equal(bound.forward(query, *given, **tables), wanted)
+        assert torch.equal(bound.forward(query, *given, **in_tables(**tables)), wanted)
     assert library.calls[-1].given["kv_cache"][1].data_ptr() == wide[1].data_ptr(), "as it lies where it can be read"
 
 
@@ -250,7 +251,7 @@ def test_the_lse_of_many_queries_has_a_workspace(step: dict[str, Any], monkeypat
     tables |= {"cu_seqlens_q": torch.tensor([0, 3, 4], dtype=torch.int32)}
     query, found = torch.randn(4, 8, 64).bfloat16(), []
     for longest, room in ((3, 128 << 20), (1 << 20, 256 << 20)):
-        found += bound.forward(query, *caches, **tables, max_seqlen_q=longest)
+        found += bound.forward(query, *caches, **in_tables(**tables, max_seqlen_q=longest))
         assert library.calls[-1].given["workspace_buffer"].numel() == room
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
@@ -271,8 +272,8 @@ def test_lengths_and_sinks_may_have_strides(
     tables |= {"cu_seqlens_q": torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)}
     most, query = {"max_seqlen_q": max(counts), "max_seqlen_k": 20}, torch.randn(sum(counts), 8, 64).bfloat16()
     strided = {name: t.repeat_interleave(2, -1)[..., ::2] for name, t in tables.items()}
-    wanted = bound.forward(query, *caches, **tables, **most)
-    assert torch.equal(bound.forward(query, *caches, **strided, **most), wanted)
+    wanted = bound.forward(query, *caches, **in_tables(**tables, **most))
+    assert torch.equal(bound.forward(query, *caches, **in_tables(**strided, **most)), wanted)
 
 
 @pytest.mark.parametrize("name", list(MLA))
@@ -290,12 +291,12 @@ def test_latent_rows_and_tables_may_lie_anywhere(
     tables |= {"seq_lens": torch.tensor([20, 9], dtype=torch.int32)}
     tables |= {"cu_seqlens_q": torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)}
     most = {"max_seqlen_q": max(counts), "max_seqlen_k": 20}
-    wanted = bound.forward(query, cache, **tables, **most)
+    wanted = bound.forward(query, cache, **in_tables(**tables, **most))
     strided = {name: t.repeat_interleave(2, -1)[..., ::2] for name, t in tables.items()}
     off = {name: torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view_as(t) for name, t in tables.items()}
     for rows in (torch.nn.functional.pad(cache, (0, 16))[..., :576], torch.nn.functional.pad(cache, (0, 3))[..., :576]):
         for given in (strided, off):
-            assert torch.equal(bound.forward(query, rows, **given, **most), wanted)
+            assert torch.equal(bound.forward(query, rows, **in_tables(**given, **most)), wanted)
 
 
 def bits(mask: Tensor) -> Tensor:
@@ -457,7 +458,7 @@ def test_xqa_is_launched_where_its_tensors_are(arch: int, monkeypatch: pytest.Mo
     session.prepare(step)
     found = []
     for gpus.current in (0, 1):
-        found.append(session.forward(query, *caches, **PLAIN))
+        found.append(session.forward(query, *caches, **in_tables(**PLAIN)))
     assert torch.equal(*found)
 
 
@@ -516,7 +517,7 @@ def test_many_drafts_have_scratch(drafts: int, room: int, in_session: bool, monk
         session.plan(step)
         session.prepare(step)
         forward = session.forward
-    forward(torch.randn(drafts, 8, 256).bfloat16(), *torch.randn(2, 4, 64, 1, 256).bfloat16(), **tables)
+    forward(torch.randn(drafts, 8, 256).bfloat16(), *torch.randn(2, 4, 64, 1, 256).bfloat16(), **in_tables(**tables))
     assert library.calls[-1].given["workspace_buffer"].numel() == room
 
 

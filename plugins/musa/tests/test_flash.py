@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from polyattn.contract import PagedTables
 from polyattn.errors import BackendUnavailableError
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
@@ -76,8 +77,8 @@ def test_a_schedule_for_each_latent_call(library: Library) -> None:
         "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32),
     }
     for _ in range(2):
-        bound.forward(torch.randn(1, 4, 576).bfloat16(), torch.randn(2, 64, 576).bfloat16(), **tables, max_seqlen_q=1,
-                      max_seqlen_k=9)  # fmt: skip
+        query, cache = torch.randn(1, 4, 576).bfloat16(), torch.randn(2, 64, 576).bfloat16()
+        bound.forward(query, cache, tables=PagedTables(**tables, max_seqlen_q=1, max_seqlen_k=9))
     first, second = (call.given["scheduler_metadata"] for call in library.calls[-2:])
     assert first[0] is not second[0]
     assert (first[1], library.calls[-1].given["softmax_scale"]) == (False, 0.1)

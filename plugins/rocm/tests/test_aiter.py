@@ -16,6 +16,7 @@ from polyattn.errors import BackendUnavailableError
 from polyattn.semantics.paged_kv import Tokens
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
+from polyattn.testing.families.cached import in_tables
 from polyattn_rocm.aiter import latent as latents
 from polyattn_rocm.aiter import mha
 from polyattn_rocm.aiter.mha import _Kernels
@@ -200,13 +201,13 @@ def paged(build: str, free: float = 0.0, queries: tuple[int, int] = (1, 1), **fi
     for cache in (keys, values):
         cache[1, 14:], cache[0, 9:] = free, free
     bound = target(build).bind(**{**PAGED, **fields})
-    result: Tensor = bound.forward(query, keys, values, **tables(queries))
+    result: Tensor = bound.forward(query, keys, values, **in_tables(**tables(queries)))
     return result
 
 
 def latent(build: str, queries: tuple[int, int] = (1, 1), **fields: Any) -> Any:
     query, cache = tensors((sum(queries), 16, 576), (3, 16, 576))
-    return target(build).bind(**{**LATENT, **fields}).forward(query, cache, **tables(queries))
+    return target(build).bind(**{**LATENT, **fields}).forward(query, cache, **in_tables(**tables(queries)))
 
 
 def test_pages_are_read_by_token_where_they_lie(install: Callable[[str], Library]) -> None:
@@ -225,11 +226,11 @@ def test_pages_are_read_by_token_where_they_lie(install: Callable[[str], Library
 def test_lists_of_tokens_are_made_without_waiting_for_the_device() -> None:
     """Where tensors have no values, whatever reads one on the host raises."""
     with FakeTensorMode():
-        where = tables()
+        where = in_tables(**tables())["tables"]
         cache = torch.empty(3, 16, 2, 64)
-        (tokens,), lists = token_lists((cache,), where["page_table"], where["seq_lens"], 30)
-        drafts = Tokens.of(torch.empty(5, 16, 576), where["seq_lens"], where["cu_seqlens_q"])
-        without_free_slots(target("0.1.20").request(**PAGED), (cache,), where["page_table"], where["seq_lens"], 30)
+        (tokens,), lists = token_lists((cache,), where)
+        drafts = Tokens.of(torch.empty(5, 16, 576), where)
+        without_free_slots(target("0.1.20").request(**PAGED), (cache,), where)
     assert (tokens.shape, lists.indices.shape, drafts.real.shape) == ((48, 1, 2, 64), (60 + SPARE,), (5,))
 
 
@@ -257,7 +258,7 @@ def test_fp8_pages_are_copied_unless_promised_or_large(install: Callable[[str], 
         bound = target("0.1.20-fp8").bind(**{**PAGED, **options, "page_size": page, "kv_dtype": "fp8_e4m3"})
         query, keys, values = tensors((2, 4, 64), (3, page, 2, 64), (3, page, 2, 64))
         caches = [t.to(torch.float8_e4m3fn) for t in (keys, values)]
-        bound.forward(query, *caches, **tables(), k_scale=torch.tensor(2.0), v_scale=torch.tensor(0.5))
+        bound.forward(query, *caches, **in_tables(**tables(), k_scale=torch.tensor(2.0), v_scale=torch.tensor(0.5)))
         given = library.calls[-1].given
         assert (given["k"].data_ptr() != caches[0].data_ptr()) is copied
         assert (given["k_descale"].tolist(), given["v_descale"].tolist()) == ([2.0], [0.5])

@@ -180,13 +180,16 @@ def _mask(problem: Problem) -> torch.Tensor | None:
 
 
 def _tables(problem: Problem) -> dict[str, Any]:
-    return {
-        "page_table": torch.arange(2 * -(-300 // problem.page_size), dtype=torch.int32).view(2, -1),
-        "seq_lens": torch.full((2,), 300, dtype=torch.int32),
-        "cu_seqlens_q": torch.arange(3, dtype=torch.int32) * problem.queries,
-        "attn_mask": _mask(problem),
-        "tree": problem.mask == "tree",
-    }
+    from polyattn.contract import PagedTables
+
+    tables = PagedTables(
+        torch.arange(2 * -(-300 // problem.page_size), dtype=torch.int32).view(2, -1),
+        torch.full((2,), 300, dtype=torch.int32),
+        torch.arange(3, dtype=torch.int32) * problem.queries,
+        problem.queries,
+        300,
+    )
+    return {"tables": tables, "attn_mask": _mask(problem), "tree": problem.mask == "tree"}
 
 
 _STORED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8, "fp4_e2m1": torch.uint8}
@@ -214,8 +217,8 @@ def _paged(problem: Problem) -> None:
     new = [_tensor(problem, T, H_kv, width) if problem.fresh else None for width in problem.dims]
     more = {"invariant": problem.batch_invariant} if problem.call == "decode" else {}
     (decode if problem.call == "decode" else extend)(
-        _tensor(problem, T, H_q, problem.dims[0]), *caches, **_tables(problem), max_seqlen_q=problem.queries,
-        max_seqlen_k=300, page_size=problem.page_size, hnd=False, causal=problem.mask == "", scale=0.1,
+        _tensor(problem, T, H_q, problem.dims[0]), *caches, **_tables(problem),
+        page_size=problem.page_size, hnd=False, causal=problem.mask == "", scale=0.1,
         softcap=problem.softcap, key=new[0], value=new[1], kv_dtype=problem.kv_dtype, kv_scales=problem.kv_scales,
         k_scale=scales[0], v_scale=scales[1], lse=torch.empty(T, H_q),
         out=torch.empty(T, H_q, problem.dims[1], dtype=getattr(torch, problem.dtype)), **more,
@@ -236,12 +239,12 @@ def _latent(problem: Problem) -> None:
         additive=problem.mask == "additive", fp8=problem.kv_dtype == "fp8_e4m3",
     )  # fmt: skip
     shares = torch.zeros(max(launch.numbers(2), 1), dtype=torch.int32)
-    tables = _tables(problem)
+    given = _tables(problem)
     if launch.parts:
-        latent.plan(launch, tables["seq_lens"], tables["cu_seqlens_q"], causal=True, out=shares)
+        latent.plan(launch, *given["tables"][1:3], causal=True, out=shares)
     rows = launch.pieces(2)
     latent.attend(
-        _tensor(problem, T, heads, d_c + d_r), cache, **tables, causal=True, scale=0.1,
+        _tensor(problem, T, heads, d_c + d_r), cache, **given, causal=True, scale=0.1,
         out=torch.empty(T, heads, d_c, dtype=dtype), lse=torch.empty(T, heads), launch=launch, shares=shares,
         pieces=(torch.empty(rows, d_c), torch.empty(rows)),
     )  # fmt: skip

@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from launched_offline import Problem, call
 
+from polyattn.contract import PagedTables
 from polyattn_triton.hopper import block_sparse, extend, forward
 from polyattn_triton.kernels.block_sparse import Lists
 from polyattn_triton.kernels.merge import merge
@@ -55,22 +56,19 @@ def _rows(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16()
 
 
-def _lens(queries: int) -> dict[str, torch.Tensor]:
+def _lens(queries: int) -> PagedTables:
     """Two sequences of 300 keys over pages of 16, the last of them not full."""
-    return {
-        "page_table": torch.arange(38, dtype=torch.int32).view(2, 19),
-        "seq_lens": torch.full((2,), 300, dtype=torch.int32),
-        "cu_seqlens_q": torch.arange(3, dtype=torch.int32) * queries,
-    }
+    pages, lens = torch.arange(38, dtype=torch.int32).view(2, 19), torch.full((2,), 300, dtype=torch.int32)
+    return PagedTables(pages, lens, torch.arange(3, dtype=torch.int32) * queries, queries, 300)
 
 
 def _written() -> None:
     caches = [torch.zeros(38, 16, 2, 64, dtype=torch.float8_e4m3fn) for _ in "kv"]
     scales = {"k_scale": torch.ones(38, 16, 2), "v_scale": torch.ones(38, 16, 2)}
     how = {"page_size": 16, "kv_dtype": "fp8_e4m3", "kv_scales": "token", "make_scales": True}
-    write_kv(_rows(10, 2, 64), _rows(10, 2, 64), *caches, **_lens(5), max_seqlen_q=5, **scales, **how)
+    write_kv(_rows(10, 2, 64), _rows(10, 2, 64), *caches, tables=_lens(5), **scales, **how)
     rows = torch.zeros(38, 16, 656, dtype=torch.uint8)
-    write_latent(_rows(10, 576), rows, **_lens(5), max_seqlen_q=5, page_size=16)
+    write_latent(_rows(10, 576), rows, tables=_lens(5), page_size=16)
 
 
 def _merged() -> None:
@@ -89,11 +87,11 @@ def _hopper_extend(width: int) -> None:
     mask = torch.ones(1, 1, 70, 300, dtype=torch.bool).tril(230)
     for more in ({"causal": True, "left": 100}, {"causal": False, "attn_mask": mask}):
         extend.extend(
-            query, *caches, **_lens(70), max_seqlen_q=70, page_size=16, hnd=False, scale=0.1, **more,
+            query, *caches, tables=_lens(70), page_size=16, hnd=False, scale=0.1, **more,
             out=torch.empty_like(query), lse=torch.empty(140, 8),
         )  # fmt: skip
     extend.extend(
-        query, *caches, **_lens(70), max_seqlen_q=70, page_size=16, hnd=False, scale=0.1, causal=False, cuts=3,
+        query, *caches, tables=_lens(70), page_size=16, hnd=False, scale=0.1, causal=False, cuts=3,
         out=torch.empty(3, 140, 8, width), lse=torch.empty(3, 140, 8),
     )  # fmt: skip
 

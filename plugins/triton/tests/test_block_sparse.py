@@ -245,7 +245,7 @@ def test_more_samples_than_a_grid_has_are_several_launches(one_map: bool, monkey
         lists = lists._replace(counts=lists.counts.contiguous(), indices=lists.indices.contiguous())
     found = []
     for most in (2, 65_535):
-        monkeypatch.setattr("polyattn.backends.samples.MOST", most)
+        monkeypatch.setattr("polyattn.adapters.samples.MOST", most)
         out, lse = torch.full_like(five[0], float("nan")), torch.full(five[0].shape[:3], float("nan"))
         kernels.forward(*five[:3], lists, scale=one.scale, out=out, lse=lse)
         found.append((out, lse, *kernels.backward(five[3], *five[:3], out, lse, lists, scale=one.scale)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from polyattn import tuning
+from polyattn.testing.families.cached import in_tables
 from polyattn.tuning import current
 from polyattn_triton import runtime
 from polyattn_triton.kernels import choices, decode, extend, latent
@@ -178,7 +179,7 @@ def test_every_launcher_switches_to_the_device_of_its_tensors(monkeypatch: pytes
     query = torch.empty(1, 2, 16, dtype=BF16)
     sizes = {"max_seqlen_q": 1, "max_seqlen_k": 20, "page_size": 16, "hnd": False, "causal": True, "scale": 1.0}
     for launcher in (decode.decode, extend.extend):
-        launcher(query, caches[0], caches[1], **tables, **sizes, out=torch.empty_like(query))
+        launcher(query, caches[0], caches[1], **in_tables(**tables, **sizes), out=torch.empty_like(query))
     merge.merge(torch.empty(2, 1, 2, 16), torch.empty(2, 1, 2), out=torch.empty_like(query))
     launch = latent.launch_for(CPU, BF16, 2, (16, 0), 1, 1, 20)
     latent.plan(launch, tables["seq_lens"], tables["cu_seqlens_q"], causal=True, out=torch.empty(99, dtype=torch.int32))

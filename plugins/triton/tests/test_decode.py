@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polyattn.semantics.kv_quant import fp4_scales, real, stored
 from polyattn.semantics.reference import paged_attention, verify_mask
+from polyattn.testing.families.cached import in_tables
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.kernels.decode import Config, bounds, config_for, decode, items_for, parts_for
 from polyattn_triton.kernels.splits import FIELDS, Items
@@ -110,9 +111,9 @@ class Problem:
         lse = torch.full(self.query.shape[:2], torch.nan)
         options = {"causal": True, "scale": 0.3, **options}
         decode(
-            self.query, *self.caches, **self.tables, **self.longest, page_size=self.page, hnd=self.hnd,
+            self.query, *self.caches, **in_tables(**self.tables, **self.longest, page_size=self.page, hnd=self.hnd,
             key=self.new[0], value=self.new[1], kv_dtype=self.kv[0], kv_scales=self.kv[1], k_scale=self.scales[0],
-            v_scale=self.scales[1], out=out, lse=lse, plan=plan, **options,
+            v_scale=self.scales[1], out=out, lse=lse, plan=plan, **options),
         )  # fmt: skip
         return out, lse
 

@@ -8,8 +8,10 @@ import itertools
 import pytest
 import torch
 
+from polyattn.contract import PagedTables
 from polyattn.semantics.kv_quant import fp4_scales, real, stored
 from polyattn.semantics.reference import paged_attention, verify_mask
+from polyattn.testing.families.cached import in_tables
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.kernels.extend import Config, _boxes, _chosen, config_for, extend
 
@@ -145,10 +147,10 @@ def check(
     lse = torch.full((T_q, H_q), float("nan")) if with_lse else None
     before = [codes.contiguous().view(torch.uint8).clone() for codes in caches]
     extend(
-        query, *(hnd(codes, is_hnd) for codes in caches), page_table=pools.page_table, **tables,
+        query, *(hnd(codes, is_hnd) for codes in caches), **in_tables(page_table=pools.page_table, **tables,
         max_seqlen_q=max(q for q, _ in lens), max_seqlen_k=max(k for _, k in lens), page_size=page_size, hnd=is_hnd,
         causal=causal, **given, tree=tree, key=new[0], value=new[1], kv_dtype=kv[0], kv_scales=kv[1],
-        k_scale=hnd(pools.scales[0], is_hnd), v_scale=hnd(pools.scales[1], is_hnd), out=out, lse=lse, config=config,
+        k_scale=hnd(pools.scales[0], is_hnd), v_scale=hnd(pools.scales[1], is_hnd), out=out, lse=lse, config=config),
     )  # fmt: skip
     for codes, old in zip(caches, before, strict=True):
         assert torch.equal(codes.contiguous().view(torch.uint8), old)
@@ -255,11 +257,11 @@ def test_s8_of_a_tree_only_the_last_columns_are_read():
         hidden[:, :, :, :32] = False
         pools = pools_of(lens, 5, 2, (16, 16), torch.float32)
         query = torch.randn(14, 4, 16, generator=torch.Generator().manual_seed(7))
-        out = torch.empty(14, 4, 16)
+        out, counts = torch.empty(14, 4, 16), torch.tensor([60, 41], dtype=torch.int32)
+        starts = torch.tensor([0, 7, 14], dtype=torch.int32)
         extend(
-            query, *pools.stored, page_table=pools.page_table, seq_lens=torch.tensor([60, 41], dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, 7, 14], dtype=torch.int32), max_seqlen_q=7, max_seqlen_k=60, page_size=5,
-            hnd=False, causal=False, scale=0.3, attn_mask=hidden, tree=True, out=out, config=config,
+            query, *pools.stored, tables=PagedTables(pools.page_table, counts, starts, 7, 60), page_size=5, hnd=False,
+            causal=False, scale=0.3, attn_mask=hidden, tree=True, out=out, config=config,
         )  # fmt: skip
         torch.testing.assert_close(out, expected)
 
@@ -306,8 +308,8 @@ def test_s9_new_rows_are_rounded_as_the_cache_rounds():
     expected = paged_attention(query, *pools.stored, key=key, value=value, **tables)
     out = torch.empty_like(query)
     extend(
-        query, *pools.stored, **tables, max_seqlen_q=4, max_seqlen_k=20, page_size=5, hnd=False, causal=True,
-        scale=0.25, key=key, value=value, out=out,
+        query, *pools.stored, tables=PagedTables(**tables, max_seqlen_q=4, max_seqlen_k=20), page_size=5, hnd=False,
+        causal=True, scale=0.25, key=key, value=value, out=out,
     )  # fmt: skip
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
@@ -328,9 +330,9 @@ def test_no_queries_or_no_sequences():
     cache = torch.empty(2, 4, 2, 16)
     for N in (0, 3):
         extend(
-            query, cache, cache, page_table=torch.zeros(N, 1, dtype=torch.int32),
+            query, cache, cache, **in_tables(page_table=torch.zeros(N, 1, dtype=torch.int32),
             seq_lens=torch.zeros(N, dtype=torch.int32), cu_seqlens_q=torch.zeros(N + 1, dtype=torch.int32),
-            max_seqlen_q=0, max_seqlen_k=0, page_size=4, hnd=False, causal=True, scale=1.0, out=torch.empty(0, 4, 16),
+            max_seqlen_q=0, max_seqlen_k=0, page_size=4, hnd=False, causal=True, scale=1.0, out=torch.empty(0, 4, 16)),
         )  # fmt: skip
 
 
@@ -350,8 +352,8 @@ def test_s9_caches_may_be_strided_views():
     for config in (SMALL, BOXES):
         out.fill_(float("nan"))
         extend(
-            query, both[:, 0], both[:, 1], **tables, max_seqlen_q=3, max_seqlen_k=33, page_size=16, hnd=False,
-            causal=True, scale=0.25, out=out, config=config,
+            query, both[:, 0], both[:, 1], tables=PagedTables(**tables, max_seqlen_q=3, max_seqlen_k=33), page_size=16,
+            hnd=False, causal=True, scale=0.25, out=out, config=config,
         )  # fmt: skip
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 

@@ -17,6 +17,7 @@ from polyattn import tuning
 from polyattn.contract import AttentionRequest, KVPart
 from polyattn.semantics.reference import attention
 from polyattn.testing.conforming import FULL
+from polyattn.testing.families.cached import in_tables
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton import paged
 from polyattn_triton.hopper import extend as hopper
@@ -75,8 +76,8 @@ class Problem:
 
     def run(self, **options: Any) -> None:
         hopper.extend(
-            self.query, self.key_cache, self.value_cache, **self.tables, page_size=self.page_size, hnd=self.hnd,
-            scale=self.query.shape[2] ** -0.5, left=self.left, out=self.out, lse=self.lse, **options,
+            self.query, self.key_cache, self.value_cache, **in_tables(**self.tables), page_size=self.page_size,
+            hnd=self.hnd, scale=self.query.shape[2] ** -0.5, left=self.left, out=self.out, lse=self.lse, **options,
         )  # fmt: skip
 
     def check(self, *, causal: bool, attn_mask: Tensor | None = None, sinks: Tensor | None = None) -> None:
@@ -381,7 +382,7 @@ def adapter(emulated: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         bound = paged.Paged().bind(request)
         tables = {**problem.tables, "max_seqlen_k": max(k for _, k in problem.lens)}
         problem.out, problem.lse = bound.forward(
-            problem.query, problem.key_cache, problem.value_cache, **tables, **given
+            problem.query, problem.key_cache, problem.value_cache, **in_tables(**tables, **given)
         )
         return list(used)
 
@@ -431,7 +432,7 @@ def test_the_adapter_cuts_a_shared_prefix(adapter: Callable[..., list[str]], mon
     own.keys, own.lens = [(k, v) for k, v in keys], [(1, 320)] * 5
     own.check(causal=True)
     invariant = dataclasses.replace(request, batch_invariant=True)
-    assert paged._Call(invariant)._cuts(own.query, paged._Tables(*part[:5]), own.key_cache, own.value_cache) == 0
+    assert paged._Call(invariant)._cuts(own.query, part.tables, own.key_cache, own.value_cache) == 0
 
 
 def test_the_adapter_does_not_extend_where_it_would_mean_something_else(adapter: Callable[..., list[str]]) -> None:

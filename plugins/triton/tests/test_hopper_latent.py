@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from polyattn.contract import PagedTables
 from polyattn.semantics.reference import attention
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.hopper import latent as hopper
@@ -73,8 +74,8 @@ def test_emulated(emulated: list[Any], name: str) -> None:
     latent.plan(launch, seq_lens, starts, causal=causal, out=shares)
     pieces = torch.empty(launch.pieces(len(lens)), 512), torch.empty(launch.pieces(len(lens)))
     latent.attend(
-        query, cache, page_table=table.int(), seq_lens=seq_lens, cu_seqlens_q=starts, causal=causal, scale=SCALE,
-        out=out, lse=lse, launch=launch, shares=shares, pieces=pieces,
+        query, cache, tables=PagedTables(table.int(), seq_lens, starts, 1, 1), causal=causal, scale=SCALE, out=out,
+        lse=lse, launch=launch, shares=shares, pieces=pieces,
     )  # fmt: skip
     assert len(emulated) == 1
     for n, key in enumerate(rows):

@@ -13,6 +13,7 @@ from polyattn.contract import AttentionRequest, Slot
 from polyattn.errors import InvalidInputError
 from polyattn.semantics import reference
 from polyattn.semantics.kv_quant import mla_pack_fp8
+from polyattn.testing.families.cached import in_tables
 from polyattn_triton import runtime
 from polyattn_triton.kernels import latent
 from polyattn_triton.latent import Latent
@@ -69,7 +70,11 @@ class Call:
             shares = torch.full((numbers,), -1, dtype=torch.int32)
             rule = {name: options[name] for name in ("causal", "window", "chunk") if name in options}
             latent.plan(launch, self.seq_lens, self.cu_seqlens_q, **rule, out=shares)
-        latent.attend(self.query, self.cache, out=out, lse=lse, launch=launch, shares=shares, pieces=pieces, **options)
+        latent.attend(
+            self.query,
+            self.cache,
+            **in_tables(out=out, lse=lse, launch=launch, shares=shares, pieces=pieces, **options),
+        )
         return out, lse
 
     def check(self, found: tuple[Tensor, Tensor], **options: Any) -> None:
@@ -186,17 +191,17 @@ def test_a_session_deals_out_the_keys_once_for_all_layers(monkeypatch: pytest.Mo
     session = bound.session(Slot(call.query.device, 4, 4, 7, workspace, recorded=True))
     asked.clear()
     with pytest.raises(InvalidInputError, match="follows plan"):
-        session.forward(call.query, call.cache, **call.tables, max_seqlen_q=1, max_seqlen_k=100)
+        session.forward(call.query, call.cache, **in_tables(**call.tables, max_seqlen_q=1, max_seqlen_k=100))
     first = Step(4, 1, 1, torch.tensor([1, 0, 1, 1], dtype=torch.int32), call.cu_seqlens_q)
     session.plan(first)
     session.prepare(first)
     step = Step(4, 1, 100, call.seq_lens, call.cu_seqlens_q)
     session.plan(step)
     session.prepare(step)
-    expected = bound.forward(call.query, call.cache, **call.tables, max_seqlen_q=1, max_seqlen_k=100)
+    expected = bound.forward(call.query, call.cache, **in_tables(**call.tables, max_seqlen_q=1, max_seqlen_k=100))
     monkeypatch.setattr(latent, "plan", None)
     for _ in range(2):
-        found = session.forward(call.query, call.cache, **call.tables, max_seqlen_q=1, max_seqlen_k=100)
+        found = session.forward(call.query, call.cache, **in_tables(**call.tables, max_seqlen_q=1, max_seqlen_k=100))
         call.check(found)
         assert all(map(torch.equal, found, expected))
     assert not asked

@@ -13,6 +13,7 @@ from torch import Tensor
 from polyattn import KVPart, paged_attention
 from polyattn.contract import AttentionRequest, Slot
 from polyattn.errors import BackendUnavailableError
+from polyattn.testing.families.cached import in_tables
 from polyattn_triton import paged, runtime
 from polyattn_triton.paged import Paged
 
@@ -88,7 +89,7 @@ def test_few_queries_are_decoded_and_many_extended(
     used: list[str], lens: list[tuple[int, int]], request_: AttentionRequest, kernel: str
 ) -> None:
     tensors, tables = problem(lens)
-    same(Paged().bind(request_).forward(*tensors, **tables), reference(tensors, tables))
+    same(Paged().bind(request_).forward(*tensors, **in_tables(**tables)), reference(tensors, tables))
     assert used == [kernel]
 
 
@@ -114,7 +115,7 @@ def test_s9_new_rows_are_written_if_and_only_if_asked(used: list[str], save: boo
     tensors, tables = problem([(3, 40), (1, 0), (2, 17)], new=True)
     expected_tensors = [t.clone() for t in tensors]
     expected = paged_attention(*expected_tensors, **tables, save_kv_cache=save, return_lse=True, backend="reference")
-    same(Paged().bind(request).forward(*tensors, **tables), expected)
+    same(Paged().bind(request).forward(*tensors, **in_tables(**tables)), expected)
     assert used == (["write_kv"] if save else []) + ["decode"]
     for cache, right in zip(tensors[1:], expected_tensors[1:], strict=True):
         assert torch.equal(cache, right)
@@ -130,7 +131,7 @@ def test_cascade_reads_a_shared_prefix_once_for_its_group(used: list[str]) -> No
     )
     sinks = torch.tensor([0.0, 1.0, -torch.inf, 5.0])
     request = dataclasses.replace(DECODE, kv_parts=2, s_relation="more", sinks=True, causal="bottom_right")
-    found = Paged().bind(request).forward(*tensors, **tables, kv_parts=parts, sinks=sinks)
+    found = Paged().bind(request).forward(*tensors, **in_tables(**tables, kv_parts=parts, sinks=sinks))
     same(found, reference(tensors, tables, kv_parts=parts, sinks=sinks))
     assert used == ["decode", "decode", "decode", "merge"]
 
@@ -144,7 +145,8 @@ def test_parts_in_a_pool_of_their_own() -> None:
     )  # fmt: skip
     request = dataclasses.replace(DECODE, kv_parts=1, s_relation="more")
     same(
-        Paged().bind(request).forward(*tensors, **tables, kv_parts=(part,)), reference(tensors, tables, kv_parts=[part])
+        Paged().bind(request).forward(*tensors, **in_tables(**tables, kv_parts=(part,))),
+        reference(tensors, tables, kv_parts=[part]),
     )
 
 
@@ -152,7 +154,7 @@ def test_no_queries() -> None:
     tensors, tables = problem([(1, 20)])
     tensors[0] = tensors[0][:0]
     tables["cu_seqlens_q"] = torch.zeros(2, dtype=torch.int32)
-    out, lse = Paged().bind(dataclasses.replace(DECODE, zero_size=True)).forward(*tensors, **tables)
+    out, lse = Paged().bind(dataclasses.replace(DECODE, zero_size=True)).forward(*tensors, **in_tables(**tables))
     assert out.shape == (0, 4, 32)
     assert lse.shape == (0, 4)
 
@@ -183,7 +185,7 @@ def test_a_session_shares_a_step_out_once(used: list[str]) -> None:
         session.plan(step(tables))
         session.prepare(step(tables))
         for _ in range(2):  # layers
-            same(session.forward(*tensors, **tables), reference(tensors, tables))
+            same(session.forward(*tensors, **in_tables(**tables)), reference(tensors, tables))
     assert used == ["decode"] * 4
     assert memory.keys() == {"items", "counters", "outs", "lses"}
 
@@ -198,7 +200,7 @@ def test_a_recorded_step_follows_the_lengths_on_the_device() -> None:
     for lengths in ((200, 150), (1, 199), (0, 33)):
         tables["seq_lens"].copy_(torch.tensor(lengths))
         session.prepare(step(tables))
-        same(session.forward(*tensors, **tables), reference(tensors, tables))
+        same(session.forward(*tensors, **in_tables(**tables)), reference(tensors, tables))
 
 
 def test_a_session_extends_without_a_plan(used: list[str]) -> None:
@@ -208,7 +210,7 @@ def test_a_session_extends_without_a_plan(used: list[str]) -> None:
     session = make(slot({}))
     session.plan(step(tables))
     session.prepare(step(tables))
-    same(session.forward(*tensors, **tables), reference(tensors, tables))
+    same(session.forward(*tensors, **in_tables(**tables)), reference(tensors, tables))
     assert used == ["extend"]
 
 

@@ -14,8 +14,10 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 import polyattn
 from polyattn import tuning
+from polyattn.contract import PagedTables
 from polyattn.errors import UnsupportedRequestError
 from polyattn.semantics import reference
+from polyattn.testing.families.cached import in_tables
 from polyattn_triton.hopper import extend as hopper_extend
 from polyattn_triton.kernels import backward, block_sparse, choices, decode, extend, forward, latent, room, rules
 from polyattn_triton.kernels.choices import EPOCH
@@ -224,10 +226,10 @@ def _serve(launcher: Any, **given: Any) -> None:
     """Two queries of a sequence of 20 keys in two pages."""
     query, caches = _made(2, 2, 16, count=1)[0], _made(2, 16, 1, 16, count=2)
     out = torch.empty_like(query)
+    table, lens, starts = (torch.tensor(t, dtype=torch.int32) for t in ([[0, 1]], [20], [0, 2]))
     launcher(
-        query, *caches, page_table=torch.tensor([[0, 1]], dtype=torch.int32), page_size=16, hnd=False, causal=True,
-        seq_lens=torch.tensor([20], dtype=torch.int32), cu_seqlens_q=torch.tensor([0, 2], dtype=torch.int32),
-        max_seqlen_q=2, max_seqlen_k=20, scale=0.25, out=out, **given,
+        query, *caches, tables=PagedTables(table, lens, starts, 2, 20), page_size=16, hnd=False, causal=True,
+        scale=0.25, out=out, **given,
     )  # fmt: skip
     keys, values = (cache.flatten(0, 1)[None, :20].expand(-1, -1, 2, -1) for cache in caches)
     expected = reference.attention(query[None], keys, values, causal="bottom_right", scale=0.25)
@@ -283,13 +285,13 @@ def test_latent_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
         "page_table": one[None] - 1, "seq_lens": one, "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32),
         "causal": True, "scale": 1.0, "out": torch.empty(1, 2, 32),
     }  # fmt: skip
-    latent.attend(query, cache, **given, launch=latent.Launch(latent.Config(16, 32, 4, 3), 1))
+    latent.attend(query, cache, **in_tables(**given, launch=latent.Launch(latent.Config(16, 32, 4, 3), 1)))
     assert launched == [3, 2, 1]
     monkeypatch.setattr(latent, "_launch", lambda *args: (_ for _ in ()).throw(OutOfResources(2, 1, "shared memory")))
     with pytest.raises(
         UnsupportedRequestError, match=r"triton\.latent at D=48, D_v=32 in float32 on cpu needs 2 bytes"
     ):
-        latent.attend(query, cache, **given, launch=latent.Launch(latent.Config(16, 32, 4, 3), 1))
+        latent.attend(query, cache, **in_tables(**given, launch=latent.Launch(latent.Config(16, 32, 4, 3), 1)))
 
 
 # ------------------------------------------------------------------------------------------------ where nothing is left

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from polyattn.contract import AttentionRequest
+from polyattn.contract import AttentionRequest, PagedTables
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
 from polyattn.semantics.kv_quant import fp4_scales, stored
 from polyattn.semantics.paged_kv import Pool, Tokens
@@ -59,11 +59,14 @@ class Call:
 
     @property
     def keywords(self):
-        names = {"page_table": self.page_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu}
-        return {**names, "max_seqlen_q": self.longest, "page_size": self.page_size}
+        return {"tables": self.tables, "page_size": self.page_size}
+
+    @property
+    def tables(self):
+        return PagedTables(self.page_table, self.seq_lens, self.cu, self.longest, int(self.seq_lens.max()))
 
     def tokens(self):
-        return Tokens.of(torch.empty(self.T, device=DEVICE), self.seq_lens, self.cu)
+        return Tokens.of(torch.empty(self.T, device=DEVICE), self.tables)
 
     def slots(self):
         at = self.tokens().slots(self.page_table, self.page_size)
@@ -313,7 +316,7 @@ def test_nothing_to_write():
         ({"value": torch.zeros(1, 1, 16)}, InvalidInputError, "values go with a value_cache"),
         ({"kv_scales": "tensor"}, InvalidInputError, "kv_scales with k_scale and v_scale"),
         ({"kv_dtype": "fp4_e2m1"}, InvalidInputError, r"scales by block16 and head dims .* got '', 16"),
-        ({"slots": None}, InvalidInputError, "is said by slots, or by page_table, seq_lens, cu_seqlens_q"),
+        ({"slots": None}, InvalidInputError, "is said by slots, or by tables"),
         ({"cos": torch.zeros(4, 8), "sin": torch.zeros(4, 8)}, InvalidInputError, "need positions where slots are"),
         ({"query": torch.zeros(1, 1, 16)}, InvalidInputError, "query is rotated into query_out, by cos and sin"),
     ],

@@ -17,6 +17,7 @@ from polyattn.errors import BackendUnavailableError, PolyattnError
 from polyattn.registry import distributions
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library, signature_of_schema
+from polyattn.testing.families.cached import in_tables
 from polyattn_xpu.plugin import BACKENDS
 
 from .emulators import SIGNATURES, ipex, sgl_kernel_cpu
@@ -85,7 +86,7 @@ def run(queries: tuple[int, ...] = (1, 1), **fields: Any) -> tuple[Tensor, Tenso
     }
     query = torch.randn(sum(queries), 4, 64, generator=generator).bfloat16()
     forward = AMX.bind(**{**PAGED, **fields}).forward
-    return forward(query, keys, values, **tables, max_seqlen_q=max(queries), max_seqlen_k=5), keys
+    return forward(query, keys, values, **in_tables(**tables, max_seqlen_q=max(queries), max_seqlen_k=5)), keys
 
 
 MORE = {

@@ -16,6 +16,7 @@ from polyattn.errors import BackendUnavailableError, PolyattnError, UnsupportedR
 from polyattn.semantics import reference
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
+from polyattn.testing.families.cached import in_tables
 
 from .emulators import sgl_kernel_xpu, vllm_xpu_kernels
 
@@ -97,7 +98,7 @@ class cached:  # noqa: N801 - reads as the call that it makes
         }
 
     def run(self, **more: Any) -> Tensor:
-        result: Tensor = self.bound.forward(self.query, self.keys, self.values, **self.tables, **more)
+        result: Tensor = self.bound.forward(self.query, self.keys, self.values, **in_tables(**self.tables, **more))
         return result
 
     def right(self) -> Tensor:
@@ -217,7 +218,7 @@ def test_latent_tables_fill_whole_steps(install: Callable[[str], Library]) -> No
         "seq_lens": torch.tensor([33, 20], dtype=torch.int32),
         "cu_seqlens_q": torch.tensor([0, 1, 2], dtype=torch.int32),
     }
-    assert bool(bound.forward(query, cache, **tables, max_seqlen_q=1, max_seqlen_k=33).isfinite().all())
+    assert bool(bound.forward(query, cache, **in_tables(**tables, max_seqlen_q=1, max_seqlen_k=33)).isfinite().all())
     room, decode = library.calls[-2:]
     assert (room.name, decode.name) == ("flash_mla_get_workspace_size", "flash_mla_decode")
     assert decode.given["page_table"].shape == (2, 8)

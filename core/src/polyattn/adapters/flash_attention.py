@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..contract import AttentionRequest, Bound
+from ..contract import AttentionRequest, Bound, PagedTables
 from ..semantics.masks import may_have_empty_rows
 from ..semantics.merge_lse import merge
 from .alignment import aligned, placed
@@ -25,17 +25,7 @@ from .new_rows import with_new
 from .scale_sign import signed
 from .strides import fit, fit_batch
 
-__all__ = ["Kernels", "Packed", "Result", "Tables", "bind", "dense_by_packed", "dropping", "filled", "starts"]
-
-
-class Tables(NamedTuple):
-    """Where the keys of a call over a cache are."""
-
-    page_table: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
+__all__ = ["Kernels", "Packed", "Result", "bind", "dense_by_packed", "dropping", "filled", "starts"]
 
 
 class Kernels(Protocol):
@@ -70,12 +60,12 @@ class Kernels(Protocol):
 
     @property
     def paged(self) -> Callable[..., Result]:
-        """(query [T_q, H_q, D], keys and values [pages, page_size, H_kv, D | D_v], `Tables`); the LSE [H_q, T_q]."""
+        """(query [T_q, H_q, D], keys and values [pages, page_size, H_kv, D | D_v], `PagedTables`); LSE [H_q, T_q]."""
         ...
 
     @property
     def latent(self) -> Callable[..., Result]:
-        """(query [T_q, H_q, D_c + D_r], rows [pages, page_size, 1, D_c + D_r], `Tables`); the LSE [H_q, T_q]."""
+        """(query [T_q, H_q, D_c + D_r], rows [pages, page_size, 1, D_c + D_r], `PagedTables`); the LSE [H_q, T_q]."""
         ...
 
     def gradient(self, *tensors: Tensor, where: Packed | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,11 +265,7 @@ def _paged(call: _Call) -> Bound:
         key_cache: Tensor,
         value_cache: Tensor,
         *,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: None = None,
@@ -288,19 +274,17 @@ def _paged(call: _Call) -> Bound:
         v_scale: None = None,
         out: Tensor | None = None,
     ) -> Any:
-        if not (query.shape[0] and max_seqlen_k):
+        if not (query.shape[0] and tables.max_seqlen_k):
             return nothing(request, query, out)
         caches: tuple[Tensor, ...] = (key_cache, value_cache)
         if key is not None:
-            lens = (seq_lens, cu_seqlens_q, max_seqlen_k)
-            caches, page_table = with_new(request, query, caches, page_table, *lens, key, value)
+            caches, tables = with_new(request, query, caches, tables, key, value)
         if swapped:
             caches = tuple(cache.transpose(1, 2) for cache in caches)
-        where = Tables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         query = placed(query) if odd else query
         if request.heads == 1 or query.shape[0] == 1:
             (query,) = fit(query)
-        inputs = (query, *(fit(*caches) if request.kv_heads == 1 else caches), where)
+        inputs = (query, *(fit(*caches) if request.kv_heads == 1 else caches), tables)
         result, lse = call.attend(kernel, *inputs, sinks=sinks, out=out)
         return (result, lse.transpose(0, 1)) if call.with_lse and lse is not None else result
 
@@ -311,15 +295,14 @@ def _latent(call: _Call) -> Bound:
     request, kernel = call.request, call.kernels.latent
 
     def forward(
-        query: Tensor, cache: Tensor, *, attn_mask: None = None, out: Tensor | None = None, **tables: Any
+        query: Tensor, cache: Tensor, *, tables: PagedTables, attn_mask: None = None, out: Tensor | None = None
     ) -> Any:
-        where = Tables(**tables)
-        if not (query.shape[0] and where.max_seqlen_k):
+        if not (query.shape[0] and tables.max_seqlen_k):
             return nothing(request, query, out)
         query = placed(query) if request.misaligned else query
         if request.heads == 1 or query.shape[0] == 1:
             (query,) = fit(query)
-        result, lse = call.attend(kernel, query, cache.unsqueeze(2), where, out=out)
+        result, lse = call.attend(kernel, query, cache.unsqueeze(2), tables, out=out)
         return (result, lse.transpose(0, 1)) if call.with_lse and lse is not None else result
 
     return Bound(forward)

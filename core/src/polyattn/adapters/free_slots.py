@@ -8,23 +8,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..contract import AttentionRequest
-from ..semantics.paged_kv import owned
+from ..contract import AttentionRequest, PagedTables
+from ..semantics.paged_kv import owned, renumbered
 
 __all__ = ["without_free_slots"]
 
 
 def without_free_slots(
-    request: AttentionRequest, caches: tuple[Tensor, ...], page_table: Tensor, seq_lens: Tensor, max_seqlen_k: int
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(copies of the pages in the table, zeros in slots that are no token's; their table)."""
+    request: AttentionRequest, caches: tuple[Tensor, ...], tables: PagedTables
+) -> tuple[tuple[Tensor, ...], PagedTables]:
+    """(copies of the pages in the table, zeros in slots that are no token's; the tables of the copies)."""
     size = request.page_size
-    pages = owned(page_table, seq_lens, size, max_seqlen_k)
-    table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
+    pages = owned(tables, size)
     slot = torch.arange(pages.shape[1] * size, device=pages.device)
-    free = (slot >= seq_lens[:, None]).view(-1, size)
+    free = (slot >= tables.seq_lens[:, None]).view(-1, size)
     free = free[:, None, :, None] if request.kv_layout == "HND" else free[:, :, None, None]
-    return tuple(_zeroed(cache[pages.flatten()], free) for cache in caches), table
+    copies = tuple(_zeroed(cache[pages.flatten()], free) for cache in caches)
+    return copies, tables.changed(page_table=renumbered(pages))
 
 
 def _zeroed(rows: Tensor, free: Tensor) -> Tensor:

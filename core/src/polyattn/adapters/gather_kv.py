@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import AttentionRequest
+from ..contract import AttentionRequest, PagedTables
 from ..errors import UnsupportedRequestError
 from ..semantics.masks import combined
 from ..semantics.merge_lse import merge
@@ -60,36 +60,28 @@ class Padded:
     sizes follow from the call's host ints.
 
     Attributes:
-        tokens: the query tokens. cu_seqlens_q: int32 [N+1]. seq_lens: int32 [N].
+        tokens: the query tokens. tables: of the call.
         first: int64 [N], the position of column 0: under a window keys that no query sees are left out.
     """
 
     request: AttentionRequest
     tokens: Tokens
-    cu_seqlens_q: Tensor
-    seq_lens: Tensor
+    tables: PagedTables
     first: Tensor
     rows: int
     columns: int
 
     @classmethod
-    def of(
-        cls,
-        request: AttentionRequest,
-        query: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-    ) -> Padded:
+    def of(cls, request: AttentionRequest, query: Tensor, tables: PagedTables) -> Padded:
         """Raises:
         UnsupportedRequestError: the gathered keys would have 2**31 elements or more.
         """
+        seq_lens, max_seqlen_q, max_seqlen_k = tables.seq_lens, tables.max_seqlen_q, tables.max_seqlen_k
         left, columns = request.window[0], max_seqlen_k
         first = torch.zeros_like(seq_lens, dtype=torch.int64)
         if left >= 0 and not request.chunk and left + max_seqlen_q < max_seqlen_k:
             columns = left + max_seqlen_q
-            first = (seq_lens - cu_seqlens_q.diff() - left).clamp(min=0).long()
+            first = (seq_lens - tables.cu_seqlens_q.diff() - left).clamp(min=0).long()
         numel = seq_lens.shape[0] * columns * request.kv_heads * max(request.dims)
         if numel >= _LARGE:
             raise UnsupportedRequestError(
@@ -97,8 +89,11 @@ class Padded:
                 f"kernels below take fewer than 2**31. Split the batch, or ask for torch_native, which gathers one "
                 f"sequence at a time"
             )
-        tokens = Tokens.of(query, seq_lens, cu_seqlens_q)
-        return cls(request, tokens, cu_seqlens_q, seq_lens, first, max_seqlen_q, columns)
+        return cls(request, Tokens.of(query, tables), tables, first, max_seqlen_q, columns)
+
+    @property
+    def seq_lens(self) -> Tensor:
+        return self.tables.seq_lens
 
     @property
     def _full(self) -> bool:
@@ -110,16 +105,14 @@ class Padded:
         if self._full:
             return torch.unflatten(query, 0, (-1, self.rows)).transpose(1, 2)
         row = torch.arange(self.rows, device=query.device)
-        index = (self.cu_seqlens_q[:-1, None] + row).clamp(max=query.shape[0] - 1)
+        index = (self.tables.cu_seqlens_q[:-1, None] + row).clamp(max=query.shape[0] - 1)
         return query[index].transpose(1, 2)
 
-    def gather(
-        self, caches: Sequence[Tensor], page_table: Tensor, new: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> list[Tensor]:
+    def gather(self, caches: Sequence[Tensor], new: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """Keys [N, H_kv, columns, D] and values [N, H_kv, columns, D_v], after the rows of the query tokens were
         stored. Columns past the end of a sequence hold its last key: a number, whatever lies in free pages. Those of a
         sequence without keys hold anything."""
-        size = self.request.page_size
+        size, page_table = self.request.page_size, self.tables.page_table
         store(self.request, caches, self.tokens.slots(page_table, size), new)
         column = torch.arange(self.columns, device=self.first.device)
         position = (self.first[:, None] + column).minimum((self.seq_lens[:, None] - 1).clamp(min=0).long())
@@ -141,7 +134,7 @@ class Padded:
     @property
     def offset(self) -> Tensor:
         """int64 [N], the column of row 0."""
-        return self.seq_lens - self.cu_seqlens_q.diff() - self.first
+        return self.seq_lens - self.tables.cu_seqlens_q.diff() - self.first
 
     @property
     def filled(self) -> Tensor:

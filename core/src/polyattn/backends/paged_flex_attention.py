@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from ..adapters.alignment import placed
 from ..adapters.gather_kv import Padded, nothing
 from ..adapters.samples import parts_of
-from ..contract import AttentionRequest, Bound
+from ..contract import AttentionRequest, Bound, PagedTables
 from .flex_attention import dense, fused, position_rule, run
 
 __all__ = ["PagedFlexAttention"]
@@ -35,11 +35,7 @@ def _forward(
     kernel: Callable[..., Any],
     query: Tensor,
     *caches: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    tables: PagedTables,
     key: Tensor | None = None,
     value: Tensor | None = None,
     attn_mask: Tensor | None = None,
@@ -48,11 +44,11 @@ def _forward(
     v_scale: None = None,
     out: Tensor | None = None,
 ) -> Any:
-    if not (query.shape[0] and max_seqlen_k):
+    if not (query.shape[0] and tables.max_seqlen_k):
         return nothing(request, query, out)
-    padded = Padded.of(request, query, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    padded = Padded.of(request, query, tables)
     q = padded.queries(query if request.platform == "cpu" else placed(query))
-    k, v = padded.gather(caches, page_table, (key, value), query.dtype)
+    k, v = padded.gather(caches, (key, value), query.dtype)
     if attn_mask is None:
         parts = parts_of(q.shape[0], request.heads) if request.platform != "cpu" else [slice(None)]
         found = [

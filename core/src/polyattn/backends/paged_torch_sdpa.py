@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..adapters.gather_kv import Padded, nothing
-from ..contract import AttentionRequest, Bound
+from ..contract import AttentionRequest, Bound, PagedTables
 from .gathered_sdpa import GatheredSDPA
 
 __all__ = ["bind"]
@@ -28,11 +28,7 @@ def _forward(
     attend: GatheredSDPA,
     query: Tensor,
     *caches: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    tables: PagedTables,
     key: Tensor | None = None,
     value: Tensor | None = None,
     attn_mask: Tensor | None = None,
@@ -41,9 +37,9 @@ def _forward(
     v_scale: None = None,
     out: Tensor | None = None,
 ) -> Any:
-    if not (query.shape[0] and max_seqlen_k):
+    if not (query.shape[0] and tables.max_seqlen_k):
         return nothing(request, query, out)
-    padded = Padded.of(request, query, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    keys, values = padded.gather(caches, page_table, (key, value), query.dtype)
+    padded = Padded.of(request, query, tables)
+    keys, values = padded.gather(caches, (key, value), query.dtype)
     result, lse = attend(padded.queries(query), keys, values, padded.mask(attn_mask))
     return padded.deliver(result, lse, sinks, out)

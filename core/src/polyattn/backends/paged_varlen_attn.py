@@ -20,7 +20,7 @@ from ..adapters.gather_kv import deliver, nothing
 from ..adapters.new_rows import with_new
 from ..adapters.padding_rows import blank, with_keys
 from ..adapters.scale_sign import signed
-from ..contract import AttentionRequest, Bound
+from ..contract import AttentionRequest, Bound, PagedTables
 
 __all__ = ["PagedVarlenAttn"]
 
@@ -36,11 +36,7 @@ def _forward(
     request: AttentionRequest,
     query: Tensor,
     *caches: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    tables: PagedTables,
     key: Tensor | None = None,
     value: Tensor | None = None,
     attn_mask: None = None,
@@ -49,34 +45,33 @@ def _forward(
     v_scale: None = None,
     out: Tensor | None = None,
 ) -> Any:
-    if not (query.shape[0] and max_seqlen_k):
+    if not (query.shape[0] and tables.max_seqlen_k):
         return nothing(request, query, out)
     if key is not None:
-        caches, page_table = with_new(
-            request, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
-        )
+        caches, tables = with_new(request, query, caches, tables, key, value)
     keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)
     # With one query each, it takes the queries for [N, H_q, D]: not where a sequence has none.
-    longest = max_seqlen_q if max_seqlen_q > 1 or query.shape[0] == seq_lens.shape[0] else 2
-    table, keys_of = with_keys(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, request.page_size)
+    max_seqlen_q, sequences = tables.max_seqlen_q, tables.seq_lens.shape[0]
+    longest = max_seqlen_q if max_seqlen_q > 1 or query.shape[0] == sequences else 2
+    filled = with_keys(tables, request.page_size)
     window = (request.window[0], 0 if request.causal != "none" else request.window[1])
     result, lse = varlen.varlen_attn(
         placed(query),
         keys,
         values,
-        cu_seqlens_q,
-        _starts(keys_of),
+        tables.cu_seqlens_q,
+        _starts(filled.seq_lens),
         longest,
-        max(max_seqlen_k, max_seqlen_q),
+        max(tables.max_seqlen_k, max_seqlen_q),
         return_aux=varlen.AuxRequest(lse=True),
         scale=request.scale,
         window_size=window,
         enable_gqa=request.group != 1,
-        seqused_k=keys_of,
-        block_table=table,
+        seqused_k=filled.seq_lens,
+        block_table=filled.page_table,
         num_splits=1 if request.batch_invariant else None,
     )
-    padding = blank(query.shape[0], seq_lens, cu_seqlens_q)
+    padding = blank(query.shape[0], tables)
     result = result.masked_fill(padding[:, None, None], 0.0)
     return deliver(request, result, lse.transpose(0, 1).masked_fill(padding[:, None], -torch.inf), sinks, out)
 

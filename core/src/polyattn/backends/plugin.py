@@ -23,6 +23,8 @@ from ..contract.hookspecs import hookimpl
 from ..contract.platforms import CORE_PLATFORMS
 from . import defects
 
+POLYATTN_API_VERSION = 2
+
 HALF = ("float16", "bfloat16")
 FLOAT = ("float32", *HALF)
 PLATFORMS = ("cpu", "cuda", "rocm", "xpu", "musa", "npu", "mps")

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from .. import envvars
-from ..contract import AttentionRequest, Bound
+from ..contract import AttentionRequest, Bound, PagedTables
 from ..semantics import reference
 from ..semantics.linear_reference import gated_delta_rule
 
@@ -52,12 +52,9 @@ class Reference:
         return Bound(functools.partial(_into, call), traceable=request.family == "dense")
 
 
-_HOST = ("max_seqlen_q", "max_seqlen_k")
-"""What a cached family's kernels plan with; the definition reads the lengths themselves."""
-
-
-def _cached(call: Any, *tensors: Any, **kw: Any) -> Any:
-    return call(*tensors, **{k: v for k, v in kw.items() if k not in _HOST})
+def _cached(call: Any, *tensors: Any, tables: PagedTables, **kw: Any) -> Any:
+    page_table, seq_lens, cu_seqlens_q = tables[:3]
+    return call(*tensors, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, **kw)
 
 
 def _into(call: Any, *tensors: Any, out: Any = None, **kw: Any) -> Any:

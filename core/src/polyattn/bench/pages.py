@@ -1,9 +1,7 @@
-"""A result file as Markdown: the bars, and a table for each family, or a line for each."""
+"""A result file as Markdown: the bars, and a table for each family."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,19 +13,20 @@ __all__ = [
     "MARKED",
     "QUICK",
     "again_line",
+    "bars_table",
     "breaking",
     "caption",
     "cell",
     "days",
     "device_line",
+    "families",
     "figure",
+    "head",
     "markdown",
     "memory_of",
     "parts_line",
     "rejected",
-    "rows",
     "said_of",
-    "summary",
     "title_of",
     "verdict_of",
 ]
@@ -47,57 +46,22 @@ _MOST = 12
 
 def markdown(result: Result) -> str:
     """The run in a line, its bars, a table of rates for each family; what failed, with its reason."""
-    lines = _head(result)
+    lines = head(result)
     if result["verdicts"]:
-        lines += _bars(result["verdicts"])
-    return "\n".join([*lines, *_families(result)])
+        lines += bars_table(result["verdicts"])
+    return "\n".join([*lines, *families(result)])
 
 
-def rows(result: Result) -> str:
-    """The run in a line; a table of rates for each family; what failed, with its reason."""
-    return "\n".join([*_head(result)[:-1], *_families(result)])
-
-
-def _families(result: Result) -> list[str]:
+def families(result: Result) -> list[str]:
+    """What the entries are, and a table of rates for each family; what failed, with its reason."""
     lines = _legend(result)
     for name in dict.fromkeys(row["family"] for row in result["rows"]):
         lines += ["", *_family(name, [row for row in result["rows"] if row["family"] == name])]
     return lines
 
 
-def summary(result: Result) -> str:
-    """The run in a line, its bars; each family in a line, the fastest candidate beside the fastest peer."""
-    lines = _head(result)
-    if result["verdicts"]:
-        lines += [*_bars(result["verdicts"]), ""]
-    lines += ["| family | rows | fastest candidate | fastest peer, in rows | geometric mean | least | of row |"]
-    lines += ["|---|---:|---|---|---:|---:|---|"]
-    for name in dict.fromkeys(row["family"] for row in result["rows"]):
-        lines.append(_in_a_line(name, [row for row in result["rows"] if row["family"] == name]))
-    return "\n".join(lines)
-
-
-def _in_a_line(family: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """A family: rates from the least to the most, ratios of its accepted rows to the fastest peer."""
-    rates, peers, ratios = [], Counter[str](), {}
-    for row in (row for row in rows if row["accepted"]):
-        own, peer = best(row, peers=False), best(row, peers=True)
-        if own is not None:
-            rates.append(row["entries"][own]["rate"])
-        if peer is not None:
-            peers[peer] += 1
-        if own is not None and peer is not None:
-            ratios[row["name"]] = row["entries"][peer]["us"] / row["entries"][own]["us"]
-    least = min(ratios, key=lambda name: ratios[name], default="")
-    mean = math.exp(math.fsum(map(math.log, ratios.values())) / len(ratios)) if ratios else None
-    count = str(len(rates)) if len(rates) == len(rows) else f"{len(rates)} of {len(rows)}"
-    said = f"{' to '.join(dict.fromkeys(map(figure, (min(rates), max(rates)))))} {rows[0]['unit']}" if rates else ""
-    named = ", ".join(f"{name} {n}" for name, n in peers.most_common())
-    cells = ["" if mean is None else f"{mean:.2f}", f"{ratios[least]:.2f}" if least else "", least]
-    return f"| {' | '.join([family, count, said, named, *cells])} |"
-
-
-def _head(result: Result) -> list[str]:
+def head(result: Result) -> list[str]:
+    """The run in a line, and what is to be known before its figures are read."""
     lines = [f"{caption(result)}.", ""]
     if result["quick"]:
         lines += [QUICK, ""]
@@ -216,7 +180,8 @@ def figure(rate: float) -> str:
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _bars(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
+def bars_table(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The bars and their verdicts, and the rows by which one is missed."""
     lines = ["| bar | asked | verdict | geometric mean | least | of row |", "|---|---|---|---:|---:|---|"]
     for said in verdicts:
         figures = [f"{said[name]:.2f}" if name in said else "" for name in ("geomean", "least")]

@@ -52,7 +52,7 @@ def begin(
     quick: bool,
 ) -> dict[str, Any]:
     """The head of a result file. command: the words of the command line, without `polyattn`. settings: of them,
-    `asking.Asked.settings`."""
+    `cli_options.BenchOptions.settings`."""
     return {
         "benchmark": BENCHMARK,
         "format": FORMAT,

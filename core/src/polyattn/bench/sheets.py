@@ -308,7 +308,7 @@ def _check_bar(where: str, bar: Bar, families: Mapping[str, Family], whose: str,
             )
     if bar.who not in SUBJECTS and not _is_candidate(bar.who):
         raise ConfigError(f"{where}: who {bar.who!r} is neither {', '.join(SUBJECTS)} nor polyattn/BACKEND")
-    # Which peers there are is known when a run starts (`Asked.strangers`): any name without a slash may be one.
+    # Which peers there are is known when a run starts (`unknown_targets`): any name without a slash may be one.
     if not bar.than or ("/" in bar.than and bar.than not in families and not _is_candidate(bar.than)):
         raise ConfigError(
             f"{where}: than {bar.than!r} is neither {', '.join(OBJECTS)}, polyattn/BACKEND, a family nor a peer, whose "

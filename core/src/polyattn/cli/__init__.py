@@ -1,4 +1,4 @@
-"""The command line, `polyattn`: one file per command. It needs the extra `cli`; only `demo` imports torch."""
+"""The command line is `polyattn`, with one file per command. It needs the extra `cli`; only `demo` imports torch."""
 
 from __future__ import annotations
 

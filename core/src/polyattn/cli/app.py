@@ -1,4 +1,4 @@
-"""The commands put together, and what their failures look like: a message, or JSON, and an exit code."""
+"""This module puts the commands together and turns their failures into a message, or JSON, and an exit code."""
 
 from __future__ import annotations
 
@@ -123,11 +123,11 @@ def run(words: list[str]) -> int:
 
 
 _NO_ROOM = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT if hasattr(errno, "EDQUOT") else errno.EIO)
-"""What writing an answer may end with."""
+"""Errors that writing an answer may end with."""
 
 
 def _silence(stream: Any) -> None:
-    """What is still buffered must not fail once more at exit."""
+    """Drop what is still buffered, so that it does not fail once more at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -170,14 +170,14 @@ def _run(words: list[str]) -> int:
 
 
 def _read_by_programs(words: list[str]) -> bool:
-    """Whether an answer is data, which nothing else may stand beside."""
+    """Tell whether an answer is data, which nothing else may stand beside."""
     text = " ".join(words).replace("--format=", "--format ")
     data = any(word in f"{text} " for word in ("--json ", "--format json ", "--format markdown "))
     return data and not {"-h", "--help"} & set(words)
 
 
 def _command(words: list[str]) -> str:
-    """The command that is asked for. Of an option that lacks its value, typer does not say whose it is."""
+    """Name the command that is asked for; typer does not say whose option lacks its value."""
     group, path = typer.main.get_command(app), ["polyattn"]
     for word in words:
         if word not in getattr(group, "commands", {}):
@@ -188,8 +188,8 @@ def _command(words: list[str]) -> str:
 
 
 def _wrong_number(error: Any) -> str:
-    """A number that is none, or is out of bounds, in our words; empty where something else is wrong. Typer may check
-    with pydantic, whose sentences do not name the value; with click, as earlier ones do, they do and are kept."""
+    """Say in our words that a number is none or out of bounds; empty where something else is wrong. Typer may check
+    with pydantic, whose sentences do not name the value. Click's sentences do, and are kept."""
     found: Any = error.__cause__
     option = getattr(error, "param", None)
     if option is None or not hasattr(found, "errors"):
@@ -203,7 +203,8 @@ def _wrong_number(error: Any) -> str:
 
 
 def _report(as_json: bool, kind: str, message: str, rejected: Mapping[str, list[str]] | None = None) -> None:
-    """A failure on standard error, or as JSON on standard output. `rejected`: each backend's reasons, if it has any."""
+    """Print a failure on standard error, or as JSON on standard output. `rejected`: each backend's reasons, if it has
+    any."""
     if as_json:
         more = {} if rejected is None else {"rejected": rejected}
         show_json({"error": {"type": kind, "message": message, **more}})

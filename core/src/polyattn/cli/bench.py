@@ -1,4 +1,5 @@
-"""`polyattn bench`: how fast every backend is on sheets of problems, beside libraries that are called directly."""
+"""`polyattn bench` measures how fast every backend is on sheets of problems, beside libraries that are called
+directly."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from .. import tuning
 from ..errors import BackendUnavailableError, ConfigError
+from .options import Device, Isolate, Json
 from .rendering import grid, progress, screen, show_json, title
 
 if TYPE_CHECKING:
@@ -33,50 +35,98 @@ BAR = 28
 
 
 def bench(
-    sheets: Annotated[list[Path] | None, typer.Argument(metavar="SHEET...", help="YAML files, or folders.")] = None,
+    sheets: Annotated[
+        list[Path] | None, typer.Argument(metavar="SHEET...", help="YAML files of rows, or folders of them.")
+    ] = None,
     rows: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Families or FAMILY/NAME of rows; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB", help="Measure only these rows: families, or FAMILY/NAME; may be repeated. Without it: all."
+        ),
     ] = None,
     candidates: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Only these backends; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Measure only these backends; may be repeated. A backend's own name asks for it even where it is a "
+            "last resort or not chosen by itself. Without it: all that may be chosen.",
+        ),
     ] = None,
     peers: Annotated[
         list[str] | None,
-        typer.Option(metavar="PLACE", help="A folder or module with libraries to call directly; may be repeated."),
+        typer.Option(
+            metavar="PLACE", help="A folder or a module with libraries that are called directly; may be repeated."
+        ),
     ] = None,
-    peer: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only these peers; may be repeated.")] = None,
-    device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="A torch device; auto: a GPU, else the CPU.")
-    ] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="Rows as small as they get: does everything run?")] = False,
+    peer: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Measure only these libraries of --peers; may be repeated.")
+    ] = None,
+    device: Device = "auto",
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Make rows as small as they get and time them once, to see whether everything runs. There are no "
+            "verdicts. Needed on a CPU.",
+        ),
+    ] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.001, metavar="N", help="Measuring time of an entry, in a round.")
+        float, typer.Option(min=0.001, metavar="N", help="Seconds that an entry is measured in each of its rounds.")
     ] = 0.03,
     limit: Annotated[
-        float, typer.Option(min=0, metavar="N", help="Seconds from the start after which no row is begun.")
+        float,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Seconds from the start after which no further row is begun; how many those are is said on "
+            "standard error.",
+        ),
     ] = 3600.0,
-    tune: Annotated[bool, typer.Option("--tune", help="Tune each row's request first, unless that was done.")] = False,
-    isolate: Annotated[
-        str,
-        typer.Option(metavar="WHO", help="Whom --tune tries in a process of its own first: auto, always, never."),
-    ] = "auto",
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Tune each row's request before it is measured, as `polyattn tune` does, unless the store knows it.",
+        ),
+    ] = False,
+    isolate: Isolate = "auto",
     compile_ahead: Annotated[
-        int, typer.Option("--compile", min=0, metavar="N", help="Compile kernels ahead, in N processes.")
+        int,
+        typer.Option(
+            "--compile",
+            min=0,
+            metavar="N",
+            help="Compile kernels in N processes before measuring, for at most 0.3 of the limit.",
+        ),
     ] = 0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the result goes, after every row.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file of the result, written after every row.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the file of --out.")] = False,
     again: Annotated[
         bool, typer.Option("--again", help="With --resume: measure the rows of --rows once more, and keep that.")
     ] = False,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw a PNG and an SVG for each sheet.")] = None,
-    show: Annotated[Path | None, typer.Option(metavar="FILE", help="Show a result file; measure nothing.")] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The folder for a PNG and an SVG of each sheet; needs matplotlib (the extra plots)."
+        ),
+    ] = None,
+    show: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Show a result file. Nothing is measured, and only --plots and --json go with it."
+        ),
+    ] = None,
     join: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="Make one result of parts of one run that processes measured; may be repeated."
+            metavar="FILE",
+            help="Make one result of parts of one run, which processes measured on devices of one kind; may be "
+            "repeated. Nothing is measured, and only the sheets, --out, --plots and --json go with it.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure every candidate for every row, and libraries that are called directly, each checked before it is timed.
 
@@ -84,13 +134,13 @@ def bench(
     held to the sheets' bars. A run that was stopped goes on with --resume. Several processes, each with --rows, --out
     and a tuning store of its own, measure a sheet on several devices of one kind: --join makes one result of theirs.
     """
-    from ..bench import ahead, results
-    from ..bench.asking import Asked
+    from ..bench import precompile, results
+    from ..bench.cli_options import BenchOptions
     from ..bench.joining import joined, read_parts
     from ..bench.running import DeviceLost
     from ..bench.sheets import read
 
-    asked = Asked(
+    asked = BenchOptions(
         tuple(map(str, sheets or [])),
         rows=tuple(rows or "*"),
         candidates=tuple(candidates or "*"),
@@ -128,10 +178,10 @@ def bench(
     if tune:
         _check_tuning(plan.device)
     _make_room(out, plots)
-    for line in asked.strangers(sheet):
+    for line in asked.unknown_targets(sheet):
         print(line, file=sys.stderr, flush=True)
     if compile_ahead:
-        ahead.compile_all(asked, compile_ahead, lambda said: print(said, file=sys.stderr, flush=True))
+        precompile.compile_all(asked, compile_ahead, lambda said: print(said, file=sys.stderr, flush=True))
     plan = dataclasses.replace(plan, limit=_left(end))
     result = results.begin(sheet, plan.device, plan.peers, asked.words(), asked.settings(), quick=quick)
     if resume and out is not None and out.exists():
@@ -150,12 +200,12 @@ def bench(
 
 
 def _left(end: float) -> float:
-    """Whole seconds until then."""
+    """Return the whole seconds until `end`."""
     return float(max(round(end - time.monotonic()), 0))
 
 
 def _again(words: list[str]) -> None:
-    """This process is the command line `words` from here on; its own device is of no use any more."""
+    """Replace this process by the command line `words`; its own device is of no use any more."""
     os.execv(sys.executable, [sys.executable, "-m", "polyattn", *words])
 
 
@@ -244,7 +294,7 @@ def _measured(plan: Plan, sheet: Sheet, result: dict[str, Any], out: Path | None
 
 
 def _row(row: Mapping[str, Any]) -> Group:
-    """A row as it is told when it is done: a line with a bar for each entry, the fastest first."""
+    """Show a row when it is done: a line with a bar for each entry, the fastest first."""
     from ..bench.pages import figure, rejected
 
     entries: dict[str, Any] = row["entries"]
@@ -315,7 +365,7 @@ def _finish(result: dict[str, Any], plots: Path | None, as_json: bool) -> None:
 
 
 def _summary(row: Mapping[str, Any]) -> list[Text]:
-    """A row at the end: polyattn's choice, and the fastest of all."""
+    """Show a row at the end: polyattn's choice, and the fastest of all."""
     from ..bench.bars import OWN
     from ..bench.pages import MARKED, figure, title_of
 

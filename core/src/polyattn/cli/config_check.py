@@ -1,10 +1,11 @@
-"""`polyattn config check`: the settings in force, where each comes from, and everything that is wrong with them."""
+"""`polyattn config check` lists the settings in force, where each comes from, and everything that is wrong with
+them."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from ..registry.manager import PluginManager, get_manager
 from ..selection.aliases import is_of
 from ..selection.config import Settings, backend_names, check_settings, load_settings, named_backends
 from ..selection.inspection import BackendStatus, detect, list_backends
+from .options import Json, settings_of, with_options
 from .rendering import grid, screen, show_json, title
 
 __all__ = ["config", "not_here", "unknown_words", "wrong_variables"]
@@ -30,7 +32,7 @@ READ_LATER: tuple[Callable[[], object], ...] = (
     lambda: number("POLYATTN_REFERENCE_MEMORY_GB", 4.0),
     tuning.mode,
 )
-"""Of variables that are no settings: what calls ask, and what raises there when the value does not parse."""
+"""Readers of variables that are no settings. Calls ask them, and they raise there when the value does not parse."""
 
 MAPPINGS = ("component_attention_backends", "attention_backend_config")
 
@@ -39,13 +41,13 @@ config = typer.Typer(rich_markup_mode="rich")
 
 @config.callback(invoke_without_command=True)
 def _group(context: typer.Context) -> None:
-    """Configuration: check it before a run does."""
+    """Check the configuration before a run does."""
     if context.invoked_subcommand is None:
         context.get_help()
 
 
 def wrong_variables() -> list[str]:
-    """One sentence per variable whose value does not parse, of those that `load_settings` does not read."""
+    """Return one sentence per variable whose value does not parse, of those that `load_settings` does not read."""
     problems = []
     for ask in READ_LATER:
         try:
@@ -56,16 +58,16 @@ def wrong_variables() -> list[str]:
 
 
 def unknown_words(manager: PluginManager) -> tuple[list[str], list[str]]:
-    """What the lists of plugins name and nobody is: (wrong, to be told). Who is to be left out and is not would be let
-    in by a slip; who is to be allowed may be installed on another machine."""
+    """Return what the lists of plugins name and no plugin is: (wrong, to be told). A slip in the list of plugins to
+    leave out would let one in; a plugin to allow may be installed on another machine."""
     found = manager.unknown_words
     wrong = [sentence for variable, sentence in found if variable == "POLYATTN_DISABLE"]
     return wrong, [sentence for variable, sentence in found if variable != "POLYATTN_DISABLE"]
 
 
 def not_here(settings: Settings, statuses: Iterable[BackendStatus]) -> list[str]:
-    """One sentence per setting that names a backend which cannot be used on this machine. No mistake: the same file may
-    be meant for another one."""
+    """Return one sentence per setting that names a backend which cannot be used on this machine. This is no mistake:
+    the same file may be meant for another one."""
     known = backend_names(get_manager().backends.values())
     found = {f"{status.name}@{status.platform}": status for status in statuses}
     said = []
@@ -87,8 +89,8 @@ def not_here(settings: Settings, statuses: Iterable[BackendStatus]) -> list[str]
 
 
 def _lacks(info: BackendInfo, word: str, status: BackendStatus) -> tuple[str, ...]:
-    """Why the backend that a word means cannot be used here; empty when it can. An alias may mean the kernels of one
-    library, and NAME/KIND does."""
+    """Say why the backend that a word means cannot be used here; empty when it can. An alias may mean the kernels of
+    one library, and NAME/KIND does."""
     if status.status != "available" or word in (info.name, info.id):
         return status.reasons
     only = {alias.provider for alias in info.aliases if alias.name == word} or {parts(word.partition("@")[0])[1]}
@@ -98,7 +100,7 @@ def _lacks(info: BackendInfo, word: str, status: BackendStatus) -> tuple[str, ..
 
 
 def in_force(settings: Settings) -> list[dict[str, Any]]:
-    """Every setting that somebody set, one entry per component and per option, with its source."""
+    """List every setting that somebody set, one entry per component and per option, with its source."""
     found = []
     for field in dataclasses.fields(Settings):
         value = getattr(settings, field.name)
@@ -112,24 +114,14 @@ def in_force(settings: Settings) -> list[dict[str, Any]]:
 
 
 @config.command()
+@with_options("config check")
 def check(
     file: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="A config file. Without it: the one POLYATTN_CONFIG names.")
+        Path | None, typer.Option(metavar="PATH", help="A config file. Default: the one that POLYATTN_CONFIG names.")
     ] = None,
-    attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="As a run would be given it.")] = None,
-    prefill_attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="The same.")] = None,
-    decode_attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="The same.")] = None,
-    speculative_attention_mode: Annotated[str | None, typer.Option(metavar="PHASE", help="The same.")] = None,
-    mm_attention_backend: Annotated[str | None, typer.Option(metavar="NAME", help="The same.")] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="The same.")] = None,
-    page_size: Annotated[int | None, typer.Option(metavar="TOKENS", help="The same.")] = None,
-    component_attention_backends: Annotated[
-        str | None, typer.Option(metavar="PAIRS", help="component=backend pairs, comma separated.")
-    ] = None,
-    attention_backend_config: Annotated[
-        str | None, typer.Option(metavar="OPTIONS", help="A path, a JSON object, or key=value pairs.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    *,
+    given: Mapping[str, Any],
+    as_json: Json = False,
 ) -> None:
     """Read command line, environment and file as a run would, and list everything that is wrong.
 
@@ -137,19 +129,8 @@ def check(
     a file that is not there, a POLYATTN_ variable that nothing reads, a plugin to leave out that nobody is. A backend
     that this machine cannot use is a warning: the run may be elsewhere.
     """
-    given = {
-        "attention_backend": attention_backend,
-        "prefill_attention_backend": prefill_attention_backend,
-        "decode_attention_backend": decode_attention_backend,
-        "speculative_attention_mode": speculative_attention_mode,
-        "mm_attention_backend": mm_attention_backend,
-        "kv_cache_dtype": kv_cache_dtype,
-        "page_size": page_size,
-        "component_attention_backends": component_attention_backends,
-        "attention_backend_config": attention_backend_config,
-    }
     try:
-        settings = load_settings(given, os.environ, file)
+        settings = load_settings(settings_of(given), os.environ, file)
     except ConfigError as wrong:
         raise ConfigError("\n".join([str(wrong), *wrong_variables(), *unknown()])) from wrong
     if more := wrong_variables():

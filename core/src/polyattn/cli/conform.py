@@ -1,4 +1,4 @@
-"""`polyattn conform`: is a backend what it says it is? The kit of `polyattn.testing` from a shell."""
+"""`polyattn conform` tries whether a backend is what it says it is, with the kit of `polyattn.testing`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ..errors import BackendUnavailableError, ConfigError
 from ..registry.manager import get_manager
 from ..testing.early_imports import early_imports
 from ..testing.where import AUTO, Place, place, unknown_backend
-from .asking import one_of
+from .options import Json
 from .rendering import grid, progress, screen, show_json, title
+from .request_flags import one_of
 
 if TYPE_CHECKING:
     from ..testing.catching import Catch
@@ -29,24 +30,53 @@ FAILED = 1
 
 
 def conform(
-    backend: Annotated[str | None, typer.Argument(help="As `polyattn list` names it, or NAME@PLATFORM.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A first answer: the pairs of values, once each.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Up to ten times as many combinations; the default.")] = False,
-    device: Annotated[str, typer.Option(help="torch device; auto: the backend's accelerator, else the CPU.")] = AUTO,
-    strict_device: Annotated[
-        bool, typer.Option("--strict-device", help="A device that is not here is a failure, not `not run`.")
+    backend: Annotated[
+        str | None, typer.Argument(help="The backend, as `polyattn list` names it, or NAME@PLATFORM.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Try every pair of values once: under a minute for most backends.")
     ] = False,
-    dtypes: Annotated[str | None, typer.Option(metavar="A,B", help="Only these; nothing is recorded then.")] = None,
-    families: Annotated[str | None, typer.Option(metavar="A,B", help="Only these; nothing is recorded then.")] = None,
-    write_evidence: Annotated[bool, typer.Option("--write-evidence", help="Record a --quick run too.")] = False,
-    no_evidence: Annotated[bool, typer.Option("--no-evidence", help="Record nothing.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Try up to ten times as many combinations. This is the default.")
+    ] = False,
+    device: Annotated[
+        str, typer.Option(help="A torch device; auto: the backend's accelerator where one is here, else the CPU.")
+    ] = AUTO,
+    strict_device: Annotated[
+        bool,
+        typer.Option(
+            "--strict-device", help="Take a device that is not here for a failure (code 1), not for `not run` (code 0)."
+        ),
+    ] = False,
+    dtypes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Try only these dtypes, such as fp32; nothing is recorded then."),
+    ] = None,
+    families: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Try only these families; nothing is recorded then.")
+    ] = None,
+    write_evidence: Annotated[
+        bool,
+        typer.Option(
+            "--write-evidence", help="Record the run beside the plugin, of --quick too; --full does so by itself."
+        ),
+    ] = False,
+    no_evidence: Annotated[bool, typer.Option("--no-evidence", help="Do not record the run.")] = False,
     planted_bugs: Annotated[
-        bool, typer.Option("--planted-bugs", help="Try the kit itself: on backends with one known bug each.")
+        bool,
+        typer.Option(
+            "--planted-bugs", help="Try the kit itself, on backends with one known bug each. No backend is named then."
+        ),
     ] = False,
     refresh: Annotated[
-        bool, typer.Option("--refresh", help="Run nothing: evidence follows code that was moved or renamed only.")
+        bool,
+        typer.Option(
+            "--refresh",
+            help="Run nothing: evidence follows code that was moved, renamed or commented only; without a backend, "
+            "all of it.",
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Try everything that a backend declares against the reference, and see that it refuses the rest with a reason.
 
@@ -121,7 +151,8 @@ def _refresh(backend: str | None, more: bool, as_json: bool) -> None:
 
 
 def _check_kind(device: str) -> None:
-    """A kind of device that is no platform's is a slip. Of the others `place` knows more, and needs no torch."""
+    """Refuse a kind of device that no platform has, which is a slip. `place` knows more of the others, and needs no
+    torch."""
     kinds = {platform.device_type for platform in get_manager().platforms.values()}
     if device.partition(":")[0] not in {AUTO, *kinds}:
         _check_device(device)
@@ -163,7 +194,7 @@ def _run(console: Console, here: Place, *, full: bool, dtypes: str | None, famil
 
 
 def _recorded(report: Report) -> tuple[Path | None, str]:
-    """(the evidence file, why there is none)."""
+    """Write the evidence and return (its file, why there is none)."""
     from ..testing.recording import record
 
     try:

@@ -1,4 +1,5 @@
-"""`polyattn doctor`: devices, versions, plugins and variables of this machine, and what to do about what is amiss."""
+"""`polyattn doctor` examines devices, versions, plugins and variables of this machine, and says what to do about a
+problem."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ from ..selection.inspection import BackendStatus, detect, list_backends
 from ..testing.early_imports import early_imports
 from ..tuning import mode, store
 from .config_check import not_here, unknown_words, wrong_variables
+from .options import Json
 from .probes import speaks_of
 from .rendering import facts, grid, screen, show_json, standing, title
 
@@ -45,8 +47,10 @@ Answer = TypeVar("Answer")
 
 
 def doctor(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="With the tracebacks of broken plugins.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the tracebacks of broken plugins too.")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Examine this machine: devices, versions, plugins, variables, and why a backend cannot be used.
 
@@ -63,7 +67,8 @@ def doctor(
 
 
 def examine(verbose: bool = False) -> dict[str, Any]:
-    """Everything `doctor` knows, as plain data. One thing that fails is a problem in the list, never the end of it."""
+    """Collect everything that `doctor` knows, as plain data. One thing that fails is a problem in the list, never the
+    end of it."""
     problems: list[str] = []
     manager = _manager(problems)
     devices = {name: detect(name) for name in manager.platforms}
@@ -108,7 +113,7 @@ def _absent_packages(manager: PluginManager) -> dict[str, tuple[str, ...]]:
 
 
 def _nothing_runs(statuses: list[BackendStatus]) -> list[str]:
-    """Why no call can be served here at all; empty where one can."""
+    """Say why no call can be served here at all; empty where one can."""
     if not torch_build().version:
         return [without_torch("Every call")]
     if any(status.status == "available" for status in statuses):
@@ -117,14 +122,14 @@ def _nothing_runs(statuses: list[BackendStatus]) -> list[str]:
 
 
 def _defects(manager: PluginManager, present: list[str]) -> list[dict[str, Any]]:
-    """Known faults of the libraries that are installed here, for the devices that are here."""
+    """List known faults of the libraries that are installed here, for the devices that are here."""
     infos = [info for info in manager.backends.values() if info.platform in present]
     here = [(info, p) for info in infos for p in info.providers if not p.planned and availability(p).ok]
     return [fault.to_dict() for fault in listed((info, affecting(provider)) for info, provider in here)]
 
 
 def _store() -> list[str]:
-    """What is wrong with single measurements of the tuning store.
+    """List what is wrong with single measurements of the tuning store.
 
     Raises:
         ConfigError: it cannot be used at all.
@@ -139,8 +144,8 @@ def _store() -> list[str]:
 
 
 def _warnings(manager: PluginManager) -> list[str]:
-    """What the records of backends warn of, about distributions that are installed here; and what is wrong with plugins
-    that can be used all the same."""
+    """List what the records of backends warn of, about distributions that are installed here, and what is wrong with
+    plugins that can be used all the same."""
     needs = {need for info in manager.backends.values() for provider in info.providers for need in provider.requires}
     found = []
     for need in sorted(needs, key=lambda need: need.distribution):
@@ -152,8 +157,8 @@ def _warnings(manager: PluginManager) -> list[str]:
 
 
 def _manager(problems: list[str]) -> PluginManager:
-    """The process's plugin manager. A variable that is wrong ends loading, as POLYATTN_STRICT does at a broken plugin:
-    here neither must, so it loads without them."""
+    """Return the process's plugin manager. A wrong variable ends loading, as POLYATTN_STRICT does at a broken plugin;
+    here neither must, so plugins are loaded without them."""
     ending = set()
     if _contained(problems, lambda: flag(STRICT)) is not False:
         ending.add(STRICT)
@@ -165,7 +170,7 @@ def _manager(problems: list[str]) -> PluginManager:
 
 
 def _contained(problems: list[str], ask: Callable[[], Answer]) -> Answer | None:
-    """The answer, or None and a problem: a damaged evidence file, a configuration that does not parse."""
+    """Return the answer, or None and a problem: a damaged evidence file, a configuration that does not parse."""
     try:
         return ask()
     except PolyattnError as error:
@@ -218,12 +223,12 @@ def _backend(status: BackendStatus, device: DeviceReport, manager: PluginManager
 
 
 def _lacks(fallback: Fallback, device: DeviceReport) -> bool:
-    """Whether a fallback is for devices without a feature alone, and this one is without it."""
+    """Tell whether a fallback is for devices without a feature alone, and this device is without it."""
     return set(fallback.when) == {"features"} and fallback.when["features"].reason(device.features) is None
 
 
 def _elsewhere(status: BackendStatus, devices: dict[str, DeviceReport], manager: PluginManager) -> dict[str, Any]:
-    """A backend whose device is not here: the device is missing, and what it would need besides."""
+    """Describe a backend whose device is not here: the device is missing, and what the backend would need besides."""
     info = manager.backends[status.name, status.platform]
     why, action = _diagnosis(info, status) if info.planned else _needs(info)
     return {
@@ -237,7 +242,7 @@ def _elsewhere(status: BackendStatus, devices: dict[str, DeviceReport], manager:
 
 
 def _diagnosis(info: BackendInfo, status: BackendStatus) -> tuple[str, str]:
-    """(why a backend cannot be used, the one thing to do about it); empty when it can."""
+    """Return (why a backend cannot be used, the one thing to do about it); empty when it can."""
     if status.status == "available":
         return "", ""
     if info.planned:
@@ -250,8 +255,8 @@ def _diagnosis(info: BackendInfo, status: BackendStatus) -> tuple[str, str]:
 
 
 def _needs(info: BackendInfo) -> tuple[str, str]:
-    """(what is not installed, how to install it: the easiest way, and the others with the families that only they
-    bring); empty when a provider has all it needs."""
+    """Return (what is not installed, how to install it); empty when a provider has all it needs. The easiest way comes
+    first, then the others with the families that only they bring."""
     found = [(provider, availability(provider)) for provider in info.providers if not provider.planned]
     missing = [(provider, answer) for provider, answer in found if not answer.ok]
     if not missing or len(missing) < len(found):
@@ -269,7 +274,7 @@ def _needs(info: BackendInfo) -> tuple[str, str]:
 
 
 def _effort(provider: Provider) -> int:
-    """Fewer distributions to install first; a build from source is never simple."""
+    """Rank a way to install: fewer distributions first, and a build from source is never simple."""
     return sum(1 if need.hint.startswith("pip install ") or not need.hint else 10 for need in provider.requires)
 
 
@@ -351,7 +356,7 @@ def _backends(console: Console, backends: list[dict[str, Any]]) -> None:
 
 
 def _absent(console: Console, backends: list[dict[str, Any]]) -> None:
-    """Backends of devices that are not here: what their vendors' plugins would need beside the device."""
+    """List the backends of devices that are not here, with what their vendors' plugins would need beside the device."""
     if not backends:
         return
     console.print()

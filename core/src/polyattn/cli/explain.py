@@ -1,8 +1,9 @@
-"""`polyattn explain`: which backend serves a request, here or on a machine that is only described, and why."""
+"""`polyattn explain` says which backend serves a request, here or on a machine that is only described, and why."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -17,17 +18,19 @@ from ..selection.overrides import SCOPE, current_settings
 from ..selection.phase_pairs import both_phases, check_drafting, select_pair
 from ..selection.select import Choice, Policy, Selection, select
 from ..selection.tuned_policy import current_policy
-from .asking import SERVING, Question, ask
+from .options import Json, Option, with_options
+from .questions import SERVING, ask
 from .reasons import reasons_table
 from .rendering import facts, panel, screen, show_json, standing
+from .request_flags import REQUEST, request_flags
 
 __all__ = ["explain", "here"]
 
-REQUEST, SERVE, WHO = "What is asked for", "Serving", "Which machine, which backend"
+MACHINE = "Which machine"
 
 
 def here() -> dict[str, Any]:
-    """Request fields of this machine: its accelerator if there is one, else its CPU."""
+    """Return the request fields of this machine: its accelerator if there is one, else its CPU."""
     reports = {name: detect(name) for name in get_manager().platforms}
     found = [name for name, report in reports.items() if report.present]
     name = next((n for n in found if n != "cpu"), "cpu")
@@ -37,7 +40,7 @@ def here() -> dict[str, Any]:
 
 
 def _assumed(fields: dict[str, Any]) -> str:
-    """This machine in the words of --assume-platform."""
+    """Describe this machine in the words of --assume-platform."""
     if fields["platform"] == "cpu":
         return ":".join(("cpu", *(["+".join(fields["features"])] if fields["features"] else [])))
     toolkit = ".".join(map(str, fields["toolkit"]))
@@ -45,15 +48,17 @@ def _assumed(fields: dict[str, Any]) -> str:
     return f"{fields['platform']}{arch}{'@' + toolkit if toolkit and arch else ''}"
 
 
-def _either(name: str, yes: bool, no: bool) -> bool | None:
-    """What the two flags of a switch say; None = nothing."""
+def _either(name: str, given: Mapping[str, Any]) -> bool | None:
+    """Read the two flags of a switch with three answers; None = neither is given."""
+    yes, no = bool(given[name]), bool(given[f"no_{name}"])
     if yes and no:
-        raise ConfigError(f"--{name} and --no-{name} exclude each other: leave one out")
+        flag = name.replace("_", "-")
+        raise ConfigError(f"--{flag} and --no-{flag} exclude each other: leave one out")
     return yes if yes or no else None
 
 
 def _checked(words: str) -> str:
-    """The words of --assume-platform, once they are known to mean a machine."""
+    """Return the words of --assume-platform, once they are known to mean a machine."""
     try:
         parse_platform(words, get_manager().platforms)
     except ConfigError as exc:
@@ -64,7 +69,7 @@ def _checked(words: str) -> str:
 def _on_this_machine(
     request: AttentionRequest, backend: str | None, pair: dict[str, str | None], mode: str, strict: bool
 ) -> Selection:
-    """As a call here would choose, with the backends of the two phases where they are given."""
+    """Choose as a call here would, with the backends of the two phases where they are given."""
     policy = dataclasses.replace(current_policy(backend, SCOPE.get(), request), strict=strict)
     if any(pair.values()):
         policy = _hybrid(request, policy, pair, mode)
@@ -74,7 +79,7 @@ def _on_this_machine(
 
 
 def _hybrid(request: AttentionRequest, policy: Policy, pair: dict[str, str | None], mode: str) -> Policy:
-    """The policy of the request's own phase, once the two phases are known to work together."""
+    """Return the policy of the request's own phase, once the two phases are known to work together."""
     if request.family not in SERVING:
         raise ConfigError(
             f"--prefill-attention-backend and --decode-attention-backend are for the serving families "
@@ -90,238 +95,72 @@ def _hybrid(request: AttentionRequest, policy: Policy, pair: dict[str, str | Non
     return policies["decode" if request.phase == "decode" else "prefill"]
 
 
+MORE = (
+    Option("mla", bool, "Ask for --family mla (128 heads, rows of 576).", "", REQUEST),
+    Option(
+        "causal_alignment",
+        str,
+        "The alignment of the causal mask: bottom_right, or top_left (means --causal).",
+        "WORD",
+        REQUEST,
+        usual="bottom_right",
+    ),
+)
+"""Flags of a request that are no field of it."""
+
+
+@with_options("explain", (*(option for flag in request_flags() for option in flag.options()), *MORE))
 def explain(
     assume_platform: Annotated[
         str | None,
         typer.Option(
             metavar="PLATFORM",
-            help="A machine to ask about: cuda:sm90, cuda:sm90@12.3 (toolkit), rocm:gfx942, npu, xpu, musa, mps, cpu, "
-            "cpu:amx. Without it: this machine.",
-            rich_help_panel=WHO,
+            help="The machine that is asked about: cuda:sm90, cuda:sm90@12.3 (with the toolkit), rocm:gfx942, npu, "
+            "xpu, "
+            "musa, mps, cpu, cpu:amx. Default: this machine.",
+            rich_help_panel=MACHINE,
         ),
     ] = None,
     assume_installed: Annotated[
         str | None,
         typer.Option(
             metavar="A,B",
-            help="Distributions to take as installed there (name or name==version). Planned adapters count as built.",
-            rich_help_panel=WHO,
+            help="Distributions that count as installed there, comma separated: NAME or NAME==VERSION. Planned "
+            "adapters count as built.",
+            rich_help_panel=MACHINE,
         ),
     ] = None,
-    attention_backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The backend that is asked for.", rich_help_panel=WHO)
-    ] = None,
-    prefill_attention_backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The backend of prefill and extend.", rich_help_panel=WHO)
-    ] = None,
-    decode_attention_backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The backend of decode.", rich_help_panel=WHO)
-    ] = None,
-    speculative_attention_mode: Annotated[
-        str, typer.Option(metavar="PHASE", help="Whose backend verifies: prefill or decode.", rich_help_panel=WHO)
-    ] = "prefill",
-    strict: Annotated[
-        bool, typer.Option("--strict", help="A documented fallback is an error.", rich_help_panel=WHO)
-    ] = False,
-    family: Annotated[
-        str | None,
-        typer.Option(
-            "--family",
-            metavar="FAMILY",
-            help="dense, varlen, paged, mla, block_sparse or linear. Default: paged when --phase, --page-size, "
-            "--kv-dtype or --spec-topk is given, else dense.",
-            rich_help_panel=REQUEST,
-        ),
-    ] = None,
-    mla: Annotated[
-        bool, typer.Option("--mla", help="Short for --family mla (128 heads, rows of 576).", rich_help_panel=REQUEST)
-    ] = False,
-    phase: Annotated[
-        str | None,
-        typer.Option(
-            "--phase",
-            metavar="PHASE",
-            help="prefill, extend, decode or verify. Default: prefill.",
-            rich_help_panel=REQUEST,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option("--dtype", metavar="DTYPE", help="Of the query: bf16, fp16, fp32, ...", rich_help_panel=REQUEST),
-    ] = "bf16",
-    head_dim: Annotated[
-        int | None, typer.Option(metavar="D", help="Default: 128; 576 for mla.", rich_help_panel=REQUEST)
-    ] = None,
-    v_head_dim: Annotated[
-        int | None,
-        typer.Option(metavar="D_V", help="Default: as --head-dim; 512 for mla.", rich_help_panel=REQUEST),
-    ] = None,
-    heads: Annotated[
-        int | None, typer.Option(metavar="H_Q", help="Default: 32; 128 for mla.", rich_help_panel=REQUEST)
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(metavar="H_KV", help="Default: as --heads; 1 for mla.", rich_help_panel=REQUEST)
-    ] = None,
-    # Two flags each, since of one with two names the last that is typed would win in silence.
-    causal: Annotated[
-        bool, typer.Option("--causal", help="Default for paged and mla.", rich_help_panel=REQUEST)
-    ] = False,
-    no_causal: Annotated[
-        bool, typer.Option("--no-causal", help="Default for the other families.", rich_help_panel=REQUEST)
-    ] = False,
-    causal_alignment: Annotated[
-        str,
-        typer.Option(metavar="WORD", help="bottom_right, or top_left (means --causal).", rich_help_panel=REQUEST),
-    ] = "bottom_right",
-    layout: Annotated[
-        str | None,
-        typer.Option(metavar="WORD", help="Of dense calls: BSHD or BHSD. Default: BSHD.", rich_help_panel=REQUEST),
-    ] = None,
-    window: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LEFT,RIGHT",
-            help="Keys to each side, -1 = no bound; a sliding window of 128 tokens is 127,0.",
-            rich_help_panel=REQUEST,
-        ),
-    ] = None,
-    softcap: Annotated[
-        float, typer.Option(metavar="CAP", help="Logit softcap, 0 = off.", rich_help_panel=REQUEST)
-    ] = 0.0,
-    sinks: Annotated[bool, typer.Option("--sinks", help="Sink logits per head.", rich_help_panel=REQUEST)] = False,
-    mask: Annotated[
-        str, typer.Option(metavar="KIND", help="none, bool or additive.", rich_help_panel=REQUEST)
-    ] = "none",
-    scale: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", help="Of the logits. Default: D ** -0.5; 192 ** -0.5 for mla.", rich_help_panel=REQUEST
-        ),
-    ] = None,
-    lse: Annotated[bool, typer.Option("--lse", help="The LSE is wanted too.", rich_help_panel=REQUEST)] = False,
-    grad: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B", help="Gradients wanted: query, key, value, mask, sinks, lse.", rich_help_panel=REQUEST
-        ),
-    ] = None,
-    cross: Annotated[bool, typer.Option("--cross", help="Cross-attention.", rich_help_panel=REQUEST)] = False,
-    dropout: Annotated[float, typer.Option(metavar="P", help="Dropout on the weights.", rich_help_panel=REQUEST)] = 0.0,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits on every run.", rich_help_panel=REQUEST)
-    ] = False,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Of block_sparse (sta, vsa, vmoba, sla, svg2), linear (gdn, kda; default gdn), mla (dsa) or paged "
-            "(dual_chunk).",
-            rich_help_panel=REQUEST,
-        ),
-    ] = None,
-    page_size: Annotated[
-        int | None,
-        typer.Option(metavar="TOKENS", help="Of a KV page. Default: 64 for paged and mla.", rich_help_panel=SERVE),
-    ] = None,
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="Of the KV cache: auto, bf16, fp8_e4m3, fp8_e5m2, fp4_e2m1, ...",
-            rich_help_panel=SERVE,
-        ),
-    ] = None,
-    kv_scales: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="Granularity of the cache's scales: tensor, head, token, block128, block16.",
-            rich_help_panel=SERVE,
-        ),
-    ] = None,
-    spec_topk: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K", help="Speculation: 1 = chain, more = tree (means --phase verify).", rich_help_panel=SERVE
-        ),
-    ] = None,
-    save_kv_cache: Annotated[
+    *,
+    given: Mapping[str, Any],
+    verbose: Annotated[
         bool,
-        typer.Option("--save-kv-cache", help="New K/V are given, and the backend writes them.", rich_help_panel=SERVE),
+        typer.Option("--verbose", "-v", help="Show every reason of every backend, not only those that matter most."),
     ] = False,
-    no_save_kv_cache: Annotated[
-        bool,
-        typer.Option("--no-save-kv-cache", help="New K/V are given, attended and not written.", rich_help_panel=SERVE),
-    ] = False,
-    chunked_prefix: Annotated[
-        bool, typer.Option("--chunked-prefix", help="MLA: a prefix attended in chunks.", rich_help_panel=SERVE)
-    ] = False,
-    multimodal: Annotated[
-        bool, typer.Option("--multimodal", help="The model has multimodal towers.", rich_help_panel=SERVE)
-    ] = False,
-    graph_capture: Annotated[
-        str,
-        typer.Option(
-            metavar="WORD",
-            help="Recorded into a device graph: call = by itself, session = as a layer of a planned step.",
-            rich_help_panel=SERVE,
-        ),
-    ] = "none",
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every reason of every backend.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON, with every reason.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say which backend serves a request, what it needs to be rewritten, who decided, and why not the others.
 
     Nothing is run and no device is needed: a laptop can ask about any machine.
     """
-    question = Question(
-        family=family,
-        phase=phase,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        page_size=page_size,
-        causal=_either("causal", causal, no_causal),
-        causal_alignment=causal_alignment,
-        layout=layout,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        spec_topk=spec_topk,
-        mla=mla,
-        scale=scale,
-        mask=mask,
-        lse=lse,
-        grad=grad,
-        cross=cross,
-        dropout=dropout,
-        deterministic=deterministic,
-        graph_capture=graph_capture,
-        multimodal=multimodal,
-        chunked_prefix=chunked_prefix,
-        save_kv_cache=_either("save-kv-cache", save_kv_cache, no_save_kv_cache),
-        kv_scales=kv_scales,
-        method=method,
-    )
-    if speculative_attention_mode not in ("prefill", "decode"):
-        raise ConfigError(f"--speculative-attention-mode {speculative_attention_mode!r} must be prefill or decode")
-    strict = strict or current_settings().strict
+    switches = {name: _either(name, given) for name in ("causal", "save_kv_cache")}
+    question = {**given, **switches}
+    backend = given["attention_backend"]
+    pair = {phase: given[f"{phase}_attention_backend"] for phase in ("prefill", "decode")}
+    mode = given["speculative_attention_mode"] or "prefill"
+    if mode not in ("prefill", "decode"):
+        raise ConfigError(f"--speculative-attention-mode {mode!r} must be prefill or decode")
+    strict = given["strict"] or current_settings().strict
     if assume_platform is None and assume_installed is None:
-        pair = {"prefill": prefill_attention_backend, "decode": decode_attention_backend}
-        request = ask(question, here())
-        selection = _on_this_machine(request, attention_backend, pair, speculative_attention_mode, strict)
+        selection = _on_this_machine(ask(question, here()), backend, pair, mode, strict)
     else:
         selection = what_if(
             ask(question),
             platform=_assumed(here()) if assume_platform is None else _checked(assume_platform),
             installed=[name.strip() for name in (assume_installed or "").split(",") if name.strip()],
-            backend=attention_backend,
-            prefill_backend=prefill_attention_backend,
-            decode_backend=decode_attention_backend,
-            speculative_attention_mode=speculative_attention_mode,
+            backend=backend,
+            prefill_backend=pair["prefill"],
+            decode_backend=pair["decode"],
+            speculative_attention_mode=mode,
             strict=strict,
         )
     if as_json:

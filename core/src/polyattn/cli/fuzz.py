@@ -1,4 +1,4 @@
-"""`polyattn fuzz`: random calls against the reference; what fails is written as a script."""
+"""`polyattn fuzz` compares random calls with the reference; a call that fails is written as a script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import typer
 from rich.text import Text
 
 from ..errors import ConfigError
-from .asking import above_zero
+from .options import Device, Json
+from .questions import above_zero
 from .rendering import grid, progress, screen, show_json, title
 
 if TYPE_CHECKING:
@@ -28,18 +29,26 @@ def fuzz(
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Only this backend; may be repeated. Without it: all, and automatic selection."
+            metavar="NAME",
+            help="Try only this backend; may be repeated. Without it: all that are available for the device, and "
+            "automatic selection.",
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(metavar="N", help="How long to go on.")] = 60.0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Of the calls. Without it: a new one.")] = None,
-    number: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only this call of the seed.")] = None,
-    device: Annotated[
-        str,
-        typer.Option("--device", metavar="DEVICE", help="A torch device, such as cuda:0; auto: a GPU, else the CPU."),
-    ] = "cpu",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where scripts of failures go.")] = Path("polyattn-fuzz"),
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    seconds: Annotated[float, typer.Option(metavar="N", help="Seconds after which no further call is drawn.")] = 60.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="The seed of the calls: the same seed draws the same calls in the same order. Without it: a new "
+            "one, printed first.",
+        ),
+    ] = None,
+    number: Annotated[int | None, typer.Option(min=0, metavar="N", help="Run only this call of the seed.")] = None,
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder for the scripts of failures.")] = Path(
+        "polyattn-fuzz"
+    ),
+    as_json: Json = False,
 ) -> None:
     """Draw random calls, fine and wrong ones, and compare what every backend makes of them with the reference.
 

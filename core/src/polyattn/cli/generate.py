@@ -1,10 +1,10 @@
-"""`polyattn generate`: text from a causal LM of transformers, on the engine of `polyattn.serving`."""
+"""`polyattn generate` writes text with a causal LM of transformers, on the engine of `polyattn.serving`."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from rich.text import Text
 from ..errors import ConfigError, did_you_mean
 from ..selection import overrides
 from ..user_files import MEGABYTE, read_text
+from .options import Device, Json, settings_of, with_options
 from .rendering import facts, panel, progress, screen, show_json
 
 if TYPE_CHECKING:
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = ["generate"]
 
-MODEL, ATTENTION, DRAFTS = "What is said", "Attention and cache", "Speculative decoding"
+MODEL = "What is said"
 TOGETHER = 16
 """Prompts that run at a time; the others wait."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Said:
-    """One prompt's answer: the output, and the seconds from the start of all prompts to its own end."""
+    """A prompt's answer: the output, and the seconds from the start of all prompts to its own end."""
 
     prompt: str
     text: str
@@ -48,86 +49,72 @@ class _Said:
         }
 
 
+@with_options("generate")
 def generate(
     model_path: Annotated[
         Path,
-        typer.Option(metavar="DIR", help="A causal LM and its tokenizer, as save_pretrained writes them."),
+        typer.Option(
+            metavar="DIR",
+            help="A folder with a causal LM and its tokenizer, as save_pretrained writes them.",
+            rich_help_panel=MODEL,
+        ),
     ],
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="May be repeated.", rich_help_panel=MODEL)
+        list[str] | None, typer.Option(metavar="TEXT", help="A prompt; may be repeated.", rich_help_panel=MODEL)
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="One prompt per line.", rich_help_panel=MODEL)
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Of each prompt.", rich_help_panel=MODEL)] = 64,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 = greedy.", rich_help_panel=MODEL)] = 0.0,
-    top_p: Annotated[float, typer.Option(metavar="P", help="1 = off.", rich_help_panel=MODEL)] = 1.0,
-    top_k: Annotated[int, typer.Option(metavar="K", help="0 = off.", rich_help_panel=MODEL)] = 0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the draws.", rich_help_panel=MODEL)] = 0,
-    device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="A torch device; auto: cuda where it is, else cpu.")
-    ] = "auto",
-    attention_backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The backend of both phases.", rich_help_panel=ATTENTION)
-    ] = None,
-    prefill_attention_backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The backend of prefill.", rich_help_panel=ATTENTION)
-    ] = None,
-    decode_attention_backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The backend of decode.", rich_help_panel=ATTENTION)
-    ] = None,
-    mm_attention_backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The backend of multimodal towers.", rich_help_panel=ATTENTION)
-    ] = None,
-    page_size: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Of a KV page. Default: 16.", rich_help_panel=ATTENTION)
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str | None,
+        Path | None,
         typer.Option(
-            metavar="DTYPE", help="auto, bf16, fp16, fp8_e4m3, fp8_e5m2, fp4_e2m1.", rich_help_panel=ATTENTION
+            metavar="FILE",
+            help="A UTF-8 text file with one prompt per line; empty lines are left out.",
+            rich_help_panel=MODEL,
         ),
     ] = None,
-    disable_cuda_graph: Annotated[
-        bool, typer.Option("--disable-cuda-graph", help="Record no device graphs.", rich_help_panel=ATTENTION)
-    ] = False,
-    speculative_draft_model_path: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A draft model of one vocabulary.", rich_help_panel=DRAFTS)
-    ] = None,
-    speculative_num_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Levels that are drafted. Default: 3.", rich_help_panel=DRAFTS)
-    ] = None,
-    speculative_eagle_topk: Annotated[
-        int | None,
-        typer.Option(metavar="K", help="1 = a chain, more = a tree. Default: 1.", rich_help_panel=DRAFTS),
-    ] = None,
-    speculative_num_draft_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Nodes that are verified. Default: steps * topk + 1.", rich_help_panel=DRAFTS),
-    ] = None,
-    speculative_attention_mode: Annotated[
-        str | None,
-        typer.Option(metavar="PHASE", help="Whose backend verifies: prefill or decode.", rich_help_panel=DRAFTS),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Tokens that each prompt is continued by, at most; the model's end tokens end it earlier.",
+            rich_help_panel=MODEL,
+        ),
+    ] = 64,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="The temperature of the draws; 0 = greedy.", rich_help_panel=MODEL)
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            metavar="P",
+            help="Draw only from the most probable tokens of this probability together; 1 = off.",
+            rich_help_panel=MODEL,
+        ),
+    ] = 1.0,
+    top_k: Annotated[
+        int,
+        typer.Option(metavar="K", help="Draw only from the K most probable tokens; 0 = off.", rich_help_panel=MODEL),
+    ] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="The seed of the draws: the same seed gives the same text, whatever runs beside it.",
+            rich_help_panel=MODEL,
+        ),
+    ] = 0,
+    device: Device = "auto",
+    *,
+    given: Mapping[str, Any],
+    as_json: Json = False,
 ) -> None:
     """Continue prompts with a causal LM: continuous batching over a paged KV cache, one backend per phase.
 
     Backends, page size and dtype that are not given come from the environment and the config file.
     """
     prompts = _prompts(prompt, prompt_file)
-    given = {
-        "attention_backend": attention_backend,
-        "prefill_attention_backend": prefill_attention_backend,
-        "decode_attention_backend": decode_attention_backend,
-        "mm_attention_backend": mm_attention_backend,
-        "speculative_attention_mode": speculative_attention_mode,
-        "page_size": page_size,
-        "kv_cache_dtype": kv_cache_dtype,
-    }
-    settings = overrides.configure_by("the command line", given)
-    levels = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
-    if speculative_draft_model_path is None and any(level is not None for level in levels):
+    settings = overrides.configure_by("the command line", settings_of(given))
+    levels = tuple(given[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
+    draft = given["speculative_draft_model_path"]
+    if draft is None and any(level is not None for level in levels):
         raise ConfigError(
             "--speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens say how to draft; "
             "give --speculative-draft-model-path too, or leave them out"
@@ -139,9 +126,8 @@ def generate(
     model, tokenizer = _model(model_path, device), _tokenizer(model_path)
     params = dataclasses.replace(params, stop_token_ids=_stop_tokens(model))
     ids = [tokenizer(text)["input_ids"] for text in prompts]
-    draft = speculative_draft_model_path
     longest = max(map(len, ids)) + max_new_tokens
-    needed = longest + (0 if draft is None else 3 if speculative_num_steps is None else speculative_num_steps)
+    needed = longest + (0 if draft is None else 3 if levels[0] is None else levels[0])
     engine = Engine(
         _runner(model, needed),
         EngineConfig(
@@ -149,7 +135,7 @@ def generate(
             max_requests=min(len(ids), TOGETHER),
             max_tokens=longest,
             speculative=None if draft is None else _speculative(_model(draft, device), needed, *levels),
-            graphs=not disable_cuda_graph,
+            graphs=not given["disable_cuda_graph"],
         ),
     )
     overrides.check_components()  # every layer is built: what reached none never will
@@ -184,7 +170,7 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
 
 
 def _load(kind: str, path: Path, **options: Any) -> Any:
-    """A part of a checkpoint from a folder; nothing is downloaded."""
+    """Load a part of a checkpoint from a folder; nothing is downloaded."""
     from ..integrations.transformers.registry import interfaces
 
     interfaces()  # says what to install where transformers is not here
@@ -225,7 +211,7 @@ def _model(path: Path, device: str) -> Any:
 
 
 def _runner(model: Any, needed: int) -> Any:
-    """A model for the positions that are needed: one whose keys change at some length is served below it."""
+    """Make a runner for the positions that are needed. A model whose keys change at some length is served below it."""
     from ..integrations.transformers.serving import CausalLMRunner
 
     known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0
@@ -244,7 +230,7 @@ def _stop_tokens(model: Any) -> tuple[int, ...]:
 
 
 def _run(engine: Engine, tell: Any) -> Iterable[Output]:
-    """Outputs as they finish; `tell` is given the tokens there are after each step."""
+    """Yield outputs as they finish; `tell` is given the tokens there are after each step."""
     finished = 0
     while engine.unfinished:
         outputs = engine.step()

@@ -1,4 +1,4 @@
-"""`polyattn list`: the registered backends and their status on this machine."""
+"""`polyattn list` shows the registered backends and their status on this machine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PLANNED = "its adapter is not part of this version"
 
 
 def platforms_here() -> list[str]:
-    """Platforms whose device is on this machine."""
+    """List the platforms whose device is on this machine."""
     return [name for name in get_manager().platforms if detect(name).present]
 
 
 def entries(backends: Iterable[BackendStatus]) -> list[dict[str, Any]]:
-    """Backends as plain data. Platforms on which a backend has one package, status and evidence share an entry; a
-    reason that does not hold on all of them starts with its platform."""
+    """Return backends as plain data. Platforms on which a backend has one package, status and evidence share an entry;
+    a reason that does not hold on all of them starts with its platform."""
     groups: dict[tuple[str, ...], list[BackendStatus]] = defaultdict(list)
     for backend in backends:
         groups[backend.name, backend.package, backend.version, backend.status, backend.evidence].append(backend)
@@ -52,12 +52,13 @@ def _entry(group: list[BackendStatus]) -> dict[str, Any]:
 
 
 def list_command(
-    platform: Annotated[str | None, typer.Option(help="Only the backends of this platform, such as cuda.")] = None,
+    platform: Annotated[str | None, typer.Option(help="Show only the backends of this platform, such as cuda.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="The backends of every platform, not only of this machine's.")
+        bool,
+        typer.Option("--all", help="Show the backends of every platform. Without it, the table has this machine's."),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="JSON, of every platform unless --platform is given.")
+        bool, typer.Option("--json", help="Print JSON, of every platform unless --platform is given.")
     ] = False,
 ) -> None:
     """List the backends: where each comes from, whether it can be used here, and how far it was shown to work."""
@@ -94,7 +95,7 @@ def list_command(
 
 
 def _worth_a_column(reasons: list[str]) -> list[str]:
-    """Reasons but those that the status or a footnote says once for all rows."""
+    """Drop the reasons that the status or a footnote says once for all rows."""
     return [
         r for r in reasons if r != PLANNED and not r.partition(": ")[2].startswith("no ") and not r.startswith("no ")
     ]

@@ -1,4 +1,5 @@
-"""`polyattn matrix`: every backend on every platform, with its evidence and its limits, as text, markdown or JSON."""
+"""`polyattn matrix` shows every backend on every platform, with its evidence and its limits, as text, markdown or
+JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ CELLS = (
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A backend on one platform, whatever this machine is."""
+    """A cell is a backend on one platform, whatever this machine is."""
 
     adapter: str
     evidence: str
@@ -65,7 +66,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """All of the matrix. `backends`: `polyattn.support_matrix()`; `cells`: backend name -> platform -> cell."""
+    """The matrix as data. `backends`: `polyattn.support_matrix()`; `cells`: backend name -> platform -> cell."""
 
     platforms: tuple[str, ...]
     backends: list[dict[str, Any]]
@@ -100,8 +101,10 @@ def gather() -> Support:
 
 
 def matrix(
-    layout: Annotated[str, typer.Option("--format", metavar="WORD", help="text, markdown or json.")] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
+    layout: Annotated[
+        str, typer.Option("--format", metavar="WORD", help="The form of the answer: text, markdown or json.")
+    ] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: short for --format json.")] = False,
 ) -> None:
     """Show which backend exists on which platform, how far it was shown to work, and what its kernels can do.
 
@@ -159,7 +162,7 @@ def _mark(cell: Cell | None) -> Text:
 
 
 def _details(support: Support) -> Iterable[tuple[str, str]]:
-    """Evidence that says more than its level."""
+    """Yield evidence that says more than its level."""
     for name, row in support.cells.items():
         for platform, cell in row.items():
             if "(" in cell.evidence:
@@ -167,7 +170,7 @@ def _details(support: Support) -> Iterable[tuple[str, str]]:
 
 
 def _who(line: Limits, support: Support) -> Text:
-    """The backend, and its platforms where they are not all of them."""
+    """Name the backend, and its platforms where they are not all of them."""
     adapter = "planned" if line.planned else "available"
     who = Text.assemble((f"{MARKS[adapter]} ", STANDINGS[adapter]), (line.name, "name"))
     if set(line.platforms) != set(support.cells[line.name]):
@@ -181,7 +184,7 @@ def _who(line: Limits, support: Support) -> Text:
 
 
 def _short(cell: str) -> str:
-    """On a terminal the names of rewrites stay out; `--format markdown` has them."""
+    """Leave out the names of rewrites, for a terminal; `--format markdown` has them."""
     return re.sub(r"lowered: [^;(]*[^;( ]", "lowered", cell)
 
 
@@ -191,7 +194,7 @@ def _legend(console: Console, words: Iterable[tuple[str, str]]) -> None:
 
 
 def markdown(support: Support) -> str:
-    """docs/support-matrix.md, without a final newline."""
+    """Return docs/support-matrix.md, without a final newline."""
     lines = [
         "# Support matrix",
         "",
@@ -274,7 +277,7 @@ def _cell_name(line: Limits) -> str:
 
 
 def _needs() -> Iterable[tuple[str, ...]]:
-    """A line per backend and what it needs; platforms with one answer share a line."""
+    """Yield a line per backend and what it needs; platforms with one answer share a line."""
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for (name, platform), info in sorted(get_manager().backends.items()):
         groups[_need(name, info)].append(platform)

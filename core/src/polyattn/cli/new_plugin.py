@@ -1,4 +1,4 @@
-"""`polyattn new-plugin`: a package with a working backend, copied from `plugins/_template` under another name."""
+"""`polyattn new-plugin` writes a package with a working backend, copied from `plugins/_template` under another name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ..errors import ConfigError, did_you_mean
 from ..registry.manager import get_manager
+from .options import Json
 from .rendering import screen, show_json, title
 
 __all__ = ["new_plugin", "template_files", "write_package"]
@@ -30,7 +31,7 @@ LEFTOVERS = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".ven
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """What a new plugin is called: `backend`, `module` and `distribution`, which is the folder's name too."""
+    """The names of a new plugin: `backend`, `module` and `distribution`, which is the folder's name too."""
 
     backend: str
 
@@ -43,15 +44,20 @@ class Names:
         return f"polyattn-{self.backend.replace('_', '-')}"
 
     def put_into(self, text: str) -> str:
-        """A path or a file's text with the template's names replaced by these."""
+        """Replace the template's names in a path or in a file's text by these."""
         return re.sub(f"(polyattn-)?{TEMPLATE}", lambda found: self.distribution if found[1] else self.backend, text)
 
 
 def new_plugin(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the backend: acme makes polyattn-acme.")],
-    platform: Annotated[str, typer.Option(metavar="NAME", help="The platform the backend runs on.")] = "cpu",
-    into: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make it in.")] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The backend's name: acme makes the package polyattn-acme.")
+    ],
+    platform: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="The platform that the backend runs on, as `polyattn doctor` lists them."),
+    ] = "cpu",
+    into: Annotated[Path, typer.Option(metavar="DIR", help="The folder that the package is made in.")] = Path(),
+    as_json: Json = False,
 ) -> None:
     """Write a new plugin: a package with one working backend, its conformance test and its CI.
 
@@ -83,12 +89,12 @@ def new_plugin(
 
 
 def _as_typed(folder: Path) -> str:
-    """A folder as pip must be given it: a bare name would be looked up on an index."""
+    """Return a folder as pip must be given it: a bare name would be looked up on an index."""
     return str(folder) if folder.is_absolute() else f"./{folder.as_posix()}"
 
 
 def check_name(name: str, platform: str) -> Names:
-    """The names of a new backend `name` on `platform`.
+    """Return the names of a new backend `name` on `platform`.
 
     Raises:
         ConfigError: the name is no name of a backend, or one that is here has it; or there is no such platform.
@@ -124,7 +130,7 @@ def check_name(name: str, platform: str) -> Names:
 
 
 def write_package(folder: Path, names: Names, platform: str) -> list[str]:
-    """Write a package; its files, relative to `folder`.
+    """Write a package and return its files, relative to `folder`.
 
     Raises:
         ConfigError: the folder is there already, or cannot be made.
@@ -147,8 +153,8 @@ def write_package(folder: Path, names: Names, platform: str) -> list[str]:
 
 
 def template() -> Path:
-    """The folder of the template: in a wheel beside this file (core/hatch_build.py puts it there), in a checkout in
-    `plugins/`, which is also where an editable install reads it."""
+    """Find the folder of the template. A wheel has it beside this file (core/hatch_build.py puts it there); a checkout
+    has it in `plugins/`, which is also where an editable install reads it."""
     here = Path(__file__).parent
     for place in (here / "template", here.joinpath(*[".."] * 4, "plugins", "_template")):
         if (place / "pyproject.toml").is_file():
@@ -157,7 +163,7 @@ def template() -> Path:
 
 
 def template_files(folder: Path) -> Iterator[Path]:
-    """The template's files, in order, without what builds and runs of it left behind."""
+    """List the template's files, in order, without what builds and runs of it left behind."""
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
         evidence = inside.parent.name == "evidence" and inside.suffix == ".json"  # of another backend

@@ -1,4 +1,5 @@
-"""The limits of every backend, found by asking its capability rows: no cell of the support matrix is written by hand.
+"""This module finds the limits of every backend by asking its capability rows: no cell of the support matrix is written
+by hand.
 
 A backend is asked on every architecture, phase and page size that its own rows name, for a plain request first and
 then for the same request with one feature. A feature is *native* where it is accepted with no rewrite beyond the plain
@@ -19,7 +20,7 @@ from ..registry.defects import Narrow, narrowing
 from ..registry.manager import PluginManager, get_manager
 from ..selection.inspection import catalogue, ordered_offers
 from ..selection.select import Catalogue
-from .asking import MLA_SCALE, SCALES
+from .questions import MLA_SCALE, SCALES
 
 __all__ = ["Limits", "Sheet", "limits"]
 
@@ -44,7 +45,7 @@ PAGING = {
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """One line of a table: a backend, the platforms on which its cells are the same, and the cells."""
+    """A line of a table: a backend, the platforms on which its cells are the same, and the cells."""
 
     name: str
     platforms: tuple[str, ...]
@@ -54,7 +55,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Sheet:
-    """One table of limits."""
+    """A sheet is one table of limits."""
 
     key: str
     title: str
@@ -75,8 +76,8 @@ class Sheet:
 
 
 def limits() -> tuple[Sheet, ...]:
-    """Every table, over all registered backends, planned ones judged as if built. It takes seconds, once a process and
-    set of plugins."""
+    """Make every table, over all registered backends, planned ones judged as if built. It takes seconds, once a process
+    and set of plugins."""
     return _limits(get_manager(), EPOCH.value)
 
 
@@ -96,10 +97,10 @@ def _limits(manager: PluginManager, epoch: int) -> tuple[Sheet, ...]:
 
 
 def _merged(known: Catalogue, family: str, probe: Probe) -> tuple[Limits, ...]:
-    """Backends that answer, built ones first; equal answers of one name share a line."""
+    """Keep the backends that answer, built ones first; equal answers of one name share a line."""
     lines: dict[tuple[bool, str, tuple[str, ...]], list[str]] = {}
     for offer in ordered_offers(known):
-        asked = _Asked(offer.info, family, known)
+        asked = _ProbedBackend(offer.info, family, known)
         cells = probe(asked) if asked.providers else None
         if cells is not None:
             lines.setdefault((asked.planned, offer.info.name, cells), []).append(offer.info.platform)
@@ -108,8 +109,8 @@ def _merged(known: Catalogue, family: str, probe: Probe) -> tuple[Limits, ...]:
     )
 
 
-class _Asked:
-    """One backend under questioning, with the providers that have anything to say about a family."""
+class _ProbedBackend:
+    """A backend that is asked, with its providers that have anything to say about a family."""
 
     def __init__(self, info: BackendInfo, family: str, known: Catalogue) -> None:
         self.info, self.known = info, known
@@ -133,11 +134,12 @@ class _Asked:
         return sorted(dict.fromkeys(w for w in words if w), key=lambda w: (len(w), w))
 
     def taken(self, **fields: Any) -> Lowerings | None:
-        """The rewrites that rows declare for a request; None = they refuse it."""
+        """Return the rewrites that rows declare for a request; None = they refuse it."""
         return self._said_of(fields, self._taken)
 
     def easiest(self, requests: Iterable[Mapping[str, Any]]) -> Lowerings | None:
-        """The fewest rewrites over several ways to ask for one thing: those that rows declare, else the planner's."""
+        """Return the fewest rewrites over several ways to ask for one thing: those that rows declare, else the
+        planner's."""
         ways = list(requests)
         for ask in (self._taken, self._rewritten):
             best: Lowerings | None = None
@@ -179,22 +181,22 @@ class _Asked:
         return None if plan is None else frozenset(plan.names)
 
     def _plan(self, provider: Provider, request: AttentionRequest, only: tuple[str, ...] | None = None) -> Plan | None:
-        """As selection would, in as many rewrites as a cell has words for."""
+        """Plan rewrites as selection would, in as many as a cell has words for."""
         narrow = self._narrow(provider)
         return Planner(provider.rows, narrow=narrow, helper=lambda _: "another", only=only).plan(request, STEPS)
 
     def _narrow(self, provider: Provider) -> Narrow:
-        """With the faults of every version, as the matrix says the same on every machine."""
+        """Narrow with the faults of every version, as the matrix says the same on every machine."""
         return narrowing(self.known.narrow, self.info, provider.defects, named=True)
 
 
 def speaks_of(row: Row, family: str) -> bool:
-    """Whether a row declares something for a family."""
+    """Tell whether a row declares something for a family."""
     rule = row.when.get("family") or row.allows.get("family")
     return rule is not None and rule.reason(family) is None
 
 
-Probe = Callable[[_Asked], "tuple[str, ...] | None"]
+Probe = Callable[[_ProbedBackend], "tuple[str, ...] | None"]
 
 DENSE: dict[str, Any] = {"heads": 8, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
 DENSE_FEATURES: dict[str, dict[str, Any]] = {
@@ -212,7 +214,7 @@ DENSE_FEATURES: dict[str, dict[str, Any]] = {
 
 
 def _dense(family: str) -> Probe:
-    def probe(asked: _Asked) -> tuple[str, ...] | None:
+    def probe(asked: _ProbedBackend) -> tuple[str, ...] | None:
         def ask(place: Place, feature: Mapping[str, Any]) -> Lowerings | None:
             plain = {**DENSE, "family": family, "arch": place[0]}
             return asked.easiest({**plain, "dtype": dtype, **feature} for dtype in ("bfloat16", "float16", "float32"))
@@ -237,16 +239,16 @@ MLA_FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def _mha(asked: _Asked) -> tuple[str, ...] | None:
+def _mha(asked: _ProbedBackend) -> tuple[str, ...] | None:
     return _serving(asked, {"family": "paged", **LLM}, MHA_FEATURES, ({},))
 
 
-def _mla(asked: _Asked) -> tuple[str, ...] | None:
+def _mla(asked: _ProbedBackend) -> tuple[str, ...] | None:
     return _serving(asked, {"family": "mla", **LATENT}, MLA_FEATURES, ({}, UNABSORBED))
 
 
 def _serving(
-    asked: _Asked,
+    asked: _ProbedBackend,
     base: Mapping[str, Any],
     features: Mapping[str, Mapping[str, Any]],
     widths: tuple[Mapping[str, Any], ...],
@@ -272,7 +274,7 @@ def _serving(
 
 
 def _pages(plain: Mapping[Place, Lowerings]) -> str:
-    """The page sizes a kernel reads itself, by architecture where they differ, and what serves the others."""
+    """Say which page sizes a kernel reads itself, by architecture where they differ, and what serves the others."""
     per_arch: dict[tuple[int, ...], list[str]] = {}
     for arch in dict.fromkeys(a for a, _, _ in plain):
         native = tuple(p for p in PAGES if any(not plain.get((arch, ph, p), {"-"}) for ph in ("extend", "decode")))
@@ -293,7 +295,7 @@ LINEAR_PHASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _linear(asked: _Asked) -> tuple[str, ...] | None:
+def _linear(asked: _ProbedBackend) -> tuple[str, ...] | None:
     def ask(arch: str, method: str, phase: str) -> bool:
         shape = {"heads": 16, "kv_heads": 16, "head_dim": 128}
         return asked.taken(family="linear", arch=arch, method=method, **shape, **LINEAR_PHASES[phase]) is not None
@@ -310,7 +312,7 @@ def _linear(asked: _Asked) -> tuple[str, ...] | None:
 
 
 def _cells(places: list[Place], ask: Ask, features: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...] | None:
-    """One cell per feature, over the places where the plain request is served; None = it is served nowhere."""
+    """Make one cell per feature, over the places where the plain request is served; None = it is served nowhere."""
     plain = {place: found for place in places if (found := ask(place, {})) is not None}
     if not plain:
         # Some kernels always need one feature (a causal mask, an FP8 cache): any of them makes the place one of theirs.
@@ -338,7 +340,7 @@ def _cell(plain: Mapping[Place, Lowerings], found: Mapping[Place, Lowerings | No
 
 
 def _only(places: list[Place], out_of: list[Place]) -> str:
-    """Where a feature is limited to, in words: ' (sm90, decode, page 1)'; empty when it is limited to nothing."""
+    """Say where a feature is limited to: ' (sm90, decode, page 1)'; empty when it is limited to nothing."""
     labels = []
     for axis, name in enumerate(("", "", "page ")):
         mine = list(dict.fromkeys(place[axis] for place in places))

@@ -1,4 +1,5 @@
-"""Why backends were not chosen, for people: equal answers on one line, the long lists behind `--verbose`."""
+"""This module shows people why backends were not chosen: equal answers on one line, the long lists behind
+`--verbose`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ PLANNED = "planned: its adapter is not part of this version"
 
 
 def reasons_table(rejected: Mapping[str, Sequence[str]], *, everything: bool = False) -> Table:
-    """Backends and their reasons.
+    """Make a table of backends and their reasons.
 
     Args:
         rejected: backend -> reasons. everything: every reason of every provider; else those that matter most: limits,
@@ -33,7 +34,7 @@ def reasons_table(rejected: Mapping[str, Sequence[str]], *, everything: bool = F
 
 
 def _gist(reasons: Sequence[str]) -> tuple[int, str]:
-    """(rank of the kind of refusal, what to say about it)."""
+    """Return (rank of the kind of refusal, what to say about it)."""
     kinds: dict[int, list[str]] = defaultdict(list)
     for reason in reasons:
         kinds[_kind(reason)].append(reason)

@@ -1,4 +1,4 @@
-"""What every command prints with: one set of colours, one table style, JSON on request."""
+"""Every command prints with this module: one set of colours, one table style, JSON on request."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ STANDINGS = {
 
 
 def screen(*, errors: bool = False) -> Console:
-    """A console on standard output (or standard error). Made per command: tests and pipes replace the streams."""
+    """Make a console on standard output (or standard error). Each command makes its own: tests and pipes replace the
+    streams."""
     made = Console(theme=THEME, stderr=errors, highlight=False)
     if not made.is_terminal and "COLUMNS" not in made._environ:
         made.width = WIDTH
@@ -91,8 +92,8 @@ _answers: TextIO | None = None
 
 @contextlib.contextmanager
 def answers_alone() -> Iterator[None]:
-    """While it lasts, what a program reads from standard output is what `answer` prints and nothing else: what plugins
-    and libraries print, when they are imported or later, goes to standard error."""
+    """Keep standard output for what `answer` prints while it lasts. What plugins and libraries print, when they are
+    imported or later, goes to standard error."""
     global _answers
     before, _answers = _answers, sys.stdout
     try:
@@ -103,7 +104,7 @@ def answers_alone() -> Iterator[None]:
 
 
 def answer(text: str) -> None:
-    """Print text on standard output, also while `answers_alone` keeps everybody else away from it."""
+    """Print text on standard output, also while `answers_alone` keeps everything else away from it."""
     print(text, file=_answers or sys.stdout)
 
 
@@ -113,14 +114,14 @@ def show_json(data: Any) -> None:
 
 
 def standing(text: str, *, muted: bool = False) -> Text:
-    """A cell in the colour of its leading word: `available`, `native (sm90)`, `hardware (...), stale`."""
+    """Make a cell in the colour of its leading word: `available`, `native (sm90)`, `hardware (...), stale`."""
     key = next((word for word in sorted(STANDINGS, key=len, reverse=True) if text.startswith(word)), "")
     style = "warn" if text.endswith("stale") else STANDINGS.get(key, "")
     return Text(text, style=f"{style} dim".strip() if muted else style)
 
 
 def grid(*columns: str, ratios: Iterable[int] | None = None, tight: bool = False) -> Table:
-    """An empty table in the house style.
+    """Make an empty table in the house style.
 
     Args:
         columns: headers; `!` before one keeps that column on one line.
@@ -137,7 +138,7 @@ def grid(*columns: str, ratios: Iterable[int] | None = None, tight: bool = False
 
 
 def facts(pairs: Iterable[tuple[str, RenderableType]]) -> Table:
-    """Labels and values, one per line."""
+    """Make a table of labels and values, one per line."""
     made = Table.grid(padding=(0, 2))
     made.add_column(style="quiet", no_wrap=True)
     made.add_column(overflow="fold")
@@ -147,12 +148,12 @@ def facts(pairs: Iterable[tuple[str, RenderableType]]) -> Table:
 
 
 def panel(heading: str | Text, *parts: RenderableType, style: str = "cyan") -> Panel:
-    """A box with a heading."""
+    """Make a box with a heading."""
     return Panel(Group(*parts), title=heading, title_align="left", border_style=style, padding=(0, 1))
 
 
 def title(text: str, note: str = "") -> Text:
-    """A section heading, with a quiet remark behind it."""
+    """Make a section heading, with a quiet remark behind it."""
     return Text.assemble((text, "bold"), (f"  {note}" if note else "", "quiet"))
 
 
@@ -161,7 +162,8 @@ EVERY = 10.0
 
 
 class _Progress(Progress):
-    """A bar; where it is disabled, a line on standard error now and then, so that logs show that something goes on.
+    """A progress bar. Where it is disabled it prints a line on standard error now and then, so that logs show that
+    something goes on.
 
     Attributes:
         lines: whether there are any. said: when the last was printed.
@@ -184,7 +186,7 @@ class _Progress(Progress):
 def progress(
     console: Console, *, quiet: bool, lines: bool = False, clock: Callable[[], float] = time.monotonic
 ) -> Progress:
-    """A progress bar that leaves nothing behind; none when `quiet` or when the output is no terminal.
+    """Make a progress bar that leaves nothing behind; it shows nothing when `quiet` or when the output is no terminal.
 
     Args:
         lines: of work that takes minutes: where there is no bar, a line on standard error in `EVERY` seconds.

@@ -1,4 +1,4 @@
-"""`--request "family=paged phase=decode heads=32 k=4096"`: a request with its lengths, in words."""
+"""This module reads a request with its lengths from words: `--request "family=paged phase=decode heads=32 k=4096"`."""
 
 from __future__ import annotations
 
@@ -9,27 +9,33 @@ from typing import Any
 from ..bench.measure import Workload
 from ..contract import relation
 from ..errors import ConfigError, did_you_mean
-from .asking import SERVING, Question, ask
+from .questions import SERVING, ask
+from .request_flags import RequestFlag, request_flags
 
 __all__ = ["workload_of"]
 
 _LENGTHS = ("batch", "q", "k")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_FLAGS: Mapping[str, RequestFlag] = {flag.name: flag for flag in request_flags()}
+_KINDS: Mapping[str, str] = {
+    **{name: flag.kind for name, flag in _FLAGS.items()},
+    "mla": "switch",
+    "causal_alignment": "word",
+}
 _EXAMPLES = {
-    "batch": "4", "q": "512", "k": "4096", "family": "paged", "phase": "decode", "dtype": "bf16",
-    "kv_dtype": "fp8_e4m3", "head_dim": "128", "v_head_dim": "128", "heads": "32", "kv_heads": "8", "page_size": "64",
-    "layout": "BHSD", "causal_alignment": "top_left", "window": "127,0", "softcap": "30", "spec_topk": "4",
-    "mask": "bool", "scale": "0.1", "grad": "query,key,value", "dropout": "0.1", "graph_capture": "session",
-    "kv_scales": "tensor", "method": "dsa",
-}  # fmt: skip
+    "batch": "4",
+    "q": "512",
+    "k": "4096",
+    "causal_alignment": "top_left",
+    **{name: flag.example for name, flag in _FLAGS.items() if flag.example},
+}
 """A value for each word that needs one."""
 _MOST = 2**24
-"""Sequences: each has its lengths in a list."""
-_KINDS = {field.name: str(field.type).split(" ")[0] for field in dataclasses.fields(Question)}
+"""The most sequences of a request: each has its lengths in a list."""
 
 
 def workload_of(text: str, where: Mapping[str, Any]) -> Workload:
-    """The workload that words describe: those of `polyattn explain`'s flags, with batch, q (S_q) and k (S_k).
+    """Make the workload that words describe: those of `polyattn explain`'s flags, with batch, q (S_q) and k (S_k).
 
     Args:
         text: `name=value` words, in any order; a flag alone means yes. where: platform fields of the request.
@@ -56,7 +62,7 @@ def workload_of(text: str, where: Mapping[str, Any]) -> Workload:
                 f"{', '.join((*_LENGTHS, *_KINDS))}"
             )
     try:
-        request = ask(Question(**given), where)
+        request = ask(given, where)
     except ConfigError as exc:  # of a flag, as the words are
         raise ConfigError(f"--request {text!r}: {exc}") from exc
     s_k = lengths.get("k")
@@ -73,7 +79,8 @@ def workload_of(text: str, where: Mapping[str, Any]) -> Workload:
 
 
 def _check_lengths(text: str, phase: str, s_q: int, s_k: int) -> None:
-    """Of serving, a phase says how many queries there are; fewer than keys may be as many, where nothing is cached."""
+    """Check lengths against a phase of serving, which says how many queries there are. Fewer than keys may be as many,
+    where nothing is cached."""
     if phase == "decode" and s_q != 1:
         raise ConfigError(f"--request {text!r}: decode has one query per sequence: leave q out, or phase=extend")
     if phase == "prefill" and s_q != s_k:
@@ -82,13 +89,13 @@ def _check_lengths(text: str, phase: str, s_q: int, s_k: int) -> None:
 
 def _value(name: str, value: str) -> Any:
     kind = _KINDS[name]
-    if kind == "bool":
+    if kind in ("switch", "either"):
         if value.lower() not in ("", *_SWITCH):
             raise ConfigError(f"--request: {name}={value!r} is not a switch; allowed: {', '.join(_SWITCH)}")
         return _SWITCH.get(value.lower(), True)
-    if kind == "int":
+    if kind == "whole":
         return _whole(name, value)
-    if kind == "float":
+    if kind == "number":
         try:
             return float(value)
         except ValueError as exc:

@@ -1,4 +1,4 @@
-"""`polyattn trace`: run a program and record the requests it makes."""
+"""`polyattn trace` runs a program and records the requests it makes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ from .. import tuning
 from ..errors import ConfigError
 from ..tuning.rows import canonical
 from ..user_files import MEGABYTE, read_bytes
+from .options import variables_of, with_options
 from .rendering import facts, grid, screen, show_json, standing, title
 
 if TYPE_CHECKING:
@@ -32,37 +33,44 @@ TRACE = Path("trace.jsonl")
 STDERR = 2
 
 
+@with_options("trace")
 def trace(
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="[--] PROGRAM [ARGUMENTS]", help="What is run, as a shell would.")
+        list[str] | None,
+        typer.Argument(metavar="[--] PROGRAM [ARGUMENTS]", help="The program that is run, as a shell would run it."),
     ] = None,
     module: Annotated[
-        str | None, typer.Option("--module", "-m", metavar="MODULE", help="Run a module, as python -m does.")
+        str | None, typer.Option("--module", "-m", metavar="MODULE", help="Run this module, as python -m does.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the trace goes.")] = TRACE,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file of the trace.")] = TRACE,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Run it twice, without measurements and with them, and say what changed.")
+        bool,
+        typer.Option(
+            "--compare", help="Run the program twice, without measurements and with them, and say what changed."
+        ),
     ] = False,
+    *,
+    given: Mapping[str, Any],
     as_json: Annotated[
-        bool, typer.Option("--json", help="JSON; what the program prints goes to standard error.")
+        bool, typer.Option("--json", help="Print JSON; what the program prints goes to standard error.")
     ] = False,
 ) -> None:
     """Run a program and record which requests it makes of polyattn, at which lengths and how often.
 
-    `polyattn tune --from` measures them. The exit code is that of the program, which Ctrl-C and SIGTERM are left to.
-    All of its processes are recorded. FILE is replaced when the program ends, unless it asked for nothing; a file that
-    is no trace is refused.
+    `polyattn tune --from` measures them. The program gets the settings that are given here. The exit code is that of
+    the program, which Ctrl-C and SIGTERM are left to. All of its processes are recorded. FILE is replaced when the
+    program ends, unless it asked for nothing; a file that is no trace is refused.
     """
     from ..bench.measure.marks import orderly
 
-    words = _words(command or [], module)
+    words, settings = _words(command or [], module), variables_of(given)
     # With measurements, whatever the variable says: two runs without them compare nothing.
     modes = ("off", "online" if tuning.mode() == "online" else "use") if compare else (None,)
     runs: list[_Run] = []
     with orderly():
         for mode in modes:
             if not runs or not (runs[-1].code or runs[-1].stopped):
-                runs.append(_run(words, out, mode, as_json))
+                runs.append(_run(words, settings, out, mode, as_json))
     if compare:
         _compare(out, runs[0], runs[1] if len(runs) == 2 else None, as_json)
     else:
@@ -73,8 +81,8 @@ def trace(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """A run of the program: its exit code, how long it took from start to end, what it asked for, and whether it was
-    told to end, by Ctrl-C or SIGTERM."""
+    """A run of the program: its exit code, its seconds from start to end, what it asked for, and whether Ctrl-C or
+    SIGTERM told it to end."""
 
     code: int
     seconds: float
@@ -94,11 +102,11 @@ def _words(command: list[str], module: str | None) -> list[str]:
     return [sys.executable, *command] if command[0].endswith(".py") else command
 
 
-def _run(words: list[str], out: Path, mode: str | None, as_json: bool) -> _Run:
+def _run(words: list[str], settings: Mapping[str, str], out: Path, mode: str | None, as_json: bool) -> _Run:
     from ..bench.measure.traces import read_trace
 
     with _beside(out) as part:
-        environ = {**os.environ, "POLYATTN_TRACE": str(part)}
+        environ = {**os.environ, **settings, "POLYATTN_TRACE": str(part)}
         if mode is not None:
             environ["POLYATTN_TUNING"] = mode
         began = time.perf_counter()
@@ -114,8 +122,8 @@ def _run(words: list[str], out: Path, mode: str | None, as_json: bool) -> _Run:
 
 @contextlib.contextmanager
 def _left_to(program: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """The program alone decides what becomes of a signal. Ctrl-C reaches it from the terminal; SIGTERM, which is often
-    sent to this process only, is passed on. What came is in the list."""
+    """Leave signals to the program alone. Ctrl-C reaches it from the terminal; SIGTERM, which is often sent to this
+    process only, is passed on. The list has the signals that came."""
     came: list[int] = []
 
     def take(number: int, _: object) -> None:
@@ -134,7 +142,8 @@ def _left_to(program: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """An empty file that takes the place of `out` in the end, if anything is in it: also of a run that was stopped."""
+    """Make an empty file that takes the place of `out` in the end, if anything is in it. It does so also for a run that
+    was stopped."""
     if out.exists() and not out.is_file():
         raise ConfigError(f"--out {out} is no file that can be replaced: name one, such as {TRACE}")
     if out.is_file():
@@ -156,7 +165,8 @@ def _beside(out: Path) -> Iterator[Path]:
 
 
 def _check_trace(out: Path) -> None:
-    """What would be replaced is a trace, or empty. By its first line: the last of one that ran out of space is torn."""
+    """Check that the file that would be replaced is a trace, or empty. Its first line decides: the last one of a run
+    that ran out of space is torn."""
     from ..bench.measure.traces import read_line
 
     try:
@@ -199,7 +209,7 @@ SAME = "no choice is another, so this is how much two runs of the program differ
 
 
 def _compare(out: Path, before: _Run, now: _Run | None, as_json: bool) -> None:
-    """Two runs of one program: who served it, and how long it took. now: None where the first had no second."""
+    """Compare two runs of one program: who served it, and how long it took. now: None where the first had no second."""
     was, found = ({canonical(one.workload.key()): one for one in (run.found if run else ())} for run in (before, now))
     both = [(one, was[key].backend) for key, one in found.items() if key in was]
     gone = [one for key, one in was.items() if key not in found]

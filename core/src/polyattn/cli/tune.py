@@ -1,4 +1,4 @@
-"""`polyattn tune`: measure which backend is fastest here, keep it, and what to do with what is kept."""
+"""`polyattn tune` measures which backend is fastest here, keeps it, and manages what is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ..errors import BackendUnavailableError, ConfigError, did_you_mean
 from ..registry.manager import get_manager
 from ..tuning import TuningStore
 from ..user_files import MEGABYTE, read_bytes, read_text
-from .asking import above_zero
+from .options import Device, Isolate, Json
+from .questions import above_zero
 from .rendering import facts, grid, panel, progress, screen, show_json, title
 
 if TYPE_CHECKING:
@@ -47,55 +48,62 @@ def tune(
             rich_help_panel=WHAT,
         ),
     ] = None,
-    device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="A torch device; auto = the accelerator, else the CPU.")
-    ] = "auto",
+    device: Device = "auto",
     seconds: Annotated[
-        float, typer.Option(metavar="N", help="After so much no other request is begun.", rich_help_panel=HOW)
-    ] = 600.0,
-    rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How often everybody is timed.", rich_help_panel=HOW)
-    ] = 9,
-    again: Annotated[bool, typer.Option("--again", help="Measure what is known too.", rich_help_panel=HOW)] = False,
-    isolate: Annotated[
-        str,
+        float,
         typer.Option(
-            metavar="WHO",
-            help="Who is tried in a process of its own first: auto (other packages' backends), always, never.",
+            metavar="N",
+            help="Seconds after which no other request is begun; the next run goes on from there.",
             rich_help_panel=HOW,
         ),
-    ] = "auto",
+    ] = 600.0,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How often each backend is timed.", rich_help_panel=HOW)
+    ] = 9,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure requests again that were measured before.", rich_help_panel=HOW)
+    ] = False,
+    isolate: Isolate = "auto",
     probe_seconds: Annotated[
         float,
         typer.Option(
             metavar="N",
-            help="After so much such a process is ended; below 60 its backend is not said to hang.",
+            help="Seconds after which a process that tries a backend is ended; below 60 the backend is not said to "
+            "hang.",
             rich_help_panel=HOW,
         ),
     ] = 180.0,
-    show: Annotated[bool, typer.Option("--show", help="Show what is kept.", rich_help_panel=KEPT)] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Show the measurements that are kept.", rich_help_panel=KEPT)
+    ] = False,
     release: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Let a quarantined backend (or: all) be chosen and measured.", rich_help_panel=KEPT
+            metavar="NAME",
+            help="Let a quarantined backend (all its libraries, or NAME/KIND), or `all`, be chosen again. What was "
+            "measured without it is forgotten, and measured again.",
+            rich_help_panel=KEPT,
         ),
     ] = None,
     export: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what is kept as JSON.", rich_help_panel=KEPT)
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the measurements that are kept as JSON.", rich_help_panel=KEPT),
     ] = None,
     import_: Annotated[
         list[Path] | None,
         typer.Option(
-            "--import", metavar="FILE", help="Keep what --export wrote. May be repeated.", rich_help_panel=KEPT
+            "--import", metavar="FILE", help="Keep what --export wrote; may be repeated.", rich_help_panel=KEPT
         ),
     ] = None,
     merge: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="STORE", help="Keep the measurements of another store; may be repeated.", rich_help_panel=KEPT
+            metavar="STORE",
+            help="Keep the measurements of another store, not whom it quarantines; may be repeated.",
+            rich_help_panel=KEPT,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure which backend serves requests fastest on this machine; calls use it from then on.
 
@@ -201,7 +209,7 @@ def _say(console: Console, one: Tried) -> None:
 
 
 def _took(times: Mapping[str, float], host: Mapping[str, float], name: str) -> str:
-    """Of the device; and of the host, where that takes longer."""
+    """Show the time of the device, and the time of the host where that is longer."""
     time, issued = times[name], host.get(name, 0.0)
     return f"{time:.4g} us, {issued:.4g} us of the host" if issued > tuning.SAME * time else f"{time:.4g} us"
 
@@ -225,7 +233,7 @@ def _summary(console: Console, tried: list[Tried]) -> None:
 
 
 def _is_store(path: Path) -> bool:
-    """Whether a file is there that is a database, as stores are."""
+    """Tell whether a file is there that is a database, as stores are."""
     try:
         return read_bytes(path, 16, head=16) == b"SQLite format 3\0"
     except OSError:

@@ -1,4 +1,5 @@
-"""`polyattn verify`: conformance and a short benchmark of all that is installed for a device, as files to hand in."""
+"""`polyattn verify` runs conformance and a short benchmark of all that is installed for a device, and writes files to
+hand in."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from ..errors import PolyattnError
 from .conform import FAILED
+from .options import Device, Json
 from .rendering import grid, progress, screen, show_json, title
 
 if TYPE_CHECKING:
@@ -23,29 +25,40 @@ SHEET = Path(__file__).parents[1] / "bench" / "short.yaml"
 
 
 def verify(
-    device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="A torch device; auto: a GPU, else the CPU.")
-    ] = "auto",
+    device: Device = "auto",
     backend: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Only these backends; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Try only backends whose name matches; may be repeated. Without it: all."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A first answer: fewer cases, and no evidence.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Give a first answer: fewer cases, and no evidence.")] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.001, metavar="N", help="Measuring time of an entry, in a round.")
+        float,
+        typer.Option(
+            min=0.001,
+            metavar="N",
+            help="Seconds that an entry of the benchmark is measured in each of its nine rounds.",
+        ),
     ] = 0.02,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the files go; it must be empty.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The folder for the files, which is not there yet or is empty. Default: "
+            "polyattn-verify-PLATFORM-DATE.",
+        ),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Show what works on this device: run conformance of every backend that can run here, and a short benchmark.
 
     A folder is written with a report for people (report.md), the full results, and an evidence file for each backend
     that conforms. A backend that does not gets none, and the exit code is 1; so it is where the benchmark fails.
     """
-    from ..bench.asking import Asked
+    from ..bench.cli_options import BenchOptions
     from ..dispatch.binding import device_facts
     from ..testing.verifying import markdown, prepare, verifiable, write
 
-    asked = Asked((str(SHEET),), device=device, seconds=seconds)
+    asked = BenchOptions((str(SHEET),), device=device, seconds=seconds)
     asked.check_limits()
     where = asked.where()
     platform: str = device_facts(where)["platform"]
@@ -97,15 +110,15 @@ def _conformance(console: Console, names: list[str], where: Any, *, quick: bool,
 
 
 def _benchmark(console: Console, names: list[str], where: Any, seconds: float, *, quiet: bool) -> str:
-    """Rates of what conforms, as Markdown. On a CPU the rows are tiny, and the times mean nothing."""
+    """Measure the rates of what conforms, as Markdown. On a CPU the rows are tiny, and the times mean nothing."""
     from ..bench import pages, results
-    from ..bench.asking import Asked
+    from ..bench.cli_options import BenchOptions
     from ..bench.running import run
 
     if not names:
         return "Nothing conforms, so nothing was measured."
     cpu = where.type == "cpu"
-    asked = Asked((str(SHEET),), candidates=tuple(names), device=str(where), quick=cpu, seconds=seconds)
+    asked = BenchOptions((str(SHEET),), candidates=tuple(names), device=str(where), quick=cpu, seconds=seconds)
     plan, sheet = asked.plan()
     result = results.begin(
         sheet, plan.device, plan.peers, ["verify", "--device", str(where)], asked.settings(), quick=plan.quick

@@ -10,11 +10,12 @@ Importing this package imports no torch. The errors that a plugin may raise are 
 
 from .. import errors
 from ..errors import *  # noqa: F403
-from . import backend, capability, device_ops, hookspecs, kernels, protocols, request
+from . import backend, capability, device_ops, hookspecs, keeps, kernels, protocols, request
 from .backend import *  # noqa: F403
 from .capability import *  # noqa: F403
 from .device_ops import *  # noqa: F403
 from .hookspecs import *  # noqa: F403
+from .keeps import *  # noqa: F403
 from .kernels import *  # noqa: F403
 from .protocols import *  # noqa: F403
 from .request import *  # noqa: F403
@@ -25,6 +26,7 @@ __all__ = [
     *device_ops.__all__,
     *(name for name in errors.__all__ if name.endswith("Error")),
     *(name for name in hookspecs.__all__ if name != "API_VERSION"),
+    *keeps.__all__,
     *kernels.__all__,
     *protocols.__all__,
     *request.__all__,

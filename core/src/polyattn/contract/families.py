@@ -15,7 +15,7 @@ __all__ = ["FAMILY_SPECS", "Argument", "Extent", "FamilySpec"]
 Extent = tuple[int, int, int]
 """(B or N, the longest S_q, the longest S_k)."""
 
-Kind = Literal["tensor", "optional", "int", "parts"]
+Kind = Literal["tensor", "optional", "int", "tables", "parts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Argument:
     """One argument of a family's functions.
 
     Attributes:
-        kind: tensor; optional, a tensor or None; int, a number of the host; parts, a sequence of `KVPart`.
+        kind: tensor; optional, a tensor or None; int, a number of the host; tables,
+            `PagedTables`; parts, a sequence of `KVPart`.
         grad: the gradient's name in `AttentionRequest.grad`; empty = this argument has none.
         backward: the family's backward takes it too.
         given_when: a request field. The argument is given only while the field is on, so that packages that are older
@@ -115,6 +116,10 @@ def _by_cu_seqlens(
     return cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k
 
 
+def _by_tables(layout: str, *tensors: Any, tables: Any, **keywords: Any) -> Extent:
+    return tables.seq_lens.shape[0], tables.max_seqlen_q, tables.max_seqlen_k
+
+
 def _by_row(layout: str, query: Any, *rest: Any, cu_seqlens: Any = None, **keywords: Any) -> Extent:
     # Lengths within a packed row are on the device: no sequence is longer than the row.
     batch, length = query.shape[:2]
@@ -129,10 +134,7 @@ _LENGTHS = (
     *(Argument("cu_seqlens_q"), Argument("cu_seqlens_k")),
     *(Argument("max_seqlen_q", "int"), Argument("max_seqlen_k", "int")),
 )
-_PAGES = (
-    *(Argument("page_table"), Argument("seq_lens"), Argument("cu_seqlens_q")),
-    *(Argument("max_seqlen_q", "int"), Argument("max_seqlen_k", "int")),
-)
+_TABLES = Argument("tables", "tables")
 _PARTS = Argument("kv_parts", "parts", given_when="kv_parts")
 
 _SPECS = (
@@ -160,12 +162,12 @@ _SPECS = (
         "paged",
         (Argument("query"), Argument("key_cache"), Argument("value_cache")),
         (
-            *_PAGES,
+            _TABLES,
             *(Argument(name, "optional") for name in ("key", "value", "attn_mask", "sinks", "k_scale", "v_scale")),
             _PARTS,
         ),
         layouts=("THD",),
-        extent=_by_cu_seqlens,
+        extent=_by_tables,
         forward="PagedForward",
         call="paged_attention",
         op=False,
@@ -173,9 +175,9 @@ _SPECS = (
     FamilySpec(
         "mla",
         (Argument("query"), Argument("cache")),
-        (*_PAGES, _MASK, _PARTS),
+        (_TABLES, _MASK, _PARTS),
         layouts=("THD",),
-        extent=_by_cu_seqlens,
+        extent=_by_tables,
         forward="MLAForward",
         call="mla_attention",
         op=False,

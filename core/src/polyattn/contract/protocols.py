@@ -35,14 +35,15 @@ __all__ = [
     "LinearForward",
     "MLAForward",
     "PagedForward",
+    "PagedTables",
     "Session",
     "Slot",
     "VarlenBackward",
     "VarlenForward",
 ]
 
-API_VERSION = 1
-"""Version of this contract. It grows when a hook or a record gains something; nothing is removed within a major."""
+API_VERSION = 2
+"""Version of this contract. A version only grows; a plugin of an earlier one still runs, see `registry.version_1`."""
 
 
 class DenseForward(Protocol):
@@ -143,6 +144,36 @@ class VarlenBackward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class PagedTables(NamedTuple):
+    """The tables of a paged or latent call: which pages and how many keys each sequence has, and which queries (S9).
+
+    Attributes:
+        page_table: int32 [N, max_pages]. seq_lens: int32 [N], keys per sequence, new ones included; 0 = padding.
+        cu_seqlens_q: int32 [N+1], first 0, last T_q. max_seqlen_q, max_seqlen_k: host ints, at least the longest.
+        host: "seq_lens" or "cu_seqlens_q" -> the same numbers as a list, where the caller has them on the host; None
+            where it does not, and in steps that are recorded. Read them through `listed`.
+    """
+
+    page_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    host: Callable[[str], list[int]] | None = None
+
+    def listed(self, name: str) -> list[int]:
+        """The numbers of "seq_lens" or "cu_seqlens_q" as a list, not to be written: the caller's own list, or one read
+        from the device, which waits for it."""
+        found: list[int] = getattr(self, name).tolist() if self.host is None else self.host(name)
+        return found
+
+    def changed(self, **fields: Any) -> PagedTables:
+        """The same tables with other values for `fields`. Lists on the host belong to the lengths as they were: with
+        another `seq_lens` or `cu_seqlens_q` there are none."""
+        lengths = "seq_lens" in fields or "cu_seqlens_q" in fields
+        return self._replace(host=None, **fields) if lengths else self._replace(**fields)
+
+
 class KVPart(NamedTuple):
     """More keys for the queries of a paged or latent call, in pages of their own (S9).
 
@@ -168,6 +199,11 @@ class KVPart(NamedTuple):
     value_cache: Tensor | None = None
     cache: Tensor | None = None
 
+    @property
+    def tables(self) -> PagedTables:
+        """The tables of a call over the keys of this part alone."""
+        return PagedTables(*self[:5])
+
 
 class PagedForward(Protocol):
     """Family `paged`: queries packed along T, keys and values in a paged cache (S9)."""
@@ -178,11 +214,7 @@ class PagedForward(Protocol):
         key_cache: Tensor,
         value_cache: Tensor,
         *,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: Tensor | None = None,
@@ -197,8 +229,7 @@ class PagedForward(Protocol):
             query: [T_q, H_q, D].
             key_cache, value_cache: [pages, page_size, H_kv, D | D_v] for kv_layout NHD,
                 [pages, H_kv, page_size, D | D_v] for HND; kv_dtype fp4_e2m1: uint8, two numbers a byte, D/2 wide.
-            page_table: int32 [N, max_pages]; seq_lens: int32 [N], keys per sequence, new ones included.
-            cu_seqlens_q: int32 [N+1]; max_seqlen_q, max_seqlen_k: host ints.
+            tables: pages and lengths of the N sequences.
             key, value: [T_q, H_kv, D | D_v], the rows of the query tokens, given where request.save_kv_cache is not
                 None; written to the cache first if and only if it is True, and attended either way.
             attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k]. With request.tree all of it is True but for the last
@@ -220,11 +251,7 @@ class MLAForward(Protocol):
         query: Tensor,
         cache: Tensor,
         *,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         attn_mask: Tensor | None = None,
         kv_parts: Sequence[KVPart] = (),
         out: Tensor | None = None,
@@ -234,7 +261,7 @@ class MLAForward(Protocol):
             query: [T_q, H_q, D_c + D_r] (absorbed nope part, then rope part).
             cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656] for FP8 rows (kv_dtype fp8_e4m3,
                 kv_scales block128).
-            page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, attn_mask, kv_parts: as `PagedForward`.
+            tables, attn_mask, kv_parts: as `PagedForward`.
             out: [T_q, H_q, D_c].
 
         Returns:
@@ -353,8 +380,8 @@ class Session(Protocol):
         """On the device, after `plan`, and recorded with the step, so any number of times: it neither waits nor
         allocates. Before it the step's tensors hold the step before; `step.host(name)` is the plan's way to read."""
 
-    def forward(self, *tensors: Any, **tables: Any) -> Any:
-        """Once per layer: the family's forward, with the tensors of the step that was planned last. A layer that has no
+    def forward(self, *tensors: Any, **keywords: Any) -> Any:
+        """Once per layer: the family's forward, with `tables` of the step that was planned last. A layer that has no
         new keys brings none, also where the request says that there are."""
 
 

@@ -21,14 +21,24 @@ from ..registry.manager import get_manager
 from ..selection.config import check_options
 from ..selection.inspection import catalogue, served_by
 from ..selection.overrides import SCOPE, Scope, current_settings
-from ..selection.select import Selection, select
+from ..selection.select import Policy, Selection, select
 from ..selection.tuned_policy import compiled_policy, current_policy
 from ..tuning import with_lengths
 from .by_length import settled
 from .device_facts import device_facts, dtype_name
 from .trace_requests import observed, opaque
 
-__all__ = ["Asked", "Chosen", "choose", "device_facts", "dtype_name", "explained_by", "remembered", "select_here"]
+__all__ = [
+    "Asked",
+    "Chosen",
+    "bind_selection",
+    "choose",
+    "device_facts",
+    "dtype_name",
+    "explained_by",
+    "remembered",
+    "select_here",
+]
 
 log = logging.getLogger("polyattn.selection")
 
@@ -101,6 +111,13 @@ def choose(
         )
     policy = (current_policy if eager else compiled_policy)(argument, scope, request)
     selection = select(request, catalogue(), policy)
+    return bind_selection(request, selection, policy, eager=eager, planned=planned)
+
+
+def bind_selection(
+    request: AttentionRequest, selection: Selection, policy: Policy, *, eager: bool = True, planned: bool = False
+) -> Chosen:
+    """Load the functions of a backend that was selected for a request by a policy. The rest is as `choose` has it."""
     _announce(selection)
     chosen = _load(selection)
     chosen = settled(chosen, policy, _load, by_length=eager and not planned)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..adapters.alignment import aligned
 from ..adapters.device import capturing
 from ..adapters.strides import row_major
-from ..contract import AttentionRequest, KVPart, scalars
+from ..contract import AttentionRequest, KVPart, PagedTables, scalars
 from ..contract.lengths import extent_of
 from ..epoch import EPOCH
 from ..errors import InvalidInputError
@@ -54,12 +54,20 @@ def _parts(parts: Sequence[KVPart]) -> dict[str, Any]:
 
 
 def _row_major(part: KVPart) -> KVPart:
-    return part._replace(
-        page_table=row_major(part.page_table),
-        seq_lens=row_major(part.seq_lens),
-        max_seqlen_q=int(part.max_seqlen_q),
-        max_seqlen_k=int(part.max_seqlen_k),
-    )
+    return KVPart(*_kernel_tables(part.tables)[:5], *part[5:])
+
+
+def _kernel_tables(tables: PagedTables) -> PagedTables:
+    """Checked tables as kernels read them."""
+    table, lens, starts, longest_q, longest_k = tables[:5]
+    if table.stride(-1) == lens.stride(-1) == 1 and type(longest_q) is type(longest_k) is int:
+        return tables
+    return PagedTables(row_major(table), row_major(lens), starts, int(longest_q), int(longest_k))
+
+
+def _said_tables(keywords: dict[str, Any]) -> PagedTables:
+    """The tables among the keywords of a public call, which are taken out."""
+    return PagedTables(**{name: keywords.pop(name) for name in PagedTables._fields[:5] if name in keywords})
 
 
 def _no_grad(*tensors: Tensor | None) -> None:
@@ -125,11 +133,7 @@ def _paged_arguments(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    tables: PagedTables,
     key: Tensor | None,
     value: Tensor | None,
     k_scale: Tensor | None,
@@ -147,9 +151,7 @@ def _paged_arguments(
     """Check a paged call; what it asks for."""
     for name, given in (("save_kv_cache", save_kv_cache), ("tree", tree), ("chunked_prefix", chunked_prefix)):
         scalars.flag(name, given)
-    validation.check_paged(
-        query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, kv_layout
-    )
+    validation.check_paged(query, key_cache, value_cache, tables, kv_layout)
     if save_kv_cache and (key is None or value is None):
         raise InvalidInputError("save_kv_cache=True writes new keys and values: pass key and value [T_q, H_kv, D]")
     h, p = (2, 1) if kv_layout == "NHD" else (1, 2)
@@ -159,13 +161,13 @@ def _paged_arguments(
     v_head_dim = value_cache.shape[3] * (2 if fp4 else 1)
     validation.check_new_keys(query, key, value, heads, v_head_dim)
     if save_kv_cache:
-        serving_validation.check_saving(key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, key_cache.shape[p])
+        serving_validation.check_saving(key_cache, value_cache, tables, key_cache.shape[p])
     pools = {"key_cache": key_cache, "value_cache": value_cache}
-    options = (max_seqlen_q, max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
-    validation.check_serving_options(query, page_table.shape[0], *options)
+    options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
+    validation.check_serving_options(query, tables.page_table.shape[0], *options)
     serving_validation.check_kv_parts(query, kv_parts, static.window, pools, p, k_scale)
     if tree:
-        serving_validation.check_tree(attn_mask, seq_lens, cu_seqlens_q, chunked_prefix, kv_parts)
+        serving_validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
     _no_grad(query, key_cache, value_cache, key, value, sinks, attn_mask)
     return _request(
         static,
@@ -183,7 +185,7 @@ def _paged_arguments(
         sinks=sinks is not None,
         large=max(query.numel(), key_cache.numel(), value_cache.numel()) >= 2**31,
         misaligned=not aligned(*(tensor for tensor in (query, key, value) if tensor is not None)),
-        **_steps(max_seqlen_q, tree, chunked_prefix, kv_parts),
+        **_steps(tables.max_seqlen_q, tree, chunked_prefix, kv_parts),
     )
 
 
@@ -244,20 +246,17 @@ def paged_attention(
         As `polyattn.attention`; InvalidInputError when gradients are wanted.
     """
     static = _static(causal, window, softcap, scale, return_lse, deterministic)
+    tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     request = _paged_arguments(
-        query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key, value,
-        k_scale, v_scale, attn_mask, sinks, out, kv_layout, save_kv_cache, kv_parts, tree, chunked_prefix, static,
+        query, key_cache, value_cache, tables, key, value, k_scale, v_scale, attn_mask, sinks, out, kv_layout,
+        save_kv_cache, kv_parts, tree, chunked_prefix, static,
     )  # fmt: skip
     chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
     return chosen.ranged("paged_attention", chosen.bound.forward)(
         query,
         key_cache,
         value_cache,
-        page_table=row_major(page_table),
-        seq_lens=row_major(seq_lens),
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=int(max_seqlen_q),
-        max_seqlen_k=int(max_seqlen_k),
+        tables=_kernel_tables(tables),
         key=key,
         value=value,
         attn_mask=attn_mask,
@@ -291,11 +290,12 @@ def _explain_paged(
 ) -> Selection:
     static = _static(causal, window, softcap, scale, return_lse, deterministic)
     optional = dict.fromkeys(("key", "value", "k_scale", "v_scale", "attn_mask", "sinks"))
+    tables = _said_tables(tensors)
     request = _paged_arguments(
-        query, key_cache, value_cache, out=out, kv_layout=kv_layout, save_kv_cache=save_kv_cache, kv_parts=kv_parts,
-        tree=tree, chunked_prefix=chunked_prefix, static=static, **{**optional, **tensors},
+        query, key_cache, value_cache, tables, out=out, kv_layout=kv_layout, save_kv_cache=save_kv_cache,
+        kv_parts=kv_parts, tree=tree, chunked_prefix=chunked_prefix, static=static, **{**optional, **tensors},
     )  # fmt: skip
-    return select_here(request, backend, overrides.SCOPE.get(), extent_of(request)(**tensors), full=True)
+    return select_here(request, backend, overrides.SCOPE.get(), extent_of(request)(tables=tables), full=True)
 
 
 paged_attention.__polyattn_explain__ = _explain_paged  # type: ignore[attr-defined]
@@ -304,11 +304,7 @@ paged_attention.__polyattn_explain__ = _explain_paged  # type: ignore[attr-defin
 def _mla_request(
     query: Tensor,
     cache: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    tables: PagedTables,
     v_head_dim: int,
     attn_mask: Tensor | None,
     out: Tensor | None,
@@ -326,14 +322,12 @@ def _mla_request(
             "mla_attention needs an explicit scale: that of the uncompressed heads, for example 192 ** -0.5 "
             "(the default of a 576-wide row would be wrong)"
         )
-    validation.check_page_table(
-        query, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, cache.shape[0], cache.shape[1]
-    )
-    options = (max_seqlen_q, max_seqlen_k, attn_mask, None, out, v_head_dim, (query, cache))
-    validation.check_serving_options(query, page_table.shape[0], *options)
+    validation.check_page_table(query, tables, cache.shape[0], cache.shape[1])
+    options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, None, out, v_head_dim, (query, cache))
+    validation.check_serving_options(query, tables.page_table.shape[0], *options)
     serving_validation.check_kv_parts(query, kv_parts, static.window, {"cache": cache}, 1, None)
     if tree:
-        serving_validation.check_tree(attn_mask, seq_lens, cu_seqlens_q, chunked_prefix, kv_parts)
+        serving_validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
     _no_grad(query, cache, attn_mask)
     fp8 = cache.dtype == torch.uint8
     return _request(
@@ -349,7 +343,7 @@ def _mla_request(
         large=max(query.numel(), cache.numel()) >= 2**31,
         misaligned=not aligned(query),
         mask=_mask_kind(attn_mask),
-        **_steps(max_seqlen_q, tree, chunked_prefix, kv_parts),
+        **_steps(tables.max_seqlen_q, tree, chunked_prefix, kv_parts),
     )
 
 
@@ -393,19 +387,13 @@ def mla_attention(
         As `paged_attention`.
     """
     static = _static(causal, window, 0.0, scale, return_lse, deterministic)
-    request = _mla_request(
-        query, cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, v_head_dim, attn_mask, out,
-        kv_parts, tree, chunked_prefix, static,
-    )  # fmt: skip
+    tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    request = _mla_request(query, cache, tables, v_head_dim, attn_mask, out, kv_parts, tree, chunked_prefix, static)
     chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
     return chosen.ranged("mla_attention", chosen.bound.forward)(
         query,
         cache,
-        page_table=row_major(page_table),
-        seq_lens=row_major(seq_lens),
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=int(max_seqlen_q),
-        max_seqlen_k=int(max_seqlen_k),
+        tables=_kernel_tables(tables),
         attn_mask=attn_mask,
         out=out,
         **_parts(kv_parts),
@@ -428,14 +416,14 @@ def _explain_mla(
     deterministic: bool = False,
     backend: str | None = None,
     out: Any = None,
-    **tables: Any,
+    **keywords: Any,
 ) -> Selection:
     static = _static(causal, window, 0.0, scale, return_lse, deterministic)
+    tables = _said_tables(keywords)
     request = _mla_request(
-        query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, kv_parts=kv_parts, tree=tree,
-        chunked_prefix=chunked_prefix, static=static, **tables,
-    )  # fmt: skip
-    return select_here(request, backend, overrides.SCOPE.get(), extent_of(request)(**tables), full=True)
+        query, cache, tables, v_head_dim, attn_mask, out, kv_parts, tree, chunked_prefix, static, **keywords
+    )
+    return select_here(request, backend, overrides.SCOPE.get(), extent_of(request)(tables=tables), full=True)
 
 
 mla_attention.__polyattn_explain__ = _explain_mla  # type: ignore[attr-defined]

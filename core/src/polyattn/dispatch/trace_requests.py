@@ -213,6 +213,8 @@ def lengths_of(extent: Extent, keywords: Mapping[str, Any]) -> CallLengths:
     """Of the sequences that have any, read from the tensors where that is possible."""
     batch, s_q, s_k = extent
     shared = sum(part.max_seqlen_k for part in keywords.get("kv_parts", ()))
+    tables = keywords.get("tables")
+    keywords = keywords if tables is None else tables._asdict()
     starts = keywords.get("cu_seqlens_q")
     if starts is None or (starts.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return [(s_q, s_k)] * batch, shared

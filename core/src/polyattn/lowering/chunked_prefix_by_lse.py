@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..contract import AttentionRequest, Bound
+from ..contract import AttentionRequest, Bound, PagedTables
 from .base import CALL, Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -53,29 +53,26 @@ class ChunkedPrefixByLSE(Lowering):
 
         def forward(
             *tensors: Tensor,
-            page_table: Tensor,
-            seq_lens: Tensor,
-            cu_seqlens_q: Tensor,
-            max_seqlen_q: int,
-            max_seqlen_k: int,
+            tables: PagedTables,
             sinks: Tensor | None = None,
             out: Tensor | None = None,
             **given: Any,
         ) -> Any:
-            queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+            page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[:5]
             # Of a sequence with queries at most S_k - 1 keys are prefix.
             most = max(min(max_seqlen_k, page_table.shape[1] * page) - 1, 0) // size
             whole = (seq_lens - cu_seqlens_q.diff()).clamp(min=0) // size
             rest = min(max_seqlen_k, size - 1 + max_seqlen_q)
             columns = min(page_table.shape[1], -(-rest // page) if most else page_table.shape[1])
             table = from_column(page_table, whole * (size // page), columns) if most else page_table
-            lens = {"seq_lens": seq_lens - whole * size, "max_seqlen_k": rest}
-            parts = [last.forward(*tensors, page_table=table, **lens, **queries, **given)]
+            own = tables.changed(page_table=table, seq_lens=seq_lens - whole * size, max_seqlen_k=rest)
+            parts = [last.forward(*tensors, tables=own, **given)]
             kept = {name: value for name, value in given.items() if name not in fresh}
             for i in range(most):
                 table = page_table[:, i * size // page : (i + 1) * size // page].contiguous()
-                lens = {"seq_lens": (whole > i).to(seq_lens.dtype) * size, "max_seqlen_k": size}
-                parts.append(chunk.forward(*tensors, page_table=table, **lens, **queries, **kept))
+                lens = (whole > i).to(seq_lens.dtype) * size
+                theirs = tables.changed(page_table=table, seq_lens=lens, max_seqlen_k=size)
+                parts.append(chunk.forward(*tensors, tables=theirs, **kept))
             return merged(request, parts, sinks, out)
 
         return Bound(forward, traceable=last.traceable and chunk.traceable)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contract import AttentionRequest, Bound
+from ..contract import AttentionRequest, Bound, PagedTables
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -65,10 +65,8 @@ class DequantiseKV(Lowering):
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
     ) -> Bound:
-        import torch
-
         from .lengths import check_size
-        from .pages import Pool, Tokens, owned
+        from .pages import Pool, Tokens, owned, renumbered
 
         kernel, size = inner[0], request.page_size
         width = request.kv_heads * max(request.dims)
@@ -76,26 +74,23 @@ class DequantiseKV(Lowering):
         def forward(
             query: Tensor,
             *caches: Tensor,
-            page_table: Tensor,
-            seq_lens: Tensor,
-            cu_seqlens_q: Tensor,
-            max_seqlen_k: int,
+            tables: PagedTables,
             key: Tensor | None = None,
             value: Tensor | None = None,
             k_scale: Tensor | None = None,
             v_scale: Tensor | None = None,
             **given: Any,
         ) -> Any:
-            pages = owned(page_table, seq_lens, size, max_seqlen_k)
+            pages = owned(tables, size)
             check_size(request, "dequantising the cache", pages.numel() * size * width)
-            table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
-            tokens = None if key is None else Tokens.of(query, seq_lens, cu_seqlens_q)
+            table = renumbered(pages)
+            tokens = None if key is None else Tokens.of(query, tables)
 
             def plain(cache: Tensor, new: Tensor | None, scale: Tensor | None) -> Tensor:
                 pool = Pool(request, cache, scale)
                 if new is None or tokens is None:
                     return pool.pages(pages.flatten(), query.dtype)
-                slots = tokens.slots(page_table, size)
+                slots = tokens.slots(tables.page_table, size)
                 if request.save_kv_cache:
                     pool.write(slots, new)
                 readable = pool.pages(pages.flatten(), query.dtype)
@@ -105,7 +100,7 @@ class DequantiseKV(Lowering):
                 return readable
 
             sides = zip(caches, (key, value), (k_scale, v_scale), strict=False)
-            lens = {"page_table": table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
-            return kernel.forward(query, *(plain(*s) for s in sides), max_seqlen_k=max_seqlen_k, **lens, **given)
+            plains = [plain(*side) for side in sides]
+            return kernel.forward(query, *plains, tables=tables.changed(page_table=table), **given)
 
         return Bound(forward, traceable=kernel.traceable)

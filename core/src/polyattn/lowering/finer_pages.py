@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..adapters.pages import cut_pages
-from ..contract import AttentionRequest, Bound
+from ..contract import AttentionRequest, Bound, PagedTables
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ class FinerPages(Lowering):
         kernel, P, p = inner[0], request.page_size, rewrite.inner[0].page_size
         names = ("key_cache", "value_cache") if request.family == "paged" else ("cache",)
 
-        def forward(query: Tensor, *caches: Tensor, page_table: Tensor, max_seqlen_k: int, **given: Any) -> Any:
+        def forward(query: Tensor, *caches: Tensor, tables: PagedTables, **given: Any) -> Any:
             pools: dict[str, Tensor] = dict(zip(names, caches, strict=True))
             if request.kv_scales in ("token", "block16"):
                 pools |= {name: given[name] for name in _SCALES}
             cut, step = cut_pages(pools, P, p)
             given |= {name: cut.pop(name) for name in _SCALES if name in cut}
-            table = page_table[:, : max(-(-max_seqlen_k // P), 1)].unsqueeze(-1) * step
+            table = tables.page_table[:, : max(-(-tables.max_seqlen_k // P), 1)].unsqueeze(-1) * step
             table = (table + torch.arange(P // p, dtype=table.dtype, device=table.device)).flatten(1)
-            return kernel.forward(query, *cut.values(), page_table=table, max_seqlen_k=max_seqlen_k, **given)
+            return kernel.forward(query, *cut.values(), tables=tables.changed(page_table=table), **given)
 
         return Bound(forward, traceable=kernel.traceable)

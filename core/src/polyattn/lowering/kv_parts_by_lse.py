@@ -71,11 +71,8 @@ class KVPartsByLSE(Lowering):
             scales = {name: given[name] for name in ("k_scale", "v_scale") if name in given}
             for part in kv_parts:
                 pool = [getattr(part, name) for name in names]
-                tables = {
-                    name: getattr(part, name)
-                    for name in ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
-                }
-                results.append(kernel.forward(query, *(caches if pool[0] is None else pool), **tables, **scales))
+                own_pool = caches if pool[0] is None else pool
+                results.append(kernel.forward(query, *own_pool, tables=part.tables, **scales))
             return merged(request, results, sinks, out)
 
         return Bound(forward, traceable=own.traceable and kernel.traceable)

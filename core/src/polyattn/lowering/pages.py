@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..contract import AttentionRequest
 from ..semantics.merge_lse import merge
-from ..semantics.paged_kv import Pool, Slots, Tokens, from_column, owned
+from ..semantics.paged_kv import Pool, Slots, Tokens, from_column, owned, renumbered
 from .tensors import deliver
 
-__all__ = ["Pool", "Slots", "Tokens", "from_column", "merged", "owned"]
+__all__ = ["Pool", "Slots", "Tokens", "from_column", "merged", "owned", "renumbered"]
 
 
 def merged(

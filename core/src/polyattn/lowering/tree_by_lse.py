@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contract import AttentionRequest, Bound
+from ..contract import AttentionRequest, Bound, PagedTables
 from .base import CALL, Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -68,11 +68,7 @@ class TreeByLSE(Lowering):
         def forward(
             query: Tensor,
             *caches: Tensor,
-            page_table: Tensor,
-            seq_lens: Tensor,
-            cu_seqlens_q: Tensor,
-            max_seqlen_q: int,
-            max_seqlen_k: int,
+            tables: PagedTables,
             attn_mask: Tensor,
             key: Tensor | None = None,
             value: Tensor | None = None,
@@ -80,14 +76,14 @@ class TreeByLSE(Lowering):
             out: Tensor | None = None,
             **given: Any,
         ) -> Any:
+            page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[:5]
             drafts = cu_seqlens_q.diff()
             prefix_lens = (seq_lens - drafts).clamp(min=0)
-            lens = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-            parts = [kernel.forward(query, *caches, page_table=page_table, seq_lens=prefix_lens, **lens, **given)]
+            parts = [kernel.forward(query, *caches, tables=tables.changed(seq_lens=prefix_lens), **given)]
             if not (query.shape[0] and max_seqlen_k):
                 return merged(request, parts, sinks, out)
 
-            tokens = Tokens.of(query, seq_lens, cu_seqlens_q)
+            tokens = Tokens.of(query, tables)
             slots = tokens.slots(page_table, request.page_size)
             rows = []
             for cache, new, scale in zip(caches, (key, value), scales, strict=False):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contract import AttentionRequest, Bound
+from ..contract import AttentionRequest, Bound, PagedTables
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -44,10 +44,8 @@ class WriteNewRows(Lowering):
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
     ) -> Bound:
-        import torch
-
         from .lengths import check_size
-        from .pages import Pool, Tokens, owned
+        from .pages import Pool, Tokens, owned, renumbered
 
         kernel, size = inner[0], request.page_size
         width = request.kv_heads * max(request.dims)
@@ -57,26 +55,21 @@ class WriteNewRows(Lowering):
         def forward(
             query: Tensor,
             *caches: Tensor,
-            page_table: Tensor,
-            seq_lens: Tensor,
-            cu_seqlens_q: Tensor,
-            max_seqlen_k: int,
+            tables: PagedTables,
             key: Tensor,
             value: Tensor,
             **given: Any,
         ) -> Any:
-            table = page_table
             if not request.save_kv_cache:
-                pages = owned(page_table, seq_lens, size, max_seqlen_k)
+                pages = owned(tables, size)
                 check_size(request, "copying the pages", pages.numel() * size * width)
-                table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
+                tables = tables.changed(page_table=renumbered(pages))
                 caches = tuple(cache[pages.flatten()] for cache in caches)
                 if per_token:
                     given |= {name: given[name][pages.flatten()] for name in scales}
-            slots = Tokens.of(query, seq_lens, cu_seqlens_q).slots(table, size)
+            slots = Tokens.of(query, tables).slots(tables.page_table, size)
             for cache, new, scale in zip(caches, (key, value), scales, strict=True):
                 Pool(request, cache, given.get(scale)).write(slots, new)
-            lens = {"seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_k": max_seqlen_k}
-            return kernel.forward(query, *caches, page_table=table, **lens, **given)
+            return kernel.forward(query, *caches, tables=tables, **given)
 
         return Bound(forward, traceable=kernel.traceable)

@@ -1,6 +1,7 @@
 """Modules under the names they had before version 0.2, for one minor version.
 
-This folder is part of `polyattn.__path__`.
+This folder is part of `polyattn.__path__`. `records` and `hookspecs` belong to contract 1: they stay, without a
+warning.
 
 | old name | new name |
 |---|---|

@@ -1,9 +1,6 @@
-"""The former name of `polyattn.contract`."""
+"""The former name of `polyattn.contract`, which packages of contract 1 import: it stays, and warns of nothing."""
 
 from __future__ import annotations
 
 from polyattn.contract.hookspecs import *  # noqa: F403
 from polyattn.contract.hookspecs import __all__ as __all__
-from polyattn.moved import warn
-
-warn("polyattn.hookspecs", "polyattn.contract")

@@ -7,18 +7,19 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..contract import AttentionRequest, Bound
+from ..contract import API_VERSION, AttentionRequest, Bound
 from ..contract.families import FAMILY_SPECS
 from ..errors import PluginError
+from . import version_1
 
 __all__ = ["checked"]
 
 
-def checked(bound: Any, request: AttentionRequest, who: str) -> Bound:
-    """`bound`, when it is one whose functions can be called as the contract says.
+def checked(bound: Any, request: AttentionRequest, who: str, version: int = API_VERSION) -> Bound:
+    """`bound`, when its functions can be called as the contract says; one of version 1 is made one of version 2.
 
     Args:
-        who: the plugin and its backend, for messages.
+        who: the plugin and its backend, for messages. version: of the contract, that the plugin speaks.
 
     Raises:
         PluginError: it is another thing, or a function lacks a keyword of its protocol.
@@ -29,12 +30,12 @@ def checked(bound: Any, request: AttentionRequest, who: str) -> Bound:
     for name in ("forward", "backward"):
         protocol, function = getattr(FAMILY_SPECS[request.family], name), getattr(bound, name)
         if function is not None and protocol:
-            _check_keywords(function, name, protocol, request, f"{who}: its {request.family} {name}")
-    return bound
+            _check_keywords(function, name, protocol, request, f"{who}: its {request.family} {name}", version)
+    return version_1.as_version_2(bound) if version == 1 and request.family in version_1.FAMILIES else bound
 
 
 def _check_keywords(
-    function: Callable[..., Any], name: Any, protocol: str, request: AttentionRequest, what: str
+    function: Callable[..., Any], name: Any, protocol: str, request: AttentionRequest, what: str, version: int
 ) -> None:
     while isinstance(function, functools.partial):
         function = function.func
@@ -43,15 +44,20 @@ def _check_keywords(
     if code is None or code.co_flags & inspect.CO_VARKEYWORDS:  # without code it is built in C: its call will tell
         return
     taken = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
-    missing = {
-        one.name: as_written
-        for one, as_written in FAMILY_SPECS[request.family].taken(name)
-        if one.name not in taken and (not one.given_when or getattr(request, one.given_when))
-    }
+    spec = FAMILY_SPECS[request.family]
+    asked = {a.name: w for a, w in spec.taken(name) if not a.given_when or getattr(request, a.given_when)}
+    if version == 1 and asked.pop("tables", ""):
+        asked = {**{name: name for name in version_1.TABLES}, **asked}
+    missing = {name: as_written for name, as_written in asked.items() if name not in taken}
     if missing:
+        moved = ""
+        if "tables" in taken and "page_table" in missing:
+            moved = ". It has tables, which POLYATTN_API_VERSION = 2 in the plugin's module asks for"
+        elif "tables" in missing and "page_table" in taken:
+            moved = ". It has page_table: tables takes the place of these five keywords since version 2"
         raise PluginError(
             f"{what}, {getattr(function, '__qualname__', type(function).__qualname__)}, cannot be given "
             f"{', '.join(missing)}: it takes every keyword of polyattn.contract.{protocol}, also of what it "
             f"does not declare. Add {', '.join(missing.values())}; docs/hooks.md, polyattn_load_forward, says what "
-            "they are"
+            f"they are{moved}"
         )

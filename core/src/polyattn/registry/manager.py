@@ -64,7 +64,7 @@ class PluginReport:
         module: dotted module. origin: file it was loaded from.
         state: ready, not allowed, incompatible, duplicate or broken; reason: the sentence for people.
         error: the exception that broke it, with its traceback as text.
-        backends: ids it registered.
+        backends: ids it registered. api: the version of the contract that it speaks.
     """
 
     name: str
@@ -77,6 +77,7 @@ class PluginReport:
     error: BaseException | None = None
     traceback: str = ""
     backends: tuple[str, ...] = ()
+    api: int = API_VERSION
 
     @property
     def label(self) -> str:
@@ -219,7 +220,7 @@ class PluginManager:
                 ) from exc
         who = f"plugin {label}: {backend.id}"
         try:
-            bound = checked(bound, request, who)
+            bound = checked(bound, request, who, self.owner(backend).api)
         except PluginError as wrong:
             self.remember(backend, wrong)
             raise
@@ -299,7 +300,7 @@ class PluginManager:
             try:
                 module = module or importlib.import_module(source.module)
                 report.origin = getattr(module, "__file__", "") or ""
-                _check_api(module)
+                report.api = _checked_api(module)
                 self._pm.register(module, name=source.name)
                 self._verify_hooks(source.name, module)
                 self._pm.check_pending()
@@ -415,14 +416,16 @@ def _refuse_while_loading(what: str) -> None:
         raise run.refused
 
 
-def _check_api(module: ModuleType) -> None:
-    wanted = getattr(module, "POLYATTN_API_VERSION", API_VERSION)
+def _checked_api(module: ModuleType) -> int:
+    """The version of the contract that a plugin speaks: one that says nothing is as old as the contract itself."""
+    wanted = getattr(module, "POLYATTN_API_VERSION", 1)
     if not isinstance(wanted, int) or isinstance(wanted, bool):
         raise PluginError(f"POLYATTN_API_VERSION={wanted!r} is not an integer; this host speaks {API_VERSION}")
     if wanted > API_VERSION:
         raise _IncompatibleError(f"speaks plugin API {wanted}, this host speaks {API_VERSION}; upgrade polyattn")
     if wanted < 1:
         raise _IncompatibleError(f"speaks plugin API {wanted}, the oldest supported is 1; upgrade the plugin")
+    return wanted
 
 
 def _check_backend(backend: BackendInfo, platforms: set[str]) -> None:

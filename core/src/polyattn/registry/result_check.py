@@ -90,6 +90,8 @@ def _wrapped(
         if is_compiling() or torch._C._len_torch_dispatch_stack():
             return function(*tensors, **keywords)
         given = {**dict(zip(names, tensors, strict=False)), **keywords}
+        if (tables := given.pop("tables", None)) is not None:
+            given |= tables._asdict()
         kept = _copies(given, request)
         result = function(*tensors, **keywords)
         if _readable(given.get("query")):

@@ -11,11 +11,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..contract import AttentionRequest
+from ..contract import AttentionRequest, PagedTables
 from .kv_quant import real, stored
 from .reference import mla_unpack_fp8
 
-__all__ = ["Pool", "Slots", "Tokens", "from_column", "owned"]
+__all__ = ["Pool", "Slots", "Tokens", "from_column", "owned", "renumbered"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Tokens:
     real: Tensor
 
     @classmethod
-    def of(cls, query: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> Tokens:
+    def of(cls, query: Tensor, tables: PagedTables) -> Tokens:
+        seq_lens, cu_seqlens_q = tables.seq_lens, tables.cu_seqlens_q
         token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
         sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), token, right=True)
         row = token - cu_seqlens_q[sequence]
@@ -50,11 +51,11 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Places of tokens: page and place in it, int64 [T], both 0 where a token is not `real`, bool [T]."""
+    """Places of tokens: page and place in it, int64 [T]. Both are 0 where `real`, bool [T], is not; None: all are."""
 
     page: Tensor
     place: Tensor
-    real: Tensor
+    real: Tensor | None
 
 
 class Pool:
@@ -103,6 +104,9 @@ class Pool:
         cache, rows = self._by_token(self.cache), stored(new, self._scale_at(slots), self.cache.dtype)
         if cache.dtype.itemsize == 1:
             cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
+        if slots.real is None:
+            cache[slots.page, slots.place] = rows
+            return
         # Others write again what some real token writes or, where there is none, what is there already.
         some = slots.real.int().argmax(0, keepdim=True)
         page, place = (where.where(slots.real, where[some]) for where in (slots.page, slots.place))
@@ -115,12 +119,17 @@ def _some_columns(page_table: Tensor) -> Tensor:
     return page_table if page_table.shape[1] else page_table.new_zeros(page_table.shape[0], 1)
 
 
-def owned(page_table: Tensor, seq_lens: Tensor, page_size: int, max_seqlen_k: int) -> Tensor:
+def owned(tables: PagedTables, page_size: int) -> Tensor:
     """The pages that sequences of at most `max_seqlen_k` tokens own, int64 [N, columns]; page 0 past their ends, where
     a table holds anything."""
-    page_table = _some_columns(page_table)[:, : max(-(-max_seqlen_k // page_size), 1)]
+    page_table = _some_columns(tables.page_table)[:, : max(-(-tables.max_seqlen_k // page_size), 1)]
     first = torch.arange(page_table.shape[1], device=page_table.device) * page_size
-    return page_table.long().where(first < seq_lens[:, None], 0)
+    return page_table.long().where(first < tables.seq_lens[:, None], 0)
+
+
+def renumbered(pages: Tensor) -> Tensor:
+    """The page table int32 [N, columns] of a cache that holds these pages [N, columns] one after another."""
+    return torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
 
 
 def from_column(table: Tensor, first: Tensor, count: int) -> Tensor:

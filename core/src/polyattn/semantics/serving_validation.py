@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import KVPart, scalars
+from ..contract import KVPart, PagedTables, scalars
 from ..errors import InvalidInputError
 from .kv_quant import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS
 from .validation import FLOATS, check_dense_axis, check_page_table, check_plain, contents_readable, shares_memory
@@ -74,14 +74,7 @@ def _fp4_scale(name: str, scale: Any, query: Tensor, cache: Tensor) -> None:
         )
 
 
-def check_saving(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    page_size: int,
-) -> None:
+def check_saving(key_cache: Tensor, value_cache: Tensor, tables: PagedTables, page_size: int) -> None:
     """Check that every new key and value of a paged call has a place of its own; the rest is checked already."""
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if 0 in cache.stride() and any(n > 1 and not cache.stride(axis) for axis, n in enumerate(cache.shape)):
@@ -94,11 +87,11 @@ def check_saving(
             "key_cache and value_cache share memory, and save_kv_cache=True writes keys and values into it; pass two "
             "caches, or two halves of one"
         )
-    if not contents_readable(seq_lens):
+    if not contents_readable(tables.seq_lens):
         return
-    starts, pages = cu_seqlens_q.tolist(), page_table.tolist()
+    starts, pages = tables.cu_seqlens_q.tolist(), tables.page_table.tolist()
     taken: dict[int, list[tuple[int, int, int]]] = {}
-    for i, length in enumerate(seq_lens.tolist()):
+    for i, length in enumerate(tables.seq_lens.tolist()):
         first = length - (starts[i + 1] - starts[i])
         if length <= 0:  # a row of padding
             continue
@@ -115,9 +108,7 @@ def check_saving(
             others.append((low, high, i))
 
 
-def check_tree(
-    attn_mask: Any, seq_lens: Tensor, cu_seqlens_q: Tensor, chunked_prefix: bool, kv_parts: Sequence[KVPart]
-) -> None:
+def check_tree(attn_mask: Any, tables: PagedTables, chunked_prefix: bool, kv_parts: Sequence[KVPart]) -> None:
     """Check what `tree=True` promises of a mask [N|1, H_q|1, max_seqlen_q, max_seqlen_k] that is checked already."""
     if attn_mask is None or attn_mask.dtype != torch.bool:
         shown = "None" if attn_mask is None else attn_mask.dtype
@@ -133,7 +124,7 @@ def check_tree(
             raise InvalidInputError(f"tree=True and {name} exclude each other: {instead}")
     if not contents_readable(attn_mask):
         return
-    drafts = cu_seqlens_q.diff()
+    drafts, seq_lens = tables.cu_seqlens_q.diff(), tables.seq_lens
     rows = torch.arange(attn_mask.shape[2], device=attn_mask.device) < drafts[:, None]
     columns = torch.arange(attn_mask.shape[3], device=attn_mask.device) < (seq_lens - drafts)[:, None]
     hidden = ~attn_mask & rows[:, None, :, None] & columns[:, None, None, :]
@@ -171,9 +162,8 @@ def check_kv_parts(
                 f"call's; keep the part in the call's pool, or scale by tensor or head"
             )
         pool = next(iter((given or pools).values()))
-        tables = (part.page_table, part.seq_lens, part.cu_seqlens_q, part.max_seqlen_q, part.max_seqlen_k)
         try:
-            check_page_table(query, *tables, pool.shape[0], pool.shape[page], grouped=True)
+            check_page_table(query, part.tables, pool.shape[0], pool.shape[page], grouped=True)
         except InvalidInputError as exc:
             raise InvalidInputError(f"kv_parts[{i}]: {exc}") from exc
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import envvars
-from ..contract import scalars
+from ..contract import PagedTables, scalars
 from ..contract.overlap import shares_memory
 from ..errors import InvalidInputError
 
@@ -451,17 +451,7 @@ def _lengths(max_seqlen_q: Any, max_seqlen_k: Any) -> None:
         scalars.length(name, longest)
 
 
-def check_paged(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    page_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    kv_layout: str,
-) -> None:
+def check_paged(query: Any, key_cache: Any, value_cache: Any, tables: PagedTables, kv_layout: str) -> None:
     """Check a paged call, contents included where they are readable."""
     if not isinstance(kv_layout, str) or kv_layout not in ("NHD", "HND"):
         raise InvalidInputError(f"kv_layout={scalars.shown(kv_layout)} must be NHD or HND")
@@ -476,9 +466,7 @@ def check_paged(
         raise InvalidInputError(
             f"key_cache is {tuple(key_cache.shape)}, value_cache {tuple(value_cache.shape)}; pages must agree"
         )
-    check_page_table(
-        query, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key_cache.shape[0], key_cache.shape[p]
-    )
+    check_page_table(query, tables, key_cache.shape[0], key_cache.shape[p])
 
 
 def check_new_keys(query: Tensor, key: Any, value: Any, heads: int, v_head_dim: int) -> None:
@@ -514,21 +502,12 @@ def check_serving_options(
     _out(out, query, (*query.shape[:2], v_head_dim), inputs, ())
 
 
-def check_page_table(
-    query: Tensor,
-    page_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    pages: int,
-    page_size: int,
-    grouped: bool = False,
-) -> None:
+def check_page_table(query: Tensor, tables: PagedTables, pages: int, page_size: int, grouped: bool = False) -> None:
     """Check the tables of a paged or latent call against a cache of `pages` pages.
 
     `grouped`: they are those of a `KVPart`, whose queries are not the last tokens of its rows.
     """
+    page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[:5]
     _index("page_table", page_table, 2, "[N, max_pages]")
     _index("seq_lens", seq_lens, 1, "[N]")
     _index("cu_seqlens_q", cu_seqlens_q, 1, "[N+1]")

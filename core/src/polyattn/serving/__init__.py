@@ -33,6 +33,7 @@ _WHERE = {
     "PageCopy": "step.requests",
     "PrefixCache": "kv_cache.prefix_cache",
     "RequestTable": "step.requests",
+    "StateLayer": "layer",
     "Step": "step.step",
     "StepBuffers": "step.step",
     "TreeDraft": "speculative",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from .kv_cache.prefix_cache import Match as Match
     from .kv_cache.prefix_cache import PrefixCache as PrefixCache
     from .layer import AttentionLayer as AttentionLayer
+    from .layer import StateLayer as StateLayer
     from .speculative import Accepted as Accepted
     from .speculative import Beam as Beam
     from .speculative import TreeDraft as TreeDraft

@@ -1,19 +1,71 @@
-"""`AttentionLayer`: what the serving side knows of one attention layer of a model."""
+"""What the serving side knows of the layers of a model: `AttentionLayer`, and `StateLayer` for those without pages."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ..contract import scalars
+from ..contract import DTYPES, Keep, scalars
 from ..errors import InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AttentionLayer", "LayerKind"]
+__all__ = ["KV", "AttentionLayer", "LayerKind", "StateLayer", "keeps_of"]
 
 LayerKind = Literal["decoder", "encoder_only", "cross"]
+
+KV = ("key", "value", "latent")
+"""The keeps that attention itself reads: keys and values, or latent rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayer:
+    """One layer that keeps a state for each request and attends no pages, such as one of linear attention.
+
+    Attributes:
+        layer_id: unique within the model, attention layers included.
+        keeps: what it keeps, each per="request" or per="run".
+
+    Raises:
+        InvalidInputError: a number or keeps that no such layer has.
+    """
+
+    layer_id: int
+    keeps: Sequence[Keep]
+
+    def __post_init__(self) -> None:
+        if not scalars.whole(self.layer_id) or self.layer_id < 0:
+            raise InvalidInputError(f"StateLayer: layer_id={self.layer_id!r}; a whole number of at least 0 is needed")
+        object.__setattr__(self, "keeps", _checked_keeps(f"StateLayer {self.layer_id}", self.keeps))
+        if not self.keeps:
+            raise InvalidInputError(f"StateLayer {self.layer_id}: keeps is empty; declare what the layer keeps")
+        if wrong := [keep.name for keep in self.keeps if keep.per == "token"]:
+            raise InvalidInputError(
+                f"StateLayer {self.layer_id}: {wrong[0]} is kept by token, which takes pages: declare it in the "
+                f"AttentionLayer whose pages it shares"
+            )
+
+    @property
+    def kept(self) -> tuple[Keep, ...]:
+        """All that the layer keeps."""
+        return tuple(self.keeps)
+
+
+def _checked_keeps(where: str, keeps: Any) -> tuple[Keep, ...]:
+    given = tuple(keeps) if isinstance(keeps, Sequence) else (keeps,)
+    if wrong := [keep for keep in given if not isinstance(keep, Keep)]:
+        raise InvalidInputError(f"{where}: keeps has {wrong[0]!r}, a {type(wrong[0]).__name__}; it is a list of Keep")
+    names = [keep.name for keep in given]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InvalidInputError(f"{where}: keeps has {twice[0]!r} twice; name each keep of a layer once")
+    return given
+
+
+def keeps_of(layers: Sequence[AttentionLayer | StateLayer]) -> dict[Any, Sequence[Keep]]:
+    """What each layer keeps, by its number: what `RequestStates` and `RunStates` are built from."""
+    return {layer.layer_id: layer.kept for layer in layers}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,6 +82,9 @@ class AttentionLayer:
         softcap: of the logits, 0 = off (S5). sinks: [H_q] logits, or None (S5).
         kind: "decoder" (causal), "encoder_only" (every token of its sequence), or "cross" (every token of another one).
         latent: the cache holds one latent row per token for all heads (MLA).
+        keeps: what the layer keeps beside keys and values (latent: one row), such as the keys of an indexer by token.
+            Keys and values have the format of the pool; `Keep("key", "token", (kv_heads, head_dim), "fp8_e4m3")` gives
+            those of this layer another one, the value too if it is not named.
 
     Raises:
         InvalidInputError: a value that no attention has.
@@ -46,6 +101,7 @@ class AttentionLayer:
     sinks: Tensor | None = None
     kind: LayerKind = "decoder"
     latent: bool = False
+    keeps: Sequence[Keep] = ()
 
     def __post_init__(self) -> None:
         self._whole("layer_id", 0)
@@ -74,6 +130,30 @@ class AttentionLayer:
             self._refuse("sinks", shown, f"one logit per head is needed, [{self.heads}]")
         if self.latent:
             self._check_latent()
+        object.__setattr__(self, "keeps", _checked_keeps(f"AttentionLayer {self.layer_id}", self.keeps))
+        object.__setattr__(self, "_kept", self._with_rows(self.keeps))
+
+    def _with_rows(self, keeps: Sequence[Keep]) -> tuple[Keep, ...]:
+        """`keeps` with the layer's own rows before all others."""
+        named = {keep.name: keep for keep in keeps}
+        shapes: dict[str, tuple[int, ...]] = {"latent": (self.head_dim,)}
+        if not self.latent:
+            shapes = {name: (self.kv_heads, width) for name, width in zip(KV, self.dims, strict=False)}
+        if wrong := [name for name in named if name in KV and name not in shapes]:
+            self._refuse("keeps", wrong[0], f"a layer with latent={self.latent} keeps {' and '.join(shapes)}")
+        own, rows = next((named[name] for name in shapes if name in named), None), []
+        for name, shape in shapes.items():
+            alike = Keep(name, "token", shape) if own is None else dataclasses.replace(own, name=name, shape=shape)
+            keep = named.pop(name, alike)
+            if keep.per != "token" or keep.shape != shape or keep.dtype not in ("", *DTYPES):
+                shown = f"{name} with per={keep.per!r}, shape={keep.shape}, dtype={keep.dtype!r}"
+                self._refuse("keeps", shown, f"per='token', shape={shape} and a dtype of attention are needed")
+            if (keep.dtype, keep.scales, keep.layout) != (alike.dtype, alike.scales, alike.layout):
+                self._refuse(
+                    "keeps", "key and value", "a layer has both in one dtype, with one kind of scales and layout"
+                )
+            rows.append(keep)
+        return (*rows, *named.values())
 
     def _check_latent(self) -> None:
         if self.kind != "decoder":
@@ -107,6 +187,12 @@ class AttentionLayer:
             if own is None or given is None or field.name != "sinks" or own.data_ptr() != given.data_ptr():
                 return field.name
         return None
+
+    @property
+    def kept(self) -> tuple[Keep, ...]:
+        """All that the layer keeps: its keys and values, or latent rows, and then what else `keeps` names."""
+        found: tuple[Keep, ...] = self._kept  # type: ignore[attr-defined]
+        return found
 
     @property
     def dims(self) -> tuple[int, int]:

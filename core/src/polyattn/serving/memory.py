@@ -18,9 +18,10 @@ from .attention.workspace import Limits
 from .graphs.graphs import DeviceGraph, GraphRunner, graphs_of
 from .kv_cache.layout import negotiate_layout
 from .kv_cache.pages import PageAllocator, check_pages
-from .kv_cache.pool import KVCacheConfig, KVPool
+from .kv_cache.pool import KVCacheConfig, KVPool, attention_layers
 from .kv_cache.prefix_cache import PrefixCache
-from .layer import AttentionLayer
+from .layer import AttentionLayer, StateLayer
+from .speculative import Accepted, commit
 from .step.batch import ForwardBatch, ForwardMode
 from .step.requests import RequestTable
 from .step.step import Step
@@ -50,7 +51,7 @@ class Runner(Protocol):
     """A model as the engine drives it, such as `polyattn.integrations.transformers.serving.CausalLMRunner`."""
 
     @property
-    def layers(self) -> Sequence[AttentionLayer]: ...
+    def layers(self) -> Sequence[AttentionLayer | StateLayer]: ...
 
     dtype: torch.dtype
     device: torch.device
@@ -81,7 +82,8 @@ class Memory:
         runner: the model. cache: how its caches are kept; their layout is one that the phases' backends share.
         pages: of each group's pool, the padding page included. rows: requests at a time.
         max_tokens: of one request, drafts included. step_tokens: of one step.
-        prefixes: keep the pages of prompts and outputs for requests that begin alike.
+        prefixes: keep the pages of prompts and outputs for requests that begin alike. Where layers keep a state by
+            request it is off, which is said once: states are not cached with the pages.
         drafts: nodes of the trees that are verified, 0 = none. graphs: see `EngineConfig`.
         choices: backends, as `AttentionBackend` takes them.
     """
@@ -101,10 +103,22 @@ class Memory:
         **choices: Any,
     ) -> None:
         cache = _in_shared_layout(runner, cache, pages, **choices)
-        self.pool = KVPool(runner.layers, cache, pages, dtype=runner.dtype, device=runner.device)
+        self.pool = KVPool(
+            runner.layers, cache, pages, dtype=runner.dtype, device=runner.device, requests=rows, drafts=drafts
+        )
+        states = self.pool.states
+        if prefixes and states is not None:
+            prefixes = False
+            text = (
+                "polyattn: prompts that begin alike are run anew each time: some layers of the model keep a state by "
+                "request, which is not cached with the pages of a prefix"
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         windows = [group.window for group in self.pool.groups]
         self.allocators = [PageAllocator(pages) for _ in windows]
-        self.table = RequestTable(rows, max_tokens, cache.page_size, windows, self.allocators, runner.device)
+        self.table = RequestTable(
+            rows, max_tokens, cache.page_size, windows, self.allocators, runner.device, states=states
+        )
         self.prefixes = PrefixCache(cache.page_size, windows, self.allocators) if prefixes else None
         limits = Limits(rows, max(step_tokens, rows), max_tokens)
         self.backend = AttentionBackend(runner.layers, self.pool, self.table, limits=limits, **choices)
@@ -230,6 +244,14 @@ class Memory:
             found.append(self._tensor(slots))
         return found
 
+    def commit(self, rows: Sequence[int], counts: Sequence[int], accepted: Accepted) -> None:
+        """Put the accepted drafts of a verified step where plain decoding would have: tokens in their pages, and what
+        layers keep by request after the last of them. The rows are then to be truncated."""
+        for group, slots in enumerate(self.slots(rows, counts)):
+            self.pool.move(group, *commit(accepted, slots))
+        if self.pool.states is not None:
+            self.pool.states.commit(rows, accepted.last)
+
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return on_device(numbers, self.device)
 
@@ -261,7 +283,7 @@ def _in_shared_layout(
     """The same cache in the layout that `negotiate_layout` finds."""
     asked = Asked(backend, prefill_backend, decode_backend, verify, topk)
     # Of one page: beside `large`, what a layer's cache says of itself in a request does not depend on its size.
-    small = KVPool(runner.layers, cache, 1, dtype=runner.dtype, device=runner.device)
+    small = KVPool(attention_layers(runner.layers), cache, 1, requests=1, dtype=runner.dtype, device=runner.device)
     wanted = {
         layer_request(
             layer,
@@ -271,9 +293,12 @@ def _in_shared_layout(
             device=small.device,
             topk=topk,
         ): asked.argument(phase)
-        for layer in runner.layers
+        for layer in attention_layers(runner.layers)
+        if not layer.kept[0].layout  # else it has its own, whatever the others share
         for phase in asked.phases
     }
+    if not wanted:
+        return cache
     try:
         layout, _ = negotiate_layout(list(wanted), backends=list(wanted.values()))
     except (UnsupportedRequestError, BackendUnavailableError):

@@ -15,6 +15,7 @@ from ..contract.lengths import head_axis
 from ..dispatch.binding import choose, device_facts
 from ..dispatch.call_key import runner
 from ..errors import BackendUnavailableError, ConfigError, PolyattnError, did_you_mean
+from ..registry.bound_check import checked
 from ..registry.defects import refusal
 from ..registry.manager import _import_target, get_manager
 from ..selection import inspection
@@ -193,7 +194,7 @@ class OffChip:
         request = dataclasses.replace(case.request, platform=self.platform, options=self.options).normalised()
         provider = next(p for p in self.info.providers if not p.planned and declared(p.rows, request))
         adapter: Any = _import_target(provider.target)()
-        bound = adapter.bind(request)
+        bound = checked(adapter.bind(request), request, self.name, get_manager().owner(self.info).api)
         forward = bound.forward
         if bound.backward is not None and request.grad:
             forward = differentiable(bound, request.lse, head_axis(request))
@@ -211,7 +212,7 @@ def _bound(
     given: dict[str, Any] = dict.fromkeys(family.optional)
     given |= {"attn_mask" if name == "mask" else name: tensor for name, tensor in tensors.items()}
     positional = [given.pop(name) for name in family.positional]
-    return forward(*positional, **extra, **given, out=out)
+    return forward(*positional, **family.keywords(extra), **given, out=out)
 
 
 def _public(case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], out: Tensor | None, name: str) -> Any:

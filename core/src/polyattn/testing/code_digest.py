@@ -26,10 +26,11 @@ _SCOPES = (*_FUNCTIONS, ast.ClassDef)
 _NO_CODE = frozenset(("ctx", "kind", "type_comment", "type_params", "returns"))
 """Fields of syntax nodes that differ between versions of Python, or that change nothing."""
 
-NOT_COMPUTED = frozenset(
-    ("contract", "distributions", "envvars", "epoch", "errors", "hookspecs", "names", "records", "tuning")
-)
+NOT_COMPUTED = frozenset(("contract", "envvars", "epoch", "errors", "registry", "selection", "tuning"))
 """Rooms of polyattn that decide and declare. They compute no result."""
+
+COMPUTED = frozenset(("contract.scalars", "contract.lengths", "contract.overlap"))
+"""Modules of these rooms that count all the same."""
 
 Imported = tuple[str, str]
 """(module, name in it); the name is empty for the module itself."""
@@ -64,6 +65,8 @@ class _Module:
         self.name, self.path = name, path
         self.definitions: dict[str, ast.stmt] = {}
         self.imports: dict[str, Imported] = {}
+        self.shown: dict[str, Imported] = {}
+        """What type checkers are told of a package whose names are imported when they are first used."""
         self.effects: list[ast.stmt] = []
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             self._read(node)
@@ -72,6 +75,9 @@ class _Module:
         if isinstance(node, ast.If) and _is_type_checking(node.test):
             for other in node.orelse:
                 self._read(other)
+            for told in node.body:
+                if isinstance(told, (ast.Import, ast.ImportFrom)):
+                    self.shown |= absolute(told, self.name, self.path)
             return
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             self.imports |= absolute(node, self.name, self.path)
@@ -110,7 +116,9 @@ class _Program:
     def counts(self, name: str, package: str) -> bool:
         """Whether code of module `name` counts for an adapter of `package`."""
         top, _, rest = name.partition(".")
-        return top == package if top != PROJECT else rest.partition(".")[0] not in NOT_COMPUTED
+        if top != PROJECT:
+            return top == package
+        return rest in COMPUTED or rest.partition(".")[0] not in NOT_COMPUTED
 
     def definition(self, module: str, name: str) -> str:
         """The digest of a definition of a module, or its name where its code does not count."""
@@ -123,7 +131,8 @@ class _Program:
         if here is None:
             return name
         if name not in here.definitions:
-            return self.imported(here, here.imports[name]) if name in here.imports else name
+            meaning = here.imports.get(name) or here.shown.get(name)
+            return self.imported(here, meaning) if meaning else name
         self._open.append(whole)
         writer = _Writer(self, here)
         found = [writer.text(here.definitions[name], whole_file=True)]

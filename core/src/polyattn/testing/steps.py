@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import Session, Slot
+from ..contract import PagedTables, Session, Slot
 from ..serving.attention.workspace import Limits, Workspaces
 from ..serving.step.batch import ForwardMode
 from ..serving.step.staging import Memory
@@ -27,13 +27,11 @@ class CallStep(Step):
     step, and all of its tensors are where the page table is.
 
     Args:
-        tensors: of the call. tables: its keywords, `polyattn.contract.PagedForward`.
+        tensors, tables: of the call.
     """
 
-    def __init__(self, case: Case, tensors: Mapping[str, Tensor], tables: Mapping[str, Any]) -> None:
-        self.page_table, self.seq_lens, self.cu_seqlens_q = (
-            tables[name] for name in ("page_table", "seq_lens", "cu_seqlens_q")
-        )
+    def __init__(self, case: Case, tensors: Mapping[str, Tensor], tables: PagedTables) -> None:
+        self.page_table, self.seq_lens, self.cu_seqlens_q = tables[:3]
         device, sequences = self.page_table.device, len(case.lengths)
         super().__init__(Memory(device, False, sequences), ("call",))
         r = case.request
@@ -41,7 +39,7 @@ class CallStep(Step):
         self.group, self.window, self.padding, self.page_size = 0, -1, 0, r.page_size
         self._queries, self._lens = [q for q, _ in case.lengths], [k for _, k in case.lengths]
         self.sequences, self.tokens = sequences, sum(self._queries)
-        self.max_seqlen_q, self.max_seqlen_k = tables["max_seqlen_q"], tables["max_seqlen_k"]
+        self.max_seqlen_q, self.max_seqlen_k = tables.max_seqlen_q, tables.max_seqlen_k
         rows = [row[:count] for row, count in zip(self.page_table.tolist(), self._page_counts(), strict=True)]
         self._pages = lambda: rows
         places = [list(range(max(keys - new, 0), keys)) or [-1] * new for new, keys in case.lengths]
@@ -87,10 +85,11 @@ def planned(
     recorded: bool,
 ) -> Callable[..., Any]:
     """A call through a session that has planned and prepared it: what is left is what a graph records."""
-    step = CallStep(case, tensors, extra)
+    extra = FAMILIES[case.request.family].keywords(extra)
+    step = CallStep(case, tensors, extra["tables"])
     session = make(slot_of(step, recorded=recorded))
     session.plan(step)
     session.prepare(step)
-    given = {("attn_mask" if name == "mask" else name): tensor for name, tensor in tensors.items()}
+    given: dict[str, Any] = {("attn_mask" if name == "mask" else name): tensor for name, tensor in tensors.items()}
     positional = [given.pop(name) for name in FAMILIES[case.request.family].positional]
     return lambda **more: session.forward(*positional, **given, **extra, **more)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from polyattn.contract import BackendInfo, Provider, Range, hookimpl, row
 
-POLYATTN_API_VERSION = 1
+POLYATTN_API_VERSION = 2
 
 PLATFORM = "cpu"
 

@@ -19,8 +19,8 @@ from polyattn import adapters
 from polyattn.adapters.alignment import placed
 from polyattn.adapters.gather_kv import deliver, nothing
 from polyattn.adapters.new_rows import with_new
-from polyattn.contract import AttentionRequest, Bound, Slot
-from polyattn.semantics.paged_kv import owned
+from polyattn.contract import AttentionRequest, Bound, PagedTables, Slot
+from polyattn.semantics.paged_kv import owned, renumbered
 
 from .planning import Group, Lengths, groups
 from .records.common import TORCH_NPU
@@ -71,11 +71,7 @@ class _Inference:
         self,
         query: Tensor,
         *caches: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: None = None,
@@ -87,31 +83,27 @@ class _Inference:
     ) -> Any:
         """`polyattn.contract.PagedForward` or `MLAForward`. plan: of a session, None = of this call alone."""
         r = self.request
-        if not (query.shape[0] and max_seqlen_k):
+        if not (query.shape[0] and tables.max_seqlen_k):
             return nothing(r, query, out)
         if plan is None:
-            plan = self.plan(Lengths.read(cu_seqlens_q, seq_lens), query.device)
+            plan = self.plan(Lengths.read(tables), query.device)
         if not plan:
             return nothing(r, query, out)
         if key is not None:
-            caches, page_table = with_new(
-                r, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
-            )
-        keys, page_table = self._keys(caches, page_table, seq_lens, max_seqlen_k)
+            caches, tables = with_new(r, query, caches, tables, key, value)
+        keys, page_table = self._keys(caches, tables)
         query = query if self.sign is None else query * self.sign
         found = [self._attend(query, keys, page_table, group) for group in plan]
         result, lse = self._together(query, plan, found)
         return deliver(r, result, lse, sinks, out)
 
-    def _keys(
-        self, caches: tuple[Tensor, ...], page_table: Tensor, seq_lens: Tensor, max_seqlen_k: int
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    def _keys(self, caches: tuple[Tensor, ...], tables: PagedTables) -> tuple[dict[str, Tensor], Tensor]:
         """(keys and values as the operator reads pages, their table). Latent pages, and those of a cache with gaps, are
         copied: those in the table."""
+        page_table = tables.page_table
         if self.latent or not all(cache.is_contiguous() for cache in caches):
-            pages = owned(page_table, seq_lens, PAGE, max_seqlen_k)
-            page_table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
-            chosen = pages.flatten()
+            pages = owned(tables, PAGE)
+            page_table, chosen = renumbered(pages), pages.flatten()
             if self.latent:
                 (cache,), width = caches, self.request.dims[1]
                 latent, rope = cache[..., :width][chosen], cache[..., width:][chosen]

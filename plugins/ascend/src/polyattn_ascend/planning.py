@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.contract import AttentionRequest
+from polyattn.contract import AttentionRequest, PagedTables
 
 from .records.inference import PAGE
 from .sparsity import BAND, Sparsity, by_position
@@ -31,10 +31,12 @@ class Lengths:
     keys: list[int]
 
     @classmethod
-    def read(cls, cu_seqlens_q: Tensor, seq_lens: Tensor) -> Lengths:
-        """Those of a call: the device is waited for, once."""
-        both = torch.cat([cu_seqlens_q, seq_lens]).tolist()
-        return cls(both[: cu_seqlens_q.shape[0]], both[cu_seqlens_q.shape[0] :])
+    def read(cls, tables: PagedTables) -> Lengths:
+        """Those of a call: the caller's, or else the device is waited for, once."""
+        if tables.host is not None:
+            return cls(tables.listed("cu_seqlens_q"), tables.listed("seq_lens"))
+        both, count = torch.cat([tables.cu_seqlens_q, tables.seq_lens]).tolist(), tables.cu_seqlens_q.shape[0]
+        return cls(both[:count], both[count:])
 
     @classmethod
     def of(cls, step: Any) -> Lengths:

@@ -10,7 +10,7 @@ from .records import fusion, inference
 
 __all__ = ["BACKENDS", "polyattn_register_backends"]
 
-POLYATTN_API_VERSION = 1
+POLYATTN_API_VERSION = 2
 
 BACKENDS: tuple[BackendInfo, ...] = (*fusion.BACKENDS, *inference.BACKENDS)
 

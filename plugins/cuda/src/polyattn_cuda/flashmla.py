@@ -16,6 +16,7 @@ adds parts up are 32 bits wide; and the queries of a sequence are an axis of a g
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -27,7 +28,7 @@ from polyattn.adapters import load
 from polyattn.adapters.alignment import placed
 from polyattn.adapters.device import capturing
 from polyattn.adapters.gather_kv import deliver, nothing
-from polyattn.contract import AttentionRequest, Bound, Requirement, Slot, UnsupportedRequestError
+from polyattn.contract import AttentionRequest, Bound, PagedTables, Requirement, Slot, UnsupportedRequestError
 from polyattn.semantics.packed import owners
 
 from .records.serving import FLASH_MLA, PAGE, SGL_FLASH_MLA, VLLM_FLASH_MLA
@@ -203,12 +204,8 @@ class _Attention:
     def step(
         self,
         query: Tensor,
+        tables: PagedTables,
         *,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
         lengths: Sequence[int] | None = None,
     ) -> tuple[_Part, ...]:
         """The calls of a step: one, unless it is too large or would be filled up to more than twice its size.
@@ -219,6 +216,7 @@ class _Attention:
         Raises:
             UnsupportedRequestError: a step that is being recorded would have to be taken apart by its lengths.
         """
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[:5]
         tokens, sequences = query.shape[0], seq_lens.shape[0]
         limits = _Limits(max(query.shape[1] * self._request.dims[1], self._places_of_query(max_seqlen_k)))
         most = limits.sequences(min(max_seqlen_q, limits.rows))
@@ -237,7 +235,8 @@ class _Attention:
         if uniform:
             lengths = [max_seqlen_q] * sequences
         elif lengths is None:
-            lengths = cu_seqlens_q.diff().tolist()
+            ends = tables.listed("cu_seqlens_q")
+            lengths = [end - start for start, end in itertools.pairwise(ends)]
         calls = _calls(lengths, limits)
         return tuple(self._part_of(pieces, page_table, seq_lens, max_seqlen_k) for pieces in calls)
 
@@ -279,17 +278,17 @@ class _Attention:
         query: Tensor,
         cache: Tensor,
         *,
+        tables: PagedTables,
         attn_mask: None = None,
         out: Tensor | None = None,
         step: tuple[_Part, ...] | None = None,
-        **tables: Any,
     ) -> Any:
         """A `contract.MLAForward`. step: of the session, None = of this call alone."""
         request = self._request
-        if not (query.shape[0] and tables["max_seqlen_k"]):
+        if not (query.shape[0] and tables.max_seqlen_k):
             return nothing(request, query, out)
         if step is None:
-            step = self.step(query, **tables)
+            step = self.step(query, tables)
         signed = query if self._sign is None else query * self._sign
         result, lse = self._together(step, signed, cache.unsqueeze(2))
         if lse is not None:
@@ -362,11 +361,11 @@ class _Session:
         self._step = None
 
     def forward(
-        self, query: Tensor, cache: Tensor, *, attn_mask: None = None, out: Tensor | None = None, **tables: Any
+        self, query: Tensor, cache: Tensor, *, tables: PagedTables, attn_mask: None = None, out: Tensor | None = None
     ) -> Any:
         """A `contract.MLAForward` of the step."""
         in_graph = self._recorded and capturing(query.device.type)
-        if (self._step is None or in_graph is not self._in_graph) and query.shape[0] and tables["max_seqlen_k"]:
-            self._step = self._attention.step(query, **tables, lengths=self._lengths)
+        if (self._step is None or in_graph is not self._in_graph) and query.shape[0] and tables.max_seqlen_k:
+            self._step = self._attention.step(query, tables, lengths=self._lengths)
             self._in_graph = in_graph
-        return self._attention(query, cache, out=out, step=self._step, **tables)
+        return self._attention(query, cache, tables=tables, out=out, step=self._step)

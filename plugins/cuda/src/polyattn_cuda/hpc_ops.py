@@ -22,7 +22,7 @@ from polyattn.adapters.free_slots import without_free_slots
 from polyattn.adapters.gather_kv import nothing
 from polyattn.adapters.new_rows import with_new
 from polyattn.adapters.padding_rows import blank, with_keys
-from polyattn.contract import AttentionRequest, Bound, UnsupportedRequestError
+from polyattn.contract import AttentionRequest, Bound, PagedTables, UnsupportedRequestError
 from polyattn.semantics.packed import per_token
 
 from .records.serving import HPC_OPS_PACKAGE
@@ -50,11 +50,7 @@ class HpcOps:
         def forward(
             query: Tensor,
             *caches: Tensor,
-            page_table: Tensor,
-            seq_lens: Tensor,
-            cu_seqlens_q: Tensor,
-            max_seqlen_q: int,
-            max_seqlen_k: int,
+            tables: PagedTables,
             key: Tensor | None = None,
             value: Tensor | None = None,
             out: Tensor | None = None,
@@ -65,40 +61,39 @@ class HpcOps:
                     f"hpc_ops counts the elements of queries in 32 bits, and {[*query.shape]} has {query.numel()}; "
                     f"plan steps of fewer than {_MOST // query[0].numel()} tokens, or name another backend"
                 )
-            if not (query.shape[0] and max_seqlen_k):
+            if not (query.shape[0] and tables.max_seqlen_k):
                 return nothing(request, query, out)
             if key is not None:
-                caches, page_table = with_new(
-                    request, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
-                )
+                caches, tables = with_new(request, query, caches, tables, key, value)
             # Its prefill reads both as they lie in memory, whatever their strides.
-            seq_lens, cu_seqlens_q = seq_lens.contiguous(), cu_seqlens_q.contiguous()
+            seq_lens, cu_seqlens_q = tables.seq_lens.contiguous(), tables.cu_seqlens_q.contiguous()
+            page_table = tables.page_table
             if decode and query.shape[0] != seq_lens.shape[0]:
                 page_table, seq_lens = per_token(query.shape[0], cu_seqlens_q, page_table, seq_lens)
+            tables = tables.changed(page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
             if not finite:
-                caches, page_table = without_free_slots(request, caches, page_table, seq_lens, max_seqlen_k)
+                caches, tables = without_free_slots(request, caches, tables)
             caches = tuple(map(for_tma, caches))
             keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)
-            table, lengths = page_table, seq_lens
-            if not decode:
-                table, lengths = with_keys(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, request.page_size)
+            filled = tables if decode else with_keys(tables, request.page_size)
             direct = out is not None and out.is_contiguous() and by_tma(out)
             given = {
                 "q": for_tma(query.contiguous()),
                 "kcache": keys,
                 "vcache": values,
-                "block_ids": table.contiguous(),
+                "block_ids": filled.page_table.contiguous(),
                 "output": out if direct else None,
             }
             with torch.cuda.device_of(query):  # it launches on the current device
                 if decode:
-                    result = kernel(num_seq_kvcache=lengths, new_kv_included=True, **given)
+                    result = kernel(num_seq_kvcache=filled.seq_lens, new_kv_included=True, **given)
                 else:
                     result = kernel(
-                        cu_seqlens_q=cu_seqlens_q, seqlens_kvcache=lengths, max_seqlens_q=max_seqlen_q, **given
-                    )
+                        cu_seqlens_q=cu_seqlens_q, seqlens_kvcache=filled.seq_lens,
+                        max_seqlens_q=tables.max_seqlen_q, **given,
+                    )  # fmt: skip
             # A padding row has no keys to divide by, or those it was given.
-            padding = seq_lens == 0 if decode else blank(query.shape[0], seq_lens, cu_seqlens_q)
+            padding = seq_lens == 0 if decode else blank(query.shape[0], tables)
             result.masked_fill_(padding[:, None, None], 0.0)
             return result if out is None or direct else out.copy_(result)
 

@@ -10,7 +10,7 @@ from .records import diffusion, fa, fa_serving, flashinfer, flashinfer_cudnn, li
 
 __all__ = ["BACKENDS", "polyattn_register_backends", "polyattn_register_measurements"]
 
-POLYATTN_API_VERSION = 1
+POLYATTN_API_VERSION = 2
 
 BACKENDS: tuple[BackendInfo, ...] = (
     *fa.BACKENDS,

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, Tables, bind
-from polyattn.contract import AttentionRequest, Bound
+from polyattn.adapters.flash_attention import Packed, Result, bind
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from .records import MATE
 
@@ -73,15 +73,17 @@ class _Kernels:
     def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> Result:
         return _both(self._attend(query, key, value, **where._asdict(), return_softmax_lse=lse), lse)
 
-    def paged(self, query: Tensor, key: Tensor, value: Tensor, where: Tables, *, lse: bool, **latent: Any) -> Result:
-        table, seq_lens, cu_seqlens_q, max_seqlen_q, _ = where
+    def paged(
+        self, query: Tensor, key: Tensor, value: Tensor, where: PagedTables, *, lse: bool, **latent: Any
+    ) -> Result:
+        table, seq_lens, cu_seqlens_q, max_seqlen_q = where[:4]
         result = self._cached(
             query, key, value, page_table=table, cache_seqlens=seq_lens, cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q, return_softmax_lse=lse, **latent,
         )  # fmt: skip
         return _both(result, lse)
 
-    def latent(self, query: Tensor, cache: Tensor, where: Tables, *, lse: bool) -> Result:
+    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> Result:
         width = self.request.dims[1]
         values, rotary = cache[..., :width], cache[..., width:]
         if width != 512:

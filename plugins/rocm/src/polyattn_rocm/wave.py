@@ -17,7 +17,7 @@ from polyattn import adapters
 from polyattn.adapters.gather_kv import nothing
 from polyattn.adapters.new_rows import with_new
 from polyattn.adapters.scale_sign import signed
-from polyattn.contract import AttentionRequest, Bound
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.paged_kv import Pool, Tokens
 
 from .aiter.tokens import token_lists
@@ -54,52 +54,38 @@ class _Extend:
         self,
         query: Tensor,
         *caches: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         out: Tensor | None = None,
         **_: None,
     ) -> Any:
         request = self.request
-        if not (query.shape[0] and max_seqlen_k):
+        if not (query.shape[0] and tables.max_seqlen_k):
             return nothing(request, query, out)
         if key is not None:
-            lens = (seq_lens, cu_seqlens_q, max_seqlen_k)
-            caches, page_table = with_new(request, query, caches, page_table, *lens, key, value)
+            caches, tables = with_new(request, query, caches, tables, key, value)
         caches = tuple(cache.contiguous() for cache in caches)
         room = torch.empty_like(query, memory_format=torch.contiguous_format)
-        tokens = Tokens.of(query, seq_lens, cu_seqlens_q)
-        self.attend(query.contiguous(), caches, page_table, seq_lens, cu_seqlens_q, (max_seqlen_q, max_seqlen_k), room)
-        sees = tokens.real if request.causal != "none" else (seq_lens > 0)[tokens.sequence]
+        tokens = Tokens.of(query, tables)
+        self.attend(query.contiguous(), caches, tables, room)
+        sees = tokens.real if request.causal != "none" else (tables.seq_lens > 0)[tokens.sequence]
         room = room.masked_fill_(~sees[:, None, None], 0.0)
         return room if out is None else out.copy_(room)
 
-    def attend(
-        self,
-        query: Tensor,
-        caches: tuple[Tensor, ...],
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        longest: tuple[int, int],
-        room: Tensor,
-    ) -> None:
-        """Write the result into `room` [T_q, H_q, D]. longest: (max_seqlen_q, max_seqlen_k)."""
+    def attend(self, query: Tensor, caches: tuple[Tensor, ...], tables: PagedTables, room: Tensor) -> None:
+        """Write the result into `room` [T_q, H_q, D]."""
         request = self.request
-        slots = Tokens.of(query, seq_lens, cu_seqlens_q).slots(page_table, request.page_size)
+        slots = Tokens.of(query, tables).slots(tables.page_table, request.page_size)
         # A padding query's row is any, and is masked afterwards.
         own = [Pool(request, cache).rows(slots, query.dtype).contiguous() for cache in caches]
-        prefix = (seq_lens - cu_seqlens_q.diff()).clamp(min=0)
-        pools, lists = token_lists(caches, page_table, prefix, longest[1])
+        prefix = (tables.seq_lens - tables.cu_seqlens_q.diff()).clamp(min=0)
+        pools, lists = token_lists(caches, tables.changed(seq_lens=prefix))
         self._extend(
             q_extend=query, k_extend=own[0], v_extend=own[1],
             k_buffer=pools[0].squeeze(1), v_buffer=pools[1].squeeze(1),
-            qo_indptr=cu_seqlens_q, kv_indptr=lists.indptr, kv_indices=lists.indices,
-            custom_mask=None, mask_indptr=None, max_seq_len=longest[0], output=room,
+            qo_indptr=tables.cu_seqlens_q, kv_indptr=lists.indptr, kv_indices=lists.indices,
+            custom_mask=None, mask_indptr=None, max_seq_len=tables.max_seqlen_q, output=room,
             is_causal=request.causal != "none", layer_scaling=self.scale, logit_cap=request.softcap,
         )  # fmt: skip
 
@@ -113,21 +99,12 @@ class _Decode(_Extend):
         self._decode = adapters.load(SGLANG, f"{module}:decode_attention_wave")
         self._shapes = adapters.load(SGLANG, f"{module}:decode_attention_intermediate_arrays_shapes")
 
-    def attend(
-        self,
-        query: Tensor,
-        caches: tuple[Tensor, ...],
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        longest: tuple[int, int],
-        room: Tensor,
-    ) -> None:
-        count = seq_lens.shape[0]
-        if longest[0] != 1 or query.shape[0] != count:
-            super().attend(query, caches, page_table, seq_lens, cu_seqlens_q, longest, room)
+    def attend(self, query: Tensor, caches: tuple[Tensor, ...], tables: PagedTables, room: Tensor) -> None:
+        count = tables.seq_lens.shape[0]
+        if tables.max_seqlen_q != 1 or query.shape[0] != count:
+            super().attend(query, caches, tables, room)
             return
-        pools, lists = token_lists(caches, page_table, seq_lens, longest[1])
+        pools, lists = token_lists(caches, tables)
         shapes = self._shapes(
             num_seqs=count, head_size_kv=query.shape[2], num_query_heads=query.shape[1], max_kv_splits=_SPLITS
         )

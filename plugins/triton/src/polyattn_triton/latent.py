@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import AttentionRequest, Bound, InvalidInputError, KVPart, Slot
+from polyattn.contract import AttentionRequest, Bound, InvalidInputError, KVPart, PagedTables, Slot
 from polyattn_triton import runtime
 from polyattn_triton.kernels import latent
 from polyattn_triton.kernels.merge import merge
@@ -45,11 +45,11 @@ class _Attention:
         query: Tensor,
         cache: Tensor,
         *,
+        tables: PagedTables,
         attn_mask: Tensor | None = None,
         kv_parts: Sequence[KVPart] = (),
         out: Tensor | None = None,
         planned: Planned | None = None,
-        **tables: Any,
     ) -> Any:
         """A `contract.MLAForward`. planned: what a session has for the call's own keys."""
         runtime.check_device(query.device)
@@ -57,7 +57,13 @@ class _Attention:
         if out is None:
             out = query.new_empty(T, heads, self._width)
         lse = query.new_empty(T, heads, dtype=torch.float32) if self._request.lse else None
-        given = {"attn_mask": attn_mask, "tree": self._request.tree, "rule": self.rule, "planned": planned, **tables}
+        given = {
+            "attn_mask": attn_mask,
+            "tree": self._request.tree,
+            "rule": self.rule,
+            "planned": planned,
+            "tables": tables,
+        }
         if T and not kv_parts:
             self._attend(query, cache, out, lse, **given)
         elif T:
@@ -67,8 +73,7 @@ class _Attention:
             for n, part in enumerate(kv_parts, 1):
                 pool = cache if part.cache is None else part.cache
                 # Positions across parts mean nothing (S9).
-                theirs = {name: getattr(part, name) for name in tables}
-                self._attend(query, pool, outs[n], lses[n], rule={"causal": False}, **theirs)
+                self._attend(query, pool, outs[n], lses[n], rule={"causal": False}, tables=part.tables)
             merge(outs, lses, out=out, lse=lse)
         return out if lse is None else (out, lse)
 
@@ -94,13 +99,11 @@ class _Attention:
         lse: Tensor | None,
         *,
         rule: dict[str, Any],
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         planned: Planned | None = None,
         **given: Any,
     ) -> None:
+        seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[1:5]
         sequences = seq_lens.shape[0]
         if planned is None:
             launch = self.launch(query.device, sequences, max_seqlen_q, max_seqlen_k)
@@ -115,8 +118,7 @@ class _Attention:
         latent.attend(
             query,
             cache,
-            seq_lens=seq_lens,
-            cu_seqlens_q=cu_seqlens_q,
+            tables=tables,
             scale=self._scale,
             out=out,
             lse=lse,
@@ -160,8 +162,8 @@ class _Session:
         if self._launch is not None and self._launch.parts:
             latent.plan(self._launch, step.seq_lens, step.cu_seqlens_q, **self._attention.rule, out=self._shares)
 
-    def forward(self, *tensors: Tensor, **tables: Any) -> Any:
+    def forward(self, *tensors: Tensor, **given: Any) -> Any:
         """A `contract.MLAForward` of the step."""
         if self._launch is None:
             raise InvalidInputError("forward() of a session follows plan() and prepare() of its step")
-        return self._attention(*tensors, planned=Planned(self._launch, self._shares, self._memory), **tables)
+        return self._attention(*tensors, planned=Planned(self._launch, self._shares, self._memory), **given)

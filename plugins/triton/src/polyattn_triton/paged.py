@@ -10,12 +10,12 @@ cuts its keys where their tiles alone would leave processors idle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyattn.contract import AttentionRequest, Bound, KVPart, Session, Slot
+from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot
 
 from . import runtime
 from .hopper import extend as hopper
@@ -48,16 +48,6 @@ class Paged:
             runtime.check_device(torch.device("cpu"))
         call = _Call(request)
         return Bound(call.forward, session=call.session)
-
-
-class _Tables(NamedTuple):
-    """Whose keys are where: of a call, or of one of its parts."""
-
-    page_table: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
 
 
 class _Call:
@@ -101,11 +91,7 @@ class _Call:
         key_cache: Tensor,
         value_cache: Tensor,
         *,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: Tensor | None = None,
@@ -118,17 +104,13 @@ class _Call:
     ) -> Any:
         """`polyattn.contract.PagedForward`; `plan`: of a session's step, for the call's own keys."""
         r = self.request
-        tables = _Tables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
         scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
         T_q, H_q, _ = query.shape
         if out is None:
             out = query.new_empty(T_q, H_q, r.dims[1])
         lse = query.new_empty(T_q, H_q, dtype=torch.float32) if r.lse else None
         if key is not None and r.save_kv_cache:
-            write_kv(
-                key, value, key_cache, value_cache, page_table=page_table, seq_lens=seq_lens,
-                cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, **self.storage, **scales,
-            )  # fmt: skip
+            write_kv(key, value, key_cache, value_cache, tables=tables, **self.storage, **scales)
             key = value = None
         own: dict[str, Any] = {"key": key, "value": value, "attn_mask": attn_mask, "plan": plan, **scales, **self.seen}
         if not kv_parts:
@@ -136,7 +118,7 @@ class _Call:
         else:
             parts = [
                 (
-                    _Tables(*part[:5]),
+                    part.tables,
                     key_cache if part.key_cache is None else part.key_cache,
                     value_cache if part.value_cache is None else part.value_cache,
                 )
@@ -163,7 +145,7 @@ class _Call:
         query: Tensor,
         key_cache: Tensor,
         value_cache: Tensor,
-        tables: _Tables,
+        tables: PagedTables,
         *,
         plan: tuple[Items, Config] | None = None,
         **given: Any,
@@ -177,7 +159,7 @@ class _Call:
         if plan is not None or self.few(
             query.device, tables.seq_lens.shape[0], heads, query.shape[1] // heads, longest
         ):
-            given |= {**tables._asdict(), **self.storage, **self.logits}
+            given |= {"tables": tables, **self.storage, **self.logits}
             decode(query, key_cache, value_cache, invariant=r.batch_invariant, plan=plan, **given)
         elif self._fits_hopper(key_cache, value_cache, tables, given):
             self._extend_on_hopper(
@@ -185,7 +167,7 @@ class _Call:
                 attn_mask=given["attn_mask"], sinks=given["sinks"], out=given["out"], lse=given["lse"],
             )  # fmt: skip
         else:
-            given |= {**tables._asdict(), **self.storage, **self.logits}
+            given |= {"tables": tables, **self.storage, **self.logits}
             config = None
             if r.batch_invariant:
                 mask = self.mask if given.get("attn_mask") is not None else ""
@@ -193,15 +175,14 @@ class _Call:
             extend(query, key_cache, value_cache, config=config, **given)
 
     def _extend_on_hopper(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: _Tables, **given: Any
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: PagedTables, **given: Any
     ) -> None:
         hopper.extend(
-            query, key_cache, value_cache, page_table=tables.page_table, seq_lens=tables.seq_lens,
-            cu_seqlens_q=tables.cu_seqlens_q, max_seqlen_q=tables.max_seqlen_q, page_size=self.request.page_size,
-            hnd=self.hnd, scale=self.scale, **given,
+            query, key_cache, value_cache, tables=tables, page_size=self.request.page_size, hnd=self.hnd,
+            scale=self.scale, **given,
         )  # fmt: skip
 
-    def _cuts(self, query: Tensor, tables: _Tables, key_cache: Tensor, value_cache: Tensor) -> int:
+    def _cuts(self, query: Tensor, tables: PagedTables, key_cache: Tensor, value_cache: Tensor) -> int:
         """Into how many ranges of keys `hopper.extend` cuts a further part; 0: it is not for this one."""
         r = self.request
         if not (
@@ -218,7 +199,7 @@ class _Call:
             query.device, sequences, tables.max_seqlen_q, tables.max_seqlen_k, r.kv_heads, r.group, r.head_dim
         )
 
-    def _fits_hopper(self, key_cache: Tensor, value_cache: Tensor, tables: _Tables, given: dict[str, Any]) -> bool:
+    def _fits_hopper(self, key_cache: Tensor, value_cache: Tensor, tables: PagedTables, given: dict[str, Any]) -> bool:
         """Whether `hopper.extend` computes this call. By the request and its caches alone, or where nothing depends on
         it: a batch without pages has no keys."""
         return (
@@ -269,5 +250,5 @@ class _Session:
         if self._plan is not None:
             self._plan[0].share_out(step.seq_lens, step.cu_seqlens_q)
 
-    def forward(self, *tensors: Tensor, **tables: Any) -> Any:
-        return self._call.forward(*tensors, **tables, plan=self._plan)
+    def forward(self, *tensors: Tensor, **given: Any) -> Any:
+        return self._call.forward(*tensors, **given, plan=self._plan)

@@ -15,7 +15,7 @@ __all__ = [
     "polyattn_register_tunables",
 ]
 
-POLYATTN_API_VERSION = 1
+POLYATTN_API_VERSION = 2
 
 BACKENDS: tuple[BackendInfo, ...] = (*softmax.BACKENDS, *methods.BACKENDS)
 

@@ -13,28 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters.flash_attention import Packed, Result, Tables, dense_by_packed
+from polyattn.adapters.flash_attention import Packed, Result, dense_by_packed
 from polyattn.adapters.free_slots import without_free_slots
 from polyattn.adapters.gather_kv import nothing
 from polyattn.adapters.new_rows import with_new
 from polyattn.adapters.scale_sign import signed
-from polyattn.contract import AttentionRequest, Bound, UnsupportedRequestError
+from polyattn.contract import AttentionRequest, Bound, PagedTables, UnsupportedRequestError
 
 from .visibility import blind
 
 __all__ = ["Pages", "Unpaged", "bind_paged", "idle_last"]
 
 Pages = Callable[..., Tensor]
-"""(query [T_q, H_q, D], keys and values [pages, page_size, H_kv, D], `Tables`, sinks=, scales=, out=) -> an output."""
+"""(query [T_q, H_q, D], keys, values [pages, page_size, H_kv, D], `PagedTables`, sinks=, scales=, out=) -> output."""
 
 
-def idle_last(query: Tensor, where: Tables) -> tuple[Tensor, Tables]:
+def idle_last(query: Tensor, where: PagedTables) -> tuple[Tensor, PagedTables]:
     """The same batch with its sequences without queries last, and a spare row of queries behind the others: where a
     decode kernel writes the results of those. Results of the first T_q rows are the batch's."""
     lengths = where.cu_seqlens_q.diff()
     order = torch.argsort((lengths == 0).int(), stable=True)
     starts_q = torch.nn.functional.pad(lengths[order].cumsum(0, dtype=torch.int32), (1, 0))
-    last = where._replace(page_table=where.page_table[order], seq_lens=where.seq_lens[order], cu_seqlens_q=starts_q)
+    last = where.changed(page_table=where.page_table[order], seq_lens=where.seq_lens[order], cu_seqlens_q=starts_q)
     return torch.nn.functional.pad(query, (0, 0, 0, 0, 0, 1)), last
 
 
@@ -76,11 +76,7 @@ def _paged(request: AttentionRequest, library: str, attend: Pages) -> Bound:
     def forward(
         query: Tensor,
         *caches: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: None = None,
@@ -89,7 +85,7 @@ def _paged(request: AttentionRequest, library: str, attend: Pages) -> Bound:
         v_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Any:
-        if not (query.shape[0] and max_seqlen_k):
+        if not (query.shape[0] and tables.max_seqlen_k):
             return nothing(request, query, out)
         if sinks is not None and sinks.dtype != query.dtype:
             raise UnsupportedRequestError(
@@ -97,18 +93,17 @@ def _paged(request: AttentionRequest, library: str, attend: Pages) -> Bound:
                 f"pass sinks.to({query.dtype}), or ask for flex_attention, which takes them as they are"
             )
         if key is not None:
-            lens = (seq_lens, cu_seqlens_q, max_seqlen_k)
             new = (_unscaled(key, k_scale), _unscaled(value, v_scale))
-            caches, page_table = with_new(request, query, caches, page_table, *lens, *new)
+            caches, tables = with_new(request, query, caches, tables, *new)
         if not finite:
-            caches, page_table = without_free_slots(request, caches, page_table, seq_lens, max_seqlen_k)
-        where = Tables(page_table.contiguous(), seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+            caches, tables = without_free_slots(request, caches, tables)
+        tables = tables.changed(page_table=tables.page_table.contiguous())
         given: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
         if request.kv_dtype != "auto":
             given["scales"] = (_scalar(k_scale, query.device), _scalar(v_scale, query.device))
         room = out if out is not None and out.is_contiguous() else None
-        result = attend(query.contiguous(), *caches, where, out=room, **given)
-        result = result.masked_fill_(blind(request, query, seq_lens, cu_seqlens_q)[:, None, None], 0.0)
+        result = attend(query.contiguous(), *caches, tables, out=room, **given)
+        result = result.masked_fill_(blind(request, query, tables.seq_lens, tables.cu_seqlens_q)[:, None, None], 0.0)
         return result if out is None or room is not None else out.copy_(result)
 
     return Bound(forward)

@@ -10,7 +10,7 @@ from .records import cpu, fa, serving
 
 __all__ = ["BACKENDS", "polyattn_register_backends"]
 
-POLYATTN_API_VERSION = 1
+POLYATTN_API_VERSION = 2
 
 BACKENDS: tuple[BackendInfo, ...] = (*fa.BACKENDS, *serving.BACKENDS, *cpu.BACKENDS)
 

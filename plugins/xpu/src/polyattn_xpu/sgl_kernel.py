@@ -16,9 +16,9 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters import flash_attention
-from polyattn.adapters.flash_attention import Packed, Result, Tables
+from polyattn.adapters.flash_attention import Packed, Result
 from polyattn.adapters.free_slots import without_free_slots
-from polyattn.contract import AttentionRequest, Bound, UnsupportedRequestError
+from polyattn.contract import AttentionRequest, Bound, PagedTables, UnsupportedRequestError
 
 from .batches import Unpaged, bind_paged, idle_last
 from .records.common import SGL_KERNEL_XPU
@@ -85,7 +85,7 @@ class _Paged:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        where: Tables,
+        where: PagedTables,
         *,
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
@@ -138,7 +138,7 @@ class _Latent:
     def fuses(self, sinks: Tensor, query: Tensor) -> bool:
         return False
 
-    def latent(self, query: Tensor, cache: Tensor, where: Tables, *, lse: bool) -> Result:
+    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> Result:
         rows = cache.squeeze(2)
         rows, table = self._pages(rows, where)
         one = self.request.s_relation == "one" and query.shape[0] == where.seq_lens.shape[0]
@@ -170,16 +170,13 @@ class _Latent:
         hidden = blind(self.request, query, where.seq_lens, where.cu_seqlens_q)
         return result.masked_fill_(hidden[:, None, None], 0.0), None
 
-    def _pages(self, rows: Tensor, where: Tables) -> tuple[Tensor, Tensor]:
+    def _pages(self, rows: Tensor, where: PagedTables) -> tuple[Tensor, Tensor]:
         """(cache, its table): without free slots unless they are promised to be numbers, and with as many columns as
         fill whole steps of 128 tokens, which decode asks for."""
-        table = where.page_table
         if dict(self.request.options).get("free_slots", "any") != "finite":
-            caches, table = without_free_slots(
-                self.request, (rows.unsqueeze(2),), table, where.seq_lens, where.max_seqlen_k
-            )
+            caches, where = without_free_slots(self.request, (rows.unsqueeze(2),), where)
             rows = caches[0].squeeze(2)
-        step = max(128 // rows.shape[1], 1)
+        table, step = where.page_table, max(128 // rows.shape[1], 1)
         missing = -table.shape[1] % step
         table = torch.nn.functional.pad(table, (0, missing)) if missing else table
         return rows.contiguous(), table.contiguous()

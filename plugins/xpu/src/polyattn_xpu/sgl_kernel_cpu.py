@@ -19,7 +19,7 @@ from polyattn import adapters
 from polyattn.adapters.gather_kv import nothing
 from polyattn.adapters.new_rows import with_new
 from polyattn.adapters.scale_sign import signed
-from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound
+from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound, PagedTables
 
 from .records.common import SGL_KERNEL_CPU
 
@@ -53,11 +53,7 @@ def _bind(request: AttentionRequest) -> Bound:
     def forward(
         query: Tensor,
         *caches: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: None = None,
@@ -66,19 +62,18 @@ def _bind(request: AttentionRequest) -> Bound:
         v_scale: None = None,
         out: Tensor | None = None,
     ) -> Any:
-        if not (query.shape[0] and max_seqlen_k):
+        if not (query.shape[0] and tables.max_seqlen_k):
             return nothing(request, query, out)
         if key is not None:
-            lens = (seq_lens, cu_seqlens_q, max_seqlen_k)
-            caches, page_table = with_new(request, query, caches, page_table, *lens, key, value)
-        lengths = cu_seqlens_q.diff()
+            caches, tables = with_new(request, query, caches, tables, key, value)
+        lengths = tables.cu_seqlens_q.diff()
         # Padding rows have no keys, and a sequence may have no queries: neither is the kernels' business.
-        mine = ((seq_lens > 0) & (lengths > 0)).nonzero().flatten()
+        mine = ((tables.seq_lens > 0) & (lengths > 0)).nonzero().flatten()
         room = out if out is not None and out.is_contiguous() else None
         result = query.new_empty(*query.shape[:2], request.dims[1]) if room is None else room
         result.zero_()
         if mine.numel():
-            batch = _Batch(request, query, _rows(request, caches), page_table, seq_lens, cu_seqlens_q, lengths, mine)
+            batch = _Batch(request, query, _rows(request, caches), tables, lengths, mine)
             attend(operator, batch, result)
         return result if out is None or room is not None else out.copy_(result)
 
@@ -179,16 +174,14 @@ class _Batch:
         request: AttentionRequest,
         query: Tensor,
         rows: tuple[Tensor, Tensor],
-        table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
+        tables: PagedTables,
         lengths: Tensor,
         mine: Tensor,
     ) -> None:
         self.query, (self.keys, self.values) = query.contiguous(), rows
-        self.table, self.mine = table.contiguous(), mine
-        self.starts, self.lengths = cu_seqlens_q[:-1][mine], lengths[mine]
-        self.seq_lens = seq_lens[mine].long()
+        self.table, self.mine = tables.page_table.contiguous(), mine
+        self.starts, self.lengths = tables.cu_seqlens_q[:-1][mine], lengths[mine]
+        self.seq_lens = tables.seq_lens[mine].long()
         self.given: dict[str, Any] = {
             "k_cache": self.keys,
             "v_cache": self.values,

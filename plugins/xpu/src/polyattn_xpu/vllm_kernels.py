@@ -15,8 +15,8 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters import flash_attention
-from polyattn.adapters.flash_attention import Packed, Result, Tables
-from polyattn.contract import AttentionRequest, Bound
+from polyattn.adapters.flash_attention import Packed, Result
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from .batches import Unpaged, bind_paged, idle_last
 from .records.common import VLLM_XPU_KERNELS
@@ -88,7 +88,7 @@ class _Paged:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        where: Tables,
+        where: PagedTables,
         *,
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,

@@ -48,7 +48,7 @@ def cached_inputs(maker: Maker, count: int) -> Inputs:
     buffers = StepBuffers(workload.batch, workload.tokens, table.tables[0].shape[1], device=device)
     step = buffers.build(batch, table)[0]
     tensors = [_tensors(maker, pool, layer, step.slots) for layer in layers]
-    extra: dict[str, Any] = dict(step.tables)
+    extra: dict[str, Any] = dict(step.keywords)
     if workload.shared:
         extra["kv_parts"] = (_prefix(maker, prefix),)
     return Inputs(workload, device, tensors, extra, step=step, pool=pool)

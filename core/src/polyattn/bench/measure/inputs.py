@@ -88,7 +88,8 @@ class Inputs:
 
     def _written(self) -> Iterator[Tensor]:
         """What a call could write to."""
-        for tensors in (*self.tensors, self.extra):
+        tables = self.extra.get("tables")
+        for tensors in (*self.tensors, self.extra, {} if tables is None else tables._asdict()):
             yield from (t for t in tensors.values() if isinstance(t, Tensor))
         yield from (*self.dout, *self.dlse)
 

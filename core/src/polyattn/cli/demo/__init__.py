@@ -1,4 +1,5 @@
-"""`polyattn demo`: what is chosen, a real model, every backend against the reference, and the cost, in under a minute.
+"""`polyattn demo` shows what is chosen, a real model, every backend against the reference, and the cost, in under a
+minute.
 
 One file per step; only they import torch, when the command runs.
 """
@@ -15,7 +16,7 @@ FAILED = 3
 
 
 def demo(
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, and nothing else.")] = False,
 ) -> None:
     """See it work on this machine's CPU, with real weights; offline, about half a minute.
 

@@ -1,4 +1,5 @@
-"""Step 3: every backend that runs here against the float64 reference, with the tolerances of the conformance kit."""
+"""Step 3 compares every backend that runs here with the float64 reference, within the tolerances of the conformance
+kit."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ CASES: dict[str, Case] = {
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a backend made of a case: its largest relative L2 error (out, LSE, gradients), or why it was refused.
+    """An answer says what a backend made of a case: its largest relative L2 error (out, LSE, gradients), or why it was
+    refused.
 
     Attributes:
         wrong: a gate that was not passed, in words; empty = passed.
@@ -113,7 +115,7 @@ def run(bar: Progress) -> Step:
 
 
 def _ask(target: Installed, problem: Problem, right: Solution, plain: Solution) -> Answer:
-    """Refused with a reason, or compared: output, LSE and gradients, each against both gates of the kit."""
+    """Run a case and compare output, LSE and gradients with both gates of the kit; keep the reason of a refusal."""
     case, request = problem.case, problem.request
     if (refusal := target.refuse(case)) is not None:
         reasons = getattr(refusal, "rejected", {}).get(target.name, [str(refusal)])
@@ -137,13 +139,14 @@ def _ask(target: Installed, problem: Problem, right: Solution, plain: Solution) 
 
 
 def _short(reasons: list[str]) -> str:
-    """The field that decided: `softcap=5.0 is not declared` is `no softcap`, another family `-`."""
+    """Name the field that decided: `softcap=5.0 is not declared` is `no softcap`, another family `-`."""
     word = reasons[0].partition("=")[0].rpartition(": ")[2]
     return {"family": "-", "grad": "no gradients", "lse": "no LSE"}.get(word, f"no {word}")
 
 
 def _controls(targets: list[Installed]) -> dict[str, bool]:
-    """Mistakes made on purpose -> whether the gates noticed. A gate that lets one pass would prove nothing above."""
+    """Make mistakes on purpose and tell whether the gates noticed. A gate that lets one pass would prove nothing
+    above."""
     case = CASES["full"]
     problem = build(case, torch.device("cpu"))
     right, plain = in_float64(problem), plainly(problem)
@@ -165,7 +168,7 @@ def _controls(targets: list[Installed]) -> dict[str, bool]:
 
 
 def _worst(found: dict[str, dict[str, Answer]]) -> dict[str, dict[str, float]]:
-    """Backend -> dtype -> its largest error."""
+    """Find the largest error: backend -> dtype -> error."""
     worst: dict[str, dict[str, float]] = {}
     for name, row in found.items():
         for backend, answer in row.items():

@@ -1,4 +1,4 @@
-"""Step 4: what a call through polyattn costs beyond the kernel: the added time over calling PyTorch's SDPA directly."""
+"""Step 4 measures what a call through polyattn adds over calling PyTorch's SDPA directly."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(bar: Progress) -> Step:
 
 
 def time_calls(calls: dict[str, Callable[[], Any]], bar: Progress) -> dict[str, list[float]]:
-    """Microseconds per call, one figure per round; the calls take turns, and so does who goes first."""
+    """Time calls, in microseconds, one figure per round. The calls take turns, and so does which one goes first."""
     names = list(calls)
     task = bar.add_task("timing dispatch", total=ROUNDS)
     found: dict[str, list[float]] = {name: [] for name in names}

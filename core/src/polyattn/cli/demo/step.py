@@ -1,4 +1,4 @@
-"""What a step of the demo hands back."""
+"""This module has what a step of the demo hands back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Step"]
 
 @dataclasses.dataclass
 class Step:
-    """One step, done.
+    """A step is one part of the demo, done.
 
     Attributes:
         title, note: its heading. verdict: pass, fail or not run. figure: the number behind the verdict, in words.

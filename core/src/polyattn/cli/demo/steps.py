@@ -1,4 +1,4 @@
-"""The demo's order: run a step, show it, and at the end say what passed."""
+"""This module runs the steps of the demo in order, shows each, and says at the end what passed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(*, as_json: bool = False) -> bool:
 
 
 def _contained(module: Any, bar: Progress) -> Step:
-    """The step's result; an exception is a failed step with its traceback, and the other steps still run."""
+    """Run a step. An exception is a failed step with its traceback, and the other steps still run."""
     try:
         step: Step = module.run(bar)
     except Exception as error:  # noqa: BLE001 - whatever a backend or a host raises is this step's verdict

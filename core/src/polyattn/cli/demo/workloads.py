@@ -1,4 +1,4 @@
-"""Step 1: six workloads, who serves them here and why; and what other machines would choose."""
+"""Step 1 shows six workloads, who serves them here and why, and what other machines would choose."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MACHINES: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A call with its tensors. `asks`: its options in words."""
+    """A workload is a call with its tensors. `asks`: its options in words."""
 
     name: str
     asks: str
@@ -44,7 +44,7 @@ class Workload:
 
 
 def workloads() -> list[Workload]:
-    """The attention of six kinds of model, with their heads and widths, on short sequences."""
+    """Make the attention of six kinds of model, with their heads and widths, on short sequences."""
 
     def dense(s_q: int, s_k: int, heads: int, kv_heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         q = torch.randn(1, s_q, heads, width, dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def run(bar: Progress) -> Step:
 
 
 def _because(selection: Selection, usable: set[str]) -> str:
-    """The rule that decided; for the reference, why the faster ones that are here could not."""
+    """Name the rule that decided; for the reference, why the faster backends that are here could not serve."""
     if selection.backend != "reference":
         return selection.why
     refused = [
@@ -133,7 +133,7 @@ def _because(selection: Selection, usable: set[str]) -> str:
 
 
 def _what_if(selection: Selection, machine: str) -> str:
-    """A mark for the adapter's state and the backend that another machine would choose."""
+    """Mark the adapter's state and name the backend that another machine would choose."""
     known = {
         normalise_distribution(name)
         for info in get_manager().backends.values()

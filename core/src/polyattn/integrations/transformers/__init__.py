@@ -1,4 +1,5 @@
-"""Hugging Face transformers (5.4 or newer) on polyattn: `install()`, then `attn_implementation="polyattn"`.
+"""This room puts polyattn into Hugging Face transformers (5.4 or newer): `install()`, then
+`attn_implementation="polyattn"`.
 
 - `attention.py`: the function every layer calls. `keywords.py`: what else a model says, and what becomes of it.
 - `masks.py`: the mask function, and masks put together. `names.py`: names transformers accepts.

@@ -1,4 +1,4 @@
-"""The attention function that transformers' layers call."""
+"""This module makes the attention function that transformers' layers call."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ...errors import InvalidInputError
 from ...selection.overrides import SCOPE
 from ...semantics.merge_lse import merge
 from ...serving.attention.multimodal import multimodal
+from ..common.keywords import asked_by
 from .batching import from_pages
 from .borders import with_borders
-from .keywords import More, asked_by, read_keywords
+from .keywords import More, read_keywords
 from .masks import fitted, says_causal, with_more
 from .weights import eager_with_weights
 
@@ -64,7 +65,7 @@ def make_forward(
         use_cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """One layer's attention.
+        """Compute one layer's attention.
 
         Args:
             module: the layer; says `is_causal` where the keyword does not.
@@ -176,8 +177,8 @@ def make_forward(
 
 
 class _Sites(dict[Any, Callable[..., Any]]):
-    """`polyattn.attention` with static arguments bound, by (scope, causal, window, ..., types). attention() keeps
-    the same table under more words; a layer calls often enough to feel those."""
+    """Bound calls of `polyattn.attention`, by (scope, causal, window, ..., types). attention() keeps the same table
+    under more words; a layer calls often enough to feel those."""
 
     def __init__(self, backend: str | None) -> None:
         super().__init__()
@@ -195,7 +196,7 @@ class _Sites(dict[Any, Callable[..., Any]]):
 
 
 def _window(size: int, causal: bool | str, module: Any, backend: str | None) -> tuple[int, int]:
-    """The window of a row: transformers counts the row's own key, polyattn the others."""
+    """Return the window of a row: transformers counts the row's own key, polyattn the others."""
     if size < 1:
         raise InvalidInputError(
             f"sliding_window={size} reached {asked_by(module, backend)}; a window has 1 key or more, None is no window"
@@ -204,7 +205,8 @@ def _window(size: int, causal: bool | str, module: Any, backend: str | None) -> 
 
 
 def _with_row_sinks(call: Callable[..., Any], sinks: Tensor) -> Callable[..., Tensor]:
-    """An attention call with a sink for each row and head, [B|1, H_q, S_q, 1], which scales the row's result (S5)."""
+    """Make an attention call with a sink for each row and head, [B|1, H_q, S_q, 1], which scales the row's result
+    (S5)."""
 
     def attend(query: Tensor, *others: Tensor, **options: Any) -> Tensor:
         out, lse = call(query, *others, return_lse=True, **options)
@@ -217,6 +219,6 @@ def _with_row_sinks(call: Callable[..., Any], sinks: Tensor) -> Callable[..., Te
 
 
 def _tokens(tensor: Tensor) -> Tensor:
-    """[B, H, S, D] as packed tokens [B * S, H, D]."""
+    """View [B, H, S, D] as packed tokens [B * S, H, D]."""
     tensor = tensor.transpose(1, 2)
     return tensor.reshape(-1, *tensor.shape[2:])

@@ -1,4 +1,4 @@
-"""Continuous batching of transformers (`generate_batch`): its pages, and the names that it admits.
+"""This module serves continuous batching of transformers (`generate_batch`): its pages, and the names that it admits.
 
 Up to transformers 5.23 the layers hand their cache to the attention function, from 5.24 on they update it themselves.
 """
@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import UnsupportedRequestError
-from .keywords import LENGTHS, asked_by
+from ..common.keywords import asked_by
+from .keywords import LENGTHS
 
 __all__ = ["admitting", "from_pages", "manager"]
 
@@ -46,7 +47,8 @@ def from_pages(
 
 
 def manager() -> Any:
-    """The class that runs continuous batching, None where transformers has none or it asks no model for its name."""
+    """Find the class that runs continuous batching; None where transformers has none or it asks no model for its
+    name."""
     try:
         api = importlib.import_module("transformers.generation.continuous_batching.continuous_api")
     except ImportError:
@@ -56,7 +58,8 @@ def manager() -> Any:
 
 
 def admitting(owner: Any, ours: Callable[[str], bool]) -> dict[str, Callable[..., Any]]:
-    """A method for `owner` to carry, which refuses all names but transformers' own: these are admitted as they are."""
+    """Make a method for `owner` to carry, which refuses all names but transformers' own: polyattn's names are admitted
+    as they are."""
     original = owner.switch_to_cb_friendly_attn
 
     @functools.wraps(original)

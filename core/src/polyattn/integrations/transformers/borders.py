@@ -1,4 +1,5 @@
-"""The borders of packed sequences, where only `position_ids` say them: a sequence begins where they are 0 again.
+"""This module finds the borders of packed sequences where only `position_ids` say them: a sequence begins where they
+are 0 again.
 
 transformers looks for them when it makes a mask, but not where a model keeps a cache, which is on by default while a
 model trains too. So causal layers look again: once per forward pass, because all layers get the same tensor.
@@ -20,8 +21,8 @@ __all__ = ["Borders", "find_borders", "with_borders"]
 
 @dataclasses.dataclass(frozen=True)
 class Borders:
-    """Packed sequences: `sequence` int [B, S], whose each token is; `cu` int32 [N+1], where they begin in the tokens of
-    all rows one after the other; `longest` of them."""
+    """Borders of packed sequences: `sequence` int [B, S], whose each token is; `cu` int32 [N+1], where they begin in
+    the tokens of all rows one after the other; `longest` of them."""
 
     sequence: Tensor
     cu: Tensor
@@ -37,7 +38,7 @@ def with_borders(
     module: Any,
     is_causal: bool | None,
 ) -> More | None:
-    """The keywords of a call over as many keys as queries, with the borders that its positions say.
+    """Add the borders that positions say to the keywords of a call over as many keys as queries.
 
     Lengths or numbers of sequences that were given go first. Where the mask says more than causality, both must allow a
     key. A compiled model does not look at numbers: while it trains it always gets a mask, otherwise positions are not
@@ -83,7 +84,7 @@ def _known(position_ids: Tensor) -> Borders | None:
 
 
 def find_borders(position_ids: Tensor) -> Borders | None:
-    """The sequences packed into rows of positions [B, S]; None where each row is one."""
+    """Find the sequences packed into rows of positions [B, S]; None where each row is one."""
     if position_ids.is_meta or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None  # no numbers to look at
     starts = position_ids == 0

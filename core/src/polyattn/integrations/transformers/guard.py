@@ -1,4 +1,5 @@
-"""What a model may be given under a name that transformers knows nothing about. Asked when a model is built.
+"""This module decides, when a model is built, what may be given to it under a name that transformers knows nothing
+about.
 
 Under its own names transformers checks each model; under any other it checks nothing. Two things would go wrong without
 a word. Models that compute attention in their own code are never reached, and would add bool masks to their logits.
@@ -22,8 +23,8 @@ SHOWN = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa"
 
 
 def guarded(base: Any, ours: Callable[[str], bool], trust: dict[type, bool]) -> dict[str, Callable[..., Any]]:
-    """Methods for `base` to carry: `get_correct_attn_implementation`, which every model asks for its name when it is
-    built or changed, and `set_attn_implementation`, which skips models that it cannot change with a line in the log.
+    """Make two methods for `base` to carry. Every model asks `get_correct_attn_implementation` for its name when it is
+    built or changed; `set_attn_implementation` skips models that it cannot change with a line in the log.
 
     Args:
         base: transformers' PreTrainedModel. ours: whether a name is one that the guard is for; raises where it is a pin
@@ -67,7 +68,8 @@ def guarded(base: Any, ours: Callable[[str], bool], trust: dict[type, bool]) -> 
 
 
 def _wanted(config: Any, given: Any) -> Iterator[tuple[int, str | None]]:
-    """id of each configuration -> the name it is given, None = it keeps its own; as transformers reads such a dict."""
+    """Yield (id of a configuration, the name it is given), None = it keeps its own; as transformers reads such a
+    dict."""
     yield id(config), given.get("") if isinstance(given, dict) else given
     for part in getattr(config, "sub_configs", None) or ():
         if (inner := getattr(config, part, None)) is not None:
@@ -75,13 +77,13 @@ def _wanted(config: Any, given: Any) -> Iterator[tuple[int, str | None]]:
 
 
 def dual_chunks(config: Any) -> str:
-    """The name of a setting by which a model asks for sparse attention in chunks, which transformers does not read:
-    plain attention is another function of the same weights. Empty where there is none."""
+    """Name the setting by which a model asks for sparse attention in chunks; empty where there is none. Transformers
+    does not read it, and plain attention is another function of the same weights."""
     return "dual_chunk_attention_config" if getattr(config, "dual_chunk_attention_config", None) else ""
 
 
 def asks(kind: type, base: Any) -> bool:
-    """Whether a model class, or one that it is made from, asks for an attention function."""
+    """Tell whether a model class, or one that it is made from, asks for an attention function."""
     return any(_asks(one) for one in kind.__mro__ if issubclass(one, base) and one is not base)
 
 
@@ -113,8 +115,8 @@ def _ignored(kind: str, name: str, setting: str) -> UnsupportedRequestError:
 
 
 def _asks(kind: Any) -> bool:
-    """Whether the code of a model class asks for an attention function, as transformers itself judges it. Code that
-    cannot be read, typed into a shell for instance, has the benefit of the doubt."""
+    """Tell whether the code of a model class asks for an attention function, as transformers itself judges it. Code
+    that cannot be read, typed into a shell for instance, counts as asking."""
     try:
         inspect.getsource(sys.modules[kind.__module__])
     except (KeyError, OSError, TypeError):

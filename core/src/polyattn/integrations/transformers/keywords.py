@@ -1,7 +1,6 @@
-"""What a model says beside query, key, value and mask: each keyword is used, known to be harmless, or refused by name.
+"""This module reads what a model of transformers says beside query, key, value and mask.
 
-transformers passes whatever a model or a caller adds straight to the attention function. A keyword that is dropped
-there computes something else without a word, so nothing is dropped that is not listed here.
+It is used, known to be harmless and listed here, or refused by its name (`common/keywords.py` says why).
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import InvalidInputError, UnsupportedRequestError
+from ...errors import InvalidInputError
+from ..common.keywords import asked_by, refuse_unknown, refused
 
-__all__ = ["EAGER_STEP", "HARMLESS", "LENGTHS", "SEMANTIC", "More", "asked_by", "read_keywords"]
+__all__ = ["EAGER_STEP", "HARMLESS", "LENGTHS", "SEMANTIC", "More", "read_keywords"]
 
 HARMLESS = frozenset(
     {
@@ -83,11 +83,6 @@ class More:
     deterministic: bool = False
 
 
-def asked_by(module: Any, backend: str | None) -> str:
-    """Who asks, for messages."""
-    return f"{type(module).__name__} on polyattn ({backend or 'automatic backend'})"
-
-
 def read_keywords(
     given: dict[str, Any], s_aux: Tensor | None, harmless: frozenset[str], module: Any, backend: str | None
 ) -> More:
@@ -101,29 +96,19 @@ def read_keywords(
     for name, (reason, step) in _REFUSED.items():
         # False and 0 switch these off.
         if name in rest and (isinstance(rest[name], Tensor) or rest[name]):
-            raise UnsupportedRequestError(
-                f"{name} reached {asked_by(module, backend)}: {reason}; {step}", {name: [reason]}
-            )
+            raise refused(name, asked_by(module, backend), reason, step)
         rest.pop(name, None)
     lengths = {name: rest.pop(name) for name in LENGTHS if name in rest}
     sinks, bias, sequence = (rest.pop(name, None) for name in ("sinks", "position_bias", "seq_idx"))
     deterministic = bool(rest.pop("deterministic", False))
     if rest:
-        name, value = next(iter(rest.items()))
-        raise UnsupportedRequestError(
-            f"unknown keyword {name} ({_short(value)}) reached {asked_by(module, backend)}: it may change the result, "
-            f"so it is not dropped. If it says nothing about attention, install(harmless=[{name!r}]); "
-            f"else {EAGER_STEP}",
-            {name: ["unknown keyword"]},
-        )
+        refuse_unknown(rest, asked_by(module, backend), EAGER_STEP)
     if sinks is not None and s_aux is not None:
         raise InvalidInputError(f"both s_aux and sinks reached {asked_by(module, backend)}; pass one of them")
     by_row = sinks is not None and sinks.ndim == 4 and sinks.shape[3] == 1
     if sinks is not None and sinks.ndim != 1 and not by_row:
         reason = f"sinks of shape {tuple(sinks.shape)} are neither one per head, [H_q], nor per row, [B, H_q, S_q, 1]"
-        raise UnsupportedRequestError(
-            f"sinks reached {asked_by(module, backend)}: {reason}; {EAGER_STEP}", {"sinks": [reason]}
-        )
+        raise refused("sinks", asked_by(module, backend), reason, EAGER_STEP)
     return More(
         sinks=s_aux if sinks is None else None if by_row else sinks,
         row_sinks=sinks if by_row else None,
@@ -155,10 +140,3 @@ def _packed(lengths: dict[str, Any], module: Any, backend: str | None) -> dict[s
 
 def _int32(cu: Any) -> Any:
     return cu.int() if isinstance(cu, Tensor) else cu
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"tensor {tuple(value.shape)} {value.dtype}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""Latent attention modules of a transformers model, served from latent rows.
+"""This module serves latent attention modules of a transformers model from latent rows.
 
 A DeepSeek-shaped model makes keys and values of every head before it calls an attention function, so nothing that is
 installed there can read latent rows instead. `replaced` gives those modules another forward, says which, and takes it
@@ -29,8 +29,8 @@ LatentForward = Callable[[Any, Tensor, Tensor, Tensor, AttentionLayer], Tensor]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LatentModule:
-    """A module whose forward is replaced: its name in the model, itself, how it turns positions
-    (`latent_parts.RULES`), and what serving knows of it. Its `layer_id` is the module's `layer_idx`."""
+    """A module whose forward is replaced: its name in the model, itself, how it turns positions (`latent_parts.RULES`),
+    and what serving knows of it. Its `layer_id` is the module's `layer_idx`."""
 
     name: str
     module: nn.Module
@@ -44,7 +44,7 @@ class LatentModule:
 
 
 def latent_modules(model: nn.Module) -> list[LatentModule]:
-    """The latent attention modules of a model, none of them changed yet.
+    """Find the latent attention modules of a model; none of them is changed yet.
 
     Each runs its own forward once on two random tokens.
 
@@ -84,7 +84,7 @@ def latent_modules(model: nn.Module) -> list[LatentModule]:
 
 @final
 class Replacement:
-    """Modules that carry another forward, until `restore()`, or the end of a `with`.
+    """A replacement gives modules another forward until `restore()`, or the end of a `with`.
 
     Attributes:
         modules: which, in the order of the model.
@@ -98,11 +98,11 @@ class Replacement:
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
-        """For a KV pool and an `AttentionBackend`."""
+        """The layers, for a KV pool and an `AttentionBackend`."""
         return tuple(entry.layer for entry in self.modules)
 
     def restore(self) -> None:
-        """Take the forwards back; once is enough.
+        """Give the modules their own forwards back; a second call does nothing.
 
         Raises:
             ConfigError: somebody has replaced one since; it stays as it is, all others are taken back.

@@ -1,4 +1,5 @@
-"""Which modules of a model are latent attention that polyattn can serve: by what they have, then by what they compute.
+"""This module decides which modules of a model are latent attention that polyattn can serve: by what they have, then by
+what they compute.
 
 Attributes say what a module has, not all that its forward does with it: a factor on the queries, a norm more, a gate
 after attention. So each module runs once on two random tokens, with an attention function that only looks, and what
@@ -31,13 +32,13 @@ _POSITIONS = (5, 11)
 
 
 def looks_latent(module: nn.Module) -> bool:
-    """Whether this must be served as latent attention, or refused."""
+    """Tell whether a module must be served as latent attention, or refused."""
     return hasattr(module, "kv_b_proj") or hasattr(module, "kv_lora_rank")
 
 
 def nearest_rotary(model: nn.Module, name: str) -> nn.Module | str:
-    """The module that makes the position embeddings of the module `name`, or why there is none: what has `inv_freq`
-    beside the nearest of its ancestors."""
+    """Find the module that makes the position embeddings of the module `name`, or say why there is none. It has
+    `inv_freq` and is beside the nearest ancestor that has such a one."""
     parents = name.split(".")
     for depth in range(len(parents) - 1, -1, -1):
         children = model.get_submodule(".".join(parents[:depth])).children()
@@ -51,7 +52,7 @@ def nearest_rotary(model: nn.Module, name: str) -> nn.Module | str:
 
 
 def rope_rule(module: Any, rotary: Any) -> tuple[str, str]:
-    """(name of its rotation in `RULES`, "") for a module that can be served, ("", why not) for another."""
+    """Return (name of its rotation in `RULES`, "") for a module that can be served, ("", why not) for another."""
     reason = _structure(module)
     if reason:
         return "", reason
@@ -64,7 +65,7 @@ def rope_rule(module: Any, rotary: Any) -> tuple[str, str]:
 
 
 def _structure(module: Any) -> str:
-    """Why the attributes of a module do not fit, or nothing."""
+    """Say why the attributes of a module do not fit, or nothing."""
     missing = [name for name in _NUMBERS if not isinstance(getattr(module, name, None), (int, float))]
     if missing:
         return f"it has no {', '.join(missing)}"
@@ -133,7 +134,7 @@ def _compare(module: Any, rotary: Any) -> tuple[str, str]:
 
 
 def _look(module: Any, hidden: Tensor, positions: Any, made: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """What the module hands to its attention function, and its output when that returns `made`."""
+    """Return what the module hands to its attention function, and its output when that returns `made`."""
     seen: dict[str, Any] = {}
 
     def looking(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **options: Any) -> Any:
@@ -167,7 +168,7 @@ def _options(module: Any, seen: dict[str, Any]) -> str:
 
 
 def _difference(module: Any, ours: list[Tensor], theirs: list[Tensor]) -> str:
-    """The first of query, key and value in which the two differ; query and key by their two parts."""
+    """Name the first of query, key and value in which the two differ; query and key by their two parts."""
     for what, own, other in zip(("query", "key", "value"), ours, theirs, strict=True):
         other = other.transpose(1, 2).flatten(0, 1)
         if other.shape != own.shape:
@@ -181,7 +182,7 @@ def _difference(module: Any, ours: list[Tensor], theirs: list[Tensor]) -> str:
 
 
 def _distance(own: Tensor, other: Tensor) -> float:
-    """Relative L2; not a number where there is nothing to compare."""
+    """Return the relative L2 distance; not a number where there is nothing to compare."""
     return float((own.double() - other.double()).norm() / other.double().norm())
 
 

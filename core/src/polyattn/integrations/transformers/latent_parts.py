@@ -1,4 +1,4 @@
-"""What a DeepSeek-shaped attention module computes before attention: query parts and latent rows.
+"""This module computes what a DeepSeek-shaped attention module computes before attention: query parts and latent rows.
 
 The parts are found by their attributes, as in DeepSeek-V2 and V3: queries by `q_proj`, or `q_a_proj`, `q_a_layernorm`
 and `q_b_proj`; rows by `kv_a_proj_with_mqa` and `kv_a_layernorm`. How positions are turned differs between models and
@@ -19,7 +19,8 @@ Rule = Callable[[Tensor, Any], Tensor]
 
 
 class Parts(NamedTuple):
-    """q_nope [T, H, D_nope] and q_pe [T, H, D_r]; rows [T, D_c + D_r]; T = B * S tokens in order."""
+    """The parts of a call: q_nope [T, H, D_nope] and q_pe [T, H, D_r]; rows [T, D_c + D_r]; T = B * S tokens in
+    order."""
 
     q_nope: Tensor
     q_pe: Tensor
@@ -54,7 +55,7 @@ RULES: dict[str, Rule] = {"halves": _halves, "pairs_to_halves": _pairs_to_halves
 
 
 def rules_for(positions: Any) -> tuple[str, ...]:
-    """The rules that take such position embeddings."""
+    """List the rules that take such position embeddings."""
     if isinstance(positions, Tensor) and positions.is_complex():
         return ("complex_pairs",)
     pair = isinstance(positions, (tuple, list)) and len(positions) == 2
@@ -62,14 +63,14 @@ def rules_for(positions: Any) -> tuple[str, ...]:
 
 
 def heads_of(module: Any) -> int:
-    """Heads of this rank."""
+    """Count the heads of this rank."""
     each: int = module.qk_nope_head_dim + module.v_head_dim
     rows: int = module.kv_b_proj.weight.shape[0]
     return rows // each
 
 
 def compute_parts(module: Any, hidden: Tensor, positions: Any, rule: str) -> Parts:
-    """The parts for hidden states [B, S, hidden]."""
+    """Compute the parts for hidden states [B, S, hidden]."""
     if getattr(module, "q_proj", None) is not None:
         query = module.q_proj(hidden)
     else:

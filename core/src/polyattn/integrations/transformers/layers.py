@@ -1,36 +1,19 @@
-"""Which backend serves each attention layer of a model, and why."""
+"""This module reports which backend serves each attention layer of a model of transformers, and why."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from ...dispatch.dense import attention
 from ...dispatch.varlen import varlen_attention
 from ...errors import ConfigError
-from ...selection.inspection import explain
-from ...selection.select import Selection
+from ..common.reports import LayerReport, Recorder
 from .attention import make_forward
 from .guard import asks
 from .registry import entries, interfaces
 
 __all__ = ["LayerReport", "report"]
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerReport:
-    """One attention call: the layer's name in the model, its class, the `attn_implementation` it asked for, and the
-    selection with its reasons."""
-
-    layer: str
-    kind: str
-    implementation: str
-    selection: Selection
-
-    def __str__(self) -> str:
-        chosen = self.selection
-        return f"{self.layer} ({self.kind}, {self.implementation}): {chosen.id} by {chosen.source}: {chosen.why}"
 
 
 def report(model: Any, *args: Any, **kwargs: Any) -> list[LayerReport]:
@@ -45,22 +28,15 @@ def report(model: Any, *args: Any, **kwargs: Any) -> list[LayerReport]:
     if not entries():
         raise ConfigError("report() needs an installed name; call polyattn.integrations.transformers.install() first")
     functions = interfaces()[0]
-    layers = {id(module): name for name, module in model.named_modules()}
-    found: list[LayerReport] = []
+    recorder = Recorder(model)
 
     def recording(name: str, backend: str | None, harmless: frozenset[str]) -> Callable[..., Any]:
-        def ask(call: Callable[..., Any], module: Any, *given: Any, **options: Any) -> Any:
-            selection = explain(call, *given, **options)
-            kind = type(module).__name__
-            found.append(LayerReport(layers.get(id(module), kind), kind, name, selection))
-            return call(*given, **options)
-
         def forward(module: Any, *given: Any, **options: Any) -> Any:
-            def dense(*q: Any, **kw: Any) -> Any:
-                return ask(attention, module, *q, **kw)
+            def dense(*tensors: Any, **words: Any) -> Any:
+                return recorder.call(attention, module, name, *tensors, **words)
 
-            def packed(*q: Any, **kw: Any) -> Any:
-                return ask(varlen_attention, module, *q, **kw)
+            def packed(*tensors: Any, **words: Any) -> Any:
+                return recorder.call(varlen_attention, module, name, *tensors, **words)
 
             return make_forward(backend, harmless, dense, packed)(module, *given, **options)
 
@@ -74,9 +50,9 @@ def report(model: Any, *args: Any, **kwargs: Any) -> list[LayerReport]:
     finally:
         for name in entries():
             functions.register(name, before[name])
-    if not found:
+    if not recorder.found:
         raise ConfigError(f"no attention call of {type(model).__name__} reached polyattn: {_why(model)}")
-    return found
+    return recorder.found
 
 
 def _why(model: Any) -> str:

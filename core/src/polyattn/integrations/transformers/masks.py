@@ -1,4 +1,5 @@
-"""The mask function that transformers calls once per forward, and the masks of one layer put together."""
+"""This module makes the mask function that transformers calls once per forward, and puts the masks of one layer
+together."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from ...semantics.packed import owners
 from ...semantics.validation import check_cu_seqlens, contents_readable, has_shapes_only
-from .keywords import More, asked_by
+from ..common.keywords import asked_by
+from .keywords import More
 
 __all__ = ["fitted", "make_mask", "says_causal", "with_more"]
 
 
 def make_mask(sdpa_mask: Callable[..., Any], eager_mask: Callable[..., Any], trust: Mapping[type, bool]) -> Any:
-    """The mask function, called once per forward and kind of layer.
+    """Make the mask function, which transformers calls once per forward and kind of layer.
 
     Args:
         sdpa_mask: transformers' own: bool (True = attend), or None where the causal flag of the layers says it all.
@@ -40,7 +42,7 @@ def make_mask(sdpa_mask: Callable[..., Any], eager_mask: Callable[..., Any], tru
 
 
 def fitted(mask: Any, s_q: int, s_k: int, module: Any, backend: str | None) -> Any:
-    """A mask as a view of [B|1, H|1, S_q, S_k]; models leave out axes of equal rows.
+    """View a mask as [B|1, H|1, S_q, S_k]; models leave out axes of equal rows.
 
     Raises:
         InvalidInputError: it is no 4-D tensor, or its lengths are others.
@@ -59,7 +61,7 @@ def fitted(mask: Any, s_q: int, s_k: int, module: Any, backend: str | None) -> A
 
 
 def says_causal(module: Any, s_q: int, s_k: int, backend: str | None) -> bool:
-    """Whether a layer without a mask is causal, by its own word.
+    """Tell whether a layer without a mask is causal, by its own word.
 
     Raises:
         InvalidInputError: it has none, and the lengths allow both answers.
@@ -84,7 +86,7 @@ def says_causal(module: Any, s_q: int, s_k: int, backend: str | None) -> bool:
 
 
 def with_more(mask: Tensor | None, more: More, query: Tensor, key: Tensor, module: Any, backend: str | None) -> Any:
-    """A mask joined with a layer's bias and with the borders of packed sequences: both must allow a key.
+    """Join a mask with a layer's bias and with the borders of packed sequences: both must allow a key.
 
     Args:
         mask: as `fitted` takes it, or None. query: [B, H_q, S_q, D]. key: [B, H_kv, S_k, D].
@@ -107,7 +109,7 @@ def with_more(mask: Tensor | None, more: More, query: Tensor, key: Tensor, modul
 
 
 def _check_packed(cu_q: Tensor, cu_k: Tensor, more: More, s_q: int, s_k: int) -> None:
-    """As a packed call checks its lengths: whether a model brings a mask does not decide what is taken (S1)."""
+    """Check lengths as a packed call does: whether a model brings a mask does not decide what is taken (S1)."""
     if torch.compiler.is_compiling() or has_shapes_only(cu_q) or not contents_readable(cu_q):
         return
     for side, cu, tokens, longest in (("q", cu_q, s_q, more.max_q), ("k", cu_k, s_k, more.max_k)):
@@ -115,7 +117,7 @@ def _check_packed(cu_q: Tensor, cu_k: Tensor, more: More, s_q: int, s_k: int) ->
 
 
 def _same_sequence(more: More, query: Tensor, key: Tensor, module: Any, backend: str | None) -> Tensor | None:
-    """True where a query and a key belong to one packed sequence: [B|1, 1, S_q, S_k]."""
+    """Return a mask that is True where a query and a key belong to one packed sequence: [B|1, 1, S_q, S_k]."""
     rows, columns = more.sequence, more.sequence
     batch, s_q, s_k = query.shape[0], query.shape[2], key.shape[2]
     if more.cu_q is not None and more.cu_k is not None:

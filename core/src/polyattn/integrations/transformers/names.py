@@ -1,10 +1,13 @@
-"""Attention names. transformers decides by their parts: "flash" turns on a 2-D mask and a hub kernel, "a/b" a download,
-"paged|" is cut off, "sdpa" and "flex_attention" ask the model for permission."""
+"""This module checks the attention names that are given to transformers, which decides by their parts.
+
+"flash" turns on a 2-D mask and a hub kernel, "a/b" a download, "paged|" is cut off, "sdpa" and "flex_attention" ask the
+model for permission.
+"""
 
 from __future__ import annotations
 
 from ...errors import ConfigError
-from ...registry.manager import get_manager
+from ..common.names import backend_words, pinned
 
 __all__ = ["TAKEOVER", "check_name", "pinned_names"]
 
@@ -36,11 +39,8 @@ def check_name(name: str) -> None:
 
 
 def pinned_names(name: str) -> dict[str, str]:
-    """`name|backend` -> backend, for every name and alias of every backend.
+    """Map `name|backend` to the backend, for every name and alias of every backend (`common.names.backend_words`).
 
-    Backends of other machines, planned ones and those without dense attention are in it too: asking for one, the call
-    says what is missing, or is rewritten for it; transformers refuses a name it does not know with a list of its own.
     Names in which transformers would see one of its own kernels are left out; `use_backend` reaches those.
     """
-    known = {n for info in get_manager().backends.values() for n in (info.name, *(a.name for a in info.aliases))}
-    return {f"{name}|{n}": n for n in sorted(known) if "flash" not in n and "/" not in n}
+    return pinned(name, (word for word in backend_words() if "flash" not in word and "/" not in word))

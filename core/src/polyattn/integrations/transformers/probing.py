@@ -1,4 +1,5 @@
-"""What attention a causal LM does, layer by layer, read from a few small forward passes: no list of model names.
+"""This module reads what attention a causal LM does, layer by layer, from a few small forward passes. It has no list of
+model names.
 
 The passes run under a name of their own: its attention function writes down the arguments, its mask function remembers
 each mask and what it was made of, so that a layer's mask is known. What pages cannot serve is refused here, once.
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedRequestError
 from ...serving.layer import AttentionLayer
+from ..common.keywords import asked_by
 from .guard import dual_chunks
-from .keywords import HARMLESS, asked_by, read_keywords
+from .keywords import HARMLESS, read_keywords
 from .probing_positions import check_positions
 from .registry import interfaces
 
@@ -27,19 +29,19 @@ __all__ = ["PROBE", "attending", "configs_of", "probe", "reading"]
 
 PROBE = "polyattn_probe"
 TOKENS = 3
-"""Of the probe pass: more than one, so that masks are asked for."""
+"""Tokens of the probe pass. There is more than one, so that masks are asked for."""
 
 Attend = Callable[..., Tensor]
 
 
 def configs_of(model: Any) -> list[Any]:
-    """Every config that a part of the model reads."""
+    """List every config that a part of the model reads."""
     return list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
 
 
 @contextlib.contextmanager
 def attending(configs: Sequence[Any], name: str) -> Iterator[None]:
-    """The attention implementation of models with these configs is `name` inside, and what it was afterwards."""
+    """Set the attention implementation of models with these configs to `name` inside, and to what it was afterwards."""
     before = [(config, config._attn_implementation_internal) for config in configs]
     try:
         for config, _ in before:
@@ -51,8 +53,8 @@ def attending(configs: Sequence[Any], name: str) -> Iterator[None]:
 
 
 def reading(call: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function for transformers that sorts the keywords and asks `call(module, query, key, value, mask,
-    scale, window, softcap, sinks)`; query, key and value are [B, H, S, D] as the layer gave them."""
+    """Make an attention function for transformers that sorts the keywords and asks `call(module, query, key, value,
+    mask, scale, window, softcap, sinks)`; query, key and value are [B, H, S, D] as the layer gave them."""
 
     def polyattn_serving(
         module: Any,
@@ -105,7 +107,8 @@ def _mask(*, q_length: int, kv_length: int, mask_function: Any, local_size: int 
 
 
 def _is_plain(function: Any, window: int, device: Any) -> bool:
-    """Whether a mask function is causal with this window, tried on the borders of a few windows and around them."""
+    """Tell whether a mask function is causal with this window, tried on the borders of a few windows and around
+    them."""
     size = window + 1 if window > 0 else 1024
     rows = [r for n in range(4) for r in (n * size - 1, n * size, n * size + 1) if r >= 0]
     pairs = {(r, k) for r in rows for d in (0, 1, size - 1, size, size + 1) for k in (r - d, r + d) if k >= 0}
@@ -156,7 +159,7 @@ def _record(
 
 
 def probe(model: Any, max_positions: int = 0) -> dict[nn.Module, AttentionLayer]:
-    """Attention module -> its `AttentionLayer`, in the order of the forward pass.
+    """Map each attention module to its `AttentionLayer`, in the order of the forward pass.
 
     Args:
         max_positions: no position reaches it; 0 = not said.
@@ -195,7 +198,7 @@ def probe(model: Any, max_positions: int = 0) -> dict[nn.Module, AttentionLayer]
 
 
 def _run(model: Any, positions: Sequence[int], call: Attend) -> _Notes:
-    """One pass over equal tokens at these positions, with `call` for attention."""
+    """Run one pass over equal tokens at these positions, with `call` for attention."""
     functions, masks, _ = interfaces()
     functions.register(PROBE, reading(call))
     masks.register(PROBE, _mask)
@@ -217,7 +220,7 @@ def _run(model: Any, positions: Sequence[int], call: Attend) -> _Notes:
 
 
 def _nothing(query: Tensor, value: Tensor) -> Tensor:
-    """The zeros that every layer of a pass gives, [B, S_q, H_q, D_v]: no token hears of another."""
+    """Return the zeros that every layer of a pass gives, [B, S_q, H_q, D_v]: no token hears of another."""
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 

@@ -1,4 +1,5 @@
-"""Whether the keys of a token depend on the token and its position alone, which pages and prefix caches live by.
+"""This module checks that the keys of a token depend on the token and its position alone, as pages and prefix caches
+need.
 
 Every pass has equal tokens and attention that returns zeros, so only positions can make two rows differ.
 """
@@ -21,7 +22,7 @@ Rows = Callable[[Sequence[int]], list[tuple[Any, Tensor, Tensor, Tensor]]]
 
 
 def check_positions(run: Rows, max_positions: int) -> tuple[str, ...] | None:
-    """What pages cannot serve, why, and within which limits they could (where there are any), or None.
+    """Say what pages cannot serve, why, and within which limits they could (where there are any), or None.
 
     Args:
         run: a pass of the model. max_positions: no position reaches it; 0 = not said, then none is tried that is large.
@@ -52,8 +53,8 @@ def check_positions(run: Rows, max_positions: int) -> tuple[str, ...] | None:
 
 
 def _changed(run: Rows, last: int) -> Any:
-    """A module whose rows of the first two tokens depend on the position of the third, or None. The short pass comes
-    last: some models keep what the longest pass made of their frequencies until a short one."""
+    """Find a module whose rows of the first two tokens depend on the position of the third, or None. The short pass
+    comes last: some models keep what the longest pass made of their frequencies until a short one."""
     far, near = run((0, 1, last)), run((0, 1, 2))
     for (module, *long), (_, *short) in zip(far, near, strict=True):
         if any(_far(a[:, :, :2], b[:, :, :2]) for a, b in zip(long, short, strict=True)):
@@ -62,7 +63,7 @@ def _changed(run: Rows, last: int) -> Any:
 
 
 def _border(run: Rows, changed: int) -> int:
-    """The first position that changes the rows of the others, by halving."""
+    """Find the first position that changes the rows of the others, by halving."""
     same = 2
     while changed - same > 1:
         middle = (same + changed) // 2
@@ -71,7 +72,7 @@ def _border(run: Rows, changed: int) -> int:
 
 
 def _far(own: Tensor, other: Tensor) -> bool:
-    """Whether two tensors differ by more than rounding."""
+    """Tell whether two tensors differ by more than rounding."""
     if not (own.isfinite().all() and other.isfinite().all()):
         return False  # weights that are no numbers tell nothing of positions; the engine refuses their logits
     limit = 1e-4 if own.dtype.itemsize >= 4 else 1e-2

@@ -1,4 +1,4 @@
-"""Put polyattn into transformers' registries, and take it out again."""
+"""This module puts polyattn into transformers' registries, and takes it out again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-from ...errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
-from .. import OLDEST, outdated
+from ...errors import ConfigError, did_you_mean
+from ..common.hosts import host_package
+from ..common.keywords import harmless_words
+from ..common.names import split_pin, unknown_pin
+from ..common.patching import Patches
 from .attention import make_forward
 from .batching import admitting, manager
 from .guard import guarded
@@ -19,44 +22,39 @@ from .names import TAKEOVER, check_name, pinned_names
 __all__ = ["Entry", "entries", "install", "installed", "interfaces", "uninstall"]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Entry:
-    """A registered name: the backend it pins, its functions, and what stood there before."""
+    """An entry is a registered name: the backend it pins, and the keywords that it leaves unread."""
 
     backend: str | None
     harmless: frozenset[str]
-    attention: Any
-    mask: Any
-    before: tuple[Any, Any]
 
 
-_entries: dict[str, dict[str, Entry]] = {}
-"""By the name given to `install`, then by registered name."""
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """A group is one `install`: its names, and what was put into transformers for them."""
+
+    entries: dict[str, Entry]
+    patches: Patches = dataclasses.field(default_factory=Patches)
+
+
+_groups: dict[str, _Group] = {}
+"""The groups, by the name given to `install`."""
 
 _trust: dict[type, bool] = {}
 """Config class -> whether its models stand bool and missing masks. `sdpa` is asked of the model by transformers."""
 
-_guards: dict[tuple[Any, str], tuple[Any, Any]] = {}
-"""(transformers' class, name of its method) -> the method and the guard around it, while something is installed."""
+_guards = Patches()
+"""The methods of transformers' classes that are guarded while something is installed."""
 
 
 def interfaces() -> tuple[Any, Any, Any]:
-    """transformers' attention registry, its mask registry, and the base class of its models.
+    """Return transformers' attention registry, its mask registry, and the base class of its models.
 
     Raises:
         BackendUnavailableError: transformers is missing or too old.
     """
-    try:
-        host = importlib.import_module("transformers")
-    except ModuleNotFoundError as exc:
-        if exc.name != "transformers":
-            raise
-        raise BackendUnavailableError(
-            f"transformers is not installed; pip install 'polyattn[transformers]', or transformers "
-            f"{OLDEST['transformers']} or newer"
-        ) from exc
-    if why := outdated("transformers", host.__version__):
-        raise BackendUnavailableError(why)
+    host_package("transformers")
     models = importlib.import_module("transformers.modeling_utils")
     masks = importlib.import_module("transformers.masking_utils")
     return models.AttentionInterface, masks.AttentionMaskInterface, models.PreTrainedModel
@@ -81,13 +79,9 @@ def install(name: str = "polyattn", *, harmless: Iterable[str] = ()) -> tuple[st
         InvalidInputError: harmless is one string. BackendUnavailableError: see `interfaces`.
     """
     check_name(name)
-    if isinstance(harmless, str):
-        raise InvalidInputError(f"harmless={harmless!r} must be a list of keyword names: [{harmless!r}]")
-    words = HARMLESS | frozenset(harmless)
-    if spoken := sorted(words & SEMANTIC):
-        raise ConfigError(f"harmless names {', '.join(spoken)}, which changes the result of attention; leave it out")
+    words = harmless_words(HARMLESS, harmless, SEMANTIC)
     functions, masks, base = interfaces()
-    if name in _entries:
+    if name in _groups:
         uninstall(name)
     wanted: dict[str, str | None] = {name: None, **({} if name == TAKEOVER else pinned_names(name))}
     here = functions._global_mapping
@@ -97,15 +91,13 @@ def install(name: str = "polyattn", *, harmless: Iterable[str] = ()) -> tuple[st
         )
     own = importlib.import_module("transformers.masking_utils")
     mask = own.sdpa_mask if name == TAKEOVER else make_mask(own.sdpa_mask, own.eager_mask, _trust)
-    added = {}
+    group = _Group({registered: Entry(backend, words) for registered, backend in wanted.items()})
     for registered, backend in wanted.items():
-        before = (here.get(registered), masks._global_mapping.get(registered))
-        added[registered] = Entry(backend, words, make_forward(backend, words), mask, before)
-        functions.register(registered, added[registered].attention)
-        masks.register(registered, mask)
-    _entries[name] = added
+        group.patches.item(here, registered, make_forward(backend, words))
+        group.patches.item(masks._global_mapping, registered, mask)
+    _groups[name] = group
     _guard(base)
-    return tuple(added)
+    return tuple(wanted)
 
 
 def uninstall(name: str | None = None) -> None:
@@ -116,40 +108,24 @@ def uninstall(name: str | None = None) -> None:
     Raises:
         ConfigError: nothing was installed under that name.
     """
-    if name is not None and name not in _entries:
+    if name is not None and name not in _groups:
         raise ConfigError(
-            f"uninstall({name!r}): that name is not installed.{did_you_mean(str(name), _entries)} "
-            f"Installed: {', '.join(_entries) or 'none'}"
+            f"uninstall({name!r}): that name is not installed.{did_you_mean(str(name), _groups)} "
+            f"Installed: {', '.join(_groups) or 'none'}"
         )
-    if not _entries:
-        return
-    functions, masks, _ = interfaces()
-    for group in [name] if name is not None else list(_entries):
-        for registered, entry in _entries.pop(group).items():
-            for registry, own, before in zip(
-                (functions, masks), (entry.attention, entry.mask), entry.before, strict=True
-            ):
-                # Somebody may have registered over it since: then it is theirs.
-                if registry._global_mapping.get(registered) is not own:
-                    continue
-                if before is None:
-                    del registry._global_mapping[registered]
-                else:
-                    registry.register(registered, before)
-    if not _entries:
-        for (owner, method), (original, guard) in _guards.items():
-            if getattr(owner, method) is guard:
-                setattr(owner, method, original)
-        _guards.clear()
+    for group in [name] if name is not None else list(_groups):
+        _groups.pop(group).patches.undo()
+    if not _groups:
+        _guards.undo()
 
 
 def entries() -> dict[str, Entry]:
-    """Every registered name with what stands behind it."""
-    return {name: entry for group in _entries.values() for name, entry in group.items()}
+    """Return every registered name with what stands behind it."""
+    return {name: entry for group in _groups.values() for name, entry in group.entries.items()}
 
 
 def installed() -> dict[str, str | None]:
-    """Every registered name with the backend it pins, None = chosen per call."""
+    """Return every registered name with the backend it pins, None = chosen per call."""
     return {name: entry.backend for name, entry in entries().items()}
 
 
@@ -161,19 +137,14 @@ def _guard(base: Any) -> None:
         carried[batching] = admitting(batching, _needs_guard)
     for owner, methods in carried.items():
         for method, guard in methods.items():
-            _guards[owner, method] = (getattr(owner, method), guard)
-            setattr(owner, method, guard)
+            _guards.attribute(owner, method, guard)
 
 
 def _needs_guard(name: str) -> bool:
     # Models handle "sdpa" themselves.
     if name == TAKEOVER:
         return False
-    group, _, backend = name.partition("|")
-    if group in _entries and name not in _entries[group]:
-        known = [known.partition("|")[2] for known in _entries[group] if "|" in known]
-        raise ConfigError(
-            f"attn_implementation={name!r} is not installed: no backend {backend!r} can be pinned by name."
-            f"{did_you_mean(backend, known)} Known: {', '.join(known) or 'none'}; polyattn.use_backend(...) reaches all"
-        )
+    group, _ = split_pin(name)
+    if group in _groups and name not in _groups[group].entries:
+        raise unknown_pin("attn_implementation", name, _groups[group].entries)
     return name in installed()

@@ -1,4 +1,4 @@
-"""A causal LM of transformers as the engine drives it (`polyattn.serving.engine.Runner`).
+"""This module runs a causal LM of transformers as the engine drives it (`polyattn.serving.engine.Runner`).
 
 The model's own code runs as it is, on one packed row of tokens without masks; its attention layers reach the
 `AttentionBackend` of the step through a registered name. Layers with latent keys and values go through `latent.py`.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...errors import InvalidInputError
 from ...serving.layer import AttentionLayer
 from ...serving.mla import LatentAttention
-from .keywords import asked_by
+from ..common.keywords import asked_by
 from .latent import Replacement, latent_modules
 from .latent_check import looks_latent
 from .probing import attending, configs_of, probe, reading
@@ -38,7 +38,7 @@ _step: contextvars.ContextVar[_Serving | None] = contextvars.ContextVar("polyatt
 
 
 class CausalLMRunner:
-    """Forward passes of one model over packed tokens.
+    """A runner makes forward passes of one model over packed tokens.
 
     Args:
         model: a causal LM of transformers 5.4 or newer, in eval mode, on one device.
@@ -76,12 +76,12 @@ class CausalLMRunner:
         self.device: torch.device = model.device
 
     def serve(self, backend: AttentionBackend) -> _Serving:
-        """The model on the pool of a backend that was made for `layers`."""
+        """Put the model on the pool of a backend that was made for `layers`."""
         return _Serving(self, backend)
 
 
 class _Serving:
-    """See `polyattn.serving.engine.Forward`."""
+    """A forward as `polyattn.serving.engine.Forward` describes it."""
 
     def __init__(self, runner: CausalLMRunner, backend: AttentionBackend) -> None:
         self.runner, self.backend = runner, backend

@@ -1,4 +1,5 @@
-"""Attention weights, which a fused call never stores: `output_attentions=True` goes to the model's own eager code."""
+"""This module gives attention weights, which a fused call never stores: `output_attentions=True` goes to the model's
+own eager code."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedRequestError
+from ..common.keywords import asked_by
 from .borders import with_borders
-from .keywords import EAGER_STEP, More, asked_by
+from .keywords import EAGER_STEP, More
 from .masks import says_causal, with_more
 
 __all__ = ["eager_with_weights"]
@@ -39,7 +41,8 @@ def eager_with_weights(
     given: dict[str, Any],
     backend: str | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the eager attention of a layer's own model gives: [B, S_q, H_q, D_v] and the weights [B, H_q, S_q, S_k].
+    """Compute what the eager attention of a layer's own model gives: [B, S_q, H_q, D_v] and the weights [B, H_q, S_q,
+    S_k].
 
     Args:
         query ... position_ids: as of the attention function. more: of the keywords `given`, all the others.
@@ -94,7 +97,7 @@ def _eager_of(kind: type) -> Callable[..., Any] | None:
 
 
 def _plain(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor | None:
-    """The mask that a missing one stands for, bool [1, 1, S_q, S_k]; None where every key is seen."""
+    """Make the mask that a missing one stands for, bool [1, 1, S_q, S_k]; None where every key is seen."""
     s_q, s_k = query.shape[2], key.shape[2]
     if s_q == 1:  # the last position
         rows, causal = torch.tensor([[s_k - 1]], device=query.device), False

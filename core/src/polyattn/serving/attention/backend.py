@@ -19,7 +19,8 @@ from ...selection.inspection import served_by
 from ...selection.select import Selection
 from ...semantics.validation import contents_readable
 from ...tuning import note_serving
-from ..layer import AttentionLayer
+from ..kv_cache.pool import attention_layers
+from ..layer import AttentionLayer, StateLayer
 from ..step.batch import ForwardBatch, ForwardMode
 from .choosing import choose_layers
 from .layer_calls import Idle, Run, Split, Tokens
@@ -55,8 +56,8 @@ class AttentionBackend:
     made, for each layer and phase; the overrides in force then (`use_backend`, the component) are captured.
 
     Args:
-        layers: of the model, those of `pool`. pool: their caches. table: the requests' pages in the pool's groups
-            (those of cross layers apart). limits: what no step exceeds.
+        layers: of the model, those of `pool`; those without pages are left to the model. pool: their caches.
+        table: the requests' pages in the pool's groups (those of cross layers apart). limits: what no step exceeds.
         backend, prefill_backend, decode_backend: by name; a phase's own wins, one alone leaves the other phase to
             `backend`. None = `use_backend`, configuration, then automatic.
         verify: whose backend verifies drafts, "prefill" or "decode"; None = configuration, then "prefill".
@@ -70,7 +71,7 @@ class AttentionBackend:
 
     def __init__(
         self,
-        layers: Sequence[AttentionLayer],
+        layers: Sequence[AttentionLayer | StateLayer],
         pool: KVPool,
         table: RequestTable,
         *,
@@ -83,7 +84,8 @@ class AttentionBackend:
         encoder_table: RequestTable | None = None,
     ) -> None:
         note_serving("AttentionBackend")
-        self._tables = Tables(tuple(layers), pool, table, encoder_table, limits)
+        layers = attention_layers(layers)
+        self._tables = Tables(layers, pool, table, encoder_table, limits)
         self.layers = {layer.layer_id: layer for layer in layers}
         self.pool, self.limits = pool, limits
         self._asked = Asked(backend, prefill_backend, decode_backend, verify, topk)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...contract import AttentionRequest, Bound
-from ...dispatch.binding import Chosen, choose
+from ...dispatch.binding import Chosen, bind_selection, choose
 from ...errors import BackendUnavailableError, UnsupportedRequestError
 from ...selection.inspection import catalogue, served_by
 from ...selection.overrides import Scope, current_settings
@@ -96,7 +96,7 @@ def choose_layers(
                 # Kernels that write rows need one launch, with places that a step has looked up once. An adapter whose
                 # kernel only reads looks them up in every layer, with a dozen operators more.
                 by_pool = pool.writer(layer.layer_id) != CORE or not _may_save(request)
-                savers[request] = None if by_pool else _saver(request, chosen, asked.scope)
+                savers[request] = None if by_pool else _saver(request, chosen)
                 attending[request] = functools.cache(functools.partial(_attending, request, chosen, asked.scope))
             served = Served(layer, phase, chosen, savers[request], attending[request], cache)
             found[phase][layer.layer_id] = served
@@ -120,18 +120,18 @@ def _may_save(request: AttentionRequest) -> bool:
     return request.family == "paged" and not request.cross and request.kv_scales in STATIC_SCALES
 
 
-def _saver(request: AttentionRequest, chosen: Chosen, scope: Scope) -> Bound | None:
+def _saver(request: AttentionRequest, chosen: Chosen) -> Bound | None:
     """The chosen kernel where it writes keys and values as well, without a rewrite more than it needs anyway."""
     saving = dataclasses.replace(request, save_kv_cache=True)
-    name = served_by(chosen.selection)
+    policy = Policy(Choice(served_by(chosen.selection), "argument"), strict=current_settings().strict)
     try:
-        selection = select(saving, catalogue(), Policy(Choice(name, "argument"), strict=current_settings().strict))
+        selection = select(saving, catalogue(), policy)
     except (UnsupportedRequestError, BackendUnavailableError):
         return None
     same = ("backend", "platform", "provider", "lowerings")
     if any(getattr(selection, field) != getattr(chosen.selection, field) for field in same):
         return None
-    return choose(saving, name, scope, planned=True).bound
+    return bind_selection(saving, selection, policy, planned=True).bound
 
 
 def _attending(request: AttentionRequest, chosen: Chosen, scope: Scope) -> Bound:

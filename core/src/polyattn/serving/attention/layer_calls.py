@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...adapters.alignment import aligned, placed
+from ...contract import PagedTables
 from ...errors import InvalidInputError
 from ...selection.inspection import served_by
-from ..step.step_metadata import TABLES
 
 if TYPE_CHECKING:
     from ..kv_cache.pool import KVPool
@@ -43,19 +43,19 @@ class StepOfLayers:
     of them at once.
 
     Attributes:
-        keywords: the tables. plain: their values where they are `TABLES` and no more, else None.
+        keywords: what a call says of the step. tables: alone, where there is nothing beside them, else None.
         slots: int64, where the new tokens go.
         query, key, value: shapes; that of the value is None where the layers are latent.
         written: the layers that have written this step's keys and values; None where nobody counts, in recorded steps:
             a recording is warmed up, made and replayed under plans that its runner knows of.
     """
 
-    __slots__ = ("_layer", "key", "keywords", "plain", "query", "slots", "value", "written")
+    __slots__ = ("_layer", "key", "keywords", "query", "slots", "tables", "value", "written")
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer
         self.keywords: Mapping[str, Any] = {}
-        self.plain: tuple[Any, ...] | None = None
+        self.tables: PagedTables | None = None
         self.slots: Tensor
         self.query: tuple[int, ...] = ()
         self.key: tuple[int, ...] = ()
@@ -67,12 +67,12 @@ class StepOfLayers:
         """What layers that share one have in common."""
         return layer.heads, layer.kv_heads, *layer.dims, layer.latent
 
-    def take(self, tables: Mapping[str, Any], slots: Tensor, tokens: int, new_tokens: int, *, recorded: bool) -> None:
-        """Take the tables of a step with `tokens` queries, and the slots of its new keys."""
+    def take(self, keywords: Mapping[str, Any], slots: Tensor, tokens: int, new_tokens: int, *, recorded: bool) -> None:
+        """Take what calls say of a step with `tokens` queries, and the slots of its new keys."""
         layer = self._layer
         width, v_width = layer.dims
-        self.keywords, self.slots, self.written = tables, slots, None if recorded else set()
-        self.plain = tuple(tables.values()) if tuple(tables) == TABLES else None
+        self.keywords, self.slots, self.written = keywords, slots, None if recorded else set()
+        self.tables = keywords["tables"] if len(keywords) == 1 else None
         self.query = (tokens, layer.heads, width)
         if layer.latent:
             self.key = (new_tokens, width)
@@ -164,15 +164,11 @@ class LayerCall:
                     self._pool.make_scales(self._id, step.slots, k, v)
                 return self._attend()(q, *self._caches, key=k, value=v, **self._own, **step.keywords)
             forward = self._reader
-        if step.plain is None or not self._pair:
+        if step.tables is None or not self._pair:
             return forward(q, *self._caches, **step.keywords)
         # Named one by one: that spares two dicts a call.
-        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = step.plain
         keys, values = self._caches
-        return forward(
-            q, keys, values, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        )  # fmt: skip
+        return forward(q, keys, values, tables=step.tables)
 
     def _refuse_query(self, q: Tensor) -> None:
         wanted = self.step.query

@@ -15,9 +15,9 @@ import torch
 
 from ...contract import AttentionRequest
 from ...contract.scalars import ENDLESS
-from ...dispatch.binding import Chosen, choose, device_facts, dtype_name
+from ...dispatch.binding import Chosen, bind_selection, device_facts, dtype_name
 from ...errors import BackendUnavailableError, InvalidInputError, UnsupportedRequestError, did_you_mean
-from ...selection.inspection import catalogue, served_by
+from ...selection.inspection import catalogue
 from ...selection.overrides import SCOPE, Scope, current_choice, current_settings
 from ...selection.phase_pairs import select_pair
 from ...selection.select import Choice, Policy, select
@@ -142,10 +142,11 @@ def choose_phases(requests: Mapping[ServingPhase, AttentionRequest], asked: Aske
     """
     try:
         policies = {"prefill": _policy(requests, asked, "extend"), "decode": _policy(requests, asked, "decode")}
-        select_pair(requests["extend"], requests["decode"], catalogue(), policies)
+        pair = select_pair(requests["extend"], requests["decode"], catalogue(), policies)
     except (UnsupportedRequestError, BackendUnavailableError) as exc:
         _refuse(exc, f"{_said(requests, asked, 'extend')} with {_said(requests, asked, 'decode')}{_drafts(asked)}")
-    chosen = {phase: choose(requests[phase], asked.argument(phase), asked.scope, planned=True) for phase in _FLAGS}
+    names: tuple[tuple[ServingPhase, str], ...] = (("extend", "prefill"), ("decode", "decode"))
+    chosen = {phase: bind_selection(requests[phase], pair[name], policies[name], planned=True) for phase, name in names}
     if "verify" in requests:
         chosen["verify"] = _verifier(requests, asked)
     return {phase: chosen[phase] for phase in requests}  # in the order of the requests
@@ -155,14 +156,8 @@ def _verifier(requests: Mapping[ServingPhase, AttentionRequest], asked: Asked) -
     """The backend of the verifying phase; where nobody named that one, whichever is best at verifying."""
     request, policy = requests["verify"], _policy(requests, asked, asked.verifier)
     try:
-        if (choice := policy.choice) is not None:
-            chosen = choose(request, choice.name, asked.scope, planned=True)
-            source = choice.source if chosen.selection.source == "argument" else chosen.selection.source
-            return dataclasses.replace(chosen, selection=dataclasses.replace(chosen.selection, source=source))
-        # Not by `choose` alone: the settings may name a backend for the phase that does not verify here.
-        selection = select(request, catalogue(), policy)
-        named = served_by(selection) if current_choice(None, asked.scope, request) else None
-        return choose(request, named, asked.scope, planned=True)
+        # Not by `choose`: the settings may name a backend for the phase that does not verify here.
+        return bind_selection(request, select(request, catalogue(), policy), policy, planned=True)
     except (UnsupportedRequestError, BackendUnavailableError) as exc:
         mode = "decode" if asked.verifier == "decode" else "prefill"
         by = _said(requests, asked, asked.verifier)

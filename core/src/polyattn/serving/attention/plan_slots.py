@@ -121,6 +121,11 @@ class Tables:
                 f"the request table has groups with windows {list(table.windows)}, the pool {list(windows)}: build it "
                 f"with [group.window for group in pool.groups if not group.cross]"
             )
+        if table.states is not pool.states:
+            raise InvalidInputError(
+                "the pool and the request table have other states by request, and rows would begin with what others "
+                "left: build the table with RequestTable(..., states=pool.states)"
+            )
         groups = 0 if encoder_table is None else len(encoder_table.windows)
         if groups != (self.cross is not None):
             raise InvalidInputError(
@@ -301,8 +306,8 @@ class PlanSlot:
             group = key[0]
             step = steps[group]
             slots = new_slots if group == cross else step.slots
-            tables = self._tables_of(self._seen[key], *key)
-            layers.take(tables, slots, step.tokens, slots.shape[0], recorded=self.buffers.static)
+            keywords = self._keywords_of(self._seen[key], *key)
+            layers.take(keywords, slots, step.tokens, slots.shape[0], recorded=self.buffers.static)
         self.calls = made.calls
 
     def _view(self, step: Step, group: int, windowed: bool) -> Step:
@@ -310,11 +315,11 @@ class PlanSlot:
         window = self._tables.pool.groups[group].window
         return step.windowed(window) if windowed and window >= 0 else step
 
-    def _tables_of(self, step: Step, group: int, windowed: bool) -> Mapping[str, Any]:
+    def _keywords_of(self, step: Step, group: int, windowed: bool) -> Mapping[str, Any]:
         window = self._tables.pool.groups[group].window
         if step.tree_mask is None or not windowed or window < 0:
-            return step.tables
-        return {**step.tables, "attn_mask": windowed_tree_mask(step, step.tree_mask, window)}
+            return step.keywords
+        return {"tables": step.tables, "attn_mask": windowed_tree_mask(step, step.tree_mask, window)}
 
     def _make(self, served: Mapping[int, Served]) -> _Phase:
         made = _Phase()

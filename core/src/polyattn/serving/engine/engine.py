@@ -13,7 +13,7 @@ from ..graphs.graphs import DeviceGraph
 from ..kv_cache.pool import KVCacheConfig
 from ..kv_cache.prefix_cache import check_namespace
 from ..memory import Memory, Runner, check_runner
-from ..speculative import commit, drawn_accept
+from ..speculative import drawn_accept
 from ..step.batch import ForwardMode
 from ..step.tree import DraftTree
 from .drafting import Drafter, Speculative
@@ -372,8 +372,7 @@ class Engine:
         for request, path, new in zip(requests, nodes, new_tokens, strict=True):
             if len(new) < len(path):
                 self._refuse_logits(request)
-        for group, slots in enumerate(self.memory.slots(rows, counts)):
-            self.memory.pool.move(group, *commit(accepted, slots))
+        self.memory.commit(rows, counts, accepted)
         for work, new in zip(works, new_tokens, strict=True):
             self.memory.table.truncate(work.request.row, work.start + len(new))
             self.memory.table.slide(work.request.row)

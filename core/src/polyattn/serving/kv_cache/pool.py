@@ -1,4 +1,6 @@
-"""`KVPool`: the paged caches of all layers of a model, and what a serving loop does to them.
+"""`KVPool`: what the layers of a model keep of requests, and what a serving loop does to it.
+
+It is built from the layers' keeps: those by token lie in pages, those by request in `KVPool.states`.
 
 A slot is page * page_size + place, int64. Page 0 of every group is the padding page: the rows of padding tokens are
 written to it, nobody reads it for a result. Nothing here waits for a device; `write`, `read` and `move` with tensors
@@ -16,11 +18,12 @@ from torch import Tensor
 
 from ...contract import RowsWriter
 from ...dispatch.binding import dtype_name
-from ...errors import ConfigError, InvalidInputError
-from ..layer import AttentionLayer
+from ...errors import ConfigError, InvalidInputError, did_you_mean
+from ...semantics.states import RequestStates, state_bytes
+from ..layer import KV, AttentionLayer, StateLayer, keeps_of
 from .allocating import allocating
 from .device_ops import CORE, device_ops
-from .storage import KVCacheConfig, RowFormat, Rows, formats
+from .storage import KVCacheConfig, RowFormat, Rows, formats, token_keeps
 
 __all__ = ["CacheGroup", "KVCacheConfig", "KVPool", "LayerCache", "pages_for"]
 
@@ -82,27 +85,37 @@ class LayerCache:
 
 
 class KVPool:
-    """The caches of all layers.
+    """What all layers keep of requests.
 
     Args:
-        layers: of the model, with different layer_id. config: how rows are kept.
+        layers: of the model, with different layer_id. config: how rows are kept where a layer's keep says nothing else.
         pages: of every group, the padding page 0 included; or one number for each, in the order of `groups_of(layers)`.
         dtype: of the model. device: where the caches are.
+        requests: rows of the request table, for layers that keep something by request. drafts: nodes of the steps that
+            are verified, after each of which such layers leave a state; 0 = none.
 
     Attributes:
         groups: layers by page table, in order of their first layer. pages: of each. config, page_size, dtype, device.
+        states: of what is kept by request, None where nothing is. Give it to the request table (`RequestTable(...,
+            states=pool.states)`), which allocates, forks and drops with its rows.
+
+    Raises:
+        InvalidInputError: layers, pages or requests that make no pool. ConfigError: rows that cannot be kept so.
     """
 
     def __init__(
         self,
-        layers: Sequence[AttentionLayer],
+        layers: Sequence[AttentionLayer | StateLayer],
         config: KVCacheConfig,
         pages: int | Sequence[int],
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        requests: int = 0,
+        drafts: int = 0,
     ) -> None:
         self.groups, self.config, self.page_size = groups_of(layers), config, config.page_size
+        keeps, layers = keeps_of(layers), attention_layers(layers)
         counts: list[Any] = list(pages) if isinstance(pages, (list, tuple)) else [pages] * len(self.groups)
         if len(counts) != len(self.groups):
             raise InvalidInputError(
@@ -116,15 +129,28 @@ class KVPool:
         self.pages: tuple[int, ...] = tuple(counts)
         self._group = {layer: g for g, group in enumerate(self.groups) for layer in group.layer_ids}
         self._latent = {layer.layer_id for layer in layers if layer.latent}
-        self.dtype, layout = dtype, config.layout
+        self.dtype = dtype
+        self._layers = {layer.layer_id: layer for layer in layers}
         self._rows: dict[int, tuple[Rows, ...]] = {}
+        self._extra: dict[int, dict[str, Rows]] = {}
         self._kept: set[int] = set()
+        by_request = any(keep.per == "request" for own in keeps.values() for keep in own)
+        if by_request and not requests:
+            raise InvalidInputError(
+                "some layers keep a state by request, and requests=0: give the pool the rows of the request table"
+            )
         forms = {layer.layer_id: formats(layer, config, dtype) for layer in layers}  # refused before memory is taken
         shown = f"a KV pool of {len(forms)} layers with {max(counts)} pages of {self.page_size} tokens needs"
         with allocating(shown, "lower the pages or page_size, or what they are made for (requests and their tokens)"):
             for layer_id, kinds in forms.items():
                 count, place = self.pages[self._group[layer_id]], torch.device(device)
-                self._rows[layer_id] = tuple(Rows(k, count, self.page_size, layout, place) for k in kinds)
+                rows = [Rows(kind, count, self.page_size, place) for kind in kinds]
+                names = [keep.name for keep in token_keeps(self._layers[layer_id])]
+                self._extra[layer_id] = {n: r for n, r in zip(names, rows, strict=True) if n not in KV}
+                self._rows[layer_id] = tuple(rows[: len(rows) - len(self._extra[layer_id])])
+            self.states = (
+                RequestStates(keeps, requests, drafts=drafts, dtype=dtype, device=device) if by_request else None
+            )
         self.device = next(iter(self._rows.values()))[0].cache.device  # "cuda" has become cuda:0
         self._caches = {layer_id: self._cache(layer_id) for layer_id in self._rows}
         ops, self._writers = device_ops(self.device.type), dict[int, RowsWriter]()
@@ -144,7 +170,7 @@ class KVPool:
             v_scale=None if value is None else value.scale,
             cache=cache,
             kv_dtype="auto" if form.kv_dtype == dtype_name(self.dtype) else form.kv_dtype,
-            kv_layout="" if latent else self.config.layout,
+            kv_layout="" if latent else form.layout,
             kv_scales=form.scales,
             page_size=self.page_size,
             dynamic=form.dynamic or form.packed,
@@ -165,6 +191,7 @@ class KVPool:
         """
         forms, group = [rows.form for rows in self._of(layer.layer_id)], self.groups[self._group[layer.layer_id]]
         latent = layer.layer_id in self._latent
+        own, here = layer.kept, self._layers[layer.layer_id].kept
         widths = [layer.head_dim] if layer.latent else [*layer.dims]
         facts = {
             "latent": (layer.latent, latent),
@@ -172,6 +199,7 @@ class KVPool:
             "widths": (widths, [form.width for form in forms]),
             "window": (layer.window, group.window),
             "cross": (layer.kind == "cross", group.cross),
+            "keeps": ([keep for keep in own if keep not in here], [keep for keep in here if keep not in own]),
         }
         for name, (given, kept) in facts.items():
             if given != kept:
@@ -192,13 +220,13 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches and scales."""
-        return sum(rows.nbytes for kinds in self._rows.values() for rows in kinds)
+        """Bytes of all caches, scales and states."""
+        rows = sum(rows.nbytes for group in range(len(self.groups)) for rows in self._in(group))
+        return rows + (0 if self.states is None else self.states.nbytes)
 
     def bytes_per_token(self, group: int) -> int:
         """Bytes that one token takes in all layers of a group, with the scales that belong to it."""
-        ids = self.groups[self._checked(group)].layer_ids
-        return sum(rows.form.token_bytes for layer_id in ids for rows in self._rows[layer_id])
+        return sum(rows.form.token_bytes for rows in self._in(self._checked(group)))
 
     def _checked(self, group: int) -> int:
         if not 0 <= group < len(self.groups):
@@ -283,6 +311,57 @@ class KVPool:
         found = tuple(kind.read(index, dtype) for kind in rows)
         return found[0].squeeze(1) if layer_id in self._latent else found
 
+    def kept(self, layer_id: int, name: str) -> Tensor:
+        """The tensor of what a layer keeps by token beside keys and values: it stays the same for the life of the pool.
+
+        Returns:
+            [pages, page_size, D], or [pages, page_size, H, D] (NHD), [pages, H, page_size, D] (HND).
+
+        Raises:
+            InvalidInputError: the layer keeps nothing of that name by token; `states` has what is kept by request.
+        """
+        return self._extra_of(layer_id, name).cache
+
+    def write_kept(self, layer_id: int, name: str, slots: Tensor, rows: Tensor) -> None:
+        """Store rows of what a layer keeps by token beside keys and values, such as the keys of an indexer. Pages that
+        are copied, and tokens that are moved, take them along.
+
+        Args:
+            slots: as `write`. rows: [T, D] or [T, H, D], as the keep's shape says. Floats are rounded as the cache
+                rounds them; bytes and whole numbers, of the keep's own dtype, are stored as they are.
+
+        Raises:
+            InvalidInputError: the layer keeps nothing of that name by token, or shapes or dtypes do not fit it.
+        """
+        kind = self._extra_of(layer_id, name)
+        _check_slots("slots", slots, self.device)
+        new = rows.unsqueeze(1) if isinstance(rows, Tensor) and kind.form.latent and rows.ndim == 2 else rows
+        _check_rows(layer_id, name, new, kind.form, slots.shape[0], self.device)
+        kind.write(kind.index(slots), new)
+
+    def read_kept(self, layer_id: int, name: str, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [T, D] or [T, H, D] that `write_kept` wrote: real values in `dtype`; bytes and integers as they are.
+
+        Raises:
+            InvalidInputError: the layer keeps nothing of that name by token.
+        """
+        kind = self._extra_of(layer_id, name)
+        _check_slots("slots", slots, self.device)
+        found = kind.read(kind.index(slots), dtype)
+        return found.squeeze(1) if kind.form.latent else found
+
+    def _extra_of(self, layer_id: int, name: str) -> Rows:
+        self._of(layer_id)
+        own = self._extra[layer_id]
+        if name in own:
+            return own[name]
+        here = [keep.name for keep in self._layers[layer_id].kept if keep.name not in KV]
+        how = "write, read and cache are for keys, values and latent rows. " if name in KV else ""
+        raise InvalidInputError(
+            f"layer {layer_id} keeps no {name!r} by token beside its keys and values.{did_you_mean(str(name), here)} "
+            f"{how}What else it keeps: {', '.join(here) or 'nothing'}"
+        )
+
     def copy(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages in all layers of a group, as if one after another: copy-on-write.
 
@@ -318,14 +397,17 @@ class KVPool:
             _check_slots(name, slots, self.device)
         if read.shape != written.shape:
             raise InvalidInputError(f"{len(read)} sources for {len(written)} targets; give as many of both")
-        for layer_id in self.groups[group].layer_ids:
-            rows = self._rows[layer_id]
-            where = rows[0].index(read), rows[0].index(written)
-            for kind in rows:
-                kind.move(*where)
+        where: dict[bool, tuple[Any, Any]] = {}
+        for rows in self._in(group):
+            if rows.flat not in where:
+                where[rows.flat] = rows.index(read), rows.index(written)
+            rows.move(*where[rows.flat])
 
     def _in(self, group: int) -> Iterable[Rows]:
-        return (rows for layer_id in self.groups[group].layer_ids for rows in self._rows[layer_id])
+        """All that the layers of a group keep by token."""
+        for layer_id in self.groups[group].layer_ids:
+            yield from self._rows[layer_id]
+            yield from self._extra[layer_id].values()
 
     def set_scales(self, layer_id: int, k: float | Tensor, v: float | Tensor) -> None:
         """Set the static scales of a layer, once, before its first row is written (until then they are 1).
@@ -351,32 +433,56 @@ class KVPool:
         self._kept.add(layer_id)
 
 
-def groups_of(layers: Sequence[AttentionLayer]) -> tuple[CacheGroup, ...]:
-    """Layers by page table, in order of their first layer.
+def attention_layers(layers: Sequence[AttentionLayer | StateLayer]) -> list[AttentionLayer]:
+    """The layers that have pages.
 
     Raises:
-        InvalidInputError: no layers, what is no layer, or two with one layer_id.
+        InvalidInputError: what is no layer.
+    """
+    if wrong := [layer for layer in layers if not isinstance(layer, (AttentionLayer, StateLayer))]:
+        raise InvalidInputError(f"layers has {wrong[0]!r}, which is no AttentionLayer: give the layers themselves")
+    return [layer for layer in layers if isinstance(layer, AttentionLayer)]
+
+
+def groups_of(layers: Sequence[AttentionLayer | StateLayer]) -> tuple[CacheGroup, ...]:
+    """Layers by page table, in order of their first layer; those without pages are in none.
+
+    Raises:
+        InvalidInputError: no layers with pages, what is no layer, or two with one layer_id.
     """
     if not layers:
         raise InvalidInputError("a pool is for at least one layer; got none")
-    if wrong := [layer for layer in layers if not isinstance(layer, AttentionLayer)]:
-        raise InvalidInputError(f"layers has {wrong[0]!r}, which is no AttentionLayer: give the layers themselves")
+    paged = attention_layers(layers)
     ids = [layer.layer_id for layer in layers]
     if twice := [i for i in ids if ids.count(i) > 1]:
         raise InvalidInputError(f"two layers have layer_id {twice[0]}; number the layers of a model")
+    if not paged:
+        raise InvalidInputError(
+            "no layer has pages: a pool is for models with attention layers, RequestStates(keeps_of(layers), requests) "
+            "for others"
+        )
     found: dict[tuple[int, bool], list[int]] = {}
-    for layer in layers:
+    for layer in paged:
         found.setdefault((layer.window, layer.kind == "cross"), []).append(layer.layer_id)
     return tuple(CacheGroup(window, tuple(ids), cross) for (window, cross), ids in found.items())
 
 
-def pages_for(nbytes: int, layers: Sequence[AttentionLayer], config: KVCacheConfig, dtype: torch.dtype) -> int:
-    """Pages of every group that fit into `nbytes`, the padding page included.
+def pages_for(
+    nbytes: int,
+    layers: Sequence[AttentionLayer | StateLayer],
+    config: KVCacheConfig,
+    dtype: torch.dtype,
+    *,
+    requests: int = 0,
+    drafts: int = 0,
+) -> int:
+    """Pages of every group that fit into `nbytes`, the padding page included, beside what is kept of so many requests.
 
     Raises:
         ConfigError: not even two pages do.
     """
-    kinds = [form for layer in layers for form in formats(layer, config, dtype)]
+    nbytes -= (requests + 1) * state_bytes(keeps_of(layers), dtype, drafts) if requests else 0
+    kinds = [form for layer in attention_layers(layers) for form in formats(layer, config, dtype)]
     page = config.page_size * sum(form.token_bytes for form in kinds)
     static = sum(4 * {"tensor": 1, "head": form.heads}.get(form.scales, 0) for form in kinds)
     pages = (nbytes - static) // page
@@ -418,11 +524,17 @@ def _check_slots(name: str, slots: Any, device: torch.device) -> None:
 
 def _check_rows(layer_id: int, name: str, new: Any, form: RowFormat, tokens: int, device: torch.device) -> None:
     shape = (tokens, form.heads, form.width)
-    if isinstance(new, Tensor) and tuple(new.shape) == shape and new.is_floating_point() and new.device == device:
+    fits = isinstance(new, Tensor) and tuple(new.shape) == shape and new.device == device
+    if fits and (new.dtype == form.dtype if form.raw else new.is_floating_point()):
         return
-    name = "rows" if form.latent else name
-    wanted = f"[T, D_c + D_r] = {[tokens, form.width]}" if form.latent else f"[T, H_kv, D] = {list(shape)}"
-    raise InvalidInputError(f"layer {layer_id}: {name} is {_shown(new)}; a float tensor {wanted} on {device} is needed")
+    wanted, kind = f"[T, H_kv, D] = {list(shape)}", f"{form.dtype}" if form.raw else "float"
+    if form.latent:
+        width = "D_c + D_r" if name == "key" else "D"
+        name, wanted = "rows" if name == "key" else name, f"[T, {width}] = {[tokens, form.width]}"
+        new = new.squeeze(1) if isinstance(new, Tensor) and new.ndim == 3 else new  # as it was given
+    raise InvalidInputError(
+        f"layer {layer_id}: {name} is {_shown(new)}; a {kind} tensor {wanted} on {device} is needed"
+    )
 
 
 def _shown(given: Any) -> str:

@@ -1,4 +1,4 @@
-"""How a KV pool keeps rows: dtypes, bytes, scales (S9), and one tensor of rows that is read and written by slot.
+"""How a KV pool keeps rows of tokens: dtypes, bytes, scales (S9), and a tensor of rows, read and written by slot.
 
 What a row is in each dtype, and how numbers are rounded, is `polyattn.semantics.kv_quant`'s. This file says which dtype
 a layer gets, how large that is, who makes the scales, and where a slot is in memory. Slot: page * page_size + place,
@@ -16,30 +16,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...contract import Keep
 from ...dispatch.binding import dtype_name
 from ...errors import ConfigError, InvalidInputError, did_you_mean
 from ...selection.config.settings import KV_CACHE_DTYPES
 from ...semantics.kv_quant import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS, fp4_scales, mla_pack_fp8, real, stored
 from ...semantics.reference import mla_unpack_fp8
+from ...semantics.states import TORCH_DTYPES
 from ...semantics.validation import contents_readable
-from ..layer import AttentionLayer
+from ..layer import KV, AttentionLayer
 
-__all__ = ["KVCacheConfig", "RowFormat", "Rows", "formats", "token_scales"]
+__all__ = ["KVCacheConfig", "RowFormat", "Rows", "formats", "token_keeps", "token_scales"]
 
 LAYOUTS = ("NHD", "HND")
 
-_TORCH = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int8,
-    )
-} | {"fp4_e2m1": torch.uint8}
+_RAW = ("uint8", "int32", "int64", "bool")
+"""Rows that are bytes or whole numbers of their owner's own format: they are stored and read as they are."""
 
 _PER_NUMBER = ("tensor", "head", "token")
 _SCALES = {
@@ -59,7 +51,7 @@ OTHER_LAYOUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class KVCacheConfig:
-    """How the caches of a model are kept.
+    """How the caches of a model are kept, where a layer's keep does not say something else.
 
     Attributes:
         dtype: auto (that of the model) or what `--kv-cache-dtype` takes: bf16, fp16, fp8_e4m3, fp8_e5m2, fp4_e2m1, ...
@@ -109,8 +101,9 @@ class RowFormat:
     """How rows of one kind (the keys, the values, or the latent rows of a layer) are kept.
 
     Attributes:
-        kv_dtype: the request's word, never auto. scales: granularity, "" = none.
-        heads, width: real numbers of a token, [H_kv, D]. latent: rows of `mla`.
+        kv_dtype: the request's word, never auto; of other rows it may also be uint8, int32, int64 or bool.
+        scales: granularity, "" = none. heads, width: real numbers of a token, [H_kv, D].
+        latent: one row serves all heads, as those of `mla`. layout: NHD or HND; latent rows have none.
     """
 
     kv_dtype: str
@@ -118,11 +111,17 @@ class RowFormat:
     heads: int
     width: int
     latent: bool = False
+    layout: str = "NHD"
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the cache tensor."""
-        return torch.uint8 if self.packed else _TORCH[self.kv_dtype]
+        return torch.uint8 if self.packed or self.kv_dtype == "fp4_e2m1" else TORCH_DTYPES[self.kv_dtype]
+
+    @property
+    def raw(self) -> bool:
+        """Rows are stored and read as they are: no number is rounded."""
+        return self.kv_dtype in _RAW
 
     @property
     def packed(self) -> bool:
@@ -145,14 +144,14 @@ class RowFormat:
         scales = {"token": 4, "block16": self.width // FP4_BLOCK}.get(self.scales, 0)
         return self.heads * (self.stored_width * self.dtype.itemsize + scales)
 
-    def cache_shape(self, pages: int, page_size: int, layout: str) -> tuple[int, ...]:
+    def cache_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
         if self.latent:
             return (pages, page_size, self.stored_width)
-        return (pages, *_inner(layout, page_size, self.heads), self.stored_width)
+        return (pages, *self._inner(page_size), self.stored_width)
 
-    def scale_shape(self, pages: int, page_size: int, layout: str) -> tuple[int, ...] | None:
+    def scale_shape(self, pages: int, page_size: int) -> tuple[int, ...] | None:
         """None: no scale tensor."""
-        inner = _inner(layout, page_size, self.heads)
+        inner = self._inner(page_size)
         return {
             "tensor": (1,),
             "head": (self.heads,),
@@ -160,40 +159,65 @@ class RowFormat:
             "block16": (pages, *inner, self.width // FP4_BLOCK),
         }.get(self.scales)
 
-
-def _inner(layout: str, page_size: int, heads: int) -> tuple[int, int]:
-    return (heads, page_size) if layout == "HND" else (page_size, heads)
+    def _inner(self, page_size: int) -> tuple[int, int]:
+        return (self.heads, page_size) if self.layout == "HND" else (page_size, self.heads)
 
 
 def formats(layer: AttentionLayer, config: KVCacheConfig, dtype: torch.dtype) -> tuple[RowFormat, ...]:
-    """How a layer of a model in `dtype` keeps its (keys, values), or its (latent rows,).
+    """How a layer of a model in `dtype` keeps its (keys, values), or its (latent rows,), and after them what else it
+    keeps by token: in the order of `token_keeps`.
 
     Raises:
         ConfigError: the layer's rows cannot be kept so. InvalidInputError: `dtype` is none of attention.
     """
-    model = dtype_name(dtype)
-    name = model if config.dtype == "auto" else config.dtype
-    if layer.latent:
-        return (RowFormat(name, _latent_scales(layer, config, name), 1, layer.head_dim, latent=True),)
+    return tuple(_format(layer, keep, config, dtype) for keep in token_keeps(layer))
+
+
+def token_keeps(layer: AttentionLayer) -> list[Keep]:
+    """What a layer keeps by token: keys and values, or latent rows, first."""
+    return [keep for keep in layer.kept if keep.per == "token"]
+
+
+def _format(layer: AttentionLayer, keep: Keep, config: KVCacheConfig, dtype: torch.dtype) -> RowFormat:
+    model, own = dtype_name(dtype), keep.name in KV
+    # What a keep says is its own; the pool's dtype and scales are those of keys, values and latent rows.
+    shared = config if own else KVCacheConfig(page_size=config.page_size)
+    name = keep.dtype or (model if shared.dtype == "auto" else shared.dtype)
+    wanted = keep.scales or ("" if keep.dtype else shared.scales)
+    layout = keep.layout or config.layout
+    if len(keep.shape) == 1:
+        scales = _latent_scales(layer, wanted, name) if own else _no_scales(layer, keep, wanted, name)
+        return RowFormat(name, scales, 1, keep.shape[0], latent=True, layout=layout)
+    heads, width = keep.shape
     allowed = _SCALES.get(name, ("",))
-    scales = config.scales or allowed[0]
+    scales = wanted or allowed[0]
     if scales not in allowed:
         raise ConfigError(
             f"layer {layer.layer_id}: a cache in {name} has no scales by {scales}; allowed: "
             f"{', '.join(s or 'none' for s in allowed)}. Leave KVCacheConfig.scales empty for the usual one"
         )
-    for width in layer.dims:
-        if name == "fp4_e2m1" and width % FP4_BLOCK:
-            raise ConfigError(
-                f"layer {layer.layer_id}: head dim {width} is no multiple of {FP4_BLOCK}, and fp4_e2m1 has one scale "
-                f"for each {FP4_BLOCK} numbers of a row; keep the cache in fp8_e4m3"
-            )
-    return tuple(RowFormat(name, scales, layer.kv_heads, width) for width in layer.dims)
+    if name == "fp4_e2m1" and width % FP4_BLOCK:
+        raise ConfigError(
+            f"layer {layer.layer_id}: head dim {width} is no multiple of {FP4_BLOCK}, and fp4_e2m1 has one scale "
+            f"for each {FP4_BLOCK} numbers of a row; keep the cache in fp8_e4m3"
+        )
+    return RowFormat(name, scales, heads, width, layout=layout)
 
 
-def _latent_scales(layer: AttentionLayer, config: KVCacheConfig, name: str) -> str:
+def _no_scales(layer: AttentionLayer, keep: Keep, scales: str, name: str) -> str:
+    """Rows of one's own, such as the keys of an indexer, have the scales that their owner puts into them."""
+    if scales or name in _SCALES:
+        raise ConfigError(
+            f"layer {layer.layer_id}: {keep.name} {list(keep.shape)} in {name} has scales by {scales or 'tensor'}, and "
+            f"rows for all heads other than latent ones have none: keep bytes (uint8) that hold their own scales, or "
+            f"rows by head, shape (H, D)"
+        )
+    return ""
+
+
+def _latent_scales(layer: AttentionLayer, scales: str, name: str) -> str:
     if name not in _SCALES:
-        if config.scales not in ("", "block128"):
+        if scales not in ("", "block128"):
             raise ConfigError(f"layer {layer.layer_id}: latent rows in {name} have no scales; leave scales empty")
         return ""
     if name != "fp8_e4m3":
@@ -206,9 +230,9 @@ def _latent_scales(layer: AttentionLayer, config: KVCacheConfig, name: str) -> s
             f"layer {layer.layer_id}: latent rows of (D_c + D_r, D_c) = {layer.dims}; FP8 rows are defined for "
             f"{MLA_WIDTHS} only. Keep this model's cache in its own dtype (auto)"
         )
-    if config.scales not in ("", "block128"):
+    if scales not in ("", "block128"):
         raise ConfigError(
-            f"layer {layer.layer_id}: latent rows in {name} hold scales by block128, not by {config.scales}; leave "
+            f"layer {layer.layer_id}: latent rows in {name} hold scales by block128, not by {scales}; leave "
             f"scales empty"
         )
     return "block128"
@@ -259,11 +283,11 @@ class Rows:
     """
 
     @torch.inference_mode(False)
-    def __init__(self, form: RowFormat, pages: int, page_size: int, layout: str, device: torch.device) -> None:
+    def __init__(self, form: RowFormat, pages: int, page_size: int, device: torch.device) -> None:
         self.form, self.page_size = form, page_size
-        self._flat = form.latent or layout == "NHD"
-        self.cache = _zeros(form.cache_shape(pages, page_size, layout), form.dtype, device)
-        shape = form.scale_shape(pages, page_size, layout)
+        self._flat = form.latent or form.layout == "NHD"
+        self.cache = _zeros(form.cache_shape(pages, page_size), form.dtype, device)
+        shape = form.scale_shape(pages, page_size)
         self.scale: Tensor | None = None
         if shape is not None:
             kind = torch.float8_e4m3fn if form.scales == "block16" else torch.float32
@@ -285,14 +309,21 @@ class Rows:
         return self.cache.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def index(self, slots: Tensor) -> Index:
-        """Where slots [T] are, for this cache and all of its layout and page size."""
+        """Where slots [T] are, for this cache and all of its page size that are as `flat`."""
         return (slots,) if self._flat else (slots // self.page_size, slots % self.page_size)
+
+    @property
+    def flat(self) -> bool:
+        """Whether the tokens of the pool follow each other in memory, so that a slot is an index."""
+        return self._flat
 
     def write(self, index: Index, new: Tensor) -> None:
         """Store rows [T, H_kv, D]; scales that belong to tokens are made here."""
         new = new.detach() if new.requires_grad else new
         if self.form.packed:
             _put(self._stored, index, mla_pack_fp8(new))
+        elif self.form.raw:
+            _put(self._stored, index, new)
         else:
             _put(self._stored, index, stored(new, self.make_scales(index, new), self.form.dtype))
 
@@ -307,8 +338,10 @@ class Rows:
         return scale
 
     def read(self, index: Index, dtype: torch.dtype) -> Tensor:
-        """Real values [T, H_kv, D]."""
+        """Real values [T, H_kv, D]; raw rows as they are stored, whatever `dtype` says."""
         rows, form = _take(self._stored, index), self.form
+        if form.raw:
+            return rows.view(form.dtype)
         if form.packed:
             return mla_unpack_fp8(rows).to(dtype)
         scale = self._static

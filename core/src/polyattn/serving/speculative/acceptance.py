@@ -39,6 +39,12 @@ class Accepted:
     lengths: Tensor
     bonus: Tensor
 
+    @property
+    def last(self) -> Tensor:
+        """int64 [N], the last node of each path: a state that is kept by request goes on from the one after it
+        (`RequestStates.commit`)."""
+        return self.nodes.gather(1, self.lengths[:, None]).squeeze(1)
+
     def lists(self) -> tuple[list[list[int]], list[list[int]]]:
         """(nodes, tokens) of each row on the host, without the -1; one copy, which waits for the device."""
         both = torch.stack((self.nodes, self.tokens)).tolist()

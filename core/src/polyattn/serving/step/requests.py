@@ -25,6 +25,7 @@ from ..kv_cache.pages import (
 )
 
 if TYPE_CHECKING:
+    from ...semantics.states import RequestStates
     from ..kv_cache.prefix_cache import Match
 
 __all__ = ["PageCopy", "RequestTable"]
@@ -64,10 +65,12 @@ class RequestTable:
             full attention.
         allocators: of each group; they may be shared with others.
         device: of the tables.
+        states: what the model's layers keep by request (`KVPool.states`), which lives as the rows do: a new row begins
+            with zeros, a fork with a copy, and what a removed row had is forgotten. None = nothing is.
 
     Attributes:
         tables: for each group int32 [requests, max_pages] on `device`, 0 (the padding page) where a row has none.
-        page_size, windows, allocators, max_tokens: as given.
+        page_size, windows, allocators, max_tokens, states: as given.
 
     Raises:
         InvalidInputError: a count is under 1 or no whole number, or windows and allocators do not pair up.
@@ -82,11 +85,18 @@ class RequestTable:
         windows: Sequence[int],
         allocators: Sequence[PageAllocator],
         device: torch.device | str = "cpu",
+        *,
+        states: RequestStates | None = None,
     ) -> None:
         check_geometry(page_size, windows, allocators)
         for name, count in (("requests", requests), ("max_tokens", max_tokens)):
             if whole(name, count) < 1:
                 raise InvalidInputError(f"{name}={count}: a request table has room for 1 or more")
+        if states is not None and states.requests != requests:
+            raise InvalidInputError(
+                f"the table has rows for {requests} requests, and states for {states.requests}: build both for as many"
+            )
+        self.states = states
         self.page_size, self.max_tokens = page_size, max_tokens
         self.windows, self.allocators = tuple(windows), tuple(allocators)
         self._columns = -(-max_tokens // page_size)
@@ -138,17 +148,28 @@ class RequestTable:
         Raises:
             InvalidInputError: every row is in use.
         """
+        self._check_free()
+        row = self._free[-1]
+        if self.states is not None:
+            self.states.allocate(row)
+        return self._begin(row)
+
+    def _check_free(self) -> None:
         if not self._free:
             raise InvalidInputError(
                 f"all {len(self._rows)} rows are in use: remove a request first, or build the table for more"
             )
-        row = self._free.pop()
+
+    def _begin(self, row: int) -> int:
+        self._free.pop()
         self._rows[row] = _Row(len(self.windows))
         return row
 
     def remove(self, row: int) -> None:
         """Give back the pages of `row`, and the row itself."""
         found = self._row(row)
+        if self.states is not None:
+            self.states.drop(row)
         release_all(self.allocators, found.pages)
         for group, pages in enumerate(found.pages):
             self._change(row, group, 0, len(pages))
@@ -202,7 +223,8 @@ class RequestTable:
         return copies
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget the tokens of `row` from `length` on, such as drafts that were not accepted.
+        """Forget the tokens of `row` from `length` on, such as drafts that were not accepted. What is kept by request
+        does not follow: `states.commit` says after which draft it goes on.
 
         Raises:
             InvalidInputError: `row` has fewer tokens, `slide` gave back pages that a query at `length` sees, or
@@ -251,7 +273,10 @@ class RequestTable:
             InvalidInputError: every row is in use.
         """
         found = self._row(row)
-        new = self.add()
+        self._check_free()
+        if self.states is not None:
+            self.states.fork(row, self._free[-1])
+        new = self._begin(self._free[-1])
         share_all(self.allocators, found.pages)
         fork = self._rows[new]
         fork.length, fork.first, fork.pages = found.length, list(found.first), [list(p) for p in found.pages]
@@ -269,6 +294,11 @@ class RequestTable:
         found = self._row(row)
         if found.length:
             raise InvalidInputError(f"row {row} has {found.length} tokens: only an empty row can begin with a prefix")
+        if self.states is not None and match.length:
+            raise InvalidInputError(
+                f"row {row} cannot begin with {match.length} cached tokens: some layers keep a state by request, and "
+                f"none was cached with the pages. Run the prompt anew, without a prefix cache"
+            )
         if match.released:
             raise InvalidInputError("the match was released, so its pages may hold other tokens by now: match again")
         if len(match.pages) != len(self.windows) or not all(map(self._fits, self.windows, match.pages, repeat(match))):
@@ -325,6 +355,8 @@ class RequestTable:
         Raises:
             InternalError: names the row, the group and the rule that is broken.
         """
+        if self.states is not None and set(self.states.live) != set(self._rows):
+            raise InternalError(f"rows {sorted(self._rows)} are in use, and the states of rows {self.states.live}")
         for row, found in self._rows.items():
             if row in self._free:
                 raise InternalError(f"row {row} is free and in use")

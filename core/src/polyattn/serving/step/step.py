@@ -240,6 +240,7 @@ class StepBuffers:
             step.sequences, step.tokens, step.padding = N, T, batch.padding
             step.max_seqlen_q, step._queries = batch.max_seqlen_q, batch.all_query_lens
             step.seq_lens, step.cu_seqlens_q = self._seq_lens[:N], self._cu[: N + 1]
+            step.requests = self._rows[:N], self._live[:N]
             step._slots = None if batch.cross else self._slots[group, :T]
             step._positions = None if batch.cross else self._positions[:T]
             step.tree_mask = None if batch.tree is None else self._tree_buffers(batch)[0]

@@ -11,17 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...contract import WRITTEN, StepView
+from ...contract import WRITTEN, PagedTables, StepView
 from ...errors import InvalidInputError, UnsupportedRequestError
 from ..kv_cache.pages import first_visible_page
 from .batch import ForwardMode
 from .staging import Memory
 from .views import OF_LENGTHS, VIEWS
 
-__all__ = ["TABLES", "Step"]
-
-TABLES = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
-"""What the contract's keywords say of any step; one with a tree has `attn_mask` beside."""
+__all__ = ["Step"]
 
 
 class Step:
@@ -39,6 +36,7 @@ class Step:
         seq_lens: int32 [N], keys of each row, the new ones included; of padding the buffers' `padding_seq_len`.
         cu_seqlens_q: int32 [N+1].
         tree_mask: bool [N, N_d, N_d] of a step with a tree: which drafts each draft sees; else None.
+        requests: int32 [N] each: the row of the request table, and 1, or 0 where the row of the step is padding.
     """
 
     mode: ForwardMode
@@ -56,6 +54,7 @@ class Step:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     tree_mask: Tensor | None
+    requests: tuple[Tensor, Tensor]
     _slots: Tensor | None
     _positions: Tensor | None
     _lens: list[int]
@@ -67,7 +66,7 @@ class Step:
         self._derived: dict[Hashable, _Derived] = {}
         self._hosts: dict[str, Tensor] = {}
         self._lists: dict[str, list[int]] = {}
-        self._tables: Mapping[str, Any] | None = None
+        self._tables: PagedTables | None = None
         self._counts: list[int] | None = None
         self.page_table_shape = (-1, -1)
         self._pages: Callable[[], list[list[int]]]
@@ -117,18 +116,35 @@ class Step:
         return self._view("last_page_len")
 
     @property
+    def state_slots(self) -> Tensor:
+        """int64 [N]: where layers that keep states by request have those of each row (`KVPool.states`); padding: -1."""
+        return self._view("state_slots")
+
+    @property
     def attn_mask(self) -> Tensor | None:
         """bool [N, 1, N_d, max_seqlen_k] of a step with a tree, as the contract has it; else None. Kernels that take
         `tree_mask` need far less memory."""
         return None if self.tree_mask is None else self._view("attn_mask")
 
     @property
-    def tables(self) -> Mapping[str, Any]:
-        """The keywords of the contract that speak of the step: tables, lengths and, with a tree, `attn_mask`."""
+    def tables(self) -> PagedTables:
+        """The tables of the step, as kernels take them: made once for all layers."""
         if self._tables is None:
-            found = {name: getattr(self, name) for name in TABLES}
-            self._tables = found if self.tree_mask is None else {**found, "attn_mask": self.attn_mask}
+            self._tables = PagedTables(
+                self.page_table,
+                self.seq_lens,
+                self.cu_seqlens_q,
+                self.max_seqlen_q,
+                self.max_seqlen_k,
+                None if self.fixed else self.listed,
+            )
         return self._tables
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """The keywords of the contract that speak of the step: `tables` and, with a tree, `attn_mask`."""
+        own = {"tables": self.tables}
+        return own if self.tree_mask is None else {**own, "attn_mask": self.attn_mask}
 
     def at(self, page_size: int) -> Step:
         """The same step in other pages of the same memory: finer ones always, down to tokens (page_size 1), coarser
@@ -328,7 +344,7 @@ class _Derived(Step, abc.ABC):
 
 _SHARED = (
     "mode", "phase", "group", "window", "sequences", "tokens", "padding", "max_seqlen_q", "max_seqlen_k", "page_size",
-    "seq_lens", "cu_seqlens_q", "tree_mask", "_slots", "_positions", "_queries",
+    "seq_lens", "cu_seqlens_q", "tree_mask", "requests", "_slots", "_positions", "_queries",
 )  # fmt: skip
 
 

@@ -92,6 +92,11 @@ def _mask_shape(step: Step) -> tuple[int, ...]:
     return step.sequences, 1, N_d, step.max_seqlen_k
 
 
+def _state_slots(step: Step, out: Tensor) -> None:
+    rows, live = step.requests
+    torch.add(rows, 1, out=out).mul_(live).sub_(1)
+
+
 VIEWS: Mapping[str, View] = {
     "cu_seqlens_k": View(_ends, lambda step, out: _summed(step.seq_lens, out)),
     "page_counts": View(_rows, _page_counts),
@@ -99,8 +104,9 @@ VIEWS: Mapping[str, View] = {
     "kv_indices": View(lambda step: step.page_entries, _kv_indices, flat=True),
     "last_page_len": View(_rows, _last_page_len),
     "attn_mask": View(_mask_shape, _attn_mask, torch.bool),
+    "state_slots": View(_rows, _state_slots, torch.int64),
 }
 """By name, each after those that it reads."""
 
-OF_LENGTHS = ("cu_seqlens_k", "attn_mask")
+OF_LENGTHS = ("cu_seqlens_k", "attn_mask", "state_slots")
 """Those that do not depend on the pages."""

@@ -122,6 +122,10 @@ class Family(abc.ABC):
         """Values that were chosen one by one, made consistent."""
         return dict(values)
 
+    def keywords(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """`Call.extra`, which has the words of the public call, as keywords of the bound function."""
+        return dict(extra)
+
     def kv_heads(self, group: int) -> int:
         """H_kv at a GQA group."""
         # One key head at the largest group: that is multi-query attention.

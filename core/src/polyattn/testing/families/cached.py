@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ...contract import KVPart
+from ...contract import KVPart, PagedTables
 from ..cases import Case
 from .base import Call, Lengths, Part, Shapes, Variants, along, drawn_parts, spans
 from .packed import Packed, heads_first, starts_of
@@ -21,7 +21,7 @@ from .public import COMMON
 if TYPE_CHECKING:
     from ..problems import Maker
 
-__all__ = ["SERVING", "Cached", "Table"]
+__all__ = ["SERVING", "Cached", "Table", "in_tables"]
 
 SERVING = COMMON | {"phase", "kv_dtype", "page_size", "kv_scales", "kv_parts", "tree", "chunked_prefix", "misaligned"}
 """Fields that the public calls over a cache can ask for."""
@@ -45,6 +45,12 @@ _RECORDED: Lengths = ((4, 64), (4, 0), (4, 9), (4, 0))
 
 _ENCODER: Lengths = ((9, 3), (2, 40), (4, 4), (1, 0))
 """Queries and keys of cross-attention: an encoder may be shorter than what attends to it."""
+
+
+def in_tables(*, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, **given: Any) -> dict[str, Any]:
+    """The keywords of a public call as those of a bound one: what says where the keys are becomes `tables`."""
+    longest = given.pop("max_seqlen_q", 0), given.pop("max_seqlen_k", 0)
+    return {"tables": PagedTables(page_table, seq_lens, cu_seqlens_q, *longest), **given}
 
 
 class Table(NamedTuple):
@@ -97,6 +103,9 @@ class Cached(Packed):
         if v["mask"] == "tree":
             v["chunked_prefix"] = False
         return v
+
+    def keywords(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        return in_tables(**extra)
 
     def relations(self, variants: Variants, rng: random.Random) -> Iterator[Case]:
         kinds = (self._steps(variants), self._decodes(variants), self._pages(variants), self._splits(variants, rng))

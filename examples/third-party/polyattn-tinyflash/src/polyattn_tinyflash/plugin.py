@@ -10,7 +10,7 @@ from polyattn.contract.hookspecs import hookimpl
 
 from .tools import missing
 
-POLYATTN_API_VERSION = 1
+POLYATTN_API_VERSION = 2
 
 # What the kernel honours. Whatever a call asks for beyond this (a mask, sinks, dropout, another dtype) is refused, or
 # rewritten exactly by polyattn, before the kernel sees it.

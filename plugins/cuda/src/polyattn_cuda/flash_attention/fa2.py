@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, Tables, bind, dropping
+from polyattn.adapters.flash_attention import Packed, Result, bind, dropping
 from polyattn.adapters.padding_rows import blank, with_keys
-from polyattn.contract import AttentionRequest, Bound
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.packed import per_token
 
 from ..records.common import FLASH_ATTN_2
@@ -88,20 +88,20 @@ class _Kernels:
         result = self._packed(query, key, value, **where._asdict(), **table, return_attn_probs=lse)
         return (result[0], result[1]) if lse else (result, None)
 
-    def paged(self, query: Tensor, key: Tensor, value: Tensor, where: Tables, *, lse: bool) -> Result:
-        table, seq_lens, starts, longest_q, longest_k = where
+    def paged(self, query: Tensor, key: Tensor, value: Tensor, where: PagedTables, *, lse: bool) -> Result:
+        table, seq_lens, starts, longest_q, longest_k = where[:5]
         if longest_q == 1:
             if query.shape[0] != seq_lens.shape[0]:
                 table, seq_lens = per_token(query.shape[0], starts, table, seq_lens)
             tables = {"cache_seqlens": seq_lens, "block_table": table}
             result = self._cached(query.unsqueeze(1), key, value, **tables, return_softmax_lse=lse)
             return (result[0].squeeze(1), result[1].squeeze(2).transpose(0, 1)) if lse else (result.squeeze(1), None)
-        table, keys = with_keys(table, seq_lens, starts, longest_q, self.request.page_size)
+        filled = with_keys(where, self.request.page_size)
         # How many keys there are it reads from where they would start, if they were packed.
-        ends = torch.nn.functional.pad(keys.cumsum(0, dtype=torch.int32), (1, 0))
-        where = Packed(starts, ends, longest_q, max(longest_k, longest_q))
-        result, found = self.packed(query, key, value, where, lse=lse, block_table=table)
-        padding = blank(query.shape[0], seq_lens, starts)
+        ends = torch.nn.functional.pad(filled.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        packed = Packed(starts, ends, longest_q, max(longest_k, longest_q))
+        result, found = self.packed(query, key, value, packed, lse=lse, block_table=filled.page_table)
+        padding = blank(query.shape[0], where)
         result = result.masked_fill_(padding[:, None, None], 0.0)
         return result, None if found is None else found.masked_fill_(padding, self.empty)
 

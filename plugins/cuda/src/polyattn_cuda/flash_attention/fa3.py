@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, Tables, bind, dense_by_packed, filled
-from polyattn.contract import AttentionRequest, Bound
+from polyattn.adapters.flash_attention import Packed, Result, bind, dense_by_packed, filled
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from ..records.common import FLASH_ATTN_3, SGL_KERNEL, VLLM
 
@@ -89,7 +89,7 @@ class _Kernels(abc.ABC):
     def fuses(self, sinks: Tensor, query: Tensor) -> bool:
         return self.fused_sinks and sinks.dtype == query.dtype == torch.bfloat16
 
-    def padding(self, where: Tables) -> Tensor | None:
+    def padding(self, where: PagedTables) -> Tensor | None:
         """Rows before the keys, int32 [N]: none, said where TMA may be used. Its tiles have 64 rows or more either way,
         and are for more queries than one holds (tile_size.h and get_pagedkv_tma)."""
         request, seq_lens = self.request, where.seq_lens
@@ -102,10 +102,12 @@ class _Kernels(abc.ABC):
         """As `binding.Kernels.packed`."""
 
     @abc.abstractmethod
-    def paged(self, query: Tensor, key: Tensor, value: Tensor, where: Tables, *, lse: bool, **extra: Any) -> Result:
+    def paged(
+        self, query: Tensor, key: Tensor, value: Tensor, where: PagedTables, *, lse: bool, **extra: Any
+    ) -> Result:
         """As `binding.Kernels.paged`; `qv`: of latent caches."""
 
-    def latent(self, query: Tensor, cache: Tensor, where: Tables, *, lse: bool, **extra: Any) -> Result:
+    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool, **extra: Any) -> Result:
         latent = self.request.dims[1]
         values = cache[..., :latent]
         if latent < 256:
@@ -130,8 +132,10 @@ class _Cached(_Kernels):
                 more["attention_chunk"] = request.chunk
             self._cached = functools.partial(self.load("flash_attn_with_kvcache"), **self.options, **more)
 
-    def paged(self, query: Tensor, key: Tensor, value: Tensor, where: Tables, *, lse: bool, **extra: Any) -> Result:
-        table, seq_lens, cu_seqlens_q, max_seqlen_q, _ = where
+    def paged(
+        self, query: Tensor, key: Tensor, value: Tensor, where: PagedTables, *, lse: bool, **extra: Any
+    ) -> Result:
+        table, seq_lens, cu_seqlens_q, max_seqlen_q = where[:4]
         result = self._cached(
             query, key, value, page_table=table, cache_seqlens=seq_lens, cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q, cache_leftpad=self.padding(where), return_softmax_lse=lse, **extra,
@@ -264,10 +268,10 @@ class VLLMBuild(_Kernels):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        where: Tables,
+        where: PagedTables,
         *,
         lse: bool,
         qv: Tensor | None = None,
         **extra: Any,
     ) -> Result:
-        return self._attend(query, key, value, *where, self.padding(where), qv, lse=lse, **extra)
+        return self._attend(query, key, value, *where[:5], self.padding(where), qv, lse=lse, **extra)

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters.flash_attention import Tables
 from polyattn.adapters.gather_kv import nothing
 from polyattn.adapters.new_rows import with_new
 from polyattn.adapters.scale_sign import signed
-from polyattn.contract import AttentionRequest, Bound
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.kv_quant import stored
 from polyattn.semantics.paged_kv import Tokens
 
@@ -59,6 +58,7 @@ def _bind(request: AttentionRequest, build: Callable[[AttentionRequest], Any]) -
     def forward(
         query: Tensor,
         *caches: Tensor,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: None = None,
@@ -66,24 +66,20 @@ def _bind(request: AttentionRequest, build: Callable[[AttentionRequest], Any]) -
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         out: Tensor | None = None,
-        **tables: Any,
     ) -> Any:
-        where = Tables(**tables)
-        if not (query.shape[0] and where.max_seqlen_k):
+        if not (query.shape[0] and tables.max_seqlen_k):
             return nothing(request, query, out)
         if key is not None:
-            lens = (where.seq_lens, where.cu_seqlens_q, where.max_seqlen_k)
             new = (_unscaled(key, k_scale), _unscaled(value, v_scale))
-            caches, table = with_new(request, query, caches, where.page_table, *lens, *new)
-            where = where._replace(page_table=table)
+            caches, tables = with_new(request, query, caches, tables, *new)
         if swapped:
             caches = tuple(cache.transpose(1, 2) for cache in caches)
-        rounded, q_descale = _rounded(request, query, where)
+        rounded, q_descale = _rounded(request, query, tables)
         descales = {"q_descale": q_descale}
         for name, scale in (("k_descale", k_scale), ("v_descale", v_scale)):
             if scale is not None:
                 descales[name] = scale.float().reshape(1, -1).expand(q_descale.shape)
-        result, lse = kernel(rounded, *caches, where, lse=request.lse, **descales)
+        result, lse = kernel(rounded, *caches, tables, lse=request.lse, **descales)
         result = result.to(query.dtype) if out is None else out.copy_(result)
         return (result, lse.transpose(0, 1)) if request.lse else result
 
@@ -95,12 +91,12 @@ def _unscaled(rows: Tensor | None, scale: Tensor | None) -> Tensor | None:
     return rows if rows is None or scale is None else rows.float() / scale.reshape(-1, 1)
 
 
-def _rounded(request: AttentionRequest, query: Tensor, where: Tables) -> tuple[Tensor, Tensor]:
+def _rounded(request: AttentionRequest, query: Tensor, tables: PagedTables) -> tuple[Tensor, Tensor]:
     """Queries in e4m3 and their scales, float32 [N, H_kv]."""
-    tokens = Tokens.of(query, where.seq_lens, where.cu_seqlens_q)
+    tokens = Tokens.of(query, tables)
     grouped = torch.unflatten(query, 1, (request.kv_heads, -1))
     largest = grouped.abs().amax((-1, -2)).float()
-    scale = largest.new_zeros(where.seq_lens.shape[0], request.kv_heads)
+    scale = largest.new_zeros(tables.seq_lens.shape[0], request.kv_heads)
     scale.scatter_reduce_(0, tokens.sequence[:, None].expand_as(largest), largest, "amax")
     scale = (scale / torch.finfo(_E4M3).max).clamp(min=torch.finfo(torch.float32).tiny)
     return stored(grouped, scale[tokens.sequence][..., None, None], _E4M3).flatten(1, 2), scale

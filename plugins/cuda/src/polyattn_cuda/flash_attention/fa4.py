@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, Tables, bind, starts
+from polyattn.adapters.flash_attention import Packed, Result, bind, starts
 from polyattn.adapters.pages import cut_pages
-from polyattn.contract import AttentionRequest, Bound
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from ..records.common import FLASH_ATTN_4
 
@@ -95,13 +95,13 @@ class _Kernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        where: Tables,
+        where: PagedTables,
         *,
         lse: bool,
         sinks: Tensor | None = None,
         **latent: Tensor,
     ) -> Result:
-        table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = where
+        table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = where[:5]
         if self._cut:
             cut, step = cut_pages({"key": key, "value": value}, _TILE, _PART)
             key, value = cut["key"], cut["value"]
@@ -127,7 +127,7 @@ class _Kernels:
         )  # fmt: skip
         return out, found
 
-    def latent(self, query: Tensor, cache: Tensor, where: Tables, *, lse: bool) -> Result:
+    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> Result:
         width = self.request.dims[1]
         values = cache[..., :width]
         if width < 512:

@@ -22,7 +22,7 @@ from polyattn.adapters.alignment import placed
 from polyattn.adapters.free_slots import without_free_slots
 from polyattn.adapters.gather_kv import nothing
 from polyattn.adapters.new_rows import with_new
-from polyattn.contract import AttentionRequest, Bound
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.packed import per_token
 from polyattn.semantics.paged_kv import Tokens, owned
 
@@ -73,11 +73,7 @@ class _Call:
         self,
         query: Tensor,
         *caches: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: None = None,
@@ -88,19 +84,20 @@ class _Call:
     ) -> Any:
         """`polyattn.contract.PagedForward`."""
         r = self.request
-        if not (query.shape[0] and max_seqlen_k):
+        if not (query.shape[0] and tables.max_seqlen_k):
             return nothing(r, query, out)
         if key is not None:
-            caches, page_table = with_new(
-                r, query, caches, page_table, seq_lens, cu_seqlens_q, max_seqlen_k, key, value
-            )
+            caches, tables = with_new(r, query, caches, tables, key, value)
+        longest, max_seqlen_q = -(-tables.max_seqlen_k // STEP) * STEP, tables.max_seqlen_q
+        tables = tables.changed(max_seqlen_k=longest)
         one = max_seqlen_q == 1 and not r.deterministic
-        if one and query.shape[0] != seq_lens.shape[0]:
-            page_table, seq_lens = per_token(query.shape[0], cu_seqlens_q, page_table, seq_lens)
-        longest = -(-max_seqlen_k // STEP) * STEP
+        if one and query.shape[0] != tables.seq_lens.shape[0]:
+            # One row for each query, whose own starts nobody reads from here on.
+            rows = per_token(query.shape[0], tables.cu_seqlens_q, tables.page_table, tables.seq_lens)
+            tables = tables.changed(page_table=rows[0], seq_lens=rows[1])
         if self.exposed and not (one and self.spares):
-            caches, page_table = without_free_slots(r, caches, page_table, seq_lens, longest)
-        pages = owned(page_table, seq_lens, r.page_size, longest)
+            caches, tables = without_free_slots(r, caches, tables)
+        pages, seq_lens = owned(tables, r.page_size), tables.seq_lens
         table = torch.nn.functional.pad(pages.int(), (0, -(-longest // r.page_size) - pages.shape[1]))
         keys, values = (placed(cache if r.kv_layout == "HND" else cache.transpose(1, 2)) for cache in caches)
         given: dict[str, Any] = {
@@ -120,9 +117,9 @@ class _Call:
                 found = self.decode(window_left=r.window[0], **given)
             found, lse = found if r.lse else (found, None)
             return delivered(r, found, natural(lse), seq_lens > 0, None, out)
-        tokens = Tokens.of(query, seq_lens, cu_seqlens_q)
+        tokens = Tokens.of(query, tables)
         # The offsets of sequences are made of whole rows.
-        given["q"], starts = given["q"].contiguous(), cu_seqlens_q.contiguous()
+        given["q"], starts = given["q"].contiguous(), tables.cu_seqlens_q.contiguous()
         if r.lse:
             given["lse"] = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
             given |= {"batch_offsets_stats": starts, "lse_base": "ln"}

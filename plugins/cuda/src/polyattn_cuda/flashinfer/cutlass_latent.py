@@ -10,7 +10,7 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.adapters.alignment import placed
 from polyattn.adapters.gather_kv import nothing
-from polyattn.contract import AttentionRequest, Bound, Session, Slot
+from polyattn.contract import AttentionRequest, Bound, PagedTables, Session, Slot
 from polyattn.semantics.packed import per_token
 
 from ..records.common import ABSORBED
@@ -53,21 +53,18 @@ class _Decode:
         query: Tensor,
         cache: Tensor,
         *,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         attn_mask: None = None,
         out: Tensor | None = None,
         workspace: Tensor | None = None,
     ) -> Any:
         """`polyattn.contract.MLAForward`; `workspace`: of a session."""
         r, sequences = self.request, query.shape[0]
+        page_table, seq_lens, max_seqlen_k = tables.page_table, tables.seq_lens, tables.max_seqlen_k
         if not (query.shape[0] and page_table.shape[1] and max_seqlen_k):
             return nothing(r, query, out)
         if sequences != seq_lens.shape[0]:
-            page_table, seq_lens = per_token(sequences, cu_seqlens_q, page_table, seq_lens)
+            page_table, seq_lens = per_token(sequences, tables.cu_seqlens_q, page_table, seq_lens)
         if workspace is None:
             nbytes = self.nbytes(max_seqlen_k, sequences)
             workspace = torch.empty(nbytes, dtype=torch.uint8, device=query.device)

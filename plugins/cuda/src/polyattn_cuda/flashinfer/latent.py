@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters.gather_kv import nothing
-from polyattn.contract import AttentionRequest, Bound, KVPart, Session, Slot, UnsupportedRequestError
+from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot, UnsupportedRequestError
 
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
 from .lengths import Lengths, Piece, cut, sighted
@@ -75,11 +75,7 @@ class _Call:
         query: Tensor,
         cache: Tensor,
         *,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         attn_mask: None = None,
         kv_parts: Sequence[KVPart] = (),
         out: Tensor | None = None,
@@ -89,11 +85,11 @@ class _Call:
         if not query.shape[0]:
             return nothing(r, query, out)
         with LENDER.lend(query.device) as bench:
-            lens = Lengths.read(cu_seqlens_q, seq_lens, r.page_size)
+            lens = Lengths.read(tables, r.page_size)
             if not lens.pages:
                 return nothing(r, query, out)
             wrapper, alive = self.plan_step(
-                bench, lens, lens.page_list(page_table), self._nbytes(query.device), None, None
+                bench, lens, lens.page_list(tables.page_table), self._nbytes(query.device), None, None
             )
             return self.run_step(wrapper, alive, query, (cache,), out, {})
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import AttentionRequest, UnsupportedRequestError
+from polyattn.contract import AttentionRequest, PagedTables, UnsupportedRequestError
 
 __all__ = ["Lengths", "Mask", "Piece", "cut", "flattened", "mask_rule", "sighted", "tree_rule"]
 
@@ -49,10 +49,12 @@ class Lengths:
         return cls(made.__getitem__, lambda name: made[name].tolist(), starts == list(range(len(starts))))
 
     @classmethod
-    def read(cls, cu_seqlens_q: Tensor, seq_lens: Tensor, page_size: int) -> Lengths:
-        """Those of a call: the device is waited for, once."""
-        both = torch.cat([cu_seqlens_q, seq_lens]).cpu()
-        return cls.paged(both[: cu_seqlens_q.shape[0]], both[cu_seqlens_q.shape[0] :], page_size)
+    def read(cls, tables: PagedTables, page_size: int) -> Lengths:
+        """Those of a call: the caller's, or else the device is waited for, once."""
+        if tables.host is not None:
+            return cls.paged(_host(tables.listed("cu_seqlens_q")), _host(tables.listed("seq_lens")), page_size)
+        both, count = torch.cat([tables.cu_seqlens_q, tables.seq_lens]).cpu(), tables.cu_seqlens_q.shape[0]
+        return cls.paged(both[:count], both[count:], page_size)
 
     @classmethod
     def paged(cls, starts: Tensor, keys: Tensor, page_size: int) -> Lengths:

@@ -18,7 +18,7 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.adapters.gather_kv import nothing
 from polyattn.adapters.new_rows import with_new
-from polyattn.contract import AttentionRequest, Bound, KVPart, Session, Slot, UnsupportedRequestError
+from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot, UnsupportedRequestError
 
 from ..records.flashinfer import FLASHINFER
 from .lengths import Lengths, Mask, flattened, mask_rule, sighted, tree_rule
@@ -239,11 +239,7 @@ class _Call:
         self,
         query: Tensor,
         *caches: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: Tensor | None = None,
@@ -258,19 +254,11 @@ class _Call:
         if not query.shape[0]:
             return nothing(r, query, out)
         with LENDER.lend(query.device) as bench:
-            lens, own = Lengths.read(cu_seqlens_q, seq_lens, r.page_size), caches
+            lens, own = Lengths.read(tables, r.page_size), caches
             if key is not None:
-                own, page_table = with_new(
-                    r,
-                    query,
-                    caches,
-                    page_table,
-                    seq_lens,
-                    cu_seqlens_q,
-                    max_seqlen_k,
-                    unscaled(key, k_scale),
-                    unscaled(value, v_scale),
-                )
+                new = (unscaled(key, k_scale), unscaled(value, v_scale))
+                own, tables = with_new(r, query, caches, tables, *new)
+            page_table = tables.page_table
             if self.decodes and not lens.single:
                 # The decode wrapper has a query for each sequence; another kernel may give the same rows other bits.
                 lens, page_table = lens.asked(page_table)
@@ -293,7 +281,7 @@ class _Call:
         """The keys of further parts."""
         for part in kv_parts:
             pool = [cache for cache in (part.key_cache, part.value_cache) if cache is not None]
-            lens = Lengths.read(part.cu_seqlens_q, part.seq_lens, self.request.page_size)
+            lens = Lengths.read(part.tables, self.request.page_size)
             yield _Keys(pool or caches, lens, lens.page_list(part.page_table), shared=True)
 
     def _attend(

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters.alignment import aligned
-from polyattn.adapters.flash_attention import Tables
 from polyattn.adapters.gather_kv import nothing
 from polyattn.adapters.new_rows import with_new
-from polyattn.contract import AttentionRequest, Bound, Session, Slot, UnsupportedRequestError
+from polyattn.contract import AttentionRequest, Bound, PagedTables, Session, Slot, UnsupportedRequestError
 from polyattn.semantics.packed import owners
 
 from .. import devices
@@ -43,7 +42,6 @@ class TRTLLM:
         return Bound(call.forward, session=call.session)
 
 
-_TABLES = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
 """Keywords of every call under a plan."""
 
 
@@ -67,11 +65,7 @@ class _Call:
         self,
         query: Tensor,
         *caches: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: None = None,
@@ -83,23 +77,15 @@ class _Call:
     ) -> Any:
         """`polyattn.contract.PagedForward`; `memory`: of a session."""
         r = self.request
-        if not (query.shape[0] and page_table.shape[1] and max_seqlen_k):
+        if not (query.shape[0] and tables.page_table.shape[1] and tables.max_seqlen_k):
             return nothing(r, query, out)
         if key is not None:
-            caches, page_table = with_new(
-                r,
-                query,
-                caches,
-                page_table,
-                seq_lens,
-                cu_seqlens_q,
-                max_seqlen_k,
-                unscaled(key, k_scale),
-                unscaled(value, v_scale),
-            )
-        query, page_table = readable(query, self.factor), page_table.contiguous()
-        # The kernels know no strides of lengths, nor of sinks.
-        tables = Tables(page_table, seq_lens.contiguous(), cu_seqlens_q.contiguous(), max_seqlen_q, max_seqlen_k)
+            new = (unscaled(key, k_scale), unscaled(value, v_scale))
+            caches, tables = with_new(r, query, caches, tables, *new)
+        query = readable(query, self.factor)
+        # The kernels know no strides of tables and lengths, nor of sinks.
+        page_table, seq_lens, cu_seqlens_q = (table.contiguous() for table in tables[:3])
+        tables = tables._replace(page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
         given: dict[str, Any] = {
             **self.fixed,
             "query": query,
@@ -123,7 +109,7 @@ class _Call:
             return found
         return delivered(r, found, natural(lse), alive, None, out)
 
-    def run(self, given: dict[str, Any], tables: Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
+    def run(self, given: dict[str, Any], tables: PagedTables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
         """(out, LSE of base 2 or None)."""
         raise NotImplementedError
 
@@ -139,12 +125,12 @@ class _Call:
         return _Session(self, slot)
 
 
-def _uniform(tables: Tables, query: Tensor) -> bool:
+def _uniform(tables: PagedTables, query: Tensor) -> bool:
     """Whether every sequence has `max_seqlen_q` queries."""
     return query.shape[0] == tables.seq_lens.shape[0] * tables.max_seqlen_q
 
 
-def _seeing(tables: Tables, query: Tensor) -> Tensor:
+def _seeing(tables: PagedTables, query: Tensor) -> Tensor:
     """bool [T_q], the queries of sequences that have keys."""
     if _uniform(tables, query):
         return (tables.seq_lens > 0).repeat_interleave(tables.max_seqlen_q, output_size=query.shape[0])
@@ -167,7 +153,7 @@ class _Generated(_Call):
             {"return_lse": "an LSE", "causal": "attention without a diagonal"},
         )
 
-    def run(self, given: dict[str, Any], tables: Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
+    def run(self, given: dict[str, Any], tables: PagedTables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
         r = self.request
         # It makes its result with the strides of the queries, and writes it as if these were packed.
         given |= {"query": given["query"].contiguous(), "kv_cache": _alike(given["kv_cache"])}
@@ -261,7 +247,7 @@ class _XQA(_Call):
             "max_seq_len": step.max_seqlen_k,
         }
 
-    def run(self, given: dict[str, Any], tables: Tables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
+    def run(self, given: dict[str, Any], tables: PagedTables, memory: _Memory | None) -> tuple[Tensor, Tensor | None]:
         query, longest = given["query"].contiguous(), tables.max_seqlen_q
         _servable(tables.seq_lens.shape[0], query)
         given |= {"query": query, "kv_cache": _in_rows(given["kv_cache"])}
@@ -294,7 +280,7 @@ class _XQA(_Call):
         found = found if longest == 1 else found.flatten(0, -3)
         return found if filled == group else found.unflatten(1, (-1, filled))[:, :, :group].flatten(1, 2), None
 
-    def _roomy(self, workspace: Tensor, tables: Tables, rows: int) -> Tensor:
+    def _roomy(self, workspace: Tensor, tables: PagedTables, rows: int) -> Tensor:
         """`workspace`, or a larger one where so many rows of drafts need it."""
         r, lens = self.request, tables.seq_lens
         wanted = SEMAPHORES + scratch_bytes(lens.shape[0], r.kv_heads, rows, r.head_dim, _processors(lens.device))
@@ -369,15 +355,15 @@ class _Session:
         if self._places is not None:
             self._places.take(step)
 
-    def _reading(self, query: Tensor, *caches: Tensor, **given: Any) -> Any:
+    def _reading(self, query: Tensor, *caches: Tensor, tables: PagedTables, **given: Any) -> Any:
         planned = self._planned
         whole = query.is_contiguous() and not query.data_ptr() & 15
         # `devices.is_current`, of which the call alone would be a good part of what is spent here.
         here = (index := query.get_device()) < 0 or index == devices.current_device()
-        # With the keywords of a step and none beside, whole queries go straight to the library.
-        if here and whole and planned is not None and len(given) == len(_TABLES) and given["page_table"] is self._table:
+        # With the tables of a step and nothing beside, whole queries go straight to the library.
+        if here and whole and planned is not None and not given and tables.page_table is self._table:
             return self._call.decode(query=query, kv_cache=_in_rows(caches), **planned)
-        return self._call.forward(query, *caches, memory=self._memory, **given)
+        return self._call.forward(query, *caches, tables=tables, memory=self._memory, **given)
 
     def _writing(
         self, query: Tensor, *caches: Tensor, key: Tensor | None = None, value: Tensor | None = None, **given: Any

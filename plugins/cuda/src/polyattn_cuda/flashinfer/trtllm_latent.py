@@ -15,7 +15,7 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.adapters.alignment import placed
 from polyattn.adapters.gather_kv import nothing
-from polyattn.contract import AttentionRequest, Bound, KVPart, Session, Slot
+from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot
 from polyattn.semantics.packed import owners
 
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
@@ -68,17 +68,14 @@ class _Call:
         query: Tensor,
         cache: Tensor,
         *,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         attn_mask: None = None,
         kv_parts: Sequence[KVPart] = (),
         out: Tensor | None = None,
         workspace: Tensor | None = None,
     ) -> Any:
         """`polyattn.contract.MLAForward`; `workspace`: of a session."""
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[:5]
         r, N, T = self.request, seq_lens.shape[0], query.shape[0]
         if not (T and page_table.shape[1] and max_seqlen_k):
             return nothing(r, query, out)

@@ -18,7 +18,7 @@ from torch import Tensor
 from polyattn import adapters
 from polyattn.adapters.gather_kv import deliver, nothing
 from polyattn.adapters.scale_sign import signed
-from polyattn.contract import AttentionRequest, Bound
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.paged_kv import Tokens
 
 from ..records.common import AITER, PREFILL_HEADS
@@ -59,26 +59,23 @@ class _Latent:
         query: Tensor,
         cache: Tensor,
         *,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         attn_mask: None = None,
         out: Tensor | None = None,
     ) -> Any:
         request = self._request
-        if not (query.shape[0] and max_seqlen_k):
+        if not (query.shape[0] and tables.max_seqlen_k):
             return nothing(request, query, out)
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, _ = tables[:5]
         one_each = max_seqlen_q == 1 and query.shape[0] == seq_lens.shape[0]
-        tokens = None if one_each else Tokens.of(query, seq_lens, cu_seqlens_q)
+        tokens = None if one_each else Tokens.of(query, tables)
         real = seq_lens > 0 if tokens is None else tokens.real if self._causal else (seq_lens > 0)[tokens.sequence]
         if tokens is not None and self._prefill is None:
             # Each query as a sequence of its own, as long as what it sees.
             keys = tokens.position.int() + 1 if self._causal else seq_lens[tokens.sequence]
             seq_lens, page_table = keys.where(real, 0), page_table[tokens.sequence]
             cu_seqlens_q = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
-        (rows,), lists = token_lists((cache,), page_table, seq_lens, max_seqlen_k)
+        (rows,), lists = token_lists((cache,), tables.changed(page_table=page_table, seq_lens=seq_lens))
         room = query.new_empty(*query.shape[:2], request.dims[1])
         given: dict[str, Any] = {
             "q": query.contiguous(),

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, Tables, bind, dropping
-from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound
+from polyattn.adapters.flash_attention import Packed, Result, bind, dropping
+from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound, PagedTables
 from polyattn.semantics.masks import may_have_empty_rows
 
 from ..records.common import AITER
@@ -112,13 +112,13 @@ class _Kernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        where: Tables,
+        where: PagedTables,
         *,
         lse: bool,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Result:
-        caches, lists = token_lists((key, value), where.page_table, where.seq_lens, where.max_seqlen_k)
+        caches, lists = token_lists((key, value), where)
         given = {
             "cu_seqlens_q": where.cu_seqlens_q,
             "kv_indptr": lists.indptr,

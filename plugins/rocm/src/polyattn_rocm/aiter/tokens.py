@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters.pages import cut_pages
+from polyattn.contract import PagedTables
 
 __all__ = ["SPARE", "TokenLists", "token_lists"]
 
@@ -22,20 +23,19 @@ class TokenLists(NamedTuple):
     indices: Tensor
 
 
-def token_lists(
-    caches: tuple[Tensor, ...], page_table: Tensor, seq_lens: Tensor, max_seqlen_k: int
-) -> tuple[tuple[Tensor, ...], TokenLists]:
+def token_lists(caches: tuple[Tensor, ...], tables: PagedTables) -> tuple[tuple[Tensor, ...], TokenLists]:
     """Caches [pages, page_size, ...] as [tokens, 1, ...] in the same memory, and who owns which token. Nothing here
     waits for the device.
 
     Raises:
         UnsupportedRequestError: the caches' strides do not allow such a view.
     """
+    page_table, seq_lens = tables.page_table, tables.seq_lens
     size, step = caches[0].shape[1], 1
     if size > 1:
         cut, step = cut_pages({str(i): cache for i, cache in enumerate(caches)}, size, 1)
         caches = tuple(cut.values())
-    column = torch.arange(max_seqlen_k, dtype=torch.int32, device=page_table.device)
+    column = torch.arange(tables.max_seqlen_k, dtype=torch.int32, device=page_table.device)
     token = page_table[:, (column // size).clamp(max=page_table.shape[1] - 1)] * step + column % size
     real = column < seq_lens[:, None]
     indptr = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))

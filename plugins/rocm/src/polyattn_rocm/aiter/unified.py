@@ -24,7 +24,7 @@ from polyattn.adapters.free_slots import without_free_slots
 from polyattn.adapters.gather_kv import nothing
 from polyattn.adapters.new_rows import with_new
 from polyattn.adapters.scale_sign import signed
-from polyattn.contract import AttentionRequest, Bound
+from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.paged_kv import Tokens
 
 from ..records.common import AITER, LARGEST_TILE
@@ -69,11 +69,7 @@ class _Unified:
         self,
         query: Tensor,
         *caches: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        tables: PagedTables,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attn_mask: None = None,
@@ -83,15 +79,15 @@ class _Unified:
         out: Tensor | None = None,
     ) -> Any:
         request = self._request
-        if not (query.shape[0] and max_seqlen_k):
+        if not (query.shape[0] and tables.max_seqlen_k):
             return nothing(request, query, out)
         scales = (k_scale, v_scale)
         if key is not None and value is not None:
             new = [rows if s is None else rows.float() / s for rows, s in zip((key, value), scales, strict=True)]
-            lens = (seq_lens, cu_seqlens_q, max_seqlen_k)
-            caches, page_table = with_new(request, query, caches, page_table, *lens, *new)
+            caches, tables = with_new(request, query, caches, tables, *new)
         if not self._in_place:
-            caches, page_table = without_free_slots(request, caches, page_table, seq_lens, max_seqlen_k)
+            caches, tables = without_free_slots(request, caches, tables)
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[:5]
         one_each = max_seqlen_q == 1 and query.shape[0] == seq_lens.shape[0]
         query = placed(query)
         room = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
@@ -110,7 +106,7 @@ class _Unified:
             v_descale=descales[1],
             sinks=sinks,
         )
-        real = seq_lens > 0 if one_each else Tokens.of(query, seq_lens, cu_seqlens_q).real
+        real = seq_lens > 0 if one_each else Tokens.of(query, tables).real
         return room.masked_fill_(~real[:, None, None], 0.0)
 
     def _descale(self, scale: Tensor | None, query: Tensor) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import AttentionRequest, Key
+from polyattn.contract import AttentionRequest, Key, PagedTables
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import on_hopper
 from polyattn_triton.kernels.choices import EPOCH, chosen
@@ -199,10 +199,7 @@ def extend(
     key_cache: Tensor,
     value_cache: Tensor,
     *,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
+    tables: PagedTables,
     page_size: int,
     hnd: bool,
     causal: bool,
@@ -227,6 +224,7 @@ def extend(
     from polyattn_triton.hopper.extend_kernel import attend
 
     T_q, H_q, D = query.shape
+    page_table, seq_lens, cu_seqlens_q, max_seqlen_q = tables[:4]
     N, heads = seq_lens.shape[0], key_cache.shape[1 if hnd else 2]
     group = H_q // heads
     given, config = config, config or config_for(query.device, query.dtype, D, page_size, group)
@@ -260,7 +258,6 @@ def extend(
         asked = _key(query.dtype, D, page_size, group)
         refuse(HOPPER_EXTEND, asked, None, query.device, config, error, last=given is not None)
         extend(
-            query, key_cache, value_cache, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q, page_size=page_size, hnd=hnd, causal=causal, left=left, scale=scale,
-            attn_mask=attn_mask, sinks=sinks, out=out, lse=lse, cuts=cuts,
+            query, key_cache, value_cache, tables=tables, page_size=page_size, hnd=hnd, causal=causal, left=left,
+            scale=scale, attn_mask=attn_mask, sinks=sinks, out=out, lse=lse, cuts=cuts,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import Key
+from polyattn.contract import Key, PagedTables
 from polyattn_triton import runtime
 from polyattn_triton.kernels import rules  # before Triton: it decides how that is imported
 from polyattn_triton.kernels.arguments import MASKS, mask_arguments
@@ -621,11 +621,7 @@ def decode(
     key_cache: Tensor,
     value_cache: Tensor,
     *,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    tables: PagedTables,
     page_size: int,
     hnd: bool,
     causal: bool,
@@ -655,6 +651,7 @@ def decode(
             costs another launch.
     """
     T_q, H_q, D = query.shape
+    page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[:5]
     sequences = seq_lens.shape[0]
     if not T_q or not sequences:
         return

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+from polyattn.contract import PagedTables
 from polyattn_triton.kernels import rules  # first: it decides how Triton is imported
 
 import torch  # isort: skip
@@ -586,11 +587,7 @@ def extend(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     *,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    tables: PagedTables,
     page_size: int,
     hnd: bool,
     causal: bool,
@@ -617,8 +614,7 @@ def extend(
         query: [T_q, H_q, D], D a multiple of 8 up to 256.
         key_cache, value_cache: [pages, page_size, H_kv, D | D_v], or with `hnd` [pages, H_kv, page_size, D | D_v];
             uint8 and D / 2 | D_v / 2 wide for fp4_e2m1.
-        page_table: int32 [N, max_pages]. seq_lens: int32 [N], 0 = a sequence without keys. cu_seqlens_q: int32 [N+1].
-        max_seqlen_q, max_seqlen_k: at least the longest sequence.
+        tables: `polyattn.contract.PagedTables`.
         causal: bottom-right. window, chunk, scale, softcap, sinks: as `polyattn.semantics.reference.attention`.
         key, value: [T_q, H_kv, D | D_v], the last keys of each sequence: read here, rounded as the cache would round
             them, and not in the pages. None: everything is in the pages.
@@ -629,6 +625,7 @@ def extend(
         config: None = the table's.
     """
     T_q, H_q, D = query.shape
+    page_table, seq_lens, cu_seqlens_q, max_seqlen_q = tables[:4]
     N, heads = seq_lens.shape[0], key_cache.shape[1 if hnd else 2]
     if not T_q or not N:
         return
@@ -686,9 +683,8 @@ def extend(
         refuse(EXTEND, *of, device, found, error, last=given is not None)
         attn_mask, kv_scales, k_scale, v_scale = optional
         extend(
-            query, key_cache, value_cache, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, page_size=page_size, hnd=hnd, causal=causal,
-            window=window, chunk=chunk, scale=scale, softcap=softcap, key=key, value=value, attn_mask=attn_mask,
+            query, key_cache, value_cache, tables=tables, page_size=page_size, hnd=hnd, causal=causal, window=window,
+            chunk=chunk, scale=scale, softcap=softcap, key=key, value=value, attn_mask=attn_mask,
             tree=tree, sinks=sinks, kv_dtype=kv_dtype, kv_scales=kv_scales, k_scale=k_scale, v_scale=v_scale, out=out,
             lse=lse,
         )  # fmt: skip

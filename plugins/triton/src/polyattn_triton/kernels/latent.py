@@ -20,6 +20,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+from polyattn.contract import PagedTables
 from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import torch  # isort: skip
@@ -631,7 +632,8 @@ def plan(
     """Deal out the key blocks of a launch with `parts`; once for all calls with the same lengths.
 
     Args:
-        seq_lens, cu_seqlens_q, causal, window, chunk: as `attend`. out: int32 [launch.numbers(N)], written.
+        seq_lens: int32 [N]; cu_seqlens_q: int32 [N+1]. causal, window, chunk: as `attend`.
+        out: int32 [launch.numbers(N)], written.
     """
     sequences = seq_lens.shape[0]
     limits, which = _bounds(causal, window, chunk)
@@ -643,9 +645,9 @@ def plan(
 
 
 def attend(
-    query: Tensor, cache: Tensor, *, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
-    causal: bool, window: tuple[int, int] = (-1, -1), chunk: int = 0, scale: float, attn_mask: Tensor | None = None,
-    tree: bool = False, out: Tensor, lse: Tensor | None = None, launch: Launch, shares: Tensor | None = None,
+    query: Tensor, cache: Tensor, *, tables: PagedTables, causal: bool, window: tuple[int, int] = (-1, -1),
+    chunk: int = 0, scale: float, attn_mask: Tensor | None = None, tree: bool = False, out: Tensor,
+    lse: Tensor | None = None, launch: Launch, shares: Tensor | None = None,
     pieces: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Latent attention over pages.
@@ -653,13 +655,14 @@ def attend(
     Args:
         query: [T_q, H_q, D_c + D_r], dense last axis.
         cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656], FP8 rows (`semantics.kv_quant`).
-        page_table: int32 [N, max_pages]; seq_lens: int32 [N]; cu_seqlens_q: int32 [N+1].
+        tables: `polyattn.contract.PagedTables`.
         causal, window, chunk: as docs/semantics.md, S3 and S4. scale: of the products.
         attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], bool or added. tree: it is True but for the last columns.
         out: [T_q, H_q, D_c], dense last axis. lse: float32 [T_q, H_q], contiguous.
         launch: of `launch_for`. shares: of `plan`, where the launch has `parts`.
         pieces: float32 [launch.pieces(N), D_c] and [launch.pieces(N)], if there are any.
     """
+    page_table, seq_lens, cu_seqlens_q = tables[:3]
     sequences, (T, heads, _), d_c, config = seq_lens.shape[0], query.shape, out.shape[2], launch.config
     limits, which = _bounds(causal, window, chunk)
     plain = attn_mask is None and scale > 0 and limits in ((-1, -1, 0), (-1, 0, 0))
@@ -669,10 +672,9 @@ def attend(
             scales(scale, 0.0)[0], causal,
         )  # fmt: skip
     else:
-        tables = (page_table, seq_lens, cu_seqlens_q, shares)
         while True:
             try:
-                _launch(query, cache, tables, limits, which, scale, attn_mask, tree, out, lse, launch, pieces)
+                _launch(query, cache, tables, shares, limits, which, scale, attn_mask, tree, out, lse, launch, pieces)
                 break
             except TOO_LARGE as error:
                 # How the keys are cut hangs on the tiles: for this call only the pipeline can be smaller.
@@ -705,12 +707,12 @@ def _cutting(launch: Launch) -> dict[str, int]:
 
 
 def _launch(
-    query: Tensor, cache: Tensor, tables: tuple[Tensor, Tensor, Tensor, Tensor | None], limits: tuple[int, int, int],
+    query: Tensor, cache: Tensor, tables: PagedTables, shares: Tensor | None, limits: tuple[int, int, int],
     which: dict[str, bool], scale: float, attn_mask: Tensor | None, tree: bool, out: Tensor, lse: Tensor | None,
     launch: Launch, pieces: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
     """The portable kernel."""
-    page_table, seq_lens, cu_seqlens_q, shares = tables
+    page_table, seq_lens, cu_seqlens_q = tables[:3]
     (T, heads, width), d_c, config = query.shape, out.shape[2], launch.config
     rows, factors, rope = cache[..., :d_c], cache, cache[..., d_c:]
     if cache.dtype == torch.uint8:

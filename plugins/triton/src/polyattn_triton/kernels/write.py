@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.contract import InvalidInputError, UnsupportedRequestError
+from polyattn.contract import InvalidInputError, PagedTables, UnsupportedRequestError
 from polyattn.semantics.kv_quant import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS
 from polyattn_triton import runtime  # first: it decides how Triton is imported
 
@@ -255,10 +255,7 @@ def write_kv(
     key_cache: Tensor,
     value_cache: Tensor | None,
     *,
-    page_table: Tensor | None = None,
-    seq_lens: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int = 0,
+    tables: PagedTables | None = None,
     slots: Tensor | None = None,
     page_size: int,
     hnd: bool = False,
@@ -281,9 +278,8 @@ def write_kv(
         key: [T, H_kv, D]; value: [T, H_kv, D_v]. Float, any strides but a dense last axis.
         key_cache, value_cache: [pages, page_size, H_kv, D | D_v], with `hnd` [pages, H_kv, page_size, D | D_v];
             fp4_e2m1: uint8, D/2 wide. Dense last axis.
-        page_table: int32 [N, columns]; seq_lens: int32 [N]; cu_seqlens_q: int32 [N+1]; max_seqlen_q: host int. Tokens
-            of rows without keys are not written.
-        slots: int64 [T], page * page_size + place, in place of those tables.
+        tables: `polyattn.contract.PagedTables`. Tokens of rows without keys are not written.
+        slots: int64 [T], page * page_size + place, in place of the tables.
         kv_dtype: auto (numbers in the dtype of the cache), fp8_e4m3, fp8_e5m2, int8 or fp4_e2m1.
         kv_scales, k_scale, v_scale: tensor [1], head [H_kv], token [pages, page_size, H_kv] or block16 [..., D/16] in
             the cache's layout; float32, block16 e4m3 too. A stored number times its scale is the real value.
@@ -321,8 +317,8 @@ def write_kv(
             f"write_kv: fp4_e2m1 has scales by block16 and head dims that are multiples of 16; got {kv_scales!r}, {D}"
         )
     return _launch(
-        key, value, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, slots, page_size, hnd,
-        kind, kv_scales, k_scale, v_scale, make_scales, rows, cos, sin, interleaved, positions, query, query_out, 0,
+        key, value, key_cache, value_cache, tables, slots, page_size, hnd, kind, kv_scales, k_scale, v_scale,
+        make_scales, rows, cos, sin, interleaved, positions, query, query_out, 0,
     )  # fmt: skip
 
 
@@ -330,10 +326,7 @@ def write_latent(
     rows: Tensor,
     cache: Tensor,
     *,
-    page_table: Tensor | None = None,
-    seq_lens: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int = 0,
+    tables: PagedTables | None = None,
     slots: Tensor | None = None,
     page_size: int,
     cos: Tensor | None = None,
@@ -363,9 +356,9 @@ def write_latent(
     if packed and cos is not None and start != MLA_WIDTHS[1]:
         raise InvalidInputError(f"write_latent: FP8 rows rotate {D - MLA_WIDTHS[1]} numbers, cos has {D - start}")
     return _launch(
-        rows.unsqueeze(1), None, cache.unsqueeze(2), None, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, slots,
-        page_size, False, "latent" if packed else "copy", "", None, None, False, True, cos, sin, interleaved, positions,
-        None, None, start,
+        rows.unsqueeze(1), None, cache.unsqueeze(2), None, tables, slots, page_size, False,
+        "latent" if packed else "copy", "", None, None, False, True, cos, sin, interleaved, positions, None, None,
+        start,
     )  # fmt: skip
 
 
@@ -381,8 +374,8 @@ def _tile(D: int, D_v: int) -> tuple[int, int, int]:
 
 
 def _launch(
-    key: Tensor, value: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, page_table: Tensor | None,
-    seq_lens: Tensor | None, cu_seqlens_q: Tensor | None, max_seqlen_q: int, slots: Tensor | None, page_size: int,
+    key: Tensor, value: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, tables: PagedTables | None,
+    slots: Tensor | None, page_size: int,
     hnd: bool, kind: str, scales: str, k_scale: Tensor | None, v_scale: Tensor | None, make: bool, rows: bool,
     cos: Tensor | None, sin: Tensor | None, interleaved: bool, positions: Tensor | None, query: Tensor | None,
     query_out: Tensor | None, start: int,
@@ -390,8 +383,9 @@ def _launch(
     T, H, D = key.shape
     if not T or not key_cache.shape[0]:
         return None
-    if slots is None and (page_table is None or seq_lens is None or cu_seqlens_q is None):
-        raise InvalidInputError("write: where the tokens go is said by slots, or by page_table, seq_lens, cu_seqlens_q")
+    if slots is None and tables is None:
+        raise InvalidInputError("write: where the tokens go is said by slots, or by tables")
+    page_table, seq_lens, cu_seqlens_q, max_seqlen_q = (None, None, None, 0) if tables is None else tables[:4]
     if cos is not None and slots is not None and positions is None:
         raise InvalidInputError("write: cos and sin need positions where slots are given; slots do not tell them")
     if (query is None) != (query_out is None) or (query is not None and cos is None):
