@@ -16,7 +16,7 @@ from torch.autograd import profiler as _profiler
 from ..contract import AttentionRequest, BackendInfo, Bound
 from ..contract.lengths import Extent, extent_of
 from ..errors import InvalidInputError
-from ..lowering import Plan, bind
+from ..lowering import bind
 from ..registry.manager import get_manager
 from ..selection.config import check_options
 from ..selection.inspection import catalogue, served_by
@@ -134,8 +134,16 @@ def remembered(request: AttentionRequest, argument: str | None, scope: Scope, ep
 def _load(selection: Selection) -> Chosen:
     manager = get_manager()
     info = manager.backends[selection.backend, selection.platform]
-    provider = next(p for p in info.providers if p.name == selection.provider)
+    provider = info.providers[0]
+    for one in info.providers:
+        if one.name == selection.provider:
+            provider = one
     options = _options(info)
+    if selection.plan is None:
+        request = selection.request
+        if request.options != options:
+            request = dataclasses.replace(request, options=options)
+        return Chosen(request, selection, info, manager.load_forward(info, provider, request))
 
     def configured(request: AttentionRequest) -> AttentionRequest:
         return request if request.options == options else dataclasses.replace(request, options=options)
@@ -143,12 +151,15 @@ def _load(selection: Selection) -> Chosen:
     def load(request: AttentionRequest) -> Bound:
         return manager.load_forward(info, provider, configured(request))
 
-    bound = bind(selection.plan or Plan(selection.request), load, lambda helper: _load(helper).bound)
+    bound = bind(selection.plan, load, lambda helper: _load(helper).bound)
     return Chosen(configured(selection.request), selection, info, bound)
 
 
 def _options(info: BackendInfo) -> tuple[tuple[str, Hashable], ...]:
-    given, where = current_settings().options_of(info)
+    settings = current_settings()
+    if not settings.attention_backend_config and not info.config:
+        return ()
+    given, where = settings.options_of(info)
     if not given and not info.config:
         return ()
     checked = check_options(info, given, where, check_files=True)

@@ -87,8 +87,8 @@ class Static(NamedTuple):
         lse, exact = scalars.flag("return_lse", self.return_lse), scalars.flag("deterministic", self.deterministic)
         return self._replace(window=window, return_lse=lse, deterministic=exact)
 
-    def fields(self) -> dict[str, Any]:
-        """As request fields."""
+    def fields(self, exact: bool | None = None) -> dict[str, Any]:
+        """As request fields. exact: torch's deterministic switch; None = ask."""
         causal = self.causal if isinstance(self.causal, str) else ("bottom_right" if self.causal else "none")
         return {
             "causal": causal,
@@ -98,7 +98,7 @@ class Static(NamedTuple):
             "layout": self.layout,
             "dropout": float(self.dropout_p),
             "lse": bool(self.return_lse),
-            "deterministic": bool(self.deterministic) or torch_deterministic(),
+            "deterministic": bool(self.deterministic) or (torch_deterministic() if exact is None else exact),
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..contract import API_VERSION, AttentionRequest, Bound
@@ -44,11 +44,10 @@ def _check_keywords(
     if code is None or code.co_flags & inspect.CO_VARKEYWORDS:  # without code it is built in C: its call will tell
         return
     taken = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
-    spec = FAMILY_SPECS[request.family]
-    asked = {a.name: w for a, w in spec.taken(name) if not a.given_when or getattr(request, a.given_when)}
-    if version == 1 and asked.pop("tables", ""):
-        asked = {**{name: name for name in version_1.TABLES}, **asked}
-    missing = {name: as_written for name, as_written in asked.items() if name not in taken}
+    given = _given(request.family, name, version, bool(request.kv_parts))
+    missing = (
+        {name: as_written for name, as_written in given.items() if name not in taken} if given.keys() - taken else {}
+    )
     if missing:
         moved = ""
         if "tables" in taken and "page_table" in missing:
@@ -61,3 +60,13 @@ def _check_keywords(
             f"does not declare. Add {', '.join(missing.values())}; docs/hooks.md, polyattn_load_forward, says what "
             f"they are{moved}"
         )
+
+
+@functools.cache
+def _given(family: str, function: Any, version: int, parts: bool) -> Mapping[str, str]:
+    """The keywords that a function is given, as a version has them -> how a signature writes them, with their defaults.
+    parts: the request has `kv_parts`, the one field whose keyword is given only where it is on."""
+    asked = {a.name: w for a, w in FAMILY_SPECS[family].taken(function) if parts or not a.given_when}
+    if version == 1 and asked.pop("tables", ""):
+        asked = {**{name: name for name in version_1.TABLES}, **asked}
+    return asked
