@@ -359,8 +359,8 @@ class DenseSite:
         run = entry.chosen.ranged("attention", entry.run)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
 
-    def _resolve(self, said: DenseKey, query: Tensor, key: Tensor, value: Tensor, *optional: Any) -> _Entry:
-        request = dense_request(self.static, query, key, value, *optional, key=said)
+    def _resolve(self, said: DenseKey, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any) -> _Entry:
+        request = dense_request(self.static, q, k, v, mask, sinks, out, said)
         chosen = choose(request, self._argument, self._scope)
         run = runner(chosen, self.static.return_lse, said.autocast is not None, 2 if self._bshd else 1)
         return _Entry(chosen, run, chosen.bound.simple if run is chosen.bound.forward else None)
