@@ -48,7 +48,7 @@ class FamilySpec:
         forward, backward: names of the protocols in `polyattn.contract`; no backward = empty.
         extent: reads the lengths of a call from the arguments of `Bound.forward`, with the layout in front.
         op: whether compiled code may call the family through a custom op of its name.
-        call: the public function.
+        call: the public function. beside: further keywords of the forward, which no custom op takes.
     """
 
     name: str
@@ -61,10 +61,11 @@ class FamilySpec:
     backward: str = ""
     second: Literal["lse", "state"] = "lse"
     op: bool = True
+    beside: tuple[Argument, ...] = ()
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """All but `out`."""
+        """All that a custom op takes: neither `out` nor what is beside."""
         return (*self.positional, *self.keywords)
 
     @property
@@ -83,7 +84,8 @@ class FamilySpec:
                 default = {"optional": "=None", "parts": "=()"}.get(one.kind, "")
                 yield one, one.name + default
         if function == "forward":
-            yield Argument("out", "optional"), "out=None"
+            for one in (*self.beside, Argument("out", "optional")):
+                yield one, f"{one.name}=None"
 
     def schema(self) -> str:
         """The schema of the custom op, in torch's words."""
@@ -146,6 +148,7 @@ _SPECS = (
         extent=_by_layout,
         forward="DenseForward",
         backward="DenseBackward",
+        beside=(Argument("place", "optional", given_when="place"),),
         call="attention",
     ),
     FamilySpec(

@@ -129,7 +129,7 @@ class AttentionRequest:
     spec_topk: int = option(0, doc="speculation: 0 none, 1 chain, more = tree")
     chunked_prefix: bool = option(False, doc="prefix attended in chunks and merged")
 
-    method: str = option("", doc="block_sparse and linear: the method (sta, vsa, gdn, kda, ...)")
+    method: str = option("", doc="linear: the rule (gdn, kda); mla and paged: dsa, dual_chunk")
     block_map: bool = option(False, doc="S8: block map given as a typed input")
     block_sizes: bool = option(False, doc="S8: per-block valid sizes given")
     block_shape: tuple[int, int] = option((0, 0), doc="S8: tokens of a block, (block_q, block_k); (0, 0): no map")
@@ -142,6 +142,8 @@ class AttentionRequest:
     transform: str = option(
         "", doc="around the call: the last of functionalize, vmap, grad, gradgrad, jvp; or subclass"
     )
+
+    place: bool = context(False, doc="a place is given: where in a model the call is, which methods need")
 
     options: tuple[tuple[str, Hashable], ...] = context((), doc="validated options of the chosen backend")
 

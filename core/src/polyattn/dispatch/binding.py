@@ -18,9 +18,10 @@ from ..contract.lengths import Extent, extent_of
 from ..errors import InvalidInputError
 from ..lowering import bind
 from ..registry.manager import get_manager
+from ..selection.aliases import names_method
 from ..selection.config import check_options
 from ..selection.inspection import catalogue, served_by
-from ..selection.overrides import SCOPE, Scope, current_settings
+from ..selection.overrides import SCOPE, Scope, current_choice, current_settings, note_left
 from ..selection.select import Policy, Selection, select
 from ..selection.tuned_policy import compiled_policy, current_policy
 from ..tuning import with_lengths
@@ -31,11 +32,13 @@ from .trace_requests import observed, opaque
 __all__ = [
     "Asked",
     "Chosen",
+    "asks_method",
     "bind_selection",
     "choose",
     "device_facts",
     "dtype_name",
     "explained_by",
+    "load",
     "remembered",
     "select_here",
 ]
@@ -65,6 +68,12 @@ class Chosen:
             return run(*tensors, **keywords)
 
 
+def asks_method(argument: str | None, scope: Scope) -> bool:
+    """Whether the backend asked for here serves calls with a place only; nobody else looks at one."""
+    choice = current_choice(argument, scope)
+    return choice is not None and names_method(choice.name, catalogue())
+
+
 def select_here(
     request: AttentionRequest, argument: str | None, scope: Scope, extent: Extent, *, full: bool = False
 ) -> Selection:
@@ -77,14 +86,21 @@ Asked = tuple[AttentionRequest, str | None, Extent]
 """What a call asks for: its request, the backend that it names, and its lengths."""
 
 
-def explained_by(call: Any, asked: Callable[..., Asked]) -> None:
-    """Let `polyattn.explain` answer for a public call. asked: the call's arguments by name -> what it asks for."""
+def explained_by(call: Any, asked: Callable[..., Asked | Selection]) -> None:
+    """Let `polyattn.explain` answer for a public call.
+
+    Args:
+        asked: the call's arguments by name -> what it asks for, or who serves it where more than that decides.
+    """
     signature = inspect.signature(call)
 
     def explain(*args: Any, **kwargs: Any) -> Selection:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        request, backend, extent = asked(**given.arguments)
+        answer = asked(**given.arguments)
+        if isinstance(answer, Selection):
+            return answer
+        request, backend, extent = answer
         return select_here(request, backend, SCOPE.get(), extent, full=True)
 
     call.__polyattn_explain__ = explain
@@ -119,8 +135,10 @@ def bind_selection(
 ) -> Chosen:
     """Load the functions of a backend that was selected for a request by a policy. The rest is as `choose` has it."""
     _announce(selection)
-    chosen = _load(selection)
-    chosen = settled(chosen, policy, _load, by_length=eager and not planned)
+    chosen = load(selection)
+    chosen = settled(chosen, policy, load, by_length=eager and not planned)
+    if chosen.request.place:  # the calls that a method makes are recorded, and it is not
+        return chosen
     bound = observed(chosen.bound, request, chosen.at or selection) if eager else opaque(chosen.bound)
     return chosen if bound is chosen.bound else dataclasses.replace(chosen, bound=bound)
 
@@ -131,7 +149,12 @@ def remembered(request: AttentionRequest, argument: str | None, scope: Scope, ep
     return choose(request, argument, scope)
 
 
-def _load(selection: Selection) -> Chosen:
+def load(selection: Selection) -> Chosen:
+    """Load the functions of a selection.
+
+    Raises:
+        PluginError, ConfigError: see `choose`.
+    """
     manager = get_manager()
     info = manager.backends[selection.backend, selection.platform]
     provider = info.providers[0]
@@ -148,10 +171,10 @@ def _load(selection: Selection) -> Chosen:
     def configured(request: AttentionRequest) -> AttentionRequest:
         return request if request.options == options else dataclasses.replace(request, options=options)
 
-    def load(request: AttentionRequest) -> Bound:
+    def forward_of(request: AttentionRequest) -> Bound:
         return manager.load_forward(info, provider, configured(request))
 
-    bound = bind(selection.plan, load, lambda helper: _load(helper).bound)
+    bound = bind(selection.plan, forward_of, lambda helper: load(helper).bound)
     return Chosen(configured(selection.request), selection, info, bound)
 
 
@@ -176,6 +199,8 @@ _announced: set[str] = set()
 def _announce(selection: Selection) -> None:
     """Documented fallbacks and the reference as last resort are said once per process and reason; exact rewrites, which
     change no result, are logged."""
+    if selection.rule:
+        note_left(selection.rule, selection.why)
     if selection.plan is not None:
         log.info("%s serves %s via %s", selection.id, selection.request.summary(), "; ".join(selection.steps()))
     if selection.fallback:

@@ -73,6 +73,7 @@ class Static(NamedTuple):
     dropout_p: float = 0.0
     return_lse: bool = False
     deterministic: bool = False
+    role: str | None = None
 
     def checked(self, layouts: tuple[str, ...] = validation.LAYOUTS) -> Static:
         window = validation.check_statics(
@@ -84,6 +85,8 @@ class Static(NamedTuple):
             dropout_p=self.dropout_p,
             layouts=layouts,
         )
+        if self.role not in (None, "self", "cross"):
+            raise InvalidInputError(f"role={scalars.shown(self.role)} must be 'self', 'cross' or None")
         lse, exact = scalars.flag("return_lse", self.return_lse), scalars.flag("deterministic", self.deterministic)
         return self._replace(window=window, return_lse=lse, deterministic=exact)
 
@@ -99,6 +102,7 @@ class Static(NamedTuple):
             "dropout": float(self.dropout_p),
             "lse": bool(self.return_lse),
             "deterministic": bool(self.deterministic) or (torch_deterministic() if exact is None else exact),
+            "cross": self.role == "cross",
         }
 
 
@@ -124,7 +128,7 @@ def request_facts(
         "graph_capture": capturing(kind),
         "zero_size": not (q.numel() and k.numel() and v.numel()),
         "large": max(q.numel(), k.numel(), v.numel()) >= LARGE,
-        "misaligned": not aligned(q, k, v),
+        "misaligned": not (validation.has_shapes_only(q) or aligned(q, k, v)),
         "transform": transform(q, k, v, mask, sinks),
     }
 

@@ -18,7 +18,7 @@ from torch.autograd import profiler as _profiler
 
 from ..adapters.alignment import aligned
 from ..adapters.device import capturing, recording
-from ..contract import AttentionRequest, relation
+from ..contract import AttentionRequest, Place, relation
 from ..contract.lengths import extent_of
 from ..contract.request import made
 from ..epoch import EPOCH
@@ -26,7 +26,7 @@ from ..errors import InvalidInputError
 from ..selection import overrides
 from ..selection.select import Selection
 from ..semantics import validation
-from .binding import Asked, Chosen, choose, explained_by, select_here
+from .binding import Chosen, choose, explained_by, select_here
 from .bound_table import SIGNATURES_KEPT
 from .call_key import (
     LARGE,
@@ -270,7 +270,7 @@ class _Fast:
 class DenseSite:
     """A dense call with its static arguments bound: what `bind` returns, what layers hold, what each call finds.
 
-    Call it with (query, key, value, attn_mask=None, sinks=None, out=None); shapes as `polyattn.attention`.
+    Call it with (query, key, value, attn_mask=None, sinks=None, out=None, place=None), as `polyattn.attention`.
     """
 
     __slots__ = ("_argument", "_bshd", "_entries", "_epoch", "_fast", "_last", "_masked", "_scope", "static")
@@ -299,7 +299,13 @@ class DenseSite:
         attn_mask: Tensor | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        place: Place | None = None,
     ) -> Any:
+        if place is not None:
+            from .placed import at
+
+            tensors = (query, key, value, attn_mask, sinks, out)
+            return at(tensors, self.static, self._argument, self._scope, place)
         if _is_tracing():
             return self._trace(query, key, value, attn_mask, sinks, out)
         fast = self._fast
@@ -330,13 +336,15 @@ class DenseSite:
     def _trace(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
         return trace_dense(query, key, value, attn_mask, sinks, out, self.static, self._argument, self._scope)
 
-    def _find(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
+    def _find(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, place: Any = None
+    ) -> Any:
         if not isinstance(query, Tensor):
             node = recorded_call(attention, self, query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
             if node is not None:
                 return node
         # An export without dynamo, whose tensors no guard holds for; or fake tensors, which are at no address.
-        if (
+        if place is None and (
             torch.compiler.is_compiling()
             or counted()
             or (type(query) is not Tensor and validation.has_shapes_only(query))
@@ -345,22 +353,29 @@ class DenseSite:
         if self._epoch != EPOCH.value:
             self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
         entries = self._entries
-        signature = dense_signature(self.static.layout, query, key, value, attn_mask, sinks, out)
+        signature: Any = dense_signature(self.static.layout, query, key, value, attn_mask, sinks, out)
+        said = signature
+        if place is not None:  # which itself decides nothing
+            signature = (*signature, "place")
         entry = entries.get(signature)
         if entry is None:
-            entry = self._resolve(DenseKey._make(signature), query, key, value, attn_mask, sinks, out)
+            entry = self._resolve(DenseKey._make(said), query, key, value, attn_mask, sinks, out, place is not None)
             if len(entries) >= SIGNATURES_KEPT:
                 entries.clear()
             entries[signature] = entry
-        elif signature == self._last and sinks is None and out is None and not _profiler._is_profiler_enabled:
+        elif signature == self._last and sinks is out is place is None and not _profiler._is_profiler_enabled:
             # Seen twice in a row: worth a guard. Alternating signatures stay with the dict, and so do profiled calls.
-            self._remember(DenseKey._make(signature), entry, query, key, value, attn_mask)
+            self._remember(DenseKey._make(said), entry, query, key, value, attn_mask)
         self._last = signature
         run = entry.chosen.ranged("attention", entry.run)
-        return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
+        given = {"place": place} if entry.chosen.request.place else {}
+        return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **given)
 
-    def _resolve(self, said: DenseKey, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any) -> _Entry:
+    def _resolve(
+        self, said: DenseKey, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, placed: bool
+    ) -> _Entry:
         request = dense_request(self.static, q, k, v, mask, sinks, out, said)
+        request = dataclasses.replace(request, place=True) if placed else request
         chosen = choose(request, self._argument, self._scope)
         run = runner(chosen, self.static.return_lse, said.autocast is not None, 2 if self._bshd else 1)
         return _Entry(chosen, run, chosen.bound.simple if run is chosen.bound.forward else None)
@@ -379,8 +394,20 @@ class DenseSite:
                 self._masked = fast
 
     def __polyattn_explain__(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, sinks: Any = None, out: Any = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        sinks: Any = None,
+        out: Any = None,
+        place: Place | None = None,
     ) -> Selection:
+        if place is not None:
+            from .placed import explain
+
+            tensors = (query, key, value, attn_mask, sinks, out)
+            return explain(tensors, self.static, self._argument, self._scope, place)
         request = dense_request(self.static, query, key, value, attn_mask, sinks, out)
         extent = extent_of(request)(query, key)
         return select_here(request, self._argument, self._scope, extent, full=True)
@@ -406,6 +433,7 @@ def attention(
     deterministic: bool = False,
     backend: str | None = None,
     out: Tensor | None = None,
+    place: Place | None = None,
 ) -> Any:
     """Softmax attention on dense tensors, by the best backend that can serve the call.
 
@@ -425,6 +453,8 @@ def attention(
         deterministic: only a backend whose results are the same bits on every run.
         backend: name of a backend; None = `use_backend`, configuration, then automatic.
         out: where to write the output; not while gradients are wanted.
+        place: where in a model the call is (`polyattn.video.Place`). Methods such as sparse video attention need
+            it (docs/methods.md); to all others it only says whether this is cross-attention.
 
     Returns:
         out like query with D_v, or (out, lse). Rows that see no key are 0 with lse = -inf (S7).
@@ -433,6 +463,11 @@ def attention(
         InvalidInputError: an argument no backend could serve. UnsupportedRequestError: none here can, or the named
             one cannot; the message has everyone's reasons. BackendUnavailableError: the named one is not here.
     """
+    if place is not None:
+        from .placed import at
+
+        own = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, None)
+        return at((query, key, value, attn_mask, sinks, out), own, backend, None, place)
     if _is_tracing():
         static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)
@@ -467,24 +502,28 @@ def bind(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     deterministic: bool = False,
+    role: str | None = None,
     backend: str | None = None,
 ) -> DenseSite:
     """Bind the static arguments of `attention` once, for the hottest paths and for layers.
 
     The overrides in force now (`use_backend`, the component) are captured; process-wide changes still take effect.
 
+    Args:
+        role: "self" or "cross", whose keys these are; None = not said. The others are as `attention`.
+
     Returns:
-        A callable (query, key, value, attn_mask=None, sinks=None, out=None), as `attention`.
+        A callable (query, key, value, attn_mask=None, sinks=None, out=None, place=None), as `attention`.
     """
-    static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
+    static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, role)
     return DenseSite(static, backend)
 
 
 def _asked(
-    query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, backend: Any, **static: Any
-) -> Asked:
-    request = dense_request(Static(**static).checked(), query, key, value, attn_mask, sinks, out)
-    return request, backend, extent_of(request)(query, key)
+    query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, backend: Any, place: Any, **static: Any
+) -> Selection:
+    site = DenseSite(Static(**static), backend)
+    return site.__polyattn_explain__(query, key, value, attn_mask, sinks, out, place)
 
 
 explained_by(attention, _asked)

@@ -44,7 +44,7 @@ def _check_keywords(
     if code is None or code.co_flags & inspect.CO_VARKEYWORDS:  # without code it is built in C: its call will tell
         return
     taken = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
-    given = _given(request.family, name, version, bool(request.kv_parts))
+    given = _given(request.family, name, version, bool(request.kv_parts), request.place)
     missing = (
         {name: as_written for name, as_written in given.items() if name not in taken} if given.keys() - taken else {}
     )
@@ -63,10 +63,11 @@ def _check_keywords(
 
 
 @functools.cache
-def _given(family: str, function: Any, version: int, parts: bool) -> Mapping[str, str]:
+def _given(family: str, function: Any, version: int, kv_parts: bool, place: bool) -> Mapping[str, str]:
     """The keywords that a function is given, as a version has them -> how a signature writes them, with their defaults.
-    parts: the request has `kv_parts`, the one field whose keyword is given only where it is on."""
-    asked = {a.name: w for a, w in FAMILY_SPECS[family].taken(function) if parts or not a.given_when}
+    kv_parts, place: fields of the request whose keyword is given only where they are on."""
+    on = {"": True, "kv_parts": kv_parts, "place": place}
+    asked = {a.name: w for a, w in FAMILY_SPECS[family].taken(function) if on[a.given_when]}
     if version == 1 and asked.pop("tables", ""):
         asked = {**{name: name for name in version_1.TABLES}, **asked}
     return asked

@@ -211,7 +211,10 @@ class PluginManager:
                 if implementation is not None:
                     bound = implementation(backend=backend, provider=provider.name, request=request)
                 if bound is None:
-                    bound = _import_target(provider.target)().bind(request)
+                    target: Any = _import_target(provider.target)
+                    # A method has no bind of its own; the room that calls methods is above this one.
+                    method = hasattr(target, "attend") and importlib.import_module(f"{PROJECT}.methods.bound")
+                    bound = method.bind(target, backend, request) if method else target().bind(request)
             except BaseException as exc:
                 if isinstance(exc, PolyattnError) or run.ended_by_host(exc):
                     raise

@@ -30,7 +30,7 @@ from ..contract.capability import holds
 from ..errors import BackendUnavailableError, PluginError, UnsupportedRequestError
 from ..lowering import Plan, Planner
 from ..registry.defects import Narrow, mended, narrowing
-from .aliases import is_of, resolve, spared
+from .aliases import is_of, names_method, resolve, spared
 from .messages import by_nobody, not_there, without_vain_advice
 
 __all__ = ["Catalogue", "Choice", "Offer", "Policy", "Said", "Selection", "holds", "may_be_automatic", "select"]
@@ -159,6 +159,9 @@ class _Order(NamedTuple):
         return cls(ranked, [(rule, offer) for *_, rule, offer in sorted(rules, key=lambda r: r[:3])])
 
 
+_RULE = "rule of "
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """The answer, for code and for people.
@@ -168,12 +171,14 @@ class Selection:
         lowerings: exact rewrites between the request and the kernel, in order. plan: what they do and what they cost
             (None where there are none, or the adapter is planned).
         source: what decided (`argument`, `use_backend`, ..., `tuned`, `platform rule`, `priority`, `lowering` where
-            nothing takes the request as it is, or `fallback from X`). why: the sentence behind it.
+            nothing takes the request as it is, `fallback from X`, or `rule of X` where X leaves such calls to others).
+            why: the sentence behind it.
         rejected: every other backend that was asked and refused, with its reasons.
         others: backends that would serve it too. planned: the adapter is not built in this version (what-if only).
         evidence: how far the backend was shown to work here. notes: what else a reader should know.
         rewritable: backends that refused it as it is and that exact rewrites would make serve it, with the rewrites
             (complete where `select` was asked for everything).
+        inner: of a method that is explained, the calls that it makes.
     """
 
     request: AttentionRequest
@@ -190,6 +195,7 @@ class Selection:
     evidence: str = "declared"
     notes: tuple[str, ...] = ()
     rewritable: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
+    inner: tuple[Selection, ...] = ()
 
     @property
     def id(self) -> str:
@@ -198,6 +204,15 @@ class Selection:
     @property
     def fallback(self) -> bool:
         return self.source.startswith("fallback")
+
+    @property
+    def rule(self) -> str:
+        """The backend that was asked for and leaves the call to others by a rule of its own; "" where there is none."""
+        return self.source.removeprefix(_RULE) if self.source.startswith(_RULE) else ""
+
+    def left_by(self, backend: str, why: str) -> Selection:
+        """The same, for a call that a backend leaves to others by a rule."""
+        return dataclasses.replace(self, source=f"{_RULE}{backend}", why=why)
 
     def fingerprint(self) -> str:
         """Equal on all ranks that made the same choice for the same request."""
@@ -224,6 +239,7 @@ class Selection:
             "rejected": {k: list(v) for k, v in self.rejected.items()},
             "rewritable": {k: list(v) for k, v in self.rewritable.items()},
             "notes": list(self.notes),
+            "inner": [one.to_dict() for one in self.inner],
             "request": {k: v for k, v in dataclasses.asdict(self.request).items() if v not in ("", (), None)},
         }
 
@@ -231,6 +247,7 @@ class Selection:
         head = f"{self.id} ({self.provider}) by {self.source}: {self.why}"
         lines = [head + (" [planned]" if self.planned else "")]
         lines += [f"  via {step}" for step in self.steps()]
+        lines += [f"  calls {one.request.family}: " + str(one).replace("\n", "\n  ") for one in self.inner]
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in self.rejected.items()]
         lines += [f"  but {name} via {'; via '.join(steps)}" for name, steps in self.rewritable.items()]
@@ -346,6 +363,8 @@ class _Judge:
     def _lowered(self, offer: Offer, only: str, refused: _Judgement) -> _Judgement | None:
         missing = offer.missing
         usable = [p for p in offer.info.providers if not p.planned and p.name not in missing and is_of(p.name, only)]
+        # Rewrites are exact for exact attention; a method would choose other keys of what they make.
+        usable = [p for p in usable if not p.is_method]
         try:
             plans = [(self.plan(offer, provider), provider) for provider in usable]
         except Exception as exc:  # noqa: BLE001 - its rows may raise on a request that only a rewrite makes
@@ -414,6 +433,8 @@ def select(
         UnsupportedRequestError: nothing serves it, or the named one does not and has no documented fallback.
     """
     request = request.normalised()
+    if request.place and not (policy.choice and names_method(policy.choice.name, catalogue)):
+        request = dataclasses.replace(request, place=False)  # it says nothing to exact attention
     asked = _Judge(request, catalogue, policy, said)
     if full:
         asked.ask_all()
@@ -497,14 +518,15 @@ def _explicit(asked: _Judge, choice: Choice) -> Selection:
         return _selection(asked, said, choice.source, f"{choice.name} was asked for by {choice.source}")
     said = asked.refused(offer, only)
     for step in offer.info.fallbacks:
-        if step.to not in asked.policy.replaced and holds(step.when, request):
+        # Whoever is not here leaves nothing to others.
+        if step.to not in asked.policy.replaced and holds(step.when, request) and not (step.rule and said.missing):
             return _fall_back(asked, choice, name, step, said.reasons)
     raise _refusal(asked, choice, said)
 
 
 def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons: list[str]) -> Selection:
     because = "; ".join(reasons)
-    if asked.policy.strict:
+    if asked.policy.strict and not step.rule:
         raise UnsupportedRequestError(
             f"{choice.name}, asked for by {choice.source}, cannot serve {asked.request.summary()}: {because}. Its "
             f"documented fallback {step.to} is not taken in strict mode; ask for {step.to}, or leave strict mode "
@@ -516,23 +538,36 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
         # The replacement is dense attention: what only the method knew is left behind.
         left: dict[str, Any] = {"method": "", "block_map": False, "block_sizes": False, "block_shape": (0, 0)}
         request = dataclasses.replace(request, family=step.family, **left)  # type: ignore[arg-type]
-    next_choice = Choice(step.to, f"{choice.source}, as the fallback of {name}")
+    word = "rule" if step.rule else "fallback"
+    next_choice = Choice(step.to, f"{choice.source}, as the {word} of {name}")
     policy = dataclasses.replace(asked.policy, choice=next_choice, replaced=(*asked.policy.replaced, name))
     try:
-        inner = select(request, asked.catalogue, policy)
+        inner = _ruled(request, asked, policy) if step.rule else select(request, asked.catalogue, policy)
     except UnsupportedRequestError as exc:
         text = f"{choice.name}, asked for by {choice.source}, cannot serve it: {because}. Nor can its fallback: {exc}"
         raise UnsupportedRequestError(text, {**exc.rejected, name: reasons}) from exc
     more = "" if because == step.why else f": {because}"
     note = f"{choice.name} was asked for by {choice.source} and replaced by {step.to} ({step.why}){more}"
+    if step.rule:
+        note = f"{choice.name} was asked for by {choice.source} and leaves this call to {inner.backend}: {step.why}"
     return dataclasses.replace(
         inner,
-        source=f"fallback from {name}",
+        source=f"{_RULE}{name}" if step.rule else f"fallback from {name}",
         why=step.why,
         rejected={**asked.rejected(inner.backend), **inner.rejected, name: list(reasons)},
         others=tuple(dict.fromkeys((*asked.others(inner.backend), *inner.others))),
         notes=(note, *inner.notes),
     )
+
+
+def _ruled(request: AttentionRequest, asked: _Judge, policy: Policy) -> Selection:
+    """Who serves what a rule leaves to others. No failure: what it names may be absent, and nobody asked for that."""
+    try:
+        if policy.choice and policy.choice.name:
+            return select(request, asked.catalogue, dataclasses.replace(policy, strict=True))
+    except (UnsupportedRequestError, BackendUnavailableError):
+        pass
+    return select(request, asked.catalogue, dataclasses.replace(policy, choice=None))
 
 
 def _not_here(asked: _Judge, choice: Choice, name: str) -> BackendUnavailableError:

@@ -61,7 +61,7 @@ def constants(static: Static) -> tuple[Any, ...]:
         window = tuple([int(math.ldexp(side, 0)) if _small(side) else side for side in window])
     return (
         *(static.causal, window, fixed_number(static.softcap), fixed_number(static.scale)),
-        *(static.layout, fixed_number(static.dropout_p), static.return_lse, static.deterministic),
+        *(static.layout, fixed_number(static.dropout_p), static.return_lse, static.deterministic, static.role),
     )
 
 
