@@ -146,7 +146,8 @@ def _common(
             raise InvalidInputError(f"{name} is {tensor.dtype}; float32, float16, bfloat16 or float64 is needed")
         if tensor.device != query.device:
             raise InvalidInputError(f"{name} is on {tensor.device}, query on {query.device}; move them to one device")
-        check_dense_axis(name, tensor)
+        if tensor.stride(-1) != 1:
+            check_dense_axis(name, tensor)
     if not kv_dtypes and not (query.dtype == key.dtype == value.dtype):
         raise InvalidInputError(
             f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; cast them to one dtype, or use autocast"
@@ -195,9 +196,12 @@ def check_dense(query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, ou
         )
     if key.shape[s] != value.shape[s]:
         raise InvalidInputError(f"key has {key.shape[s]} positions, value {value.shape[s]}; they must be equal")
-    _mask(attn_mask, query, query.shape[0], query.shape[h], query.shape[s], key.shape[s], "S_q, S_k")
-    _sinks(sinks, query, query.shape[h])
-    _out(out, query, (*query.shape[:3], value.shape[-1]), (query, key, value), (attn_mask, sinks))
+    if attn_mask is not None:
+        _mask(attn_mask, query, query.shape[0], query.shape[h], query.shape[s], key.shape[s], "S_q, S_k")
+    if sinks is not None:
+        _sinks(sinks, query, query.shape[h])
+    if out is not None:
+        _out(out, query, (*query.shape[:3], value.shape[-1]), (query, key, value), (attn_mask, sinks))
 
 
 def _mask(attn_mask: Any, query: Tensor, batch: int, heads: int, s_q: int, s_k: int, axes: str) -> None:
