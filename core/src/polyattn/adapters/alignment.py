@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..contract import Bound
 
-__all__ = ["aligned", "placed", "placing"]
+__all__ = ["align16", "aligned", "with_aligned_inputs"]
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -36,17 +36,17 @@ def _rows_aligned(tensor: Tensor) -> bool:
     return not any(size > 1 and stride * tensor.itemsize & 15 for size, stride in rows)
 
 
-def placed(tensor: Tensor) -> Tensor:
+def align16(tensor: Tensor) -> Tensor:
     """`tensor`, copied unless it is `aligned` (pytorch#183484, pytorch#170813)."""
     return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def placing(bound: Bound) -> Bound:
+def with_aligned_inputs(bound: Bound) -> Bound:
     """`bound` with its tensors placed first. Not traceable: a traced tensor has no address."""
 
     def with_placed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Tensor, **kw: Any) -> Any:
-            return function(*map(placed, tensors), **kw)
+            return function(*map(align16, tensors), **kw)
 
         return call
 

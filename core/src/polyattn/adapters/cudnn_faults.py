@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ..contract import Defect, NotEmpty, conditions
 
-__all__ = ["low_lse", "low_lse_at"]
+__all__ = ["has_low_lse_fault", "low_lse_defect"]
 
 _HALF = ("float16", "bfloat16")
 
 
-def low_lse(families: tuple[str, ...], how: str) -> Defect:
+def low_lse_defect(families: tuple[str, ...], how: str) -> Defect:
     """The fault of cuDNN's dense backward where an LSE is very low, and how a backend goes around it."""
     return Defect(
         "cuDNN",
@@ -22,6 +22,6 @@ def low_lse(families: tuple[str, ...], how: str) -> Defect:
     )
 
 
-def low_lse_at(s_q: int, s_k: int) -> bool:
-    """Whether `low_lse` is a fault of calls of these lengths."""
+def has_low_lse_fault(s_q: int, s_k: int) -> bool:
+    """Whether `low_lse_defect` is a fault of calls of these lengths."""
     return s_k % 128 == 64 or (s_q == 1 and s_k % 64 == 0)

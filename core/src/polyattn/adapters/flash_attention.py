@@ -1,6 +1,7 @@
 """From a request to FlashAttention's calls: what all generations and builds of all vendors share.
 
-For adapters of plugins: `bind(request, kernels)` with the `Kernels` of one build. They agree on the layouts
+For adapters of plugins: `bind_flash_attention(request, kernels)` with the
+`FlashAttentionKernels` of one build. They agree on the layouts
 ([B, S, H, D], [T, H, D], pages [pages, page_size, H_kv, D]), on bottom-right alignment and inclusive windows (S3, S4),
 and on a natural-log float32 LSE with the heads before the positions ([B, H_q, S_q] and [H_q, T_q]). They differ in
 names, in what a row without keys has for an LSE, and in which sinks they take.
@@ -18,17 +19,26 @@ from torch import Tensor
 from ..contract import AttentionRequest, Bound, PagedTables
 from ..semantics.masks import may_have_empty_rows
 from ..semantics.merge_lse import merge
-from .alignment import aligned, placed
-from .flash_split import MOST, Packed, Result, by_samples, differentiable, gradient, packed_in_pieces
-from .gather_kv import nothing
-from .new_rows import with_new
-from .scale_sign import signed
-from .strides import fit, fit_batch
+from .alignment import align16, aligned
+from .flash_split import MOST, OutAndLSE, Packed, by_samples, differentiable, gradient, packed_in_pieces
+from .gather_kv import empty_result
+from .new_rows import append_new_kv
+from .scale_sign import with_positive_scale
+from .strides import normalise_unit_strides, normalise_unit_strides_bshd
 
-__all__ = ["Kernels", "Packed", "Result", "bind", "dense_by_packed", "dropping", "filled", "starts"]
+__all__ = [
+    "FlashAttentionKernels",
+    "OutAndLSE",
+    "Packed",
+    "bind_dropout",
+    "bind_flash_attention",
+    "constant_int32",
+    "dense_by_packed",
+    "uniform_cu_seqlens",
+]
 
 
-class Kernels(Protocol):
+class FlashAttentionKernels(Protocol):
     """One build's functions, loaded for one request: those of its family are there. Every forward takes `lse`, whether
     it is wanted, sinks that it fuses, `out` where it writes there, and returns (out, lse or None).
 
@@ -49,22 +59,22 @@ class Kernels(Protocol):
         ...
 
     @property
-    def dense(self) -> Callable[..., Result]:
+    def dense(self) -> Callable[..., OutAndLSE]:
         """(query, key, value) [B, S, H, D]; the LSE [B, H_q, S_q]."""
         ...
 
     @property
-    def packed(self) -> Callable[..., Result]:
+    def packed(self) -> Callable[..., OutAndLSE]:
         """(query, key, value, `Packed`) [T, H, D]; the LSE [H_q, T_q]."""
         ...
 
     @property
-    def paged(self) -> Callable[..., Result]:
+    def paged(self) -> Callable[..., OutAndLSE]:
         """(query [T_q, H_q, D], keys and values [pages, page_size, H_kv, D | D_v], `PagedTables`); LSE [H_q, T_q]."""
         ...
 
     @property
-    def latent(self) -> Callable[..., Result]:
+    def latent(self) -> Callable[..., OutAndLSE]:
         """(query [T_q, H_q, D_c + D_r], rows [pages, page_size, 1, D_c + D_r], `PagedTables`); the LSE [H_q, T_q]."""
         ...
 
@@ -73,13 +83,13 @@ class Kernels(Protocol):
         ...
 
 
-def bind(request: AttentionRequest, kernels: Callable[[AttentionRequest], Any]) -> Bound:
-    """The request served by the `Kernels` that `kernels` loads for it."""
+def bind_flash_attention(request: AttentionRequest, kernels: Callable[[AttentionRequest], Any]) -> Bound:
+    """The request served by the `FlashAttentionKernels` that `kernels` loads for it."""
     ways = {"dense": _dense, "varlen": _packed, "paged": _paged, "mla": _latent}
-    return signed(request, lambda positive: ways[request.family](_Call(positive, kernels(positive))))
+    return with_positive_scale(request, lambda positive: ways[request.family](_Call(positive, kernels(positive))))
 
 
-def dropping(request: AttentionRequest, kernel: Callable[..., Any]) -> Bound:
+def bind_dropout(request: AttentionRequest, kernel: Callable[..., Any]) -> Bound:
     """A dense or varlen request with dropout, whose random state only the library's own autograd knows.
 
     Args:
@@ -104,13 +114,15 @@ def dropping(request: AttentionRequest, kernel: Callable[..., Any]) -> Bound:
     return Bound(forward)
 
 
-def dense_by_packed(request: AttentionRequest, packed: Callable[..., Result]) -> Callable[..., Result]:
-    """`Kernels.dense` of a build with a `Kernels.packed` alone: a batch is so many sequences of one length."""
+def dense_by_packed(request: AttentionRequest, packed: Callable[..., OutAndLSE]) -> Callable[..., OutAndLSE]:
+    """Make `FlashAttentionKernels.dense` of a build that has `packed` alone: a batch is B sequences of one length."""
 
-    def dense(query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> Result:
+    def dense(query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> OutAndLSE:
         (B, S_q), S_k = query.shape[:2], key.shape[1]
         device = query.device
-        where = Packed(starts(request, B, S_q, device), starts(request, B, S_k, device), S_q, S_k)
+        where = Packed(
+            uniform_cu_seqlens(request, B, S_q, device), uniform_cu_seqlens(request, B, S_k, device), S_q, S_k
+        )
         result, found = packed(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), where, lse=lse, **extra)
         result = result.view(B, S_q, *result.shape[1:])
         return result, None if found is None else found.view(-1, B, S_q).transpose(0, 1)
@@ -121,18 +133,18 @@ def dense_by_packed(request: AttentionRequest, packed: Callable[..., Result]) ->
 class _Call:
     """A request, and the functions that serve it."""
 
-    def __init__(self, request: AttentionRequest, kernels: Kernels) -> None:
+    def __init__(self, request: AttentionRequest, kernels: FlashAttentionKernels) -> None:
         self.request, self.kernels = request, kernels
         self.with_lse = request.lse or bool(request.grad)
 
     def attend(
         self,
-        function: Callable[..., Result],
+        function: Callable[..., OutAndLSE],
         *inputs: Any,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
         empties: bool = True,
-    ) -> Result:
+    ) -> OutAndLSE:
         """A forward with its sinks, from its LSE where the kernel does not take them, and its LSE as polyattn's."""
         kernels = self.kernels
         if sinks is None and out is None:
@@ -161,7 +173,7 @@ class _Call:
         *others, lse = tensors
         if self.kernels.empty != -torch.inf:
             lse = lse.masked_fill(lse == -torch.inf, self.kernels.empty)
-        tensors = fit(placed(dout), *others)
+        tensors = normalise_unit_strides(align16(dout), *others)
         return gradient(self.kernels.gradient, where, *tensors, lse.contiguous())
 
 
@@ -182,7 +194,7 @@ def _dense(call: _Call) -> Bound:
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Any:
-        tensors = fit_batch(turned(query), turned(key), turned(value))
+        tensors = normalise_unit_strides_bshd(turned(query), turned(key), turned(value))
         room = None if out is None else turned(out)
         kernel = kernels.dense if query.shape[0] <= MOST else in_pieces
         result, lse = call.attend(kernel, *tensors, sinks=sinks, out=room, empties=empties)
@@ -212,7 +224,7 @@ def _simple(call: _Call, swapped: bool) -> Callable[..., Tensor] | None:
     function = call.kernels.simple or alone
 
     def simple(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = fit_batch(query, key, value)
+        query, key, value = normalise_unit_strides_bshd(query, key, value)
         if query.shape[0] <= MOST:
             return function(query, key, value)
         result: Tensor = by_samples(function, MOST, query, key, value)[0]
@@ -244,7 +256,7 @@ def _packed(call: _Call) -> Bound:
     ) -> Any:
         where = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         if lone or query.shape[0] == 1 or key.shape[0] == 1:
-            query, key, value = fit(query, key, value)
+            query, key, value = normalise_unit_strides(query, key, value)
         kernel = packed if cu_seqlens_q.shape[0] - 1 <= MOST else in_pieces
         result, lse = call.attend(kernel, query, key, value, where, sinks=sinks, out=out)
         return (result, lse.transpose(0, 1)) if call.with_lse and lse is not None else result
@@ -275,16 +287,16 @@ def _paged(call: _Call) -> Bound:
         out: Tensor | None = None,
     ) -> Any:
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
+            return empty_result(request, query, out)
         caches: tuple[Tensor, ...] = (key_cache, value_cache)
         if key is not None:
-            caches, tables = with_new(request, query, caches, tables, key, value)
+            caches, tables = append_new_kv(request, query, caches, tables, key, value)
         if swapped:
             caches = tuple(cache.transpose(1, 2) for cache in caches)
-        query = placed(query) if odd else query
+        query = align16(query) if odd else query
         if request.heads == 1 or query.shape[0] == 1:
-            (query,) = fit(query)
-        inputs = (query, *(fit(*caches) if request.kv_heads == 1 else caches), tables)
+            (query,) = normalise_unit_strides(query)
+        inputs = (query, *(normalise_unit_strides(*caches) if request.kv_heads == 1 else caches), tables)
         result, lse = call.attend(kernel, *inputs, sinks=sinks, out=out)
         return (result, lse.transpose(0, 1)) if call.with_lse and lse is not None else result
 
@@ -298,10 +310,10 @@ def _latent(call: _Call) -> Bound:
         query: Tensor, cache: Tensor, *, tables: PagedTables, attn_mask: None = None, out: Tensor | None = None
     ) -> Any:
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
-        query = placed(query) if request.misaligned else query
+            return empty_result(request, query, out)
+        query = align16(query) if request.misaligned else query
         if request.heads == 1 or query.shape[0] == 1:
-            (query,) = fit(query)
+            (query,) = normalise_unit_strides(query)
         result, lse = call.attend(kernel, query, cache.unsqueeze(2), tables, out=out)
         return (result, lse.transpose(0, 1)) if call.with_lse and lse is not None else result
 
@@ -339,8 +351,8 @@ def _made(make: Callable[..., Tensor], request: AttentionRequest, *given: Any) -
     return found
 
 
-starts: Callable[[AttentionRequest, int, int, torch.device], Tensor] = functools.partial(_made, _multiples)
+uniform_cu_seqlens: Callable[[AttentionRequest, int, int, torch.device], Tensor] = functools.partial(_made, _multiples)
 """(request, count, length, device): cu_seqlens of `count` sequences of one length, int32 [count + 1]; kept."""
 
-filled: Callable[[AttentionRequest, int, int, torch.device], Tensor] = functools.partial(_made, _filled)
+constant_int32: Callable[[AttentionRequest, int, int, torch.device], Tensor] = functools.partial(_made, _filled)
 """(request, count, value, device): int32 [count] of one number; kept."""

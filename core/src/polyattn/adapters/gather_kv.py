@@ -20,25 +20,27 @@ from ..semantics.merge_lse import merge
 from ..semantics.paged_kv import Pool, Slots, Tokens, from_column
 from ..semantics.reference import visible
 
-__all__ = ["Padded", "deliver", "nothing", "sides", "store"]
+__all__ = ["Padded", "empty_result", "finish_output", "split_kv", "write_new_kv"]
 
 _LARGE = 2**31
 
 
-def sides(request: AttentionRequest, caches: Sequence[Tensor], slots: Slots, dtype: torch.dtype) -> list[Tensor]:
+def split_kv(request: AttentionRequest, caches: Sequence[Tensor], slots: Slots, dtype: torch.dtype) -> list[Tensor]:
     """Keys [..., H_kv, D] and values [..., H_kv, D_v] of tokens [...]; of a latent row the value is a view."""
     rows = [Pool(request, cache).rows(slots, dtype) for cache in caches]
     return rows if request.family == "paged" else [rows[0], rows[0][..., : request.dims[1]]]
 
 
-def store(request: AttentionRequest, caches: Sequence[Tensor], slots: Slots, new: Sequence[Tensor | None]) -> None:
+def write_new_kv(
+    request: AttentionRequest, caches: Sequence[Tensor], slots: Slots, new: Sequence[Tensor | None]
+) -> None:
     """Write the rows of the query tokens into the caches, where there are any and the request says so."""
     for cache, rows in zip(caches, new, strict=False):
         if request.save_kv_cache and rows is not None:
             Pool(request, cache).write(slots, rows)
 
 
-def deliver(
+def finish_output(
     request: AttentionRequest, packed: Tensor, lse: Tensor | None, sinks: Tensor | None, out: Tensor | None
 ) -> Any:
     """What the call returns, from an output [T_q, H_q, D_v] and its LSE [T_q, H_q], both before sinks (S5)."""
@@ -48,10 +50,10 @@ def deliver(
     return (packed, lse) if request.lse else packed
 
 
-def nothing(request: AttentionRequest, query: Tensor, out: Tensor | None) -> Any:
+def empty_result(request: AttentionRequest, query: Tensor, out: Tensor | None) -> Any:
     """What a call without queries, or without any key, returns (S7)."""
     packed = query.new_zeros(*query.shape[:2], request.dims[1])
-    return deliver(request, packed, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32), None, out)
+    return finish_output(request, packed, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32), None, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +115,13 @@ class Padded:
         stored. Columns past the end of a sequence hold its last key: a number, whatever lies in free pages. Those of a
         sequence without keys hold anything."""
         size, page_table = self.request.page_size, self.tables.page_table
-        store(self.request, caches, self.tokens.slots(page_table, size), new)
+        write_new_kv(self.request, caches, self.tokens.slots(page_table, size), new)
         column = torch.arange(self.columns, device=self.first.device)
         position = (self.first[:, None] + column).minimum((self.seq_lens[:, None] - 1).clamp(min=0).long())
         sequence = torch.arange(self.first.shape[0], device=self.first.device)[:, None].expand_as(position)
         real = (self.seq_lens > 0)[:, None].expand_as(position)
         slots = Tokens(sequence, sequence, position, real).slots(page_table, size)
-        found = sides(self.request, caches, slots, dtype)
+        found = split_kv(self.request, caches, slots, dtype)
         if not self.request.save_kv_cache:
             # A padding query's row goes to a column of its own sequence, which nobody looks at.
             at = (self.tokens.sequence, self.tokens.position - self.first[self.tokens.sequence])
@@ -158,7 +160,7 @@ class Padded:
     def deliver(self, result: Tensor, lse: Tensor | None, sinks: Tensor | None, out: Tensor | None) -> Any:
         """What the call returns, from [N, H_q, rows, D_v] and an LSE [N, H_q, rows] before sinks."""
         packed = self._packed(result.transpose(1, 2), 0.0)
-        return deliver(
+        return finish_output(
             self.request, packed, None if lse is None else self._packed(lse.transpose(1, 2), -torch.inf), sinks, out
         )
 

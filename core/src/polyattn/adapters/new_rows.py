@@ -6,12 +6,12 @@ from torch import Tensor
 
 from ..contract import AttentionRequest, PagedTables
 from ..semantics.paged_kv import Pool, Tokens, owned, renumbered
-from .gather_kv import store
+from .gather_kv import write_new_kv
 
-__all__ = ["with_new"]
+__all__ = ["append_new_kv"]
 
 
-def with_new(
+def append_new_kv(
     request: AttentionRequest,
     query: Tensor,
     caches: tuple[Tensor, ...],
@@ -22,7 +22,7 @@ def with_new(
     pages in the table."""
     tokens, size = Tokens.of(query, tables), request.page_size
     if request.save_kv_cache:
-        store(request, caches, tokens.slots(tables.page_table, size), new)
+        write_new_kv(request, caches, tokens.slots(tables.page_table, size), new)
         return caches, tables
     pages = owned(tables, size)
     table = renumbered(pages)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..contract import AttentionRequest, Bound
 
-__all__ = ["signed"]
+__all__ = ["with_positive_scale"]
 
 
-def signed(request: AttentionRequest, bind: Callable[[AttentionRequest], Bound]) -> Bound:
+def with_positive_scale(request: AttentionRequest, bind: Callable[[AttentionRequest], Bound]) -> Bound:
     """`bind` of a request whose scale is above 0: instead of the scale's the queries take the sign, which rounds
     nothing. Torch's kernels scale after their causal mask or take the largest unscaled logit: NaN for scale <= 0."""
     if request.scale is None or request.scale > 0:

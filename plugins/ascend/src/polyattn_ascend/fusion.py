@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.alignment import placed
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters.alignment import align16
+from polyattn.adapters.gather_kv import empty_result
+from polyattn.adapters.scale_sign import with_positive_scale
 from polyattn.contract import AttentionRequest, Bound
 from polyattn.semantics.masks import combined_mask, open_empty_rows
 
@@ -43,7 +43,7 @@ class FusionAttention:
         """Raises:
         BackendUnavailableError: the installed version lacks what the request needs.
         """
-        return signed(request, lambda positive: _Fusion(positive).bound())
+        return with_positive_scale(request, lambda positive: _Fusion(positive).bound())
 
 
 class _Shape(NamedTuple):
@@ -92,7 +92,7 @@ class _Fusion:
     ) -> Any:
         """`polyattn.contract.DenseForward` or `VarlenForward`."""
         if self.packed and not (query.shape[0] and key.shape[0]):
-            return nothing(self.request, query, out)
+            return empty_result(self.request, query, out)
         shape = self._shape(query, key, attn_mask, **where)
         result, top, total, *_ = self.operator(
             *map(_held, (query, key, value)),
@@ -203,4 +203,4 @@ class _Fusion:
 
 def _held(tensor: Tensor) -> Tensor:
     """As the operators want tensors: contiguous, on a boundary."""
-    return placed(tensor.contiguous())
+    return align16(tensor.contiguous())

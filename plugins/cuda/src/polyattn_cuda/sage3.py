@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters import load
-from polyattn.adapters.alignment import placing
+from polyattn.adapters.alignment import with_aligned_inputs
 from polyattn.contract import AttentionRequest, Bound
 
 from .records.diffusion import SAGE_3
@@ -33,4 +33,4 @@ class Sage3:
             result = result.transpose(1, 2) if turned else result
             return result if out is None else out.copy_(result)
 
-        return placing(Bound(forward))
+        return with_aligned_inputs(Bound(forward))

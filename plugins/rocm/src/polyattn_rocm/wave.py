@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters.gather_kv import empty_result
+from polyattn.adapters.new_rows import append_new_kv
+from polyattn.adapters.scale_sign import with_positive_scale
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.paged_kv import Pool, Tokens
 
@@ -39,7 +39,7 @@ class Wave:
         """
         if request.s_relation == "one":
             return Bound(_Decode(request))
-        return signed(request, lambda positive: Bound(_Extend(positive)))
+        return with_positive_scale(request, lambda positive: Bound(_Extend(positive)))
 
 
 class _Extend:
@@ -62,9 +62,9 @@ class _Extend:
     ) -> Any:
         request = self.request
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
+            return empty_result(request, query, out)
         if key is not None:
-            caches, tables = with_new(request, query, caches, tables, key, value)
+            caches, tables = append_new_kv(request, query, caches, tables, key, value)
         caches = tuple(cache.contiguous() for cache in caches)
         room = torch.empty_like(query, memory_format=torch.contiguous_format)
         tokens = Tokens.of(query, tables)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters import flash_attention
-from polyattn.adapters.flash_attention import Packed, Result
+from polyattn.adapters.flash_attention import OutAndLSE, Packed
 from polyattn.adapters.free_slots import without_free_slots
 from polyattn.contract import AttentionRequest, Bound, PagedTables, UnsupportedRequestError
 
@@ -48,7 +48,7 @@ class FlashAttentionSglKernel:
         """Raises:
         BackendUnavailableError: the installed build lacks what the request needs.
         """
-        return flash_attention.bind(request, _Packed)
+        return flash_attention.bind_flash_attention(request, _Packed)
 
 
 class _Packed(Unpaged):
@@ -56,7 +56,7 @@ class _Packed(Unpaged):
         super().__init__(request)
         self._call = functools.partial(_load("sgl_kernel.flash_attn:flash_attn_varlen_func"), **_options(request))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> Result:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> OutAndLSE:
         return self._call(query, key, value, **where._asdict()), None
 
 
@@ -120,7 +120,7 @@ class LatentSglKernel:
         """Raises:
         BackendUnavailableError: the installed build lacks what the request needs.
         """
-        return flash_attention.bind(request, _Latent)
+        return flash_attention.bind_flash_attention(request, _Latent)
 
 
 class _Latent:
@@ -138,7 +138,7 @@ class _Latent:
     def fuses(self, sinks: Tensor, query: Tensor) -> bool:
         return False
 
-    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> Result:
+    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> OutAndLSE:
         rows = cache.squeeze(2)
         rows, table = self._pages(rows, where)
         one = self.request.s_relation == "one" and query.shape[0] == where.seq_lens.shape[0]

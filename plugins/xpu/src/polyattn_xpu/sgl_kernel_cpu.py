@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters.gather_kv import empty_result
+from polyattn.adapters.new_rows import append_new_kv
+from polyattn.adapters.scale_sign import with_positive_scale
 from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound, PagedTables
 
 from .records.common import SGL_KERNEL_CPU
@@ -39,7 +39,7 @@ class IntelAMX:
         """Raises:
         BackendUnavailableError: the installed build lacks the operators, or wants what is not known here.
         """
-        return signed(request, _bind)
+        return with_positive_scale(request, _bind)
 
 
 def _bind(request: AttentionRequest) -> Bound:
@@ -63,9 +63,9 @@ def _bind(request: AttentionRequest) -> Bound:
         out: Tensor | None = None,
     ) -> Any:
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
+            return empty_result(request, query, out)
         if key is not None:
-            caches, tables = with_new(request, query, caches, tables, key, value)
+            caches, tables = append_new_kv(request, query, caches, tables, key, value)
         lengths = tables.cu_seqlens_q.diff()
         # Padding rows have no keys, and a sequence may have no queries: neither is the kernels' business.
         mine = ((tables.seq_lens > 0) & (lengths > 0)).nonzero().flatten()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyattn import adapters
 from polyattn.adapters import flash_attention
-from polyattn.adapters.flash_attention import Packed, Result
+from polyattn.adapters.flash_attention import OutAndLSE, Packed
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from .batches import Unpaged, bind_paged, idle_last
@@ -48,7 +48,7 @@ class FlashAttentionVLLM:
         """Raises:
         BackendUnavailableError: the installed version lacks what the request needs.
         """
-        return flash_attention.bind(request, _Packed)
+        return flash_attention.bind_flash_attention(request, _Packed)
 
 
 class _Packed(Unpaged):
@@ -56,7 +56,7 @@ class _Packed(Unpaged):
         super().__init__(request)
         self._call = _call(request, {"return_softmax_lse": "the LSE"} if request.lse else {})
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> Result:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> OutAndLSE:
         window = _window(self.request, where.max_seqlen_q)
         tables = where._asdict()
         found = self._call(query, key, value, **tables, window_size=window, return_softmax_lse=lse)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.alignment import placed
+from polyattn.adapters.alignment import align16
 from polyattn.adapters.free_slots import without_free_slots
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
+from polyattn.adapters.gather_kv import empty_result
+from polyattn.adapters.new_rows import append_new_kv
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.packed import per_token
 from polyattn.semantics.paged_kv import Tokens, owned
@@ -85,9 +85,9 @@ class _Call:
         """`polyattn.contract.PagedForward`."""
         r = self.request
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         if key is not None:
-            caches, tables = with_new(r, query, caches, tables, key, value)
+            caches, tables = append_new_kv(r, query, caches, tables, key, value)
         longest, max_seqlen_q = -(-tables.max_seqlen_k // STEP) * STEP, tables.max_seqlen_q
         tables = tables.changed(max_seqlen_k=longest)
         one = max_seqlen_q == 1 and not r.deterministic
@@ -99,7 +99,7 @@ class _Call:
             caches, tables = without_free_slots(r, caches, tables)
         pages, seq_lens = owned(tables, r.page_size), tables.seq_lens
         table = torch.nn.functional.pad(pages.int(), (0, -(-longest // r.page_size) - pages.shape[1]))
-        keys, values = (placed(cache if r.kv_layout == "HND" else cache.transpose(1, 2)) for cache in caches)
+        keys, values = (align16(cache if r.kv_layout == "HND" else cache.transpose(1, 2)) for cache in caches)
         given: dict[str, Any] = {
             "q": readable(query, self.factor),
             "k_cache": keys,

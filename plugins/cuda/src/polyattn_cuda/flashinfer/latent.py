@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters.gather_kv import empty_result
 from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot, UnsupportedRequestError
 
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
@@ -83,11 +83,11 @@ class _Call:
         """`polyattn.contract.MLAForward`."""
         r = self.request
         if not query.shape[0]:
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         with LENDER.lend(query.device) as bench:
             lens = Lengths.read(tables, r.page_size)
             if not lens.pages:
-                return nothing(r, query, out)
+                return empty_result(r, query, out)
             wrapper, alive = self.plan_step(
                 bench, lens, lens.page_list(tables.page_table), self._nbytes(query.device), None, None
             )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
+from polyattn.adapters.gather_kv import empty_result
+from polyattn.adapters.new_rows import append_new_kv
 from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot, UnsupportedRequestError
 
 from ..records.flashinfer import FLASHINFER
@@ -252,12 +252,12 @@ class _Call:
         """`polyattn.contract.PagedForward`."""
         r = self.request
         if not query.shape[0]:
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         with LENDER.lend(query.device) as bench:
             lens, own = Lengths.read(tables, r.page_size), caches
             if key is not None:
                 new = (unscaled(key, k_scale), unscaled(value, v_scale))
-                own, tables = with_new(r, query, caches, tables, *new)
+                own, tables = append_new_kv(r, query, caches, tables, *new)
             page_table = tables.page_table
             if self.decodes and not lens.single:
                 # The decode wrapper has a query for each sequence; another kernel may give the same rows other bits.
@@ -273,7 +273,7 @@ class _Call:
                     part = attend(bench, q, keys, scales, mask, writable(out) if alone else None)
                     whole = part if whole is None else self._merged(whole, part)
             if whole is None:
-                return nothing(r, query, out)
+                return empty_result(r, query, out)
             found, lse, alive = whole
             return delivered(r, found, natural(lse), alive, sinks, out)
 

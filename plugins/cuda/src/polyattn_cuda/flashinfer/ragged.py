@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters.gather_kv import empty_result
 from polyattn.contract import AttentionRequest, Bound
 
 from ..records.flashinfer import FLASHINFER
@@ -115,7 +115,7 @@ class _Call:
         """
         r = self.request
         if not (query.shape[0] and key.shape[0]):
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         if self.backend != "fa3":
             check_reach(query.shape[0], r.heads, max(r.dims))
             check_reach(key.shape[0], r.kv_heads, max(r.dims))

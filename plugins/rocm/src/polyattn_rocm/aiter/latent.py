@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.gather_kv import deliver, nothing
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters.gather_kv import empty_result, finish_output
+from polyattn.adapters.scale_sign import with_positive_scale
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.paged_kv import Tokens
 
@@ -34,7 +34,7 @@ def bind_latent(request: AttentionRequest) -> Bound:
     """Raises:
     BackendUnavailableError: the installed build lacks what the request needs.
     """
-    return signed(request, lambda positive: Bound(_Latent(positive)))
+    return with_positive_scale(request, lambda positive: Bound(_Latent(positive)))
 
 
 class _Latent:
@@ -65,7 +65,7 @@ class _Latent:
     ) -> Any:
         request = self._request
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
+            return empty_result(request, query, out)
         page_table, seq_lens, cu_seqlens_q, max_seqlen_q, _ = tables[:5]
         one_each = max_seqlen_q == 1 and query.shape[0] == seq_lens.shape[0]
         tokens = None if one_each else Tokens.of(query, tables)
@@ -92,7 +92,7 @@ class _Latent:
         else:
             lse = self._decode(**given, max_seqlen_q=1, **_splits(query, seq_lens.shape[0]))[1]
         room = room.masked_fill_(~real[:, None, None], 0.0)
-        return deliver(request, room, lse if request.lse else None, None, out)
+        return finish_output(request, room, lse if request.lse else None, None, out)
 
 
 def _splits(query: Tensor, count: int) -> dict[str, Any]:

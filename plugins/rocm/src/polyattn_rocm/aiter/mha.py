@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, bind, dropping
+from polyattn.adapters.flash_attention import OutAndLSE, Packed, bind_dropout, bind_flash_attention
 from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound, PagedTables
 from polyattn.semantics.masks import may_have_empty_rows
 
@@ -46,7 +46,7 @@ class AiterMHA:
 
 def bind_mha(request: AttentionRequest) -> Bound:
     """A dense, varlen or paged request."""
-    return _dropping(request) if request.dropout else bind(request, _Kernels)
+    return _dropping(request) if request.dropout else bind_flash_attention(request, _Kernels)
 
 
 def _load(name: str, needs: Mapping[str, str] | None = None) -> Callable[..., Any]:
@@ -91,7 +91,7 @@ class _Kernels:
     def fuses(self, sinks: Tensor, query: Tensor) -> bool:
         return self._takes_sinks and (self._kept_off or not self._assembly)
 
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, sinks: Tensor | None = None) -> Result:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, sinks: Tensor | None = None) -> OutAndLSE:
         return self._run((query, key, value), {}, lse, sinks)
 
     def packed(
@@ -104,7 +104,7 @@ class _Kernels:
         lse: bool,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> Result:
+    ) -> OutAndLSE:
         return self._run((query, key, value), {**where._asdict(), "out": out}, lse, sinks)
 
     def paged(
@@ -117,7 +117,7 @@ class _Kernels:
         lse: bool,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> Result:
+    ) -> OutAndLSE:
         caches, lists = token_lists((key, value), where)
         given = {
             "cu_seqlens_q": where.cu_seqlens_q,
@@ -129,7 +129,7 @@ class _Kernels:
         }
         return self._run((query, *(cache.squeeze(1) for cache in caches)), given, lse, sinks)
 
-    def _run(self, tensors: tuple[Tensor, ...], given: dict[str, Any], lse: bool, sinks: Tensor | None) -> Result:
+    def _run(self, tensors: tuple[Tensor, ...], given: dict[str, Any], lse: bool, sinks: Tensor | None) -> OutAndLSE:
         if sinks is not None:
             given["sink_ptr"] = sinks.float()
         if self._kept_off:
@@ -176,4 +176,4 @@ def _dropping(request: AttentionRequest) -> Bound:
     given = {**{k: v for k, v in _options(request).items() if k != "logits_soft_cap"}, **given}
     # Its autograd wants the LSE to be asked for.
     name = "flash_attn_func" if request.family == "dense" else "flash_attn_varlen_func"
-    return dropping(request, functools.partial(_load(name), **given))
+    return bind_dropout(request, functools.partial(_load(name), **given))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from polyattn import adapters
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters.scale_sign import with_positive_scale
 from polyattn.contract import AttentionRequest, Bound
 
 from ..records.common import AITER_0_1_20
@@ -30,7 +30,7 @@ class AiterSage:
         """Raises:
         BackendUnavailableError: the installed build lacks the kernel.
         """
-        return signed(request, _bind)
+        return with_positive_scale(request, _bind)
 
 
 def _bind(request: AttentionRequest) -> Bound:
