@@ -40,7 +40,7 @@ __all__ = [
 
 class FlashAttentionKernels(Protocol):
     """One build's functions, loaded for one request: those of its family are there. Every forward takes `lse`, whether
-    it is wanted, sinks that it fuses, `out` where it writes there, and returns (out, lse or None).
+    it is wanted, sinks that it takes, `out` where it writes there, and returns (out, lse or None).
 
     Attributes:
         empty: the LSE that it writes, and its backward expects, for a row that sees no key.
@@ -54,7 +54,7 @@ class FlashAttentionKernels(Protocol):
     @property
     def simple(self) -> Callable[..., Tensor] | None: ...
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         """Whether its forwards take these sinks as exactly as they are."""
         ...
 
@@ -84,13 +84,22 @@ class FlashAttentionKernels(Protocol):
 
 
 def bind_flash_attention(request: AttentionRequest, kernels: Callable[[AttentionRequest], Any]) -> Bound:
-    """The request served by the `FlashAttentionKernels` that `kernels` loads for it."""
-    ways = {"dense": _dense, "varlen": _packed, "paged": _paged, "mla": _latent}
-    return with_positive_scale(request, lambda positive: ways[request.family](_Call(positive, kernels(positive))))
+    """Serve a dense, varlen, paged or mla request by a kernel with FlashAttention's arguments.
+
+    Handled here: layouts, the sign of the scale, alignment, batches above 65,535, sinks from the LSE, new rows, empty
+    calls, `out`, and the LSE of rows without keys.
+
+    Args:
+        kernels: makes the `FlashAttentionKernels` of one build for a request. It is called once, with a scale that is
+            None or above 0; what it raises (BackendUnavailableError from `load`) is the bind's error.
+    """
+    bind_by_family = {"dense": _dense, "varlen": _packed, "paged": _paged, "mla": _latent}
+    bind = bind_by_family[request.family]
+    return with_positive_scale(request, lambda positive: bind(_Call(positive, kernels(positive))))
 
 
 def bind_dropout(request: AttentionRequest, kernel: Callable[..., Any]) -> Bound:
-    """A dense or varlen request with dropout, whose random state only the library's own autograd knows.
+    """Serve a dense or varlen request with dropout, whose random state only the library's own autograd knows.
 
     Args:
         kernel: the differentiable function of the family, told all that is no tensor; it returns out, or a tuple that
@@ -115,7 +124,14 @@ def bind_dropout(request: AttentionRequest, kernel: Callable[..., Any]) -> Bound
 
 
 def dense_by_packed(request: AttentionRequest, packed: Callable[..., OutAndLSE]) -> Callable[..., OutAndLSE]:
-    """Make `FlashAttentionKernels.dense` of a build that has `packed` alone: a batch is B sequences of one length."""
+    """Make `FlashAttentionKernels.dense` of a build that has `packed` alone: a batch is B sequences of one length.
+
+    Args:
+        request: dense. packed: `FlashAttentionKernels.packed` of the build.
+
+    Returns:
+        A function of query, key, value [B, S, H, D], which returns out [B, S_q, H_q, D_v] and the LSE [B, H_q, S_q].
+    """
 
     def dense(query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> OutAndLSE:
         (B, S_q), S_k = query.shape[:2], key.shape[1]
@@ -150,7 +166,7 @@ class _Call:
         if sinks is None and out is None:
             result, lse = function(*inputs, lse=self.with_lse)
             return (result, None) if lse is None else (result, self._natural(lse, empties))
-        late = sinks is not None and (self.with_lse or not kernels.fuses(sinks, inputs[0]))
+        late = sinks is not None and (self.with_lse or not kernels.takes_sinks(sinks, inputs[0]))
         extra = {} if sinks is None or late else {"sinks": sinks}
         if out is not None and not late and kernels.writes_out and aligned(out):
             extra["out"] = out
@@ -334,8 +350,8 @@ _in_graphs: dict[Any, Tensor] = {}
 
 
 def _made(make: Callable[..., Tensor], request: AttentionRequest, *given: Any) -> Tensor:
-    """A small tensor that only numbers and the device decide, kept. A graph reads the one that was there before it was
-    recorded, which is then never given back; one that is made while it is recorded is its own."""
+    """Cache a small constant tensor. Tensors that exist before a graph capture stay alive for its replays; those made
+    during capture belong to the graph's pool and are not cached."""
     key = (make, given)
     found = _kept.get(key)
     if request.graph_capture:
@@ -351,8 +367,17 @@ def _made(make: Callable[..., Tensor], request: AttentionRequest, *given: Any) -
     return found
 
 
-uniform_cu_seqlens: Callable[[AttentionRequest, int, int, torch.device], Tensor] = functools.partial(_made, _multiples)
-"""(request, count, length, device): cu_seqlens of `count` sequences of one length, int32 [count + 1]; kept."""
+def uniform_cu_seqlens(request: AttentionRequest, count: int, length: int, device: torch.device) -> Tensor:
+    """Give cu_seqlens of `count` sequences of `length` tokens on `device`: int32 [count + 1].
 
-constant_int32: Callable[[AttentionRequest, int, int, torch.device], Tensor] = functools.partial(_made, _filled)
-"""(request, count, value, device): int32 [count] of one number; kept."""
+    The tensor is cached and not to be written. request: says whether its calls are recorded into graphs.
+    """
+    return _made(_multiples, request, count, length, device)
+
+
+def constant_int32(request: AttentionRequest, count: int, value: int, device: torch.device) -> Tensor:
+    """Give int32 [count], all of them `value`, on `device`.
+
+    The tensor is cached and not to be written. request: says whether its calls are recorded into graphs.
+    """
+    return _made(_filled, request, count, value, device)

@@ -20,6 +20,7 @@ from ..errors import GraphError
 __all__ = ["MOST", "OutAndLSE", "Packed", "by_samples", "differentiable", "gradient", "packed_in_pieces"]
 
 OutAndLSE = tuple[Tensor, Tensor | None]
+"""What a kernel returns: its output, and its LSE or None."""
 
 MOST = 65_535
 """Samples, or sequences, of one call."""
@@ -29,7 +30,12 @@ _ROWS = 128
 
 
 class Packed(NamedTuple):
-    """Where the sequences of a packed batch are."""
+    """Says where the sequences of a packed batch are.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32 [N+1], first 0, last T_q or T_k. max_seqlen_q, max_seqlen_k: host ints, at
+            least the longest.
+    """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor

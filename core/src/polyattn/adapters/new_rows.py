@@ -18,8 +18,16 @@ def append_new_kv(
     tables: PagedTables,
     *new: Tensor | None,
 ) -> tuple[tuple[Tensor, ...], PagedTables]:
-    """(caches, their tables) that hold the rows of the query tokens too. Without `save_kv_cache` they are copies of the
-    pages in the table."""
+    """Put the new rows of the query tokens into pages, for a kernel that reads all keys from pages.
+
+    Args:
+        request: with `save_kv_cache` the caches are written to; without it copies of the call's pages are.
+        query: [T_q, H_q, D]. caches: key and value pool, or the pool of latent rows. tables: of the call.
+        new: for each cache its rows [T_q, H_kv, D | D_v], or None.
+
+    Returns:
+        (caches, their tables) that hold the new rows too.
+    """
     tokens, size = Tokens.of(query, tables), request.page_size
     if request.save_kv_cache:
         write_new_kv(request, caches, tokens.slots(tables.page_table, size), new)

@@ -16,7 +16,14 @@ MOST = 65_535
 
 
 def launch_slices(batch: int, heads: int) -> list[slice]:
-    """The samples of each launch; all of them where one takes them. A compiler learns of the batch that it fits."""
+    """Split a batch into launches of at most 65,535 samples times heads.
+
+    Args:
+        batch, heads: B and the heads that the kernel's grid multiplies it with (1 if it does not).
+
+    Returns:
+        A slice of samples for each launch; one slice of all if they fit.
+    """
     if batch * heads <= MOST:
         return [slice(None)]
     most = max(MOST // heads, 1)
@@ -24,5 +31,5 @@ def launch_slices(batch: int, heads: int) -> list[slice]:
 
 
 def slice_samples(shared: Tensor | None, some: slice) -> Tensor | None:
-    """Some samples of a tensor that all of them may share along an axis of one, or that is not there."""
+    """Take the samples `some` of the tensor `shared` [B, ...]. One of [1, ...] serves all samples; None stays None."""
     return shared if shared is None or shared.shape[0] == 1 else shared[some]

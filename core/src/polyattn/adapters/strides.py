@@ -13,7 +13,13 @@ __all__ = ["dense_unit_strides", "normalise_unit_strides", "normalise_unit_strid
 
 
 def normalise_unit_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of one dtype, `dense_unit_strides` if a stride of theirs is not of whole 16 bytes.
+    """Give axes of one the strides of a dense tensor, if some stride of the tensors is not of whole 16 bytes.
+
+    Args:
+        tensors: of one dtype, at least two axes each.
+
+    Returns:
+        Views of the same values, or the tensors themselves.
 
     Of tensors that `polyattn.adapters.alignment.aligned` lets pass those are the strides of axes of one,
     and so no copy is made.

@@ -5,7 +5,7 @@ No torch import: records read this.
 
 from __future__ import annotations
 
-from ..adapters.cudnn_faults import low_lse_defect
+from ..adapters import low_lse_defect
 from ..contract import Defect, NotEmpty, conditions
 
 __all__ = ["CUDA", "MPS", "VARLEN"]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from ..adapters.alignment import with_aligned_inputs
-from ..adapters.samples import launch_slices, slice_samples
+from ..adapters import launch_slices, slice_samples, with_aligned_inputs
 from ..contract import AttentionRequest, Bound
 
 __all__ = ["FlexAttention", "dense", "fused", "position_rule", "run"]

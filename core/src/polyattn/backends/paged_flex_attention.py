@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ..adapters.alignment import align16
-from ..adapters.gather_kv import Padded, empty_result
-from ..adapters.samples import launch_slices
+from ..adapters import Padded, align16, empty_result, launch_slices
 from ..contract import AttentionRequest, Bound, PagedTables
 from .flex_attention import dense, fused, position_rule, run
 
@@ -62,7 +60,7 @@ def _forward(
         whole = dense(_masked(request), kernel, q, k, v, attn_mask=padded.mask(attn_mask), sinks=sinks)
         result, lse = whole if isinstance(whole, tuple) else (whole, None)
     # Sinks are in the result already.
-    return padded.deliver(result, lse, None, out)
+    return padded.finish_output(result, lse, None, out)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..adapters.gather_kv import finish_output, split_kv, write_new_kv
+from ..adapters import finish_output, split_kv, write_new_kv
 from ..contract import AttentionRequest, Bound, PagedTables, Slot
 from ..semantics.masks import combined
 from ..semantics.paged_kv import Slots, Tokens

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from ..adapters.alignment import align16
-from ..adapters.gather_kv import empty_result, finish_output
-from ..adapters.new_rows import append_new_kv
-from ..adapters.padding_rows import give_padding_a_key, padding_query_mask
-from ..adapters.scale_sign import with_positive_scale
+from ..adapters import (
+    align16,
+    append_new_kv,
+    empty_result,
+    finish_output,
+    give_padding_a_key,
+    padding_query_mask,
+    with_positive_scale,
+)
 from ..contract import AttentionRequest, Bound, PagedTables
 
 __all__ = ["PagedVarlenAttn"]

@@ -13,11 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..adapters.alignment import align16, with_aligned_inputs
-from ..adapters.cudnn_faults import has_low_lse_fault
-from ..adapters.samples import launch_slices, slice_samples
-from ..adapters.scale_sign import with_positive_scale
-from ..adapters.strides import normalise_unit_strides
+from ..adapters import (
+    align16,
+    has_low_lse_fault,
+    launch_slices,
+    normalise_unit_strides,
+    slice_samples,
+    with_aligned_inputs,
+    with_positive_scale,
+)
 from ..contract import AttentionRequest, Bound
 from ..semantics.masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
 from .reference_backend import Reference

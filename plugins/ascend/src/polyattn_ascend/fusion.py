@@ -16,10 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import align16
-from polyattn.adapters.gather_kv import empty_result
-from polyattn.adapters.scale_sign import with_positive_scale
+from polyattn.adapters import align16, empty_result, load, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound
 from polyattn.semantics.masks import combined_mask, open_empty_rows
 
@@ -70,10 +67,10 @@ class _Fusion:
         # Else statistics of packed sequences come heads first, in the shape of tokens first.
         self.order = {"softmax_layout": "TND"} if self.packed and self.with_lse else {}
         needs = dict.fromkeys(self.order, "the LSE of packed sequences")
-        self.operator = adapters.load(TORCH_NPU, "torch_npu:npu_fusion_attention", needs)
+        self.operator = load(TORCH_NPU, "torch_npu:npu_fusion_attention", needs)
         self.gradient: Callable[..., Any] | None = None
         if r.grad and not r.dropout:
-            self.gradient = adapters.load(TORCH_NPU, "torch_npu:npu_fusion_attention_grad", needs)
+            self.gradient = load(TORCH_NPU, "torch_npu:npu_fusion_attention_grad", needs)
         self.scale = r.softmax_scale
 
     def bound(self) -> Bound:

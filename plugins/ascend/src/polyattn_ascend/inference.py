@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import align16
-from polyattn.adapters.gather_kv import empty_result, finish_output
-from polyattn.adapters.new_rows import append_new_kv
+from polyattn.adapters import align16, append_new_kv, empty_result, finish_output, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables, Slot
 from polyattn.semantics.paged_kv import owned, renumbered
 
@@ -55,7 +52,7 @@ class _Inference:
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
-        self.operator = adapters.load(TORCH_NPU, _OPERATOR, _NEEDS)
+        self.operator = load(TORCH_NPU, _OPERATOR, _NEEDS)
         scale = r.softmax_scale
         # Logits are scaled before their largest is taken off; the sign of a scale goes into the queries all the same.
         self.scale, self.sign = abs(scale) or 1.0, None if scale > 0 else -1.0 if scale < 0 else 0.0

@@ -16,11 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.alignment import with_aligned_inputs
-from polyattn.adapters.cudnn_faults import has_low_lse_fault
-from polyattn.adapters.samples import launch_slices
-from polyattn.adapters.scale_sign import with_positive_scale
+from polyattn.adapters import has_low_lse_fault, launch_slices, load, with_aligned_inputs, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound
 
 from .devices import current_for

@@ -24,10 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.alignment import align16
-from polyattn.adapters.device import capturing
-from polyattn.adapters.gather_kv import empty_result, finish_output
+from polyattn.adapters import align16, capturing, empty_result, finish_output, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables, Requirement, Slot, UnsupportedRequestError
 from polyattn.semantics.packed import sequence_ids
 

@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.free_slots import without_free_slots
-from polyattn.adapters.gather_kv import empty_result
-from polyattn.adapters.new_rows import append_new_kv
-from polyattn.adapters.padding_rows import give_padding_a_key, padding_query_mask
+from polyattn.adapters import (
+    append_new_kv,
+    empty_result,
+    give_padding_a_key,
+    load,
+    padding_query_mask,
+    without_free_slots,
+)
 from polyattn.contract import AttentionRequest, Bound, PagedTables, UnsupportedRequestError
 from polyattn.semantics.packed import per_token
 

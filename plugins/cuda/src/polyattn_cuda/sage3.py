@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.alignment import with_aligned_inputs
+from polyattn.adapters import load, with_aligned_inputs
 from polyattn.contract import AttentionRequest, Bound
 
 from .records.diffusion import SAGE_3

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.alignment import with_aligned_inputs
-from polyattn.adapters.scale_sign import with_positive_scale
+from polyattn.adapters import load, with_aligned_inputs, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound
 
 from .int8 import scaled, with_empty_channels

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import OutAndLSE, Packed, bind_flash_attention
+from polyattn.adapters import OutAndLSE, Packed, bind_flash_attention, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from .records import MATE
@@ -64,7 +63,7 @@ class _Kernels:
         if request.grad:
             self._backward = _load("_flash_attn_varlen_backward")
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return False
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> OutAndLSE:
@@ -118,7 +117,7 @@ def _documented(request: AttentionRequest, causal: bool) -> bool:
 
 
 def _load(name: str) -> Callable[..., Any]:
-    return adapters.load(MATE, f"mate.mha_interface:{name}")
+    return load(MATE, f"mate.mha_interface:{name}")
 
 
 def _both(result: Any, lse: bool) -> OutAndLSE:

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.alignment import with_aligned_inputs
+from polyattn.adapters import load, with_aligned_inputs
 from polyattn.contract import AttentionRequest, Bound
 
 from .records import SAGE

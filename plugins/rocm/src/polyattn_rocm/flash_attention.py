@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import OutAndLSE, Packed, bind_dropout, bind_flash_attention
+from polyattn.adapters import OutAndLSE, Packed, bind_dropout, bind_flash_attention, load
 from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound
 from polyattn.semantics.masks import may_have_empty_rows
 
@@ -64,7 +63,7 @@ class FlashAttention2Triton:
 
 def _kernels() -> str:
     """The module that the library's functions call."""
-    library = adapters.load(FLASH_ATTN_TRITON, "flash_attn:flash_attn_interface")
+    library = load(FLASH_ATTN_TRITON, "flash_attn:flash_attn_interface")
     kernels = getattr(library, "flash_attn_gpu", None)
     return _CK if kernels is None else str(kernels.__name__)
 
@@ -73,7 +72,7 @@ _FUNCTIONS = {"dense": "flash_attn_func", "varlen": "flash_attn_varlen_func"}
 
 
 def _load(name: str) -> Callable[..., Any]:
-    return adapters.load(FLASH_ATTN, f"{_MODULE}:{name}")
+    return load(FLASH_ATTN, f"{_MODULE}:{name}")
 
 
 def _options(request: AttentionRequest) -> dict[str, Any]:
@@ -102,7 +101,7 @@ class _Kernels:
                 "_flash_attn_backward" if request.family == "dense" else "_flash_attn_varlen_backward"
             )
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return False
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> OutAndLSE:

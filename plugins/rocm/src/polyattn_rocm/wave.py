@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.gather_kv import empty_result
-from polyattn.adapters.new_rows import append_new_kv
-from polyattn.adapters.scale_sign import with_positive_scale
+from polyattn.adapters import append_new_kv, empty_result, load, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.paged_kv import Pool, Tokens
 
@@ -48,7 +45,7 @@ class _Extend:
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
         self.scale = request.softmax_scale
-        self._extend = adapters.load(SGLANG, f"{_OPS}.extend_attention:extend_attention_wave")
+        self._extend = load(SGLANG, f"{_OPS}.extend_attention:extend_attention_wave")
 
     def __call__(
         self,
@@ -96,8 +93,8 @@ class _Decode(_Extend):
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
         module = f"{_OPS}.decode_attention"
-        self._decode = adapters.load(SGLANG, f"{module}:decode_attention_wave")
-        self._shapes = adapters.load(SGLANG, f"{module}:decode_attention_intermediate_arrays_shapes")
+        self._decode = load(SGLANG, f"{module}:decode_attention_wave")
+        self._shapes = load(SGLANG, f"{module}:decode_attention_intermediate_arrays_shapes")
 
     def attend(self, query: Tensor, caches: tuple[Tensor, ...], tables: PagedTables, room: Tensor) -> None:
         count = tables.seq_lens.shape[0]

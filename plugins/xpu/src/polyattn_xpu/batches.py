@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters.flash_attention import OutAndLSE, Packed, dense_by_packed
-from polyattn.adapters.free_slots import without_free_slots
-from polyattn.adapters.gather_kv import empty_result
-from polyattn.adapters.new_rows import append_new_kv
-from polyattn.adapters.scale_sign import with_positive_scale
+from polyattn.adapters import (
+    OutAndLSE,
+    Packed,
+    append_new_kv,
+    dense_by_packed,
+    empty_result,
+    with_positive_scale,
+    without_free_slots,
+)
 from polyattn.contract import AttentionRequest, Bound, PagedTables, UnsupportedRequestError
 
 from .visibility import blind
@@ -39,7 +43,7 @@ def idle_last(query: Tensor, where: PagedTables) -> tuple[Tensor, PagedTables]:
 
 
 class Unpaged(abc.ABC):
-    """`polyattn.adapters.flash_attention.Kernels` of dense and varlen requests. A library says its packed call."""
+    """`polyattn.adapters.FlashAttentionKernels` of dense and varlen requests. A library says its packed call."""
 
     empty = -torch.inf
     writes_out = False
@@ -53,7 +57,7 @@ class Unpaged(abc.ABC):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> OutAndLSE:
         """The library's call, of contiguous tensors."""
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return False
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> OutAndLSE:

@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.gather_kv import empty_result
-from polyattn.adapters.new_rows import append_new_kv
-from polyattn.adapters.scale_sign import with_positive_scale
+from polyattn.adapters import append_new_kv, empty_result, load, with_positive_scale
 from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound, PagedTables
 
 from .records.common import SGL_KERNEL_CPU
@@ -46,8 +43,8 @@ def _bind(request: AttentionRequest) -> Bound:
     decode = request.s_relation == "one"
     name = "decode_attention_cpu" if decode else "extend_attention_cpu"
     # Importing the package registers its operators.
-    adapters.load(SGL_KERNEL_CPU, "sgl_kernel:__name__")
-    operator = _Operator(name, adapters.load(SGL_KERNEL_CPU, f"torch:ops.sgl_kernel.{name}"))
+    load(SGL_KERNEL_CPU, "sgl_kernel:__name__")
+    operator = _Operator(name, load(SGL_KERNEL_CPU, f"torch:ops.sgl_kernel.{name}"))
     attend = _decode if decode else _extend
 
     def forward(

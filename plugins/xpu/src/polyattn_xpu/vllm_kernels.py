@@ -13,9 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters import flash_attention
-from polyattn.adapters.flash_attention import OutAndLSE, Packed
+from polyattn.adapters import OutAndLSE, Packed, bind_flash_attention, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from .batches import Unpaged, bind_paged, idle_last
@@ -27,7 +25,7 @@ __all__ = ["FlashAttentionVLLM", "PagedVLLM"]
 def _call(request: AttentionRequest, needs: dict[str, str]) -> Any:
     target = "vllm_xpu_kernels.flash_attn_interface:flash_attn_varlen_func"
     return functools.partial(
-        adapters.load(VLLM_XPU_KERNELS, target, needs),
+        load(VLLM_XPU_KERNELS, target, needs),
         softmax_scale=request.softmax_scale,
         causal=request.causal != "none",
     )
@@ -48,7 +46,7 @@ class FlashAttentionVLLM:
         """Raises:
         BackendUnavailableError: the installed version lacks what the request needs.
         """
-        return flash_attention.bind_flash_attention(request, _Packed)
+        return bind_flash_attention(request, _Packed)
 
 
 class _Packed(Unpaged):

@@ -17,9 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import OutAndLSE, Packed, bind_dropout, bind_flash_attention
-from polyattn.adapters.padding_rows import give_padding_a_key, padding_query_mask
+from polyattn.adapters import (
+    OutAndLSE,
+    Packed,
+    bind_dropout,
+    bind_flash_attention,
+    give_padding_a_key,
+    load,
+    padding_query_mask,
+)
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.packed import per_token
 
@@ -43,7 +49,7 @@ class FlashAttention2:
 
 
 def _load(name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-    return adapters.load(FLASH_ATTN_2, f"{_MODULE}:{name}", needs)
+    return load(FLASH_ATTN_2, f"{_MODULE}:{name}", needs)
 
 
 def _options(request: AttentionRequest) -> dict[str, Any]:
@@ -74,7 +80,7 @@ class _Kernels:
             name = "_flash_attn_backward" if request.family == "dense" else "_flash_attn_varlen_backward"
             self._backward = _load(name, {"window_size_left": "the backward"})
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return False
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> OutAndLSE:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import OutAndLSE, Packed, bind_flash_attention, constant_int32, dense_by_packed
+from polyattn.adapters import Operator, OutAndLSE, Packed, bind_flash_attention, constant_int32, dense_by_packed, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from ..records.common import FLASH_ATTN_3, SGL_KERNEL, VLLM
@@ -86,7 +85,7 @@ class _Kernels(abc.ABC):
         }
         self.window = request.window
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return self.fused_sinks and sinks.dtype == query.dtype == torch.bfloat16
 
     def padding(self, where: PagedTables) -> Tensor | None:
@@ -121,7 +120,7 @@ class _Cached(_Kernels):
 
     @abc.abstractmethod
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        """A function of the build, see `adapters.load`."""
+        """A function of the build, see `load`."""
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -147,7 +146,7 @@ class OwnBuild(_Cached):
     """Of flash-attn-3."""
 
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        return adapters.load(FLASH_ATTN_3, f"flash_attn_interface:{name}", needs)
+        return load(FLASH_ATTN_3, f"flash_attn_interface:{name}", needs)
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -190,7 +189,7 @@ class SglKernelBuild(_Cached):
     fused_sinks = True
 
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        return adapters.load(SGL_KERNEL, f"sgl_kernel.flash_attn:{name}", needs)
+        return load(SGL_KERNEL, f"sgl_kernel.flash_attn:{name}", needs)
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -235,7 +234,7 @@ class VLLMBuild(_Kernels):
         names = {"dense": _DENSE, "varlen": _PACKED}.get(request.family, _PAGED)
         needs = {"s_aux": "the sinks", "out": "out=", **dict.fromkeys(names, f"family {request.family}")}
         target = "vllm.vllm_flash_attn.flash_attn_interface:_vllm_fa3_C.fwd"
-        operator = adapters.Operator(VLLM, target, fixed, needs)
+        operator = Operator(VLLM, target, fixed, needs)
         self._call, function = operator.taking(*names), operator.function
 
         def arguments(B: int, S_k: int, device: torch.device) -> tuple[Any, ...]:

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters.gather_kv import empty_result
-from polyattn.adapters.new_rows import append_new_kv
-from polyattn.adapters.scale_sign import with_positive_scale
+from polyattn.adapters import append_new_kv, empty_result, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.kv_quant import stored
 from polyattn.semantics.paged_kv import Tokens

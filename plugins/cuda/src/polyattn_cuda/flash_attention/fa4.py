@@ -21,9 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import OutAndLSE, Packed, bind_flash_attention, uniform_cu_seqlens
-from polyattn.adapters.pages import cut_pages
+from polyattn.adapters import OutAndLSE, Packed, bind_flash_attention, cut_pages, load, uniform_cu_seqlens
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from ..records.common import FLASH_ATTN_4
@@ -47,7 +45,7 @@ class FlashAttention4:
 
 
 def _load(name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-    return adapters.load(FLASH_ATTN_4, f"{_MODULE}:{name}", needs)
+    return load(FLASH_ATTN_4, f"{_MODULE}:{name}", needs)
 
 
 class _Kernels:
@@ -77,7 +75,7 @@ class _Kernels:
             bounds = dict.fromkeys(("window_size_left", "window_size_right"), "the backward")
             self._backward = _load("_flash_attn_bwd", bounds)
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return sinks.dtype in _SINKS
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, sinks: Tensor | None = None) -> OutAndLSE:

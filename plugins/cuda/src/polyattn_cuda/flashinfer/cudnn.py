@@ -17,11 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import align16
-from polyattn.adapters.free_slots import without_free_slots
-from polyattn.adapters.gather_kv import empty_result
-from polyattn.adapters.new_rows import append_new_kv
+from polyattn.adapters import align16, append_new_kv, empty_result, load, without_free_slots
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.packed import per_token
 from polyattn.semantics.paged_kv import Tokens, owned
@@ -58,12 +54,12 @@ class _Call:
         self.scale, self.factor = scale_of(request)
         self.exposed = dict(request.options).get("free_slots", "any") != "finite"
         self.spares = request.arch in HOPPER
-        self.decode = adapters.load(
+        self.decode = load(
             FLASHINFER_CUDNN,
             "flashinfer.cudnn:cudnn_batch_decode_with_kv_cache",
             {"return_lse": "an LSE", "window_left": "a window"},
         )
-        self.prefill = adapters.load(
+        self.prefill = load(
             FLASHINFER_CUDNN,
             "flashinfer.cudnn:cudnn_batch_prefill_with_kv_cache",
             {"batch_offsets_units": "lengths in tokens", "lse_base": "a natural LSE"},

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import align16
-from polyattn.adapters.gather_kv import empty_result
+from polyattn.adapters import align16, empty_result, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables, Session, Slot
 from polyattn.semantics.packed import per_token
 
@@ -40,8 +38,8 @@ class _Decode:
 
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
-        self.kernel = adapters.load(SGL_CUTLASS, "sgl_kernel.attention:cutlass_mla_decode")
-        self.workspace_size = adapters.load(SGL_CUTLASS, "sgl_kernel.attention:cutlass_mla_get_workspace_size")
+        self.kernel = load(SGL_CUTLASS, "sgl_kernel.attention:cutlass_mla_decode")
+        self.workspace_size = load(SGL_CUTLASS, "sgl_kernel.attention:cutlass_mla_get_workspace_size")
         self.scale, self.factor = scale_of(request)
 
     def nbytes(self, max_seqlen_k: int, sequences: int) -> int:

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.gather_kv import empty_result
-from polyattn.adapters.new_rows import append_new_kv
+from polyattn.adapters import append_new_kv, empty_result, load
 from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot, UnsupportedRequestError
 
 from ..records.flashinfer import FLASHINFER
@@ -103,12 +101,12 @@ class _Call:
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
-        self.prefill = adapters.load(FLASHINFER, "flashinfer:BatchPrefillWithPagedKVCacheWrapper")
-        self.decode = adapters.load(FLASHINFER, "flashinfer:BatchDecodeWithPagedKVCacheWrapper")
-        self.merge = adapters.load(FLASHINFER, "flashinfer:merge_state_in_place") if r.kv_parts else None
+        self.prefill = load(FLASHINFER, "flashinfer:BatchPrefillWithPagedKVCacheWrapper")
+        self.decode = load(FLASHINFER, "flashinfer:BatchDecodeWithPagedKVCacheWrapper")
+        self.merge = load(FLASHINFER, "flashinfer:merge_state_in_place") if r.kv_parts else None
         self.hints = "uniform_q_len" in inspect.signature(self.prefill.plan).parameters  # type: ignore[attr-defined]
         # Of 0.7 and later, for decode: plans anew without touching the tables in a recorded wrapper's buffers.
-        self.replan = adapters.load(FLASHINFER, "flashinfer.decode:fast_decode_plan") if self.hints else None
+        self.replan = load(FLASHINFER, "flashinfer.decode:fast_decode_plan") if self.hints else None
         self.host_scale = HostScale()
         self.scale, self.factor = scale_of(r)
         self.template, self.layout = template(r), r.kv_layout or "NHD"

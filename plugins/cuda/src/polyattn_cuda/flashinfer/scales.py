@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from polyattn.adapters.alignment import align16
+from polyattn.adapters import align16
 from polyattn.contract import AttentionRequest, GraphError
 
 from ..tma import for_tma

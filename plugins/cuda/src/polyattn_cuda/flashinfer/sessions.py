@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polyattn.adapters.gather_kv import empty_result
+from polyattn.adapters import empty_result
 from polyattn.contract import AttentionRequest, Slot
 
 from .lengths import Lengths

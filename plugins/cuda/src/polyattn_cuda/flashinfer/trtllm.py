@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import aligned
-from polyattn.adapters.gather_kv import empty_result
-from polyattn.adapters.new_rows import append_new_kv
+from polyattn.adapters import aligned, append_new_kv, empty_result, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables, Session, Slot, UnsupportedRequestError
 from polyattn.semantics.packed import sequence_ids
 
@@ -142,12 +139,12 @@ class _Generated(_Call):
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
-        self.decode = adapters.load(
+        self.decode = load(
             FLASHINFER,
             "flashinfer.decode:trtllm_batch_decode_with_kv_cache",
             {"return_lse": "an LSE", "cum_seq_lens_q": "drafts", "multi_ctas_kv_counter_buffer": "a recorded step"},
         )
-        self.context = adapters.load(
+        self.context = load(
             FLASHINFER,
             "flashinfer.prefill:trtllm_batch_context_with_kv_cache",
             {"return_lse": "an LSE", "causal": "attention without a diagonal"},
@@ -227,7 +224,7 @@ class _XQA(_Call):
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
         needs = {"q_cu_seq_lens": "sequences with numbers of queries of their own"}
-        self.decode = adapters.load(FLASHINFER, "flashinfer.decode:xqa_batch_decode_with_kv_cache", needs)
+        self.decode = load(FLASHINFER, "flashinfer.decode:xqa_batch_decode_with_kv_cache", needs)
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
 
     def ready(self, step: Any, device: torch.device) -> None:

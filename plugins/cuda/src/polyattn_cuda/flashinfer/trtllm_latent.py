@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import align16
-from polyattn.adapters.gather_kv import empty_result
+from polyattn.adapters import align16, empty_result, load
 from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot
 from polyattn.semantics.packed import sequence_ids
 
@@ -56,7 +54,7 @@ class _Call:
 
     def __init__(self, request: AttentionRequest, kernel: str) -> None:
         self.request, self.kernel = request, kernel
-        self.decode = adapters.load(
+        self.decode = load(
             FLASHINFER_MLA_LIBRARY,
             "flashinfer.mla:trtllm_batch_decode_with_kv_cache_mla",
             {"return_lse_base": "a natural LSE", "cum_seq_lens_q": "sequences with numbers of queries of their own"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from polyattn.adapters.cudnn_faults import low_lse_defect
+from polyattn.adapters import low_lse_defect
 from polyattn.contract import AttentionRequest, Constraint, Defect, NotEmpty, Range, WiderThan, conditions
 
 from .common import AMPERE_AND_LATER, HOPPER

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.gather_kv import empty_result, finish_output
-from polyattn.adapters.scale_sign import with_positive_scale
+from polyattn.adapters import empty_result, finish_output, load, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.paged_kv import Tokens
 
@@ -47,12 +45,12 @@ class _Latent:
         needs = dict.fromkeys((*_LISTS, "sm_scale"), "polyattn")
         splits = dict.fromkeys(("num_kv_splits", "num_kv_splits_indptr"), "polyattn")
         decode = {**needs, **splits} | ({"return_lse": "the LSE"} if request.lse else {})
-        kernel = adapters.load(AITER, "aiter.mla:mla_decode_fwd", decode)
+        kernel = load(AITER, "aiter.mla:mla_decode_fwd", decode)
         lse = {"return_lse": True} if request.lse else {}
         self._decode = functools.partial(kernel, sm_scale=scale, **lse)
         self._prefill = None
         if self._causal and not request.lse and request.heads in PREFILL_HEADS:
-            self._prefill = functools.partial(adapters.load(AITER, "aiter.mla:mla_prefill_fwd", needs), sm_scale=scale)
+            self._prefill = functools.partial(load(AITER, "aiter.mla:mla_prefill_fwd", needs), sm_scale=scale)
 
     def __call__(
         self,

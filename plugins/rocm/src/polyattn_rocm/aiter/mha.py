@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import OutAndLSE, Packed, bind_dropout, bind_flash_attention
+from polyattn.adapters import OutAndLSE, Packed, bind_dropout, bind_flash_attention, keywords, load
 from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound, PagedTables
 from polyattn.semantics.masks import may_have_empty_rows
 
@@ -50,7 +49,7 @@ def bind_mha(request: AttentionRequest) -> Bound:
 
 
 def _load(name: str, needs: Mapping[str, str] | None = None) -> Callable[..., Any]:
-    return adapters.load(AITER, f"{_MODULE}:{name}", needs)
+    return load(AITER, f"{_MODULE}:{name}", needs)
 
 
 def _options(request: AttentionRequest) -> dict[str, Any]:
@@ -80,7 +79,7 @@ class _Kernels:
         names = {"dense": "flash_attn_func", "varlen": "flash_attn_varlen_func", "paged": "mha_batch_prefill_func"}
         name = names[request.family]
         self._forward = functools.partial(_load(name, {"return_lse": "the LSE", **needs}), **given)
-        self._takes_sinks = "sink_ptr" in adapters.keywords(self._forward.func)
+        self._takes_sinks = "sink_ptr" in keywords(self._forward.func)
         if request.family == "dense" and not self._kept_off:
             self.simple = self._forward
         _check_build(request)
@@ -88,7 +87,7 @@ class _Kernels:
             backward = "_flash_attn_backward" if request.family == "dense" else "_flash_attn_varlen_backward"
             self._backward = _load(backward, {"window_size_left": "the backward"})
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return self._takes_sinks and (self._kept_off or not self._assembly)
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, sinks: Tensor | None = None) -> OutAndLSE:
@@ -161,7 +160,7 @@ def _check_build(request: AttentionRequest) -> None:
     """
     if not (request.softcap or request.grad or request.family == "paged"):
         return
-    if getattr(adapters.load(AITER, "aiter.jit:core"), "ENABLE_CK", True):
+    if getattr(load(AITER, "aiter.jit:core"), "ENABLE_CK", True):
         return
     lacks = "softcap" if request.softcap else "gradients of its own" if request.grad else "paged prefill"
     raise BackendUnavailableError(

@@ -18,12 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import align16
-from polyattn.adapters.free_slots import without_free_slots
-from polyattn.adapters.gather_kv import empty_result
-from polyattn.adapters.new_rows import append_new_kv
-from polyattn.adapters.scale_sign import with_positive_scale
+from polyattn.adapters import align16, append_new_kv, empty_result, load, with_positive_scale, without_free_slots
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.paged_kv import Tokens
 
@@ -54,7 +49,7 @@ class _Unified:
     def __init__(self, request: AttentionRequest, target: str) -> None:
         self._request = request
         self._kernel = functools.partial(
-            adapters.load(AITER, target, dict.fromkeys(_GIVEN, "polyattn")),
+            load(AITER, target, dict.fromkeys(_GIVEN, "polyattn")),
             softmax_scale=request.softmax_scale,
             causal=True,
             window_size=(request.window[0], 0),

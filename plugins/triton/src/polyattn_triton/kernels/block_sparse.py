@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.adapters.alignment import aligned
-from polyattn.adapters.samples import launch_slices
+from polyattn.adapters import aligned, launch_slices
 from polyattn.contract import Key
 from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
 
