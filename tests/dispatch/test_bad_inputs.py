@@ -753,7 +753,7 @@ NAMES: list[tuple[str, Callable[[], Any], type[PolyattnError], str]] = [
         "explain with torch's keywords",
         lambda: polyattn.explain(polyattn.attention, QUERY, KEY, KEY, is_causal=True, mask=None, enable_gqa=True),
         InvalidInputError,
-        r"attention, ...\): .* 'is_causal'; attention takes .*, out\. torch's .*; the mask is attn_mask .*; enable_gqa",
+        r"attention, ...\): .* 'is_causal'; attention takes .*, out, place\. torch's .*; the mask is attn_mask .*; en",
     ),
     (
         "explain with a misspelt keyword",
@@ -765,7 +765,7 @@ NAMES: list[tuple[str, Callable[[], Any], type[PolyattnError], str]] = [
         "explain a layer",
         lambda: polyattn.explain(polyattn.nn.LocalAttention(), QUERY, KEY),
         InvalidInputError,
-        r"explain\(LocalAttention, ...\): missing .*: 'value'; LocalAttention takes query, .*, sinks\.$",
+        r"explain\(LocalAttention, ...\): missing .*: 'value'; LocalAttention takes query, .*, sinks, place\.$",
     ),
     (
         "explain a name",

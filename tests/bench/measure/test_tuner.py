@@ -1016,7 +1016,7 @@ def test_one_backend_serves_an_engine_whatever_the_lengths(monkeypatch):
     for length, times in ((32, (100.0, 10.0)), (1024, (10.0, 1000.0))):
         found = dict(zip(("torch_native", "torch_sdpa"), times, strict=True))
         tuning.record(tuning.backend_row(tuning_place("cpu"), request, (1, 1, length), found, "a test"))
-    served, load = [], choose._load
+    served, load = [], choose.load
 
     def watched(selection):
         chosen = load(selection)
@@ -1027,7 +1027,7 @@ def test_one_backend_serves_an_engine_whatever_the_lengths(monkeypatch):
 
         return dataclasses.replace(chosen, bound=dataclasses.replace(chosen.bound, forward=forward))
 
-    monkeypatch.setattr(choose, "_load", watched)
+    monkeypatch.setattr(choose, "load", watched)
     table, attention = engine()
     for length in (20, 700):
         row = table.add()

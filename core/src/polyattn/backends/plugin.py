@@ -21,6 +21,7 @@ from ..contract import (
 )
 from ..contract.hookspecs import hookimpl
 from ..contract.platforms import CORE_PLATFORMS
+from ..methods.video.options import WINDOW, dense_by_rule
 from . import defects
 
 POLYATTN_API_VERSION = 2
@@ -324,6 +325,25 @@ def _reference_rows(platform: str) -> tuple[Row, ...]:
     )
 
 
+def _window_rows(platform: str) -> tuple[Row, ...]:
+    """Self-attention over one grid. What the calls that it makes need is judged when they are made."""
+    return (
+        row(
+            when={"place": True},
+            family="dense",
+            dtype=("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
+            head_dim=Range(1),
+            v_head_dim=Range(1),
+            group=True,
+            s_relation="equal",
+            scale=True,
+            grad=QKV,
+            misaligned=True,
+            note="an order of tokens and a block map, for whoever serves block_sparse calls here",
+        ),
+    )
+
+
 def _sdpa_rule(platform: str) -> tuple[AutoRule, ...]:
     whole = conditions(family="dense")
     return {
@@ -443,6 +463,18 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
         evidence="vendor code",
         upstream="polyattn",
     )
+    if platform != "mps":
+        yield BackendInfo(
+            "window_video_attn",
+            platform,
+            (Provider("polyattn", _window_rows(platform), "polyattn.methods.video.window:WindowVideo", TORCH),),
+            summary="Window of tiles over a video grid: the example of a method",
+            priority=None,
+            fallbacks=dense_by_rule(),
+            config=WINDOW,
+            lossy="sparse: exact over the keys it keeps, dense only with a reach as long as the grid",
+            upstream="polyattn",
+        )
 
 
 @hookimpl

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..semantics.packed import owners
+from ..semantics.packed import sequence_ids
 
 __all__ = ["Padded"]
 
@@ -31,7 +31,7 @@ class Padded:
             cu_seqlens = cu_seqlens.expand(2)
         longest = max(longest, 1)
         token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-        sequence = owners(tokens, cu_seqlens)
+        sequence = sequence_ids(tokens, cu_seqlens)
         return cls(cu_seqlens.diff(), longest, sequence * longest + token - cu_seqlens[sequence])
 
     @property

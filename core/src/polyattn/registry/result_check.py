@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
+from ..contract.families import FAMILY_SPECS
 from ..contract.overlap import shares_memory
 from ..errors import PluginError
 
@@ -24,14 +25,7 @@ MOST_BYTES = 256 * 2**20
 _VALUE = {"linear": "value"}
 """Families whose output is as wide as a tensor says, and not the request."""
 _CACHES = ("key_cache", "value_cache", "cache")
-_POSITIONAL = {
-    "dense": ("query", "key", "value"),
-    "varlen": ("query", "key", "value"),
-    "block_sparse": ("query", "key", "value"),
-    "linear": ("query", "key", "value"),
-    "paged": ("query", "key_cache", "value_cache"),
-    "mla": ("query", "cache"),
-}
+_POSITIONAL = {spec.name: tuple(one.name for one in spec.positional) for spec in FAMILY_SPECS.values()}
 _GRADIENT = ("dout", "query", "key", "value", "out", "lse")
 
 

@@ -43,7 +43,8 @@ def refusals(
         for row in served[family]:
             mine = [dtype for dtype in inside("dtype", row) if dtype in dtypes]
             if mine:
-                for case in _beyond(row, rows, {**facts, "family": family, "dtype": mine[0]}, pairs):
+                asked = {**facts, "family": family, "dtype": mine[0], "place": "place" in row.when}
+                for case in _beyond(row, rows, asked, pairs):
                     found.setdefault(case.request.normalised(), case)
     return list(found.values())
 

@@ -14,7 +14,7 @@ from ..contract import Accuracy, AttentionRequest, BackendInfo, Defect, Provider
 from ..contract.lengths import head_axis
 from ..dispatch.binding import choose, device_facts
 from ..dispatch.call_key import runner
-from ..errors import BackendUnavailableError, ConfigError, PolyattnError, did_you_mean
+from ..errors import BackendUnavailableError, ConfigError, PolyattnError, UnsupportedRequestError, did_you_mean
 from ..registry.bound_check import checked
 from ..registry.defects import refusal
 from ..registry.manager import _import_target, get_manager
@@ -125,9 +125,12 @@ class Installed:
         """The backend's own refusal of a request, None when it takes it as it is."""
         policy = natively(Policy(Choice(self.name, "conformance"), strict=True))
         try:
-            select(self.request(case), catalogue(), policy)
+            selection = select(self.request(case), catalogue(), policy)
         except PolyattnError as exc:
             return exc
+        if selection.rule:  # what others serve it does not
+            reasons = "; ".join(selection.rejected[selection.rule])
+            return UnsupportedRequestError(f"{self.name} leaves it to others ({selection.why}): {reasons}")
         return None
 
     @property

@@ -84,6 +84,9 @@ def left_out(rows: Sequence[Row], facts: Mapping[str, Any], families: Sequence[s
         for family in inside("family", row):
             if family not in families or not holds_here(row, facts):
                 continue
+            if "place" in row.when:
+                found["calls with a place: a method is compared with its own mask, by tests of its own"] = None
+                continue
             if family not in FAMILIES:
                 found[f"family {family}: the kit judges it and does not compute it"] = None
                 continue

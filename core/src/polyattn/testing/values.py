@@ -18,11 +18,12 @@ __all__ = ["CANDIDATES", "CONTEXT", "FLAGS", "candidates", "declared", "inside",
 
 CONTEXT = frozenset(
     (
-        *("platform", "arch", "toolkit", "features", "heads", "kv_heads", "layout", "options"),
+        *("platform", "arch", "toolkit", "features", "heads", "kv_heads", "layout", "place", "options"),
         *("q_bucket", "k_bucket", "batch_bucket"),
     )
 )
-"""Fields that no row has to declare: facts of the machine, and shapes that are tried through other fields."""
+"""Fields that no row has to declare: facts of the machine, shapes that are tried through other fields, and a place,
+which only methods look at."""
 
 CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     "family": FAMILIES,
@@ -69,7 +70,7 @@ CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     "kv_parts": (0, 1, 3),
     "spec_topk": (0, 1, 4),
     "chunked_prefix": (False, True),
-    "method": ("", "sta", "vsa", "gdn", "kda"),
+    "method": ("", "gdn", "kda"),
     "block_map": (False, True),
     "block_sizes": (False, True),
     "block_shape": ((0, 0), (64, 64), (128, 128), (64, 128), (48, 48)),

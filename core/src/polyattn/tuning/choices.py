@@ -97,10 +97,10 @@ def measured(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[
     return () if here is NOT_ANY else here.measured.get(canonical(request_key(request)), ())
 
 
-def advising(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[Measured]:
+def advising(request: AttentionRequest, place: Callable[[], Place], tuning: str = "") -> Sequence[Measured]:
     """Return all measurements that count for a request: its own, then those of similar requests, without
-    backends that are quarantined for it."""
-    here = known(request, place)
+    backends that are quarantined for it. tuning: as `known`."""
+    here = known(request, place, tuning)
     return () if here is NOT_ANY else _advising(here, request_key(request))
 
 
@@ -113,14 +113,14 @@ def _advising(here: Known, key: Mapping[str, Any]) -> Sequence[Measured]:
     return [dataclasses.replace(one, times=times) for one, times in zip(found, left, strict=True) if times]
 
 
-def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
+def advise(request: AttentionRequest, place: Callable[[], Place], tuning: str = "") -> Advice:
     """Return what to choose for a request.
 
     Args:
         request: with lengths in its buckets, or without: then what is fastest over all that were measured.
-        place: of measurements on this device; asked only where there are any.
+        place: of measurements on this device; asked only where there are any. tuning: as `known`.
     """
-    here = known(request, place)
+    here = known(request, place, tuning)
     if here is NOT_ANY:
         return NOTHING
     fields = request_key(request)

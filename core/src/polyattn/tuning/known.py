@@ -21,7 +21,15 @@ from .rows import BACKEND, Place, Row, canonical, row_of, when
 from .store import FORMAT
 from .times import FAR, Kin, Lengths, Measured
 
-__all__ = ["NOT_ANY", "Known", "known", "measured_of", "shipped", "shipped_devices", "shipped_rows"]
+__all__ = [
+    "NOT_ANY",
+    "Known",
+    "known",
+    "measured_of",
+    "shipped",
+    "shipped_devices",
+    "shipped_rows",
+]
 
 
 _MOST = 256
@@ -108,9 +116,12 @@ def _for_kin(one: Measured, theirs: Numbers, mine: Numbers, off: float, held: Co
 NOT_ANY = Known()
 
 
-def known(request: AttentionRequest, place: Callable[[], Place]) -> Known:
-    """Return all measurements of the device of a request. `place` is asked only where there is anything."""
-    if mode() == "off":
+def known(request: AttentionRequest, place: Callable[[], Place], tuning: str = "") -> Known:
+    """Return all measurements of the device of a request. `place` is asked only where there is anything.
+
+    tuning: the `mode`, where the caller has asked for it.
+    """
+    if (tuning or mode()) == "off":
         return NOT_ANY
     return cached(("backends", request.platform, request.arch, get_manager().measurements), lambda: _read(place))
 

@@ -29,7 +29,8 @@ def check_heads_and_dtypes(
             raise InvalidInputError(f"{name} is {tensor.dtype}; float32, float16, bfloat16 or float64 is needed")
         if tensor.device != query.device:
             raise InvalidInputError(f"{name} is on {tensor.device}, query on {query.device}; move them to one device")
-        check_dense_axis(name, tensor)
+        if tensor.stride(-1) != 1:
+            check_dense_axis(name, tensor)
     if not kv_dtypes and not (query.dtype == key.dtype == value.dtype):
         raise InvalidInputError(
             f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; cast them to one dtype, or use autocast"

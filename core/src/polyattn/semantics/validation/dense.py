@@ -23,6 +23,9 @@ def check_dense(query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, ou
         )
     if key.shape[s] != value.shape[s]:
         raise InvalidInputError(f"key has {key.shape[s]} positions, value {value.shape[s]}; they must be equal")
-    check_mask(attn_mask, query, query.shape[0], query.shape[h], query.shape[s], key.shape[s], "S_q, S_k")
-    check_sinks(sinks, query, query.shape[h])
-    check_out(out, query, (*query.shape[:3], value.shape[-1]), (query, key, value), (attn_mask, sinks))
+    if attn_mask is not None:
+        check_mask(attn_mask, query, query.shape[0], query.shape[h], query.shape[s], key.shape[s], "S_q, S_k")
+    if sinks is not None:
+        check_sinks(sinks, query, query.shape[h])
+    if out is not None:
+        check_out(out, query, (*query.shape[:3], value.shape[-1]), (query, key, value), (attn_mask, sinks))

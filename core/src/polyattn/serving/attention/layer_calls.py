@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from ...adapters.alignment import aligned, placed
+from ...adapters.alignment import align16, aligned
 from ...contract import PagedTables
 from ...errors import InvalidInputError
 from ...selection.inspection import served_by
@@ -125,7 +125,7 @@ class LayerCall:
         if q.shape != step.query or q.dtype is not self._dtype or q.requires_grad:
             self._refuse_query(q)
         if self._loads and not aligned(q):
-            q = placed(q)
+            q = align16(q)
         if k is None:
             if v is not None:
                 self._refuse("a value without its key; give both, or None for both where the cache has them")
@@ -143,7 +143,7 @@ class LayerCall:
                     self._refuse_kind(new)
             if self._loads:
                 # Kernels of devices load 16 bytes at a time, and what they were bound for says that they may.
-                k, v = placed(k), None if v is None else placed(v)
+                k, v = align16(k), None if v is None else align16(v)
             if save:
                 if (written := step.written) is not None:
                     if self._id in written:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...contract import AttentionRequest
+from ...contract.families import FAMILY_SPECS
 from ..cases import Case
 from ..plain import Method, plain_attention, reference_attention, softmax_terms
 
@@ -71,17 +72,19 @@ class Family(abc.ABC):
             `polyattn.testing.long_cases` makes is tried.
         empty: the same for requests with a tensor of no elements.
         batched: a batch has one length: `lengths` are repeated for it.
+        family: its name in `polyattn.contract.families.FAMILY_SPECS`, which gives the next three.
         layouts: of the request. positional: names of the bound function's positional arguments.
+        second: what comes back beside the output: an `lse` when it is asked for, or a `state` always.
         optional: names of the tensors that the public call hands to it whether they are there or None.
         says: fields that the public call can ask for; a case with another one is called as bound. Empty: no such call.
         unmade: field values that `make` has no tensors for; a report lists those that a row takes as not run.
-        second: what comes back beside the output: an `lse` when it is asked for, or a `state` always.
         exact, plain: the mathematics of one part, (*part, sinks, request) -> (out, second): the definition in float64,
             and plain torch in the tensors' own dtype, what anybody would write first.
         terms: a function whose gradients are the sums of absolute terms of each gradient, see
             `polyattn.testing.plain.cancelling`; None where gradients do not cancel.
     """
 
+    family: ClassVar[str] = ""
     lengths: ClassVar[Shapes]
     long: ClassVar[Shapes] = {}
     empty: ClassVar[Mapping[str, Lengths]] = {}
@@ -103,6 +106,11 @@ class Family(abc.ABC):
     exact: ClassVar[Method] = staticmethod(reference_attention)
     plain: ClassVar[Method] = staticmethod(plain_attention)
     terms: ClassVar[Method | None] = staticmethod(softmax_terms)
+
+    def __init_subclass__(cls) -> None:
+        if spec := FAMILY_SPECS.get(cls.__dict__.get("family", "")):
+            cls.positional = tuple(one.name for one in spec.positional)
+            cls.layouts, cls.second = spec.layouts, spec.second
 
     # --- what is generated
 

@@ -52,6 +52,7 @@ def _plain(*part: Any) -> tuple[Tensor, Tensor]:
 
 
 class Linear(Family):
+    family = "linear"
     # Around the chunks of 16 to 64 tokens that kernels have, over several of them, and the smallest.
     lengths: ClassVar[Shapes] = {
         "equal": (((17, 17),), ((5, 5),), ((64, 64),), ((77, 77),), ((129, 129),)),
@@ -59,12 +60,10 @@ class Linear(Family):
     }
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": ((0, 0),)}
     batched = True
-    layouts = ("BSHD",)
     says: ClassVar[frozenset[str]] = frozenset(
         ("grad", "method", "misaligned", "phase", "s_relation", "scale", "state_dtype", "state_layout", "v_head_dim")
     )
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {"tree": (True,), "spec_topk": (1, 4), "phase": ("verify",)}
-    second = "state"
     exact = staticmethod(_exact)
     plain = staticmethod(_plain)
     terms = None
