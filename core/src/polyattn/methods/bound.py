@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -110,9 +109,7 @@ class _Attend:
         place = self._here(query, place)
         if not self._method.leaves_dense(place):
             self._plan(_Shared(place), self._like(query, key))  # of numbers, so outside of the mode below
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            # Calls ask where their tensors lie in memory; of fake ones torch says 0, and warns once of the question.
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             asking = _Asking(self._request, mode)
             known = query.device.type != "meta"
             fakes = [mode.from_tensor(t.detach()) if known else t for t in (query, key, value)]
