@@ -615,8 +615,9 @@ def test_which_errors_are_of_memory(error, memory):
 
 ONE = """
 import sys, torch
-from polyattn.bench.measure import Workload, tuner
+from polyattn.bench.measure import Workload
 from polyattn.bench.measure import Clock
+from polyattn.bench.tuner import offline as tuner
 from polyattn.contract import AttentionRequest
 tuner.Clock = lambda device: Clock(device, 0.001)
 request = AttentionRequest(dtype="float32", head_dim=int(sys.argv[1]), heads=2, kv_heads=2)
