@@ -135,6 +135,8 @@ def bind_selection(
 ) -> Chosen:
     """Load the functions of a backend that was selected for a request by a policy. The rest is as `choose` has it."""
     _announce(selection)
+    if policy.choice is not None and selection.rule:
+        note_left(selection.rule, selection.why)
     chosen = load(selection)
     chosen = settled(chosen, policy, load, by_length=eager and not planned)
     if chosen.request.place:  # the calls that a method makes are recorded, and it is not
@@ -199,8 +201,6 @@ _announced: set[str] = set()
 def _announce(selection: Selection) -> None:
     """Documented fallbacks and the reference as last resort are said once per process and reason; exact rewrites, which
     change no result, are logged."""
-    if selection.rule:
-        note_left(selection.rule, selection.why)
     if selection.plan is not None:
         log.info("%s serves %s via %s", selection.id, selection.request.summary(), "; ".join(selection.steps()))
     if selection.fallback:

@@ -128,7 +128,7 @@ def request_facts(
         "graph_capture": capturing(kind),
         "zero_size": not (q.numel() and k.numel() and v.numel()),
         "large": max(q.numel(), k.numel(), v.numel()) >= LARGE,
-        "misaligned": not (validation.has_shapes_only(q) or aligned(q, k, v)),
+        "misaligned": not ((type(q) is not Tensor and validation.has_shapes_only(q)) or aligned(q, k, v)),
         "transform": transform(q, k, v, mask, sinks),
     }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..adapters.alignment import aligned
 from ..adapters.device import capturing
-from ..adapters.strides import row_major
+from ..adapters.strides import with_unit_last_stride
 from ..contract import AttentionRequest, KVPart, PagedTables, scalars
 from ..contract.lengths import extent_of
 from ..epoch import EPOCH
@@ -61,7 +61,9 @@ def _kernel_tables(tables: PagedTables) -> PagedTables:
     table, lens, starts, longest_q, longest_k = tables[:5]
     if table.stride(-1) == lens.stride(-1) == 1 and type(longest_q) is type(longest_k) is int:
         return tables
-    return PagedTables(row_major(table), row_major(lens), starts, int(longest_q), int(longest_k))
+    return PagedTables(
+        with_unit_last_stride(table), with_unit_last_stride(lens), starts, int(longest_q), int(longest_k)
+    )
 
 
 def _no_grad(*tensors: Tensor | None) -> None:

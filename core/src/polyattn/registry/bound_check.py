@@ -1,4 +1,4 @@
-"""Is what a plugin hands over for a request what the contract asks for? Asked once, before the first call."""
+"""This module checks that what a plugin returns for a request fits the contract. Asked once, before the first call."""
 
 from __future__ import annotations
 

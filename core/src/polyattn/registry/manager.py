@@ -58,7 +58,7 @@ AGAIN = "call polyattn.registry.manager.reset_manager(), which forgets what was 
 
 @dataclasses.dataclass
 class PluginReport:
-    """What became of one plugin.
+    """Describes what became of one plugin.
 
     Attributes:
         name: entry name. distribution, version: where it comes from ("" for a module given by path).
@@ -172,7 +172,7 @@ class PluginManager:
         return (p for p in self.plugins.values() if p.state in ("broken", "duplicate", "incompatible"))
 
     def narrows(self, backend: BackendInfo) -> bool:
-        """Whether the owner has a `polyattn_report_capability`."""
+        """Return whether the owner has a `polyattn_report_capability`."""
         return self._implementation("polyattn_report_capability", backend) is not None
 
     def narrow(self, backend: BackendInfo, request: AttentionRequest) -> Verdict | None:

@@ -108,7 +108,7 @@ def _wrapped(
 
 
 def _readable(tensor: Any) -> bool:
-    """Whether a tensor is one with contents of its own, and neither recorded nor transformed."""
+    """Return whether a tensor is one with contents of its own, and neither recorded nor transformed."""
     import torch
 
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
@@ -127,7 +127,7 @@ def _copies(given: Mapping[str, Any], request: AttentionRequest) -> dict[str, tu
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same, NaN being itself."""
+    """Return whether two tensors hold the same, NaN being itself."""
     import torch
 
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

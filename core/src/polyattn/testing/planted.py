@@ -36,7 +36,7 @@ Plant = Callable[[AttentionRequest], Forward]
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """One mistake.
+    """Describes one mistake.
 
     Attributes:
         name: short, as `planted` takes it. what: the mistake in one sentence.
@@ -61,12 +61,13 @@ def _honest(request: AttentionRequest) -> Forward:
 
 
 def _asking(change: Callable[[AttentionRequest], Mapping[str, Any]]) -> Plant:
-    """What is asked for changes on its way to the kernel."""
+    """Plant a bug that changes the request on its way to the kernel."""
     return lambda request: _honest(dataclasses.replace(request, **change(request)))
 
 
 def _given(change: Callable[[AttentionRequest, tuple[Tensor, ...], Mapping[str, Any]], Mapping[str, Any]]) -> Plant:
-    """An optional tensor changes on its way to the kernel: (request, tensors, keywords) -> other keywords."""
+    """Plant a bug that changes an optional tensor on its way to the kernel: (request, tensors, keywords) -> other
+    keywords."""
 
     def plant(request: AttentionRequest) -> Forward:
         honest = _honest(request)
@@ -76,7 +77,7 @@ def _given(change: Callable[[AttentionRequest, tuple[Tensor, ...], Mapping[str, 
 
 
 def _returned(change: Callable[[AttentionRequest, Tensor, Tensor | None, Tensor | None], tuple[Any, ...]]) -> Plant:
-    """What comes back is wrong: (request, out, lse, sinks) -> (out, lse)."""
+    """Plant a bug that changes the result: (request, out, lse, sinks) -> (out, lse)."""
 
     def plant(request: AttentionRequest) -> Forward:
         honest = _honest(request)

@@ -1,4 +1,5 @@
-"""What the kit must know of a family to try it: its shapes, its tensors, its call, and what is right."""
+"""This module describes what the kit must know of a family to try it: its shapes, its tensors, its call, and what is
+right."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ Part = tuple[Any, ...]
 
 
 class Call(NamedTuple):
-    """One call: its case, its tensors by argument name (`mask` stands for attn_mask) and its other arguments."""
+    """Holds one call: its case, its tensors by argument name (`mask` stands for attn_mask) and its other arguments."""
 
     case: Case
     tensors: Mapping[str, Tensor]
@@ -62,8 +63,8 @@ class Variants(Protocol):
 
 
 class Family(abc.ABC):
-    """One family of `polyattn.records.FAMILIES`. An instance in `polyattn.testing.families.FAMILIES` is all it takes
-    to have a family generated, computed and checked.
+    """Describes one family of `polyattn.contract.FAMILIES`. An instance in `polyattn.testing.families.FAMILIES` is all
+    it takes to have a family generated, computed and checked.
 
     Attributes:
         lengths: for each s_relation, the batches to try. Odd, at and around a tile of 64, and the smallest.
@@ -160,14 +161,14 @@ class Family(abc.ABC):
         return self.out_shape(case)[:-1], (torch.float32, torch.float64) if wide else (torch.float32,)
 
     def places(self, case: Case) -> Tensor:
-        """Where each key lies in its sequence, from 0 to 1, to be multiplied with the key tensor. Of families whose
-        `make` draws keys with `Maker.input`."""
+        """Return where each key lies in its sequence, from 0 to 1, to be multiplied with the key tensor. Of families
+        whose `make` draws keys with `Maker.input`."""
         raise NotImplementedError(f"{type(self).__name__} has no `places`, which logits={case.logits!r} need")
 
     # --- the call
 
     def sayable(self, case: Case) -> bool:
-        """Whether the public call can ask for this case."""
+        """Return whether the public call can ask for this case."""
         active = case.request.normalised().active()
         return bool(self.says) and all(name in self.says for name, _ in active if name != "group")
 
@@ -231,6 +232,6 @@ def drawn_parts(rng: random.Random, total: int, step: int = 1, empty: bool = Fal
 
 
 def spans(parts: Sequence[int]) -> list[slice]:
-    """Where the parts of a split lie on the keys' axis."""
+    """Return where the parts of a split lie on the keys' axis."""
     starts = [sum(parts[:i]) for i in range(len(parts))]
     return [slice(start, start + width) for start, width in zip(starts, parts, strict=True)]

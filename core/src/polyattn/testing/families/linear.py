@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...contract import AttentionRequest
 from ...dispatch.linear import linear_attention
-from ...semantics.linear_reference import gated_delta_rule
+from ...semantics.reference import gated_delta_rule
 from ..cases import Case
 from .base import DTYPES, Call, Family, Lengths, Part, Shapes
 
@@ -33,7 +33,7 @@ def _exact(*part: Any) -> tuple[Tensor, Tensor]:
 
 
 def _plain(*part: Any) -> tuple[Tensor, Tensor]:
-    """What anybody would write first: the recurrence for all heads at once, with the state in its own dtype."""
+    """Return what anybody would write first: the recurrence for all heads at once, with the state in its own dtype."""
     (query, key, value, gate, beta, state), request = part[:6], part[-1]
     flipped = request.state_layout == "VK"
     state = state.mT if flipped else state
