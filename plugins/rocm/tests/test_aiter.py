@@ -17,7 +17,7 @@ from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 from polyattn.testing.families.cached import in_tables
 from polyattn_rocm.aiter import latent as latents
-from polyattn_rocm.aiter import mha, unified
+from polyattn_rocm.aiter import mha, sage, unified
 from polyattn_rocm.aiter.mha import _Kernels
 from polyattn_rocm.aiter.tokens import SPARE, token_lists
 
@@ -374,6 +374,6 @@ def test_a_planted_argument_is_found(
     made = tried.cases(3, families=(family,), dtypes=("bfloat16",))
     cases = [case for case in made if words in case.id][:3]
     assert cases
-    for module in (latents, mha, unified):
+    for module in (latents, mha, sage, unified):
         monkeypatch.setattr(module, "load", load)
     assert tried.caught(cases)

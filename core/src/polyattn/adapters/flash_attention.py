@@ -336,48 +336,49 @@ def _latent(call: _Call) -> Bound:
     return Bound(forward)
 
 
-def _multiples(count: int, length: int, device: torch.device) -> Tensor:
-    return torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device)
-
-
-def _filled(count: int, value: int, device: torch.device) -> Tensor:
-    return torch.full((count,), value, dtype=torch.int32, device=device)
-
-
 _MOST_KEPT = 1024
 _kept: dict[Any, Tensor] = {}
 _in_graphs: dict[Any, Tensor] = {}
 
 
-def _made(make: Callable[..., Tensor], request: AttentionRequest, *given: Any) -> Tensor:
+def _cached(make: Callable[..., Tensor]) -> Callable[[AttentionRequest, int, int, torch.device], Tensor]:
     """Cache a small constant tensor. Tensors that exist before a graph capture stay alive for its replays; those made
     during capture belong to the graph's pool and are not cached."""
-    key = (make, given)
-    found = _kept.get(key)
-    if request.graph_capture:
-        found = _in_graphs.get(key) if found is None else _in_graphs.setdefault(key, found)
-        return make(*given) if found is None else found
-    if found is None:
-        if len(_kept) >= _MOST_KEPT:
-            # None is given back: kernels of another stream may still have to read it.
-            return make(*given)
-        *numbers, device = given
-        # Copied, which waits: the next call may come on another stream.
-        found = _kept[key] = make(*numbers, torch.device("cpu")).to(device)
-    return found
+
+    @functools.wraps(make)
+    def cached(request: AttentionRequest, *given: Any) -> Tensor:
+        key = (make, given)
+        found = _kept.get(key)
+        if request.graph_capture:
+            found = _in_graphs.get(key) if found is None else _in_graphs.setdefault(key, found)
+            return make(request, *given) if found is None else found
+        if found is None:
+            if len(_kept) >= _MOST_KEPT:
+                # None is given back: kernels of another stream may still have to read it.
+                return make(request, *given)
+            *numbers, device = given
+            # Copied, which waits: the next call may come on another stream.
+            found = _kept[key] = make(request, *numbers, torch.device("cpu")).to(device)
+        return found
+
+    return cached
 
 
+@_cached
 def uniform_cu_seqlens(request: AttentionRequest, count: int, length: int, device: torch.device) -> Tensor:
     """Give cu_seqlens of `count` sequences of `length` tokens on `device`: int32 [count + 1].
 
-    The tensor is cached and not to be written. request: says whether its calls are recorded into graphs.
+    Arguments go by position. The tensor is cached and not to be written. request: says whether its calls are recorded
+    into graphs.
     """
-    return _made(_multiples, request, count, length, device)
+    return torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device)
 
 
+@_cached
 def constant_int32(request: AttentionRequest, count: int, value: int, device: torch.device) -> Tensor:
     """Give int32 [count], all of them `value`, on `device`.
 
-    The tensor is cached and not to be written. request: says whether its calls are recorded into graphs.
+    Arguments go by position. The tensor is cached and not to be written. request: says whether its calls are recorded
+    into graphs.
     """
-    return _made(_filled, request, count, value, device)
+    return torch.full((count,), value, dtype=torch.int32, device=device)

@@ -125,7 +125,7 @@ def _dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any,
         not (q.numel() and k.numel() and v.numel()),
         max(q.numel(), k.numel(), v.numel()) >= LARGE,
         (q.stride(-1) == 1 or d == 1, k.stride(-1) == 1 or dk == 1, v.stride(-1) == 1 or dv == 1),
-        aligned(q, k, v),
+        (not exact and validation.has_shapes_only(q)) or aligned(q, k, v),  # those are at no address
         (q.requires_grad, k.requires_grad, v.requires_grad) if grad_on() else None,
         None if mask is None else mask_key(mask, b, h_q, s_q, s_k),
         None if sinks is None else sinks_key(sinks),
