@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..backends.reference_backend import Reference
-from ..contract import AttentionRequest, BackendInfo, Bound
+from ..contract import API_VERSION, AttentionRequest, BackendInfo, Bound
 from ..contract.hookspecs import hookimpl
 from ..errors import InvalidInputError, did_you_mean
 from ..registry.manager import PluginManager, get_manager, reset_manager
@@ -306,6 +306,7 @@ def _plugin(bug: Bug, backend: str) -> ModuleType:
         return bug.bind(request)
 
     module = ModuleType(backend)
+    module.POLYATTN_API_VERSION = API_VERSION  # type: ignore[attr-defined]
     for hook in (polyattn_register_backends, polyattn_load_forward):
         setattr(module, hook.__name__, hookimpl(hook))
     return module
