@@ -663,7 +663,7 @@ def test_compiling_ahead_calls_what_compiles(asked, tmp_path):
     plan, _ = asked.plan()
     found = [(row.name, one.name) for number in range(3) for row, one in shares(plan, number, 3)]
     assert sorted(found) == sorted((row.tiny().name, "slow") for row in plan.rows), "each once, whatever the share"
-    words = [sys.executable, "-m", "polyattn.bench.ahead", json.dumps(asked.plain()), "0", "1"]
+    words = [sys.executable, "-m", "polyattn.bench.precompile", json.dumps(asked.plain()), "0", "1"]
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert said.count("ahead, step/") == 1, "what fails is said, and met again when it is measured"
     assert "dense rows only" in said

@@ -316,7 +316,13 @@ def test_every_word_for_a_dtype_is_a_request_dtype() -> None:
         ({"scale": float("nan")}, "--scale nan is no finite number"),
         ({"scale": float("inf")}, "--scale inf is no finite number"),
         ({"dropout": 1.0}, "--dropout 1 is no probability below 1"),
-        ({"method": "sta"}, "--method sta is a method of block_sparse: add --family block_sparse"),
+        # Since these are backends of calls with a place, they are no method of block_sparse requests any more.
+        ({"method": "sta"}, "--method sta is a backend, which serves calls with a place: leave it out, and add "),
+        ({"method": "vsa", "family": "block_sparse"}, "add --attention-backend video_sparse_attn --grid T,H,W"),
+        ({"grid": "21,45"}, "--grid '21,45' is not T,H,W: three numbers of tokens, 1 or more, such as 21,45,80"),
+        ({"grid": "21,0,80"}, "--grid '21,0,80' is not T,H,W"),
+        ({"grid": "21,45,80", "family": "varlen"}, "--grid is the place of a dense call, and this is varlen"),
+        ({"role": "crss"}, "--role 'crss' is not known. Did you mean 'cross'? Allowed: self, cross"),
         ({"method": "kda"}, "--method kda is a method of linear: add --family linear"),
         ({"method": "dsa", "phase": "decode"}, "--method dsa is a method of mla: add --family mla"),
         ({"method": "dual_chunk"}, "--method dual_chunk is a method of paged: add --family paged"),
@@ -334,6 +340,26 @@ def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ask(flags)
     assert message in str(caught.value)
+
+
+VIDEO = "--attention-backend sliding_tile_attn --assume-platform cuda:sm90 --assume-installed st-attn,flash-attn-3"
+
+
+@pytest.mark.parametrize(
+    ("words", "backend", "source"),
+    [
+        ("--grid 30,48,80 --role self", "sliding_tile_attn", "argument"),
+        ("--grid 30,48,80 --role cross", "fa", "rule of sliding_tile_attn"),
+        ("--role cross --strict", "fa", "rule of sliding_tile_attn"),
+        ("--strict", "fa", "rule of sliding_tile_attn"),
+    ],
+)
+def test_a_method_is_asked_about_with_a_place(run: Run, words: str, backend: str, source: str) -> None:
+    found = run("explain", *shlex.split(f"{VIDEO} {words}"), "--json").data
+    assert (found["backend"], found["source"]) == (backend, source)
+    assert found["request"]["cross"] is ("cross" in words)
+    shown = run("explain", *shlex.split(f"{VIDEO} {words}"))
+    assert (shown.code, source.split()[0] in shown.out) == (0, True)
 
 
 def test_a_method_that_no_plugin_here_knows_is_left_to_the_backends(run: Run) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .contract import Place
 from .dispatch.call_key import Static
 from .dispatch.dense import DenseSite, bind
 from .selection.select import Selection
@@ -21,6 +22,7 @@ class LocalAttention(nn.Module):
 
     Args:
         causal, window, softcap, scale, layout, return_lse, deterministic, backend: as `polyattn.attention`.
+        role: "self" or "cross", whose keys these are; None = not said.
         dropout_p: dropout on the attention weights while training.
     """
 
@@ -35,6 +37,7 @@ class LocalAttention(nn.Module):
         dropout_p: float = 0.0,
         return_lse: bool = False,
         deterministic: bool = False,
+        role: str | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -46,17 +49,26 @@ class LocalAttention(nn.Module):
             "layout": layout,
             "return_lse": return_lse,
             "deterministic": deterministic,
+            "role": role,
             "backend": backend,
         }
         self._infer: DenseSite = bind(**options)
         self._train: DenseSite = bind(**options, dropout_p=dropout_p) if dropout_p else self._infer
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, sinks: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        place: Place | None = None,
     ) -> Any:
-        """Shapes and result as `polyattn.attention`."""
+        """Shapes, place and result as `polyattn.attention`."""
         site = self._train if self.training else self._infer
         # Python calls a method without making a tuple of the arguments, which `site(...)` would cost.
+        if place is not None:
+            return site.__call__(query, key, value, attn_mask, sinks, None, place)
         return site.__call__(query, key, value, attn_mask, sinks)
 
     def __polyattn_explain__(self, *args: Any, **kwargs: Any) -> Selection:
@@ -65,6 +77,6 @@ class LocalAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """The bound arguments that are not the default."""
-        static, default = self._train.static, Static()
-        changed = {k: v for k, v in vars(static).items() if v != getattr(default, k)}
+        default = Static()._asdict()
+        changed = {k: v for k, v in self._train.static._asdict().items() if v != default[k]}
         return ", ".join(f"{k}={v!r}" for k, v in changed.items())

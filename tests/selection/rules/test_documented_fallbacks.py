@@ -1,4 +1,5 @@
-"""The documented fallbacks: taken when a backend was asked for by name, said aloud, and an error in strict mode."""
+"""The documented fallbacks: taken when a backend was asked for by name, said aloud, and an error in strict mode; and
+the rules by which a backend leaves calls to others, which are none of that."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polyattn import what_if
+from polyattn import explain, what_if
 from polyattn.contract import AttentionRequest
 from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.registry.manager import get_manager
@@ -36,14 +37,6 @@ TAKEN = [
     ("mps, fa", "mps", "fa", {}, (), "torch_sdpa"),
     ("mps, sage_attn", "mps", "sage_attn", {}, (), "torch_sdpa"),
     ("mps, torch_native", "mps", "torch_native", {}, (), "torch_sdpa"),
-    ("sliding_tile_attn, cross", "cuda:sm90", "sliding_tile_attn", CROSS, ("st-attn", "flash-attn-3"), "fa"),
-    ("video_sparse_attn, cross", "cuda:sm90", "video_sparse_attn", CROSS, ("vsa", "flash-attn-3"), "fa"),
-    ("vmoba_attn, cross", "cuda:sm90", "vmoba_attn", CROSS, ("polyattn-triton", "flash-attn-3"), "fa"),
-    ("sla_attn, cross", "cuda:sm90", "sla_attn", CROSS, ("polyattn-triton", "flash-attn-3"), "fa"),
-    ("sage_sla_attn, cross", "cuda:sm90", "sage_sla_attn", CROSS, ("spas-sage-attn", "flash-attn-3"), "fa"),
-    ("sparse_video_gen_2_attn, cross", "cuda:sm90", "sparse_video_gen_2_attn", CROSS, ("flash-attn-3",), "fa"),
-    ("sliding_tile_attn on rocm, cross", "rocm:gfx942", "sliding_tile_attn", CROSS, ("amd-aiter",), "fa"),
-    ("sla_attn on cpu, cross", "cpu", "sla_attn", CROSS, (), "torch_sdpa"),
 ]
 taken = pytest.mark.parametrize(
     ("platform", "name", "changes", "installed", "served"), [pytest.param(*case[1:], id=case[0]) for case in TAKEN]
@@ -78,11 +71,73 @@ def test_the_reference_is_itself_on_mps() -> None:
     assert (selection.backend, selection.fallback) == ("reference", False)
 
 
-def test_cross_attention_of_a_sparse_method_is_asked_as_dense() -> None:
-    sparse = AttentionRequest(family="block_sparse", method="sta", block_map=True, cross=True, s_relation="more")
-    selection = what_if(sparse, platform="cuda:sm90", installed=("flash-attn-3",), backend="sliding_tile_attn")
-    assert (selection.backend, selection.request.family, selection.request.method) == ("fa", "dense", "")
-    assert "never serve cross-attention" in selection.why
+# Divisions of labour: id, platform, asked for, installed, served by. A method that is here leaves such calls to others,
+# so it is no failure, not even in strict mode; where FlashAttention is absent, whoever is chosen without a name serves.
+RULED = [
+    ("sliding_tile_attn", "cuda:sm90", "sliding_tile_attn", ("st-attn", "flash-attn-3"), "fa"),
+    ("video_sparse_attn", "cuda:sm90", "video_sparse_attn", ("vsa", "flash-attn-3"), "fa"),
+    ("vmoba_attn", "cuda:sm90", "vmoba_attn", ("polyattn-triton", "flash-attn-3"), "fa"),
+    ("sla_attn", "cuda:sm90", "sla_attn", ("polyattn-triton", "flash-attn-3"), "fa"),
+    ("sage_sla_attn", "cuda:sm90", "sage_sla_attn", ("spas-sage-attn", "flash-attn-3"), "fa"),
+    ("sparse_video_gen_2_attn", "cuda:sm90", "sparse_video_gen_2_attn", ("flash-attn-3",), "fa"),
+    ("no FlashAttention", "cuda:sm90", "sliding_tile_attn", ("st-attn",), "torch_sdpa"),
+    ("sliding_tile_attn on rocm", "rocm:gfx942", "sliding_tile_attn", ("amd-aiter",), "fa"),
+    ("sla_attn on cpu", "cpu", "sla_attn", ("triton",), "torch_sdpa"),
+    ("window_video_attn on cpu", "cpu", "window_video_attn", (), "torch_sdpa"),
+    ("window_video_attn on cuda", "cuda:sm90", "window_video_attn", ("flash-attn-3",), "fa"),
+]
+CASES = {
+    "cross-attention": ({**CROSS, "place": True}, "never serve cross-attention"),
+    "cross-attention without a place": (CROSS, "never serve cross-attention"),
+    "no place": ({}, "this one has none"),
+    "no place, other lengths": ({"s_relation": "fewer"}, "this one has none"),
+    "no place, packed": ({"family": "varlen"}, "this one has none"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("platform", "name", "installed", "served"), [pytest.param(*case[1:], id=case[0]) for case in RULED]
+)
+@pytest.mark.parametrize("strict", [False, True], ids=["usual", "strict"])
+def test_a_rule_is_recorded_and_no_fallback(
+    case: str, platform: str, name: str, installed: tuple[str, ...], served: str, strict: bool
+) -> None:
+    changes, why = CASES[case]
+    request = AttentionRequest(**changes)
+    selection = what_if(request, platform=platform, installed=installed, backend=name, strict=strict)
+    if request.family == "varlen" and "flash-attn-3" not in installed:
+        served = selection.backend  # that of packed calls here
+    assert selection.backend == served != name
+    assert (selection.fallback, selection.rule) == (False, name)
+    assert selection.source == f"rule of {name}"
+    assert why in selection.why
+    assert f"leaves this call to {served}" in selection.notes[0]
+    assert name in selection.rejected
+    assert not selection.request.place
+    assert selection.request.family == request.family
+
+
+def test_a_method_serves_what_has_a_place() -> None:
+    placed = AttentionRequest(place=True)
+    selection = what_if(
+        placed, platform="cuda:sm90", installed=("st-attn", "flash-attn-3"), backend="sliding_tile_attn"
+    )
+    assert (selection.backend, selection.rule, selection.request.place) == ("sliding_tile_attn", "", True)
+
+
+def test_a_place_says_nothing_to_exact_attention() -> None:
+    placed = AttentionRequest(place=True)
+    for backend in (None, "fa", "torch_sdpa"):
+        selection = what_if(placed, platform="cuda:sm90", installed=("flash-attn-3",), backend=backend)
+        assert not selection.request.place
+        assert selection.source != "rule of fa"
+
+
+def test_a_method_that_is_not_here_leaves_nothing_to_others() -> None:
+    for changes, _ in CASES.values():
+        with pytest.raises(BackendUnavailableError, match="planned"):
+            explain(AttentionRequest(**changes), backend="sla_attn")
 
 
 REFUSED = [
@@ -91,7 +146,14 @@ REFUSED = [
     ("fa3 is no name on npu", "npu", "fa3", {}, ("torch-npu",), BackendUnavailableError, "no backend on npu"),
     ("sage_attn_3", "cuda:sm90", "sage_attn_3", {}, ("sageattn3",), UnsupportedRequestError, "is not sm120"),
     ("aiter is no CUDA backend", "cuda:sm90", "aiter", {}, (), BackendUnavailableError, "known on rocm"),
-    ("sparse self-attention", "cuda:sm90", "vmoba_attn", {}, ("polyattn-triton",), UnsupportedRequestError, "family"),
+    (
+        *("sparse self-attention in float32", "cuda:sm90", "vmoba_attn", {"place": True, "dtype": "float32"}),
+        *(("polyattn-triton",), UnsupportedRequestError, "dtype='float32'"),
+    ),
+    (
+        *("a map is no method's", "cuda:sm90", "vmoba_attn", {"family": "block_sparse", "block_map": True}),
+        *(("polyattn-triton",), UnsupportedRequestError, "family='block_sparse' is not dense"),
+    ),
     ("intel_amx without kernels", "cpu:amx", "intel_amx", PAGED, (), BackendUnavailableError, "sgl-kernel-cpu"),
     ("trtllm_mha", "cuda:sm80", "trtllm_mha", PAGED, ("flashinfer",), UnsupportedRequestError, "arch='sm80'"),
 ]
@@ -118,7 +180,9 @@ def test_the_list_of_fallbacks_is_complete() -> None:
         "sparse_video_gen_2_attn",
     }
     documented = {("fa", "torch_sdpa"), ("sage_attn", "fa"), ("intel_amx", "torch_native")}
-    documented |= {(name, to) for name in sparse for to in ("fa", "torch_sdpa")}
-    found = {(b.name, f.to) for b in get_manager().backends.values() for f in b.fallbacks}
-    assert found == documented - {("sage_sla_attn", "torch_sdpa")}
+    ruled = {(name, to) for name in sparse for to in ("fa", "torch_sdpa")}
+    ruled = {("window_video_attn", ""), *ruled} - {("sage_sla_attn", "torch_sdpa")}
+    found = [(b.name, f) for b in get_manager().backends.values() for f in b.fallbacks]
+    assert {(name, f.to) for name, f in found if not f.rule} == documented
+    assert {(name, f.to) for name, f in found if f.rule} == ruled
     assert {p.name: p.fallback for p in get_manager().platforms.values() if p.fallback} == {"mps": "torch_sdpa"}

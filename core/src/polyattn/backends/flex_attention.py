@@ -98,7 +98,7 @@ def position_rule(request: AttentionRequest) -> Callable[[Tensor, Tensor], Tenso
 
 
 def _position_mod(request: AttentionRequest, s_q: int, s_k: int) -> MaskMod | None:
-    """That rule as a mask_mod; query i stands at key position i + offset."""
+    """Return the position rule as a mask_mod; query i stands at key position i + offset."""
     rule = position_rule(request)
     if rule is None:
         return None

@@ -69,7 +69,7 @@ def _masked(request: AttentionRequest) -> AttentionRequest:
 
 
 def _block_mask(padded: Padded, some: slice) -> BlockMask:
-    """What the queries of some sequences see."""
+    """Return what the queries of some sequences see."""
     filled, offset, rule = padded.filled[some], padded.offset[some], position_rule(padded.request)
 
     def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def _forward(
 def _sequences(
     request: AttentionRequest, starts: Sequence[int], lengths: Sequence[int], page_table: Tensor
 ) -> list[_Sequence]:
-    """All sequences of a call, in their order."""
+    """Return all sequences of a call, in their order."""
     left, size, found = request.window[0], request.page_size, []
     for n, keys in enumerate(lengths):
         span = slice(starts[n], starts[n + 1])

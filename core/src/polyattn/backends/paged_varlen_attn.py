@@ -81,8 +81,8 @@ def _forward(
 
 
 def _starts(seq_lens: Tensor) -> Tensor | None:
-    """Where keys would start if they were packed. FlashAttention-2 checks it and reads `seqused_k` instead; the kernels
-    that `activate_flash_attention_impl` puts in its place refuse it beside a page table."""
+    """Return where keys would start if they were packed. FlashAttention-2 checks it and reads `seqused_k` instead; the
+    kernels that `activate_flash_attention_impl` puts in its place refuse it beside a page table."""
     if torch.nn.attention.current_flash_attention_impl() is not None:
         return None
     return torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))

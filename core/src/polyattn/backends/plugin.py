@@ -21,6 +21,7 @@ from ..contract import (
 )
 from ..contract.hookspecs import hookimpl
 from ..contract.platforms import CORE_PLATFORMS
+from ..methods.video.options import WINDOW, dense_by_rule
 from . import defects
 
 POLYATTN_API_VERSION = 2
@@ -34,6 +35,19 @@ TRANSFORMS = ("", "subclass", "functionalize", "vmap", "grad", "gradgrad", "jvp"
 READING = tuple(name for name in TRANSFORMS if name != "functionalize")
 """Those around which lengths on an accelerator can be read: a functional tensor has no storage there."""
 DROPOUT = Range(0.0, 0.999)
+SHAPES: dict[str, Any] = {
+    "head_dim": Range(1),
+    "v_head_dim": Range(1),
+    "group": True,
+    "scale": True,
+    "s_relation": EVERY_LENGTH,
+    "cross": True,
+    "misaligned": True,
+}
+"""Every width, length, number of heads and scale."""
+WINDOWS: dict[str, Any] = {"causal": ("none", "bottom_right", "top_left"), "window": Window()}
+"""Every rule by position but chunks."""
+MASKS: dict[str, Any] = {"chunk": Range(0), "mask": ("none", "bool", "additive")}
 TORCH = (Requirement("torch", ">=2.11", hint="install torch 2.11 or newer for this device"),)
 
 
@@ -43,19 +57,11 @@ def _sdpa_rows(platform: str) -> tuple[Row, ...]:
     common: dict[str, Any] = {
         "family": "dense",
         "dtype": dtypes,
-        "head_dim": Range(1),
-        "v_head_dim": Range(1),
-        "group": True,
-        "causal": ("none", "bottom_right", "top_left"),
-        "window": Window(),
-        "chunk": Range(0),
-        "mask": ("none", "bool", "additive"),
-        "scale": True,
-        "s_relation": EVERY_LENGTH,
-        "cross": True,
+        **SHAPES,
+        **WINDOWS,
+        **MASKS,
         "multimodal": True,
         "zero_size": True,
-        "misaligned": True,
     }
     train = (*QKV, "mask")
     plain = row(
@@ -80,43 +86,31 @@ def _sdpa_rows(platform: str) -> tuple[Row, ...]:
             ),
         )
     if platform == "cuda":
+        flash: dict[str, Any] = {
+            "family": "dense",
+            "dtype": HALF,
+            "head_dim": Range(1, 256),
+            "v_head_dim": Range(1, 256),
+            "group": True,
+            "scale": True,
+            "cross": True,
+            "lse": True,
+            "sinks": True,
+            "grad": (*QKV, "sinks", "lse"),
+            "deterministic": True,
+            "misaligned": True,
+        }
         return (
             plain,
             row(**common, deterministic=True, note="the same, inference: its forward kernels use no atomics"),
             row(
-                family="dense",
-                dtype=HALF,
-                head_dim=Range(1, 256),
-                v_head_dim=Range(1, 256),
-                group=True,
+                **flash,
                 causal=("none", "bottom_right"),
-                scale=True,
                 s_relation="equal",
-                cross=True,
                 multimodal=True,
-                lse=True,
-                sinks=True,
-                grad=(*QKV, "sinks", "lse"),
-                deterministic=True,
-                misaligned=True,
                 note="torch's CUDA flash op, which returns the LSE; sinks are applied from it",
             ),
-            row(
-                family="dense",
-                dtype=HALF,
-                head_dim=Range(1, 256),
-                v_head_dim=Range(1, 256),
-                group=True,
-                scale=True,
-                s_relation=EVERY_LENGTH,
-                cross=True,
-                lse=True,
-                sinks=True,
-                grad=(*QKV, "sinks", "lse"),
-                deterministic=True,
-                misaligned=True,
-                note="the same op without a causal mask, any lengths",
-            ),
+            row(**flash, s_relation=EVERY_LENGTH, note="the same op without a causal mask, any lengths"),
         )
     return (plain,)
 
@@ -124,22 +118,16 @@ def _sdpa_rows(platform: str) -> tuple[Row, ...]:
 def _flex_rows(platform: str) -> tuple[Row, ...]:
     """FlexAttention: every position rule, softcap, masks and the LSE; on the CPU forward only (torch's limit)."""
     cpu = platform == "cpu"
+    widths = dict.fromkeys(("head_dim", "v_head_dim"), Range(1 if cpu else 16))
     common: dict[str, Any] = {
-        "head_dim": Range(1 if cpu else 16),
-        "v_head_dim": Range(1 if cpu else 16),
-        "group": True,
-        "causal": ("none", "bottom_right", "top_left"),
-        "window": Window(),
-        "chunk": Range(0),
+        **SHAPES,
+        **widths,
+        **WINDOWS,
+        **MASKS,
         "softcap": Range(0.0),
         "sinks": True,
-        "mask": ("none", "bool", "additive"),
         "tree": True,
-        "scale": True,
         "lse": True,
-        "s_relation": EVERY_LENGTH,
-        "cross": True,
-        "misaligned": True,
     }
     # The LSE of FlexAttention is differentiable; a gradient for an additive mask would be one atomic add per score.
     grad: tuple[str, ...] = () if cpu else (*QKV, "sinks", "lse")
@@ -161,15 +149,8 @@ def _native_rows(platform: str) -> tuple[Row, ...]:
     common: dict[str, Any] = {
         "family": "varlen",
         "dtype": ("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
-        "head_dim": Range(1),
-        "v_head_dim": Range(1),
-        "group": True,
-        "causal": ("none", "bottom_right", "top_left"),
-        "window": Window(),
-        "scale": True,
-        "s_relation": EVERY_LENGTH,
-        "cross": True,
-        "misaligned": True,
+        **SHAPES,
+        **WINDOWS,
         "note": "one SDPA call per sequence; lengths are read on the host",
     }
     plain = row(**common, grad=QKV, transform=TRANSFORMS if cpu else READING)
@@ -179,21 +160,16 @@ def _native_rows(platform: str) -> tuple[Row, ...]:
 
 # Over a cache that holds the query's dtype.
 SERVING: dict[str, Any] = {
+    **SHAPES,
+    **MASKS,
     "phase": ("prefill", "extend", "decode", "verify"),
-    "group": True,
     "causal": ("none", "bottom_right"),
     "window": Window(),
-    "chunk": Range(0),
-    "mask": ("none", "bool", "additive"),
     "tree": True,
     "spec_topk": Range(0),
-    "scale": True,
-    "s_relation": EVERY_LENGTH,
     "kv_dtype": "auto",
     "page_size": Range(1),
-    "cross": True,
     "zero_size": True,
-    "misaligned": True,
 }
 # Fields of `paged` alone: a latent row has one head, and its call brings no new rows.
 HEADS: dict[str, Any] = {"family": "paged", "kv_layout": ("", "NHD", "HND"), "save_kv_cache": True}
@@ -228,8 +204,6 @@ def _gathered_rows(platform: str, **more: Any) -> tuple[Row, ...]:
     common: dict[str, Any] = {
         **SERVING,
         "dtype": ("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
-        "head_dim": Range(1),
-        "v_head_dim": Range(1),
         "lse": cpu,
         "deterministic": platform in ("cpu", "cuda"),
         "multimodal": True,
@@ -245,12 +219,11 @@ def _gathered_rows(platform: str, **more: Any) -> tuple[Row, ...]:
 def _flex_serving_rows(platform: str) -> tuple[Row, ...]:
     """FlexAttention on gathered keys, with the window, softcap, sinks and LSE it honours elsewhere too."""
     cpu = platform == "cpu"
+    widths = dict.fromkeys(("head_dim", "v_head_dim"), Range(1 if cpu else 16))
     return _over_a_cache(
-        **SERVING,
+        **{**SERVING, **widths},
         **HEADS,
         dtype=("float64", *FLOAT) if cpu else FLOAT,
-        head_dim=Range(1 if cpu else 16),
-        v_head_dim=Range(1 if cpu else 16),
         softcap=Range(0.0),
         sinks=True,
         lse=True,
@@ -264,9 +237,9 @@ VARLEN_ATTN = (
 
 
 def _varlen_attn_rows() -> tuple[Row, ...]:
-    """What the checks of torch's FlashAttention-2 for pages let through. It takes a bound of S_k keys or more for none,
-    and a missing right bound beside a left one for S_k: neither is what it says for queries before the first key, of
-    which it can take no block (see the adapter)."""
+    """Return what the checks of torch's FlashAttention-2 for pages let through. It takes a bound of S_k keys or more
+    for none, and a missing right bound beside a left one for S_k: neither is what it says for queries before the first
+    key, of which it can take no block (see the adapter)."""
     windows: tuple[dict[str, Any], ...] = (
         {"s_relation": ("equal", "one", "fewer"), "causal": ("none", "bottom_right"), "window": Window()},
         {"s_relation": "more"},
@@ -301,25 +274,17 @@ def _varlen_attn_rows() -> tuple[Row, ...]:
 def _reference_rows(platform: str) -> tuple[Row, ...]:
     common: dict[str, Any] = {
         "dtype": ("float64", *FLOAT),
-        "head_dim": Range(1),
-        "v_head_dim": Range(1),
-        "group": True,
-        "causal": ("none", "bottom_right", "top_left"),
-        "window": Window(),
-        "chunk": Range(0),
+        **SHAPES,
+        **WINDOWS,
+        **MASKS,
         "softcap": Range(0.0),
         "sinks": True,
-        "mask": ("none", "bool", "additive"),
         "tree": True,
-        "scale": True,
         "lse": True,
         # Not batch_invariant: BLAS takes other kernels for other batch sizes, which shows in float64.
         "deterministic": True,
-        "s_relation": EVERY_LENGTH,
-        "cross": True,
         "multimodal": True,
         "zero_size": True,
-        "misaligned": True,
         "large": True,
     }
     paged: dict[str, Any] = {
@@ -346,20 +311,35 @@ def _reference_rows(platform: str) -> tuple[Row, ...]:
             family="linear",
             method=("gdn", "kda"),
             dtype=("float64", *FLOAT),
-            head_dim=Range(1),
-            v_head_dim=Range(1),
-            group=True,
+            **{name: SHAPES[name] for name in ("head_dim", "v_head_dim", "group", "scale", "misaligned")},
             phase=("prefill", "decode"),
             s_relation=("equal", "one"),
-            scale=True,
             state_layout=("KV", "VK"),
             grad=QKV,
             deterministic=True,
             batch_invariant=True,
             zero_size=True,
-            misaligned=True,
             large=True,
             note="token by token, for what no kernel takes and for checking",
+        ),
+    )
+
+
+def _window_rows(platform: str) -> tuple[Row, ...]:
+    """Self-attention over one grid. What the calls that it makes need is judged when they are made."""
+    return (
+        row(
+            when={"place": True},
+            family="dense",
+            dtype=("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
+            head_dim=Range(1),
+            v_head_dim=Range(1),
+            group=True,
+            s_relation="equal",
+            scale=True,
+            grad=QKV,
+            misaligned=True,
+            note="an order of tokens and a block map, for whoever serves block_sparse calls here",
         ),
     )
 
@@ -483,6 +463,18 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
         evidence="vendor code",
         upstream="polyattn",
     )
+    if platform != "mps":
+        yield BackendInfo(
+            "window_video_attn",
+            platform,
+            (Provider("polyattn", _window_rows(platform), "polyattn.methods.video.window:WindowVideo", TORCH),),
+            summary="Window of tiles over a video grid: the example of a method",
+            priority=None,
+            fallbacks=dense_by_rule(),
+            config=WINDOW,
+            lossy="sparse: exact over the keys it keeps, dense only with a reach as long as the grid",
+            upstream="polyattn",
+        )
 
 
 @hookimpl

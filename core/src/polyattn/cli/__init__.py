@@ -1,4 +1,7 @@
-"""The command line is `polyattn`, with one file per command. It needs the extra `cli`; only `demo` imports torch."""
+"""The command line is `polyattn`, with one file per command.
+
+It needs the extra `cli`. torch is imported by the commands that run something.
+"""
 
 from __future__ import annotations
 

@@ -105,6 +105,14 @@ MORE = (
         REQUEST,
         usual="bottom_right",
     ),
+    Option("role", str, "Whose keys these are: self or cross (as --cross).", "WORD", REQUEST),
+    Option(
+        "grid",
+        str,
+        "The call has a place with such a grid of tokens, which methods such as sparse video attention need.",
+        "T,H,W",
+        REQUEST,
+    ),
 )
 """Flags of a request that are no field of it."""
 
@@ -116,8 +124,7 @@ def explain(
         typer.Option(
             metavar="PLATFORM",
             help="The machine that is asked about: cuda:sm90, cuda:sm90@12.3 (with the toolkit), rocm:gfx942, npu, "
-            "xpu, "
-            "musa, mps, cpu, cpu:amx. Default: this machine.",
+            "xpu, musa, mps, cpu, cpu:amx. Default: this machine.",
             rich_help_panel=MACHINE,
         ),
     ] = None,
@@ -142,7 +149,7 @@ def explain(
 
     Nothing is run and no device is needed: a laptop can ask about any machine.
     """
-    switches = {name: _either(name, given) for name in ("causal", "save_kv_cache")}
+    switches = {flag.name: _either(flag.name, given) for flag in request_flags() if flag.kind == "either"}
     question = {**given, **switches}
     backend = given["attention_backend"]
     pair = {phase: given[f"{phase}_attention_backend"] for phase in ("prefill", "decode")}

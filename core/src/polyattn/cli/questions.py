@@ -3,6 +3,7 @@ and what fits."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,16 @@ BLOCK_SHAPE = (64, 64)
 ONE_KIND_OF_SCALES = {("mla", "fp8_e4m3"): "block128", ("paged", "fp4_e2m1"): "block16"}
 """Caches that are stored with one kind of scales only -> that kind, taken where --kv-scales is not given."""
 
+VIDEO = {
+    "sta": "sliding_tile_attn",
+    "vsa": "video_sparse_attn",
+    "vmoba": "vmoba_attn",
+    "sla": "sla_attn",
+    "sage_sla": "sage_sla_attn",
+    "svg2": "sparse_video_gen_2_attn",
+}
+"""Short names of sparse video methods -> their backends."""
+
 OF_FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "KV cache": (SERVING, ("page_size", "kv_scales", "kv_layout", "kv_parts", "save_kv_cache", "chunked_prefix")),
     "block map": (("block_sparse",), ("block_map", "block_sizes", "block_shape")),
@@ -37,9 +48,9 @@ def ask(flags: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> Att
     """Make the request that a question describes.
 
     Args:
-        flags: field -> what was typed, None = not given; and `mla` (short for family mla), `causal_alignment`. causal
-            and save_kv_cache are True, False or None. where: platform fields of the request (platform, arch, toolkit,
-            features).
+        flags: field -> what was typed, None = not given; and `mla` (short for family mla), `causal_alignment`, `role`
+            and `grid`. causal and save_kv_cache are True, False or None. where: platform fields of the request
+            (platform, arch, toolkit, features).
 
     Raises:
         ConfigError: a word that is not known (near match offered), or values that do not fit together.
@@ -77,10 +88,28 @@ def ask(flags: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> Att
         "causal": _causal(flags, default=serving),
         # A tree comes as a mask.
         "mask": "bool" if tree and mask == "none" else mask,
+        "cross": given.get("cross", False) or _role(flags.get("role")) == "cross",
+        "place": _placed(flags.get("grid"), family),
     }
     fields = {**usual, **given, **decided, **(where or {})}
     _check_gradients(flags.get("grad"), fields)
     return AttentionRequest(**fields)
+
+
+def _role(word: str | None) -> str:
+    return "" if word is None else str(one_of("--role", word, ("self", "cross")))
+
+
+def _placed(text: str | None, family: str) -> bool:
+    """Say whether the call has a place. Where exactly decides nothing of who serves it, and is checked all the same."""
+    if text is None:
+        return False
+    if family != "dense":
+        raise ConfigError(f"--grid is the place of a dense call, and this is {family}: leave one of them out")
+    sizes = re.fullmatch(r"\s*(\d{1,18})\s*,\s*(\d{1,18})\s*,\s*(\d{1,18})\s*", text)
+    if sizes is None or min(map(int, sizes.groups())) < 1:
+        raise ConfigError(f"--grid {text!r} is not T,H,W: three numbers of tokens, 1 or more, such as 21,45,80")
+    return True
 
 
 def _family(given: Mapping[str, Any], *, mla: bool) -> str:
@@ -107,6 +136,11 @@ def _check_family(given: Mapping[str, Any], family: str, how: str) -> None:
     if "layout" in given and family != "dense":
         raise ConfigError(f"--layout is for family dense; of {family} it is {_layout(family)}: leave it out")
     method = given.get("method")
+    if (name := VIDEO.get(method or "")) is not None:
+        raise ConfigError(
+            f"--method {method} is a backend, which serves calls with a place: leave it out, and add "
+            f"--attention-backend {name} --grid T,H,W"
+        )
     homes = _homes(method) if method else []
     if homes and family not in homes:
         where, other = " or ".join(homes), "" if how == "add" else f", not of {family}"
@@ -130,10 +164,10 @@ def _homes(method: str) -> list[str]:
 
 
 def _usual_of_maps_and_states(given: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Give what calls of these families ask for where nothing is said: a map, unless a method makes it, or a state."""
+    """Give what calls of these families ask for where nothing is said: a map, or a state."""
     if family == "linear":
         return {"method": "gdn", "state_layout": "KV"}
-    if family == "block_sparse" and "method" not in given:
+    if family == "block_sparse":
         return {"block_map": True, "block_shape": BLOCK_SHAPE}
     return {}
 

@@ -28,6 +28,7 @@ DECIDED: Mapping[str, str] = {
     **dict.fromkeys(("platform", "arch", "toolkit", "features"), "--assume-platform, or this machine"),
     "s_relation": "--phase",
     "tree": "--spec-topk and --phase",
+    "place": "--grid",
     "options": "the configuration of the backend",
     **dict.fromkeys(("q_bucket", "k_bucket", "batch_bucket"), "the lengths of a call"),
 }
@@ -148,7 +149,7 @@ SPELLINGS: Mapping[str, Spelling] = {
         words={"none": False, "call": True, "session": "session"},
         kind="word",
     ),
-    "block_map": Spelling(usual="given for block_sparse, unless --method makes it", panel=BLOCKS),
+    "block_map": Spelling(usual="given for block_sparse", panel=BLOCKS),
     "block_sizes": Spelling(panel=BLOCKS),
     "block_shape": Spelling(
         help="Tokens of a block.",

@@ -132,6 +132,11 @@ class Provider:
     def planned(self) -> bool:
         return not self.target
 
+    @property
+    def is_method(self) -> bool:
+        """Whether it serves calls with a place only: its target is then a `polyattn.contract.Method`."""
+        return any("place" in row.when for row in self.rows)
+
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
@@ -154,12 +159,16 @@ class Fallback:
         why: the sentence shown to people.
         when: conditions on the request; empty = any failure.
         family: the family the replacement is asked in, empty = unchanged.
+        rule: a division of labour, not a failure: the backend is here, and such requests are never its own. It is
+            recorded and never warned about, is no error in strict mode, and where `to` cannot serve, whoever would be
+            chosen without a name does.
     """
 
     to: str
     why: str
     when: Mapping[str, Constraint] = dataclasses.field(default_factory=dict)
     family: str = ""
+    rule: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor, device
+    from torch import Tensor, device, dtype
+
+    from .place import Place
 
 __all__ = [
     "API_VERSION",
@@ -31,9 +33,12 @@ __all__ = [
     "Bound",
     "DenseBackward",
     "DenseForward",
+    "Inner",
     "KVPart",
+    "Like",
     "LinearForward",
     "MLAForward",
+    "Method",
     "PagedForward",
     "PagedTables",
     "Session",
@@ -58,6 +63,7 @@ class DenseForward(Protocol):
         attn_mask: Tensor | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        place: Place | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Args:
@@ -67,6 +73,7 @@ class DenseForward(Protocol):
             attn_mask: [B|1, H_q|1, S_q, S_k], bool (True = attend) or additive float.
             sinks: [H_q] logits.
             out: [B, S_q, H_q, D_v] or [B, H_q, S_q, D_v].
+            place: given only if request.place, which only rows that ask for it are given.
 
         Returns:
             out, or (out, lse [B, S_q, H_q] or [B, H_q, S_q]).
@@ -336,6 +343,68 @@ class LinearForward(Protocol):
             (out, final state).
         """
         ...
+
+
+class Like(NamedTuple):
+    """What a method may know of a call while it plans: its sizes, and where its tensors are.
+
+    Attributes:
+        batch: B. heads, kv_heads: H_q and H_kv. tokens: S. head_dim: D.
+        dtype, device: of the tensors.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    dtype: dtype
+    device: device
+
+
+class Inner(Protocol):
+    """The calls that a method makes: whoever would be chosen without a name serves them, the scale is the caller's, and
+    `polyattn.explain` shows them below the method. Tensors and results are heads first, [B, H, S, D]."""
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        """`polyattn.attention`; `given`: its keywords but layout and backend."""
+
+    def block_sparse(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        """`polyattn.block_sparse_attention`; `given`: its keywords but layout and backend."""
+
+    def linear(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        """`polyattn.linear_attention`, tokens first; `given`: its keywords but backend."""
+
+
+class Method(Protocol):
+    """A method turns one dense call that has a place into calls of families: sliding tiles, chosen blocks, and others.
+
+    It is the target of a `Provider` whose rows are of family dense with `when={"place": True}`. It is made once for
+    each kind of call, as `Target(**options)` with the backend's own checked options, and must be made of operations
+    that autograd goes through. The place is checked before: grid and text add up to S.
+    """
+
+    def leaves_dense(self, place: Place) -> str:
+        """Why the method leaves this layer or step dense, as a sentence for people; "" = it serves it."""
+
+    def plan(self, place: Place, like: Like) -> Any:
+        """What calls of one grid, text, step and branch share, whatever their layer and tensors: permutations, lists.
+
+        Made once for them and kept; `place.layer`, `place.tensors` and `place.kept` are another in each call.
+        """
+
+    def attend(
+        self, plan: Any, query: Tensor, key: Tensor, value: Tensor, *, place: Place, kept: dict[str, Any], inner: Inner
+    ) -> Tensor:
+        """
+        Args:
+            plan: of `plan`. query: [B, H_q, S, D]; key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v].
+            kept: `place.kept`, or an empty dict that ends with the call.
+            inner: the calls of families.
+
+        Returns:
+            out [B, H_q, S, D_v].
+        """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ Numbers S1..S12 refer to docs/semantics.md. Every field carries how it is judged
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, get_args
 
@@ -128,7 +129,7 @@ class AttentionRequest:
     spec_topk: int = option(0, doc="speculation: 0 none, 1 chain, more = tree")
     chunked_prefix: bool = option(False, doc="prefix attended in chunks and merged")
 
-    method: str = option("", doc="block_sparse and linear: the method (sta, vsa, gdn, kda, ...)")
+    method: str = option("", doc="linear: the rule (gdn, kda); mla and paged: dsa, dual_chunk")
     block_map: bool = option(False, doc="S8: block map given as a typed input")
     block_sizes: bool = option(False, doc="S8: per-block valid sizes given")
     block_shape: tuple[int, int] = option((0, 0), doc="S8: tokens of a block, (block_q, block_k); (0, 0): no map")
@@ -141,6 +142,8 @@ class AttentionRequest:
     transform: str = option(
         "", doc="around the call: the last of functionalize, vmap, grad, gradgrad, jvp; or subclass"
     )
+
+    place: bool = context(False, doc="a place is given: where in a model the call is, which methods need")
 
     options: tuple[tuple[str, Hashable], ...] = context((), doc="validated options of the chosen backend")
 
@@ -243,6 +246,26 @@ def request_fields(kind: type[AttentionRequest] = AttentionRequest) -> tuple[Fie
         for f in dataclasses.fields(kind)
         if "kind" in f.metadata
     )
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return {one.name: one.default for one in dataclasses.fields(AttentionRequest)}
+
+
+def made(**fields: Any) -> AttentionRequest:
+    """The same as `AttentionRequest(**fields)`, for the calls: a frozen class sets its fields one by one, which is a
+    tenth of what the first call of a kind costs.
+
+    Raises:
+        TypeError: a name that is no field.
+    """
+    request = object.__new__(AttentionRequest)
+    values = vars(request)
+    values.update(_defaults())
+    values.update(fields)
+    # With a name too many, the class itself says what is wrong.
+    return request if len(values) == len(_defaults()) else AttentionRequest(**fields)
 
 
 _option_fields: dict[type, tuple[tuple[str, Any], ...]] = {}

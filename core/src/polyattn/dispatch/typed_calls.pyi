@@ -10,7 +10,7 @@ from typing import Generic, Literal, TypeAlias, TypedDict, TypeVar, overload
 from torch import Tensor
 from typing_extensions import Required, Unpack
 
-from ..contract import KVPart
+from ..contract import KVPart, Place
 from .call_key import Static
 
 _Result = TypeVar("_Result", covariant=True)
@@ -18,6 +18,7 @@ _Both: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
 _Layout: TypeAlias = Literal["BSHD", "BHSD"]
 _KVLayout: TypeAlias = Literal["NHD", "HND"]
+_Role: TypeAlias = Literal["self", "cross"]
 
 class _Options(TypedDict, total=False):
     causal: _Causal
@@ -33,6 +34,7 @@ class _DenseOptions(_Options, total=False):
     sinks: Tensor | None
     layout: _Layout
     dropout_p: float
+    place: Place | None
 
 class _VarlenOptions(_Options, total=False):
     cu_seqlens_q: Required[Tensor]
@@ -76,6 +78,7 @@ class _BindOptions(TypedDict, total=False):
     layout: _Layout
     dropout_p: float
     deterministic: bool
+    role: _Role | None
     backend: str | None
 
 class BoundAttention(Generic[_Result]):
@@ -90,6 +93,7 @@ class BoundAttention(Generic[_Result]):
         attn_mask: Tensor | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        place: Place | None = None,
     ) -> _Result: ...
 
 @overload

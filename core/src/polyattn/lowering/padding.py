@@ -14,7 +14,7 @@ __all__ = ["Padded"]
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """One side of a packed call.
+    """Holds one side of a packed call.
 
     Attributes:
         lengths: [N]. longest: L, a row's length. places: int64 [T], of each token in [N * L].
@@ -26,7 +26,7 @@ class Padded:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, tokens: int, longest: int) -> Padded:
-        """Of `tokens` tokens; N and L are at least 1, so that no padded tensor is empty."""
+        """Build the padding of `tokens` tokens; N and L are at least 1, so that no padded tensor is empty."""
         if cu_seqlens.shape[0] == 1:
             cu_seqlens = cu_seqlens.expand(2)
         longest = max(longest, 1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..contract import AttentionRequest, BackendInfo
     from .select import Catalogue, Offer
 
-__all__ = ["is_of", "kind_of", "kinds_here", "own_names", "resolve", "spared", "whole"]
+__all__ = ["is_of", "kind_of", "kinds_here", "names_method", "own_names", "resolve", "spared", "whole"]
 
 
 def kind_of(info: BackendInfo, provider: str) -> str:
@@ -66,6 +66,13 @@ def spared(offers: Sequence[Offer], avoid: Sequence[str]) -> Sequence[Offer]:
 def _without(offer: Offer, avoid: Sequence[str]) -> Offer:
     held = [p.name for p in offer.info.providers if whole(offer.info, p.name) in avoid]
     return dataclasses.replace(offer, missing={**offer.missing, **dict.fromkeys(held, "quarantined for such requests")})
+
+
+def names_method(name: str, catalogue: Catalogue) -> bool:
+    """Whether a name or alias is that of a backend, on whichever platform, whose calls need a place."""
+    bare = parts(name.partition("@")[0])[0]
+    named = (o.info for o in catalogue.offers if bare in (o.info.name, *(a.name for a in o.info.aliases)))
+    return any(provider.is_method for info in named for provider in info.providers)
 
 
 def resolve(

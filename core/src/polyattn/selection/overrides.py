@@ -27,6 +27,8 @@ Scope = tuple[str, str, str]
 """(backend, component, role), empty strings where nothing is set."""
 
 _NOTHING: Scope = ("", "", "")
+AUTOMATIC = "(automatic)"
+"""The backend of a scope in which nobody is asked for by name: that of the calls that a method makes."""
 TOWER = "mm"
 """The component, or the role within one, of multimodal towers: `mm_attention_backend` speaks for it."""
 SCOPE: contextvars.ContextVar[Scope] = contextvars.ContextVar("polyattn_scope", default=_NOTHING)
@@ -58,6 +60,8 @@ class _Process:
         self.forced = ""
         self.settings: config.Settings | None = None
         self.reached: set[str] = set()
+        self.served: set[str] = set()
+        self.left: dict[str, dict[str, None]] = {}
 
 
 _process = _Process()
@@ -151,7 +155,9 @@ class component(_Scoped):  # noqa: N801
         return (before[0], self._name, self._role)
 
 
-class _Restored(_Scoped):
+class restored(_Scoped):  # noqa: N801
+    """The scope that was in force elsewhere."""
+
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
 
@@ -163,7 +169,7 @@ def checkpoint_context_fn() -> tuple[contextlib.AbstractContextManager[None], co
     """`torch.utils.checkpoint.checkpoint(..., context_fn=polyattn.checkpoint_context_fn)`: the recomputation sees the
     scopes of the forward, also when the backward runs outside them or in another thread."""
     scope = current_scope()
-    return _Restored(scope), _Restored(scope)
+    return restored(scope), restored(scope)
 
 
 def force_backend(name: str | None) -> None:
@@ -216,7 +222,7 @@ def configure(**settings: Any) -> config.Settings:
 def configure_by(source: str, settings: Mapping[str, Any]) -> config.Settings:
     """`configure` for whoever reads them: messages about the settings say `source`."""
     _process.settings = config.load_settings(cli=settings or None, cli_source=source)
-    _process.reached = set()
+    _process.reached, _process.served, _process.left = set(), set(), {}
     epoch.bump()
     return _process.settings
 
@@ -239,7 +245,7 @@ def current_choice(argument: str | None, scope: Scope, request: AttentionRequest
     if argument is not None:
         return Choice(_name_or_none("backend", argument), "argument")
     if backend:
-        return Choice(backend, "use_backend")
+        return None if backend == AUTOMATIC else Choice(backend, "use_backend")
     if _process.forced:
         return Choice(_process.forced, "force_backend")
     if component_choice is not None:
@@ -267,12 +273,30 @@ def reach(scope: Scope) -> None:
         _process.reached.update((name, f"{name}.{role}") if role else (name,))
 
 
+def note_served(method: str) -> None:
+    """Note that a method served a call."""
+    _process.served.add(method)
+
+
+def note_left(method: str, why: str) -> None:
+    """Note that a method left calls of one kind to others, by which rule."""
+    _process.left.setdefault(method, {})[why] = None
+
+
 def check_components() -> None:
-    """Call once a model is built: an override that reached no layer is a mistake, not a preference.
+    """Call once a model is built: an override that reached no layer is a mistake, not a preference. After a first step
+    it also finds methods that were asked for and left every call to others.
 
     Raises:
-        ConfigError: naming the overrides that no layer asked for, and the components that were seen.
+        ConfigError: naming the overrides that no layer asked for, and the components that were seen; or the method
+            that served no call, and the rules by which it left them.
     """
+    for name in sorted(_process.left.keys() - _process.served):
+        raise ConfigError(
+            f"{name} was asked for and served no call: it left all of them to others, because "
+            f"{'; '.join(_process.left[name])}. Give the calls a place (place=polyattn.video.Place(...)) that it "
+            "serves, or ask for another backend"
+        )
     wanted = set(current_settings().component_attention_backends)
     if missed := sorted(wanted - _process.reached):
         near = did_you_mean(missed[0], _process.reached)

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..contract import (
     Accepted,
@@ -30,7 +30,7 @@ from ..contract.capability import holds
 from ..errors import BackendUnavailableError, PluginError, UnsupportedRequestError
 from ..lowering import Plan, Planner
 from ..registry.defects import Narrow, mended, narrowing
-from .aliases import is_of, resolve, spared
+from .aliases import is_of, names_method, resolve, spared
 from .messages import by_nobody, not_there, without_vain_advice
 
 __all__ = ["Catalogue", "Choice", "Offer", "Policy", "Said", "Selection", "holds", "may_be_automatic", "select"]
@@ -64,6 +64,7 @@ class Policy:
         lowering: exact rewrites may be used where a backend does not take a request as it is.
         what_if: judge planned adapters as if built, and do not ask for evidence.
         replaced: backends that documented fallbacks replaced on the way here; none is come back to.
+        tuning: the mode (`polyattn.tuning`) that it was made under; "" = nobody asked.
     """
 
     choice: Choice | None = None
@@ -74,6 +75,7 @@ class Policy:
     lowering: bool = True
     what_if: bool = False
     replaced: tuple[str, ...] = ()
+    tuning: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +128,38 @@ class Catalogue:
     def _found(self) -> dict[tuple[str, str], tuple[Offer, ...]]:
         return {}
 
+    @functools.cached_property
+    def _orders(self) -> dict[tuple[str, str, bool], _Order]:
+        return {}
+
+    def order(self, platform: str, arch: str, what_if: bool) -> _Order:
+        """`_Order.of` what a platform has, made once: no request changes it."""
+        key = (platform, arch, what_if)
+        if key not in self._orders:
+            self._orders[key] = _Order.of(self.on(platform, arch), Policy(what_if=what_if))
+        return self._orders[key]
+
     def on(self, platform: str, arch: str) -> tuple[Offer, ...]:
         """What a platform has, with the evidence that there is for an architecture ("" = whichever)."""
         if (platform, arch) not in self._found:
             self._found[platform, arch] = tuple(o.at(arch) for o in self.offers if o.info.platform == platform)
         return self._found[platform, arch]
+
+
+class _Order(NamedTuple):
+    """Offers that may be chosen by themselves, the highest priority first, and their rules in order."""
+
+    ranked: Sequence[Offer]
+    rules: Sequence[tuple[AutoRule, Offer]]
+
+    @classmethod
+    def of(cls, offers: Iterable[Offer], policy: Policy) -> _Order:
+        ranked = sorted((o for o in offers if may_be_automatic(o, policy)), key=Offer.rank)
+        rules = [(rule.rank, o.info.name, i, rule, o) for o in ranked for i, rule in enumerate(o.info.auto)]
+        return cls(ranked, [(rule, offer) for *_, rule, offer in sorted(rules, key=lambda r: r[:3])])
+
+
+_RULE = "rule of "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,12 +171,14 @@ class Selection:
         lowerings: exact rewrites between the request and the kernel, in order. plan: what they do and what they cost
             (None where there are none, or the adapter is planned).
         source: what decided (`argument`, `use_backend`, ..., `tuned`, `platform rule`, `priority`, `lowering` where
-            nothing takes the request as it is, or `fallback from X`). why: the sentence behind it.
+            nothing takes the request as it is, `fallback from X`, or `rule of X` where X leaves such calls to others).
+            why: the sentence behind it.
         rejected: every other backend that was asked and refused, with its reasons.
         others: backends that would serve it too. planned: the adapter is not built in this version (what-if only).
         evidence: how far the backend was shown to work here. notes: what else a reader should know.
         rewritable: backends that refused it as it is and that exact rewrites would make serve it, with the rewrites
             (complete where `select` was asked for everything).
+        inner: of a method that is explained, the calls that it makes.
     """
 
     request: AttentionRequest
@@ -164,6 +195,7 @@ class Selection:
     evidence: str = "declared"
     notes: tuple[str, ...] = ()
     rewritable: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
+    inner: tuple[Selection, ...] = ()
 
     @property
     def id(self) -> str:
@@ -172,6 +204,15 @@ class Selection:
     @property
     def fallback(self) -> bool:
         return self.source.startswith("fallback")
+
+    @property
+    def rule(self) -> str:
+        """The backend that was asked for and leaves the call to others by a rule of its own; "" where there is none."""
+        return self.source.removeprefix(_RULE) if self.source.startswith(_RULE) else ""
+
+    def left_by(self, backend: str, why: str) -> Selection:
+        """The same, for a call that a backend leaves to others by a rule."""
+        return dataclasses.replace(self, source=f"{_RULE}{backend}", why=why)
 
     def fingerprint(self) -> str:
         """Equal on all ranks that made the same choice for the same request."""
@@ -198,6 +239,7 @@ class Selection:
             "rejected": {k: list(v) for k, v in self.rejected.items()},
             "rewritable": {k: list(v) for k, v in self.rewritable.items()},
             "notes": list(self.notes),
+            "inner": [one.to_dict() for one in self.inner],
             "request": {k: v for k, v in dataclasses.asdict(self.request).items() if v not in ("", (), None)},
         }
 
@@ -205,6 +247,7 @@ class Selection:
         head = f"{self.id} ({self.provider}) by {self.source}: {self.why}"
         lines = [head + (" [planned]" if self.planned else "")]
         lines += [f"  via {step}" for step in self.steps()]
+        lines += [f"  calls {one.request.family}: " + str(one).replace("\n", "\n  ") for one in self.inner]
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in self.rejected.items()]
         lines += [f"  but {name} via {'; via '.join(steps)}" for name, steps in self.rewritable.items()]
@@ -236,7 +279,8 @@ class _Judge:
     ) -> None:
         self.request, self.catalogue, self.policy = request, catalogue, policy
         self.active = request.active()
-        self.offers = spared(catalogue.on(request.platform, request.arch), policy.avoid)
+        offers = catalogue.on(request.platform, request.arch)
+        self.offers = spared(offers, policy.avoid) if policy.avoid else offers
         self._all = said
         self._said: dict[tuple[str, str], _Judgement] = {}
         if said is not None:
@@ -254,10 +298,10 @@ class _Judge:
         here = False
         several = len(offer.info.providers) > 1
         for provider in offer.info.providers:
-            if not is_of(provider.name, only):
+            if only and not is_of(provider.name, only):
                 continue
-            prefix = f"{provider.name}: " if several else ""
-            if provider.planned and not self.policy.what_if:
+            prefix, planned = f"{provider.name}: " if several else "", provider.planned
+            if planned and not self.policy.what_if:
                 said.reasons.append(f"{prefix}planned: its adapter is not part of this version")
                 continue
             if reason := offer.missing.get(provider.name):
@@ -266,13 +310,16 @@ class _Judge:
             here = True
             try:
                 verdict = judge(provider.rows, self.request, self.active)
-                if isinstance(verdict, Accepted) and verdict.lowerings and not provider.planned:
+                if isinstance(verdict, Accepted) and verdict.lowerings and not planned:
                     said.plan = self.plan(offer, provider, verdict.lowerings)
                     if said.plan is None:
                         names = ", ".join(verdict.lowerings)
                         verdict = Rejected(f"its row is lowered by {names}, which leads to nothing that it takes")
-                if isinstance(verdict, Accepted) and not provider.planned and said.plan is None:
-                    narrowed = self.narrow(offer, provider, named=self.policy.choice is not None)(self.request)
+                if isinstance(verdict, Accepted) and not planned and said.plan is None:
+                    if offer.defects:
+                        narrowed = self.narrow(offer, provider, named=self.policy.choice is not None)(self.request)
+                    else:
+                        narrowed = self.catalogue.narrow(offer.info, self.request)
                     if isinstance(narrowed, Rejected):
                         said.error = getattr(narrowed, "error", None)
                         verdict = narrowed
@@ -289,14 +336,10 @@ class _Judge:
         said.missing = not here
         return said
 
-    def claims(self, offer: Offer, rule: AutoRule) -> bool:
-        """Whether a rule chooses its backend, which refuses where the rule cannot be judged."""
-        try:
-            return holds(rule.when, self.request)
-        except Exception as exc:  # noqa: BLE001 - a plugin's own constraint may raise anything; others still serve
-            why = f"its rule {rule.why!r} failed: {type(exc).__name__}: {exc}"
-            self._said[offer.info.name, ""] = _Judgement(offer, reasons=[why], error=exc)
-            return False
+    def failed(self, offer: Offer, rule: AutoRule, exc: Exception) -> None:
+        """Note that a rule could not be judged: its backend refuses."""
+        why = f"its rule {rule.why!r} failed: {type(exc).__name__}: {exc}"
+        self._said[offer.info.name, ""] = _Judgement(offer, reasons=[why], error=exc)
 
     def take(self, offer: Offer, only: str = "") -> _Judgement:
         """The judgement of a backend: as the request is, else by an exact rewrite."""
@@ -320,6 +363,8 @@ class _Judge:
     def _lowered(self, offer: Offer, only: str, refused: _Judgement) -> _Judgement | None:
         missing = offer.missing
         usable = [p for p in offer.info.providers if not p.planned and p.name not in missing and is_of(p.name, only)]
+        # Rewrites are exact for exact attention; a method would choose other keys of what they make.
+        usable = [p for p in usable if not p.is_method]
         try:
             plans = [(self.plan(offer, provider), provider) for provider in usable]
         except Exception as exc:  # noqa: BLE001 - its rows may raise on a request that only a rewrite makes
@@ -388,6 +433,8 @@ def select(
         UnsupportedRequestError: nothing serves it, or the named one does not and has no documented fallback.
     """
     request = request.normalised()
+    if request.place and not (policy.choice and names_method(policy.choice.name, catalogue)):
+        request = dataclasses.replace(request, place=False)  # it says nothing to exact attention
     asked = _Judge(request, catalogue, policy, said)
     if full:
         asked.ask_all()
@@ -409,15 +456,22 @@ def _decide(asked: _Judge) -> Selection:
 
 def _automatic(asked: _Judge) -> Selection:
     request, policy = asked.request, asked.policy
-    ranked = sorted((o for o in asked.offers if may_be_automatic(o, policy)), key=Offer.rank)
-    named = {o.info.name: o for o in ranked}
-    for choice in (c for c in policy.tuned if c.name in named):
-        said = asked.take(named[choice.name], choice.kind)
-        if said.provider is not None and asked.same_way(said, choice):
+    if policy.avoid:
+        ranked, rules = _Order.of(asked.offers, policy)
+    else:
+        ranked, rules = asked.catalogue.order(request.platform, request.arch, policy.what_if)
+    named = {o.info.name: o for o in ranked} if policy.tuned else {}
+    for choice in policy.tuned:
+        said = asked.take(named[choice.name], choice.kind) if choice.name in named else None
+        if said is not None and said.provider is not None and asked.same_way(said, choice):
             return _selection(asked, said, "tuned", choice.source)
-    rules = [(rule.rank, o.info.name, i, rule, o) for o in ranked for i, rule in enumerate(o.info.auto)]
-    for *_, rule, offer in sorted(rules, key=lambda r: r[:3]):
-        if asked.claims(offer, rule) and (said := asked.ask(offer)).provider is not None:
+    for rule, offer in rules:
+        try:
+            claimed = holds(rule.when, request)
+        except Exception as exc:  # noqa: BLE001 - a plugin's own constraint may raise anything; others still serve
+            asked.failed(offer, rule, exc)
+            continue
+        if claimed and (said := asked.ask(offer)).provider is not None:
             return _selection(asked, said, "platform rule", rule.why)
     # A negative priority is a last resort: an exact rewrite for another backend comes before it.
     usual = [o for o in ranked if (o.info.priority or 0) >= 0]
@@ -464,14 +518,15 @@ def _explicit(asked: _Judge, choice: Choice) -> Selection:
         return _selection(asked, said, choice.source, f"{choice.name} was asked for by {choice.source}")
     said = asked.refused(offer, only)
     for step in offer.info.fallbacks:
-        if step.to not in asked.policy.replaced and holds(step.when, request):
+        # Whoever is not here leaves nothing to others.
+        if step.to not in asked.policy.replaced and holds(step.when, request) and not (step.rule and said.missing):
             return _fall_back(asked, choice, name, step, said.reasons)
     raise _refusal(asked, choice, said)
 
 
 def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons: list[str]) -> Selection:
     because = "; ".join(reasons)
-    if asked.policy.strict:
+    if asked.policy.strict and not step.rule:
         raise UnsupportedRequestError(
             f"{choice.name}, asked for by {choice.source}, cannot serve {asked.request.summary()}: {because}. Its "
             f"documented fallback {step.to} is not taken in strict mode; ask for {step.to}, or leave strict mode "
@@ -483,23 +538,36 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
         # The replacement is dense attention: what only the method knew is left behind.
         left: dict[str, Any] = {"method": "", "block_map": False, "block_sizes": False, "block_shape": (0, 0)}
         request = dataclasses.replace(request, family=step.family, **left)  # type: ignore[arg-type]
-    next_choice = Choice(step.to, f"{choice.source}, as the fallback of {name}")
+    word = "rule" if step.rule else "fallback"
+    next_choice = Choice(step.to, f"{choice.source}, as the {word} of {name}")
     policy = dataclasses.replace(asked.policy, choice=next_choice, replaced=(*asked.policy.replaced, name))
     try:
-        inner = select(request, asked.catalogue, policy)
+        inner = _ruled(request, asked, policy) if step.rule else select(request, asked.catalogue, policy)
     except UnsupportedRequestError as exc:
         text = f"{choice.name}, asked for by {choice.source}, cannot serve it: {because}. Nor can its fallback: {exc}"
         raise UnsupportedRequestError(text, {**exc.rejected, name: reasons}) from exc
     more = "" if because == step.why else f": {because}"
     note = f"{choice.name} was asked for by {choice.source} and replaced by {step.to} ({step.why}){more}"
+    if step.rule:
+        note = f"{choice.name} was asked for by {choice.source} and leaves this call to {inner.backend}: {step.why}"
     return dataclasses.replace(
         inner,
-        source=f"fallback from {name}",
+        source=f"{_RULE}{name}" if step.rule else f"fallback from {name}",
         why=step.why,
         rejected={**asked.rejected(inner.backend), **inner.rejected, name: list(reasons)},
         others=tuple(dict.fromkeys((*asked.others(inner.backend), *inner.others))),
         notes=(note, *inner.notes),
     )
+
+
+def _ruled(request: AttentionRequest, asked: _Judge, policy: Policy) -> Selection:
+    """Who serves what a rule leaves to others. No failure: what it names may be absent, and nobody asked for that."""
+    try:
+        if policy.choice and policy.choice.name:
+            return select(request, asked.catalogue, dataclasses.replace(policy, strict=True))
+    except (UnsupportedRequestError, BackendUnavailableError):
+        pass
+    return select(request, asked.catalogue, dataclasses.replace(policy, choice=None))
 
 
 def _not_here(asked: _Judge, choice: Choice, name: str) -> BackendUnavailableError:
@@ -534,7 +602,8 @@ def _selection(asked: _Judge, said: _Judgement, source: str, why: str, notes: tu
         notes = (*notes, info.note)
     if info.lossy:
         notes = (*notes, f"approximate: {info.lossy}")
-    notes = (*notes, *mended(said.offer.defects.get(provider.name, ()), asked.request))
+    if defects := said.offer.defects.get(provider.name):
+        notes = (*notes, *mended(defects, asked.request))
     return Selection(
         request=asked.request,
         backend=info.name,

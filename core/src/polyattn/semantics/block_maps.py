@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError
-from .validation import contents_readable
+from .validation import contents_readable, has_shapes_only
 
 __all__ = ["check_block_map", "check_bool_map", "lists_of", "visible_keys"]
 
@@ -47,7 +47,7 @@ def check_block_map(
     _check("block_indices", block_indices, query.device, (*shared, ()), f"[B|1, H_q|1, nQ, max]: {lists}")
     if block_valid is not None:
         _check("block_valid", block_valid, query.device, ((nK,),), f"[nK]: {nK} blocks of {block_k} keys")
-    if contents_readable(block_counts):
+    if contents_readable(block_counts) and not has_shapes_only(block_counts):
         _check_contents(block_k, nK, block_counts, block_indices, block_valid)
 
 

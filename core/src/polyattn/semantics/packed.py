@@ -19,8 +19,8 @@ def sequence_ids(tokens: int, cu_seqlens: Tensor) -> Tensor:
 
 
 def per_token(tokens: int, cu_seqlens: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-    """What sequences have, for each packed token: for kernels with a query for each sequence, in a step in which some
-    sequence has none.
+    """Return what sequences have, for each packed token: for kernels with a query for each sequence, in a step in which
+    some sequence has none.
 
     Args:
         tokens, cu_seqlens: as `sequence_ids`. rows: [N, ...], such as a page table and lengths.

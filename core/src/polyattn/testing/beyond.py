@@ -1,4 +1,4 @@
-"""What lies just outside a capability: the cases that a backend must refuse, with a reason."""
+"""This module makes requests just outside a capability: the cases that a backend must refuse, with a reason."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def refusals(
         for row in served[family]:
             mine = [dtype for dtype in inside("dtype", row) if dtype in dtypes]
             if mine:
-                for case in _beyond(row, rows, {**facts, "family": family, "dtype": mine[0]}, pairs):
+                asked = {**facts, "family": family, "dtype": mine[0], "place": "place" in row.when}
+                for case in _beyond(row, rows, asked, pairs):
                     found.setdefault(case.request.normalised(), case)
     return list(found.values())
 

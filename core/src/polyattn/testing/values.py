@@ -1,4 +1,5 @@
-"""What each field of a request is tried at: its off value, its bounds, something between, and something outside.
+"""This module lists the values at which each field of a request is tried: its off value, its bounds, something between,
+and something outside.
 
 Which of these lie inside a backend's capability is read from its rows, never written here.
 """
@@ -17,11 +18,12 @@ __all__ = ["CANDIDATES", "CONTEXT", "FLAGS", "candidates", "declared", "inside",
 
 CONTEXT = frozenset(
     (
-        *("platform", "arch", "toolkit", "features", "heads", "kv_heads", "layout", "options"),
+        *("platform", "arch", "toolkit", "features", "heads", "kv_heads", "layout", "place", "options"),
         *("q_bucket", "k_bucket", "batch_bucket"),
     )
 )
-"""Fields that no row has to declare: facts of the machine, and shapes that are tried through other fields."""
+"""Fields that no row has to declare: facts of the machine, shapes that are tried through other fields, and a place,
+which only methods look at."""
 
 CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     "family": FAMILIES,
@@ -68,7 +70,7 @@ CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     "kv_parts": (0, 1, 3),
     "spec_topk": (0, 1, 4),
     "chunked_prefix": (False, True),
-    "method": ("", "sta", "vsa", "gdn", "kda"),
+    "method": ("", "gdn", "kda"),
     "block_map": (False, True),
     "block_sizes": (False, True),
     "block_shape": ((0, 0), (64, 64), (128, 128), (64, 128), (48, 48)),
@@ -114,7 +116,7 @@ def inside(name: str, row: Row) -> tuple[Hashable, ...]:
 
 
 def taken(name: str, row: Row, values: Sequence[Hashable]) -> tuple[Hashable, ...]:
-    """Those of some values of a field that one row takes."""
+    """Return which values of a field one row takes."""
     constraints = [c for c in (row.when.get(name), row.allows.get(name)) if c is not None]
     if not constraints and name not in row.lowered:
         return (_off(name),)
@@ -129,7 +131,8 @@ def _off(name: str) -> Hashable:
 
 
 def declared(rows: Sequence[Row], request: AttentionRequest) -> bool:
-    """Whether some row says it serves a request in normal form: the kit's own reading, to hold selection against."""
+    """Return whether some row says it serves a request in normal form: the kit's own reading, to hold selection
+    against."""
     return any(next(unmet(row, request), None) is None for row in rows)
 
 

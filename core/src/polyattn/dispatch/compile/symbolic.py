@@ -9,13 +9,14 @@ from typing import Any
 
 from torch.fx import Proxy
 
+from ...contract import Place
 from ...errors import InvalidInputError
 from ...selection.overrides import Scope
 from ..call_key import Static
 
 __all__ = ["recorded", "recorded_call"]
 
-_DEFAULTS = dataclasses.asdict(Static())
+_DEFAULTS = Static()._asdict()
 
 
 def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Proxy | None:
@@ -33,9 +34,12 @@ def recorded_call(function: Callable[..., Any], site: Any, *args: Any, **kwargs:
     Raises:
         InvalidInputError: the site belongs to a component, which is not an argument.
     """
-    stated = {name: value for name, value in dataclasses.asdict(site.static).items() if value != _DEFAULTS[name]}
+    stated = {name: value for name, value in site.static._asdict().items() if value != _DEFAULTS[name]}
     stated = {name: value for name, value in stated.items() if value != "THD"}
     scope: Scope = site._scope
+    role = stated.pop("role", None)  # of a layer; the call takes it with its place
+    if role is not None:
+        kwargs["place"] = _in_role(kwargs.get("place"), role)
     named = site._argument or scope[0]
     if named:
         stated["backend"] = named
@@ -47,3 +51,11 @@ def recorded_call(function: Callable[..., Any], site: Any, *args: Any, **kwargs:
             f"outside of it, or name a backend"
         )
     return node
+
+
+def _in_role(place: Any, role: Any) -> Any:
+    """A place with the role of its layer."""
+    node = recorded(_in_role, place, role)
+    if node is not None:
+        return node
+    return Place(role=role) if place is None else dataclasses.replace(place, role=role)

@@ -1,1 +1,1 @@
-"""Sparse attention for video models: the methods, once for all vendors."""
+"""Sparse attention for video models: the methods, once for all vendors. Kernels for them live in plugins."""

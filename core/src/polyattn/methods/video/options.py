@@ -1,4 +1,4 @@
-"""Options of the sparse video methods (`--attention-backend-config`), and what they do about cross-attention.
+"""Options of the sparse video methods (`--attention-backend-config`), and what they leave to dense attention.
 
 A method's options belong to the method, not to a vendor: every plugin that brings a kernel for one attaches these
 records to its backend. Torch-free data, like everything a plugin's `plugin.py` imports.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...contract import ConfigField, Fallback, conditions
 
-__all__ = ["SAGE_SLA", "SLA", "STA", "SVG2", "VMOBA", "VSA", "dense_for_cross_attention"]
+__all__ = ["SAGE_SLA", "SLA", "STA", "SVG2", "VMOBA", "VSA", "WINDOW", "dense_by_rule"]
 
 STA: tuple[ConfigField, ...] = (
     ConfigField("mask_strategy_file_path", "path", doc="JSON of step_layer_head -> window in tiles [t, h, w]"),
@@ -89,11 +89,39 @@ SVG2: tuple[ConfigField, ...] = (
 """Sparse VideoGen 2 (arXiv 2505.18875)."""
 
 
-def dense_for_cross_attention(to: str) -> Fallback:
-    """The rule of every sparse video method: a key map of one video says nothing about another sequence."""
-    return Fallback(
-        to,
-        why=f"sparse video methods never serve cross-attention: {to} computes it densely",
-        when=conditions(cross=(True,)),
-        family="dense",
+WINDOW: tuple[ConfigField, ...] = (
+    ConfigField(
+        "window_reach",
+        "list[int]",
+        (1, 1, 1),
+        "tiles seen on either side along time, height and width; three numbers, or three for each head",
+        low=0,
+    ),
+    ConfigField("window_tile", "list[int]", (4, 4, 4), "[T, H, W] of a tile, in tokens", low=1, length=3),
+    ConfigField("first_full_step", "int", 0, "first denoising steps that run dense", low=0),
+    ConfigField("first_full_layer", "int", 0, "first layers that run dense", low=0),
+)
+"""A window of tiles: the example of docs/methods.md."""
+
+
+def dense_by_rule(to: str = "") -> tuple[Fallback, ...]:
+    """What every sparse video method leaves to dense attention: keys of another sequence, of which a map of one video
+    says nothing, and calls without a place, which have no grid.
+
+    Args:
+        to: the backend that serves them where it can; "" = whoever is chosen without a name.
+    """
+    return (
+        Fallback(
+            to,
+            why="sparse video methods never serve cross-attention: it is computed densely",
+            when=conditions(cross=True),
+            rule=True,
+        ),
+        Fallback(
+            to,
+            why="sparse video methods serve calls with a place, and this one has none: it is computed densely",
+            when=conditions(place=False, family=("dense", "varlen")),
+            rule=True,
+        ),
     )

@@ -1,4 +1,5 @@
-"""One layer in one plan slot: the shortest way from a model's tensors to the kernel that was bound for them."""
+"""This module calls one layer in one plan slot: the shortest way from a model's tensors to the kernel that was bound
+for them."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class Run(Protocol):
 
 
 class StepOfLayers:
-    """What layers of one shape need of the step that was prepared last; they share it, so that a step is brought to all
-    of them at once.
+    """Describes what layers of one shape need of the step that was prepared last; they share it, so that a step is
+    brought to all of them at once.
 
     Attributes:
         keywords: what a call says of the step. tables: alone, where there is nothing beside them, else None.
@@ -64,7 +65,7 @@ class StepOfLayers:
 
     @staticmethod
     def shape(layer: AttentionLayer) -> Hashable:
-        """What layers that share one have in common."""
+        """Return what layers that share one have in common."""
         return layer.heads, layer.kv_heads, *layer.dims, layer.latent
 
     def take(self, keywords: Mapping[str, Any], slots: Tensor, tokens: int, new_tokens: int, *, recorded: bool) -> None:

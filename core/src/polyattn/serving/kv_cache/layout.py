@@ -86,7 +86,7 @@ def _in(request: AttentionRequest, layout: str) -> AttentionRequest:
 
 
 def _all(asked: Sequence[tuple[AttentionRequest, Policy]], layout: str, known: Catalogue) -> list[Selection]:
-    """What every phase chooses for caches in one layout; none where a phase refuses."""
+    """Return what every phase chooses for caches in one layout; none where a phase refuses."""
     try:
         return [select(_in(request, layout), known, policy) for request, policy in asked]
     except _REFUSALS:
@@ -96,7 +96,8 @@ def _all(asked: Sequence[tuple[AttentionRequest, Policy]], layout: str, known: C
 def _phase(request: AttentionRequest, known: Catalogue, policy: Policy) -> _Phase:
     chosen = select(_in(request, LAYOUTS[0]), _layout_free(known), policy)
     # By name, and strictly: only what this very backend takes counts. An alias keeps its restriction to a provider.
-    choice = Choice(chosen.backend, chosen.source) if policy.choice is None or chosen.fallback else policy.choice
+    replaced = policy.choice is None or chosen.fallback or chosen.rule
+    choice = Choice(chosen.backend, chosen.source) if replaced else policy.choice
     named = dataclasses.replace(policy, choice=choice, strict=True)
     taken = {}
     for layout in (*LAYOUTS, *OTHER_LAYOUTS):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.contract import Accuracy, BackendInfo, ConfigField, Fallback, Provider, Range, Requirement, Row, row
-from polyattn.methods.video.options import SAGE_SLA, SLA, STA, SVG2, VMOBA, VSA, dense_for_cross_attention
+from polyattn.methods.video.options import SAGE_SLA, SLA, STA, SVG2, VMOBA, VSA, dense_by_rule
 
 from .common import AMPERE_AND_LATER, CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, PORTABLE, TRAINABLE
 from .cudnn import CUDNN
@@ -138,31 +138,24 @@ SPARGE_ATTN = BackendInfo(
     note="it takes values to float16 first: those beyond it are lost",
 )
 
-# Every sparse video method is self-attention over one grid: S_q = S_k, no causal mask, keys of the same sequence.
-SPARSE: dict[str, Any] = {"family": "block_sparse", "s_relation": "equal"}
+# Every sparse video method is self-attention over one grid, so it needs a place: S_q = S_k, no causal mask, keys of the
+# same sequence.
+PLACED: dict[str, Any] = {"place": True}
+SPARSE: dict[str, Any] = {"family": "dense", "s_relation": "equal"}
 LOSSY = "sparse: exact over the keys it keeps, dense only at full budget"
 
-# What polyattn-triton's block-sparse kernel brings to a method; the same on every platform.
-OURS: dict[str, Any] = {
-    **SPARSE,
-    "dtype": HALF,
-    "head_dim": (64, 128),
-    "group": True,
-    "scale": True,
-    "block_map": True,
-    "block_sizes": True,
-    "lse": True,
-}
+# What a method takes whose block map polyattn-triton's kernels compute; the same on every platform.
+OURS: dict[str, Any] = {**SPARSE, "dtype": HALF, "head_dim": (64, 128), "group": True, "scale": True}
 
 
-def _ours(method: str, **limits: Any) -> Provider:
-    return Provider("polyattn-triton", (row(**{**OURS, "method": method, **limits}),), requires=(PORTABLE,))
+def _ours(**limits: Any) -> Provider:
+    return Provider("polyattn-triton", (row(when=PLACED, **{**OURS, **limits}),), requires=(PORTABLE,))
 
 
 FASTVIDEO = Requirement("fastvideo-kernel", module="fastvideo_kernel", hint="pip install fastvideo-kernel")
 
 # Tiles of 6x8x8 on the three canvases it was compiled for (30x48x80, 36x48x48, 18x48x80); the scale is fixed.
-STA_ROW = row(when={"arch": HOPPER}, **SPARSE, method="sta", dtype=HALF, head_dim=128)
+STA_ROW = row(when={**PLACED, "arch": HOPPER}, **SPARSE, dtype=HALF, head_dim=128)
 
 SLIDING_TILE = BackendInfo(
     "sliding_tile_attn",
@@ -172,17 +165,17 @@ SLIDING_TILE = BackendInfo(
             "st-attn", (STA_ROW,), requires=(Requirement("st-attn", module="st_attn", hint="pip install st_attn"),)
         ),
         Provider("fastvideo-kernel", (STA_ROW,), requires=(FASTVIDEO,)),
-        _ours("sta"),
+        _ours(),
     ),
     summary="Sliding tile attention (STA)",
     priority=None,
-    fallbacks=(dense_for_cross_attention("fa"),),
+    fallbacks=dense_by_rule("fa"),
     config=STA,
     lossy=LOSSY,
     upstream="https://github.com/hao-ai-lab/FastVideo",
 )
 
-VSA_ROW = row(**SPARSE, method="vsa", dtype="bfloat16", head_dim=(64, 128), block_sizes=True, grad=TRAINABLE)
+VSA_ROW = row(when=PLACED, **SPARSE, dtype="bfloat16", head_dim=(64, 128), grad=TRAINABLE)
 
 VIDEO_SPARSE = BackendInfo(
     "video_sparse_attn",
@@ -190,11 +183,11 @@ VIDEO_SPARSE = BackendInfo(
     (
         Provider("fastvideo-kernel", (VSA_ROW,), requires=(FASTVIDEO,)),
         Provider("vsa", (VSA_ROW,), requires=(Requirement("vsa", module="vsa", hint="pip install vsa"),)),
-        _ours("vsa", grad=TRAINABLE),
+        _ours(grad=TRAINABLE),
     ),
     summary="Video sparse attention (VSA)",
     priority=None,
-    fallbacks=(dense_for_cross_attention("fa"),),
+    fallbacks=dense_by_rule("fa"),
     config=VSA,
     lossy=LOSSY,
     upstream="https://github.com/hao-ai-lab/FastVideo",
@@ -207,7 +200,7 @@ VMOBA_ATTN = BackendInfo(
     (
         Provider(
             "vmoba",
-            (row(**SPARSE, method="vmoba", dtype=HALF, head_dim=(64, 128), grad=TRAINABLE),),
+            (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128), grad=TRAINABLE),),
             requires=(
                 Requirement(
                     "vmoba",
@@ -217,11 +210,11 @@ VMOBA_ATTN = BackendInfo(
                 FLASH_ATTN_2,
             ),
         ),
-        _ours("vmoba", grad=TRAINABLE),
+        _ours(grad=TRAINABLE),
     ),
     summary="V-MoBA: mixture of block attention for video",
     priority=None,
-    fallbacks=(dense_for_cross_attention("fa"),),
+    fallbacks=dense_by_rule("fa"),
     config=VMOBA,
     lossy=LOSSY,
     upstream="https://github.com/KwaiVGI/VMoBA",
@@ -231,10 +224,10 @@ VMOBA_ATTN = BackendInfo(
 SLA_ATTN = BackendInfo(
     "sla_attn",
     "cuda",
-    (_ours("sla", grad=TRAINABLE, scale=False),),
+    (_ours(grad=TRAINABLE, scale=False),),
     summary="Sparse-linear attention (SLA)",
     priority=None,
-    fallbacks=(dense_for_cross_attention("fa"),),
+    fallbacks=dense_by_rule("fa"),
     config=SLA,
     lossy=LOSSY,
     upstream="https://github.com/thu-ml/SLA",
@@ -249,12 +242,10 @@ SAGE_SLA_ATTN = BackendInfo(
             "spas-sage-attn",
             (
                 row(
-                    when={"arch": ("sm80", "sm86", "sm89", "sm90", "sm120")},
+                    when={**PLACED, "arch": ("sm80", "sm86", "sm89", "sm90", "sm120")},
                     **SPARSE,
-                    method="sage_sla",
                     dtype=HALF,
                     head_dim=(64, 128),
-                    block_map=True,
                 ),
             ),
             requires=(SPARGE,),
@@ -262,7 +253,7 @@ SAGE_SLA_ATTN = BackendInfo(
     ),
     summary="SLA with INT8 scores (SageSLA), inference only",
     priority=None,
-    fallbacks=(dense_for_cross_attention("fa"),),
+    fallbacks=dense_by_rule("fa"),
     config=SAGE_SLA,
     lossy="sparse, and INT8 QK over the keys it keeps: cosine at least 0.998 to SLA",
     upstream="https://github.com/thu-ml/SLA",
@@ -274,7 +265,7 @@ SVG2_ATTN = BackendInfo(
     (
         Provider(
             "svg",
-            (row(**SPARSE, method="svg2", dtype=HALF, head_dim=(64, 128, 256)),),
+            (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128, 256)),),
             requires=(
                 Requirement(
                     "svg",
@@ -285,11 +276,11 @@ SVG2_ATTN = BackendInfo(
                 FLASHINFER,
             ),
         ),
-        _ours("svg2", head_dim=(64, 128, 256)),
+        _ours(head_dim=(64, 128, 256)),
     ),
     summary="Sparse VideoGen 2: clusters of similar tokens",
     priority=None,
-    fallbacks=(dense_for_cross_attention("fa"),),
+    fallbacks=dense_by_rule("fa"),
     config=SVG2,
     lossy=LOSSY,
     upstream="https://github.com/svg-project/Sparse-VideoGen",

@@ -8,30 +8,29 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.contract import Alias, BackendInfo, ConfigField, Provider, Range, Row, row
-from polyattn.methods.video.options import SLA, STA, SVG2, VMOBA, VSA, dense_for_cross_attention
+from polyattn.methods.video.options import SLA, STA, SVG2, VMOBA, VSA, dense_by_rule
 
 from .common import ANY_PAGE, DENSE_THERE, HALF, INTERPRETED, LENGTHS, NO_TREE, PHASES, PLATFORMS, TRAINABLE, TRITON
 
 ELSEWHERE = tuple(platform for platform in PLATFORMS if platform != "cuda")
 LOSSY = "sparse: exact over the keys it keeps, dense only at full budget"
 
-# Every sparse video method is self-attention over one grid: S_q = S_k, no causal mask, keys of the same sequence.
+# Every sparse video method is self-attention over one grid, so it needs a place: S_q = S_k, no causal mask, keys of the
+# same sequence.
 SPARSE: dict[str, Any] = {
-    "family": "block_sparse",
+    "when": {"place": True},
+    "family": "dense",
     "s_relation": "equal",
     "dtype": HALF,
     "head_dim": (64, 128),
     "group": True,
     "scale": True,
-    "block_map": True,
-    "block_sizes": True,
-    "lse": True,
 }
-STA_ROW = row(**SPARSE, method="sta")
-VSA_ROW = row(**SPARSE, method="vsa", grad=TRAINABLE)
-VMOBA_ROW = row(**SPARSE, method="vmoba", grad=TRAINABLE)
-SLA_ROW = row(**{**SPARSE, "scale": False}, method="sla", grad=TRAINABLE)
-SVG2_ROW = row(**{**SPARSE, "head_dim": (64, 128, 256)}, method="svg2")
+STA_ROW = row(**SPARSE)
+VSA_ROW = row(**SPARSE, grad=TRAINABLE)
+VMOBA_ROW = row(**SPARSE, grad=TRAINABLE)
+SLA_ROW = row(**{**SPARSE, "scale": False}, grad=TRAINABLE)
+SVG2_ROW = row(**{**SPARSE, "head_dim": (64, 128, 256)})
 
 DSA_ROW = row(
     family="mla",
@@ -78,7 +77,7 @@ def _sparse(
         _provider(platform, limits),
         summary=summary,
         priority=None,
-        fallbacks=(dense_for_cross_attention(DENSE_THERE[platform]),),
+        fallbacks=dense_by_rule(DENSE_THERE[platform]),
         config=config,
         lossy=LOSSY,
         upstream="polyattn",

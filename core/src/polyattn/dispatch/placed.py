@@ -1,0 +1,116 @@
+"""Calls of `polyattn.attention` that have a place: to a method where one is asked for by name, else as without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract import Place
+from ..contract.lengths import extent_of
+from ..contract.scalars import kinds
+from ..epoch import EPOCH
+from ..errors import InvalidInputError
+from ..selection import overrides
+from ..selection.select import Selection
+from .binding import asks_method, load, select_here
+from .call_key import SITES_KEPT, Static
+from .compile.symbolic import recorded_call
+from .compile.trace import trace_dense
+from .dense import DenseSite, attention, dense_request
+
+__all__ = ["at", "explain"]
+
+_Tensors = tuple[Any, Any, Any, Any, Any, Any]
+"""(query, key, value, attn_mask, sinks, out)."""
+
+
+@functools.lru_cache(maxsize=SITES_KEPT)
+def _site(static: tuple[Any, ...], types: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> DenseSite:
+    return DenseSite(Static(*static), backend, scope)
+
+
+def _found(static: tuple[Any, ...], backend: str | None, scope: overrides.Scope | None) -> DenseSite:
+    scope = overrides.SCOPE.get() if scope is None else scope
+    try:
+        return _site(static, kinds(static), backend, scope)
+    except TypeError:  # an unhashable argument, such as a window as a list
+        return DenseSite(Static(*static), backend, scope)
+
+
+def at(
+    tensors: _Tensors, static: tuple[Any, ...], backend: str | None, scope: overrides.Scope | None, place: Any
+) -> Any:
+    """`polyattn.attention` at a place.
+
+    Args:
+        static: the arguments of `Static`, in order. scope: of the overrides, None = the one in force here.
+
+    Raises:
+        InvalidInputError: `place` is no place, or contradicts the role of its layer; the rest as `polyattn.attention`.
+    """
+    if not isinstance(tensors[0], Tensor):
+        optional = dict(zip(("attn_mask", "sinks", "out", "place"), (*tensors[3:], place), strict=True))
+        node = recorded_call(attention, _found(static, backend, scope), *tensors[:3], **optional)
+        if node is not None:
+            return node
+    static = _with_role(static, place)
+    if not torch.compiler.is_dynamo_compiling():
+        site = _found(static, backend, scope)
+        if _asked(backend, site._scope, EPOCH.value):
+            return site._find(*tensors, place)
+        return site(*tensors)
+    inside = overrides.current_scope() if scope is None else scope
+    if _asks_method(backend, inside, EPOCH.token):
+        # What a method does depends on the place: the graph ends before the call and goes on after it.
+        from .compile.between_graphs import between_graphs
+
+        return between_graphs(tensors, static, backend, inside, place)
+    return trace_dense(*tensors, Static(*static), backend, scope)
+
+
+def _with_role(static: tuple[Any, ...], place: Any) -> tuple[Any, ...]:
+    if not isinstance(place, Place):
+        raise InvalidInputError(f"place is a {type(place).__name__}; a polyattn.video.Place is needed")
+    *rest, own = static
+    if own is not None and place.role is not None and own != place.role:
+        raise InvalidInputError(f"the layer has role={own!r} and the place role={place.role!r}; leave one of them out")
+    return (*rest, place.role if own is None else own)
+
+
+_asked = functools.lru_cache(maxsize=SITES_KEPT)(lambda backend, scope, epoch: asks_method(backend, scope))
+
+
+def _asks_method(backend: str | None, scope: overrides.Scope, token: str) -> bool:
+    return asks_method(backend, scope)
+
+
+# As `torch.compiler.assume_constant_result`, without its import of dynamo, which costs as much as torch itself. `token`
+# changes with what decides the answer.
+_asks_method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def explain(
+    tensors: _Tensors, static: tuple[Any, ...], backend: str | None, scope: overrides.Scope | None, place: Any
+) -> Selection:
+    """Who serves a call at a place; of a method also the calls that it makes. Arguments as `at`. Nothing is run.
+
+    Raises:
+        as `at`.
+    """
+    site = _found(_with_role(static, place), backend, scope)
+    if not asks_method(backend, site._scope):
+        return site.__polyattn_explain__(*tensors)
+    request = dense_request(site.static, *tensors)
+    extent = extent_of(request)(*tensors[:2])
+    selection = select_here(dataclasses.replace(request, place=True), backend, site._scope, extent, full=True)
+    if not selection.request.place:
+        return selection
+    calls = getattr(load(selection).bound.forward, "calls", None)
+    if calls is None:  # a function of a plugin's own, or one that is looked at (POLYATTN_VALIDATE)
+        note = "which calls it makes is not known before it runs"
+        return dataclasses.replace(selection, notes=(*selection.notes, note))
+    return dataclasses.replace(selection, inner=calls(*tensors[:3], place))

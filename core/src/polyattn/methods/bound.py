@@ -1,0 +1,179 @@
+"""A method as a backend's function: it is bound once for each kind of call and called with a place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..contract import AttentionRequest, BackendInfo, Bound, Like, Method, Place
+from ..dispatch.block_sparse import block_sparse_attention
+from ..dispatch.dense import attention
+from ..dispatch.linear import linear_attention
+from ..errors import InvalidInputError
+from ..selection import overrides
+from ..selection.inspection import explain
+from ..selection.select import Selection
+
+__all__ = ["bind"]
+
+_AUTOMATIC: overrides.Scope = (overrides.AUTOMATIC, "", "")
+_PLANS_KEPT = 16
+
+
+def bind(target: Any, backend: BackendInfo, request: AttentionRequest) -> Bound:
+    """The functions of a method.
+
+    Args:
+        target: makes a `polyattn.contract.Method` of the backend's options. request: with these options.
+    """
+    return Bound(_Attend(target(**dict(request.options)), backend.name, request))
+
+
+class _Inner:
+    """The calls of a method. Who serves them is chosen as if nobody had named a backend: the name means the method."""
+
+    def __init__(self, request: AttentionRequest) -> None:
+        self._fixed = {"scale": request.scale}
+        self._deterministic = {"deterministic": True} if request.deterministic else {}
+
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        more = {**self._fixed, **self._deterministic, "layout": "BHSD", **given}
+        return self._call(attention, query, key, value, more)
+
+    def block_sparse(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        return self._call(block_sparse_attention, query, key, value, {**self._fixed, "layout": "BHSD", **given})
+
+    def linear(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        return self._call(linear_attention, query, key, value, {**self._fixed, **given})
+
+    def _call(self, call: Any, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> Any:
+        with overrides.restored(_AUTOMATIC):
+            return call(query, key, value, **given)
+
+
+class _Asking(_Inner):
+    """The same calls, explained instead of run. Results are tensors without contents."""
+
+    def __init__(self, request: AttentionRequest, mode: Any) -> None:
+        super().__init__(request)
+        self.found: list[Selection] = []
+        self._mode = mode
+
+    def _call(self, call: Any, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> Any:
+        # What a plan holds has contents, and nothing here may read any.
+        fake = tree_map_only(Tensor, self._mode.from_tensor, dict(given))
+        with overrides.restored(_AUTOMATIC):
+            self.found.append(explain(call, query, key, value, **fake))
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        if call is linear_attention:
+            out = value.new_empty(value.shape)
+            return out, value.new_empty((*value.shape[:1], *value.shape[2:3], query.shape[-1], value.shape[-1]))
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        return (out, query.new_empty(query.shape[:-1], dtype=wide)) if given.get("return_lse") else out
+
+
+class _Attend:
+    """`DenseForward` of a method."""
+
+    def __init__(self, method: Method, name: str, request: AttentionRequest) -> None:
+        self._method, self._name, self._request = method, name, request
+        self._turned = request.layout == "BSHD"
+        self._inner = _Inner(request)
+        # Of a bound object, so that plans end with it.
+        self._plan = functools.lru_cache(maxsize=_PLANS_KEPT)(self._planned)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+        place: Place | None = None,
+    ) -> Any:
+        """See `polyattn.contract.DenseForward`. The rows of a method take neither masks nor sinks."""
+        result = self._attend(query, key, value, self._here(query, place), self._inner)
+        return result if out is None else out.copy_(result)
+
+    def calls(self, query: Tensor, key: Tensor, value: Tensor, place: Place) -> tuple[Selection, ...]:
+        """Who would serve the calls that the method makes here, in order. Nothing is run."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        place = self._here(query, place)
+        if not self._method.leaves_dense(place):
+            self._plan(_Shared(place), self._like(query, key))  # of numbers, so outside of the mode below
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            asking = _Asking(self._request, mode)
+            known = query.device.type != "meta"
+            fakes = [mode.from_tensor(t.detach()) if known else t for t in (query, key, value)]
+            for fake, tensor in zip(fakes, (query, key, value), strict=True):
+                fake.requires_grad_(tensor.requires_grad)
+            self._attend(fakes[0], fakes[1], fakes[2], place, asking)
+        return tuple(asking.found)
+
+    def _here(self, query: Tensor, place: Place | None) -> Place:
+        if place is None:
+            raise InvalidInputError(f"{self._name} needs a place, and the call has none; pass place=")
+        tokens = query.shape[1 if self._turned else 2]
+        if place.tokens is not None and place.tokens != tokens:
+            raise InvalidInputError(
+                f"{self._name}: the call has {tokens} tokens and its place {place.tokens}: grid={place.grid} with "
+                f"text={place.text} before and after it. Give the grid of the tokens as the model orders them"
+            )
+        return place
+
+    def _like(self, query: Tensor, key: Tensor) -> Like:
+        s, h = (1, 2) if self._turned else (2, 1)
+        batch, tokens, heads = query.shape[0], query.shape[s], query.shape[h]
+        return Like(batch, heads, key.shape[h], tokens, query.shape[3], query.dtype, query.device)
+
+    def _planned(self, shared: _Shared, like: Like) -> Any:
+        # Plans are kept for calls of all modes: an inference tensor could not be saved for a backward.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._method.plan(shared.place, like)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, place: Place, inner: Any) -> Any:
+        why = self._method.leaves_dense(place)
+        explained = isinstance(inner, _Asking)
+        plan = None if why else self._plan(_Shared(place), self._like(query, key))
+        if self._turned:
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if why:
+            result = inner.dense(query, key, value)
+            if explained:
+                (said,) = inner.found
+                inner.found[:] = [said.left_by(self._name, why)]
+            else:
+                overrides.note_left(self._name, why)
+        else:
+            kept = {} if place.kept is None else place.kept
+            result = self._method.attend(plan, query, key, value, place=place, kept=kept, inner=inner)
+            if not explained:
+                overrides.note_served(self._name)
+        return result.transpose(1, 2) if self._turned else result
+
+
+class _Shared:
+    """A place as plans know it: equal where a plan holds for both."""
+
+    __slots__ = ("_key", "place")
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._key: tuple[Hashable, ...] = (
+            *(place.grid, place.text, place.valid_text, place.layers),
+            *(place.step, place.steps, place.branch, place.role),
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shared) and self._key == other._key

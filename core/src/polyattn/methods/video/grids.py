@@ -1,0 +1,109 @@
+"""Tokens of a video grid ordered tile by tile, with the text in blocks behind them: what kernels of block maps need.
+
+A tile is (t, h, w) tokens and becomes one block. Tiles at the far edges of a grid that they do not divide hold fewer
+tokens; their blocks are filled up, and say how many of their tokens count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ...contract import Like, Place
+from ...errors import InvalidInputError
+
+__all__ = ["Tiles", "grid_of", "tiles_of"]
+
+Triple = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """An order of the tokens of a call in blocks.
+
+    Attributes:
+        block: tokens of a block. counts: tiles along time, height and width. text: blocks of text behind them.
+        order: int64 [blocks * block], which token lies at each place. Places that fill up a block repeat a token.
+        back: int64 [S], the place of each token.
+        valid: int32 [blocks], tokens of each block that count as keys, its first ones.
+    """
+
+    block: int
+    counts: Triple
+    text: int
+    order: Tensor
+    back: Tensor
+    valid: Tensor
+
+    def into(self, tensor: Tensor) -> Tensor:
+        """[B, H, S, D] -> [B, H, blocks * block, D]."""
+        return tensor.index_select(2, self.order)
+
+    def out_of(self, tensor: Tensor) -> Tensor:
+        """[B, H, blocks * block, D] -> [B, H, S, D]."""
+        return tensor.index_select(2, self.back)
+
+    def numbers(self) -> Tensor:
+        """The tile of each block, int64 [tiles, 3]: its number along time, height and width."""
+        axes = [torch.arange(count, device=self.order.device) for count in self.counts]
+        return torch.cartesian_prod(*axes)
+
+
+def grid_of(place: Place, method: str) -> Triple:
+    """The grid of a place.
+
+    Raises:
+        InvalidInputError: it has none.
+    """
+    if place.grid is None:
+        raise InvalidInputError(
+            f"{method} works on a grid, and the place has none: give Place(grid=(T, H, W), ...), the tokens of the "
+            "video along time, height and width"
+        )
+    return place.grid
+
+
+def tiles_of(place: Place, tile: Triple, like: Like, method: str) -> Tiles:
+    """The order of a place's tokens, tile after tile, each with w fastest, then the text."""
+    grid, (front, back) = grid_of(place, method), place.text
+    T, H, W = grid
+    block, cells = tile[0] * tile[1] * tile[2], T * H * W
+    counts = tuple(-(-size // step) for size, step in zip(grid, tile, strict=True))
+    numbers = torch.full([n * step for n, step in zip(counts, tile, strict=True)], -1)
+    numbers[:T, :H, :W] = torch.arange(cells).view(grid) + front
+    (nt, nh, nw), (t, h, w) = counts, tile
+    tiles = numbers.view(nt, t, nh, h, nw, w).permute(0, 2, 4, 1, 3, 5).reshape(-1, block)
+
+    first = torch.arange(front)
+    last = torch.arange(back) + front + cells
+    valid_front, valid_back = place.text if place.valid_text is None else place.valid_text
+    seen = torch.cat([first[:valid_front], last[:valid_back]])
+    hidden = torch.cat([first[valid_front:], last[valid_back:]])
+    blocks = -(-(front + back) // block)
+    text = torch.full([blocks * block], -1)
+    text[: front + back] = torch.cat([seen, hidden])
+
+    order = torch.cat([_first(tiles), text.view(blocks, block)])
+    counted = torch.cat([(order[: len(tiles)] >= 0).sum(-1), _shares(len(seen), blocks, block)])
+    places = torch.empty(cells + front + back, dtype=torch.int64)
+    flat = order.flatten()
+    places[flat[flat >= 0]] = torch.arange(flat.numel())[flat >= 0]
+    return Tiles(
+        block,
+        (nt, nh, nw),
+        blocks,
+        order=flat.clamp(min=0).to(like.device),
+        back=places.to(like.device),
+        valid=counted.to(torch.int32).to(like.device),
+    )
+
+
+def _first(tiles: Tensor) -> Tensor:
+    """The tokens of each tile before what fills it up, in their order."""
+    return tiles.gather(-1, (tiles < 0).to(torch.uint8).argsort(dim=-1, stable=True))
+
+
+def _shares(tokens: int, blocks: int, block: int) -> Tensor:
+    return (tokens - torch.arange(blocks) * block).clamp(0, block)

@@ -1,0 +1,131 @@
+"""`window_video_attn`: each tile of a video sees the tiles around it, and the text. An example of how a method is made.
+
+The map depends on nothing but the grid, so there is nothing to train and nothing to keep. With a reach as long as the
+grid it is dense attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...contract import Inner, Like, Place
+from ...errors import InvalidInputError
+from ...semantics.block_maps import lists_of
+from .grids import Tiles, Triple, grid_of, tiles_of
+
+__all__ = ["WindowVideo", "window_mask"]
+
+NAME = "window_video_attn"
+
+
+class _Plan(NamedTuple):
+    tiles: Tiles
+    lists: tuple[Tensor, Tensor]
+
+
+class WindowVideo:
+    """A `polyattn.contract.Method`.
+
+    Args:
+        window_reach: tiles that a tile sees on either side along time, height and width: three numbers, or three for
+            each head. window_tile: (t, h, w), tokens of a tile.
+        first_full_step, first_full_layer: how many of the first steps and layers run dense.
+    """
+
+    def __init__(
+        self, *, window_reach: Sequence[int], window_tile: Sequence[int], first_full_step: int, first_full_layer: int
+    ) -> None:
+        self.reach, self.tile = tuple(window_reach), _triple(window_tile)
+        self.steps, self.layers = first_full_step, first_full_layer
+
+    def leaves_dense(self, place: Place) -> str:
+        if self.steps and _needed(place.step, "step", "first_full_step", self.steps) < self.steps:
+            return f"the first {self.steps} steps run dense (first_full_step)"
+        if self.layers and _needed(place.layer_number, "layer", "first_full_layer", self.layers) < self.layers:
+            return f"the first {self.layers} layers run dense (first_full_layer)"
+        return ""
+
+    def plan(self, place: Place, like: Like) -> _Plan:
+        tiles = tiles_of(place, self.tile, like, NAME)
+        return _Plan(tiles, lists_of(block_map(tiles, reaches(self.reach, like.heads))))
+
+    def attend(
+        self,
+        plan: _Plan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        place: Place,
+        kept: dict[str, Any],
+        inner: Inner,
+    ) -> Tensor:
+        tiles = plan.tiles
+        out: Tensor = inner.block_sparse(
+            *(tiles.into(tensor) for tensor in (query, key, value)),
+            lists=plan.lists,
+            block_shape=(tiles.block, tiles.block),
+            block_valid=tiles.valid,
+        )
+        return tiles.out_of(out)
+
+
+def reaches(reach: tuple[int, ...], heads: int) -> list[Triple]:
+    """One reach for all heads, or one for each.
+
+    Raises:
+        InvalidInputError: another number of them.
+    """
+    if len(reach) not in (3, 3 * heads):
+        raise InvalidInputError(
+            f"{NAME}: window_reach has {len(reach)} numbers; a call of {heads} heads takes 3 (time, height, width), or "
+            f"{3 * heads}, three for each head"
+        )
+    return [_triple(reach[i : i + 3]) for i in range(0, len(reach), 3)]
+
+
+def block_map(tiles: Tiles, reach: Sequence[Triple]) -> Tensor:
+    """bool [1, heads|1, blocks, blocks]: tiles within reach of each other, and text with everything."""
+    numbers = tiles.numbers()
+    apart = (numbers[:, None] - numbers[None]).abs()
+    near = [(apart <= torch.tensor(one, device=apart.device)).all(-1) for one in reach]
+    # Both ways: text sees all tiles, and all tiles see text.
+    return torch.nn.functional.pad(torch.stack(near)[None], (0, tiles.text, 0, tiles.text), value=True)
+
+
+def window_mask(place: Place, tile: Sequence[int], reach: Sequence[int], heads: int = 1) -> Tensor:
+    """The mask that the method is defined by, token by token, whatever the order of blocks.
+
+    Args:
+        place: with a grid. tile, reach: as `WindowVideo`. heads: H_q.
+
+    Returns:
+        bool [1, heads|1, S, S], True = the query sees the key. `polyattn.attention` under it in float64 is the
+        reference.
+    """
+    T, H, W = grid_of(place, NAME)
+    (front, back), (valid_front, valid_back) = place.text, place.text if place.valid_text is None else place.valid_text
+    cells = torch.cartesian_prod(torch.arange(T), torch.arange(H), torch.arange(W)) // torch.tensor(_triple(tile))
+    apart = (cells[:, None] - cells[None]).abs()
+    near = torch.stack([(apart <= torch.tensor(one)).all(-1) for one in reaches(tuple(reach), heads)])
+    mask = torch.nn.functional.pad(near, (front, back, front, back), value=True)
+    mask[..., valid_front:front] = False
+    mask[..., front + T * H * W + valid_back :] = False
+    return mask[None]
+
+
+def _triple(numbers: Sequence[int]) -> Triple:
+    t, h, w = numbers
+    return t, h, w
+
+
+def _needed(number: int | None, name: str, option: str, count: int) -> int:
+    if number is None:
+        raise InvalidInputError(
+            f"{NAME}: {option}={count} needs to know the {name}, and the place has none: Place({name}=...)"
+        )
+    return number
