@@ -34,8 +34,6 @@ class TestRecords(AttentionRecords):
         "triton",
         "dsa",
         "dual_chunk_flash_attn",
-        "sliding_tile_attn",
-        "video_sparse_attn",
         "vmoba_attn",
         "sla_attn",
         "sparse_video_gen_2_attn",

@@ -23,6 +23,7 @@ from ..contract.hookspecs import hookimpl
 from ..contract.platforms import CORE_PLATFORMS
 from ..methods.video.options import WINDOW, dense_by_rule
 from . import defects
+from .video_methods import video_methods
 
 POLYATTN_API_VERSION = 2
 
@@ -524,4 +525,4 @@ def polyattn_register_platforms() -> Iterable[PlatformInfo]:
 
 @hookimpl
 def polyattn_register_backends() -> Iterable[BackendInfo]:
-    return [info for platform in PLATFORMS for info in _backends(platform)]
+    return [info for platform in PLATFORMS for info in (*_backends(platform), *video_methods(platform))]

@@ -38,6 +38,7 @@ class _Inner:
     """The calls of a method. Who serves them is chosen as if nobody had named a backend: the name means the method."""
 
     def __init__(self, request: AttentionRequest) -> None:
+        self.scale = request.scale
         self._fixed = {"scale": request.scale}
         self._deterministic = {"deterministic": True} if request.deterministic else {}
 

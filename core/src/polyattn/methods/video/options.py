@@ -6,9 +6,17 @@ records to its backend. Torch-free data, like everything a plugin's `plugin.py` 
 
 from __future__ import annotations
 
-from ...contract import ConfigField, Fallback, conditions
+from typing import Any
 
-__all__ = ["SAGE_SLA", "SLA", "STA", "SVG2", "VMOBA", "VSA", "WINDOW", "dense_by_rule"]
+from ...contract import ConfigField, Fallback, Provider, Range, Requirement, conditions, row
+
+__all__ = [
+    *("DENSE_THERE", "SAGE_SLA", "SLA", "STA", "SVG2", "VMOBA", "VSA", "WINDOW"),
+    *("dense_by_rule", "portable"),
+]
+
+DENSE_THERE = {"rocm": "fa", "xpu": "fa", "musa": "fa", "npu": "fa", "cpu": "torch_sdpa"}
+"""What serves, on platforms whose methods core registers, the calls that a method leaves dense."""
 
 STA: tuple[ConfigField, ...] = (
     ConfigField("mask_strategy_file_path", "path", doc="JSON of step_layer_head -> window in tiles [t, h, w]"),
@@ -20,11 +28,19 @@ STA: tuple[ConfigField, ...] = (
         choices=("STA_inference", "STA_searching", "STA_tuning", "STA_tuning_cfg"),
     ),
     ConfigField("skip_time_steps", "int", 15, "first denoising steps that run dense", low=0),
+    ConfigField("sta_tile", "list[int]", (6, 8, 8), "[T, H, W] of a tile, in tokens", low=1, length=3),
 )
 """Sliding tile attention (arXiv 2502.04507)."""
 
 VSA: tuple[ConfigField, ...] = (
-    ConfigField("sparsity", "float", 0.0, "share of key tiles the fine branch drops", low=0.0, high=1.0),
+    ConfigField("sparsity", "float", 0.0, "share of key tiles the fine branch drops, below 1", low=0.0, high=1.0),
+    ConfigField(
+        "coarse",
+        "str",
+        "gate",
+        "weight of the coarse branch: the gate that the model learned, or without one off, or one",
+        choices=("gate", "off", "one"),
+    ),
 )
 """Video sparse attention (arXiv 2505.13389)."""
 
@@ -125,3 +141,24 @@ def dense_by_rule(to: str = "") -> tuple[Fallback, ...]:
             rule=True,
         ),
     )
+
+
+def portable(target: str, **limits: Any) -> Provider:
+    """The provider of a method that is made of calls of families: it takes what these take, on every platform.
+
+    Args:
+        target: "module:Class" in `polyattn.methods.video`. limits: what its row allows in another way.
+    """
+    allowed: dict[str, Any] = {
+        "dtype": ("float64", "float32", "float16", "bfloat16"),
+        "head_dim": Range(1),
+        "v_head_dim": Range(1),
+        "group": True,
+        "s_relation": "equal",
+        "scale": True,
+        "grad": ("query", "key", "value"),
+        "misaligned": True,
+    }
+    placed = row(when={"place": True}, family="dense", **{**allowed, **limits})
+    torch = Requirement("torch", ">=2.11", hint="install torch 2.11 or newer for this device")
+    return Provider("polyattn", (placed,), f"polyattn.methods.video.{target}", (torch,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.contract import Accuracy, BackendInfo, ConfigField, Fallback, Provider, Range, Requirement, Row, row
-from polyattn.methods.video.options import SAGE_SLA, SLA, STA, SVG2, VMOBA, VSA, dense_by_rule
+from polyattn.methods.video.options import SAGE_SLA, SLA, STA, SVG2, VMOBA, VSA, dense_by_rule, portable
 
 from .common import AMPERE_AND_LATER, CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, PORTABLE, TRAINABLE
 from .cudnn import CUDNN
@@ -165,7 +165,7 @@ SLIDING_TILE = BackendInfo(
             "st-attn", (STA_ROW,), requires=(Requirement("st-attn", module="st_attn", hint="pip install st_attn"),)
         ),
         Provider("fastvideo-kernel", (STA_ROW,), requires=(FASTVIDEO,)),
-        _ours(),
+        portable("sta:SlidingTile"),
     ),
     summary="Sliding tile attention (STA)",
     priority=None,
@@ -183,7 +183,7 @@ VIDEO_SPARSE = BackendInfo(
     (
         Provider("fastvideo-kernel", (VSA_ROW,), requires=(FASTVIDEO,)),
         Provider("vsa", (VSA_ROW,), requires=(Requirement("vsa", module="vsa", hint="pip install vsa"),)),
-        _ours(grad=TRAINABLE),
+        portable("vsa:VideoSparse"),
     ),
     summary="Video sparse attention (VSA)",
     priority=None,
@@ -191,7 +191,7 @@ VIDEO_SPARSE = BackendInfo(
     config=VSA,
     lossy=LOSSY,
     upstream="https://github.com/hao-ai-lab/FastVideo",
-    note="without a gate the coarse branch is added with weight 1, so sparsity 0 alone is not dense",
+    note="needs the gate that a model learned, or the option coarse",
 )
 
 VMOBA_ATTN = BackendInfo(
