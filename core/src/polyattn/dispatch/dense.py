@@ -198,6 +198,15 @@ class _Fast:
         return True
 
 
+def _placed(chosen: Chosen, place: Place) -> dict[str, Any]:
+    """The keyword of a method; its run is told of a call that the method left to others."""
+    if chosen.request.place:
+        return {"place": place}
+    if place.run is not None and (left := chosen.selection).rule:
+        place.run.told(place, left.rule, (f"{left.request.family}: {left.id}",), why=left.why)
+    return {}
+
+
 class DenseSite:
     """A dense call with its static arguments bound: what `bind` returns, what layers hold, what each call finds.
 
@@ -311,7 +320,7 @@ class DenseSite:
             self._remember(dict(zip(DENSE_KEY, signature, strict=True)), entry, query, key, value, attn_mask)
         self._last = signature
         run = entry.chosen.ranged("attention", entry.run)
-        given = {"place": place} if entry.chosen.request.place else {}
+        given = {} if place is None else _placed(entry.chosen, place)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **given)
 
     def _resolve(

@@ -6,6 +6,7 @@ grid it is dense attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,6 +53,15 @@ class WindowVideo:
     def plan(self, place: Place, like: Like) -> _Plan:
         tiles = tiles_of(place, self.tile, like, NAME)
         return _Plan(tiles, lists_of(block_map(tiles, reaches(self.reach, like.heads))))
+
+    def density(self, plan: _Plan, place: Place) -> float:
+        reach, counts = self.reach, plan.tiles.counts
+        # Along an axis of n tiles, those at distance d of each other are 2 (n - d) pairs, n where d is 0.
+        near = [
+            sum((1 + (d > 0)) * (n - d) for d in range(min(r, n - 1) + 1)) / n**2
+            for r, n in zip(reach, counts * (len(reach) // 3), strict=True)
+        ]
+        return sum(math.prod(near[i : i + 3]) for i in range(0, len(near), 3)) * 3 / len(near)
 
     def attend(
         self,
