@@ -48,7 +48,7 @@ Measured = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bar:
-    """What rows must reach: a ratio says how many times as fast `who` is as what `than` names.
+    """Describes what rows must reach: a ratio says how many times as fast `who` is as what `than` names.
 
     Attributes:
         name. of: families, `*` is anything. who: one of `SUBJECTS`, or a candidate's name.
@@ -70,7 +70,7 @@ class Bar:
     work: str = ""
 
     def asked(self) -> str:
-        """In words."""
+        """Return the bar in words."""
         limits = {"each": self.each, "geomean": self.geomean, "stretch": self.stretch, "spread": self.spread}
         words = [f"{name} {limit:g}" for name, limit in limits.items() if limit is not None]
         return f"{self.who}: {', '.join(words)} x {self.than}"

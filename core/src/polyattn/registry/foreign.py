@@ -86,8 +86,8 @@ class Run:
             self._watch.join()
 
     def ended_by_host(self, exc: BaseException) -> bool:
-        """Whether an exception came from outside: a person's Ctrl-C, or what a signal handler of the host raised. What
-        is an `Exception` never is."""
+        """Return whether an exception came from outside: a person's Ctrl-C, or what a signal handler of the host
+        raised. What is an `Exception` never is."""
         if isinstance(exc, Exception):
             return False
         if self._unknown and isinstance(exc, KeyboardInterrupt):

@@ -55,12 +55,12 @@ class AttentionRecords:
     asked: ClassVar[Sequence[Asked]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test for each request."""
+        """Make one test for each request."""
         if "one" in metafunc.fixturenames:
             metafunc.parametrize("one", self.asked, ids=[one.name for one in self.asked])
 
     def test_every_name_is_registered(self) -> None:
-        """By the plugin alone, as polyattn loads it."""
+        """Check that the plugin alone registers every name."""
         report = self._report()
         assert report.state == "ready", report.traceback or report.reason
         assert {name.partition("@")[0] for name in report.backends} == {*self.names}
@@ -73,11 +73,11 @@ class AttentionRecords:
         assert not [f"{name}: {p.name}" for name, p in providers if not all(need.hint for need in p.requires)]
 
     def test_approximate_methods_are_never_automatic(self) -> None:
-        """Whoever computes something else is asked for by name."""
+        """Check that a method that computes something else is chosen by name only."""
         assert not [info.id for info in self._backends() if info.lossy and (info.priority is not None or info.auto)]
 
     def test_what_is_served_and_what_is_refused(self, one: Asked) -> None:
-        """Everything installed, nothing replaced by a fallback."""
+        """Check which requests are served and refused if everything is installed, without a fallback."""
         request = AttentionRequest(**one.fields)
         try:
             said = what_if(

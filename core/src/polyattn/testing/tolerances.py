@@ -134,7 +134,8 @@ def check(
     kind: Kind = "out",
     floor: Tensor | float = 0.0,
 ) -> Finding | None:
-    """None when `actual` passes both gates, else what is wrong with it. Arguments as `measure`.
+    """Compare with both gates. Returns None if `actual` passes them, else what is wrong with it. Arguments as
+    `measure`.
 
     Infinities (the LSE of an empty row) must be where the reference has them; anything else not finite is a finding.
     """

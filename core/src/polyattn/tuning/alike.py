@@ -37,7 +37,7 @@ _IDLE = ("lse", "large", "multimodal", "save_kv_cache")
 
 
 class Numbers(NamedTuple):
-    """What may differ between requests that are alike. `fields`: all of it, as fields of a request."""
+    """Describes what may differ between requests that are alike. `fields`: all of it, as fields of a request."""
 
     heads: int
     kv_heads: int
@@ -91,7 +91,7 @@ def scaled(batch: int, measured: Numbers, asked: Numbers) -> Fraction:
 
 
 def within(a: Fraction | int, b: Fraction | int, factor: int) -> bool:
-    """Whether neither size is more than so many times the other. Both may be 0: off, or unlimited."""
+    """Return whether neither size is more than so many times the other. Both may be 0: off, or unlimited."""
     return a == b or 0 < max(a, b) <= factor * min(a, b)
 
 
@@ -101,5 +101,5 @@ def octaves(a: Fraction | int, b: Fraction | int) -> float:
 
 
 def _log2(size: Fraction | int) -> float:
-    """Of any size: whole numbers in a file may be larger than a float."""
+    """Return log2 of an int of any size: whole numbers in a file may be larger than a float."""
     return math.log2(size.numerator) - math.log2(size.denominator)

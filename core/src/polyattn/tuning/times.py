@@ -95,20 +95,20 @@ class Measured:
 
 
 def ranked(costs: Mapping[str, float], rule: str, kin: Kin | None) -> dict[str, float]:
-    """What costs least first; before it what is chosen anyway, where nothing is faster by more than `SAME`, or of
-    another request by more than `SAME_OF_OTHERS`."""
+    """Sort backends by cost. The one that the rules choose stays first unless another is faster by more than `SAME`
+    (`SAME_OF_OTHERS` if another request was measured)."""
     least = (SAME if kin is None else SAME_OF_OTHERS) * min(costs.values(), default=0.0)
     kept = rule if costs.get(rule, math.inf) <= least else ""
     return dict(sorted(costs.items(), key=lambda item: (item[0] != kept, item[1], item[0])))
 
 
 def where(one: Measured) -> str:
-    """Where the times are from, or how old they are, in words."""
+    """Return where the times are from, or how old they are, in words."""
     return "shipped with a plugin" if one.shipped else f"measured {age(one.date)}"
 
 
 def whose(kin: Kin | None) -> str:
-    """Of which request the times are, in words, where it is another one."""
+    """Name the request that was measured, in words, if the times are of another one."""
     if kin is None:
         return ""
     return f", of a request like this one with {', '.join(f'{name}={value!r}' for name, value in kin.fields.items())}"

@@ -16,7 +16,7 @@ __all__ = ["CudaGraph", "DeviceGraph", "FakeGraph", "graphs_of"]
 
 
 class DeviceGraph(Protocol):
-    """One recording. An accelerator whose graphs are not torch.cuda's brings its own."""
+    """Records one device graph and replays it. An accelerator whose graphs are not torch.cuda's brings its own."""
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """Record `function`, which takes nothing and reads tensors that stay where they are.
@@ -70,7 +70,7 @@ class CudaGraph:
 
 
 class FakeGraph:
-    """What a device graph does, on any device: for tests, and for finding out why a step cannot be recorded.
+    """Describes what a device graph does, on any device: for tests, and for finding out why a step cannot be recorded.
 
     It records by running the function under a watch, and replays by running it again. Where a device graph would go on
     with stale memory or values, this one refuses: the function must call the same operators, on the same storages, with
@@ -126,7 +126,7 @@ class FakeGraph:
 
 
 def graphs_of(device: torch.device) -> Callable[[], DeviceGraph] | None:
-    """What makes graphs of a device, all in one memory pool; None where torch has none for it."""
+    """Return what makes graphs of a device, all in one memory pool; None where torch has none for it."""
     if device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()
