@@ -83,6 +83,9 @@ RULED = [
     ("no FlashAttention", "cuda:sm90", "sliding_tile_attn", ("st-attn",), "torch_sdpa"),
     ("sliding_tile_attn on rocm", "rocm:gfx942", "sliding_tile_attn", ("amd-aiter",), "fa"),
     ("sla_attn on cpu", "cpu", "sla_attn", ("triton",), "torch_sdpa"),
+    ("sliding_tile_attn on cpu", "cpu", "sliding_tile_attn", (), "torch_sdpa"),
+    ("video_sparse_attn on cpu", "cpu", "video_sparse_attn", (), "torch_sdpa"),
+    ("video_sparse_attn on cuda", "cuda:sm90", "video_sparse_attn", ("flash-attn-3",), "fa"),
     ("window_video_attn on cpu", "cpu", "window_video_attn", (), "torch_sdpa"),
     ("window_video_attn on cuda", "cuda:sm90", "window_video_attn", ("flash-attn-3",), "fa"),
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...contract import Inner, Like, Place
 from .grids import Tiles, Triple, grid_of, tiles_of
 
-__all__ = ["Cut", "cut", "scale_of", "tiles_by_token"]
+__all__ = ["Cut", "by_tile", "cut", "scale_of", "tiles_by_token"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +60,13 @@ class Cut:
             [B, H, count, D], float64 of float64, else float32.
         """
         tokens = self.tiles.block
-        split = tensor[:, :, : self.count * tokens].unflatten(2, (self.count, tokens))
+        split = by_tile(tensor[:, :, : self.count * tokens], tokens)
         if not self.whole:
             filler = torch.arange(tokens, device=split.device) >= self.sizes[:, None]
             split = split.masked_fill(filler[..., None], 0)
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        return split.sum(3, dtype=wide) / self.sizes[:, None]
+        total: Tensor = split.sum(3, dtype=wide)
+        return total / self.sizes[:, None]
 
     def fine(self, query: Tensor, key: Tensor, value: Tensor, lists: tuple[Tensor, Tensor], inner: Inner) -> Tensor:
         """The video's queries by lists of blocks.
@@ -125,6 +126,12 @@ def cut(place: Place, tile: Triple, block: int, like: Like, method: str) -> Cut:
         seen=seen.to(device),
         back=where,
     )
+
+
+def by_tile(tensor: Tensor, tokens: int) -> Tensor:
+    """[B, H, tiles * tokens, D] -> [B, H, tiles, tokens, D]."""
+    B, H, S, D = tensor.shape
+    return tensor.reshape(B, H, S // tokens, tokens, D)
 
 
 def tiles_by_token(place: Place, tile: Triple, method: str) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...contract import Inner, Like, Place
 from ...errors import ConfigError, InvalidInputError
 from .grids import Triple
-from .tiles import Cut, cut, scale_of, tiles_by_token
+from .tiles import Cut, by_tile, cut, scale_of, tiles_by_token
 
 __all__ = ["VideoSparse", "tiles_kept", "vsa_reference"]
 
@@ -90,9 +90,8 @@ class VideoSparse:
         out = found.fine(q, k, v, (plan.counts, listed), inner)
         if gate is not None:
             rows = scores.softmax(-1) @ found.means(v).repeat_interleave(shared, 1)
-            weight = gate[..., None, :] if gate.shape[2] == 1 else found.queries(gate).unflatten(2, (-1, BLOCK))
-            tiles = out.unflatten(2, (-1, BLOCK))
-            out = (tiles + (rows[..., None, :] * weight).to(out.dtype)).flatten(2, 3)
+            weight = gate[..., None, :] if gate.shape[2] == 1 else by_tile(found.queries(gate), BLOCK)
+            out = (by_tile(out, BLOCK) + (rows[..., None, :] * weight).to(out.dtype)).flatten(2, 3)
         return found.joined(out, query, key, value, inner)
 
     def _gate(self, place: Place, query: Tensor, value: Tensor) -> Tensor | None:
@@ -148,14 +147,16 @@ def vsa_reference(
     q, k, v = query.double(), key.double(), value.double()
     numbers, counts = tiles_by_token(place, TILE, NAME)
     video = (numbers >= 0).all(-1)
-    names, tile = numbers[video].unique(dim=0, return_inverse=True)
-    belongs = torch.nn.functional.one_hot(tile, len(names)).double()  # [cells, tiles]
+    most = numbers.amax(0) + 1
+    tile = (numbers[video, 0] * most[1] + numbers[video, 1]) * most[2] + numbers[video, 2]
+    tiles = int(most.prod())
+    belongs = torch.nn.functional.one_hot(tile, tiles).double()  # [cells, tiles]
     share = belongs / belongs.sum(0)
     coarse_q, coarse_k, coarse_v = (torch.einsum("bhsd,sn->bhnd", t[:, :, video], share) for t in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = scale * coarse_q @ coarse_k.transpose(-1, -2)
     if chosen is None:
-        best = scores.topk(tiles_kept(sparsity, len(names)), dim=-1).indices
+        best = scores.topk(tiles_kept(sparsity, tiles), dim=-1).indices
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
     mask = torch.ones(*q.shape[:3], q.shape[2], dtype=torch.bool)
     places = video.nonzero()[:, 0]
