@@ -31,12 +31,18 @@ _KEPT = 8
 
 
 class _Plan(NamedTuple):
-    """Lists of each window of a step: counts on the host, int32 [windows, nQ, max]."""
+    """The lists of a step, on the device before a layer asks.
+
+    Attributes:
+        indices: int32 [windows, nQ, max], of each window. heads: int64 [layers, H], the window of each head.
+        counts: int32 [layers, H], how much of its lists counts. most: the most of these in each layer.
+    """
 
     cut: Cut
-    numbers: dict[Triple, int]
-    listed: tuple[int, ...]
     indices: Tensor
+    heads: Tensor
+    counts: Tensor
+    most: tuple[int, ...]
 
 
 class SlidingTile:
@@ -86,15 +92,19 @@ class SlidingTile:
         lists = [_listed(found, window) for window in windows]
         most = max(one.shape[-1] for one in lists)
         padded = [torch.nn.functional.pad(one, (0, most - one.shape[-1])) for one in lists]
+        numbers = {window: number for number, window in enumerate(windows)}
+        heads = [[numbers[one] for one in strategy.windows[step, layer]] for layer in range(strategy.layers)]
+        counts = [[lists[number].shape[-1] for number in own] for own in heads]
         return _Plan(
             found,
-            numbers={window: number for number, window in enumerate(windows)},
-            listed=tuple(one.shape[-1] for one in lists),
             indices=torch.stack(padded),
+            heads=torch.tensor(heads).to(like.device),
+            counts=torch.tensor(counts, dtype=torch.int32).to(like.device),
+            most=tuple(map(max, counts)),
         )
 
     def density(self, plan: _Plan, place: Place) -> float:
-        windows = self._windows(place)
+        windows = self.strategy.windows[self._step(place), self._layer(place)]
         return sum(map(math.prod, windows)) / (len(windows) * plan.cut.count)
 
     def attend(
@@ -108,13 +118,9 @@ class SlidingTile:
         kept: dict[str, Any],
         inner: Inner,
     ) -> Tensor:
-        found, device = plan.cut, query.device
-        numbers = [plan.numbers[window] for window in self._windows(place)]
-        heads = torch.tensor(numbers).to(device, non_blocking=True)
-        counts = torch.tensor([plan.listed[number] for number in numbers], dtype=torch.int32)
-        most = max(plan.listed[number] for number in numbers)
-        indices = plan.indices[..., :most].index_select(0, heads)[None]
-        counts = counts.to(device, non_blocking=True)[None, :, None].expand(indices.shape[:-1])
+        found, layer = plan.cut, self._layer(place)
+        indices = plan.indices[..., : plan.most[layer]].index_select(0, plan.heads[layer])[None]
+        counts = plan.counts[layer][None, :, None].expand(indices.shape[:-1])
         q, k, v = found.queries(query), found.keys(key), found.keys(value)
         return found.joined(found.fine(q, k, v, (counts, indices), inner), query, key, value, inner)
 
@@ -134,7 +140,7 @@ class SlidingTile:
             raise self._another(f"is for {self.strategy.steps} steps, and the run has {steps}")
         return place.step
 
-    def _windows(self, place: Place) -> tuple[Triple, ...]:
+    def _layer(self, place: Place) -> int:
         layer = place.layer_number
         if layer is None:
             raise InvalidInputError(
@@ -142,7 +148,7 @@ class SlidingTile:
             )
         if layer >= self.strategy.layers:
             raise self._another(f"is for {self.strategy.layers} layers, and this is layer {layer}")
-        return self.strategy.windows[self._step(place), layer]
+        return layer
 
     def _check(self, window: Triple, counts: Triple) -> None:
         for size, there, axis in zip(window, counts, ("time", "height", "width"), strict=True):
