@@ -176,8 +176,8 @@ def _kernel(request: AttentionRequest) -> Callable[..., Tensor]:
 
 
 def _beyond(request: AttentionRequest) -> bool:
-    """Return whether SDPA hands a fused kernel, unasked, what that does not take: on NPUs a V wider than K; there, on
-    MUSA and on MPS, which makes no graph of them, tensors without elements."""
+    """Return whether SDPA would pick a fused kernel that cannot take this call: on NPU a V wider than K; on NPU, MUSA
+    and MPS (which makes no graph of them) tensors without elements."""
     if request.zero_size:
         return request.platform in ("npu", "musa", "mps")
     return request.platform == "npu" and request.v_head_dim > request.head_dim

@@ -94,8 +94,8 @@ def best(row: Measured, *, peers: bool, pattern: str = "*") -> str | None:
 
 
 def verdicts(bars: Iterable[Bar], wanted: Sequence[Row], measured: Iterable[Measured]) -> list[dict[str, Any]]:
-    """For each bar on some of the rows: its name, verdict (met, missed or incomplete), figures, the rows that are
-    wanting (`missing`) and, of one that is missed, those below what is asked (`below`).
+    """Return, for each bar on some of the rows: its name, verdict (met, missed or incomplete), figures, the rows that
+    are wanting (`missing`) and, of one that is missed, those below what is asked (`below`).
 
     Args:
         bars. wanted: all rows that a run was to measure. measured: what it did; rows that were not accepted are none.

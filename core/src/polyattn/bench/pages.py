@@ -105,7 +105,7 @@ def parts_line(result: Result) -> str:
 
 
 def again_line(result: Result) -> str:
-    """Of which rows an earlier measurement is not kept, and what else keeps them from being of one run."""
+    """Say how many rows lost an earlier measurement, and what else keeps them from being of one run."""
     again = sum("replaced" in row for row in result["rows"])
     codes = {row["code"] for row in result["rows"] if "code" in row}
     said = []

@@ -1,4 +1,4 @@
-"""`trim_window`: sliding windows by kernels that know none: what nobody sees is not given to them."""
+"""`trim_window`: sliding windows by kernels without windows. Keys that no query sees are not given to them."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Run:
 
 
 class OwnRun:
-    """A stretch of core's own code, in the place of a `Run`: nobody is told of it, and no signal is looked after."""
+    """Stands for a `Run` around core's own code: it reports nothing and handles no signal."""
 
     refused = None
 

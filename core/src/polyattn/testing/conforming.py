@@ -76,7 +76,7 @@ class AttentionConformance:
         assert not outcome.findings, str(outcome)
 
     def test_gates(self, dtype: str | _NotRun) -> None:
-        """On this device too, the gates tell right from wrong."""
+        """Check that the gates tell right from wrong on this device too."""
         from .families import DTYPES
         from .negative import controls
 

@@ -186,7 +186,7 @@ def compare(
 def compare_class(
     name: str, actual: Tensor, reference: Tensor, dtype: torch.dtype, accuracy: Accuracy, kind: Kind = "out"
 ) -> tuple[Finding | None, float]:
-    """As `compare`, for a kernel that quantises Q, K or P: it is held to its class."""
+    """Compare as `compare` does, for a kernel that quantises Q, K or P: it is held to its class."""
     if actual.shape != reference.shape:
         return Finding(name, f"shape {tuple(actual.shape)}, {tuple(reference.shape)} is expected"), float("inf")
     infinite = reference.isinf()

@@ -13,12 +13,12 @@ from typing import Any
 
 from ..contract import AttentionRequest
 from ..contract.names import parts
-from .alike import octaves, within
 from .kernels import bucket
 from .keys import request_key
 from .known import NOT_ANY, Known, known, shipped
 from .rows import BACKEND, Place, Row, canonical
-from .times import FAR, NEAR, Kin, Lengths, Measured, ranked, where, whose
+from .similarity import octaves, within
+from .times import FAR, NEAR, Lengths, Measured, SimilarRequest, describe_origin, ranked, where
 
 __all__ = [
     "NOTHING",
@@ -52,7 +52,7 @@ class Advice:
     order: tuple[tuple[str, str], ...] = ()
     avoid: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    kin: Kin | None = None
+    kin: SimilarRequest | None = None
     by: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -204,7 +204,7 @@ def _overall(found: Sequence[Measured], recorded: bool) -> Advice:
     }
     rules = {m.rule for m in found}
     when = "" if not found else where(min(found, key=lambda one: (one.shipped, one.date)))
-    all_of_them = f"the fastest over {len(found)} measured lengths, {when}{whose(kin)}"
+    all_of_them = f"the fastest over {len(found)} measured lengths, {when}{describe_origin(kin)}"
     order = ranked(losses, rules.pop() if len(rules) == 1 else "", kin)
     whom = {name: f"with {kind}, " for name, kind in by.items()}
     said = tuple((name, f"{whom.get(name, '')}{losses[name]:.2f} x {all_of_them}") for name in order)

@@ -14,12 +14,12 @@ from ..contract import AttentionRequest
 from ..errors import ConfigError
 from ..registry.foreign import Run
 from ..registry.manager import get_manager
-from .alike import Numbers, apart, numbers_of, scaled
 from .current import cached, mode, store
 from .kernels import bucket
 from .rows import BACKEND, Place, Row, canonical, row_of, when
+from .similarity import Numbers, distance, numbers_of, scaled
 from .store import FORMAT
-from .times import FAR, Kin, Lengths, Measured
+from .times import FAR, Lengths, Measured, SimilarRequest
 
 __all__ = [
     "NOT_ANY",
@@ -90,7 +90,7 @@ class Known:
         near = [
             (off, other, theirs)
             for other, theirs in self.kinds.get(kind, ())
-            if other != text and (off := apart(theirs, mine)) is not None
+            if other != text and (off := distance(theirs, mine)) is not None
         ]
         found = [
             (off, kin)
@@ -110,7 +110,7 @@ def _for_kin(one: Measured, theirs: Numbers, mine: Numbers, off: float, held: Co
         return None
     fields = {name: value for name, value in theirs.fields.items() if value != mine.fields[name]}
     whole = (bucket(max(round(batch), 1)), s_q, s_k)
-    return dataclasses.replace(one, lengths=whole, times=times, kin=Kin(fields, off, one.lengths, batch))
+    return dataclasses.replace(one, lengths=whole, times=times, kin=SimilarRequest(fields, off, one.lengths, batch))
 
 
 NOT_ANY = Known()

@@ -138,7 +138,8 @@ def row_of(data: Any, where: str) -> Row:
 
 
 def check_row(row: Row, where: str, backends: Collection[str] | None) -> None:
-    """Refuse a measurement that is none, of something nobody here knows, or of a choice that it does not have.
+    """Refuse a measurement that is not valid, that names something unknown here, or a choice that its kernel does not
+    have.
 
     Args:
         backends: names that a backend row may have; None: any.

@@ -89,7 +89,7 @@ class TuningStore:
         self._held: dict[_Identity, Quarantined] = {}
         self._only_memory = False
         self._told: set[str] = set()
-        self._insists = False
+        self._persistence_required = False
         if self.path is None or not self._there(self.path):
             return
         try:
@@ -153,13 +153,13 @@ class TuningStore:
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def insist(self) -> None:
+    def require_persistence(self) -> None:
         """Make every failed write an error from here on, for a caller that reports its measurements as kept.
 
         Raises:
             ConfigError: the file cannot be written now.
         """
-        self._insists = True
+        self._persistence_required = True
         self._written(lambda connection: None)
 
     def record(self, *rows: Row) -> None:
@@ -307,7 +307,7 @@ class TuningStore:
 
     def _stay_in_memory(self, cause: Exception) -> bool:
         said = f"measurements cannot be written to {self.path} ({cause});"
-        if self._insists:
+        if self._persistence_required:
             raise ConfigError(f"{said} POLYATTN_TUNING_STORE names another file") from cause
         self._only_memory = True
         warnings.warn(

@@ -9,6 +9,7 @@ from ...contract.overlap import shares_memory
 from .common import check_out
 from .dense import check_dense
 from .kv_parts import check_kv_parts
+from .linear import check_linear, check_words
 from .mla import check_mla
 from .paged import check_new_keys, check_page_table, check_paged, check_serving_options
 from .statics import LAYOUTS, check_statics
@@ -36,6 +37,7 @@ __all__ = [
     "check_dense_axis",
     "check_kv_parts",
     "check_lengths",
+    "check_linear",
     "check_mla",
     "check_new_keys",
     "check_out",
@@ -49,6 +51,7 @@ __all__ = [
     "check_tensor",
     "check_tree",
     "check_varlen",
+    "check_words",
     "contents_readable",
     "has_shapes_only",
     "local_only",

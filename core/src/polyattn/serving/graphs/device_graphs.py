@@ -43,7 +43,7 @@ class CudaGraph:
         self._pool, self._warm_up = pool, warm_up
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """As `DeviceGraph`. The capture itself computes nothing: replay follows.
+        """Record as `DeviceGraph.capture` does. The capture itself computes nothing: replay follows.
 
         Raises:
             GraphError: the function did what no graph can hold, such as waiting for the device.
@@ -65,7 +65,7 @@ class CudaGraph:
             ) from exc
 
     def replay(self) -> None:
-        """As `DeviceGraph`; nothing waits for it."""
+        """Replay as `DeviceGraph.replay` does; nothing waits for it."""
         self._graph.replay()
 
 
@@ -87,7 +87,7 @@ class FakeGraph:
         self._outputs: list[Tensor] = []
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """As `DeviceGraph`.
+        """Record as `DeviceGraph.capture` does.
 
         Raises:
             GraphError: the function waits for the device, or runs what cannot be watched.
@@ -108,7 +108,7 @@ class FakeGraph:
         return found
 
     def replay(self) -> None:
-        """As `DeviceGraph`.
+        """Replay as `DeviceGraph.replay` does.
 
         Raises:
             GraphError: nothing is recorded, or the step is no longer the one that was recorded.

@@ -55,7 +55,8 @@ def in_tables(*, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, **g
 
 
 class Table(NamedTuple):
-    """Where the rows of a call, or of one of its parts, lie: the place of each of their tokens, and their pages."""
+    """Describes where the rows of a call, or of one of its parts, lie: the place of each of their tokens, and their
+    pages."""
 
     lengths: Sequence[int]
     slots: Sequence[Sequence[tuple[int, int]]]

@@ -1,4 +1,5 @@
-"""Ways to spoil a call that is fine. Whoever is asked must refuse it with a typed error before computing anything."""
+"""This module spoils calls that are fine. Every backend must refuse them with a typed error before it computes
+anything."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from .keys import request_of
 from .rows import canonical
 
-__all__ = ["Numbers", "apart", "numbers_of", "octaves", "scaled", "within"]
+__all__ = ["Numbers", "distance", "numbers_of", "octaves", "scaled", "within"]
 
 _NEAR = 4
 """Pages of 16 and of 64 tokens, windows of 1024 and of 4096. Farther ones say nothing."""
@@ -72,7 +72,7 @@ def _numbers(request: AttentionRequest) -> Numbers:
     return Numbers(request.heads, request.kv_heads, head_dim, page_size, window, request.layout, fields)
 
 
-def apart(a: Numbers, b: Numbers) -> float | None:
+def distance(a: Numbers, b: Numbers) -> float | None:
     """How far two of one kind are from each other, in factors of two; None where it is too far."""
     groups = a.heads * b.kv_heads, b.heads * a.kv_heads
     # A window of 1023 keys to the left sees 1024; -1 is no window.
