@@ -1,6 +1,6 @@
 """Records of the sparse video methods that serve on every platform, by whoever runs their lists there. No torch import.
 
-polyattn-cuda has those of CUDA, beside the vendors' own kernels: `portable` is their common provider.
+polyattn-cuda has those of CUDA, beside the vendors' own kernels: `portable_provider` is their common provider.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..contract import BackendInfo
-from ..methods.video.options import DENSE_THERE, STA, VSA, dense_by_rule, portable
+from ..methods.video.options import DENSE_THERE, STA, VSA, dense_by_rule, portable_provider
 
 __all__ = ["video_methods"]
 
@@ -28,7 +28,7 @@ def video_methods(platform: str) -> Iterable[BackendInfo]:
         yield BackendInfo(
             "sliding_tile_attn",
             platform,
-            (portable("sta:SlidingTile"),),
+            (portable_provider("sta:SlidingTile"),),
             summary="Sliding tile attention (STA)",
             config=STA,
             **common,
@@ -36,7 +36,7 @@ def video_methods(platform: str) -> Iterable[BackendInfo]:
         yield BackendInfo(
             "video_sparse_attn",
             platform,
-            (portable("vsa:VideoSparse"),),
+            (portable_provider("vsa:VideoSparse"),),
             summary="Video sparse attention (VSA)",
             config=VSA,
             note="needs the gate that a model learned, or the option coarse",

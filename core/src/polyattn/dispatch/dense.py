@@ -269,11 +269,9 @@ class _Fast:
 
 def _placed(chosen: Chosen, place: Place) -> dict[str, Any]:
     """The keyword of a method; its run is told of a call that the method left to others."""
-    if chosen.request.place:
-        return {"place": place}
-    if place.run is not None and (left := chosen.selection).rule:
-        place.run.told(place, left.rule, (f"{left.request.family}: {left.id}",), why=left.why)
-    return {}
+    if place.run is not None:
+        place.run.left(place, chosen.selection)
+    return {"place": place} if chosen.request.place else {}
 
 
 class DenseSite:

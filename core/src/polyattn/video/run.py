@@ -204,6 +204,15 @@ class Run:
             noted[0] += 1
             noted[1] += 1.0 if why else density or 0.0
 
+    def left(self, place: Place, selection: Any) -> None:
+        """Note who served a call that its method left to others; one that nobody left is none.
+
+        Args:
+            selection: of the call, a `polyattn.Selection`.
+        """
+        if selection.rule:
+            self.told(place, selection.rule, (f"{selection.request.family}: {selection.id}",), why=selection.why)
+
     def explain(self) -> RunReport:
         """Say who served what until now: for each layer the method, the density of its map, its kernels, and what went
         dense by which rule. Calls that asked for no method are not in it."""

@@ -12,7 +12,7 @@ from ...contract import ConfigField, Fallback, Provider, Range, Requirement, con
 
 __all__ = [
     *("DENSE_THERE", "SAGE_SLA", "SLA", "STA", "SVG2", "VMOBA", "VSA", "WINDOW"),
-    *("dense_by_rule", "portable"),
+    *("dense_by_rule", "portable_provider"),
 ]
 
 DENSE_THERE = {"rocm": "fa", "xpu": "fa", "musa": "fa", "npu": "fa", "cpu": "torch_sdpa"}
@@ -143,7 +143,7 @@ def dense_by_rule(to: str = "") -> tuple[Fallback, ...]:
     )
 
 
-def portable(target: str, **limits: Any) -> Provider:
+def portable_provider(target: str, **limits: Any) -> Provider:
     """The provider of a method that is made of calls of families: it takes what these take, on every platform.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.contract import Accuracy, BackendInfo, ConfigField, Fallback, Provider, Range, Requirement, Row, row
-from polyattn.methods.video.options import SAGE_SLA, SLA, STA, SVG2, VMOBA, VSA, dense_by_rule, portable
+from polyattn.methods.video.options import SAGE_SLA, SLA, STA, SVG2, VMOBA, VSA, dense_by_rule, portable_provider
 
 from .common import AMPERE_AND_LATER, CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, PORTABLE, TRAINABLE
 from .cudnn import CUDNN
@@ -165,7 +165,7 @@ SLIDING_TILE = BackendInfo(
             "st-attn", (STA_ROW,), requires=(Requirement("st-attn", module="st_attn", hint="pip install st_attn"),)
         ),
         Provider("fastvideo-kernel", (STA_ROW,), requires=(FASTVIDEO,)),
-        portable("sta:SlidingTile"),
+        portable_provider("sta:SlidingTile"),
     ),
     summary="Sliding tile attention (STA)",
     priority=None,
@@ -183,7 +183,7 @@ VIDEO_SPARSE = BackendInfo(
     (
         Provider("fastvideo-kernel", (VSA_ROW,), requires=(FASTVIDEO,)),
         Provider("vsa", (VSA_ROW,), requires=(Requirement("vsa", module="vsa", hint="pip install vsa"),)),
-        portable("vsa:VideoSparse"),
+        portable_provider("vsa:VideoSparse"),
     ),
     summary="Video sparse attention (VSA)",
     priority=None,
