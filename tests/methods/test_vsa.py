@@ -259,3 +259,34 @@ def test_explain_shows_its_kernels() -> None:
     assert said.backend == NAME
     assert [one.request.family for one in said.inner] == ["block_sparse", "dense"]
     assert said.inner[0].request.block_shape == (64, 64)
+
+
+def test_under_autocast() -> None:
+    """The gate is of the model's own dtype; the result has that of autocast."""
+    place = GRIDS["text behind"]
+    configure(sparsity=0.5)
+    q, k, v, gate = (t.float() for t in tensors(place))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(q, k, v, at(place, gate))
+    assert out.dtype == torch.bfloat16
+    right = call(*(t.bfloat16() for t in (q, k, v)), at(place, gate))
+    assert torch.equal(out, right)
+
+
+def test_a_compiled_layer_trains_after_inference() -> None:
+    """Plans of inference mode serve training; the gate's gradient crosses the end of a graph."""
+    place = GRIDS["ragged on every axis"]
+    configure(sparsity=0.5)
+    inputs = [t.float() for t in tensors(place)]
+    with torch.inference_mode():
+        call(*inputs[:3], at(place, inputs[3]))
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        return call(q * 2, k, v, at(place, gate * 2)) + 1
+
+    torch._dynamo.reset()
+    grads = []
+    for run in (layer, torch.compile(layer, backend="aot_eager")):
+        given = [t.clone().requires_grad_() for t in inputs]
+        grads.append(torch.autograd.grad(run(*given).square().sum(), given))
+    torch.testing.assert_close(*grads)
