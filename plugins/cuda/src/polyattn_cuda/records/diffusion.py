@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.contract import Accuracy, BackendInfo, ConfigField, Fallback, Provider, Range, Requirement, Row, row
-from polyattn.methods.video.options import SAGE_SLA, SLA, STA, SVG2, VMOBA, VSA, dense_by_rule
+from polyattn.methods.video.options import SAGE_SLA, STA, VSA, dense_by_rule
+from polyattn.methods.video.records import portable
 
 from .common import AMPERE_AND_LATER, CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, PORTABLE, TRAINABLE
 from .cudnn import CUDNN
@@ -194,45 +195,26 @@ VIDEO_SPARSE = BackendInfo(
     note="without a gate the coarse branch is added with weight 1, so sparsity 0 alone is not dense",
 )
 
-VMOBA_ATTN = BackendInfo(
+VMOBA_ATTN = portable(
     "vmoba_attn",
     "cuda",
-    (
-        Provider(
-            "vmoba",
-            (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128), grad=TRAINABLE),),
-            requires=(
-                Requirement(
-                    "vmoba",
-                    module="kernel.attn.vmoba_attn.vmoba",
-                    hint="install the V-MoBA kernels of https://github.com/hao-ai-lab/FastVideo; they are not on PyPI",
-                ),
-                FLASH_ATTN_2,
+    Provider(
+        "vmoba",
+        (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128), grad=TRAINABLE),),
+        requires=(
+            Requirement(
+                "vmoba",
+                module="kernel.attn.vmoba_attn.vmoba",
+                hint="install the V-MoBA kernels of https://github.com/hao-ai-lab/FastVideo; they are not on PyPI",
             ),
+            FLASH_ATTN_2,
         ),
-        _ours(grad=TRAINABLE),
     ),
-    summary="V-MoBA: mixture of block attention for video",
-    priority=None,
-    fallbacks=dense_by_rule("fa"),
-    config=VMOBA,
-    lossy=LOSSY,
+    to="fa",
     upstream="https://github.com/KwaiVGI/VMoBA",
-    note="a moba_threshold of 1 or more keeps every chunk; upstream's threshold mode has no dense limit",
 )
 
-SLA_ATTN = BackendInfo(
-    "sla_attn",
-    "cuda",
-    (_ours(grad=TRAINABLE, scale=False),),
-    summary="Sparse-linear attention (SLA)",
-    priority=None,
-    fallbacks=dense_by_rule("fa"),
-    config=SLA,
-    lossy=LOSSY,
-    upstream="https://github.com/thu-ml/SLA",
-    note="needs weights trained for it (proj_l); at least one key block is always kept",
-)
+SLA_ATTN = portable("sla_attn", "cuda", to="fa", upstream="https://github.com/thu-ml/SLA")
 
 SAGE_SLA_ATTN = BackendInfo(
     "sage_sla_attn",
@@ -259,32 +241,24 @@ SAGE_SLA_ATTN = BackendInfo(
     upstream="https://github.com/thu-ml/SLA",
 )
 
-SVG2_ATTN = BackendInfo(
+SVG2_ATTN = portable(
     "sparse_video_gen_2_attn",
     "cuda",
-    (
-        Provider(
-            "svg",
-            (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128, 256)),),
-            requires=(
-                Requirement(
-                    "svg",
-                    module="svg.kmeans_utils",
-                    hint="run pip install . in a checkout of https://github.com/svg-project/Sparse-VideoGen; "
-                    "it is not on PyPI",
-                ),
-                FLASHINFER,
+    Provider(
+        "svg",
+        (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128, 256)),),
+        requires=(
+            Requirement(
+                "svg",
+                module="svg.kmeans_utils",
+                hint="run pip install . in a checkout of https://github.com/svg-project/Sparse-VideoGen; "
+                "it is not on PyPI",
             ),
+            FLASHINFER,
         ),
-        _ours(head_dim=(64, 128, 256)),
     ),
-    summary="Sparse VideoGen 2: clusters of similar tokens",
-    priority=None,
-    fallbacks=dense_by_rule("fa"),
-    config=SVG2,
-    lossy=LOSSY,
+    to="fa",
     upstream="https://github.com/svg-project/Sparse-VideoGen",
-    note="keeps centroids between steps: they are reset for every request",
 )
 
 BACKENDS = (

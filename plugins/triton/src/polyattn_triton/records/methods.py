@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.contract import Alias, BackendInfo, ConfigField, Provider, Range, Row, row
-from polyattn.methods.video.options import SLA, STA, SVG2, VMOBA, VSA, dense_by_rule
+from polyattn.methods.video.options import STA, VSA, dense_by_rule
 
 from .common import ANY_PAGE, DENSE_THERE, HALF, INTERPRETED, LENGTHS, NO_TREE, PHASES, PLATFORMS, TRAINABLE, TRITON
 
@@ -28,9 +28,6 @@ SPARSE: dict[str, Any] = {
 }
 STA_ROW = row(**SPARSE)
 VSA_ROW = row(**SPARSE, grad=TRAINABLE)
-VMOBA_ROW = row(**SPARSE, grad=TRAINABLE)
-SLA_ROW = row(**{**SPARSE, "scale": False}, grad=TRAINABLE)
-SVG2_ROW = row(**{**SPARSE, "head_dim": (64, 128, 256)})
 
 DSA_ROW = row(
     family="mla",
@@ -89,16 +86,6 @@ def _backends(platform: str) -> tuple[BackendInfo, ...]:
     return (
         _sparse("sliding_tile_attn", platform, STA_ROW, "Sliding tile attention (STA)", STA),
         _sparse("video_sparse_attn", platform, VSA_ROW, "Video sparse attention (VSA)", VSA),
-        _sparse("vmoba_attn", platform, VMOBA_ROW, "V-MoBA: mixture of block attention for video", VMOBA),
-        _sparse(
-            "sla_attn",
-            platform,
-            SLA_ROW,
-            "Sparse-linear attention (SLA)",
-            SLA,
-            note="needs weights trained for it (proj_l); at least one key block is always kept",
-        ),
-        _sparse("sparse_video_gen_2_attn", platform, SVG2_ROW, "Sparse VideoGen 2: clusters of similar tokens", SVG2),
         BackendInfo(
             "dsa",
             platform,
