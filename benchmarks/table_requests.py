@@ -4,12 +4,12 @@
     polyattn tune --from requests.jsonl --seconds 3600
     polyattn tune --export table.json      # for a plugin: docs/tuning.md, "Measurements in a package"
 
-A measurement serves requests like it (`polyattn.tuning.alike`): twice or half as many query heads to a key head, twice
-or half as wide heads, four times as much or as little of batch times key heads, of each length, page size and window; a
-tree of drafts only those of its own size. So batches and lengths are up to sixteen times apart here, and what makes for
-another kernel (masks, sinks, a softcap, the cache's dtype, gradients) is there by itself; head dims and layouts are
-closer than they would have to be, for who is fast turns with them too. Shapes are those of language models and DiTs, of
-no model in particular.
+A measurement serves requests like it (`polyattn.tuning.similarity`): twice or half as many query heads to a key head,
+twice or half as wide heads, four times as much or as little of batch times key heads, of each length, page size and
+window; a tree of drafts only those of its own size. So batches and lengths are up to sixteen times apart here, and
+what makes for another kernel (masks, sinks, a softcap, the cache's dtype, gradients) is there by itself; head dims
+and layouts are closer than they would have to be, for who is fast turns with them too. Shapes are those of language
+models and DiTs, of no model in particular.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from polyattn import errors
 from polyattn.cli.app import EXIT_CODES, app
 from polyattn.cli.options import OPTIONS
 from polyattn.cli.request_flags import request_flags
+from polyattn.contract import request_fields
 from polyattn.contract.hookspecs import PolyattnSpecs
 from polyattn.envvars import ENVVARS
 from polyattn.lowering import MAX_STEPS, lowerings
@@ -186,12 +187,36 @@ def limits_of_rewrites() -> str:
     return table(("limit", "value"), rows)
 
 
+MUST = {
+    "paged": ("page_size",),
+    "mla": ("page_size",),
+    "block_sparse": ("block_map", "block_shape"),
+    "linear": ("method",),
+}
+"""Options that every request of a family has on."""
+NEVER = ("options", "q_bucket", "k_bucket", "batch_bucket")
+"""Fields that no row says anything of."""
+
+
+def fields_of_a_row() -> str:
+    """Every field of a request that a row may speak of, and whether it must."""
+    rows = []
+    for field in (one for one in request_fields() if one.name not in NEVER):
+        families = [family for family, names in MUST.items() if field.name in names]
+        told = {"required": "must", "context": "only in `when`"}.get(field.kind, "may")
+        rows.append(
+            (f"`{field.name}`", f"may; must for {', '.join(families)}" if families else told, quoted(field.doc))
+        )
+    return table(("field", "a row says it", "meaning"), rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     **{f"flags of {name}": lambda name=name: flags(name) for name in commands()},  # type: ignore[misc]
     "environment variables": variables,
     "settings": settings,
     "errors": errors_table,
     "hooks": hooks,
+    "fields of a row": fields_of_a_row,
     "rewrites": rewrites,
     "limits of rewrites": limits_of_rewrites,
 }

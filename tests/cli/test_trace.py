@@ -358,7 +358,7 @@ def test_a_file_that_is_no_trace_is_refused_before_the_run(run: Run, text: bytes
 
 
 def test_neither_the_store_nor_the_program_is_replaced(run: Run) -> None:
-    tuning.store().insist()
+    tuning.store().require_persistence()
     for out in (str(tuning.store().path), program(RECORDS)):
         before = Path(out).read_bytes()
         assert before

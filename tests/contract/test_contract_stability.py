@@ -1,5 +1,7 @@
 """Version 2 of the plugin contract only grows: `contract_2.json` is what was promised, and it is all still there.
 
+The toolkit of adapters, `polyattn.adapters`, is promised with it.
+
 What version 1 promised (`contract_1.json`) is there too, but for the tables of paged and latent calls: those of its
 plugins core calls as version 1 had it (`registry.version_1`).
 
@@ -30,12 +32,12 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from polyattn import contract, errors
+from polyattn import adapters, contract, errors
 from polyattn.contract import AttentionRequest, request_fields
 from polyattn.registry import version_1
 
 SNAPSHOT = Path(__file__).with_name("contract_2.json")
-MODULES = {module.__name__: module for module in (contract, errors)}
+MODULES = {module.__name__: module for module in (adapters, contract, errors)}
 PROMISED: dict[str, Any] = json.loads(SNAPSHOT.read_text(encoding="utf-8")) if SNAPSHOT.is_file() else {}
 
 KINDS = {
@@ -219,6 +221,7 @@ def test_the_snapshot_is_of_the_whole_contract() -> None:
     assert list(named["polyattn.contract"]["PolyattnSpecs"]["members"])[:7] == [*hooks, "polyattn_load_forward"]
     assert {"DenseForward", "DenseBackward", "VarlenForward", "PagedForward", "Bound"} < set(named["polyattn.contract"])
     assert {"AttentionRequest", "BackendInfo", "Provider", "Row", "row", "Range"} < set(named["polyattn.contract"])
+    assert {"FlashAttentionKernels", "append_new_kv", "empty_result", "load"} < set(named["polyattn.adapters"])
     assert set(PROMISED["request"]) >= {"family", "causal", "sinks", "lse", "save_kv_cache"}
     assert named["polyattn.contract"]["API_VERSION"] == {"is": "value", "value": "2"}
 
@@ -372,6 +375,14 @@ BREAKS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "the group of entry points": (
         lambda c: export(c, "ENTRY_POINT_GROUP").update(value="'other'"),
         "ENTRY_POINT_GROUP is 'other', it was 'polyattn.backends'",
+    ),
+    "a helper of adapters goes": (
+        lambda c: c["exports"]["polyattn.adapters"].pop("align16"),
+        "polyattn.adapters.align16 is gone",
+    ),
+    "a helper of adapters is called otherwise": (
+        lambda c: rename(arguments(c, "append_new_kv"), "tables"),
+        "append_new_kv: the argument tables is gone",
     ),
     "a function becomes a class": (
         lambda c: export(c, "row").update({"is": "class"}),

@@ -9,7 +9,7 @@ import torch
 
 import polyattn
 from polyattn.dispatch.call_key import LARGE, Static
-from polyattn.dispatch.dense import DENSE_KEY, DenseSite, _dense_key
+from polyattn.dispatch.dense import DenseKey, DenseSite, _dense_key
 
 
 def tensors(**change):
@@ -25,11 +25,11 @@ def tensors(**change):
 
 
 def key(q, k, v, mask=None, sinks=None, out=None, bshd=True):
-    return dict(zip(DENSE_KEY, _dense_key(q, k, v, mask, sinks, out, bshd), strict=True))
+    return DenseKey._make(_dense_key(q, k, v, mask, sinks, out, bshd))._asdict()
 
 
 def changed(a, b):
-    return {name for name in DENSE_KEY if a[name] != b[name]}
+    return {name for name in DenseKey._fields if a[name] != b[name]}
 
 
 q, k, v = tensors()
@@ -50,23 +50,23 @@ def strided():
 
 
 CASES = {
-    "exact types": lambda: key(torch.nn.Parameter(q, requires_grad=False), k, v),
-    "query dtype": lambda: key(q.double(), k, v),
-    "key dtype": lambda: key(q, k.double(), v),
-    "value dtype": lambda: key(q, k, v.double()),
-    "query device": lambda: key(q.to("meta"), k, v),
-    "key device": lambda: key(q, k.to("meta"), v),
-    "value device": lambda: key(q, k, v.to("meta")),
-    "H_q": lambda: key(*tensors(h=8)),
-    "key H": lambda: key(q, tensors(h_kv=4)[1], v),
-    "value H": lambda: key(q, k, tensors(h_kv=4)[2]),
-    "query D": lambda: key(tensors(d=32)[0], k, v),
-    "key D": lambda: key(q, tensors(d=32)[1], v),
-    "value D": lambda: key(q, k, tensors(d_v=8)[2]),
+    "exact_types": lambda: key(torch.nn.Parameter(q, requires_grad=False), k, v),
+    "query_dtype": lambda: key(q.double(), k, v),
+    "key_dtype": lambda: key(q, k.double(), v),
+    "value_dtype": lambda: key(q, k, v.double()),
+    "query_device": lambda: key(q.to("meta"), k, v),
+    "key_device": lambda: key(q, k.to("meta"), v),
+    "value_device": lambda: key(q, k, v.to("meta")),
+    "query_heads": lambda: key(*tensors(h=8)),
+    "key_heads": lambda: key(q, tensors(h_kv=4)[1], v),
+    "value_heads": lambda: key(q, k, tensors(h_kv=4)[2]),
+    "query_dim": lambda: key(tensors(d=32)[0], k, v),
+    "key_dim": lambda: key(q, tensors(d=32)[1], v),
+    "value_dim": lambda: key(q, k, tensors(d_v=8)[2]),
     "relation": lambda: key(*tensors(s_k=9)),
-    "lengths agree": lambda: key(q, k, tensors(s_k=7)[2]),
-    "zero size": lambda: key(*tensors(b=0)),
-    "dense axes": lambda: key(strided(), k, v),
+    "lengths_agree": lambda: key(q, k, tensors(s_k=7)[2]),
+    "zero_size": lambda: key(*tensors(b=0)),
+    "dense_axes": lambda: key(strided(), k, v),
     "aligned": lambda: key(misaligned(), k, v),
     "grads": lambda: key(*with_grad(0)),
     "mask": lambda: key(q, k, v, MASK),
@@ -77,7 +77,7 @@ CASES = {
 
 def test_every_field_has_a_case():
     elsewhere = {"large", "autocast", "capture", "transform", "deterministic"}
-    assert set(CASES) | elsewhere == set(DENSE_KEY)
+    assert set(CASES) | elsewhere == set(DenseKey._fields)
 
 
 @pytest.mark.parametrize("field", CASES)
@@ -190,7 +190,7 @@ def test_random_lengths_do_not_miss():
         site(*tensors(s_q=s, s_k=s))
         site(*tensors(s_q=1, s_k=s))
         site(*tensors(s_q=2, s_k=s + 1))
-    relations = {signature[DENSE_KEY.index("relation")] for signature in site._entries}
+    relations = {signature[DenseKey._fields.index("relation")] for signature in site._entries}
     assert relations == {"equal", "one", "fewer"}
     assert len(site._entries) == 3
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import polyattn
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
-from polyattn.semantics.linear_reference import unit_rows
+from polyattn.semantics.reference import unit_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference serves")
 B, S, H, H_V, D, D_V = 2, 13, 2, 4, 6, 5

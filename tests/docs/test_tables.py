@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from polyattn.envvars import ENVVARS
+from polyattn.registry.manager import get_manager
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -37,6 +38,15 @@ def test_a_table_that_is_changed_by_hand_is_written_again(tables: ModuleType) ->
     assert text.endswith("-->\nafter")
     assert all(f"| `{name}` | {meaning} |" in text for name, meaning in ENVVARS.items())
     assert tables.written(text) == text
+
+
+def test_every_row_says_what_the_page_says_it_must(tables: ModuleType) -> None:
+    for info in get_manager().load().backends.values():
+        for one in (one for provider in info.providers if not provider.planned for one in provider.rows):
+            for family, names in tables.MUST.items():
+                if family in str(one.when.get("family")):
+                    missing = [name for name in names if name not in {*one.when, *one.allows, *one.lowered}]
+                    assert not missing, f"{info.id}: a row of {family} says nothing of {missing}"
 
 
 def test_a_table_that_nobody_makes_is_named(tables: ModuleType) -> None:

@@ -268,7 +268,7 @@ class Lowered:
         caches = {"paged": ("query", "key_cache", "value_cache"), "mla": ("query", "cache")}
         positional = [given.pop(name) for name in caches.get(request.family, ("query", "key", "value"))]
         mask = given.pop("mask", None)
-        result = forward(*positional, **extra, **given, attn_mask=mask, out=out)
+        result = forward(*positional, **FAMILIES[case.request.family].keywords(extra), **given, attn_mask=mask, out=out)
         assert isinstance(result, tuple) == (request.lse), "an LSE is returned if and only if it is asked for"
         return result
 

@@ -14,7 +14,7 @@ import torch
 
 import polyattn
 from polyattn import KVPart
-from polyattn.semantics import serving_validation as serving_checks
+from polyattn.semantics import validation
 from polyattn.semantics.kv_quant import fp4_scales, mla_pack_fp8, stored
 from polyattn.semantics.reference import verify_mask
 
@@ -303,15 +303,20 @@ def test_explain_says_the_same(call, words, monkeypatch):
 
 def test_every_message_has_a_case():
     """A `raise` that somebody adds to the checks needs a line in the table above."""
-    path = Path(serving_checks.__file__)
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    wanted = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Raise)}
+    room = Path(validation.__file__).parent
+    paths = [room / f"{name}.py" for name in ("stored", "tree", "kv_parts", "mla")]
+    wanted = {
+        (path, node.lineno)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise)
+    }
+    assert {path for path, _ in wanted} == set(paths)
     reached = set()
     for call, _ in BAD.values():
         with pytest.raises(polyattn.InvalidInputError) as caught:
             call()
-        reached |= {entry.lineno + 1 for entry in caught.traceback if Path(entry.path) == path}
-    assert wanted
+        reached |= {(Path(entry.path), entry.lineno + 1) for entry in caught.traceback}
     assert wanted <= reached
 
 

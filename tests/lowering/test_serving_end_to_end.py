@@ -53,7 +53,8 @@ def _narrow() -> Iterator[None]:
 
         return dataclasses.replace(bound, forward=forward)
 
-    module = ModuleType("narrow")
+    module: Any = ModuleType("narrow")
+    module.POLYATTN_API_VERSION = 2
     for hook in (polyattn_register_backends, polyattn_load_forward):
         setattr(module, hook.__name__, hookimpl(hook))
     before = get_manager()

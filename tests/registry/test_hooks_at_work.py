@@ -225,7 +225,8 @@ def test_which_functions_have_the_keywords_of_their_protocol():
     assert accepts("mla", latent)
     assert not accepts("mla", latent, kv_parts=1), "a keyword that is given to who declares it"
     assert not accepts("dense", dense, gradient)
-    assert accepts("block_sparse", anything, gradient)
+    assert accepts("block_sparse", anything, anything)
+    assert not accepts("block_sparse", anything, gradient), "it is given the lists of the forward"
     assert accepts("dense", max), "what is built in C shows no signature"
 
     class Kernel:

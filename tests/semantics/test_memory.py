@@ -12,8 +12,7 @@ from polyattn.backends import reference_backend
 from polyattn.backends.reference_backend import Reference
 from polyattn.contract import AttentionRequest
 from polyattn.errors import UnsupportedRequestError
-from polyattn.semantics import reference
-from polyattn.semantics.reference import attention, paged_attention, score_bytes, varlen_attention
+from polyattn.semantics.reference import attention, dense, paged_attention, score_bytes, varlen_attention
 
 OPTIONS = [
     {},
@@ -144,7 +143,7 @@ def is_float(value):
 @pytest.mark.parametrize("options", TRAINED, ids=lambda o: "-".join(o))
 def test_a_backward_keeps_no_scores_beyond_what_it_may(monkeypatch, options):
     """Training with a softcap kept all of them: 2.1 GB for 4,096 tokens of 8 heads."""
-    monkeypatch.setattr(reference, "_BLOCK", score_bytes(2, 4, 10, 96))
+    monkeypatch.setattr(dense, "_BLOCK", score_bytes(2, 4, 10, 96))
     out, lse, leaves, all_of_them = trained(options)
     again, lse_again, leaves_again, few = trained(options, kept_bytes=1000, max_bytes=score_bytes(2, 4, 5, 96))
     assert all_of_them > few + 2 * 4 * 64 * 96 * 4
@@ -155,7 +154,7 @@ def test_a_backward_keeps_no_scores_beyond_what_it_may(monkeypatch, options):
 
 
 def test_second_derivatives_and_versions_where_scores_are_computed_again(monkeypatch):
-    monkeypatch.setattr(reference, "_BLOCK", score_bytes(2, 4, 10, 96))
+    monkeypatch.setattr(dense, "_BLOCK", score_bytes(2, 4, 10, 96))
     found = []
     for kept in (None, 0):
         out, _, leaves, _ = trained({"softcap": 2.0}, kept_bytes=kept)
@@ -171,7 +170,7 @@ def test_second_derivatives_and_versions_where_scores_are_computed_again(monkeyp
 
 
 def test_dropout_drops_the_same_where_scores_are_computed_again(monkeypatch):
-    monkeypatch.setattr(reference, "_BLOCK", score_bytes(2, 4, 10, 96))
+    monkeypatch.setattr(dense, "_BLOCK", score_bytes(2, 4, 10, 96))
     q, k, v = (t.clone().requires_grad_() for t in tensors())
     out = attention(q, k, v, dropout_p=0.5, kept_bytes=0)
     (dv,) = torch.autograd.grad(out.sum(), v)
@@ -206,8 +205,8 @@ def test_the_backend_keeps_a_quarter_of_a_gibibyte(monkeypatch):
     call = Reference().bind(AttentionRequest(heads=4, kv_heads=2, softcap=2.0, grad=("query",))).forward
     want = torch.autograd.grad(call(q, k, v).sum(), q)
     calls = []
-    real = reference._attend_again
-    monkeypatch.setattr(reference, "_attend_again", lambda *a, **kw: calls.append(1) or real(*a, **kw))
+    real = dense._attend_again
+    monkeypatch.setattr(dense, "_attend_again", lambda *a, **kw: calls.append(1) or real(*a, **kw))
     call(q, k, v)
     assert not calls
     monkeypatch.setattr(reference_backend, "_KEPT", 0)

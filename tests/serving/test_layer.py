@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn.adapters.alignment import placed
+from polyattn.adapters.alignment import align16
 from polyattn.errors import InvalidInputError
 from polyattn.serving.attention import layer_calls as calls
 from polyattn.serving.attention.backend import AttentionBackend
@@ -93,12 +93,12 @@ def test_tensors_off_a_16_byte_boundary_are_moved_for_kernels_of_devices(monkeyp
         self._loads = True
 
     def moving(tensor: torch.Tensor) -> torch.Tensor:
-        found = placed(tensor)
+        found = align16(tensor)
         moved.append(found is not tensor)
         return found
 
     monkeypatch.setattr(LayerCall, "__init__", on_a_device)
-    monkeypatch.setattr(calls, "placed", moving)
+    monkeypatch.setattr(calls, "align16", moving)
     rig = Rig(decoder(v_head_dim=8))
     rig.step(EXTEND, {rig.add()[0]: 3})
     rig.backend.prepare()

@@ -1,7 +1,7 @@
-"""docs/add-a-backend.md, followed to the letter: from an empty folder to a wheel that conforms.
+"""docs/add-a-backend.md and docs/publish.md, followed to the letter: from an empty folder to a wheel that conforms.
 
-The blocks of the page are taken in order. `console fresh` is run, `console fresh fails` must end with code 1, `diff` is
-applied, `python no-run` is run after the page's first one; a block that starts with `# path` shows a part of that file.
+The blocks of the pages are taken in order. `console fresh` is run, `console fresh fails` must end with code 1, `diff`
+is applied, `python no-run` is run after the first one; a block that starts with `# path` shows a part of that file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import yaml
 
 from .conftest import ROOT, Fresh
 
-PAGE = ROOT / "docs" / "add-a-backend.md"
-BLOCKS = re.findall(r"^```([^\n`]+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+PAGES = [ROOT / "docs" / name for name in ("add-a-backend.md", "publish.md")]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+BLOCKS = re.findall(r"^```([^\n`]+)\n(.*?)^```$", TEXT, re.M | re.S)
 PACKAGE = "polyattn-acme"
 
 
@@ -42,6 +43,8 @@ class Reader:
             assert text[shown.end() :] in file.read_text(encoding="utf-8"), f"{shown[1]} is not what the page shows"
         elif kind == "python no-run":
             self._python(text)
+        elif kind == "python":
+            pass  # tests/docs runs it: it needs none of the package
         elif kind == "text":
             self._compare(text)
         else:
@@ -85,7 +88,7 @@ class Reader:
         assert shown == {name for name in there if "__pycache__" not in name}
 
 
-def test_the_page_leads_from_nothing_to_a_published_package(fresh: Callable[..., Fresh], core_wheel: Path) -> None:
+def test_the_pages_lead_from_nothing_to_a_published_package(fresh: Callable[..., Fresh], core_wheel: Path) -> None:
     reader = Reader(fresh())
     for kind, text in BLOCKS:
         reader.follow(kind, text)

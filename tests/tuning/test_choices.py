@@ -35,9 +35,9 @@ from polyattn.tuning import (
     request_key,
     request_of,
 )
-from polyattn.tuning.alike import apart, numbers_of
 from polyattn.tuning.choices import NOTHING, backend_row, measured, shipped_advice, with_lengths
 from polyattn.tuning.rows import canonical
+from polyattn.tuning.similarity import distance, numbers_of
 from polyattn.tuning.times import age
 
 HERE = Place("chip", "sm90", (("torch", "2.11"),))
@@ -619,11 +619,11 @@ def test_measurements_with_nobody_left_leave_it_to_others():
 @pytest.mark.parametrize("times", [*range(1, 300, 7), 5, 10, 66])
 def test_twice_is_near_whatever_the_numbers(times):
     of = {n: numbers_of({"heads": n * times, "kv_heads": times})[1] for n in (1, 2)}
-    assert apart(of[1], of[2]) == pytest.approx(1.0)
-    assert apart(numbers_of({"heads": 2 * times})[1], numbers_of({"heads": times})[1]) is not None
+    assert distance(of[1], of[2]) == pytest.approx(1.0)
+    assert distance(numbers_of({"heads": 2 * times})[1], numbers_of({"heads": times})[1]) is not None
     pages = {size: numbers_of({"page_size": size})[1] for size in (times, 4 * times, 4 * times + 1)}
-    assert apart(pages[times], pages[4 * times]) is not None
-    assert apart(pages[times], pages[4 * times + 1]) is None
+    assert distance(pages[times], pages[4 * times]) is not None
+    assert distance(pages[times], pages[4 * times + 1]) is None
 
 
 def test_who_is_quarantined_has_no_say_in_the_order():

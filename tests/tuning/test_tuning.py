@@ -430,11 +430,11 @@ def test_rows_are_counted_once_where_the_commit_fails(own_store, monkeypatch):
 def test_who_insists_gets_an_error_instead(tmp_path):
     (tmp_path / "file").write_text("")
     store = TuningStore(tmp_path / "file" / "tuning.sqlite3")
-    for change in (store.insist, lambda: store.record(row())):
+    for change in (store.require_persistence, lambda: store.record(row())):
         with pytest.raises(ConfigError, match=r"cannot be written to .*; POLYATTN_TUNING_STORE names another file"):
             change()
     assert store.rows() == []
-    TuningStore().insist()
+    TuningStore().require_persistence()
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser may write anywhere")

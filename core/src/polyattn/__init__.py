@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "attention": "dispatch.dense",
     "bind": "dispatch.dense",
+    "bind_part": "dispatch.part",
     "varlen_attention": "dispatch.varlen",
     "block_sparse_attention": "dispatch.block_sparse",
     "linear_attention": "dispatch.linear",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from .contract import KVPart as KVPart
     from .dispatch.block_sparse import block_sparse_attention as block_sparse_attention
     from .dispatch.linear import linear_attention as linear_attention
+    from .dispatch.part import bind_part as bind_part
     from .dispatch.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
     from .dispatch.typed_calls import attention as attention
     from .dispatch.typed_calls import bind as bind

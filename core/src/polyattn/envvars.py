@@ -36,7 +36,10 @@ def text(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     """The raw value, or None when unset. `name` must be in `ENVVARS`."""
     if name not in ENVVARS:
         raise ConfigError(f"{name} is not an environment variable of polyattn.{did_you_mean(name, ENVVARS)}")
-    return (os.environ if environ is None else environ).get(name)
+    try:
+        return (os.environ if environ is None else environ)[name]  # os.environ.get is a call more
+    except KeyError:
+        return None
 
 
 def flag(name: str, environ: Mapping[str, str] | None = None) -> bool:

@@ -77,6 +77,6 @@ class LocalAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """The bound arguments that are not the default."""
-        static, default = self._train.static, Static()
-        changed = {k: v for k, v in vars(static).items() if v != getattr(default, k)}
+        default = Static()._asdict()
+        changed = {k: v for k, v in self._train.static._asdict().items() if v != default[k]}
         return ", ".join(f"{k}={v!r}" for k, v in changed.items())

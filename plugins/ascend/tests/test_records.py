@@ -5,17 +5,7 @@ from __future__ import annotations
 from polyattn.testing import Asked, AttentionRecords
 from polyattn_ascend.plugin import BACKENDS
 
-PAGED = {"family": "paged", "heads": 32, "kv_heads": 8, "page_size": 64, "phase": "decode", "s_relation": "one"}
-MLA = {
-    "family": "mla",
-    "heads": 128,
-    "head_dim": 576,
-    "v_head_dim": 512,
-    "scale": 192**-0.5,
-    "page_size": 64,
-    "phase": "decode",
-    "s_relation": "one",
-}
+PAGED, MLA = AttentionRecords.paged_decode, AttentionRecords.latent_decode
 
 
 class TestRecords(AttentionRecords):

@@ -207,11 +207,11 @@ def test_fewer_are_kept_than_there_may_be_lengths(
     monkeypatch.setattr(flash_attention, "_kept", {})
     monkeypatch.setattr(flash_attention, "_MOST_KEPT", 64)
     for length in range(1, 70):
-        made = flash_attention.starts(AttentionRequest(), 2, length, torch.device("cpu"))
+        made = flash_attention.uniform_cu_seqlens(AttentionRequest(), 2, length, torch.device("cpu"))
         assert made.tolist() == [0, length, 2 * length]
     kept = dict(flash_attention._kept)
     assert len(kept) == 64
-    again = flash_attention.starts(AttentionRequest(), 2, 1, torch.device("cpu"))
+    again = flash_attention.uniform_cu_seqlens(AttentionRequest(), 2, 1, torch.device("cpu"))
     assert any(again is one for one in kept.values()), "what another stream may still read is not given back"
 
 

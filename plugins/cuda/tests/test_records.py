@@ -17,17 +17,7 @@ from polyattn.testing import FAMILIES, Asked, AttentionRecords, generate
 from polyattn.tuning import request_of, with_lengths
 from polyattn_cuda.plugin import BACKENDS
 
-PAGED = {"family": "paged", "heads": 32, "kv_heads": 8, "page_size": 64, "phase": "decode", "s_relation": "one"}
-MLA = {
-    "family": "mla",
-    "heads": 128,
-    "head_dim": 576,
-    "v_head_dim": 512,
-    "scale": 192**-0.5,
-    "page_size": 64,
-    "phase": "decode",
-    "s_relation": "one",
-}
+PAGED, MLA = AttentionRecords.paged_decode, AttentionRecords.latent_decode
 
 
 class TestRecords(AttentionRecords):

@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from polyattn.contract import Provider
-from polyattn.registry.distributions import availability, distribution_version
 from polyattn.testing import Asked, AttentionRecords
-from polyattn_musa.records import MATE
 
-PAGED = {"family": "paged", "heads": 32, "kv_heads": 8, "page_size": 64, "phase": "decode", "s_relation": "one"}
-MLA = {
-    "family": "mla",
-    "heads": 128,
-    "head_dim": 576,
-    "v_head_dim": 512,
-    "scale": 192**-0.5,
-    "page_size": 64,
-    "phase": "decode",
-    "s_relation": "one",
-}
+PAGED, MLA = AttentionRecords.paged_decode, AttentionRecords.latent_decode
 
 
 class TestRecords(AttentionRecords):
@@ -81,19 +64,3 @@ class TestRecords(AttentionRecords):
         Asked("paged", "musa:mp31", "fa3", PAGED),
         Asked("latent", "musa:mp31", "fa3", MLA),
     )
-
-
-def test_the_impostor_on_the_registry_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mate").mkdir()
-    (tmp_path / "mate" / "__init__.py").touch()
-    (tmp_path / "mate-9.0.dist-info").mkdir()
-    (tmp_path / "mate-9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mate\nVersion: 9.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    distribution_version.cache_clear()
-    try:
-        found = availability(Provider("probe", (), requires=(MATE,)))
-    finally:
-        distribution_version.cache_clear()
-    assert not found.ok
-    assert "matchers for unittest" in found.reason
-    assert "build" in found.hint

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from polyattn import adapters
-from polyattn.adapters.free_slots import without_free_slots
+from polyattn.adapters import without_free_slots
 from polyattn.errors import BackendUnavailableError
 from polyattn.semantics.paged_kv import Tokens
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 from polyattn.testing.families.cached import in_tables
 from polyattn_rocm.aiter import latent as latents
-from polyattn_rocm.aiter import mha
+from polyattn_rocm.aiter import mha, sage, unified
 from polyattn_rocm.aiter.mha import _Kernels
 from polyattn_rocm.aiter.tokens import SPARE, token_lists
 
@@ -366,7 +365,7 @@ def test_a_planted_argument_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(build)
-    right = adapters.load
+    right = mha.load
 
     def load(*args: Any) -> Any:
         function = right(*args)
@@ -375,5 +374,6 @@ def test_a_planted_argument_is_found(
     made = tried.cases(3, families=(family,), dtypes=("bfloat16",))
     cases = [case for case in made if words in case.id][:3]
     assert cases
-    monkeypatch.setattr(adapters, "load", load)
+    for module in (latents, mha, sage, unified):
+        monkeypatch.setattr(module, "load", load)
     assert tried.caught(cases)

@@ -259,15 +259,17 @@ def _batch(**changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return change
 
 
-class _Loading:
-    """`adapters` whose functions are called with other keywords."""
+def _given(**more: Any) -> Callable[[Any], Any]:
+    """Functions of a library that `load` finds, called with other keywords."""
 
-    def __init__(self, real: Any, **more: Any) -> None:
-        self._real, self._more = real, more
+    def change(real: Any) -> Any:
+        def load(*args: Any) -> Any:
+            function = real(*args)
+            return lambda **given: function(**{**given, **more})
 
-    def load(self, *args: Any) -> Any:
-        function = self._real.load(*args)
-        return lambda **given: function(**{**given, **self._more})
+        return load
+
+    return change
 
 
 def _zeros(real: Any) -> Any:
@@ -288,7 +290,7 @@ PLANTED: list[tuple[str, str, str, Callable[[Any], Any]]] = [
     ("0.4", CPU, "_Batch", _batch(logit_cap=lambda batch: 0.0)),
     ("0.4", CPU, "_rows", lambda real: lambda request, caches: tuple(t.roll(1, 0) for t in real(request, caches))),
     ("0.3", CPU, "_extend", lambda real: lambda operator, batch, result: None),
-    ("ipex", IPEX_MODULE, "adapters", lambda real: _Loading(real, is_causal=False)),
+    ("ipex", IPEX_MODULE, "load", _given(is_causal=False)),
 ]
 
 

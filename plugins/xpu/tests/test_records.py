@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polyattn.testing import Asked, AttentionRecords
 
-PAGED = {"family": "paged", "heads": 8, "kv_heads": 2, "page_size": 64, "phase": "decode", "s_relation": "one"}
+PAGED = {**AttentionRecords.paged_decode, "heads": 8, "kv_heads": 2}
 
 
 class TestRecords(AttentionRecords):

@@ -28,7 +28,6 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn import adapters
 from polyattn.registry.distributions import distribution_version
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated
@@ -82,7 +81,7 @@ def ipex() -> Iterator[None]:
             package.__path__ = [str(root.joinpath(*part.split(".")))]
             patch.setitem(sys.modules, package.__name__, package)
         found = importlib.import_module(f"{IPEX}.transformers.models.cpu.fusions.mha_fusion")
-        patch.setattr(adapters, "load", lambda *_: found._IPEXVarlenScaledDotProductCPU.apply_function)
+        patch.setattr("polyattn_xpu.ipex.load", lambda *_: found._IPEXVarlenScaledDotProductCPU.apply_function)
         yield
 
 

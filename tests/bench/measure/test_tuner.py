@@ -615,8 +615,9 @@ def test_which_errors_are_of_memory(error, memory):
 
 ONE = """
 import sys, torch
-from polyattn.bench.measure import Workload, tuner
+from polyattn.bench.measure import Workload
 from polyattn.bench.measure import Clock
+from polyattn.bench.tuner import offline as tuner
 from polyattn.contract import AttentionRequest
 tuner.Clock = lambda device: Clock(device, 0.001)
 request = AttentionRequest(dtype="float32", head_dim=int(sys.argv[1]), heads=2, kv_heads=2)
@@ -1252,7 +1253,7 @@ def test_whom_a_call_had_no_time_for_is_measured_by_who_has(on, monkeypatch):
 def test_a_process_that_was_forked_while_another_thread_measures_measures_too():
     code = """
 import os
-from polyattn.bench.measure import online
+from polyattn.bench.tuner import online
 online.BUDGET.lock.acquire()
 child = os.fork()
 if not child:
@@ -1294,7 +1295,7 @@ def call():
 if best: put(best)
 if os.environ.get("BEFORE"): call()
 if tuning.mode() == "online":
-    from polyattn.bench.measure import online
+    from polyattn.bench.tuner import online
     call()  # small: it is chosen for before there are ranks
     online._OPERATIONS = 1
     online.BUDGET.isolation = "never"

@@ -40,14 +40,14 @@ def unused():
     return [tiles for tiles in (1, 2)]
 '''
 HELPERS = '''
-from polyattn.adapters.samples import parts_of
+from polyattn.adapters.samples import launch_slices
 
 FACTOR = 2
 
 
 def scaled(x):
     """Scale."""
-    return twice(x) if x else parts_of(1, 2)
+    return twice(x) if x else launch_slices(1, 2)
 
 
 def twice(x):
@@ -140,7 +140,7 @@ OTHER = {
     "constant of a helper": changed("helpers.py", ("FACTOR = 2", "FACTOR = 3")),
     "through a module and a local import": changed("deep.py", ("return n", "return n + 1")),
     "another helper": changed("helpers.py", ("return twice(x)", "return stranger()")),
-    "core's helper": changed("helpers.py", ("parts_of(1, 2)", "len((1, 2))")),
+    "core's helper": changed("helpers.py", ("launch_slices(1, 2)", "len((1, 2))")),
     "at import": changed("helpers.py", ("FACTOR = 2", "FACTOR = 2\nprint(FACTOR)")),
     "decorator": changed("helpers.py", ("def twice", "@staticmethod\ndef twice")),
     "default": changed("helpers.py", ("def twice(x)", "def twice(x=1)")),
@@ -194,7 +194,7 @@ def test_core_s_own_helpers_count(digest: Digest, monkeypatch: pytest.MonkeyPatc
     edited = tmp_path / "samples.py"
     path = real("polyattn.adapters.samples")
     assert path is not None
-    edited.write_text(path.read_text().replace("def parts_of(", "def parts_of(_more=0, *"))
+    edited.write_text(path.read_text().replace("def launch_slices(", "def launch_slices(_more=0, *"))
     monkeypatch.setattr(module, "file_of", lambda name: edited if name == "polyattn.adapters.samples" else real(name))
     assert digest(FILES) != before
 

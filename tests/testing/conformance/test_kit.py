@@ -546,12 +546,15 @@ def names(backend: str) -> set[str]:
 
 
 def test_sources_are_what_computes() -> None:
-    assert {"torch_sdpa.py", "sdpa_masks.py", "../reference.py"} <= names("torch_sdpa")
-    assert {"torch_native.py", "torch_sdpa.py", "sdpa_masks.py", "../autograd.py"} <= names("torch_native")
-    assert "flex_attention.py" in names("flex_attention")
-    assert {"reference_backend.py", "../reference.py"} <= names("reference")
+    shared = {"torch_sdpa.py", "../semantics/masks.py", "../semantics/reference/visibility.py"}
+    assert shared <= names("torch_sdpa")
+    assert shared | {"torch_native.py", "../semantics/autograd.py"} <= names("torch_native")
+    assert {"flex_attention.py", "../semantics/validation/tensors.py"} <= names("flex_attention")
+    assert {f"../semantics/reference/{name}.py" for name in ("dense", "varlen", "paged", "mla", "linear")} | {
+        "reference_backend.py"
+    } <= names("reference")
     for backend in ("torch_sdpa", "torch_native", "flex_attention", "reference"):
-        assert not {"../contract.py", "../errors.py", "../records/__init__.py", "plugin.py"} & names(backend)
+        assert not {"../contract/__init__.py", "../contract/request.py", "../errors.py", "plugin.py"} & names(backend)
 
 
 def test_sources_of_a_stranger_s_package(acme: Acme) -> None:

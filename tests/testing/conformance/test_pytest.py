@@ -12,6 +12,7 @@ import pytest
 
 from polyattn.contract import BackendInfo, Provider, Requirement
 from polyattn.errors import BackendUnavailableError, ConfigError
+from polyattn.registry.distributions import Availability
 from polyattn.testing import Asked, AttentionRecords, suite
 
 from .conftest import ADAPTER, PLUGIN
@@ -99,7 +100,7 @@ def test_the_records_of_a_plugin(project: Path) -> None:
     plugin = project / "acme_kernels" / "plugin.py"
     plugin.write_text(plugin.read_text().replace("summary=", 'upstream="https://acme.example", summary=', 1))
     code, said = run(project)
-    assert (code, counts(said)) == (0, {"passed": 5}), said
+    assert (code, counts(said)) == (0, {"passed": 6}), said
 
 
 def test_the_libraries_of_one_platform_are_not_those_of_another() -> None:
@@ -116,6 +117,18 @@ def test_the_libraries_of_one_platform_are_not_those_of_another() -> None:
     assert Records._libraries(Asked("", "rocm", "fa", {})) == {"lib-rocm"}
 
 
+def test_a_package_that_only_has_the_name_must_be_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need = Requirement("acme-lib", module="acme_lib.attention", hint="build it", impostor="acme-lib, a game")
+
+    class Records(AttentionRecords):
+        _backends = staticmethod(lambda: [BackendInfo("fa", "cpu", (Provider("own", (), "m:C", (need,)),), "")])
+
+    Records().test_a_package_that_only_has_the_name_is_recognised(tmp_path / "a", monkeypatch)
+    monkeypatch.setattr("polyattn.testing.declaring.availability", lambda provider: Availability(True, "9.0"))
+    with pytest.raises(AssertionError, match=r"acme-lib 9\.0 was taken for the vendor's"):
+        Records().test_a_package_that_only_has_the_name_is_recognised(tmp_path / "b", monkeypatch)
+
+
 def test_records_that_say_something_else_fail_with_what_they_say(project: Path) -> None:
     wrong = RECORDS.replace('names = ("acme",)', 'names = ("other",)').replace("lowerings=()", 'lowerings=("fold",)')
     wrong = wrong.replace('"softcap": 9.0}, "softcap=9.0 is not declared"', '"softcap": 9.0}')
@@ -124,7 +137,7 @@ def test_records_that_say_something_else_fail_with_what_they_say(project: Path) 
     (project / "test_acme.py").write_text(wrong.replace("\n    )\n", f"\n{more}\n    )\n"))
     code, said = run(project, *PLUGIN_OPTION)
     assert code == 1
-    assert counts(said) == {"failed": 6, "passed": 1}, said
+    assert counts(said) == {"failed": 6, "passed": 2}, said
     for words in ("{'acme'} == {'other'}", "upstream", "softcap=9.0 is not declared", "served, as it is"):
         assert words in said
 

@@ -6,7 +6,8 @@
 - `scale_sign`, `alignment`, `strides`, `samples`: arguments that a kernel does not take as they are.
 - `device`, `tuned`, `cudnn_faults`: graph capture, measured choices, known faults.
 
-Names are imported when they are first used: importing this package imports no torch.
+Names are imported when they are first used: importing this package imports no torch. What is here is promised, as
+`polyattn.contract` is: it grows, and nothing in it changes its arguments. The modules behind it may.
 """
 
 from __future__ import annotations
@@ -15,66 +16,48 @@ from typing import TYPE_CHECKING
 
 from ..lazy import lazy as _lazy
 
-_WHERE = {
-    "EPOCH": "tuned",
-    "Kernels": "flash_attention",
-    "Operator": "loading",
-    "Packed": "flash_attention",
-    "Padded": "gather_kv",
-    "Result": "flash_attention",
-    "aligned": "alignment",
-    "blank": "padding_rows",
-    "bump": "tuned",
-    "capturing": "device",
-    "cut_pages": "pages",
-    "deliver": "gather_kv",
-    "kernel_config": "tuned",
-    "keywords": "loading",
-    "load": "loading",
-    "low_lse": "cudnn_faults",
-    "low_lse_at": "cudnn_faults",
-    "nothing": "gather_kv",
-    "parts_of": "samples",
-    "placed": "alignment",
-    "placing": "alignment",
-    "sides": "gather_kv",
-    "signed": "scale_sign",
-    "store": "gather_kv",
-    "with_keys": "padding_rows",
-    "with_new": "new_rows",
-    "without_free_slots": "free_slots",
+_NAMES = {
+    "alignment": "align16 aligned with_aligned_inputs",
+    "cudnn_faults": "has_low_lse_fault low_lse_defect",
+    "device": "capturing",
+    "flash_attention": "FlashAttentionKernels OutAndLSE Packed bind_dropout bind_flash_attention constant_int32 "
+    "dense_by_packed uniform_cu_seqlens",
+    "free_slots": "without_free_slots",
+    "gather_kv": "Padded empty_result finish_output split_kv write_new_kv",
+    "loading": "Operator keywords load",
+    "new_rows": "append_new_kv",
+    "padding_rows": "give_padding_a_key padding_query_mask",
+    "pages": "cut_pages",
+    "samples": "launch_slices slice_samples",
+    "scale_sign": "with_positive_scale",
+    "strides": "normalise_unit_strides",
+    "tuned": "EPOCH bump kernel_config",
 }
+_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_WHERE)
 
 if TYPE_CHECKING:
-    from .alignment import aligned as aligned
-    from .alignment import placed as placed
-    from .alignment import placing as placing
-    from .cudnn_faults import low_lse as low_lse
-    from .cudnn_faults import low_lse_at as low_lse_at
+    # isort: off
+    from .alignment import align16 as align16, aligned as aligned, with_aligned_inputs as with_aligned_inputs
+    from .cudnn_faults import has_low_lse_fault as has_low_lse_fault, low_lse_defect as low_lse_defect
     from .device import capturing as capturing
-    from .flash_attention import Kernels as Kernels
-    from .flash_attention import Packed as Packed
-    from .flash_attention import Result as Result
+    from .flash_attention import FlashAttentionKernels as FlashAttentionKernels, OutAndLSE as OutAndLSE
+    from .flash_attention import Packed as Packed, bind_dropout as bind_dropout
+    from .flash_attention import bind_flash_attention as bind_flash_attention, constant_int32 as constant_int32
+    from .flash_attention import dense_by_packed as dense_by_packed, uniform_cu_seqlens as uniform_cu_seqlens
     from .free_slots import without_free_slots as without_free_slots
-    from .gather_kv import Padded as Padded
-    from .gather_kv import deliver as deliver
-    from .gather_kv import nothing as nothing
-    from .gather_kv import sides as sides
-    from .gather_kv import store as store
-    from .loading import Operator as Operator
-    from .loading import keywords as keywords
-    from .loading import load as load
-    from .new_rows import with_new as with_new
-    from .padding_rows import blank as blank
-    from .padding_rows import with_keys as with_keys
+    from .gather_kv import Padded as Padded, empty_result as empty_result, finish_output as finish_output
+    from .gather_kv import split_kv as split_kv, write_new_kv as write_new_kv
+    from .loading import Operator as Operator, keywords as keywords, load as load
+    from .new_rows import append_new_kv as append_new_kv
+    from .padding_rows import give_padding_a_key as give_padding_a_key, padding_query_mask as padding_query_mask
     from .pages import cut_pages as cut_pages
-    from .samples import parts_of as parts_of
-    from .scale_sign import signed as signed
-    from .tuned import EPOCH as EPOCH
-    from .tuned import bump as bump
-    from .tuned import kernel_config as kernel_config
+    from .samples import launch_slices as launch_slices, slice_samples as slice_samples
+    from .scale_sign import with_positive_scale as with_positive_scale
+    from .strides import normalise_unit_strides as normalise_unit_strides
+    from .tuned import EPOCH as EPOCH, bump as bump, kernel_config as kernel_config
+    # isort: on
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one that is here

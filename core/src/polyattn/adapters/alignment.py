@@ -10,11 +10,15 @@ from torch import Tensor
 
 from ..contract import Bound
 
-__all__ = ["aligned", "placed", "placing"]
+__all__ = ["align16", "aligned", "with_aligned_inputs"]
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether a kernel may load 16 bytes at a time: at the start, and in a strided tensor of each row too."""
+    """Say whether a kernel may load 16 bytes at a time, at the start and at each row of a strided tensor.
+
+    Args:
+        tensors: of any shapes and dtypes. One without an address (fake, or inside a transform) counts as aligned.
+    """
     try:
         # Asked at every call on a GPU: a third faster than the same with any().
         for tensor in tensors:
@@ -36,17 +40,31 @@ def _rows_aligned(tensor: Tensor) -> bool:
     return not any(size > 1 and stride * tensor.itemsize & 15 for size, stride in rows)
 
 
-def placed(tensor: Tensor) -> Tensor:
-    """`tensor`, copied unless it is `aligned` (pytorch#183484, pytorch#170813)."""
+def align16(tensor: Tensor) -> Tensor:
+    """Copy a tensor unless it is `aligned` (pytorch#183484, pytorch#170813).
+
+    Args:
+        tensor: of any shape and dtype.
+
+    Returns:
+        The tensor itself, or a contiguous copy of the same shape and dtype.
+    """
     return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def placing(bound: Bound) -> Bound:
-    """`bound` with its tensors placed first. Not traceable: a traced tensor has no address."""
+def with_aligned_inputs(bound: Bound) -> Bound:
+    """Make a `Bound` that copies inputs which are not `aligned` before it calls `bound`.
+
+    Args:
+        bound: its forward and backward are given the positional tensors of the family's protocol, by `align16`.
+
+    Returns:
+        A `Bound` that is not traceable, because a traced tensor has no address.
+    """
 
     def with_placed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Tensor, **kw: Any) -> Any:
-            return function(*map(placed, tensors), **kw)
+            return function(*map(align16, tensors), **kw)
 
         return call
 

@@ -11,5 +11,9 @@ recording = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_cu
 
 
 def capturing(kind: str) -> bool:
-    """Whether work on a device of this type is recorded into a graph now."""
+    """Say whether work on a device is recorded into a CUDA or HIP graph now.
+
+    Args:
+        kind: the device's type, as `tensor.device.type` has it. ROCm's is "cuda"; others record no graphs here.
+    """
     return kind == "cuda" and recording()

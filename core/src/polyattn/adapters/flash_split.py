@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..errors import GraphError
 
-__all__ = ["MOST", "Packed", "Result", "by_samples", "differentiable", "gradient", "packed_in_pieces"]
+__all__ = ["MOST", "OutAndLSE", "Packed", "by_samples", "differentiable", "gradient", "packed_in_pieces"]
 
-Result = tuple[Tensor, Tensor | None]
+OutAndLSE = tuple[Tensor, Tensor | None]
+"""What a kernel returns: its output, and its LSE or None."""
 
 MOST = 65_535
 """Samples, or sequences, of one call."""
@@ -29,7 +30,12 @@ _ROWS = 128
 
 
 class Packed(NamedTuple):
-    """Where the sequences of a packed batch are."""
+    """Says where the sequences of a packed batch are.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32 [N+1], first 0, last T_q or T_k. max_seqlen_q, max_seqlen_k: host ints, at
+            least the longest.
+    """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -122,7 +128,7 @@ def _piece(where: Packed, starts_q: list[int], starts_k: list[int], first: int, 
 
 
 def packed_in_pieces(
-    function: Callable[..., Result],
+    function: Callable[..., OutAndLSE],
     empty: float,
     query: Tensor,
     key: Tensor,
@@ -132,8 +138,9 @@ def packed_in_pieces(
     lse: bool,
     out: Tensor | None = None,
     **extra: Any,
-) -> Result:
-    """`Kernels.packed`, of more sequences than one call may have. empty: the LSE of a query without keys."""
+) -> OutAndLSE:
+    """Call `FlashAttentionKernels.packed` for more sequences than one call may have. empty: the LSE of a query without
+    keys."""
     outs, lses = [], []
     for piece in sequences(query, where, trained=False):
         q, k, v = piece.of((query, key, value))
@@ -175,7 +182,7 @@ def differentiable(function: Callable[..., Tensor], where: Packed | None, *tenso
 def gradient(
     function: Callable[..., tuple[Tensor, Tensor, Tensor]], where: Packed | None, *tensors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`Kernels.gradient` in as many calls as it takes. tensors: as there."""
+    """`FlashAttentionKernels.gradient` in as many calls as it takes. tensors: as there."""
     dout, query, key, value, out, lse = tensors
     if where is None:
         most = most_samples(query)

@@ -17,7 +17,16 @@ __all__ = ["without_free_slots"]
 def without_free_slots(
     request: AttentionRequest, caches: tuple[Tensor, ...], tables: PagedTables
 ) -> tuple[tuple[Tensor, ...], PagedTables]:
-    """(copies of the pages in the table, zeros in slots that are no token's; the tables of the copies)."""
+    """Copy the pages of a call, with zeros in the slots that hold no token.
+
+    Args:
+        request: its `page_size` and `kv_layout` say how a page lies.
+        caches: [pages, page_size, H_kv, D], or [pages, H_kv, page_size, D] for HND, of any dtype. They are only read.
+        tables: of the call.
+
+    Returns:
+        (copies of the pages in the table, in its order; tables whose page table numbers the copies).
+    """
     size = request.page_size
     pages = owned(tables, size)
     slot = torch.arange(pages.shape[1] * size, device=pages.device)

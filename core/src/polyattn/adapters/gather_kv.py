@@ -20,38 +20,70 @@ from ..semantics.merge_lse import merge
 from ..semantics.paged_kv import Pool, Slots, Tokens, from_column
 from ..semantics.reference import visible
 
-__all__ = ["Padded", "deliver", "nothing", "sides", "store"]
+__all__ = ["Padded", "empty_result", "finish_output", "split_kv", "write_new_kv"]
 
 _LARGE = 2**31
 
 
-def sides(request: AttentionRequest, caches: Sequence[Tensor], slots: Slots, dtype: torch.dtype) -> list[Tensor]:
-    """Keys [..., H_kv, D] and values [..., H_kv, D_v] of tokens [...]; of a latent row the value is a view."""
+def split_kv(request: AttentionRequest, caches: Sequence[Tensor], slots: Slots, dtype: torch.dtype) -> list[Tensor]:
+    """Read keys and values of tokens from their slots.
+
+    Args:
+        request: paged or mla; it says how rows are stored (`kv_dtype`, `kv_layout`, `page_size`).
+        caches: key and value pool of a paged call, or the one pool of latent rows.
+        slots: page and place of tokens [...], see `polyattn.semantics.paged_kv.Tokens.slots`. dtype: of the result.
+
+    Returns:
+        Keys [..., H_kv, D] and values [..., H_kv, D_v]; the value of a latent row is a view of its key.
+    """
     rows = [Pool(request, cache).rows(slots, dtype) for cache in caches]
     return rows if request.family == "paged" else [rows[0], rows[0][..., : request.dims[1]]]
 
 
-def store(request: AttentionRequest, caches: Sequence[Tensor], slots: Slots, new: Sequence[Tensor | None]) -> None:
-    """Write the rows of the query tokens into the caches, where there are any and the request says so."""
+def write_new_kv(
+    request: AttentionRequest, caches: Sequence[Tensor], slots: Slots, new: Sequence[Tensor | None]
+) -> None:
+    """Write the new rows of the query tokens into the caches, if the request has `save_kv_cache` and rows are given.
+
+    Args:
+        caches: key and value pool, or the pool of latent rows; written to. slots: of the query tokens [T_q].
+        new: a row tensor [T_q, H_kv, D | D_v] for each cache, or None.
+    """
     for cache, rows in zip(caches, new, strict=False):
         if request.save_kv_cache and rows is not None:
             Pool(request, cache).write(slots, rows)
 
 
-def deliver(
+def finish_output(
     request: AttentionRequest, packed: Tensor, lse: Tensor | None, sinks: Tensor | None, out: Tensor | None
 ) -> Any:
-    """What the call returns, from an output [T_q, H_q, D_v] and its LSE [T_q, H_q], both before sinks (S5)."""
+    """Turn the result of a kernel into what a paged or latent call returns: sinks merged, `out` filled, LSE if asked.
+
+    Args:
+        packed: the output [T_q, H_q, D_v] without sinks, of the query's dtype.
+        lse: its natural-log LSE [T_q, H_q] float32 without sinks (S5), None = the kernel made none; needed with sinks.
+        sinks: float32 [H_q], None = none, or the kernel has counted them. out: [T_q, H_q, D_v] to fill, or None.
+
+    Returns:
+        The output, or (output, LSE) if the request wants the LSE.
+    """
     if sinks is not None and lse is not None:
         packed, lse = merge([packed], [lse], sinks=sinks, layout="THD")
     packed = packed if out is None else out.copy_(packed)
     return (packed, lse) if request.lse else packed
 
 
-def nothing(request: AttentionRequest, query: Tensor, out: Tensor | None) -> Any:
-    """What a call without queries, or without any key, returns (S7)."""
+def empty_result(request: AttentionRequest, query: Tensor, out: Tensor | None) -> Any:
+    """Make what a paged or latent call returns if it has no queries, or no keys at all (S7): out = 0, lse = -inf.
+
+    Args:
+        query: [T_q, H_q, D]. out: [T_q, H_q, D_v] to fill, or None.
+
+    Returns:
+        The output, or (output, LSE [T_q, H_q] float32) if the request wants the LSE.
+    """
     packed = query.new_zeros(*query.shape[:2], request.dims[1])
-    return deliver(request, packed, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32), None, out)
+    return finish_output(request, packed, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32), None, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +105,10 @@ class Padded:
 
     @classmethod
     def of(cls, request: AttentionRequest, query: Tensor, tables: PagedTables) -> Padded:
-        """Raises:
-        UnsupportedRequestError: the gathered keys would have 2**31 elements or more.
+        """Make it from the queries [T_q, H_q, D] and the tables of a call.
+
+        Raises:
+            UnsupportedRequestError: the gathered keys would have 2**31 elements or more.
         """
         seq_lens, max_seqlen_q, max_seqlen_k = tables.seq_lens, tables.max_seqlen_q, tables.max_seqlen_k
         left, columns = request.window[0], max_seqlen_k
@@ -113,13 +147,13 @@ class Padded:
         stored. Columns past the end of a sequence hold its last key: a number, whatever lies in free pages. Those of a
         sequence without keys hold anything."""
         size, page_table = self.request.page_size, self.tables.page_table
-        store(self.request, caches, self.tokens.slots(page_table, size), new)
+        write_new_kv(self.request, caches, self.tokens.slots(page_table, size), new)
         column = torch.arange(self.columns, device=self.first.device)
         position = (self.first[:, None] + column).minimum((self.seq_lens[:, None] - 1).clamp(min=0).long())
         sequence = torch.arange(self.first.shape[0], device=self.first.device)[:, None].expand_as(position)
         real = (self.seq_lens > 0)[:, None].expand_as(position)
         slots = Tokens(sequence, sequence, position, real).slots(page_table, size)
-        found = sides(self.request, caches, slots, dtype)
+        found = split_kv(self.request, caches, slots, dtype)
         if not self.request.save_kv_cache:
             # A padding query's row goes to a column of its own sequence, which nobody looks at.
             at = (self.tokens.sequence, self.tokens.position - self.first[self.tokens.sequence])
@@ -155,10 +189,10 @@ class Padded:
             attn_mask = from_column(attn_mask.expand(self.first.shape[0], -1, -1, -1), self.first, self.columns)
         return combined(attn_mask, seen.expand(-1, -1, self.rows, -1))
 
-    def deliver(self, result: Tensor, lse: Tensor | None, sinks: Tensor | None, out: Tensor | None) -> Any:
+    def finish_output(self, result: Tensor, lse: Tensor | None, sinks: Tensor | None, out: Tensor | None) -> Any:
         """What the call returns, from [N, H_q, rows, D_v] and an LSE [N, H_q, rows] before sinks."""
         packed = self._packed(result.transpose(1, 2), 0.0)
-        return deliver(
+        return finish_output(
             self.request, packed, None if lse is None else self._packed(lse.transpose(1, 2), -torch.inf), sinks, out
         )
 

@@ -27,7 +27,7 @@ __all__ = ["Operator", "keywords", "load"]
 
 
 def load(requirement: Requirement, target: str, needs: Mapping[str, str] | None = None) -> Callable[..., Any]:
-    """A function or class of a library.
+    """Import a function or class of a library, and check that it takes what the call needs.
 
     Args:
         requirement: the distribution it comes from. target: "module:attribute"; the attribute may be dotted, as in
@@ -130,7 +130,11 @@ def _checked(
 
 
 def keywords(function: Any) -> frozenset[str]:
-    """What a loaded function may be given by name. An operator of torch shows it in its schemas alone."""
+    """List what a loaded function may be given by name.
+
+    Args:
+        function: a Python function, or an operator or overload of `torch.ops`, which shows it in its schemas alone.
+    """
     one = getattr(function, "_opoverload", None)
     if one is not None:
         overloads = [one]

@@ -6,23 +6,31 @@ from torch import Tensor
 
 from ..contract import AttentionRequest, PagedTables
 from ..semantics.paged_kv import Pool, Tokens, owned, renumbered
-from .gather_kv import store
+from .gather_kv import write_new_kv
 
-__all__ = ["with_new"]
+__all__ = ["append_new_kv"]
 
 
-def with_new(
+def append_new_kv(
     request: AttentionRequest,
     query: Tensor,
     caches: tuple[Tensor, ...],
     tables: PagedTables,
     *new: Tensor | None,
 ) -> tuple[tuple[Tensor, ...], PagedTables]:
-    """(caches, their tables) that hold the rows of the query tokens too. Without `save_kv_cache` they are copies of the
-    pages in the table."""
+    """Put the new rows of the query tokens into pages, for a kernel that reads all keys from pages.
+
+    Args:
+        request: with `save_kv_cache` the caches are written to; without it copies of the call's pages are.
+        query: [T_q, H_q, D]. caches: key and value pool, or the pool of latent rows. tables: of the call.
+        new: for each cache its rows [T_q, H_kv, D | D_v], or None.
+
+    Returns:
+        (caches, their tables) that hold the new rows too.
+    """
     tokens, size = Tokens.of(query, tables), request.page_size
     if request.save_kv_cache:
-        store(request, caches, tokens.slots(tables.page_table, size), new)
+        write_new_kv(request, caches, tokens.slots(tables.page_table, size), new)
         return caches, tables
     pages = owned(tables, size)
     table = renumbered(pages)

@@ -14,8 +14,13 @@ __all__ = ["cut_pages"]
 
 
 def cut_pages(pools: Mapping[str, Tensor], P: int, p: int) -> tuple[dict[str, Tensor], int]:
-    """Pools [pages, P, ...] as [more pages, p, ...], in the same memory, and how many of the smaller pages lie between
-    two pages: page i of P tokens starts with page i * step.
+    """View pools of pages of P tokens as pools of pages of p tokens, in the same memory.
+
+    Args:
+        pools: name -> [pages, P, ...], of any dtype. P, p: tokens of a page; p divides P.
+
+    Returns:
+        (name -> [more pages, p, ...], step): page i of P tokens starts with the smaller page i * step.
 
     Raises:
         UnsupportedRequestError: they are not stored so that one step does for all of them.

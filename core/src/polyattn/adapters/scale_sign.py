@@ -10,12 +10,18 @@ from torch import Tensor
 
 from ..contract import AttentionRequest, Bound
 
-__all__ = ["signed"]
+__all__ = ["with_positive_scale"]
 
 
-def signed(request: AttentionRequest, bind: Callable[[AttentionRequest], Bound]) -> Bound:
-    """`bind` of a request whose scale is above 0: instead of the scale's the queries take the sign, which rounds
-    nothing. Torch's kernels scale after their causal mask or take the largest unscaled logit: NaN for scale <= 0."""
+def with_positive_scale(request: AttentionRequest, bind: Callable[[AttentionRequest], Bound]) -> Bound:
+    """Bind a request with a scale of 0 or below by a kernel that takes positive scales only (S2).
+
+    The queries take the sign instead, which rounds nothing. Kernels that scale after their causal mask, or that take
+    the largest logit before they scale, give NaN for scale <= 0.
+
+    Args:
+        request: of any scale. bind: binds a request whose scale is None or above 0.
+    """
     if request.scale is None or request.scale > 0:
         return bind(request)
     sign = -1.0 if request.scale < 0 else 0.0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..contract import Choices, Kernel, Key
 from ..epoch import EPOCH, bump
 from ..tuning import kernel_config
 
-__all__ = ["EPOCH", "Choices", "Kernel", "Key", "bump", "kernel_config"]
+__all__ = ["EPOCH", "bump", "kernel_config"]

@@ -5,7 +5,7 @@ No torch import: records read this.
 
 from __future__ import annotations
 
-from ..adapters.cudnn_faults import low_lse
+from ..adapters import low_lse_defect
 from ..contract import Defect, NotEmpty, conditions
 
 __all__ = ["CUDA", "MPS", "VARLEN"]
@@ -15,7 +15,7 @@ _HALF = ("float16", "bfloat16")
 
 CUDA = (
     # Of a packed batch each sequence is a dense call.
-    low_lse(("dense", "varlen"), "calls of these lengths that want gradients go to another of torch's kernels"),
+    low_lse_defect(("dense", "varlen"), "calls of these lengths that want gradients go to another of torch's kernels"),
     Defect(
         "torch",
         "some fused kernels load 16 bytes at a time from rows that do not begin at such a boundary, and give wrong "

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from ..adapters.alignment import placing
-from ..adapters.samples import part_of, parts_of
+from ..adapters import launch_slices, slice_samples, with_aligned_inputs
 from ..contract import AttentionRequest, Bound
 
 __all__ = ["FlexAttention", "dense", "fused", "position_rule", "run"]
@@ -29,7 +28,7 @@ class FlexAttention:
         kernel = fused(request)
         varlen = request.family == "varlen"
         bound = Bound(functools.partial(_varlen if varlen else dense, request, kernel), traceable=not varlen)
-        return placing(bound) if request.misaligned and request.platform != "cpu" else bound
+        return with_aligned_inputs(bound) if request.misaligned and request.platform != "cpu" else bound
 
 
 def fused(request: AttentionRequest) -> Callable[..., Any]:
@@ -99,7 +98,7 @@ def position_rule(request: AttentionRequest) -> Callable[[Tensor, Tensor], Tenso
 
 
 def _position_mod(request: AttentionRequest, s_q: int, s_k: int) -> MaskMod | None:
-    """That rule as a mask_mod; query i stands at key position i + offset."""
+    """Return the position rule as a mask_mod; query i stands at key position i + offset."""
     rule = position_rule(request)
     if rule is None:
         return None
@@ -208,13 +207,13 @@ def dense(
     out: Tensor | None = None,
 ) -> Any:
     """`DenseForward` of a request by its kernel."""
-    parts = parts_of(query.shape[0], request.heads) if request.platform != "cpu" else []
+    parts = launch_slices(query.shape[0], request.heads) if request.platform != "cpu" else []
     if len(parts) > 1:
         # Its grid has samples times heads along the second axis.
         found = [
             dense(
                 request, kernel, query[some], key[some], value[some],
-                attn_mask=part_of(attn_mask, some), sinks=sinks, out=None if out is None else out[some],
+                attn_mask=slice_samples(attn_mask, some), sinks=sinks, out=None if out is None else out[some],
             )
             for some in parts
         ]  # fmt: skip

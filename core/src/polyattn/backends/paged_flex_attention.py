@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ..adapters.alignment import placed
-from ..adapters.gather_kv import Padded, nothing
-from ..adapters.samples import parts_of
+from ..adapters import Padded, align16, empty_result, launch_slices
 from ..contract import AttentionRequest, Bound, PagedTables
 from .flex_attention import dense, fused, position_rule, run
 
@@ -45,12 +43,12 @@ def _forward(
     out: Tensor | None = None,
 ) -> Any:
     if not (query.shape[0] and tables.max_seqlen_k):
-        return nothing(request, query, out)
+        return empty_result(request, query, out)
     padded = Padded.of(request, query, tables)
-    q = padded.queries(query if request.platform == "cpu" else placed(query))
+    q = padded.queries(query if request.platform == "cpu" else align16(query))
     k, v = padded.gather(caches, (key, value), query.dtype)
     if attn_mask is None:
-        parts = parts_of(q.shape[0], request.heads) if request.platform != "cpu" else [slice(None)]
+        parts = launch_slices(q.shape[0], request.heads) if request.platform != "cpu" else [slice(None)]
         found = [
             run(request, kernel, q[some], k[some], v[some], _block_mask(padded, some), None, sinks) for some in parts
         ]
@@ -62,7 +60,7 @@ def _forward(
         whole = dense(_masked(request), kernel, q, k, v, attn_mask=padded.mask(attn_mask), sinks=sinks)
         result, lse = whole if isinstance(whole, tuple) else (whole, None)
     # Sinks are in the result already.
-    return padded.deliver(result, lse, None, out)
+    return padded.finish_output(result, lse, None, out)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,7 +69,7 @@ def _masked(request: AttentionRequest) -> AttentionRequest:
 
 
 def _block_mask(padded: Padded, some: slice) -> BlockMask:
-    """What the queries of some sequences see."""
+    """Return what the queries of some sequences see."""
     filled, offset, rule = padded.filled[some], padded.offset[some], position_rule(padded.request)
 
     def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..adapters.gather_kv import deliver, sides, store
+from ..adapters import finish_output, split_kv, write_new_kv
 from ..contract import AttentionRequest, Bound, PagedTables, Slot
 from ..semantics.masks import combined
 from ..semantics.paged_kv import Slots, Tokens
@@ -89,7 +89,7 @@ class _NativeSession:
                 query, *caches, tables=tables, key=key, value=value, attn_mask=attn_mask, sinks=sinks, out=out
             )
         if self._new is not None and key is not None:
-            store(self._request, caches, self._new, (key, value))
+            write_new_kv(self._request, caches, self._new, (key, value))
             key = value = None
         return _attend(self._request, self._attend, query, caches, self._sequences, (key, value), attn_mask, sinks, out)
 
@@ -109,7 +109,9 @@ def _forward(
     out: Tensor | None = None,
 ) -> Any:
     if request.save_kv_cache and key is not None:
-        store(request, caches, Tokens.of(query, tables).slots(tables.page_table, request.page_size), (key, value))
+        write_new_kv(
+            request, caches, Tokens.of(query, tables).slots(tables.page_table, request.page_size), (key, value)
+        )
         key = value = None
     # One copy to the host, not one for each sequence; none where the caller has them there.
     starts, lengths = tables.listed("cu_seqlens_q"), tables.listed("seq_lens")
@@ -120,7 +122,7 @@ def _forward(
 def _sequences(
     request: AttentionRequest, starts: Sequence[int], lengths: Sequence[int], page_table: Tensor
 ) -> list[_Sequence]:
-    """All sequences of a call, in their order."""
+    """Return all sequences of a call, in their order."""
     left, size, found = request.window[0], request.page_size, []
     for n, keys in enumerate(lengths):
         span = slice(starts[n], starts[n + 1])
@@ -161,7 +163,7 @@ def _attend(
         if lse is not None:
             lses.append(lse[0].transpose(0, 1))
     wanted = request.lse or sinks is not None
-    return deliver(request, torch.cat(outs), torch.cat(lses) if wanted else None, sinks, out)
+    return finish_output(request, torch.cat(outs), torch.cat(lses) if wanted else None, sinks, out)
 
 
 def _sequence(
@@ -175,7 +177,7 @@ def _sequence(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one sequence: query [S_q, H_q, D], mask [1, 1|H_q, ...]."""
     s_q, s_k, first = query.shape[0], sequence.keys, sequence.first
-    found = sides(request, caches, sequence.slots, query.dtype)
+    found = split_kv(request, caches, sequence.slots, query.dtype)
     if new[0] is not None:
         found = [
             torch.cat([rows[: len(rows) - s_q], fresh.to(rows.dtype)])

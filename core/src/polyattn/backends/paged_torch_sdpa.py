@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..adapters.gather_kv import Padded, nothing
+from ..adapters import Padded, empty_result
 from ..contract import AttentionRequest, Bound, PagedTables
 from .gathered_sdpa import GatheredSDPA
 
@@ -38,8 +38,8 @@ def _forward(
     out: Tensor | None = None,
 ) -> Any:
     if not (query.shape[0] and tables.max_seqlen_k):
-        return nothing(request, query, out)
+        return empty_result(request, query, out)
     padded = Padded.of(request, query, tables)
     keys, values = padded.gather(caches, (key, value), query.dtype)
     result, lse = attend(padded.queries(query), keys, values, padded.mask(attn_mask))
-    return padded.deliver(result, lse, sinks, out)
+    return padded.finish_output(result, lse, sinks, out)

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from ..adapters.alignment import placed
-from ..adapters.gather_kv import deliver, nothing
-from ..adapters.new_rows import with_new
-from ..adapters.padding_rows import blank, with_keys
-from ..adapters.scale_sign import signed
+from ..adapters import (
+    align16,
+    append_new_kv,
+    empty_result,
+    finish_output,
+    give_padding_a_key,
+    padding_query_mask,
+    with_positive_scale,
+)
 from ..contract import AttentionRequest, Bound, PagedTables
 
 __all__ = ["PagedVarlenAttn"]
@@ -29,7 +33,7 @@ class PagedVarlenAttn:
     """Binds paged requests."""
 
     def bind(self, request: AttentionRequest) -> Bound:
-        return signed(request, lambda positive: Bound(functools.partial(_forward, positive)))
+        return with_positive_scale(request, lambda positive: Bound(functools.partial(_forward, positive)))
 
 
 def _forward(
@@ -46,17 +50,17 @@ def _forward(
     out: Tensor | None = None,
 ) -> Any:
     if not (query.shape[0] and tables.max_seqlen_k):
-        return nothing(request, query, out)
+        return empty_result(request, query, out)
     if key is not None:
-        caches, tables = with_new(request, query, caches, tables, key, value)
+        caches, tables = append_new_kv(request, query, caches, tables, key, value)
     keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)
     # With one query each, it takes the queries for [N, H_q, D]: not where a sequence has none.
     max_seqlen_q, sequences = tables.max_seqlen_q, tables.seq_lens.shape[0]
     longest = max_seqlen_q if max_seqlen_q > 1 or query.shape[0] == sequences else 2
-    filled = with_keys(tables, request.page_size)
+    filled = give_padding_a_key(tables, request.page_size)
     window = (request.window[0], 0 if request.causal != "none" else request.window[1])
     result, lse = varlen.varlen_attn(
-        placed(query),
+        align16(query),
         keys,
         values,
         tables.cu_seqlens_q,
@@ -71,14 +75,14 @@ def _forward(
         block_table=filled.page_table,
         num_splits=1 if request.batch_invariant else None,
     )
-    padding = blank(query.shape[0], tables)
+    padding = padding_query_mask(query.shape[0], tables)
     result = result.masked_fill(padding[:, None, None], 0.0)
-    return deliver(request, result, lse.transpose(0, 1).masked_fill(padding[:, None], -torch.inf), sinks, out)
+    return finish_output(request, result, lse.transpose(0, 1).masked_fill(padding[:, None], -torch.inf), sinks, out)
 
 
 def _starts(seq_lens: Tensor) -> Tensor | None:
-    """Where keys would start if they were packed. FlashAttention-2 checks it and reads `seqused_k` instead; the kernels
-    that `activate_flash_attention_impl` puts in its place refuse it beside a page table."""
+    """Return where keys would start if they were packed. FlashAttention-2 checks it and reads `seqused_k` instead; the
+    kernels that `activate_flash_attention_impl` puts in its place refuse it beside a page table."""
     if torch.nn.attention.current_flash_attention_impl() is not None:
         return None
     return torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))

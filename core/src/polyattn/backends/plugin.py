@@ -36,6 +36,19 @@ TRANSFORMS = ("", "subclass", "functionalize", "vmap", "grad", "gradgrad", "jvp"
 READING = tuple(name for name in TRANSFORMS if name != "functionalize")
 """Those around which lengths on an accelerator can be read: a functional tensor has no storage there."""
 DROPOUT = Range(0.0, 0.999)
+SHAPES: dict[str, Any] = {
+    "head_dim": Range(1),
+    "v_head_dim": Range(1),
+    "group": True,
+    "scale": True,
+    "s_relation": EVERY_LENGTH,
+    "cross": True,
+    "misaligned": True,
+}
+"""Every width, length, number of heads and scale."""
+WINDOWS: dict[str, Any] = {"causal": ("none", "bottom_right", "top_left"), "window": Window()}
+"""Every rule by position but chunks."""
+MASKS: dict[str, Any] = {"chunk": Range(0), "mask": ("none", "bool", "additive")}
 TORCH = (Requirement("torch", ">=2.11", hint="install torch 2.11 or newer for this device"),)
 
 
@@ -45,19 +58,11 @@ def _sdpa_rows(platform: str) -> tuple[Row, ...]:
     common: dict[str, Any] = {
         "family": "dense",
         "dtype": dtypes,
-        "head_dim": Range(1),
-        "v_head_dim": Range(1),
-        "group": True,
-        "causal": ("none", "bottom_right", "top_left"),
-        "window": Window(),
-        "chunk": Range(0),
-        "mask": ("none", "bool", "additive"),
-        "scale": True,
-        "s_relation": EVERY_LENGTH,
-        "cross": True,
+        **SHAPES,
+        **WINDOWS,
+        **MASKS,
         "multimodal": True,
         "zero_size": True,
-        "misaligned": True,
     }
     train = (*QKV, "mask")
     plain = row(
@@ -82,43 +87,31 @@ def _sdpa_rows(platform: str) -> tuple[Row, ...]:
             ),
         )
     if platform == "cuda":
+        flash: dict[str, Any] = {
+            "family": "dense",
+            "dtype": HALF,
+            "head_dim": Range(1, 256),
+            "v_head_dim": Range(1, 256),
+            "group": True,
+            "scale": True,
+            "cross": True,
+            "lse": True,
+            "sinks": True,
+            "grad": (*QKV, "sinks", "lse"),
+            "deterministic": True,
+            "misaligned": True,
+        }
         return (
             plain,
             row(**common, deterministic=True, note="the same, inference: its forward kernels use no atomics"),
             row(
-                family="dense",
-                dtype=HALF,
-                head_dim=Range(1, 256),
-                v_head_dim=Range(1, 256),
-                group=True,
+                **flash,
                 causal=("none", "bottom_right"),
-                scale=True,
                 s_relation="equal",
-                cross=True,
                 multimodal=True,
-                lse=True,
-                sinks=True,
-                grad=(*QKV, "sinks", "lse"),
-                deterministic=True,
-                misaligned=True,
                 note="torch's CUDA flash op, which returns the LSE; sinks are applied from it",
             ),
-            row(
-                family="dense",
-                dtype=HALF,
-                head_dim=Range(1, 256),
-                v_head_dim=Range(1, 256),
-                group=True,
-                scale=True,
-                s_relation=EVERY_LENGTH,
-                cross=True,
-                lse=True,
-                sinks=True,
-                grad=(*QKV, "sinks", "lse"),
-                deterministic=True,
-                misaligned=True,
-                note="the same op without a causal mask, any lengths",
-            ),
+            row(**flash, s_relation=EVERY_LENGTH, note="the same op without a causal mask, any lengths"),
         )
     return (plain,)
 
@@ -126,22 +119,16 @@ def _sdpa_rows(platform: str) -> tuple[Row, ...]:
 def _flex_rows(platform: str) -> tuple[Row, ...]:
     """FlexAttention: every position rule, softcap, masks and the LSE; on the CPU forward only (torch's limit)."""
     cpu = platform == "cpu"
+    widths = dict.fromkeys(("head_dim", "v_head_dim"), Range(1 if cpu else 16))
     common: dict[str, Any] = {
-        "head_dim": Range(1 if cpu else 16),
-        "v_head_dim": Range(1 if cpu else 16),
-        "group": True,
-        "causal": ("none", "bottom_right", "top_left"),
-        "window": Window(),
-        "chunk": Range(0),
+        **SHAPES,
+        **widths,
+        **WINDOWS,
+        **MASKS,
         "softcap": Range(0.0),
         "sinks": True,
-        "mask": ("none", "bool", "additive"),
         "tree": True,
-        "scale": True,
         "lse": True,
-        "s_relation": EVERY_LENGTH,
-        "cross": True,
-        "misaligned": True,
     }
     # The LSE of FlexAttention is differentiable; a gradient for an additive mask would be one atomic add per score.
     grad: tuple[str, ...] = () if cpu else (*QKV, "sinks", "lse")
@@ -163,15 +150,8 @@ def _native_rows(platform: str) -> tuple[Row, ...]:
     common: dict[str, Any] = {
         "family": "varlen",
         "dtype": ("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
-        "head_dim": Range(1),
-        "v_head_dim": Range(1),
-        "group": True,
-        "causal": ("none", "bottom_right", "top_left"),
-        "window": Window(),
-        "scale": True,
-        "s_relation": EVERY_LENGTH,
-        "cross": True,
-        "misaligned": True,
+        **SHAPES,
+        **WINDOWS,
         "note": "one SDPA call per sequence; lengths are read on the host",
     }
     plain = row(**common, grad=QKV, transform=TRANSFORMS if cpu else READING)
@@ -181,21 +161,16 @@ def _native_rows(platform: str) -> tuple[Row, ...]:
 
 # Over a cache that holds the query's dtype.
 SERVING: dict[str, Any] = {
+    **SHAPES,
+    **MASKS,
     "phase": ("prefill", "extend", "decode", "verify"),
-    "group": True,
     "causal": ("none", "bottom_right"),
     "window": Window(),
-    "chunk": Range(0),
-    "mask": ("none", "bool", "additive"),
     "tree": True,
     "spec_topk": Range(0),
-    "scale": True,
-    "s_relation": EVERY_LENGTH,
     "kv_dtype": "auto",
     "page_size": Range(1),
-    "cross": True,
     "zero_size": True,
-    "misaligned": True,
 }
 # Fields of `paged` alone: a latent row has one head, and its call brings no new rows.
 HEADS: dict[str, Any] = {"family": "paged", "kv_layout": ("", "NHD", "HND"), "save_kv_cache": True}
@@ -230,8 +205,6 @@ def _gathered_rows(platform: str, **more: Any) -> tuple[Row, ...]:
     common: dict[str, Any] = {
         **SERVING,
         "dtype": ("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
-        "head_dim": Range(1),
-        "v_head_dim": Range(1),
         "lse": cpu,
         "deterministic": platform in ("cpu", "cuda"),
         "multimodal": True,
@@ -247,12 +220,11 @@ def _gathered_rows(platform: str, **more: Any) -> tuple[Row, ...]:
 def _flex_serving_rows(platform: str) -> tuple[Row, ...]:
     """FlexAttention on gathered keys, with the window, softcap, sinks and LSE it honours elsewhere too."""
     cpu = platform == "cpu"
+    widths = dict.fromkeys(("head_dim", "v_head_dim"), Range(1 if cpu else 16))
     return _over_a_cache(
-        **SERVING,
+        **{**SERVING, **widths},
         **HEADS,
         dtype=("float64", *FLOAT) if cpu else FLOAT,
-        head_dim=Range(1 if cpu else 16),
-        v_head_dim=Range(1 if cpu else 16),
         softcap=Range(0.0),
         sinks=True,
         lse=True,
@@ -266,9 +238,9 @@ VARLEN_ATTN = (
 
 
 def _varlen_attn_rows() -> tuple[Row, ...]:
-    """What the checks of torch's FlashAttention-2 for pages let through. It takes a bound of S_k keys or more for none,
-    and a missing right bound beside a left one for S_k: neither is what it says for queries before the first key, of
-    which it can take no block (see the adapter)."""
+    """Return what the checks of torch's FlashAttention-2 for pages let through. It takes a bound of S_k keys or more
+    for none, and a missing right bound beside a left one for S_k: neither is what it says for queries before the first
+    key, of which it can take no block (see the adapter)."""
     windows: tuple[dict[str, Any], ...] = (
         {"s_relation": ("equal", "one", "fewer"), "causal": ("none", "bottom_right"), "window": Window()},
         {"s_relation": "more"},
@@ -303,25 +275,17 @@ def _varlen_attn_rows() -> tuple[Row, ...]:
 def _reference_rows(platform: str) -> tuple[Row, ...]:
     common: dict[str, Any] = {
         "dtype": ("float64", *FLOAT),
-        "head_dim": Range(1),
-        "v_head_dim": Range(1),
-        "group": True,
-        "causal": ("none", "bottom_right", "top_left"),
-        "window": Window(),
-        "chunk": Range(0),
+        **SHAPES,
+        **WINDOWS,
+        **MASKS,
         "softcap": Range(0.0),
         "sinks": True,
-        "mask": ("none", "bool", "additive"),
         "tree": True,
-        "scale": True,
         "lse": True,
         # Not batch_invariant: BLAS takes other kernels for other batch sizes, which shows in float64.
         "deterministic": True,
-        "s_relation": EVERY_LENGTH,
-        "cross": True,
         "multimodal": True,
         "zero_size": True,
-        "misaligned": True,
         "large": True,
     }
     paged: dict[str, Any] = {
@@ -348,18 +312,14 @@ def _reference_rows(platform: str) -> tuple[Row, ...]:
             family="linear",
             method=("gdn", "kda"),
             dtype=("float64", *FLOAT),
-            head_dim=Range(1),
-            v_head_dim=Range(1),
-            group=True,
+            **{name: SHAPES[name] for name in ("head_dim", "v_head_dim", "group", "scale", "misaligned")},
             phase=("prefill", "decode"),
             s_relation=("equal", "one"),
-            scale=True,
             state_layout=("KV", "VK"),
             grad=QKV,
             deterministic=True,
             batch_invariant=True,
             zero_size=True,
-            misaligned=True,
             large=True,
             note="token by token, for what no kernel takes and for checking",
         ),

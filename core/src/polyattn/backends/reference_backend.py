@@ -8,7 +8,7 @@ from typing import Any
 from .. import envvars
 from ..contract import AttentionRequest, Bound, PagedTables
 from ..semantics import reference
-from ..semantics.linear_reference import gated_delta_rule
+from ..semantics.reference import gated_delta_rule
 
 __all__ = ["Reference"]
 

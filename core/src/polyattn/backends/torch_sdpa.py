@@ -13,11 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..adapters.alignment import placed, placing
-from ..adapters.cudnn_faults import low_lse_at
-from ..adapters.samples import part_of, parts_of
-from ..adapters.scale_sign import signed
-from ..adapters.strides import fit
+from ..adapters import (
+    align16,
+    has_low_lse_fault,
+    launch_slices,
+    normalise_unit_strides,
+    slice_samples,
+    with_aligned_inputs,
+    with_positive_scale,
+)
 from ..contract import AttentionRequest, Bound
 from ..semantics.masks import additive, combined_mask, may_have_empty_rows, open_empty_rows, position_kind
 from .reference_backend import Reference
@@ -40,7 +44,7 @@ class TorchSDPA:
             from . import paged_torch_sdpa  # it asks this class for its dense calls
 
             return paged_torch_sdpa.bind(request)
-        return signed(request, self._bind)
+        return with_positive_scale(request, self._bind)
 
     def _bind(self, request: AttentionRequest) -> Bound:
         # On a GPU only the flash op's backward is the same bits on every run, so it is asked for by name.
@@ -49,7 +53,7 @@ class TorchSDPA:
             bound = _with_lse(request)
         else:
             bound = Bound(_plain(request), traceable=True, simple=_simple(request))
-        return placing(bound) if request.misaligned and request.platform != "cpu" else bound
+        return with_aligned_inputs(bound) if request.misaligned and request.platform != "cpu" else bound
 
 
 def _views(request: AttentionRequest, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,7 +110,7 @@ def _without_cudnn(
 ) -> Tensor:
     """SDPA by another kernel than cuDNN's, where its backward gives NaN for queries of a low LSE: of those that the
     caller has not switched off, while nothing is compiled."""
-    if not low_lse_at(query.shape[2], key.shape[2]):
+    if not has_low_lse_fault(query.shape[2], key.shape[2]):
         return _sdpa(query, key, value, mask, dropout, flag, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa and mask is not None:
         # The one fused kernel with masks that is left takes no groups.
@@ -131,10 +135,10 @@ def _trained(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args: Any, **kw: Any) -> Tensor:
         query, key, value = _apart(query), _apart(key), _apart(value)
-        parts = parts_of(*query.shape[:2])
+        parts = launch_slices(*query.shape[:2])
         if len(parts) == 1:
             return kernel(query, key, value, mask, *args, **kw)
-        pieces = ((query[some], key[some], value[some], part_of(mask, some)) for some in parts)
+        pieces = ((query[some], key[some], value[some], slice_samples(mask, some)) for some in parts)
         return torch.cat([kernel(*piece, *args, **kw) for piece in pieces])
 
     return call
@@ -153,7 +157,7 @@ def _with_fit(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
         # The compiler lays inputs of such kernels out by itself.
         if (1 in query.shape or 1 in key.shape) and not torch.compiler.is_compiling():
-            query, key, value = fit(query, key, value)
+            query, key, value = normalise_unit_strides(query, key, value)
         return kernel(query, key, value, *args, **kw)
 
     return call
@@ -172,8 +176,8 @@ def _kernel(request: AttentionRequest) -> Callable[..., Tensor]:
 
 
 def _beyond(request: AttentionRequest) -> bool:
-    """Whether SDPA hands a fused kernel, unasked, what that does not take: on NPUs a V wider than K; there, on MUSA and
-    on MPS, which makes no graph of them, tensors without elements."""
+    """Return whether SDPA would pick a fused kernel that cannot take this call: on NPU a V wider than K; on NPU, MUSA
+    and MPS (which makes no graph of them) tensors without elements."""
     if request.zero_size:
         return request.platform in ("npu", "musa", "mps")
     return request.platform == "npu" and request.v_head_dim > request.head_dim
@@ -221,7 +225,7 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
         if mask.dtype != torch.bool or kernel is _math:
             mask = additive(mask, query.dtype)
             if request.platform != "cpu" and not request.transform and not torch.compiler.is_compiling():
-                mask = placed(mask)
+                mask = align16(mask)
         if request.platform == "mps" and query.shape[2] <= _VECTOR_ROWS:
             # Its kernel of few queries mistook the place of a mask shared by some heads or batches (pytorch#184180).
             mask = mask.expand(*query.shape[:3], key.shape[2]).contiguous()

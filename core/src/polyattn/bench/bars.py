@@ -48,7 +48,7 @@ Measured = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bar:
-    """What rows must reach: a ratio says how many times as fast `who` is as what `than` names.
+    """Describes what rows must reach: a ratio says how many times as fast `who` is as what `than` names.
 
     Attributes:
         name. of: families, `*` is anything. who: one of `SUBJECTS`, or a candidate's name.
@@ -70,7 +70,7 @@ class Bar:
     work: str = ""
 
     def asked(self) -> str:
-        """In words."""
+        """Return the bar in words."""
         limits = {"each": self.each, "geomean": self.geomean, "stretch": self.stretch, "spread": self.spread}
         words = [f"{name} {limit:g}" for name, limit in limits.items() if limit is not None]
         return f"{self.who}: {', '.join(words)} x {self.than}"
@@ -94,8 +94,8 @@ def best(row: Measured, *, peers: bool, pattern: str = "*") -> str | None:
 
 
 def verdicts(bars: Iterable[Bar], wanted: Sequence[Row], measured: Iterable[Measured]) -> list[dict[str, Any]]:
-    """For each bar on some of the rows: its name, verdict (met, missed or incomplete), figures, the rows that are
-    wanting (`missing`) and, of one that is missed, those below what is asked (`below`).
+    """Return, for each bar on some of the rows: its name, verdict (met, missed or incomplete), figures, the rows that
+    are wanting (`missing`) and, of one that is missed, those below what is asked (`below`).
 
     Args:
         bars. wanted: all rows that a run was to measure. measured: what it did; rows that were not accepted are none.

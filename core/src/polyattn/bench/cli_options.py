@@ -1,4 +1,5 @@
-"""What a command line asks for, in plain words: for the run, for the command that a result names, and for processes."""
+"""This module reads what a command line asks for: for the run, for the command that a result names, and for
+processes."""
 
 from __future__ import annotations
 
@@ -64,12 +65,12 @@ class BenchOptions:
         return {"seconds": self.seconds, "tune": self.tune, "candidates": list(self.candidates), "of_rounds": OF_ROUNDS}
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the options as data for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> BenchOptions:
-        """What `plain` made, read back from JSON."""
+        """Return what `plain` made, read back from JSON."""
         words: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in plain.items()}
         return cls(**words)
 
@@ -150,7 +151,7 @@ def _candidates() -> dict[str, None]:
 
 
 def _check(row: Row, device: torch.device) -> None:
-    """What layers and caches refuse, before hours of measuring, not at the row."""
+    """Raise what layers and caches refuse before hours of measuring, not at the row."""
     try:
         workload(row, device)
     except (ConfigError, InvalidInputError) as exc:

@@ -1,4 +1,5 @@
-"""What takes part in a row: polyattn's candidates and peers, under the names that a result file has."""
+"""This module finds what takes part in a row: polyattn's candidates and peers, under the names that a result file
+has."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ __all__ = ["OWN", "Entry", "Seen", "entries_of", "why_none"]
 
 @dataclasses.dataclass
 class Seen:
-    """What is noticed on the way: who ran last (it took the device with it, if that is lost), and peaks of memory."""
+    """Records what is noticed on the way: which entry ran last (a lost device is its fault), and peaks of memory."""
 
     last: str = ""
     peaks: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -74,8 +75,9 @@ def entries_of(
 
 
 def _candidates(asked: Workload, device: torch.device, patterns: Sequence[str]) -> list[Candidate]:
-    """None where no backend that patterns name takes a row: peers are measured all the same. Last resorts, such as the
-    reference, take part where they are named: elsewhere they would take most of the time."""
+    """Return the candidates of a row, or None if no backend that patterns name takes it: peers are measured all the
+    same. Last resorts, such as the reference, take part where they are named: elsewhere they would take most of the
+    time."""
     try:
         named, usual = _able(asked, device)
     except (UnsupportedRequestError, BackendUnavailableError):
@@ -100,7 +102,7 @@ def _info(one: Candidate) -> BackendInfo:
 
 
 def why_none(asked: Workload, device: torch.device, patterns: Sequence[str]) -> str:
-    """Why a row has no candidate, for people."""
+    """Say why a row has no candidate, for people."""
     try:
         named, usual = _able(asked, device)
     except (UnsupportedRequestError, BackendUnavailableError) as exc:

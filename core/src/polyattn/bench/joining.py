@@ -71,7 +71,7 @@ def joined(parts: Mapping[str, Mapping[str, Any]], sheet: Sheet) -> dict[str, An
 
 
 def _rates(part: Mapping[str, Any]) -> dict[str, float]:
-    """What the device of a part did: the middle of what was found around its accepted rows."""
+    """Return what the device of a part did: the middle of what was found around its accepted rows."""
     found: dict[str, list[float]] = {}
     for row in part["rows"]:
         for name, rate in row["anchors"].items() if row["accepted"] else ():
@@ -101,7 +101,7 @@ def _held(part: Mapping[str, Any], apart: Mapping[str, float]) -> list[dict[str,
 
 
 def _rows(parts: Mapping[str, Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One of each: the accepted one, else the one over which the device changed least."""
+    """Take one of each row: the accepted one, else the one over which the device changed least."""
     found: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
     for place, rows in parts.items():
         for row in rows:

@@ -53,7 +53,7 @@ def markdown(result: Result) -> str:
 
 
 def families(result: Result) -> list[str]:
-    """What the entries are, and a table of rates for each family; what failed, with its reason."""
+    """Return what the entries are, and a table of rates for each family; what failed, with its reason."""
     lines = _legend(result)
     for name in dict.fromkeys(row["family"] for row in result["rows"]):
         lines += ["", *_family(name, [row for row in result["rows"] if row["family"] == name])]
@@ -77,13 +77,13 @@ def caption(result: Result) -> str:
 
 
 def days(result: Result) -> str:
-    """When its rows were measured."""
+    """Return when the rows were measured."""
     found = sorted({row["date"] for row in result["rows"]}) or [result["date"]]
     return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def device_line(result: Result) -> str:
-    """What the device itself did, over all rows."""
+    """Return what the device itself did, over all rows."""
     said = []
     for name, unit in UNITS.items():
         rates = [row["anchors"][name] for row in result["rows"] if name in row["anchors"]]
@@ -93,7 +93,7 @@ def device_line(result: Result) -> str:
 
 
 def parts_line(result: Result) -> str:
-    """What the devices of a run in several parts did."""
+    """Return what the devices of a run in several parts did."""
     parts = result.get("parts", [])
     if len(parts) < 2 or result["quick"]:
         return ""
@@ -105,7 +105,7 @@ def parts_line(result: Result) -> str:
 
 
 def again_line(result: Result) -> str:
-    """Of which rows an earlier measurement is not kept, and what else keeps them from being of one run."""
+    """Say how many rows lost an earlier measurement, and what else keeps them from being of one run."""
     again = sum("replaced" in row for row in result["rows"])
     codes = {row["code"] for row in result["rows"] if "code" in row}
     said = []
@@ -120,7 +120,7 @@ def again_line(result: Result) -> str:
 
 
 def _legend(result: Result) -> list[str]:
-    """What the entries are that have times."""
+    """Return what the entries are that have times."""
     timed = {name for row in result["rows"] for name, entry in row["entries"].items() if "us" in entry}
     peers = [f"`{name}` {what}" for name, what in result["libraries"].items() if name in timed]
     if not timed:
@@ -130,7 +130,7 @@ def _legend(result: Result) -> list[str]:
 
 
 def rejected(row: Mapping[str, Any]) -> str:
-    """Why no verdict reads a row, "" = they do."""
+    """Say why no verdict reads a row, "" = they do."""
     if row["accepted"]:
         return ""
     if "apart" in row:
@@ -234,7 +234,7 @@ def _family(family: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why entries have no times, and in which rows: a line for each reason."""
+    """Say why entries have no times, and in which rows: a line for each reason."""
     who: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     names = dict.fromkeys(name for row in rows for name, entry in row["entries"].items() if "failed" in entry)
     for name in names:

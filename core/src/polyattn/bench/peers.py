@@ -43,7 +43,7 @@ class Peer:
     package: str = ""
 
     def prepare(self, inputs: Any) -> Any:
-        """What to call for each input set."""
+        """Return what to call for each input set."""
         module, _, function = self.target.partition(":")
         return getattr(importlib.import_module(module, self.package or None), function)(inputs)
 
@@ -118,6 +118,6 @@ def named(known: Mapping[str, Any], patterns: Sequence[str], flag: str) -> list[
 
 
 def versions_of(peers: Mapping[str, Peer]) -> dict[str, str]:
-    """Of the peers' distributions that are here."""
+    """Return the versions of the peers' distributions that are here."""
     names = sorted({name for peer in peers.values() for name in peer.distributions})
     return {name: version for name in names if (version := distribution_version(name))}

@@ -35,7 +35,7 @@ def library() -> Any:
 
 
 def digest(result: Mapping[str, Any]) -> str:
-    """Of what is drawn; an SVG has it as its identifier."""
+    """Return the digest of what is drawn; an SVG has it as its identifier."""
     drawn = {name: result[name] for name in ("rows", "titles", "versions", "device")}
     return hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()[:16]
 

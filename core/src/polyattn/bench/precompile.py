@@ -50,7 +50,7 @@ def compile_all(asked: BenchOptions, processes: int, tell: Callable[[str], None]
 
 
 def shares(plan: Plan, share: int, of: int) -> Iterator[tuple[Row, Entry]]:
-    """What one of the processes calls: entries that are likely to share kernels are in one process."""
+    """Return what one of the processes calls: entries that are likely to share kernels are in one process."""
     for row in plan.rows:
         small = plan.sized(row)
         try:

@@ -80,8 +80,8 @@ def _today() -> str:
 
 
 def provenance(before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a row that is measured now says of that: the day, the code, and how many accepted measurements of it were
-    there and are not kept. before: the last of them."""
+    """Return what a row that is measured now says of that: the day, the code, and how many accepted measurements of it
+    were there and are not kept. before: the last of them."""
     replaced = 0 if before is None else before.get("replaced", 0) + 1
     return {"date": _today(), "code": code_digest(), **({"replaced": replaced} if replaced else {})}
 
@@ -186,7 +186,7 @@ def _check_whole(path: Path, part: str, found: Any, names: Sequence[str]) -> Non
 
 
 def resumed(now: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What a run of today goes on with: the rows of the file, the rest as it is now.
+    """Return what a run of today goes on with: the rows of the file, the rest as it is now.
 
     Raises:
         ConfigError: the file is of another device, of other versions, or was measured with other settings: its rows
@@ -214,7 +214,7 @@ def resumed(now: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def kept(result: Mapping[str, Any], row: Row) -> dict[str, Any] | None:
-    """What is known of a row: accepted, and measured with the sizes that it has today."""
+    """Return what is known of a row: accepted, and measured with the sizes that it has today."""
     for found in result["rows"]:
         same = found["family"] == row.family and found["kind"] == row.kind and found["fields"] == row.fields()
         if same and found["accepted"]:
@@ -248,7 +248,7 @@ def summed(result: dict[str, Any], sheet: Sheet, rows: Iterable[Row]) -> dict[st
 
 
 def difference_of(one: Any, other: Any, places: tuple[str, str]) -> str:
-    """What differs between the heads of two result files, for people. places: where each is from."""
+    """Return what differs between the heads of two result files, for people. places: where each is from."""
     if isinstance(one, dict) and isinstance(other, dict):
         names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
         pairs = [(f"{name}: ", one.get(name, "none"), other.get(name, "none")) for name in names]

@@ -44,7 +44,7 @@ _BYTES = {
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one call has to do at least.
+    """Describes what one call has to do at least.
 
     Attributes:
         operations: floating-point operations. bytes: of the keys and values that are read.
@@ -56,13 +56,13 @@ class Work:
     unit: str
 
     def rate(self, seconds: float) -> float:
-        """In `unit`."""
+        """Return the rate in `unit`."""
         return self.bytes / seconds / 1e9 if self.unit == "GB/s" else self.operations / seconds / 1e12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One problem.
+    """Describes one problem.
 
     Attributes:
         family: the family of the sheet. sheet: the name of its file. kind: a key of `KINDS`.
@@ -113,12 +113,12 @@ class Row:
 
     @property
     def serving(self) -> bool:
-        """Whether keys and values are in a paged cache."""
+        """Return whether keys and values are in a paged cache."""
         return self.kind in ("paged", "latent")
 
     @property
     def recorded(self) -> bool:
-        """Whether the row is replayed from a device graph: one new token for each sequence."""
+        """Return whether the row is replayed from a device graph: one new token for each sequence."""
         return self.serving and self.q_len == 1
 
     @property
@@ -150,7 +150,7 @@ class Row:
         return [*parts, *(["tree"] if self.tree else []), *([f"shared {self.shared}"] if self.shared else [])]
 
     def fields(self) -> dict[str, Any]:
-        """What a result file keeps of it: what a row of its kind may say, as JSON has it."""
+        """Return what a result file keeps of it: what a row of its kind may say, as JSON has it."""
         values = ((name, getattr(self, name)) for name in sorted(KINDS[self.kind][1]))
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 

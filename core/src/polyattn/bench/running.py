@@ -52,7 +52,7 @@ class DeviceLost(RuntimeError):  # noqa: N818 - a message to the process that st
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is measured, and how.
+    """Describes what is measured, and how.
 
     Attributes:
         rows. peers: by name. candidates: patterns of backends. device.
@@ -160,7 +160,7 @@ class _Looks:
 
 
 def measured(row: Row, plan: Plan, anchors: Anchors, lost: dict[str, str]) -> dict[str, Any]:
-    """One row, once. lost: "row id/entry" -> why it is left out, of entries that took the device with them."""
+    """Measure one row, once. lost: "row id/entry" -> why it is left out, of entries that took the device with them."""
     began = time.monotonic()
     small = plan.sized(row)
     entries: dict[str, dict[str, Any]] = {}
@@ -218,8 +218,8 @@ def ceiling(work: Work, rates: Mapping[str, float]) -> tuple[str, float]:
 def _measured(
     row: Row, plan: Plan, clock: Clock, lost: Mapping[str, str], seen: Seen, looks: _Looks
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str], str]:
-    """What became of every entry, which candidate polyattn chooses, `bars.CHOICES`, and why there is no entry. lost:
-    entry -> why. looks: the first is taken before anything is timed."""
+    """Return what became of every entry, which candidate polyattn chooses, `bars.CHOICES`, and why there is no entry.
+    lost: entry -> why. looks: the first is taken before anything is timed."""
     asked = workload(row, plan.device)
     entries = entries_of(asked, plan.device, plan.peers, plan.candidates, seen)
     gone = {one.name: ("lost", lost[one.name]) for one in entries if one.name in lost}
@@ -269,7 +269,7 @@ def _served_by(selection: Selection) -> str:
 
 
 def _choices(asked: Workload, entries: Sequence[Entry]) -> dict[str, str]:
-    """Which candidate a call would get that nobody chose a backend for, by `bars.CHOICES`; nothing where none would
+    """Return which candidate a call would get without a named backend, by `bars.CHOICES`; nothing where none would
     serve."""
     names = {_key(one.selection): one.name for one in entries if one.selection is not None}
     try:

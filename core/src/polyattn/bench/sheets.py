@@ -142,8 +142,9 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _some_left_out(files: Sequence[Path]) -> bool:
-    """Whether a sheet beside those that are read is not. Bars on all sheets of a folder may then be on families of that
-    one: who measures some of the sheets with them is not to be refused, and where all are read none is elsewhere."""
+    """Return whether a sheet beside those that are read is not. Bars on all sheets of a folder may then be on families
+    of that one: who measures some of the sheets with them is not to be refused, and where all are read none is
+    elsewhere."""
     named = {path.resolve() for path in files}
     return any(other.resolve() not in named for path in files for other in path.parent.glob("*.yaml"))
 
@@ -243,7 +244,7 @@ def _names(where: str, given: Any) -> tuple[str, ...]:
 
 
 def _wrong(row: Row) -> str:
-    """What of a row's sizes no attention has, if anything."""
+    """Return what of a row's sizes no attention has, if anything."""
     sizes = {
         "heads": row.heads,
         "kv_heads": row.kv_heads,
@@ -326,7 +327,8 @@ def _check_bar(where: str, bar: Bar, families: Mapping[str, Family], whose: str,
 
 
 def _check_fields(where: str, bar: Bar, families: Mapping[str, Family]) -> None:
-    """What a bar reads of rows, they must have: a field that neither of two rows has would make them the same."""
+    """Check that rows have every field that a bar reads: a field that neither of two rows has would make them the
+    same."""
     read_of = {name: {*bar.match, *filter(None, [bar.work])} for name in _families_of(bar, list(families))}
     read_of[bar.than] = read_of.get(bar.than, set()) | set(bar.match)
     for name, fields in read_of.items():

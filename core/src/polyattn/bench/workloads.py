@@ -1,4 +1,5 @@
-"""From a row of a sheet to what is measured: the request that a program or an engine would make, and its lengths."""
+"""This module makes what is measured from a row of a sheet: the request that a program or an engine would make, and its
+lengths."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def inputs_of(row: Row, asked: Workload, device: torch.device, sets: int | None 
 
 
 def _called(row: Row, device: torch.device) -> AttentionRequest:
-    """Of a call with whole keys and values."""
+    """Return the workload of a call with whole keys and values."""
     packed = row.kind == "packed"
     fields: dict[str, Any] = {"family": "dense", "layout": "BSHD", "s_relation": relation(row.q_len, row.keys)}
     if packed:
@@ -77,7 +78,7 @@ def _called(row: Row, device: torch.device) -> AttentionRequest:
 
 
 def _served(row: Row, device: torch.device) -> AttentionRequest:
-    """Of a layer of a serving engine."""
+    """Return the workload of a layer of a serving engine."""
     latent = row.kind == "latent"
     layer = AttentionLayer(
         0,

@@ -220,7 +220,7 @@ def _check_tuning(device: torch.device) -> None:
     from ..bench.tuner.offline import tune_all
 
     list(tune_all((), device))
-    tuning.store().insist()
+    tuning.store().require_persistence()
 
 
 def _make_room(out: Path | None, plots: Path | None) -> None:

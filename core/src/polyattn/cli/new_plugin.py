@@ -83,7 +83,7 @@ def new_plugin(
     console = screen()
     console.print(title(f"{folder}/", f"{len(files)} files"))
     console.print(Text("\n".join(f"  {file}" for file in files), style="quiet"))
-    console.print(title("Next", "its README.md says what to change, in which order"))
+    console.print(title("Next", "its README.md says what to change; docs/adapters.md has other shapes of kernels"))
     # Not wrapped: these lines are there to be copied.
     console.print(Text("\n".join(f"  {line}" for line in next_steps)), soft_wrap=True)
 

@@ -158,7 +158,7 @@ def _tune(
             f"--from {named}: no request is in it; `polyattn trace` writes those of a program that has some"
         )
     workloads += [workload_of(text, device_facts(where)) for text in requests]
-    tuning.store().insist()  # before anything is measured that could not be kept
+    tuning.store().require_persistence()  # before anything is measured that could not be kept
     console, tried = screen(), []
     with orderly(), progress(console, quiet=as_json, lines=True) as bar:
         task = bar.add_task("requests", total=len(workloads))
@@ -246,7 +246,7 @@ def _keep(export: Path | None, imports: list[Path], merges: list[Path], release:
     if release is not None:
         _check_release(release, known | {held.backend for held in store.quarantined()})
     if imports or merges or release is not None:
-        store.insist()
+        store.require_persistence()
     if export is not None and _is_store(export):
         raise ConfigError(f"--export {export} would replace a tuning store; name another file")
     for path in imports:

@@ -35,7 +35,10 @@ __all__ = [
 
 
 class Constraint(Protocol):
-    """What one field may be. `reason` is None when `value` is allowed, else the end of a sentence."""
+    """What one field may be. `reason` is None when `value` is allowed, else the end of a sentence.
+
+    A constraint may have `allows(value) -> bool` too: whether `reason` is None, without the making of a sentence.
+    """
 
     def reason(self, value: Any) -> str | None: ...
 
@@ -79,6 +82,9 @@ class OneOf:
 
     values: tuple[Any, ...]
 
+    def allows(self, value: Any) -> bool:
+        return value in self.values
+
     def reason(self, value: Any) -> str | None:
         return None if value in self.values else f"is not {self.describe()}"
 
@@ -94,6 +100,10 @@ class Range:
     low: float | None = None
     high: float | None = None
     multiple_of: int = 1
+
+    def allows(self, value: Any) -> bool:
+        good = (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        return good and not (self.multiple_of > 1 and value % self.multiple_of)
 
     def reason(self, value: Any) -> str | None:
         good = (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
@@ -245,6 +255,8 @@ def _sentences(
     reasons, lowerings = [], []
     for name, constraint in named.items():
         value = getattr(request, name)
+        if constraint is ANY or (type(constraint) is OneOf and value in constraint.values):
+            continue
         if (ending := constraint.reason(value)) is None:
             continue
         if name in lowered:
@@ -274,8 +286,21 @@ def _condition(name: str, value: Any) -> Constraint | None:
 
 
 def holds(named: Mapping[str, Constraint], request: AttentionRequest) -> bool:
-    """Whether every condition of a rule holds for a request."""
-    return all(c.reason(getattr(request, name)) is None for name, c in named.items())
+    """Whether every condition holds for a request. No sentence is made."""
+    for name, constraint in named.items():
+        value = getattr(request, name)
+        # Most conditions are these, and there are some thirty in the first call of a kind.
+        if type(constraint) is OneOf:
+            if value not in constraint.values:
+                return False
+        elif constraint is ANY:
+            continue
+        elif (allows := getattr(constraint, "allows", None)) is not None:
+            if not allows(value):
+                return False
+        elif constraint.reason(value) is not None:
+            return False
+    return True
 
 
 _NAMES = frozenset({*(f.name for f in request_fields()), "group", "dims", "same_dims", "kv_storage"})
@@ -342,7 +367,7 @@ def judge(rows: Sequence[Row], request: AttentionRequest, active: Iterable[tuple
     best: tuple[list[str], Row] | None = None
     nearest: list[str] | None = None
     for candidate in rows:
-        if candidate.applies(request):
+        if not holds(candidate.when, request):
             continue
         reasons, lowerings = candidate.misses(request, active)
         reasons = _undeclared(candidate) + reasons
@@ -370,5 +395,5 @@ def _outside(rows: Sequence[Row], request: AttentionRequest) -> list[str]:
 
 def _undeclared(candidate: Row) -> list[str]:
     have = {*candidate.allows, *candidate.when}
-    names = ("family", "dtype", "dims" if "dims" in have else "head_dim")
-    return [f"the capability row does not declare {n}" for n in names if n not in have]
+    names = {"family", "dtype", "dims" if "dims" in have else "head_dim"}
+    return [f"the capability row does not declare {n}" for n in sorted(names - have)] if names - have else []

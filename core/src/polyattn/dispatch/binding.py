@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Hashable
@@ -15,12 +16,12 @@ from torch.autograd import profiler as _profiler
 from ..contract import AttentionRequest, BackendInfo, Bound
 from ..contract.lengths import Extent, extent_of
 from ..errors import InvalidInputError
-from ..lowering import Plan, bind
+from ..lowering import bind
 from ..registry.manager import get_manager
 from ..selection.aliases import names_method
 from ..selection.config import check_options
 from ..selection.inspection import catalogue, served_by
-from ..selection.overrides import Scope, current_choice, current_settings, note_left
+from ..selection.overrides import SCOPE, Scope, current_choice, current_settings, note_left
 from ..selection.select import Policy, Selection, select
 from ..selection.tuned_policy import compiled_policy, current_policy
 from ..tuning import with_lengths
@@ -29,12 +30,14 @@ from .device_facts import device_facts, dtype_name
 from .trace_requests import observed, opaque
 
 __all__ = [
+    "Asked",
     "Chosen",
     "asks_method",
     "bind_selection",
     "choose",
     "device_facts",
     "dtype_name",
+    "explained_by",
     "load",
     "remembered",
     "select_here",
@@ -79,6 +82,30 @@ def select_here(
     return select(request, catalogue(), policy, full=full)
 
 
+Asked = tuple[AttentionRequest, str | None, Extent]
+"""What a call asks for: its request, the backend that it names, and its lengths."""
+
+
+def explained_by(call: Any, asked: Callable[..., Asked | Selection]) -> None:
+    """Let `polyattn.explain` answer for a public call.
+
+    Args:
+        asked: the call's arguments by name -> what it asks for, or who serves it where more than that decides.
+    """
+    signature = inspect.signature(call)
+
+    def explain(*args: Any, **kwargs: Any) -> Selection:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        answer = asked(**given.arguments)
+        if isinstance(answer, Selection):
+            return answer
+        request, backend, extent = answer
+        return select_here(request, backend, SCOPE.get(), extent, full=True)
+
+    call.__polyattn_explain__ = explain
+
+
 def choose(
     request: AttentionRequest, argument: str | None, scope: Scope, *, eager: bool = True, planned: bool = False
 ) -> Chosen:
@@ -108,6 +135,8 @@ def bind_selection(
 ) -> Chosen:
     """Load the functions of a backend that was selected for a request by a policy. The rest is as `choose` has it."""
     _announce(selection)
+    if policy.choice is not None and selection.rule:
+        note_left(selection.rule, selection.why)
     chosen = load(selection)
     chosen = settled(chosen, policy, load, by_length=eager and not planned)
     if chosen.request.place:  # the calls that a method makes are recorded, and it is not
@@ -130,8 +159,16 @@ def load(selection: Selection) -> Chosen:
     """
     manager = get_manager()
     info = manager.backends[selection.backend, selection.platform]
-    provider = next(p for p in info.providers if p.name == selection.provider)
+    provider = info.providers[0]
+    for one in info.providers:
+        if one.name == selection.provider:
+            provider = one
     options = _options(info)
+    if selection.plan is None:
+        request = selection.request
+        if request.options != options:
+            request = dataclasses.replace(request, options=options)
+        return Chosen(request, selection, info, manager.load_forward(info, provider, request))
 
     def configured(request: AttentionRequest) -> AttentionRequest:
         return request if request.options == options else dataclasses.replace(request, options=options)
@@ -139,12 +176,15 @@ def load(selection: Selection) -> Chosen:
     def forward_of(request: AttentionRequest) -> Bound:
         return manager.load_forward(info, provider, configured(request))
 
-    bound = bind(selection.plan or Plan(selection.request), forward_of, lambda helper: load(helper).bound)
+    bound = bind(selection.plan, forward_of, lambda helper: load(helper).bound)
     return Chosen(configured(selection.request), selection, info, bound)
 
 
 def _options(info: BackendInfo) -> tuple[tuple[str, Hashable], ...]:
-    given, where = current_settings().options_of(info)
+    settings = current_settings()
+    if not settings.attention_backend_config and not info.config:
+        return ()
+    given, where = settings.options_of(info)
     if not given and not info.config:
         return ()
     checked = check_options(info, given, where, check_files=True)
@@ -161,8 +201,6 @@ _announced: set[str] = set()
 def _announce(selection: Selection) -> None:
     """Documented fallbacks and the reference as last resort are said once per process and reason; exact rewrites, which
     change no result, are logged."""
-    if selection.rule:
-        note_left(selection.rule, selection.why)
     if selection.plan is not None:
         log.info("%s serves %s via %s", selection.id, selection.request.summary(), "; ".join(selection.steps()))
     if selection.fallback:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract import AttentionRequest, relation, scalars
 from ..contract.lengths import extent_of
-from ..epoch import EPOCH
 from ..errors import InvalidInputError
 from ..selection import overrides
-from ..selection.select import Selection
 from ..semantics import validation
 from ..semantics.block_maps import check_block_map, check_bool_map, lists_of
-from .binding import remembered, select_here
-from .call_key import Static, autocast_dtype, backend_name, cast, request_facts, runner
+from .binding import Asked, Chosen, choose, explained_by
+from .bound_table import BoundTable
+from .call_key import Static, autocast_dtype, backend_name, cast, request_facts, runner, without_autocast
+from .compile.facts import counted
+from .compile.trace import trace_block_sparse
+from .dense import dense_signature
 
 __all__ = ["block_sparse_attention"]
+
+_table: BoundTable[tuple[Chosen, Callable[..., Any]]] = BoundTable()
 
 
 def block_sparse_attention(
@@ -60,102 +64,97 @@ def block_sparse_attention(
     Raises:
         InvalidInputError, UnsupportedRequestError, BackendUnavailableError: as `polyattn.attention`.
     """
-    given = {
-        "block_map": block_map,
-        "lists": lists,
-        "block_shape": block_shape,
-        "block_valid": block_valid,
-        "layout": layout,
-        "scale": scale,
-        "return_lse": return_lse,
-        "out": out,
-    }
-    # Compiled code has no operator of this family yet: its graph ends before the call and goes on after it.
-    run = _between_graphs if torch.compiler.is_compiling() else _run
-    return run(query, key, value, backend, given)
+    if torch.compiler.is_compiling() or counted() or validation.has_shapes_only(query):
+        static = Static(scale=scale, layout=layout, return_lse=return_lse)
+        return trace_block_sparse(query, key, value, out, block_map, lists, block_shape, block_valid, static, backend)
+    call = _Call.of(query, key, value, out, block_map, lists, block_shape, block_valid, layout, scale, return_lse)
+    scope, backend = overrides.SCOPE.get(), backend_name(backend)
+    entry = _table.get(signature := (*call.signature(), backend, scope))
+    if entry is None:
+        chosen = choose(call.request(), backend, scope)
+        entry = _table.put(signature, (chosen, runner(chosen, call.static.return_lse, False, 1)))
+    run = entry[0].ranged("block_sparse_attention", entry[1])
+    given = call.map if call.out is None else {**call.map, "out": call.out}
+    result = without_autocast(run, *call.tensors, **given)
+    if layout == "BHSD":
+        return result
+    return tuple(t.transpose(1, 2) for t in result) if isinstance(result, tuple) else result.transpose(1, 2)
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, backend: str | None, given: Mapping[str, Any]) -> Any:
-    return _Call(query, key, value, **given).run(backend)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
-def _between_graphs(*given: Any) -> Any:
-    return _run(*given)
-
-
-class _Call:
+class _Call(NamedTuple):
     """A checked call, heads first."""
 
-    def __init__(
-        self,
+    tensors: tuple[Tensor, Tensor, Tensor]
+    out: Tensor | None
+    map: dict[str, Tensor | None]
+    block_shape: tuple[int, int]
+    static: Static
+
+    @classmethod
+    def of(
+        cls,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
+        out: Tensor | None,
+        block_map: Tensor | None,
+        lists: tuple[Tensor, Tensor] | None,
         block_shape: tuple[int, int],
-        block_map: Tensor | None = None,
-        lists: tuple[Tensor, Tensor] | None = None,
-        block_valid: Tensor | None = None,
-        layout: str = "BSHD",
-        scale: float | None = None,
-        return_lse: bool = False,
-        out: Tensor | None = None,
-    ) -> None:
+        block_valid: Tensor | None,
+        layout: str,
+        scale: float | None,
+        return_lse: bool,
+    ) -> _Call:
         static = Static(scale=scale, layout=layout, return_lse=return_lse).checked()
         if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
             query, key, value = cast(query, key, value)
         validation.check_dense(query, key, value, None, None, out, layout)
-        self.swapped, self.return_lse = layout == "BSHD", static.return_lse
-        self.tensors = (self._turned(query), self._turned(key), self._turned(value))
-        self.out = None if out is None else self._turned(out)
         shape = _block_shape(block_shape)
-        counts, indices = self._lists(block_map, lists, shape)
+        if layout == "BSHD":
+            query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+            out = None if out is None else out.transpose(1, 2)
+        counts, indices = _lists(query, key, block_map, lists, shape)
+        check_block_map(query, key, shape, counts, indices, block_valid)
+        given = {"block_counts": counts, "block_indices": indices, "block_valid": block_valid}
+        return cls((query, key, value), out, given, shape, static._replace(layout="BHSD"))
+
+    def signature(self) -> tuple[Any, ...]:
+        """All that decides who serves the call."""
+        said = dense_signature("BHSD", *self.tensors, None, None, self.out)
+        return self.static, self.block_shape, self.map["block_valid"] is None, said
+
+    def request(self) -> AttentionRequest:
+        """What it asks for."""
         q, k, v = self.tensors
-        check_block_map(q, k, shape, counts, indices, block_valid)
-        self.map = {"block_counts": counts, "block_indices": indices, "block_valid": block_valid}
-        heads_first = Static(scale=static.scale, layout="BHSD", return_lse=static.return_lse)
-        self.request = AttentionRequest(
+        return AttentionRequest(
             family="block_sparse",
             s_relation=relation(q.shape[2], k.shape[2]),
             block_map=True,
-            block_sizes=block_valid is not None,
-            block_shape=shape,
-            **request_facts(heads_first, q, k, v, None, None, q.shape[1], k.shape[1]),
+            block_sizes=self.map["block_valid"] is not None,
+            block_shape=self.block_shape,
+            **request_facts(self.static, q, k, v, None, None, q.shape[1], k.shape[1]),
         ).normalised()
 
-    def _turned(self, tensor: Tensor) -> Tensor:
-        return tensor.transpose(1, 2) if self.swapped else tensor
 
-    def _lists(
-        self, block_map: Tensor | None, lists: tuple[Tensor, Tensor] | None, block_shape: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        if (block_map is None) == (lists is None):
-            given = "neither" if lists is None else "both"
-            raise InvalidInputError(
-                f"{given} of block_map and lists given: pass block_map, bool [B|1, H_q|1, nQ, nK], or lists, (counts, "
-                "indices)"
-            )
-        if block_map is not None:
-            check_bool_map(self.tensors[0], self.tensors[1], block_shape, block_map)
-            return lists_of(block_map)
-        if not isinstance(lists, (tuple, list)) or len(lists) != 2:
-            raise InvalidInputError(f"lists is a {type(lists).__name__}; a pair (counts, indices) is needed")
-        return lists[0], lists[1]
-
-    def run(self, backend: str | None) -> Any:
-        chosen = remembered(self.request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
-        kind = self.tensors[0].device.type
-        forward = chosen.ranged("block_sparse_attention", runner(chosen, self.return_lse, False, 1))
-        given = self.map if self.out is None else {**self.map, "out": self.out}
-        if autocast_dtype(kind) is None:
-            result = forward(*self.tensors, **given)
-        else:
-            with torch.autocast(kind, enabled=False):
-                result = forward(*self.tensors, **given)
-        if not isinstance(result, tuple):
-            return self._turned(result)
-        return self._turned(result[0]), self._turned(result[1])
+def _lists(
+    query: Tensor,
+    key: Tensor,
+    block_map: Tensor | None,
+    lists: tuple[Tensor, Tensor] | None,
+    block_shape: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    if (block_map is None) == (lists is None):
+        given = "neither" if lists is None else "both"
+        raise InvalidInputError(
+            f"{given} of block_map and lists given: pass block_map, bool [B|1, H_q|1, nQ, nK], or lists, (counts, "
+            "indices)"
+        )
+    if block_map is not None:
+        check_bool_map(query, key, block_shape, block_map)
+        return lists_of(block_map)
+    if not isinstance(lists, (tuple, list)) or len(lists) != 2:
+        raise InvalidInputError(f"lists is a {type(lists).__name__}; a pair (counts, indices) is needed")
+    return lists[0], lists[1]
 
 
 def _block_shape(block_shape: Any) -> tuple[int, int]:
@@ -168,10 +167,10 @@ def _block_shape(block_shape: Any) -> tuple[int, int]:
     return int(block_shape[0]), int(block_shape[1])
 
 
-def _explain(query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None, **given: Any) -> Selection:
-    call = _Call(query, key, value, **given)
-    extent = extent_of(call.request)(*call.tensors)
-    return select_here(call.request, backend_name(backend), overrides.SCOPE.get(), extent, full=True)
+def _asked(backend: Any, **given: Any) -> Asked:
+    call = _Call.of(**given)
+    request = call.request()
+    return request, backend_name(backend), extent_of(request)(*call.tensors)
 
 
-block_sparse_attention.__polyattn_explain__ = _explain  # type: ignore[attr-defined]
+explained_by(block_sparse_attention, _asked)

@@ -20,6 +20,7 @@ from ..selection.select import Policy, Said, Selection, select
 from ..selection.tuned_policy import measured_policy, policy_of, tuning_place
 from ..semantics.autograd import differentiable
 from ..tuning import advising, bucket, meet, mode, with_lengths
+from ..tuning.known import NOT_ANY, known
 from .rank_agreement import agree, distributed, not_compared
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ def settled(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
         ConfigError: another rank chooses otherwise.
     """
     selection, named = chosen.selection, policy.choice
-    tuning = mode() if named is None else "off"
-    rule, found = (None, ()) if tuning == "off" else _choices(selection.request, policy, EPOCH.value)
+    tuning = policy.tuning or mode() if named is None else "off"
+    here = known(selection.request, functools.partial(tuning_place, selection.request.platform), tuning)
+    rule, found = (None, ()) if here is NOT_ANY else _choices(selection.request, policy, EPOCH.value)
     if distributed():
         why = f"{selection.id} ({selection.source}: {selection.why})"
         choice = repr((_served(selection), *_outcome(rule, found, _served(selection))))
@@ -60,7 +62,7 @@ def settled(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
         return chosen
     if not by_length:
         return chosen
-    if {rule, *(who for *_, who in found)} - {None, _served(selection)}:
+    if found and {rule, *(who for *_, who in found)} - {None, _served(selection)}:
         switch = _Switch(chosen, policy, load)
         bound = Bound(switch, simple=switch.simple(), session=chosen.bound.session)
         chosen = dataclasses.replace(chosen, bound=bound, at=switch.at)
@@ -73,7 +75,7 @@ def settled(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
 def _choices(request: AttentionRequest, policy: Policy, epoch: int) -> tuple[_Who | None, tuple[_Found, ...]]:
     """Who serves calls that no measurement is near to, and what each measurement leads to, of this request or one like
     it; (None, ()) where nothing was measured."""
-    found = advising(request, functools.partial(tuning_place, request.platform))
+    found = advising(request, functools.partial(tuning_place, request.platform), policy.tuning)
     if not found:
         return None, ()
     said: Said = {}

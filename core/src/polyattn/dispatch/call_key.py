@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ torch_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.a
 
 LARGE = 2**31
 SITES_KEPT = 1024
-SIGNATURES_KEPT = 4096
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
@@ -64,9 +62,8 @@ def wanted_grads(named: dict[str, Tensor | None], return_lse: bool) -> tuple[str
     return tuple(wanted)
 
 
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """The arguments of a call that are no tensors, checked."""
+class Static(NamedTuple):
+    """The arguments of a call that are no tensors, in the order of `attention`. `checked` ones are right."""
 
     causal: Any = False
     window: tuple[int, int] = (-1, -1)
@@ -91,10 +88,10 @@ class Static:
         if self.role not in (None, "self", "cross"):
             raise InvalidInputError(f"role={scalars.shown(self.role)} must be 'self', 'cross' or None")
         lse, exact = scalars.flag("return_lse", self.return_lse), scalars.flag("deterministic", self.deterministic)
-        return dataclasses.replace(self, window=window, return_lse=lse, deterministic=exact)
+        return self._replace(window=window, return_lse=lse, deterministic=exact)
 
-    def fields(self) -> dict[str, Any]:
-        """As request fields."""
+    def fields(self, exact: bool | None = None) -> dict[str, Any]:
+        """As request fields. exact: torch's deterministic switch; None = ask."""
         causal = self.causal if isinstance(self.causal, str) else ("bottom_right" if self.causal else "none")
         return {
             "causal": causal,
@@ -104,7 +101,7 @@ class Static:
             "layout": self.layout,
             "dropout": float(self.dropout_p),
             "lse": bool(self.return_lse),
-            "deterministic": bool(self.deterministic) or torch_deterministic(),
+            "deterministic": bool(self.deterministic) or (torch_deterministic() if exact is None else exact),
             "cross": self.role == "cross",
         }
 
@@ -131,7 +128,7 @@ def request_facts(
         "graph_capture": capturing(kind),
         "zero_size": not (q.numel() and k.numel() and v.numel()),
         "large": max(q.numel(), k.numel(), v.numel()) >= LARGE,
-        "misaligned": not (validation.has_shapes_only(q) or aligned(q, k, v)),
+        "misaligned": not ((type(q) is not Tensor and validation.has_shapes_only(q)) or aligned(q, k, v)),
         "transform": transform(q, k, v, mask, sinks),
     }
 
@@ -160,6 +157,14 @@ def runner(chosen: Chosen, return_lse: bool, autocast: bool, head_axis: int) -> 
             return forward(query, key, value, attn_mask=attn_mask, **kw)
 
     return call
+
+
+def without_autocast(run: Any, query: Tensor, /, *tensors: Any, **given: Any) -> Any:
+    """Call `run` on tensors that were `cast` already."""
+    if autocast_dtype(query.device.type) is None:
+        return run(query, *tensors, **given)
+    with torch.autocast(query.device.type, enabled=False):
+        return run(query, *tensors, **given)
 
 
 def backend_name(backend: Any) -> str | None:

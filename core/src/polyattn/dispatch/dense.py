@@ -1,7 +1,7 @@
 """The calls. A call site (its static arguments) finds the bound kernel for its tensors with one lookup.
 
 Eager: a site remembers its last signature in torch's own guard object, checked in one C++ call, and every signature
-in a dict whose key holds all that decides (`DENSE_KEY`). Lengths are not in it: random lengths do not miss.
+in a dict whose key holds all that decides (`DenseKey`). Lengths are not in it: random lengths do not miss.
 Compiled: see `polyattn.dispatch.compile.trace`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +20,16 @@ from ..adapters.alignment import aligned
 from ..adapters.device import capturing, recording
 from ..contract import AttentionRequest, Place, relation
 from ..contract.lengths import extent_of
+from ..contract.request import made
 from ..epoch import EPOCH
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..selection.select import Selection
 from ..semantics import validation
-from .binding import Chosen, choose, select_here
+from .binding import Chosen, choose, explained_by, select_here
+from .bound_table import SIGNATURES_KEPT
 from .call_key import (
     LARGE,
-    SIGNATURES_KEPT,
     SITES_KEPT,
     Static,
     autocast_dtype,
@@ -36,10 +37,8 @@ from .call_key import (
     cast,
     grad_on,
     mask_key,
-    no_autocast,
     out_key,
     raw_stream,
-    request_facts,
     runner,
     sinks_key,
     torch_deterministic,
@@ -47,9 +46,9 @@ from .call_key import (
 from .compile.facts import counted
 from .compile.symbolic import recorded_call
 from .compile.trace import trace_dense
-from .device_facts import transform
+from .device_facts import device_facts, dtype_name, transform
 
-__all__ = ["DENSE_KEY", "DenseSite", "attention", "bind", "dense_request"]
+__all__ = ["DenseKey", "DenseSite", "attention", "bind", "dense_request", "dense_signature"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _scope = overrides.SCOPE.get
@@ -59,20 +58,56 @@ overrides.tracing = _is_tracing
 # A site is found by its static arguments, the backend named and the scope of overrides; the epoch (plugins,
 # configuration, tuning store) empties every site.
 
-DENSE_KEY = (
-    *("exact types", "query dtype", "key dtype", "value dtype", "query device", "key device", "value device"),
-    *("H_q", "key H", "value H", "query D", "key D", "value D", "relation", "lengths agree", "zero size", "large"),
-    *("dense axes", "aligned", "grads", "mask", "sinks", "out", "autocast", "capture", "transform", "deterministic"),
-)
-"""What a dense signature holds, in order."""
 
+class DenseKey(NamedTuple):
+    """What a dense signature holds, in order. Signatures are bare tuples of it, which are made faster.
 
-def _dense_axis(tensor: Tensor) -> bool:
-    return tensor.stride()[-1] == 1 or tensor.shape[-1] == 1
+    Attributes:
+        exact_types: all three are plain tensors. lengths_agree: batches, and the lengths of key and value.
+        large: 2**31 elements or more. dense_axes: last axes of the three. grads: of the three; None = grad mode is off.
+        mask, sinks, out: as `mask_key`, `sinks_key` and `out_key`.
+    """
+
+    exact_types: bool
+    query_dtype: torch.dtype
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    query_device: torch.device
+    key_device: torch.device
+    value_device: torch.device
+    query_heads: int
+    key_heads: int
+    value_heads: int
+    query_dim: int
+    key_dim: int
+    value_dim: int
+    relation: str
+    lengths_agree: bool
+    zero_size: bool
+    large: bool
+    dense_axes: tuple[bool, bool, bool]
+    aligned: bool
+    grads: tuple[bool, bool, bool] | None
+    mask: Any
+    sinks: Any
+    out: Any
+    autocast: torch.dtype | None
+    capture: bool
+    transform: str
+    deterministic: bool
+
+    def wanted(self, return_lse: bool) -> tuple[str, ...]:
+        """The gradients that a call wants."""
+        if self.grads is None or (not any(self.grads) and self.mask is None and self.sinks is None):
+            return ()
+        optional = (given is not None and given[4] for given in (self.mask, self.sinks))
+        flags = zip(("query", "key", "value", "mask", "sinks"), (*self.grads, *optional), strict=True)
+        names = tuple([name for name, on in flags if on])
+        return (*names, "lse") if names and return_lse else names
 
 
 def _dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, bshd: bool) -> tuple[Any, ...]:
-    """The complete signature of a dense call, in the order of `DENSE_KEY`."""
+    """The complete signature of a dense call: a `DenseKey`, as a bare tuple."""
     b, s_q, h_q, d = q.shape
     bk, s_k, h_k, dk = k.shape
     bv, s_v, h_v, dv = v.shape
@@ -89,12 +124,12 @@ def _dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any,
         b == bk == bv and s_k == s_v,
         not (q.numel() and k.numel() and v.numel()),
         max(q.numel(), k.numel(), v.numel()) >= LARGE,
-        (_dense_axis(q), _dense_axis(k), _dense_axis(v)),
-        aligned(q, k, v),
+        (q.stride(-1) == 1 or d == 1, k.stride(-1) == 1 or dk == 1, v.stride(-1) == 1 or dv == 1),
+        (not exact and validation.has_shapes_only(q)) or aligned(q, k, v),  # those are at no address
         (q.requires_grad, k.requires_grad, v.requires_grad) if grad_on() else None,
-        mask_key(mask, b, h_q, s_q, s_k),
-        sinks_key(sinks),
-        out_key(out, (*q.shape[:3], dv), (q, k, v)),
+        None if mask is None else mask_key(mask, b, h_q, s_q, s_k),
+        None if sinks is None else sinks_key(sinks),
+        None if out is None else out_key(out, (*q.shape[:3], dv), (q, k, v)),
         autocast_dtype(kind),
         capturing(kind),
         transform(q, k, v, mask, sinks),
@@ -102,18 +137,52 @@ def _dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any,
     )
 
 
-def dense_request(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any) -> AttentionRequest:
-    """Validate a dense call and say what it asks for.
+def dense_signature(layout: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any) -> tuple[Any, ...]:
+    """The signature of a dense call.
+
+    Raises:
+        InvalidInputError: arguments that have none.
+    """
+    try:
+        return _dense_key(q, k, v, mask, sinks, out, layout == "BSHD")
+    except (AttributeError, RuntimeError, TypeError, ValueError) as exc:
+        validation.check_dense(q, k, v, mask, sinks, out, layout)
+        raise InvalidInputError(f"the arguments of attention cannot be read: {exc}; pass 4-D tensors") from exc
+
+
+def dense_request(
+    static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, key: DenseKey | None = None
+) -> AttentionRequest:
+    """Validate a dense call and say what it asks for. key: its signature, where the caller has taken it.
 
     Raises:
         InvalidInputError: an argument no backend could serve.
     """
-    if isinstance(q, Tensor) and autocast_dtype(q.device.type) is not None:
-        q, k, v = cast(q, k, v)
+    if key is None or key.autocast is not None:
+        if isinstance(q, Tensor) and autocast_dtype(q.device.type) is not None:
+            q, k, v = cast(q, k, v)
+        key = None
     validation.check_dense(q, k, v, mask, sinks, out, static.layout)
-    s, h = (1, 2) if static.layout == "BSHD" else (2, 1)
-    facts = request_facts(static, q, k, v, mask, sinks, q.shape[h], k.shape[h])
-    return AttentionRequest(family="dense", s_relation=relation(q.shape[s], k.shape[s]), **facts).normalised()
+    key = key or DenseKey._make(dense_signature(static.layout, q, k, v, mask, sinks, out))
+    return made(
+        family="dense",
+        s_relation=key.relation,
+        **static.fields(key.deterministic),
+        **device_facts(key.query_device),
+        dtype=dtype_name(key.query_dtype),
+        heads=key.query_heads,
+        kv_heads=key.key_heads,
+        head_dim=key.query_dim,
+        v_head_dim=key.value_dim,
+        mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
+        sinks=sinks is not None,
+        grad=key.wanted(static.return_lse),
+        graph_capture=key.capture,
+        zero_size=key.zero_size,
+        large=key.large,
+        misaligned=not key.aligned,
+        transform=key.transform,
+    ).normalised()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,19 +207,19 @@ class _Fast:
     )
 
     def __init__(
-        self, call: Any, lengths: int, key: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+        self, call: Any, lengths: int, key: DenseKey, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> None:
         heads = 3 - lengths
         sizes = [[t.shape[i] if i in (heads, 3) else None for i in range(4)] for t in (q, k, v)]
         strides = [[None, None, None, None if t.shape[3] == 1 else 1] for t in (q, k, v)]
         self.alike = _Guards(q, k, v, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        self.call, self.lengths, self.relation = call, lengths, key["relation"]
-        self.epoch, self.deterministic, self.cuda = EPOCH.value, key["deterministic"], q.device.type == "cuda"
+        self.call, self.lengths, self.relation = call, lengths, key.relation
+        self.epoch, self.deterministic, self.cuda = EPOCH.value, key.deterministic, q.device.type == "cuda"
         self.index = q.device.index
         # The guards hold requires_grad; grad mode matters only where some input requires it.
         self.grad = grad_on() if any(t is not None and t.requires_grad for t in (q, k, v, mask)) else None
-        width = max(key["query D"], key["value D"])
-        self.rooms = (LARGE // (key["H_q"] * width), LARGE // (key["key H"] * width))
+        width = max(key.query_dim, key.value_dim)
+        self.rooms = (LARGE // (key.query_heads * width), LARGE // (key.key_heads * width))
         self.watch = self.cuda or self.grad is not None
         self.seen: Any = None
         self.keep(*((q, k, v) if mask is None else (q, k, v, mask)))
@@ -236,7 +305,7 @@ class DenseSite:
             from .placed import at
 
             tensors = (query, key, value, attn_mask, sinks, out)
-            return at(tensors, self.constants(), self._argument, self._scope, place)
+            return at(tensors, self.static, self._argument, self._scope, place)
         if _is_tracing():
             return self._trace(query, key, value, attn_mask, sinks, out)
         fast = self._fast
@@ -264,17 +333,8 @@ class DenseSite:
                 return fast.call(query, key, value, attn_mask=attn_mask)
         return self._find(query, key, value, attn_mask, sinks, out)
 
-    def constants(self) -> tuple[Any, ...]:
-        """The static arguments, in the order of `Static`."""
-        static = self.static
-        return (
-            *(static.causal, static.window, static.softcap, static.scale, static.layout),
-            *(static.dropout_p, static.return_lse, static.deterministic, static.role),
-        )
-
     def _trace(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
-        static = self.constants()
-        return trace_dense(query, key, value, attn_mask, sinks, out, static, self._argument, self._scope)
+        return trace_dense(query, key, value, attn_mask, sinks, out, self.static, self._argument, self._scope)
 
     def _find(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, place: Any = None
@@ -293,44 +353,39 @@ class DenseSite:
         if self._epoch != EPOCH.value:
             self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
         entries = self._entries
-        try:
-            signature = _dense_key(query, key, value, attn_mask, sinks, out, self._bshd)
-        except (AttributeError, RuntimeError, TypeError, ValueError) as exc:
-            validation.check_dense(query, key, value, attn_mask, sinks, out, self.static.layout)
-            raise InvalidInputError(f"the arguments of attention cannot be read: {exc}; pass 4-D tensors") from exc
+        signature: Any = dense_signature(self.static.layout, query, key, value, attn_mask, sinks, out)
+        said = signature
         if place is not None:  # which itself decides nothing
             signature = (*signature, "place")
         entry = entries.get(signature)
         if entry is None:
-            entry = self._resolve(query, key, value, attn_mask, sinks, out, place is not None)
+            entry = self._resolve(DenseKey._make(said), query, key, value, attn_mask, sinks, out, place is not None)
             if len(entries) >= SIGNATURES_KEPT:
                 entries.clear()
             entries[signature] = entry
         elif signature == self._last and sinks is out is place is None and not _profiler._is_profiler_enabled:
             # Seen twice in a row: worth a guard. Alternating signatures stay with the dict, and so do profiled calls.
-            self._remember(dict(zip(DENSE_KEY, signature, strict=True)), entry, query, key, value, attn_mask)
+            self._remember(DenseKey._make(said), entry, query, key, value, attn_mask)
         self._last = signature
         run = entry.chosen.ranged("attention", entry.run)
         given = {"place": place} if entry.chosen.request.place else {}
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **given)
 
     def _resolve(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, out: Any, placed: bool
+        self, said: DenseKey, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, placed: bool
     ) -> _Entry:
-        request = dense_request(self.static, query, key, value, mask, sinks, out)
+        request = dense_request(self.static, q, k, v, mask, sinks, out, said)
         request = dataclasses.replace(request, place=True) if placed else request
         chosen = choose(request, self._argument, self._scope)
-        run = runner(chosen, self.static.return_lse, not no_autocast(query), 2 if self._bshd else 1)
+        run = runner(chosen, self.static.return_lse, said.autocast is not None, 2 if self._bshd else 1)
         return _Entry(chosen, run, chosen.bound.simple if run is chosen.bound.forward else None)
 
-    def _remember(
-        self, key: dict[str, Any], entry: _Entry, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
-    ) -> None:
+    def _remember(self, key: DenseKey, entry: _Entry, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         """Keep a signature for the check in one call; what guards cannot see rules it out."""
-        odd = key["zero size"] or key["large"] or key["capture"] or key["transform"] or not key["aligned"]
+        odd = key.zero_size or key.large or key.capture or key.transform or not key.aligned
         # torch's guards never hold for one tensor passed twice.
         distinct = q is not k and k is not v and q is not v
-        if _Guards is not None and distinct and key["autocast"] is None and not odd and key["exact types"]:
+        if _Guards is not None and distinct and key.autocast is None and not odd and key.exact_types:
             call = entry.run if mask is not None else entry.simple or entry.run
             fast = _Fast(call, 1 if self._bshd else 2, key, q, k, v, mask)
             if mask is None:
@@ -352,7 +407,7 @@ class DenseSite:
             from .placed import explain
 
             tensors = (query, key, value, attn_mask, sinks, out)
-            return explain(tensors, self.constants(), self._argument, self._scope, place)
+            return explain(tensors, self.static, self._argument, self._scope, place)
         request = dense_request(self.static, query, key, value, attn_mask, sinks, out)
         extent = extent_of(request)(query, key)
         return select_here(request, self._argument, self._scope, extent, full=True)
@@ -414,7 +469,7 @@ def attention(
         own = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, None)
         return at((query, key, value, attn_mask, sinks, out), own, backend, None, place)
     if _is_tracing():
-        static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
+        static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)
     try:
         left, right = window
@@ -428,8 +483,8 @@ def attention(
     except (TypeError, ValueError):  # an unhashable argument: a window as a list is fine, the rest is told
         name = site = None  # type: ignore[assignment]
     if site is None:
-        static = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
-        site = DenseSite(Static(*static), backend).__call__
+        static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
+        site = DenseSite(static, backend).__call__
         if len(_sites) >= SITES_KEPT:
             _sites.clear()
         if name is not None:
@@ -464,19 +519,11 @@ def bind(
     return DenseSite(static, backend)
 
 
-def _explain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    sinks: Any = None,
-    attn_mask: Any = None,
-    backend: str | None = None,
-    out: Any = None,
-    place: Place | None = None,
-    **static: Any,
+def _asked(
+    query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, backend: Any, place: Any, **static: Any
 ) -> Selection:
-    return DenseSite(Static(**static), backend).__polyattn_explain__(query, key, value, attn_mask, sinks, out, place)
+    site = DenseSite(Static(**static), backend)
+    return site.__polyattn_explain__(query, key, value, attn_mask, sinks, out, place)
 
 
-attention.__polyattn_explain__ = _explain_attention  # type: ignore[attr-defined]
+explained_by(attention, _asked)

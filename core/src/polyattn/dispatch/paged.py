@@ -7,7 +7,7 @@ binds through `polyattn.serving`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,14 @@ from torch import Tensor
 
 from ..adapters.alignment import aligned
 from ..adapters.device import capturing
-from ..adapters.strides import row_major
+from ..adapters.strides import with_unit_last_stride
 from ..contract import AttentionRequest, KVPart, PagedTables, scalars
 from ..contract.lengths import extent_of
 from ..epoch import EPOCH
 from ..errors import InvalidInputError
 from ..selection import overrides
-from ..selection.select import Selection
 from ..semantics import serving_validation, validation
-from .binding import device_facts, dtype_name, remembered, select_here
+from .binding import Asked, device_facts, dtype_name, explained_by, remembered
 from .call_key import Static, backend_name, torch_deterministic
 from .device_facts import forward_mode
 
@@ -62,12 +61,9 @@ def _kernel_tables(tables: PagedTables) -> PagedTables:
     table, lens, starts, longest_q, longest_k = tables[:5]
     if table.stride(-1) == lens.stride(-1) == 1 and type(longest_q) is type(longest_k) is int:
         return tables
-    return PagedTables(row_major(table), row_major(lens), starts, int(longest_q), int(longest_k))
-
-
-def _said_tables(keywords: dict[str, Any]) -> PagedTables:
-    """The tables among the keywords of a public call, which are taken out."""
-    return PagedTables(**{name: keywords.pop(name) for name in PagedTables._fields[:5] if name in keywords})
+    return PagedTables(
+        with_unit_last_stride(table), with_unit_last_stride(lens), starts, int(longest_q), int(longest_k)
+    )
 
 
 def _no_grad(*tensors: Tensor | None) -> None:
@@ -268,37 +264,15 @@ def paged_attention(
     )
 
 
-def _explain_paged(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    *,
-    backend: str | None = None,
-    out: Any = None,
-    causal: Any = True,
-    kv_layout: str = "NHD",
-    save_kv_cache: bool = False,
-    kv_parts: Sequence[KVPart] = (),
-    tree: bool = False,
-    chunked_prefix: bool = False,
-    window: Any = (-1, -1),
-    softcap: float = 0.0,
-    scale: float | None = None,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    **tensors: Any,
-) -> Selection:
-    static = _static(causal, window, softcap, scale, return_lse, deterministic)
-    optional = dict.fromkeys(("key", "value", "k_scale", "v_scale", "attn_mask", "sinks"))
-    tables = _said_tables(tensors)
-    request = _paged_arguments(
-        query, key_cache, value_cache, tables, out=out, kv_layout=kv_layout, save_kv_cache=save_kv_cache,
-        kv_parts=kv_parts, tree=tree, chunked_prefix=chunked_prefix, static=static, **{**optional, **tensors},
-    )  # fmt: skip
-    return select_here(request, backend, overrides.SCOPE.get(), extent_of(request)(tables=tables), full=True)
+def _asked(backend: Any, given: dict[str, Any], request_of: Callable[..., AttentionRequest]) -> Asked:
+    names = ("causal", "window", "softcap", "scale", "return_lse", "deterministic")
+    static = _static(*(given.pop(name, 0.0) for name in names))
+    tables = PagedTables(**{name: given.pop(name) for name in PagedTables._fields[:5]})
+    request = request_of(**given, tables=tables, static=static)
+    return request, backend_name(backend), extent_of(request)(tables=tables)
 
 
-paged_attention.__polyattn_explain__ = _explain_paged  # type: ignore[attr-defined]
+explained_by(paged_attention, lambda backend, **given: _asked(backend, given, _paged_arguments))
 
 
 def _mla_request(
@@ -400,30 +374,4 @@ def mla_attention(
     )
 
 
-def _explain_mla(
-    query: Tensor,
-    cache: Tensor,
-    *,
-    scale: float,
-    v_head_dim: int = 512,
-    causal: Any = True,
-    window: Any = (-1, -1),
-    attn_mask: Any = None,
-    kv_parts: Sequence[KVPart] = (),
-    tree: bool = False,
-    chunked_prefix: bool = False,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    backend: str | None = None,
-    out: Any = None,
-    **keywords: Any,
-) -> Selection:
-    static = _static(causal, window, 0.0, scale, return_lse, deterministic)
-    tables = _said_tables(keywords)
-    request = _mla_request(
-        query, cache, tables, v_head_dim, attn_mask, out, kv_parts, tree, chunked_prefix, static, **keywords
-    )
-    return select_here(request, backend, overrides.SCOPE.get(), extent_of(request)(tables=tables), full=True)
-
-
-mla_attention.__polyattn_explain__ = _explain_mla  # type: ignore[attr-defined]
+explained_by(mla_attention, lambda backend, **given: _asked(backend, given, _mla_request))

@@ -69,7 +69,7 @@ def at(
         from .compile.between_graphs import between_graphs
 
         return between_graphs(tensors, static, backend, inside, place)
-    return trace_dense(*tensors, static, backend, scope)
+    return trace_dense(*tensors, Static(*static), backend, scope)
 
 
 def _with_role(static: tuple[Any, ...], place: Any) -> tuple[Any, ...]:

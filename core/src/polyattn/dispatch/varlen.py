@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,28 +12,28 @@ from ..adapters.alignment import aligned
 from ..adapters.device import capturing
 from ..contract import AttentionRequest, scalars
 from ..contract.lengths import extent_of
-from ..epoch import EPOCH
 from ..selection import overrides
-from ..selection.select import Selection
 from ..semantics import validation
 from . import call_key
-from .binding import Chosen, choose, select_here
+from .binding import Asked, Chosen, choose, explained_by
+from .bound_table import BoundTable
 from .compile.facts import counted
 from .compile.symbolic import recorded_call
 from .compile.trace import trace_varlen
 from .device_facts import transform
 
-__all__ = ["VarlenSite", "varlen_attention", "varlen_request"]
+__all__ = ["VarlenSite", "packed_key", "varlen_attention", "varlen_request"]
 
 # By dynamo, or by an export without it.
 _is_tracing = torch.compiler.is_compiling
 _scope = overrides.SCOPE.get
+_LENS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 class VarlenSite:
     """A packed call with its static arguments bound."""
 
-    __slots__ = ("_argument", "_check", "_entries", "_epoch", "_scope", "static")
+    __slots__ = ("_argument", "_check", "_scope", "_table", "static")
 
     def __init__(
         self, static: call_key.Static, backend: str | None = None, scope: overrides.Scope | None = None
@@ -43,16 +42,12 @@ class VarlenSite:
         self._argument = call_key.backend_name(backend)
         self._scope = _scope() if scope is None else scope
         overrides.reach(self._scope)
-        self._epoch = -1
-        self._entries: dict[Any, tuple[Chosen, Callable[..., Any]]] = {}
+        self._table: BoundTable[tuple[Chosen, Callable[..., Any]]] = BoundTable()
         self._check = validation.PackedCheck()
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, **lens: Any
     ) -> Any:
-        if self._epoch != EPOCH.value:
-            self._entries, self._epoch = {}, EPOCH.value
-        entries = self._entries
         # Contents may differ at every call, so they are checked at every call; the shapes with them.
         tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
         if not tensors:
@@ -65,39 +60,16 @@ class VarlenSite:
         )
         self._check(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
         if validation.has_shapes_only(query) or counted():
-            static = dataclasses.astuple(self.static)
-            return trace_varlen(query, key, value, attn_mask, sinks, out, lens, static, self._argument)
+            return trace_varlen(query, key, value, attn_mask, sinks, out, lens, self.static, self._argument)
         validation.check_lengths(q, k, **lens)
-        relation = _packed_relation(lens)
-        signature = (
-            *(type(query), type(key), type(value), query.dtype, key.dtype, value.dtype, query.device),
-            *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], relation),
-            not (query.numel() and key.numel() and value.numel()),
-            max(query.numel(), key.numel(), value.numel()) >= call_key.LARGE,
-            aligned(query, key, value),
-            (query.requires_grad, key.requires_grad, value.requires_grad) if call_key.grad_on() else None,
-            None if attn_mask is None else (attn_mask.dtype, attn_mask.requires_grad),
-            call_key.sinks_key(sinks),
-            out is None,
-            *(call_key.autocast_dtype(query.device.type), capturing(query.device.type)),
-            transform(query, key, value, attn_mask, sinks),
-            call_key.torch_deterministic(),
-        )
-        entry = entries.get(signature)
+        signature = packed_key(query, key, value, attn_mask, sinks, out, lens)
+        entry = self._table.get(signature)
         if entry is None:
             chosen = choose(varlen_request(self.static, q, k, v, attn_mask, sinks, lens), self._argument, self._scope)
-            entry = chosen, call_key.runner(chosen, self.static.return_lse, not call_key.no_autocast(query), 1)
-            if len(entries) >= call_key.SIGNATURES_KEPT:
-                entries.clear()
-            entries[signature] = entry
+            run = call_key.runner(chosen, self.static.return_lse, not call_key.no_autocast(query), 1)
+            entry = self._table.put(signature, (chosen, run))
         run = entry[0].ranged("varlen_attention", entry[1])
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
-
-    def __polyattn_explain__(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, **lens: Any
-    ) -> Selection:
-        request = varlen_request(self.static, query, key, value, attn_mask, sinks, lens)
-        return select_here(request, self._argument, self._scope, extent_of(request)(**lens), full=True)
 
 
 def _packed_relation(lens: dict[str, Any]) -> str:
@@ -105,6 +77,26 @@ def _packed_relation(lens: dict[str, Any]) -> str:
     if lens["cu_seqlens_q"] is lens["cu_seqlens_k"]:
         return "equal"
     return "one" if lens["max_seqlen_q"] == 1 else "more"
+
+
+def packed_key(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, out: Any, lens: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The complete signature of a packed call, whose tensors are checked already."""
+    return (
+        *(type(query), type(key), type(value), query.dtype, key.dtype, value.dtype, query.device),
+        *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], _packed_relation(lens)),
+        not (query.numel() and key.numel() and value.numel()),
+        max(query.numel(), key.numel(), value.numel()) >= call_key.LARGE,
+        aligned(query, key, value),
+        (query.requires_grad, key.requires_grad, value.requires_grad) if call_key.grad_on() else None,
+        None if mask is None else (mask.dtype, mask.requires_grad),
+        call_key.sinks_key(sinks),
+        out is None,
+        *(call_key.autocast_dtype(query.device.type), capturing(query.device.type)),
+        transform(query, key, value, mask, sinks),
+        call_key.torch_deterministic(),
+    )
 
 
 def varlen_request(
@@ -167,7 +159,7 @@ def varlen_attention(
         "max_seqlen_k": max_seqlen_k,
     }
     if tracing:
-        return trace_varlen(query, key, value, attn_mask, sinks, out, lens, static, backend)
+        return trace_varlen(query, key, value, attn_mask, sinks, out, lens, call_key.Static(*static), backend)
     try:
         left, right = window
         name = (
@@ -186,29 +178,15 @@ def varlen_attention(
     return site(query, key, value, attn_mask, sinks, out, **lens)
 
 
-def _explain_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    sinks: Any = None,
-    attn_mask: Any = None,
-    backend: str | None = None,
-    out: Any = None,
-    **static: Any,
-) -> Selection:
-    site = VarlenSite(call_key.Static(layout="THD", **static), backend)
-    lens = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
-    return site.__polyattn_explain__(query, key, value, attn_mask, sinks, **lens)
+def _asked(query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, backend: Any, **given: Any) -> Asked:
+    lens = {name: given.pop(name) for name in _LENS}
+    static = call_key.Static(layout="THD", **given).checked(("THD",))
+    if isinstance(query, Tensor) and not call_key.no_autocast(query):
+        query, key, value = call_key.cast(query, key, value)
+    validation.check_varlen(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
+    validation.check_lengths(query, key, **lens)
+    request = varlen_request(static, query, key, value, attn_mask, sinks, lens)
+    return request, backend, extent_of(request)(**lens)
 
 
-varlen_attention.__polyattn_explain__ = _explain_varlen  # type: ignore[attr-defined]
+explained_by(varlen_attention, _asked)

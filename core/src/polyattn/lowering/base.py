@@ -1,4 +1,5 @@
-"""What a lowering is. No torch here: the functions that touch tensors import it when they are built."""
+"""This module defines what a lowering is. No torch here: the functions that touch tensors import it when they are
+built."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ CALL = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """One way to serve a request.
+    """Describes one way to serve a request.
 
     Attributes:
         inner: requests that the same backend must take, each bound once. Several where one call becomes several, or

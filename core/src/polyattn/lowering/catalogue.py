@@ -56,5 +56,5 @@ def get_lowering(name: str) -> Lowering:
 
 @functools.cache
 def lowerings() -> tuple[Lowering, ...]:
-    """All of them; imports their modules, not torch."""
+    """Return all lowerings; imports their modules, not torch."""
     return tuple(get_lowering(name) for name in LOWERINGS)

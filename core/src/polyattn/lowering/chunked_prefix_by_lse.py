@@ -16,7 +16,7 @@ __all__ = ["ChunkedPrefixByLSE"]
 
 
 class ChunkedPrefixByLSE(Lowering):
-    """Whole chunks of the keys before the queries are attended one by one, without a causal mask; what is left of the
+    """Attends whole chunks of the keys before the queries one by one, without a causal mask; what is left of the
     prefix goes with the new tokens, under theirs. All are merged by their LSE (S6).
 
     A chunk is a slice of columns of the page table. How many there are follows from `max_seqlen_k`; a sequence that is

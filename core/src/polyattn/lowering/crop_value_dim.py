@@ -20,7 +20,9 @@ _WIDTHS = (64, 128, 256)
 
 
 class CropValueDim(Lowering):
-    """Each column of the output depends on the same column of V alone, and the LSE on none.
+    """Calls the kernel on slices of the columns of V. Each column of the output depends on the same column of V alone.
+
+    The LSE depends on no column of V.
 
     A gradient is linear in (dout, delta), and delta is a sum over columns: that of Q and K is the sum of the slices'.
     """

@@ -16,7 +16,7 @@ __all__ = ["KVPartsByLSE"]
 
 
 class KVPartsByLSE(Lowering):
-    """One call for the call's own keys and one for each part, merged once by their LSE (S6, S9).
+    """Calls the kernel for the call's own keys and for each part, and merges the results by their LSE (S6, S9).
 
     A part has its own grouping of the queries, each group over one row of keys: a prefix is read once for all the
     sequences that share it.

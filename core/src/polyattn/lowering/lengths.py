@@ -1,4 +1,4 @@
-"""What rewrites of lengths share: wrappers made at each call, masks, sizes."""
+"""This module has what rewrites of lengths share: wrappers made at each call, masks, sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LARGE = 2**31
 
 
 def position_axis(layout: str) -> int:
-    """Where S is in a dense tensor, and in its LSE."""
+    """Return where S is in a dense tensor, and in its LSE."""
     return 1 if layout == "BSHD" else 2
 
 

@@ -20,13 +20,13 @@ _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 def _relations(request: AttentionRequest) -> tuple[SRelation, ...]:
-    """What the longest sequences may be to each other."""
+    """Return what the longest sequences may be to each other."""
     known: dict[str, tuple[SRelation, ...]] = {"equal": ("equal",), "one": ("one", "equal")}
     return known.get(request.s_relation, RELATIONS)
 
 
 class PadSequences(Lowering):
-    """Each sequence is laid into a row of a batch, as long as the longest, with zeros behind it.
+    """Lays each sequence into a row of a batch, as long as the longest, with zeros behind it.
 
     Who sees whom becomes a mask: lengths, causal alignment of each sequence by itself, window and chunk. Nobody sees a
     padded key; a padded query sees nothing, so its output is 0 and its LSE -inf, in the backward too (S7).

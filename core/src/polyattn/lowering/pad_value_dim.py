@@ -13,7 +13,7 @@ __all__ = ["PadValueDim"]
 
 
 class PadValueDim(Lowering):
-    """Each column of the output depends on the same column of V alone, and a column of zeros gives zeros."""
+    """Pads V with columns of zeros, which give columns of zeros in the output and change no other."""
 
     name = "pad_value_dim"
     summary = "values are padded with zeros and the output is cropped"

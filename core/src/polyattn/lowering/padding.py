@@ -7,14 +7,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..semantics.packed import owners
+from ..semantics.packed import sequence_ids
 
 __all__ = ["Padded"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """One side of a packed call.
+    """Holds one side of a packed call.
 
     Attributes:
         lengths: [N]. longest: L, a row's length. places: int64 [T], of each token in [N * L].
@@ -26,12 +26,12 @@ class Padded:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, tokens: int, longest: int) -> Padded:
-        """Of `tokens` tokens; N and L are at least 1, so that no padded tensor is empty."""
+        """Build the padding of `tokens` tokens; N and L are at least 1, so that no padded tensor is empty."""
         if cu_seqlens.shape[0] == 1:
             cu_seqlens = cu_seqlens.expand(2)
         longest = max(longest, 1)
         token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-        sequence = owners(tokens, cu_seqlens)
+        sequence = sequence_ids(tokens, cu_seqlens)
         return cls(cu_seqlens.diff(), longest, sequence * longest + token - cu_seqlens[sequence])
 
     @property

@@ -185,8 +185,8 @@ class Planner:
 
 
 def _by_itself(request: AttentionRequest) -> AttentionRequest:
-    """In normal form. What is rewritten is no layer of the step that was planned, whose tables it does not read: where
-    it is recorded, it is as a call by itself."""
+    """Return the request in normal form. What is rewritten is no layer of the step that was planned, whose tables it
+    does not read: where it is recorded, it is as a call by itself."""
     if request.graph_capture == "session":
         request = dataclasses.replace(request, graph_capture=True)
     return request.normalised()

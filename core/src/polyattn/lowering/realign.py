@@ -32,13 +32,13 @@ class Realign(Lowering):
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
     ) -> Bound:
-        from ..adapters.alignment import placed, placing
+        from ..adapters.alignment import align16, with_aligned_inputs
 
         if request.family in ("dense", "varlen"):
-            return placing(inner[0])
+            return with_aligned_inputs(inner[0])
 
         def forward(query: Tensor, *caches: Tensor, **given: Any) -> Any:
-            rows = {name: placed(given[name]) for name in ("key", "value") if given.get(name) is not None}
-            return inner[0].forward(placed(query), *caches, **{**given, **rows})
+            rows = {name: align16(given[name]) for name in ("key", "value") if given.get(name) is not None}
+            return inner[0].forward(align16(query), *caches, **{**given, **rows})
 
         return Bound(forward)

@@ -1,4 +1,5 @@
-"""What lowerings share on the side of the tensors: a kernel's functions with its inputs and outputs on other routes."""
+"""This module has the tensor code that lowerings share: a kernel's functions with its inputs and outputs on other
+routes."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def columns(request: AttentionRequest, width: int, wide: int) -> Route:
 
 
 def gives_lse(request: AttentionRequest, bound: Bound) -> bool:
-    """Whether a bound forward returns (out, lse): because it is asked for, or because its backward needs it."""
+    """Return whether a bound forward returns (out, lse): because it is asked for, or because its backward needs it."""
     return request.lse or (bound.backward is not None and bool(request.grad))
 
 

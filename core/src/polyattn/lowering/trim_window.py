@@ -1,4 +1,4 @@
-"""`trim_window`: sliding windows by kernels that know none: what nobody sees is not given to them."""
+"""`trim_window`: sliding windows by kernels without windows. Keys that no query sees are not given to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _one_at_the_end(request: AttentionRequest) -> bool:
 
 
 def _trims(request: AttentionRequest) -> bool:
-    """Whether keys before the window are left away: the queries are the end of a longer sequence."""
+    """Return whether keys before the window are left away: the queries are the end of a longer sequence."""
     return request.s_relation in ("one", "fewer") and request.causal != "top_left" and request.window[0] >= 0
 
 

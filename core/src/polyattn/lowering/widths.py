@@ -1,4 +1,5 @@
-"""What rewrites of head dims share: the widths that kernels are built for, and whether views keep rows aligned."""
+"""This module has what rewrites of head dims share: the widths that kernels are built for, and whether views keep rows
+aligned."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def wider(width: int) -> list[int]:
 
 
 def odd_rows(request: AttentionRequest) -> bool:
-    """Whether rows of Q, K or V are no multiple of 16 bytes.
+    """Return whether rows of Q, K or V are no multiple of 16 bytes.
 
     A contiguous tensor of such rows counts as aligned, a view that permutes or cuts it does not (`misaligned`).
     """

@@ -52,14 +52,14 @@ def _sentence(defect: Defect) -> str:
 
 
 def mended(defects: Iterable[Defect], request: AttentionRequest) -> Sequence[str]:
-    """What a reader should know of the faults that an adapter goes around for a request in normal form."""
+    """Return what a reader should know of the faults that an adapter goes around for a request in normal form."""
     found = (defect for defect in defects if defect.done == "mended" and holds(defect.when, request))
     return [f"known defect of {d.library}{d.versions}: {d.what} ({d.source}); mended here: {d.how}" for d in found]
 
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """One fault for people: `backends` has name@platform of all that it concerns."""
+    """Describes one fault for people: `backends` has name@platform of all that it concerns."""
 
     library: str
     what: str
@@ -94,7 +94,8 @@ def narrowing(
     defects: Sequence[Defect],
     named: bool = False,
 ) -> Narrow:
-    """Everything that is said of a request after the capability rows: known faults, then the plugin's own hook.
+    """Return every reason against a request that comes after the capability rows: known faults, then the plugin's own
+    hook.
 
     Args:
         narrow: that hook, of all plugins. named: as `refusal`.

@@ -1,4 +1,5 @@
-"""Is what a provider needs installed, in the right version, and the right package? Nothing is imported to find out."""
+"""This module checks that a provider's packages are installed, in the right version and from the right source. Nothing
+is imported to find out."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Availability:
-    """Whether a provider's distributions are here: `reason` says all that is amiss, `hint` what to do about it.
+    """Tells whether a provider's distributions are here: `reason` says all that is amiss, `hint` what to do about it.
     `version` has those that are as they should be."""
 
     ok: bool
@@ -82,12 +83,13 @@ def _is_intact(file: Path, hashed: str) -> bool:
 
 
 def left_out(name: str) -> bool:
-    """Whether POLYATTN_WITHOUT names a distribution."""
+    """Return whether POLYATTN_WITHOUT names a distribution."""
     return normalise_distribution(name) in map(normalise_distribution, envvars.names("POLYATTN_WITHOUT") or ())
 
 
 def _module_findable(dotted: str) -> bool:
-    """Whether a module's file exists, without importing it or any parent (vendor packages may compile at import)."""
+    """Return whether a module's file exists, without importing it or any parent (vendor packages may compile at
+    import)."""
     top, *rest = dotted.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -130,7 +132,8 @@ def remedy(need: Requirement) -> str:
 
 
 def _amiss(need: Requirement, version: str | None, here: bool) -> str:
-    """Why an installed `version` of a distribution (None: not installed) is not what is needed; empty when it is."""
+    """Say why an installed `version` of a distribution (None: not installed) is not what is needed; empty when it
+    is."""
     if here and (left := _left_out_as(need)):
         return f"{left} is left out by POLYATTN_WITHOUT"
     if version is None:
@@ -145,7 +148,7 @@ def _amiss(need: Requirement, version: str | None, here: bool) -> str:
 
 
 def _of_no_use(need: Requirement, version: str | None) -> tuple[str, str]:
-    """Why this process cannot use a distribution that is installed, and what to do; empty where it can."""
+    """Say why this process cannot use a distribution that is installed, and what to do; empty where it can."""
     label = f"{need.distribution} {version} is installed"
     with Run() as run:
         try:
@@ -185,7 +188,7 @@ def matches(version: str, specifier: str) -> bool:
 
 
 def is_specifier(text: str) -> bool:
-    """Whether a text says which versions are meant; an empty one means all."""
+    """Return whether a text says which versions are meant; an empty one means all."""
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
     try:
@@ -196,7 +199,7 @@ def is_specifier(text: str) -> bool:
 
 
 def is_version(text: str) -> bool:
-    """Whether a text is a version that can be compared with others."""
+    """Return whether a text is a version that can be compared with others."""
     from packaging.version import InvalidVersion, Version
 
     try:

@@ -44,7 +44,7 @@ EARLIER_KEYS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What was run.
+    """Describes what was run.
 
     Attributes:
         sources: files relative to the plugin's folder. digest: their hash when it ran. code: hash of what they do,
@@ -89,7 +89,8 @@ class Evidence:
 
     @property
     def outdated(self) -> bool:
-        """It is stale, or no longer keys were tried than a kernel reads at once. It says less than it did, no more."""
+        """Return whether the run is stale, or tried no more keys than a kernel reads at once. It says less than it did,
+        no more."""
         return self.stale or self.keys < KEYS.get(self.level, 0)
 
     def beside(self, providers: Iterable[Provider]) -> Evidence:
@@ -164,7 +165,7 @@ def _declared(row: Row) -> str:
 
 
 def evidence_file(origin: str, backend: str, platform: str) -> Path:
-    """Where the evidence of a backend is, whose plugin was loaded from file `origin`."""
+    """Return where the evidence of a backend is, whose plugin was loaded from file `origin`."""
     return Path(origin).parent / "evidence" / f"{backend}@{platform}.json"
 
 

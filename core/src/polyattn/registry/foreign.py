@@ -86,8 +86,8 @@ class Run:
             self._watch.join()
 
     def ended_by_host(self, exc: BaseException) -> bool:
-        """Whether an exception came from outside: a person's Ctrl-C, or what a signal handler of the host raised. What
-        is an `Exception` never is."""
+        """Return whether an exception came from outside: a person's Ctrl-C, or what a signal handler of the host
+        raised. What is an `Exception` never is."""
         if isinstance(exc, Exception):
             return False
         if self._unknown and isinstance(exc, KeyboardInterrupt):
@@ -120,7 +120,7 @@ class Run:
 
 
 class OwnRun:
-    """A stretch of core's own code, in the place of a `Run`: nobody is told of it, and no signal is looked after."""
+    """Stands for a `Run` around core's own code: it reports nothing and handles no signal."""
 
     refused = None
 

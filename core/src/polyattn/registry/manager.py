@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,7 +58,7 @@ AGAIN = "call polyattn.registry.manager.reset_manager(), which forgets what was 
 
 @dataclasses.dataclass
 class PluginReport:
-    """What became of one plugin.
+    """Describes what became of one plugin.
 
     Attributes:
         name: entry name. distribution, version: where it comes from ("" for a module given by path).
@@ -101,6 +102,7 @@ class PluginManager:
         self.backends: dict[tuple[str, str], BackendInfo] = {}
         self._owner: dict[tuple[str, str], str] = {}
         self._platform_owner: dict[str, str] = {}
+        self._hooks: dict[tuple[str, str], Callable[..., Any] | None] = {}
         self._lock = threading.RLock()
         self._loaded = False
         self.unknown_words: list[tuple[str, str]] = []
@@ -170,7 +172,7 @@ class PluginManager:
         return (p for p in self.plugins.values() if p.state in ("broken", "duplicate", "incompatible"))
 
     def narrows(self, backend: BackendInfo) -> bool:
-        """Whether the owner has a `polyattn_report_capability`."""
+        """Return whether the owner has a `polyattn_report_capability`."""
         return self._implementation("polyattn_report_capability", backend) is not None
 
     def narrow(self, backend: BackendInfo, request: AttentionRequest) -> Verdict | None:
@@ -201,8 +203,9 @@ class PluginManager:
             PluginError: the hook or the adapter failed, or as `bound_check.checked`.
         """
         implementation = self._implementation("polyattn_load_forward", backend)
-        label = self.owner(backend).label
-        with self._run(self.owner(backend), f"loading {backend.id} (provider {provider.name})") as run:
+        owner = self.owner(backend)
+        label = owner.label
+        with self._run(owner, f"loading {backend.id} (provider {provider.name})") as run:
             try:
                 bound = None
                 if implementation is not None:
@@ -219,11 +222,11 @@ class PluginManager:
                 raise PluginError(
                     f"plugin {label} could not load {backend.id} (provider {provider.name}): "
                     f"{type(exc).__name__}: {exc}. Name another backend, mend the plugin, or leave it out: "
-                    f"POLYATTN_DISABLE={self.owner(backend).name}"
+                    f"POLYATTN_DISABLE={owner.name}"
                 ) from exc
         who = f"plugin {label}: {backend.id}"
         try:
-            bound = checked(bound, request, who, self.owner(backend).api)
+            bound = checked(bound, request, who, owner.api)
         except PluginError as wrong:
             self.remember(backend, wrong)
             raise
@@ -231,11 +234,10 @@ class PluginManager:
 
     def _implementation(self, hook: str, backend: BackendInfo) -> Callable[..., Any] | None:
         owner = self._owner[backend.name, backend.platform]
-        for implementation in getattr(self._pm.hook, hook).get_hookimpls():
-            if implementation.plugin_name == owner:
-                function: Callable[..., Any] = implementation.function
-                return function
-        return None
+        if (hook, owner) not in self._hooks:
+            found = (one for one in getattr(self._pm.hook, hook).get_hookimpls() if one.plugin_name == owner)
+            self._hooks[hook, owner] = next((one.function for one in found), None)
+        return self._hooks[hook, owner]
 
     def _run(self, report: PluginReport, doing: str) -> Run | OwnRun:
         """Code of a plugin that is to be run. Core's own is not watched: that costs a thread, and calls for signals."""
@@ -304,6 +306,7 @@ class PluginManager:
                 module = module or importlib.import_module(source.module)
                 report.origin = getattr(module, "__file__", "") or ""
                 report.api = _checked_api(module)
+                self._hooks.clear()
                 self._pm.register(module, name=source.name)
                 self._verify_hooks(source.name, module)
                 self._pm.check_pending()
@@ -311,6 +314,7 @@ class PluginManager:
             except BaseException as exc:  # a stranger's module may raise anything; it is kept and reported
                 if self._pm.has_plugin(source.name):
                     self._pm.unregister(name=source.name)
+                    self._hooks.clear()
                 if run.ended_by_host(exc):
                     del self.plugins[source.name]
                     raise
@@ -460,7 +464,11 @@ def _check_backend(backend: BackendInfo, platforms: set[str]) -> None:
 
 def _import_target(target: str) -> Callable[[], Any]:
     module, _, attribute = target.partition(":")
-    adapter: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
+    there = sys.modules.get(module)
+    # To ask for a module that is here costs four calls; one that another thread is importing is not here yet.
+    if there is None or getattr(there.__spec__, "_initializing", False):
+        there = importlib.import_module(module)
+    adapter: Callable[[], Any] = getattr(there, attribute)
     return adapter
 
 
@@ -479,7 +487,7 @@ def get_manager() -> PluginManager:
         with _manager_lock:
             if _manager is None:
                 _manager = PluginManager()
-    return _manager.load()
+    return _manager if _manager._loaded else _manager.load()
 
 
 def reset_manager(manager: PluginManager | None = None) -> None:

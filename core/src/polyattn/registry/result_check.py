@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
+from ..contract.families import FAMILY_SPECS
 from ..contract.overlap import shares_memory
 from ..errors import PluginError
 
@@ -24,14 +25,7 @@ MOST_BYTES = 256 * 2**20
 _VALUE = {"linear": "value"}
 """Families whose output is as wide as a tensor says, and not the request."""
 _CACHES = ("key_cache", "value_cache", "cache")
-_POSITIONAL = {
-    "dense": ("query", "key", "value"),
-    "varlen": ("query", "key", "value"),
-    "block_sparse": ("query", "key", "value"),
-    "linear": ("query", "key", "value"),
-    "paged": ("query", "key_cache", "value_cache"),
-    "mla": ("query", "cache"),
-}
+_POSITIONAL = {spec.name: tuple(one.name for one in spec.positional) for spec in FAMILY_SPECS.values()}
 _GRADIENT = ("dout", "query", "key", "value", "out", "lse")
 
 
@@ -114,7 +108,7 @@ def _wrapped(
 
 
 def _readable(tensor: Any) -> bool:
-    """Whether a tensor is one with contents of its own, and neither recorded nor transformed."""
+    """Return whether a tensor is one with contents of its own, and neither recorded nor transformed."""
     import torch
 
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
@@ -133,7 +127,7 @@ def _copies(given: Mapping[str, Any], request: AttentionRequest) -> dict[str, tu
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same, NaN being itself."""
+    """Return whether two tensors hold the same, NaN being itself."""
     import torch
 
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

@@ -1,4 +1,5 @@
-"""Which plugins are announced, and who is let in: decided on metadata and variables, before anything is imported."""
+"""This module finds the plugins that are announced, and decides which are loaded: decided on metadata and variables,
+before anything is imported."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ class Source:
         return cls(name or short_name(dotted), dotted)
 
     def words(self) -> set[str]:
-        """What `POLYATTN_DISABLE` and `POLYATTN_PLUGINS` may call it, in normal form: its name, with `polyattn-` or
-        without, its distribution, its module and the package of that."""
+        """Return what `POLYATTN_DISABLE` and `POLYATTN_PLUGINS` may call it, in normal form: its name, with `polyattn-`
+        or without, its distribution, its module and the package of that."""
         package = self.module.partition(".")[0]
         found = map(normalise_distribution, (self.name, self.distribution, self.module, package))
         return {word.removeprefix(f"{PROJECT}-") for word in found if word}
@@ -73,7 +74,8 @@ _CORE = Source(CORE, CORE_MODULE, PROJECT)
 
 
 class Door:
-    """Who is let in: POLYATTN_DISABLE keeps plugins out, POLYATTN_PLUGINS, where it is set, all but those it names.
+    """Decides which plugins are loaded: POLYATTN_DISABLE keeps plugins out, POLYATTN_PLUGINS, where it is set, all but
+    those it names.
 
     Raises:
         ConfigError: core is to be left out.
@@ -141,7 +143,7 @@ def announced(host_version: str, environ: Mapping[str, str] | None = None) -> It
 
 
 def grouped(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """Those of one name together."""
+    """Group the plugins by their name."""
     groups: dict[str, list[Source]] = {}
     for source in sources:
         groups.setdefault(source.name, []).append(source)
@@ -154,8 +156,8 @@ def short_name(module: str) -> str:
 
 
 def _admits(specifier: Any, version: str) -> bool:
-    """Whether a version is allowed. A pre-release counts as the release that it leads to, and as what is before that:
-    a candidate of 0.2 takes plugins made for 0.1 (<0.2) and those made for 0.2 (>=0.2)."""
+    """Return whether a version is allowed. A pre-release counts as the release that it leads to, and as what is before
+    that: a candidate of 0.2 takes plugins made for 0.1 (<0.2) and those made for 0.2 (>=0.2)."""
     from packaging.version import Version
 
     if specifier.contains(version, prereleases=True):

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..contract import (
     Accepted,
@@ -64,6 +64,7 @@ class Policy:
         lowering: exact rewrites may be used where a backend does not take a request as it is.
         what_if: judge planned adapters as if built, and do not ask for evidence.
         replaced: backends that documented fallbacks replaced on the way here; none is come back to.
+        tuning: the mode (`polyattn.tuning`) that it was made under; "" = nobody asked.
     """
 
     choice: Choice | None = None
@@ -74,6 +75,7 @@ class Policy:
     lowering: bool = True
     what_if: bool = False
     replaced: tuple[str, ...] = ()
+    tuning: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +128,35 @@ class Catalogue:
     def _found(self) -> dict[tuple[str, str], tuple[Offer, ...]]:
         return {}
 
+    @functools.cached_property
+    def _orders(self) -> dict[tuple[str, str, bool], _Order]:
+        return {}
+
+    def order(self, platform: str, arch: str, what_if: bool) -> _Order:
+        """`_Order.of` what a platform has, made once: no request changes it."""
+        key = (platform, arch, what_if)
+        if key not in self._orders:
+            self._orders[key] = _Order.of(self.on(platform, arch), Policy(what_if=what_if))
+        return self._orders[key]
+
     def on(self, platform: str, arch: str) -> tuple[Offer, ...]:
         """What a platform has, with the evidence that there is for an architecture ("" = whichever)."""
         if (platform, arch) not in self._found:
             self._found[platform, arch] = tuple(o.at(arch) for o in self.offers if o.info.platform == platform)
         return self._found[platform, arch]
+
+
+class _Order(NamedTuple):
+    """Offers that may be chosen by themselves, the highest priority first, and their rules in order."""
+
+    ranked: Sequence[Offer]
+    rules: Sequence[tuple[AutoRule, Offer]]
+
+    @classmethod
+    def of(cls, offers: Iterable[Offer], policy: Policy) -> _Order:
+        ranked = sorted((o for o in offers if may_be_automatic(o, policy)), key=Offer.rank)
+        rules = [(rule.rank, o.info.name, i, rule, o) for o in ranked for i, rule in enumerate(o.info.auto)]
+        return cls(ranked, [(rule, offer) for *_, rule, offer in sorted(rules, key=lambda r: r[:3])])
 
 
 _RULE = "rule of "
@@ -253,7 +279,8 @@ class _Judge:
     ) -> None:
         self.request, self.catalogue, self.policy = request, catalogue, policy
         self.active = request.active()
-        self.offers = spared(catalogue.on(request.platform, request.arch), policy.avoid)
+        offers = catalogue.on(request.platform, request.arch)
+        self.offers = spared(offers, policy.avoid) if policy.avoid else offers
         self._all = said
         self._said: dict[tuple[str, str], _Judgement] = {}
         if said is not None:
@@ -271,10 +298,10 @@ class _Judge:
         here = False
         several = len(offer.info.providers) > 1
         for provider in offer.info.providers:
-            if not is_of(provider.name, only):
+            if only and not is_of(provider.name, only):
                 continue
-            prefix = f"{provider.name}: " if several else ""
-            if provider.planned and not self.policy.what_if:
+            prefix, planned = f"{provider.name}: " if several else "", provider.planned
+            if planned and not self.policy.what_if:
                 said.reasons.append(f"{prefix}planned: its adapter is not part of this version")
                 continue
             if reason := offer.missing.get(provider.name):
@@ -283,13 +310,16 @@ class _Judge:
             here = True
             try:
                 verdict = judge(provider.rows, self.request, self.active)
-                if isinstance(verdict, Accepted) and verdict.lowerings and not provider.planned:
+                if isinstance(verdict, Accepted) and verdict.lowerings and not planned:
                     said.plan = self.plan(offer, provider, verdict.lowerings)
                     if said.plan is None:
                         names = ", ".join(verdict.lowerings)
                         verdict = Rejected(f"its row is lowered by {names}, which leads to nothing that it takes")
-                if isinstance(verdict, Accepted) and not provider.planned and said.plan is None:
-                    narrowed = self.narrow(offer, provider, named=self.policy.choice is not None)(self.request)
+                if isinstance(verdict, Accepted) and not planned and said.plan is None:
+                    if offer.defects:
+                        narrowed = self.narrow(offer, provider, named=self.policy.choice is not None)(self.request)
+                    else:
+                        narrowed = self.catalogue.narrow(offer.info, self.request)
                     if isinstance(narrowed, Rejected):
                         said.error = getattr(narrowed, "error", None)
                         verdict = narrowed
@@ -306,14 +336,10 @@ class _Judge:
         said.missing = not here
         return said
 
-    def claims(self, offer: Offer, rule: AutoRule) -> bool:
-        """Whether a rule chooses its backend, which refuses where the rule cannot be judged."""
-        try:
-            return holds(rule.when, self.request)
-        except Exception as exc:  # noqa: BLE001 - a plugin's own constraint may raise anything; others still serve
-            why = f"its rule {rule.why!r} failed: {type(exc).__name__}: {exc}"
-            self._said[offer.info.name, ""] = _Judgement(offer, reasons=[why], error=exc)
-            return False
+    def failed(self, offer: Offer, rule: AutoRule, exc: Exception) -> None:
+        """Note that a rule could not be judged: its backend refuses."""
+        why = f"its rule {rule.why!r} failed: {type(exc).__name__}: {exc}"
+        self._said[offer.info.name, ""] = _Judgement(offer, reasons=[why], error=exc)
 
     def take(self, offer: Offer, only: str = "") -> _Judgement:
         """The judgement of a backend: as the request is, else by an exact rewrite."""
@@ -430,15 +456,22 @@ def _decide(asked: _Judge) -> Selection:
 
 def _automatic(asked: _Judge) -> Selection:
     request, policy = asked.request, asked.policy
-    ranked = sorted((o for o in asked.offers if may_be_automatic(o, policy)), key=Offer.rank)
-    named = {o.info.name: o for o in ranked}
-    for choice in (c for c in policy.tuned if c.name in named):
-        said = asked.take(named[choice.name], choice.kind)
-        if said.provider is not None and asked.same_way(said, choice):
+    if policy.avoid:
+        ranked, rules = _Order.of(asked.offers, policy)
+    else:
+        ranked, rules = asked.catalogue.order(request.platform, request.arch, policy.what_if)
+    named = {o.info.name: o for o in ranked} if policy.tuned else {}
+    for choice in policy.tuned:
+        said = asked.take(named[choice.name], choice.kind) if choice.name in named else None
+        if said is not None and said.provider is not None and asked.same_way(said, choice):
             return _selection(asked, said, "tuned", choice.source)
-    rules = [(rule.rank, o.info.name, i, rule, o) for o in ranked for i, rule in enumerate(o.info.auto)]
-    for *_, rule, offer in sorted(rules, key=lambda r: r[:3]):
-        if asked.claims(offer, rule) and (said := asked.ask(offer)).provider is not None:
+    for rule, offer in rules:
+        try:
+            claimed = holds(rule.when, request)
+        except Exception as exc:  # noqa: BLE001 - a plugin's own constraint may raise anything; others still serve
+            asked.failed(offer, rule, exc)
+            continue
+        if claimed and (said := asked.ask(offer)).provider is not None:
             return _selection(asked, said, "platform rule", rule.why)
     # A negative priority is a last resort: an exact rewrite for another backend comes before it.
     usual = [o for o in ranked if (o.info.priority or 0) >= 0]
@@ -569,7 +602,8 @@ def _selection(asked: _Judge, said: _Judgement, source: str, why: str, notes: tu
         notes = (*notes, info.note)
     if info.lossy:
         notes = (*notes, f"approximate: {info.lossy}")
-    notes = (*notes, *mended(said.offer.defects.get(provider.name, ()), asked.request))
+    if defects := said.offer.defects.get(provider.name):
+        notes = (*notes, *mended(defects, asked.request))
     return Selection(
         request=asked.request,
         backend=info.name,

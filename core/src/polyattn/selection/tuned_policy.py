@@ -11,7 +11,7 @@ from ..contract.names import parts
 from ..epoch import EPOCH
 from ..registry.distributions import distribution_version
 from ..registry.manager import PluginManager, get_manager
-from ..tuning import NOTHING, Advice, Measured, Place, advise, driver, place_of, shipped_advice, watch
+from ..tuning import NOTHING, Advice, Measured, Place, advise, driver, mode, place_of, shipped_advice, watch
 from .overrides import Scope, current_choice, current_settings
 from .select import Choice, Policy
 
@@ -27,8 +27,10 @@ def current_policy(argument: str | None, scope: Scope, request: AttentionRequest
     Args:
         argument: the backend that the call or layer names. scope: of the `with` forms.
     """
-    policy = Policy(current_choice(argument, scope, request), strict=current_settings().strict)
-    return policy if policy.choice is not None else measured_policy(policy, request)
+    strict, choice = current_settings().strict, current_choice(argument, scope, request)
+    if choice is not None:
+        return Policy(choice, strict=strict)
+    return measured_policy(Policy(strict=strict, tuning=mode()), request)
 
 
 def compiled_policy(argument: str | None, scope: Scope, request: AttentionRequest) -> Policy:
@@ -47,7 +49,7 @@ def compiled_policy(argument: str | None, scope: Scope, request: AttentionReques
 
 def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:
     """A policy with what measurements say of a request that nobody chose a backend for."""
-    said = advise(request, functools.partial(tuning_place, request.platform))
+    said = advise(request, functools.partial(tuning_place, request.platform), policy.tuning)
     return policy if said is NOTHING else _advised(policy, request, said)
 
 

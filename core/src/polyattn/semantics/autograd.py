@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..contract import Bound
-from ..errors import UnsupportedRequestError
+from ..errors import PluginError, UnsupportedRequestError
 
-__all__ = ["attention_backward", "differentiable", "refuse_second"]
+__all__ = ["attention_backward", "differentiable", "recomputed_backward", "refuse_second"]
 
 
 def attention_backward(
@@ -186,3 +186,40 @@ def differentiable(bound: Bound, return_lse: bool, head_axis: int = 1) -> Callab
         return result if return_lse else result[0]
 
     return forward
+
+
+def recomputed_backward(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
+    """A backward as `polyattn.contract.DenseBackward`, for a forward through whose output and LSE autograd goes.
+
+    The forward is run again. Let it give (o, l), and let (out, lse) belong to the merged result: the part has the
+    weight w = exp(l - lse) in it, so the gradient of o is w * dout, and that of l is w * rowsum(dout * (o - out)). For
+    a call that is the whole, w = 1 and the second is 0.
+
+    Raises:
+        PluginError: in the backward, when the LSE that comes back has no gradient.
+    """
+
+    def backward(
+        dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **extra: Any
+    ) -> tuple[Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        with torch.enable_grad():
+            own, own_lse = forward(*leaves, **extra)
+        if not own.requires_grad:  # no query or no key: nothing depends on anything
+            return tuple(torch.zeros_like(leaf, requires_grad=False) for leaf in leaves)
+        if not own_lse.requires_grad:
+            raise PluginError(
+                "a backend declares grad lse, and its forward gives an LSE without a gradient, which a part of a "
+                "merged result needs; its capability row must leave `lse` out of `grad`"
+            )
+        with torch.no_grad():
+            # Rows that see no key here have no weight, also where the whole is empty: exp(-inf + inf) would be NaN.
+            empty = own_lse == float("-inf")
+            weight = torch.exp(own_lse.masked_fill(empty, 0.0) - lse.masked_fill(empty, 0.0)).masked_fill(empty, 0.0)
+            wide = dout.to(own_lse.dtype)
+            through_lse = weight * (wide * (own.to(wide.dtype) - out.to(wide.dtype))).sum(-1)
+            through_out = (wide * weight[..., None]).to(own.dtype)
+        grads = torch.autograd.grad([own, own_lse], leaves, [through_out, through_lse], allow_unused=True)
+        return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, (query, key, value), strict=True))
+
+    return backward

@@ -1,4 +1,4 @@
-"""What of a request's position rules torch's SDPA takes as a flag, and the mask for the rest (S3, S4, S7, S8)."""
+"""This module splits a request's position rules into the flag that torch's SDPA takes and a mask (S3, S4, S7, S8)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def position_kind(request: AttentionRequest) -> Literal["all", "flag", "mask"]:
 
 
 def may_have_empty_rows(request: AttentionRequest) -> bool:
-    """Whether some query may see no key. By position alone that takes more queries than keys."""
+    """Return whether some query may see no key. By position alone that takes more queries than keys."""
     positional = position_kind(request) == "mask" and request.s_relation == "more"
     return positional or request.mask != "none"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["owners", "per_token"]
+__all__ = ["per_token", "sequence_ids"]
 
 
-def owners(tokens: int, cu_seqlens: Tensor) -> Tensor:
+def sequence_ids(tokens: int, cu_seqlens: Tensor) -> Tensor:
     """int64 [tokens], the sequence of each packed token; one without tokens owns none. Nothing waits for the device.
 
     Args:
@@ -19,14 +19,14 @@ def owners(tokens: int, cu_seqlens: Tensor) -> Tensor:
 
 
 def per_token(tokens: int, cu_seqlens: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-    """What sequences have, for each packed token: for kernels with a query for each sequence, in a step in which some
-    sequence has none.
+    """Return what sequences have, for each packed token: for kernels with a query for each sequence, in a step in which
+    some sequence has none.
 
     Args:
-        tokens, cu_seqlens: as `owners`. rows: [N, ...], such as a page table and lengths.
+        tokens, cu_seqlens: as `sequence_ids`. rows: [N, ...], such as a page table and lengths.
 
     Returns:
         [tokens, ...] each.
     """
-    owner = owners(tokens, cu_seqlens)
+    owner = sequence_ids(tokens, cu_seqlens)
     return tuple(row[owner] for row in rows)

@@ -42,7 +42,7 @@ class Tokens:
         return cls(sequence, row.long(), position.clamp(min=0).long(), position >= 0)
 
     def slots(self, page_table: Tensor, page_size: int) -> Slots:
-        """Where their rows are in a cache."""
+        """Return where the rows of these tokens are in a cache."""
         page_table = _some_columns(page_table)
         column = (self.position // page_size).clamp(max=page_table.shape[1] - 1)
         page = page_table[self.sequence, column].long()

@@ -198,7 +198,7 @@ class RequestStates:
         return self._tensors[layer, name]
 
     def drafted(self, layer: Hashable, name: str) -> Tensor:
-        """Where a verifying step leaves the state after each of its nodes, [requests + 1, drafts, *shape].
+        """Return where a verifying step leaves the state after each of its nodes, [requests + 1, drafts, *shape].
 
         Raises:
             InvalidInputError: the layer keeps nothing of that name, or there are no drafts.
@@ -380,7 +380,7 @@ class RunStates:
 
     @property
     def branches(self) -> list[Hashable]:
-        """Those that have states, the oldest first."""
+        """Return the branches that have states, the oldest first."""
         return list(self._branches)
 
     @property
@@ -405,7 +405,7 @@ class RunStates:
         return found
 
     def of(self, layer: Hashable, branch: Hashable = "") -> dict[str, Tensor]:
-        """All states of a layer in a branch by name, as `tensor` has them: what one call of the layer is given.
+        """Return all states of a layer in a branch by name, as `tensor` has them: what one call of the layer is given.
 
         Raises:
             InvalidInputError: the layer keeps nothing by run, or the run has ended.

@@ -1,4 +1,4 @@
-"""What an engine needs around attention: caches, request tables, steps, phases, graphs, drafts.
+"""This room has what an engine needs around attention: caches, request tables, steps, phases, graphs, drafts.
 
 Names are resolved at first use: importing this package imports no torch.
 """

@@ -1,4 +1,5 @@
-"""What the serving side knows of the layers of a model: `AttentionLayer`, and `StateLayer` for those without pages."""
+"""This module describes the layers of a model to the serving side: `AttentionLayer`, and `StateLayer` for those without
+pages."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ KV = ("key", "value", "latent")
 
 @dataclasses.dataclass(frozen=True)
 class StateLayer:
-    """One layer that keeps a state for each request and attends no pages, such as one of linear attention.
+    """Describes a layer that keeps a state for each request and attends no pages, such as one of linear attention.
 
     Attributes:
         layer_id: unique within the model, attention layers included.
@@ -49,7 +50,7 @@ class StateLayer:
 
     @property
     def kept(self) -> tuple[Keep, ...]:
-        """All that the layer keeps."""
+        """Return all that the layer keeps."""
         return tuple(self.keeps)
 
 
@@ -64,13 +65,13 @@ def _checked_keeps(where: str, keeps: Any) -> tuple[Keep, ...]:
 
 
 def keeps_of(layers: Sequence[AttentionLayer | StateLayer]) -> dict[Any, Sequence[Keep]]:
-    """What each layer keeps, by its number: what `RequestStates` and `RunStates` are built from."""
+    """Return what each layer keeps, by its number: what `RequestStates` and `RunStates` are built from."""
     return {layer.layer_id: layer.kept for layer in layers}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """One attention layer, as it is on this rank.
+    """Describes one attention layer, as it is on this rank.
 
     Attributes:
         layer_id: unique within the model; the pool and the backend find the layer by it.
@@ -190,7 +191,7 @@ class AttentionLayer:
 
     @property
     def kept(self) -> tuple[Keep, ...]:
-        """All that the layer keeps: its keys and values, or latent rows, and then what else `keeps` names."""
+        """Return all that the layer keeps: its keys and values, or latent rows, and then what else `keeps` names."""
         found: tuple[Keep, ...] = self._kept  # type: ignore[attr-defined]
         return found
 

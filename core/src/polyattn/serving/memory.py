@@ -1,4 +1,5 @@
-"""What one model's requests keep on the device: pool, pages, tables, prefix cache, and the backend that reads them."""
+"""This module owns what one model's requests keep on the device: pool, pages, tables, prefix cache, and the backend
+that reads them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ __all__ = ["Forward", "Memory", "Runner", "check_runner"]
 
 
 class Forward(Protocol):
-    """One step of a model over packed tokens; its attention layers ask the backend it was made for."""
+    """Runs one step of a model over packed tokens; its attention layers ask the backend it was made for."""
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, keep: Tensor | None, batch: ForwardBatch, steps: Sequence[Step]
@@ -130,7 +131,7 @@ class Memory:
         self.graphs = None if make is None or graphs is False else self._graphs(rows, drafts, make)
 
     def _graphs(self, rows: int, drafts: int, make: Callable[[], DeviceGraph]) -> GraphRunner | None:
-        """What replays decode and verify steps."""
+        """Return what replays decode and verify steps."""
         modes = {ForwardMode.TARGET_VERIFY: drafts} if drafts else {}
 
         def run(input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -233,8 +234,8 @@ class Memory:
         return self._forward(ids, self.backend.positions, kept, batch, steps)
 
     def slots(self, rows: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
-        """Where the last `counts` tokens of each row are in the caches: per group int64, of all rows one after the
-        other."""
+        """Return where the last `counts` tokens of each row are in the caches: per group int64, of all rows one after
+        the other."""
         size, found = self.table.page_size, []
         for group in range(len(self.allocators)):
             slots: list[int] = []

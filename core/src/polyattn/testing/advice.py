@@ -1,4 +1,4 @@
-"""What is no fault of a backend, conforms, and will surprise whoever uses it."""
+"""This module finds what conforms and will still surprise a user of the backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies just outside a capability: the cases that a backend must refuse, with a reason."""
+"""This module makes requests just outside a capability: the cases that a backend must refuse, with a reason."""
 
 from __future__ import annotations
 

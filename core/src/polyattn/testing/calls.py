@@ -38,12 +38,12 @@ def _class_of(providers: Iterable[Provider]) -> Accuracy | None:
 
 
 def is_interpreted(info: BackendInfo) -> bool:
-    """Whether Triton's interpreter runs a backend's kernels, thousands of times slower than a device does."""
+    """Return whether Triton's interpreter runs a backend's kernels, thousands of times slower than a device does."""
     return info.platform == "cpu" and info.evidence == "interpreter"
 
 
 def sayable(case: Case) -> bool:
-    """Whether the public call of the family can ask for this case."""
+    """Return whether the public call of the family can ask for this case."""
     return FAMILIES[case.request.family].sayable(case)
 
 
@@ -117,7 +117,7 @@ class Installed:
         return dataclasses.replace(case.request, **self.facts).normalised()
 
     def asked(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> AttentionRequest:
-        """What the public call makes of a case: nothing of it may be lost on the way."""
+        """Return what the public call makes of a case: nothing of it may be lost on the way."""
         call, positional, keywords = FAMILIES[case.request.family].public(Call(case, tensors, extra))
         return inspection.explain(call, *positional, backend=self.name, **keywords).request
 
@@ -139,7 +139,7 @@ class Installed:
         return _class_of(self.providers)
 
     def faulty(self, request: AttentionRequest) -> bool:
-        """Whether each provider whose rows accept a request has a known fault for which it is refused."""
+        """Return whether each provider whose rows accept a request has a known fault for which it is refused."""
         request = request.normalised()
         taking = [p for p in self.providers if declared(p.rows, request)]
         return bool(taking) and all(refusal(self.defects[p], request, named=True) is not None for p in taking)
@@ -151,11 +151,11 @@ class Installed:
 
     @property
     def narrows(self) -> bool:
-        """Whether its plugin has a `polyattn_report_capability`."""
+        """Return whether its plugin has a `polyattn_report_capability`."""
         return get_manager().narrows(self.info)
 
     def narrowed(self, request: AttentionRequest) -> Rejected | None:
-        """What that hook has against a request that the rows accept."""
+        """Return what that hook has against a request that the rows accept."""
         verdict = get_manager().narrow(self.info, request.normalised())
         return verdict if isinstance(verdict, Rejected) else None
 
@@ -233,7 +233,7 @@ def _public(case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any],
 
 
 def _linearised(function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """What the function gives where its backward is about to be taken."""
+    """Return what the function gives where its backward is about to be taken."""
     return torch.func.vjp(function, *tensors)[0]
 
 

@@ -1,4 +1,5 @@
-"""One case of conformance: a request, the lengths of its sequences, and how its tensors lie in memory."""
+"""This module defines one case of conformance: a request, the lengths of its sequences, and how its tensors lie in
+memory."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Check = Literal["values", "decode", "split", "pages", "dropout", "capture", "ref
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What one test of a backend asks. Its `id` says everything that is not usual, and names the random seed.
+    """Describes what one test of a backend asks. Its `id` says everything that is not usual, and names the random seed.
 
     Attributes:
         request: as a caller would make it (not in normal form, so that spellings are tested too).

@@ -21,7 +21,7 @@ DTYPE = "float32"
 
 @dataclasses.dataclass(frozen=True)
 class Catch:
-    """What the kit makes of one bug in one family.
+    """Describes what the kit makes of one bug in one family.
 
     Attributes:
         bug, what: its name, and the mistake in one sentence. family: it was looked for in.
@@ -44,7 +44,7 @@ class Catch:
 
 
 def blanks() -> list[Catch]:
-    """Each planted bug in each family where it shows, and the backend without a bug in all of them."""
+    """Return each planted bug in each family where it shows, and the backend without a bug in all of them."""
     every = tuple(dict.fromkeys(family for bug in BUGS.values() for family in bug.families))
     wanted = [(NO_BUG, "nothing is wrong: nothing may be found", every)]
     wanted += [(bug.name, bug.what, bug.families) for bug in BUGS.values()]

@@ -114,7 +114,7 @@ class _Program:
         return self.modules[name]
 
     def counts(self, name: str, package: str) -> bool:
-        """Whether code of module `name` counts for an adapter of `package`."""
+        """Return whether code of module `name` counts for an adapter of `package`."""
         top, _, rest = name.partition(".")
         if top != PROJECT:
             return top == package
@@ -226,7 +226,7 @@ class _Writer:
         return found and ".".join((found[0], *found[1]))
 
     def _meaning(self, name: str) -> Imported | None:
-        """What an imported name stands for."""
+        """Return what an imported name stands for."""
         for scope in reversed(self.scopes):
             if name in scope:
                 return scope[name]
@@ -256,7 +256,7 @@ def _is_type_checking(test: ast.expr) -> bool:
 
 
 def _is_one_name(node: ast.AST) -> bool:
-    """Whether it gives one name a value."""
+    """Return whether it gives one name a value."""
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return len(targets) == 1 and isinstance(targets[0], ast.Name)
 

@@ -49,7 +49,7 @@ class AttentionConformance:
     per_row: ClassVar[int | None] = None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test for each case, found when pytest collects."""
+        """Make one test for each case when pytest collects."""
         if not {"case", "dtype"} & set(metafunc.fixturenames):
             return
         option = metafunc.config.getoption
@@ -76,7 +76,7 @@ class AttentionConformance:
         assert not outcome.findings, str(outcome)
 
     def test_gates(self, dtype: str | _NotRun) -> None:
-        """On this device too, the gates tell right from wrong."""
+        """Check that the gates tell right from wrong on this device too."""
         from .families import DTYPES
         from .negative import controls
 

@@ -1,5 +1,5 @@
-"""Which plugins import torch, or a library that their providers need, when they are loaded: every program that lists
-backends would wait for it. No torch here."""
+"""This module finds plugins that import torch, or a library of their providers, when they are loaded: every program
+that lists backends would wait for it. No torch here."""
 
 from __future__ import annotations
 

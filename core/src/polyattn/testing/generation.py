@@ -1,4 +1,5 @@
-"""From capability rows to the cases that a backend must serve: everything that is declared is tried."""
+"""This module makes the cases that a backend must serve from its capability rows: everything that is declared is
+tried."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def _longer(maker: RowCases, tiles: int, *, few: bool) -> Iterator[Case]:
 
 
 def left_out(rows: Sequence[Row], facts: Mapping[str, Any], families: Sequence[str]) -> list[str]:
-    """What rows take and no case tries, each as a sentence: the kit can make no tensors for it."""
+    """Return what rows take and no case tries, each as a sentence: the kit can make no tensors for it."""
     found: dict[str, None] = {}
     for row in rows:
         for family in inside("family", row):

@@ -88,7 +88,8 @@ class LongCases(RowCases):
         return list(found.values())[:count]
 
     def _once(self) -> Iterator[dict[str, Hashable]]:
-        """Each value of each field at least once. What has been met meets others: any of its values fills up a case."""
+        """Return cases with each value of each field at least once. What has been met meets others: any of its values
+        fills up a case."""
         rng = random.Random(f"{self.seed} once")
         names = [*(name for name in _AXES if name in self.axes), *sorted(self.axes.keys() - {*_AXES})]
         most = max(len(values) for values in self.axes.values())
@@ -152,12 +153,12 @@ class LongCases(RowCases):
 
 
 def _wide_enough(width: Any) -> bool:
-    """Not so narrow that errors are a matter of luck; 0 is as wide as the keys."""
+    """Return whether the case is so wide that errors are no matter of luck; 0 is as wide as the keys."""
     return all(n == 0 or n >= 16 for n in (width if isinstance(width, tuple) else (width,)))
 
 
 def brief(maker: RowCases) -> list[Case]:
-    """One case of 257 keys, for interpreters and emulators: the last tile of a few keys, whatever its width."""
+    """Return one case of 257 keys, for interpreters and emulators: the last tile of a few keys, whatever its width."""
     wish = {"causal": "bottom_right", "lse": True, "head_dim": 64, "page_size": 16}
     for how, lengths in _BRIEF.items():
         if found := maker.variants({"s_relation": how}, {}, wish=wish, lengths=lengths, logits="late"):
@@ -221,7 +222,7 @@ def far(maker: RowCases, *, few: bool) -> Iterator[Case]:
 
 
 def one_far(maker: RowCases) -> list[Case]:
-    """One case of `far` for interpreters, of 100 keys."""
+    """Return one case of `far` for interpreters, of 100 keys."""
     for how in ("fewer", "one", "equal"):
         wish = {"head_dim": 64, "v_head_dim": 0, "lse": True, "page_size": 16, "grad": ("query", "key", "value")}
         if found := maker.variants({"s_relation": how}, {}, wish=wish, lengths=_far_lengths(how, 100), logits="low"):

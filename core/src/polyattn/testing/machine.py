@@ -35,13 +35,13 @@ def graph_class(device: torch.device) -> str:
 
 
 def records_graphs(device: torch.device) -> bool:
-    """Whether torch records graphs of this kind of device."""
+    """Return whether torch records graphs of this kind of device."""
     module = torch.get_device_module(device)
     return hasattr(module, "graph") and hasattr(module, graph_class(device))
 
 
 def lost(device: torch.device) -> bool:
-    """Whether the device answers no more: errors of a kernel that read where it must not stay for good."""
+    """Return whether the device answers no more: errors of a kernel that read where it must not stay for good."""
     if device.type == "cpu":
         return False
     try:
@@ -52,7 +52,7 @@ def lost(device: torch.device) -> bool:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Of everything that takes part on a device."""
+    """Return the versions of everything that takes part on a device."""
     found = {"polyattn": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
         found["hip" if torch.version.hip else "cuda"] = torch.version.hip or torch.version.cuda or ""
@@ -66,7 +66,8 @@ def versions(device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def code_digest() -> str:
-    """Of all files of polyattn and of plugins with a backend: a version says which release, this what ran."""
+    """Return the digest of all files of polyattn and of plugins with a backend: a version says which release, this what
+    ran."""
     manager = get_manager()
     folders = {Path(manager.owner(info).origin).parent for info in manager.backends.values()}
     folders.add(Path(__file__).parents[1])

@@ -24,7 +24,7 @@ BLOCK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """One wrong result (or, with `fault` false, the right one) and what the gates said of it."""
+    """Describes one wrong result (or, with `fault` false, the right one) and what the gates said of it."""
 
     name: str
     measure: Measure
@@ -110,7 +110,7 @@ def _forward(dtype: torch.dtype, device: torch.device) -> Iterator[Control]:
 
 
 def _block_map(dtype: torch.dtype, device: torch.device) -> Iterator[Control]:
-    """Each block of queries sees two blocks of keys; the fault reads the map one block further."""
+    """Make a map in which each block of queries sees two blocks of keys; the fault reads the map one block further."""
     q, k, v = _draw(dtype, device, 8 * BLOCK, 8 * BLOCK, 64)
     block = torch.arange(8 * BLOCK, device=device) // BLOCK
     distance = (block[None, :] - block[:, None]) % 8
@@ -158,6 +158,6 @@ def _merged(dtype: torch.dtype, device: torch.device) -> Iterator[Control]:
 
 
 def _merged_detached(outs: list[Tensor], lses: list[Tensor]) -> Tensor:
-    """What `merge` refuses to do."""
+    """Merge without gradients through the LSE, which `merge` refuses to do."""
     shares = torch.softmax(torch.stack(lses).detach(), 0)
     return (shares.unsqueeze(-1) * torch.stack(outs)).sum(0)

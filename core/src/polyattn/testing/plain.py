@@ -227,7 +227,7 @@ def _weights(
 
 
 def cancelling(problem: Problem) -> Mapping[str, Tensor]:
-    """For each gradient, the sum of the absolute values of its terms: what rounding errors are proportional to.
+    """Return the sum of the absolute values of the terms of each gradient: what rounding errors are proportional to.
 
     dS = P * (dP - delta) cancels, wholly where a query sees a single key: the gradient is 0 there, while any kernel is
     left with the rounding of dP and delta. No error relative to the gradient itself could allow for that.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..backends.reference_backend import Reference
-from ..contract import AttentionRequest, BackendInfo, Bound
+from ..contract import API_VERSION, AttentionRequest, BackendInfo, Bound
 from ..contract.hookspecs import hookimpl
 from ..errors import InvalidInputError, did_you_mean
 from ..registry.manager import PluginManager, get_manager, reset_manager
@@ -36,7 +36,7 @@ Plant = Callable[[AttentionRequest], Forward]
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """One mistake.
+    """Describes one mistake.
 
     Attributes:
         name: short, as `planted` takes it. what: the mistake in one sentence.
@@ -61,12 +61,13 @@ def _honest(request: AttentionRequest) -> Forward:
 
 
 def _asking(change: Callable[[AttentionRequest], Mapping[str, Any]]) -> Plant:
-    """What is asked for changes on its way to the kernel."""
+    """Plant a bug that changes the request on its way to the kernel."""
     return lambda request: _honest(dataclasses.replace(request, **change(request)))
 
 
 def _given(change: Callable[[AttentionRequest, tuple[Tensor, ...], Mapping[str, Any]], Mapping[str, Any]]) -> Plant:
-    """An optional tensor changes on its way to the kernel: (request, tensors, keywords) -> other keywords."""
+    """Plant a bug that changes an optional tensor on its way to the kernel: (request, tensors, keywords) -> other
+    keywords."""
 
     def plant(request: AttentionRequest) -> Forward:
         honest = _honest(request)
@@ -76,7 +77,7 @@ def _given(change: Callable[[AttentionRequest, tuple[Tensor, ...], Mapping[str, 
 
 
 def _returned(change: Callable[[AttentionRequest, Tensor, Tensor | None, Tensor | None], tuple[Any, ...]]) -> Plant:
-    """What comes back is wrong: (request, out, lse, sinks) -> (out, lse)."""
+    """Plant a bug that changes the result: (request, out, lse, sinks) -> (out, lse)."""
 
     def plant(request: AttentionRequest) -> Forward:
         honest = _honest(request)
@@ -305,6 +306,7 @@ def _plugin(bug: Bug, backend: str) -> ModuleType:
         return bug.bind(request)
 
     module = ModuleType(backend)
+    module.POLYATTN_API_VERSION = API_VERSION  # type: ignore[attr-defined]
     for hook in (polyattn_register_backends, polyattn_load_forward):
         setattr(module, hook.__name__, hookimpl(hook))
     return module

@@ -1,4 +1,5 @@
-"""Memory that nobody wrote holds NaN while a backend runs, so that an unwritten output cannot look right by luck.
+"""This module fills unwritten memory with NaN while a backend runs, so that an unwritten output cannot look right by
+luck.
 
 Two ways, each with its limit. Torch's own Python calls for uninitialised memory are replaced: that reaches every
 adapter and Triton kernel, not what C++ allocates inside an op. And the allocator is soiled: blocks of the usual sizes

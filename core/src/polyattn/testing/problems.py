@@ -30,7 +30,7 @@ nothing but the rounding of sums that cancel; more, and a row would see a few ke
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Everything one case needs.
+    """Holds everything that one case needs.
 
     Attributes:
         tensors: inputs by the call's argument names, `mask` standing for attn_mask; those in `request.grad` require
@@ -61,7 +61,7 @@ class Problem:
 
     @property
     def through_lse(self) -> bool:
-        """Whether gradients are taken through the LSE: it depends neither on values nor on sinks."""
+        """Return whether gradients are taken through the LSE: it depends neither on values nor on sinks."""
         return self.request.lse and not {"query", "key", "mask"}.isdisjoint(self.request.grad)
 
     @property
@@ -203,7 +203,7 @@ def _fill(values: Tensor) -> Any:
 
 
 def off_boundary(case: Case) -> bool:
-    """Whether an input of the case, or a row of it, is off a 16-byte boundary: `AttentionRequest.misaligned`."""
+    """Return whether an input of the case, or a row of it, is off a 16-byte boundary: `AttentionRequest.misaligned`."""
     if case.storage in ("contiguous", "misaligned") or not case.lengths:
         return case.storage == "misaligned"
     dtype, shapes = DTYPES[case.request.dtype], FAMILIES[case.request.family].shapes(case)

@@ -1,4 +1,5 @@
-"""What of a process a backend leaves as it found it: whatever it changes there, it changes for its caller's program."""
+"""This module checks the process state that a backend must leave as it was: whatever it changes there, it changes for
+its caller's program."""
 
 from __future__ import annotations
 

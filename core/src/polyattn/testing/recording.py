@@ -111,7 +111,7 @@ def _origin(report: Report) -> str:
 
 
 def evidence_of(report: Report) -> Evidence:
-    """What a report shows.
+    """Return what a report shows.
 
     It is of level `hardware`; on a CPU, kernels that Triton interprets there are evidence of level `interpreter`.
     The report may come from another machine, as long as the same sources ran there.
@@ -156,12 +156,12 @@ def evidence_of(report: Report) -> Evidence:
 
 
 def stale(report: Report) -> bool:
-    """Whether the sources are not those that ran."""
+    """Return whether the sources are not those that ran."""
     return source_hash(Path(_origin(report)).parent, report.sources) != report.digest
 
 
 def _why_not(report: Report) -> str:
-    """Why a report that is not ok is none."""
+    """Say why a report that is not ok is none."""
     if report.lost:
         return f"the device was lost after {report.lost}. Repair that case and run again"
     if report.findings:

@@ -1,4 +1,4 @@
-"""What a run of conformance found, for people and for files."""
+"""This module reports what a run of conformance found, to people and to files."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Everything was run, something passed, nothing was found, and the gates can tell right from wrong."""
+        """Return whether everything ran, something passed, nothing was found, and the gates can tell right from
+        wrong."""
         clean = not self.findings and not self.lost and all(self.gates.values())
         return clean and self.complete and self.passed > 0
 
@@ -132,7 +133,8 @@ class Report:
             mine[name] = max(number, mine.get(name, 0))
 
     def check_narrowing(self) -> None:
-        """Of what its rows declare, a backend must serve something: a hook that refuses all of it makes them untrue."""
+        """Check that a backend serves some of what its rows declare: a hook that refuses all of it makes them
+        untrue."""
         for name, count in self.counts.items():
             if name not in ("refusals", "witnesses", "known faults") and set(count) == {"refused"}:
                 refused = f"the hook refuses all {count['refused']} cases that the rows declare"
@@ -184,7 +186,7 @@ class Report:
         return [*rows, ("all", *(str(self._count(verdict)) for verdict in VERDICTS))]
 
     def remarks(self, most: int = 20) -> list[str]:
-        """What a reader must know beside the counts, a line each; of findings the first `most`."""
+        """Return what a reader must know beside the counts, a line each; of findings the first `most`."""
         used = sorted(self.margins.items(), key=lambda item: -item[1][0])[:1]
         lines = [f"closest to its bound: {name}, {margin:.0%} of it ({case})" for name, (margin, case) in used]
         for family, of in sorted(self.reached.items()):

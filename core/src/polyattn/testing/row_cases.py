@@ -34,7 +34,7 @@ NONE: Mapping[str, Any] = {}
 
 
 def holds_here(row: Row, facts: Mapping[str, Any]) -> bool:
-    """Whether a row speaks of this machine at all."""
+    """Return whether a row speaks of this machine at all."""
     named = {**row.allows, **row.when}
     return all(named[name].reason(value) is None for name, value in facts.items() if name in named)
 
@@ -69,7 +69,7 @@ class RowCases:
 
     @property
     def possible(self) -> bool:
-        """Whether there is any case at all: each field has a value that the kit can make tensors of."""
+        """Return whether there is any case at all: each field has a value that the kit can make tensors of."""
         return all(self.axes.values())
 
     def combined(self, count: int) -> list[Case]:
@@ -190,7 +190,7 @@ class RowCases:
 
 
 def _narrow(values: Mapping[str, Any]) -> bool:
-    """Whether an output, or a logit, is of so few numbers that its error is a matter of luck."""
+    """Return whether an output, or a logit, is of so few numbers that its error is a matter of luck."""
     return bool({values["head_dim"], values["v_head_dim"] or 64} & {1, 2})
 
 

@@ -96,7 +96,7 @@ def _tiles(target: Installed, level: Level, count: int) -> int:
 
 
 def _means(target: Installed, family: str) -> bool:
-    """Whether its name means this backend in a family; where it is an alias of another one, that one answers."""
+    """Return whether its name means this backend in a family; where it is an alias of another one, that one answers."""
     request = AttentionRequest(**{**target.facts, "family": family})
     offer, *_ = resolve(target.name, request, catalogue())
     return offer is not None and offer.info is target.info
@@ -183,7 +183,7 @@ def run(
 
 
 def _expected(outcome: Outcome, lines: Iterable[Expected]) -> Outcome:
-    """What becomes of a case that may be expected to fail."""
+    """Return what becomes of a case that may be expected to fail."""
     line = expected_of(outcome.case.id, lines)
     if line is None:
         return outcome
@@ -231,7 +231,7 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
 
 
 def versions_of(target: Installed) -> dict[str, str]:
-    """Of the machine, and of the distributions that its providers need."""
+    """Return the versions of the machine and of the distributions that its providers need."""
     needs = [need for provider in target.providers for need in provider.requires]
     found = {name: distribution_version(name) for need in needs for name in (need.distribution, *need.also)}
     libraries = {name: version for name, version in found.items() if version and name != "torch"}

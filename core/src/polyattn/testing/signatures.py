@@ -116,7 +116,7 @@ def parameters_of(source: str, name: str) -> str:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module or class, and what stands under its `if` and `try`."""
+    """Return the statements of a module or class, with those under its `if` and `try`."""
     for node in body:
         yield node
         for inner in ("body", "orelse", "finalbody"):
@@ -180,7 +180,7 @@ def schema_of(content: bytes, name: str) -> str:
 
 
 def entry_of(source: Source, member: str, name: str) -> dict[str, str]:
-    """What is kept of a function: `parameters` or `schema`, and the `sha256` of the file."""
+    """Return what is kept of a function: `parameters` or `schema`, and the `sha256` of the file."""
     content = source.read(member)
     kept = {"schema": schema_of(content, name)} if "::" in name else {}
     if not kept:
@@ -189,14 +189,14 @@ def entry_of(source: Source, member: str, name: str) -> dict[str, str]:
 
 
 class Change(NamedTuple):
-    """What is different about one function. `words` is empty where only the file around it changed."""
+    """Describes what is different about one function. `words` is empty where only the file around it changed."""
 
     key: str
     words: tuple[str, ...]
 
 
 def compared(key: str, old: Mapping[str, str], new: Mapping[str, str]) -> Change | None:
-    """What changed between two readings; types only where the older one kept some."""
+    """Return what changed between two readings; types only where the older one kept some."""
     before, after = _facts(old), _facts(new)
     words = [f"removed {name}" for name in before if name not in after]
     words += [f"added {fact.word} at {list(after).index(name)}" for name, fact in after.items() if name not in before]

@@ -1,4 +1,5 @@
-"""Which files a result of conformance stands on: when one of them changes, its evidence is stale."""
+"""This module finds the files that a result of conformance depends on: when one of them changes, its evidence is
+stale."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ UNPACK = "Install the package (`pip install`), or unpack it into a folder"
 
 
 def packed(file: str) -> str:
-    """Where a module is that is in no file of its own: a zip or a wheel on the path."""
+    """Return where a module is that is in no file of its own: a zip or a wheel on the path."""
     archive = next((str(one) for one in Path(file).parents if one.is_file()), file)
     return f"its module is in the archive {archive}"
 
@@ -57,6 +58,18 @@ def sources_of(origin: str, providers: Sequence[Provider]) -> tuple[str, ...]:
     return tuple(sorted(Path(os.path.relpath(path, folder)).as_posix() for path in found))
 
 
+def _behind(package: str, name: str = "") -> Iterator[str]:
+    """The modules that the `__init__.py` of a package of polyattn takes `name` from; without a name, all it takes from.
+
+    Such a file imports no torch itself: it shows the names of modules that do.
+    """
+    file = file_of(package) if package.startswith(f"{PROJECT}.") else None
+    if file is not None and file.name == "__init__.py":
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                yield from (owner for bound, (owner, _) in absolute(node, package, file).items() if name in ("", bound))
+
+
 def kernels_beside(path: Path) -> Iterator[Path]:
     """Kernel sources that are no Python, in the folder of a module or below it."""
     return (kernel for kernel in path.parent.rglob("*") if kernel.suffix in KERNELS)
@@ -69,7 +82,8 @@ def _follow(module: str, path: Path, found: set[Path]) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             for owner, name in absolute(node, module, path).values():
-                for one in (owner, f"{owner}.{name}") if name else (owner,):
+                whole = f"{owner}.{name}" if name else owner
+                for one in (owner, whole, *_behind(owner, name), *_behind(whole)):
                     if one.partition(".")[0] == module.partition(".")[0]:
                         file = file_of(one)
                         if file is not None and (module.partition(".")[0] != PROJECT or computes(file)):
@@ -86,7 +100,7 @@ def file_of(module: str) -> Path | None:
 
 
 def absolute(node: ast.Import | ast.ImportFrom, module: str, path: Path) -> dict[str, tuple[str, str]]:
-    """What an import statement of a module binds: name -> (module, name in it; empty for the module itself)."""
+    """Return what an import statement of a module binds: name -> (module, name in it; empty for the module itself)."""
     if isinstance(node, ast.Import):
         plain = {alias.name.partition(".")[0]: (alias.name, "") for alias in node.names if not alias.asname}
         return plain | {alias.asname: (alias.name, "") for alias in node.names if alias.asname}
@@ -96,7 +110,7 @@ def absolute(node: ast.Import | ast.ImportFrom, module: str, path: Path) -> dict
 
 
 def computes(path: Path) -> bool:
-    """Whether a module of polyattn imports torch as a whole: the others are records and errors."""
+    """Return whether a module of polyattn imports torch as a whole: the others are records and errors."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     return any(name.partition(".")[0] == "torch" for name in names)

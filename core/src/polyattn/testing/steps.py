@@ -55,7 +55,7 @@ class CallStep(Step):
             self._positions = (torch.tensor(prefix, device=device) + torch.cat(depths) - 1).clamp_(min=0)
 
     def _slot(self, pages: list[int], place: int) -> int:
-        """Of a token of a row with these pages; of one without keys on page 0."""
+        """Return the slot of a token of a row with these pages; of one without keys on page 0."""
         return 0 if place < 0 else pages[place // self.page_size] * self.page_size + place % self.page_size
 
     def _trees(self, mask: Tensor) -> Tensor:

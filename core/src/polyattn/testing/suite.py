@@ -7,4 +7,4 @@ from .conforming import AttentionConformance
 
 
 class TestConformance(AttentionConformance):
-    """Of the backend that `--polyattn-backend` names."""
+    """Tests the backend that `--polyattn-backend` names."""

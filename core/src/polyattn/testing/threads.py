@@ -1,4 +1,5 @@
-"""Who may use how many threads: a backend as many as the process has, the kit's own mathematics one.
+"""This module limits how many threads each library may use: a backend as many as the process has, the kit's own
+mathematics one.
 
 The kit computes thousands of problems too small to share. Threads that wait for each other there take many times longer
 than one alone, most of all on a machine that is busy.

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ..semantics import reference
+from ..semantics.reference import dense, visible
 
 __all__ = ["FAULTS", "TILES", "in_tiles"]
 
@@ -33,7 +33,7 @@ FAULTS: Mapping[str, str] = {
 @contextlib.contextmanager
 def in_tiles(tile: int, fault: str) -> Iterator[None]:
     """Within: the reference reads keys in tiles of this many and makes this mistake; "" for none."""
-    right = reference._attend
+    right = dense._attend
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, **options: Any) -> Any:
         if k.shape[2] <= tile:
@@ -47,7 +47,7 @@ def in_tiles(tile: int, fault: str) -> Iterator[None]:
             attn_mask = kept[None, None] if attn_mask is None else _both(attn_mask, kept)
         return right(q, k, v, attn_mask=attn_mask, **options)
 
-    with mock.patch.object(reference, "_attend", attend):
+    with mock.patch.object(dense, "_attend", attend):
         yield
 
 
@@ -79,7 +79,7 @@ def _unscaled(q: Tensor, k: Tensor, mask: Tensor | None, tile: int, options: Map
         elif mask is not None:
             logits = logits.masked_fill(~mask, float("-inf"))
         rules = {name: options[name] for name in ("causal", "window", "chunk", "q_offset")}
-        seen = reference.visible(q.shape[2], k.shape[2], **rules, device=q.device)
+        seen = visible(q.shape[2], k.shape[2], **rules, device=q.device)
         if seen is not None:
             logits = logits.masked_fill(~seen, float("-inf"))
         tops = torch.stack([part.amax(-1) for part in logits.split(tile, -1)], -1).cummax(-1).values

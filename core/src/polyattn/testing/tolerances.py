@@ -134,7 +134,8 @@ def check(
     kind: Kind = "out",
     floor: Tensor | float = 0.0,
 ) -> Finding | None:
-    """None when `actual` passes both gates, else what is wrong with it. Arguments as `measure`.
+    """Compare with both gates. Returns None if `actual` passes them, else what is wrong with it. Arguments as
+    `measure`.
 
     Infinities (the LSE of an empty row) must be where the reference has them; anything else not finite is a finding.
     """
@@ -185,7 +186,7 @@ def compare(
 def compare_class(
     name: str, actual: Tensor, reference: Tensor, dtype: torch.dtype, accuracy: Accuracy, kind: Kind = "out"
 ) -> tuple[Finding | None, float]:
-    """As `compare`, for a kernel that quantises Q, K or P: it is held to its class."""
+    """Compare as `compare` does, for a kernel that quantises Q, K or P: it is held to its class."""
     if actual.shape != reference.shape:
         return Finding(name, f"shape {tuple(actual.shape)}, {tuple(reference.shape)} is expected"), float("inf")
     infinite = reference.isinf()

@@ -1,4 +1,5 @@
-"""What each field of a request is tried at: its off value, its bounds, something between, and something outside.
+"""This module lists the values at which each field of a request is tried: its off value, its bounds, something between,
+and something outside.
 
 Which of these lie inside a backend's capability is read from its rows, never written here.
 """
@@ -115,7 +116,7 @@ def inside(name: str, row: Row) -> tuple[Hashable, ...]:
 
 
 def taken(name: str, row: Row, values: Sequence[Hashable]) -> tuple[Hashable, ...]:
-    """Those of some values of a field that one row takes."""
+    """Return which values of a field one row takes."""
     constraints = [c for c in (row.when.get(name), row.allows.get(name)) if c is not None]
     if not constraints and name not in row.lowered:
         return (_off(name),)
@@ -130,7 +131,8 @@ def _off(name: str) -> Hashable:
 
 
 def declared(rows: Sequence[Row], request: AttentionRequest) -> bool:
-    """Whether some row says it serves a request in normal form: the kit's own reading, to hold selection against."""
+    """Return whether some row says it serves a request in normal form: the kit's own reading, to hold selection
+    against."""
     return any(next(unmet(row, request), None) is None for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""What a person with a chip can show for it: conformance of all that is installed there, as files to hand in.
+"""This module shows what works on a person's chip: conformance of all that is installed there, as files to hand in.
 
 `polyattn verify` runs it. Evidence goes into a folder, not into the installed packages: who hands it in puts each file
 beside the plugin that it is about.
@@ -27,7 +27,7 @@ DEFINITION = "reference"
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """One backend on the device.
+    """Describes one backend on the device.
 
     Attributes:
         name, platform: of it. report: of its conformance; None where it was not run.
@@ -53,7 +53,7 @@ class Verified:
 
     @property
     def ok(self) -> bool:
-        """It was run and nothing was found."""
+        """Return whether the backend was run and nothing was found."""
         return self.report is not None and self.report.ok
 
 
@@ -151,7 +151,7 @@ def _lines(verified: Sequence[Verified]) -> Iterator[str]:
 
 
 def _place(entry: Verified) -> str:
-    """Which file it is, and where it belongs."""
+    """Return the name and the folder of an entry's evidence file."""
     manager = get_manager()
     try:
         owner = manager.owner(manager.backends[entry.name, entry.platform])

@@ -1,4 +1,5 @@
-"""Where a backend is run, found out without importing torch: its platform and device, or why it is not run here."""
+"""This module finds where a backend is run, without importing torch: its platform and device, or why it is not run
+here."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a backend is run.
+    """Describes where a backend is run.
 
     Attributes:
         info: the backend. device: for torch. missing: why it is not run here; empty when its device is.

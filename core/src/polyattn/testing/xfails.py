@@ -28,7 +28,7 @@ NAME = "xfails.txt"
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """One line: cases that are expected to fail, and why. `where`: the file's name and the line's number."""
+    """Describes one line: cases that are expected to fail, and why. `where`: the file's name and the line's number."""
 
     pattern: str
     reason: str

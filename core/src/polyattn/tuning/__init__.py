@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept between processes and looked up without a wait.
+"""This room keeps what was measured on this machine, and looks it up without a wait.
 
 A kernel that has choices (tile sizes, splits) is registered with what they may be, and asks for them on its way to a
 launch; the defaults that its package ships serve until somebody measures. Nothing is measured unless `tune` is called.

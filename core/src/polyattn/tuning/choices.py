@@ -1,4 +1,4 @@
-"""Which backend was fastest for a request at the lengths that were measured, and which must not be chosen for it.
+"""This module finds the fastest measured backend for a request, and the backends that must not be chosen for it.
 
 Nothing here measures, and nothing imports torch.
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 from ..contract import AttentionRequest
 from ..contract.names import parts
-from .alike import octaves, within
 from .kernels import bucket
 from .keys import request_key
 from .known import NOT_ANY, Known, known, shipped
 from .rows import BACKEND, Place, Row, canonical
-from .times import FAR, NEAR, Kin, Lengths, Measured, ranked, where, whose
+from .similarity import octaves, within
+from .times import FAR, NEAR, Lengths, Measured, SimilarRequest, describe_origin, ranked, where
 
 __all__ = [
     "NOTHING",
@@ -40,7 +40,7 @@ def with_lengths(request: AttentionRequest, batch: int, s_q: int, s_k: int) -> A
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What measurements have to say on a request.
+    """Describes what measurements have to say on a request.
 
     Attributes:
         order: (backend, why), the fastest first. avoid: backends that are quarantined for it.
@@ -52,7 +52,7 @@ class Advice:
     order: tuple[tuple[str, str], ...] = ()
     avoid: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    kin: Kin | None = None
+    kin: SimilarRequest | None = None
     by: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -91,15 +91,16 @@ def backend_row(
 
 
 def measured(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[Measured]:
-    """All measurements of this very request on this device, of any lengths: of this machine, else shipped ones."""
+    """Return all measurements of exactly this request on this device, of any lengths: of this machine, else shipped
+    ones."""
     here = known(request, place)
     return () if here is NOT_ANY else here.measured.get(canonical(request_key(request)), ())
 
 
-def advising(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[Measured]:
-    """All measurements that have a say in a request: its own, then those of requests like it; of those who are not
-    quarantined for it."""
-    here = known(request, place)
+def advising(request: AttentionRequest, place: Callable[[], Place], tuning: str = "") -> Sequence[Measured]:
+    """Return all measurements that count for a request: its own, then those of similar requests, without
+    backends that are quarantined for it. tuning: as `known`."""
+    here = known(request, place, tuning)
     return () if here is NOT_ANY else _advising(here, request_key(request))
 
 
@@ -112,14 +113,14 @@ def _advising(here: Known, key: Mapping[str, Any]) -> Sequence[Measured]:
     return [dataclasses.replace(one, times=times) for one, times in zip(found, left, strict=True) if times]
 
 
-def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
-    """What to choose for a request.
+def advise(request: AttentionRequest, place: Callable[[], Place], tuning: str = "") -> Advice:
+    """Return what to choose for a request.
 
     Args:
         request: with lengths in its buckets, or without: then what is fastest over all that were measured.
-        place: of measurements on this device; asked only where there are any.
+        place: of measurements on this device; asked only where there are any. tuning: as `known`.
     """
-    here = known(request, place)
+    here = known(request, place, tuning)
     if here is NOT_ANY:
         return NOTHING
     fields = request_key(request)
@@ -136,7 +137,7 @@ def advise(request: AttentionRequest, place: Callable[[], Place]) -> Advice:
 
 
 def shipped_advice(request: AttentionRequest, place: Callable[[], Place], *, own: bool = True) -> Advice:
-    """What the measurements that plugins ship say, as where nothing was measured here.
+    """Return what the measurements that plugins ship say, as where nothing was measured here.
 
     Args:
         request, place: as `advise`. own: False leaves out what they have of this very request.
@@ -168,7 +169,8 @@ def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool, reach: in
 
 
 def _distance(one: Measured, lengths: Lengths, factors: Lengths) -> float | None:
-    """In factors of two, added up; None where one length is further off than its factor."""
+    """Return how far two requests are apart, in factors of two, added up; None where one length is further off than its
+    factor."""
     measured = (*one.lengths[1:], one.lengths[0] if one.kin is None else one.kin.batch)
     asked, most = (*lengths[1:], lengths[0]), (*factors[1:], factors[0])  # whole numbers are compared faster
     if 0 in (*one.lengths, *lengths):
@@ -177,7 +179,7 @@ def _distance(one: Measured, lengths: Lengths, factors: Lengths) -> float | None
 
 
 def meet(a: Lengths, b: Lengths) -> bool:
-    """Whether there are lengths that both of these reach."""
+    """Return whether there are lengths that both of these reach."""
     return all(max(x, y) <= FAR * FAR * min(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -202,7 +204,7 @@ def _overall(found: Sequence[Measured], recorded: bool) -> Advice:
     }
     rules = {m.rule for m in found}
     when = "" if not found else where(min(found, key=lambda one: (one.shipped, one.date)))
-    all_of_them = f"the fastest over {len(found)} measured lengths, {when}{whose(kin)}"
+    all_of_them = f"the fastest over {len(found)} measured lengths, {when}{describe_origin(kin)}"
     order = ranked(losses, rules.pop() if len(rules) == 1 else "", kin)
     whom = {name: f"with {kind}, " for name, kind in by.items()}
     said = tuple((name, f"{whom.get(name, '')}{losses[name]:.2f} x {all_of_them}") for name in order)
@@ -210,6 +212,6 @@ def _overall(found: Sequence[Measured], recorded: bool) -> Advice:
 
 
 def _of(one: Measured, recorded: bool) -> Advice:
-    """What one measurement says."""
+    """Turn one measurement into advice."""
     order = tuple((name, one.why(name)) for name in one.costs(recorded=recorded))
     return Advice(order, kin=one.kin, by=one.by)

@@ -59,8 +59,8 @@ _state = _State()
 
 
 def mode() -> str:
-    """From POLYATTN_TUNING. `use`: what was measured is used. `off`: nothing is read. `online`: what was not measured
-    is, at the first large call of its kind, see `polyattn.bench.tuner.online`.
+    """Read the mode from POLYATTN_TUNING. `use`: what was measured is used. `off`: nothing is read. `online`: what was
+    not measured is, at the first large call of its kind, see `polyattn.bench.tuner.online`.
 
     Raises:
         ConfigError: the variable has another value.
@@ -123,7 +123,7 @@ def release(backend: str | None = None) -> int:
 
 
 def cached(name: Hashable, make: Callable[[], _T]) -> _T:
-    """What was read once, until something is recorded or `reload` is called."""
+    """Return what was read once, until something is recorded or `reload` is called."""
     read = _state.read
     if name not in read:
         # Into what was looked at: who records meanwhile begins another, and this is stale by then.
@@ -133,8 +133,8 @@ def cached(name: Hashable, make: Callable[[], _T]) -> _T:
 
 
 def watch(name: Hashable, ask: Callable[[], Any]) -> None:
-    """Compiled code will stand on what `ask` returns now, and is traced anew as soon as that is something else. To be
-    called before the code is made: what changes meanwhile counts."""
+    """Register what compiled code depends on. Once `ask()` returns something new, the code is traced again. Call this
+    before compiling, so that no change is missed."""
     # What was said first counts: other code may stand on that.
     _state.watched.setdefault(name, (ask, ask()))
 
@@ -146,7 +146,7 @@ def _forget() -> None:
 
 
 def _overtaken() -> bool:
-    """Whether compiled code stands on something that is no longer said."""
+    """Return whether compiled code stands on something that is no longer said."""
     watched = list(_state.watched.values())
     try:
         changed = any(ask() != said for ask, said in watched)

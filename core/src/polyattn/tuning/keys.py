@@ -1,4 +1,5 @@
-"""What measurements are filed under: the fields of a request that decide which backend is fast, besides the lengths."""
+"""This module makes the keys that measurements are stored under: the fields of a request that decide which backend is
+fast, besides the lengths."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _SWITCHES = {"scale": 0.3, "softcap": 50.0, "dropout": 0.5}
 
 
 def request_key(request: AttentionRequest) -> dict[str, Any]:
-    """What of a request decides which backend is fast, besides the lengths."""
+    """Return what of a request decides which backend is fast, besides the lengths."""
     found = {name: v for name, v in plain_request(request.normalised()).items() if name not in _WHERE | _FREE}
     return {name: True if name in _SWITCHES else value for name, value in found.items()}
 

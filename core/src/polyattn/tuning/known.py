@@ -1,4 +1,4 @@
-"""Everything about the backends of a device, in the store and in what plugins ship, read once and kept in memory."""
+"""This module reads all measurements of a device once, from the store and from plugins, and keeps them in memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from ..contract import AttentionRequest
 from ..errors import ConfigError
 from ..registry.foreign import Run
 from ..registry.manager import get_manager
-from .alike import Numbers, apart, numbers_of, scaled
 from .current import cached, mode, store
 from .kernels import bucket
 from .rows import BACKEND, Place, Row, canonical, row_of, when
+from .similarity import Numbers, distance, numbers_of, scaled
 from .store import FORMAT
-from .times import FAR, Kin, Lengths, Measured
+from .times import FAR, Lengths, Measured, SimilarRequest
 
-__all__ = ["NOT_ANY", "Known", "known", "measured_of", "shipped", "shipped_devices", "shipped_rows"]
+__all__ = [
+    "NOT_ANY",
+    "Known",
+    "known",
+    "measured_of",
+    "shipped",
+    "shipped_devices",
+    "shipped_rows",
+]
 
 
 _MOST = 256
@@ -29,7 +37,7 @@ _MOST = 256
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known of a device.
+    """Describes what is known of a device.
 
     Attributes:
         measured: measurements by the text of `request_key`. elsewhere: why others of such requests are not used.
@@ -46,7 +54,7 @@ class Known:
 
     @classmethod
     def of(cls, found: Mapping[str, Mapping[Lengths, Measured]], **more: Any) -> Known:
-        """From measurements by the text of their request, and by their lengths."""
+        """Build this from measurements, by the text of their request and by their lengths."""
         kinds: dict[str, list[tuple[str, Numbers]]] = {}
         for key in found:
             if (said := numbers_of(json.loads(key))) is not None:
@@ -82,7 +90,7 @@ class Known:
         near = [
             (off, other, theirs)
             for other, theirs in self.kinds.get(kind, ())
-            if other != text and (off := apart(theirs, mine)) is not None
+            if other != text and (off := distance(theirs, mine)) is not None
         ]
         found = [
             (off, kin)
@@ -102,15 +110,18 @@ def _for_kin(one: Measured, theirs: Numbers, mine: Numbers, off: float, held: Co
         return None
     fields = {name: value for name, value in theirs.fields.items() if value != mine.fields[name]}
     whole = (bucket(max(round(batch), 1)), s_q, s_k)
-    return dataclasses.replace(one, lengths=whole, times=times, kin=Kin(fields, off, one.lengths, batch))
+    return dataclasses.replace(one, lengths=whole, times=times, kin=SimilarRequest(fields, off, one.lengths, batch))
 
 
 NOT_ANY = Known()
 
 
-def known(request: AttentionRequest, place: Callable[[], Place]) -> Known:
-    """Of the device of a request. `place` is asked only where there is anything."""
-    if mode() == "off":
+def known(request: AttentionRequest, place: Callable[[], Place], tuning: str = "") -> Known:
+    """Return all measurements of the device of a request. `place` is asked only where there is anything.
+
+    tuning: the `mode`, where the caller has asked for it.
+    """
+    if (tuning or mode()) == "off":
         return NOT_ANY
     return cached(("backends", request.platform, request.arch, get_manager().measurements), lambda: _read(place))
 
@@ -141,7 +152,7 @@ def _read(place: Callable[[], Place]) -> Known:
 
 
 def shipped(place: Callable[[], Place]) -> Known:
-    """What plugins ship about a device, without anything that was measured here."""
+    """Return what plugins ship about a device, without anything that was measured here."""
     if not shipped_rows():
         return NOT_ANY
     here = place()
@@ -149,7 +160,7 @@ def shipped(place: Callable[[], Place]) -> Known:
 
 
 def _tables(here: Place) -> dict[str, dict[Lengths, Measured]]:
-    """What the authors of plugins measured on such a device."""
+    """Return what the authors of plugins measured on such a device."""
     found: dict[str, dict[Lengths, Measured]] = {}
     for row in shipped_rows():
         if (row.place.device, row.place.arch) == (here.device, here.arch):
@@ -163,7 +174,7 @@ def _keep(found: dict[str, dict[Lengths, Measured]], row: Row, *, shipped: bool)
 
 
 def measured_of(row: Row, *, shipped: bool = False) -> Measured:
-    """What a row about backends says."""
+    """Return what a row about backends says."""
     lengths, said = (row.key["batch"], row.key["q"], row.key["k"]), row.value.get
     by, late = said("by", {}), (*said("late", ()),)
     return Measured(lengths, row.value["times"], row.date, shipped, said("host", {}), said("rule", ""), by, late=late)

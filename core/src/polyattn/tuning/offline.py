@@ -31,7 +31,7 @@ def note_serving(what: str) -> None:
 
 
 def serving() -> str:
-    """What serves in this process; "" = nothing does."""
+    """Return what serves in this process; "" = nothing does."""
     return ", ".join(_serving)
 
 
@@ -51,7 +51,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """What came of it.
+    """Describes the result of a tuning run.
 
     Attributes:
         row: the measurement that was recorded. trials: all candidates, in their order; those that the time did not
@@ -65,7 +65,7 @@ class Tuned:
 
 
 def check_limits(seconds: float, rounds: int) -> None:
-    """Of a tuner.
+    """Check a tuner's limits.
 
     Raises:
         InvalidInputError: one is not above 0.

@@ -1,4 +1,4 @@
-"""Which device this is, and in which versions, as measurements are filed. Torch is imported when it is asked."""
+"""This module names the device and the versions that a measurement belongs to. Torch is imported when it is asked."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cpu_name() -> str:
 
 
 def _model(info: str) -> str:
-    """From /proc/cpuinfo. Arm's has numbers instead of a name."""
+    """Read the model of the CPU from /proc/cpuinfo. Arm's has numbers instead of a name."""
     told: dict[str, str] = {}
     for line in info.splitlines():
         name, _, said = line.partition(":")

@@ -27,7 +27,7 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?([+-]\d\d:\d\d
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a measurement holds. Another device, or another version, and it is not looked at.
+    """Describes where a measurement is valid. Another device, or another version, and it is not looked at.
 
     Attributes:
         device: its name, such as "NVIDIA H200". arch: sm90, gfx942, ...; "" where there is none.
@@ -43,7 +43,7 @@ class Place:
         return f"{self.device}{f' ({self.arch})' if self.arch else ''}{f', {versions}' if versions else ''}"
 
     def differs(self, other: Place) -> str:
-        """In which way `other` is another place: its device, or the versions that are not these. "" = in none."""
+        """Say how another place differs: its device, or its versions that are not these. "" = it does not."""
         if (other.device, other.arch) != (self.device, self.arch):
             return f"{other.device}{f' ({other.arch})' if other.arch else ''}"
         mine, theirs = dict(self.versions), dict(other.versions)
@@ -53,7 +53,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement.
+    """Holds one measurement.
 
     Attributes:
         place: see there. subject: `kernel:NAME`, or `backend`.
@@ -70,7 +70,7 @@ class Row:
     source: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row as data for JSON."""
         return {
             "device": self.place.device,
             "arch": self.place.arch,
@@ -138,7 +138,8 @@ def row_of(data: Any, where: str) -> Row:
 
 
 def check_row(row: Row, where: str, backends: Collection[str] | None) -> None:
-    """Refuse a measurement that is none, of something nobody here knows, or of a choice that it does not have.
+    """Refuse a measurement that is not valid, that names something unknown here, or a choice that its kernel does not
+    have.
 
     Args:
         backends: names that a backend row may have; None: any.
@@ -173,7 +174,7 @@ def check_row(row: Row, where: str, backends: Collection[str] | None) -> None:
 
 
 def _check_whole(row: Row, where: str) -> None:
-    """What a row by itself tells, whoever is registered: what is read from a file must not fail in a call."""
+    """Return what a row by itself tells, whoever is registered: what is read from a file must not fail in a call."""
     _check_time("microseconds", row.microseconds, where)
     for name, text in (("device", row.place.device), ("arch", row.place.arch), ("source", row.source)):
         if text.encode("utf-8", "ignore").decode() != text:
@@ -206,7 +207,7 @@ def _is_date(text: str) -> bool:
 
 
 def _check_key(key: Mapping[str, Any], where: str) -> None:
-    """What was asked, and at which lengths."""
+    """Return what was asked, and at which lengths."""
     if set(key) != {"request", *_LENGTHS}:
         raise ConfigError(
             f"{where}: a key of a request has exactly request, batch, q, k; got {', '.join(map(str, key))}"

@@ -89,7 +89,7 @@ class TuningStore:
         self._held: dict[_Identity, Quarantined] = {}
         self._only_memory = False
         self._told: set[str] = set()
-        self._insists = False
+        self._persistence_required = False
         if self.path is None or not self._there(self.path):
             return
         try:
@@ -109,7 +109,7 @@ class TuningStore:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def rows(self, place: Place | None = None, subject: str | None = None) -> list[Row]:
-        """All measurements, or those of a place or a subject, in order.
+        """Return all measurements, or those of a place or a subject, in order.
 
         Raises:
             ConfigError: the file is damaged.
@@ -148,18 +148,18 @@ class TuningStore:
         return [found[key] for key in sorted(found)]
 
     def export(self) -> dict[str, Any]:
-        """All measurements, for `json.dump`."""
+        """Return all measurements, for `json.dump`."""
         return {"format": FORMAT, "measurements": [row.plain() for row in self.rows()]}
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def insist(self) -> None:
-        """What cannot be written to the file is an error from here on: for who says afterwards that it was kept.
+    def require_persistence(self) -> None:
+        """Make every failed write an error from here on, for a caller that reports its measurements as kept.
 
         Raises:
             ConfigError: the file cannot be written now.
         """
-        self._insists = True
+        self._persistence_required = True
         self._written(lambda connection: None)
 
     def record(self, *rows: Row) -> None:
@@ -269,7 +269,7 @@ class TuningStore:
     # ------------------------------------------------------------------------------------------------------ the file
 
     def _written(self, change: Callable[[sqlite3.Connection], Any]) -> bool:
-        """Whether a change was made to the file, as one transaction; False where there is none to write to."""
+        """Return whether a change was made to the file, as one transaction; False where there is none to write to."""
         path = self.path
         if path is None or self._only_memory:
             return False
@@ -307,7 +307,7 @@ class TuningStore:
 
     def _stay_in_memory(self, cause: Exception) -> bool:
         said = f"measurements cannot be written to {self.path} ({cause});"
-        if self._insists:
+        if self._persistence_required:
             raise ConfigError(f"{said} POLYATTN_TUNING_STORE names another file") from cause
         self._only_memory = True
         warnings.warn(
@@ -318,7 +318,8 @@ class TuningStore:
         return False
 
     def _there(self, path: Path) -> bool:
-        """Not `Path.exists`, which says no of a path that cannot be looked at, or raises, as Python's version is."""
+        """Return whether the file exists. `Path.exists` is not used: without permission it says no or raises, as the
+        version of Python has it."""
         with self._understood():
             try:
                 path.stat()
@@ -351,7 +352,7 @@ class TuningStore:
             yield connection
 
     def _tell_of_journal(self, path: Path) -> None:
-        """What a process that was killed, or copied a file in use, left beside it."""
+        """Warn of a journal that a killed process left beside the file, or that was not copied with it."""
         journal = path.with_name(path.name + "-wal")
         if "journal" not in self._told and journal.exists() and journal.stat().st_size:
             self._told.add("journal")
@@ -370,7 +371,7 @@ class TuningStore:
             raise self._unreadable(f"cannot be read ({exc})") from exc
 
     def _version(self, connection: sqlite3.Connection) -> int:
-        """Of the tables; 0 = there are none yet."""
+        """Return the version of the tables; 0 = there are none yet."""
         # Another process may make the file between these: its tables are there no sooner than its name and version.
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         (application,) = connection.execute("PRAGMA application_id").fetchone()
@@ -388,14 +389,14 @@ class TuningStore:
         return ConfigError(f"the tuning store {self.path} {what}; name another file with {self._by}{more}.")
 
     def _row(self, line: tuple[Any, ...]) -> Row | None:
-        """None where it is none."""
+        """Read one row of the table, or return None if it is not valid."""
         plain = dict(zip(_COLUMNS.split(", "), line, strict=True))
         with self._skipped():
             return row_of(plain | {name: json.loads(plain[name]) for name in ("versions", "key", "value")}, "a row")
         return None
 
     def _quarantined(self, line: tuple[Any, ...]) -> Quarantined | None:
-        """None where it is none."""
+        """Read one row of the table, or return None if it is not valid."""
         device, arch, versions, backend, key, reason, date = line
         with self._skipped():
             found = json.loads(key)
@@ -408,7 +409,7 @@ class TuningStore:
 
     @contextlib.contextmanager
     def _skipped(self) -> Iterator[None]:
-        """One row that another program wrote must not cost a call, nor the other rows."""
+        """Log a row that cannot be read, and go on: one bad row must fail neither a call nor the other rows."""
         try:
             yield
         except (ValueError, TypeError, AttributeError, RecursionError) as exc:
@@ -432,7 +433,7 @@ def _where(place: Place | None, **columns: str | None) -> tuple[str, dict[str, s
 
 
 def _took_part(name: str, row: Row) -> bool:
-    """Whether a backend, or one of its libraries, was timed."""
+    """Return whether a backend, or one of its libraries, was timed."""
     by = row.value.get("by", {})
     return any(name in (one, f"{one}/{by.get(one, '')}") for one in row.value["times"])
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..contract.names import parts
 from .rows import when
 
-__all__ = ["FAR", "NEAR", "SAME", "Kin", "Lengths", "Measured", "age", "ranked", "where", "whose"]
+__all__ = ["FAR", "NEAR", "SAME", "Lengths", "Measured", "SimilarRequest", "age", "describe_origin", "ranked", "where"]
 
 Lengths = tuple[int, int, int]
 """Buckets of (B or N, the longest S_q, the longest S_k)."""
@@ -24,12 +24,12 @@ factor: of the request itself, else of one like it. Where there are none, of eit
 SAME, SAME_OF_OTHERS = 1.01, 1.025
 """Times nearer than this factor tell nothing apart: in the benchmark on an H200, FlashAttention's kernels through
 polyattn and by hand are closer in most rows, and in few of them further apart than 2.5%. And times of another request
-than the one that is asked for (`Kin`), where who is ahead by so little may be behind."""
+than the one that is asked for (`SimilarRequest`), where who is ahead by so little may be behind."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Kin:
-    """The request that was measured, where it is another one than is asked for (`alike`).
+class SimilarRequest:
+    """The request that was measured, where it is another one than is asked for (`similarity`).
 
     Attributes:
         fields: of the request, those that are others. off: how far it is, in factors of two. lengths: it was
@@ -64,7 +64,7 @@ class Measured:
     host: Mapping[str, float] = dataclasses.field(default_factory=dict)
     rule: str = ""
     by: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    kin: Kin | None = None
+    kin: SimilarRequest | None = None
     late: tuple[str, ...] = ()
 
     def costs(self, *, recorded: bool) -> dict[str, float]:
@@ -86,7 +86,7 @@ class Measured:
         beside = ", ".join(f"{name} {self._took(name)}" for name in self.times if name != backend)
         batch, s_q, s_k = self.lengths if self.kin is None else self.kin.lengths
         took = f"{self._took(backend)}{f' (others: {beside})' if beside else ''}"
-        return f"{took} at batch {batch}, S_q {s_q}, S_k {s_k}, {where(self)}{whose(self.kin)}"
+        return f"{took} at batch {batch}, S_q {s_q}, S_k {s_k}, {where(self)}{describe_origin(self.kin)}"
 
     def _took(self, backend: str) -> str:
         time, host = self.times[backend], self.host.get(backend, 0.0)
@@ -94,21 +94,21 @@ class Measured:
         return f"{took} with {self.by[backend]}" if backend in self.by else took
 
 
-def ranked(costs: Mapping[str, float], rule: str, kin: Kin | None) -> dict[str, float]:
-    """What costs least first; before it what is chosen anyway, where nothing is faster by more than `SAME`, or of
-    another request by more than `SAME_OF_OTHERS`."""
+def ranked(costs: Mapping[str, float], rule: str, kin: SimilarRequest | None) -> dict[str, float]:
+    """Sort backends by cost. The one that the rules choose stays first unless another is faster by more than `SAME`
+    (`SAME_OF_OTHERS` if another request was measured)."""
     least = (SAME if kin is None else SAME_OF_OTHERS) * min(costs.values(), default=0.0)
     kept = rule if costs.get(rule, math.inf) <= least else ""
     return dict(sorted(costs.items(), key=lambda item: (item[0] != kept, item[1], item[0])))
 
 
 def where(one: Measured) -> str:
-    """Where the times are from, or how old they are, in words."""
+    """Return where the times are from, or how old they are, in words."""
     return "shipped with a plugin" if one.shipped else f"measured {age(one.date)}"
 
 
-def whose(kin: Kin | None) -> str:
-    """Of which request the times are, in words, where it is another one."""
+def describe_origin(kin: SimilarRequest | None) -> str:
+    """Name the request that was measured, in words, if the times are of another one."""
     if kin is None:
         return ""
     return f", of a request like this one with {', '.join(f'{name}={value!r}' for name, value in kin.fields.items())}"

@@ -16,10 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import placed
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters import align16, empty_result, load, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound
 from polyattn.semantics.masks import combined_mask, open_empty_rows
 
@@ -43,7 +40,7 @@ class FusionAttention:
         """Raises:
         BackendUnavailableError: the installed version lacks what the request needs.
         """
-        return signed(request, lambda positive: _Fusion(positive).bound())
+        return with_positive_scale(request, lambda positive: _Fusion(positive).bound())
 
 
 class _Shape(NamedTuple):
@@ -70,10 +67,10 @@ class _Fusion:
         # Else statistics of packed sequences come heads first, in the shape of tokens first.
         self.order = {"softmax_layout": "TND"} if self.packed and self.with_lse else {}
         needs = dict.fromkeys(self.order, "the LSE of packed sequences")
-        self.operator = adapters.load(TORCH_NPU, "torch_npu:npu_fusion_attention", needs)
+        self.operator = load(TORCH_NPU, "torch_npu:npu_fusion_attention", needs)
         self.gradient: Callable[..., Any] | None = None
         if r.grad and not r.dropout:
-            self.gradient = adapters.load(TORCH_NPU, "torch_npu:npu_fusion_attention_grad", needs)
+            self.gradient = load(TORCH_NPU, "torch_npu:npu_fusion_attention_grad", needs)
         self.scale = r.softmax_scale
 
     def bound(self) -> Bound:
@@ -92,7 +89,7 @@ class _Fusion:
     ) -> Any:
         """`polyattn.contract.DenseForward` or `VarlenForward`."""
         if self.packed and not (query.shape[0] and key.shape[0]):
-            return nothing(self.request, query, out)
+            return empty_result(self.request, query, out)
         shape = self._shape(query, key, attn_mask, **where)
         result, top, total, *_ = self.operator(
             *map(_held, (query, key, value)),
@@ -203,4 +200,4 @@ class _Fusion:
 
 def _held(tensor: Tensor) -> Tensor:
     """As the operators want tensors: contiguous, on a boundary."""
-    return placed(tensor.contiguous())
+    return align16(tensor.contiguous())

@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import placed
-from polyattn.adapters.gather_kv import deliver, nothing
-from polyattn.adapters.new_rows import with_new
+from polyattn.adapters import align16, append_new_kv, empty_result, finish_output, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables, Slot
 from polyattn.semantics.paged_kv import owned, renumbered
 
@@ -55,7 +52,7 @@ class _Inference:
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
-        self.operator = adapters.load(TORCH_NPU, _OPERATOR, _NEEDS)
+        self.operator = load(TORCH_NPU, _OPERATOR, _NEEDS)
         scale = r.softmax_scale
         # Logits are scaled before their largest is taken off; the sign of a scale goes into the queries all the same.
         self.scale, self.sign = abs(scale) or 1.0, None if scale > 0 else -1.0 if scale < 0 else 0.0
@@ -84,18 +81,18 @@ class _Inference:
         """`polyattn.contract.PagedForward` or `MLAForward`. plan: of a session, None = of this call alone."""
         r = self.request
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         if plan is None:
             plan = self.plan(Lengths.read(tables), query.device)
         if not plan:
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         if key is not None:
-            caches, tables = with_new(r, query, caches, tables, key, value)
+            caches, tables = append_new_kv(r, query, caches, tables, key, value)
         keys, page_table = self._keys(caches, tables)
         query = query if self.sign is None else query * self.sign
         found = [self._attend(query, keys, page_table, group) for group in plan]
         result, lse = self._together(query, plan, found)
-        return deliver(r, result, lse, sinks, out)
+        return finish_output(r, result, lse, sinks, out)
 
     def _keys(self, caches: tuple[Tensor, ...], tables: PagedTables) -> tuple[dict[str, Tensor], Tensor]:
         """(keys and values as the operator reads pages, their table). Latent pages, and those of a cache with gaps, are
@@ -192,4 +189,4 @@ def _packs(request: AttentionRequest) -> bool:
 
 def _held(tensor: Tensor) -> Tensor:
     """As the operator wants tensors: contiguous, on a boundary."""
-    return placed(tensor.contiguous())
+    return align16(tensor.contiguous())

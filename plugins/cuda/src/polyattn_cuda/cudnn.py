@@ -16,11 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.alignment import placing
-from polyattn.adapters.cudnn_faults import low_lse_at
-from polyattn.adapters.samples import parts_of
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters import has_low_lse_fault, launch_slices, load, with_aligned_inputs, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound
 
 from .devices import current_for
@@ -40,14 +36,14 @@ class Frontend:
     """Binds requests to the front end."""
 
     def bind(self, request: AttentionRequest) -> Bound:
-        return placing(signed(request, lambda positive: _bound(positive, _frontend(positive))))
+        return with_aligned_inputs(with_positive_scale(request, lambda positive: _bound(positive, _frontend(positive))))
 
 
 class Torch:
     """Binds dense requests to the op behind torch's `SDPBackend.CUDNN_ATTENTION`, which also gives the LSE."""
 
     def bind(self, request: AttentionRequest) -> Bound:
-        return placing(signed(request, lambda positive: _bound(positive, _torch(positive))))
+        return with_aligned_inputs(with_positive_scale(request, lambda positive: _bound(positive, _torch(positive))))
 
 
 def _bound(request: AttentionRequest, kernel: _Kernel) -> Bound:
@@ -75,7 +71,7 @@ def _bound(request: AttentionRequest, kernel: _Kernel) -> Bound:
 
     def backward(*tensors: Tensor, attn_mask: None = None, **lens: Any) -> tuple[Tensor, ...]:
         """tensors: dout, query, key, value, out, lse."""
-        if request.family == "dense" and len(parts := parts_of(tensors[0].shape[0], request.heads)) > 1:
+        if request.family == "dense" and len(parts := launch_slices(tensors[0].shape[0], request.heads)) > 1:
             # Its backward refuses them at once.
             found = [backward(*(t[some] for t in tensors)) for some in parts]
             return tuple(map(torch.cat, zip(*found, strict=True)))
@@ -84,7 +80,7 @@ def _bound(request: AttentionRequest, kernel: _Kernel) -> Bound:
             S_q, S_k = given[1].shape[2], given[2].shape[2]
             if S_q == S_k == 1:
                 return tuple(heads_first(*_one_key(request, *given)))
-            if low_lse_at(S_q, S_k):
+            if has_low_lse_fault(S_q, S_k):
                 return tuple(heads_first(*_by_flash(request, *given)))
         return tuple(heads_first(*kernel.backward(*given, **lens)))
 

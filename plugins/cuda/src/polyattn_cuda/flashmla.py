@@ -24,12 +24,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.alignment import placed
-from polyattn.adapters.device import capturing
-from polyattn.adapters.gather_kv import deliver, nothing
+from polyattn.adapters import align16, capturing, empty_result, finish_output, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables, Requirement, Slot, UnsupportedRequestError
-from polyattn.semantics.packed import owners
+from polyattn.semantics.packed import sequence_ids
 
 from .records.serving import FLASH_MLA, PAGE, SGL_FLASH_MLA, VLLM_FLASH_MLA
 
@@ -104,7 +101,7 @@ class _Rows:
         first = ends - max_seqlen_q
         source = first[:, None] + torch.arange(max_seqlen_q, device=ends.device)
         token = torch.arange(tokens, device=ends.device, dtype=ends.dtype)
-        sequence = owners(tokens, cu_seqlens_q)
+        sequence = sequence_ids(tokens, cu_seqlens_q)
         return cls(max_seqlen_q, source.clamp(min=0), sequence, (token - first[sequence]).long())
 
     def padded(self, packed: Tensor) -> Tensor:
@@ -286,14 +283,14 @@ class _Attention:
         """A `contract.MLAForward`. step: of the session, None = of this call alone."""
         request = self._request
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
+            return empty_result(request, query, out)
         if step is None:
             step = self.step(query, tables)
         signed = query if self._sign is None else query * self._sign
         result, lse = self._together(step, signed, cache.unsqueeze(2))
         if lse is not None:
             lse = lse.masked_fill(lse == torch.inf, -torch.inf)
-        return deliver(request, result, lse, None, out)
+        return finish_output(request, result, lse, None, out)
 
     def _together(self, step: tuple[_Part, ...], query: Tensor, cache: Tensor) -> tuple[Tensor, Tensor | None]:
         """(out [T_q, H_q, D_v], LSE [T_q, H_q] where it is wanted) of all parts."""
@@ -314,7 +311,7 @@ class _Attention:
         else:
             keys = {"block_table": None, "cache_seqlens": None, "indices": part.indices}
         out, lse = self._kernel(
-            q=placed(part.rows.padded(query)),
+            q=align16(part.rows.padded(query)),
             k_cache=cache,
             head_dim_v=self._request.dims[1],
             tile_scheduler_metadata=part.schedule,

@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.free_slots import without_free_slots
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
-from polyattn.adapters.padding_rows import blank, with_keys
+from polyattn.adapters import (
+    append_new_kv,
+    empty_result,
+    give_padding_a_key,
+    load,
+    padding_query_mask,
+    without_free_slots,
+)
 from polyattn.contract import AttentionRequest, Bound, PagedTables, UnsupportedRequestError
 from polyattn.semantics.packed import per_token
 
@@ -62,9 +65,9 @@ class HpcOps:
                     f"plan steps of fewer than {_MOST // query[0].numel()} tokens, or name another backend"
                 )
             if not (query.shape[0] and tables.max_seqlen_k):
-                return nothing(request, query, out)
+                return empty_result(request, query, out)
             if key is not None:
-                caches, tables = with_new(request, query, caches, tables, key, value)
+                caches, tables = append_new_kv(request, query, caches, tables, key, value)
             # Its prefill reads both as they lie in memory, whatever their strides.
             seq_lens, cu_seqlens_q = tables.seq_lens.contiguous(), tables.cu_seqlens_q.contiguous()
             page_table = tables.page_table
@@ -75,7 +78,7 @@ class HpcOps:
                 caches, tables = without_free_slots(request, caches, tables)
             caches = tuple(map(for_tma, caches))
             keys, values = (cache.transpose(1, 2) if request.kv_layout == "HND" else cache for cache in caches)
-            filled = tables if decode else with_keys(tables, request.page_size)
+            filled = tables if decode else give_padding_a_key(tables, request.page_size)
             direct = out is not None and out.is_contiguous() and by_tma(out)
             given = {
                 "q": for_tma(query.contiguous()),
@@ -93,7 +96,7 @@ class HpcOps:
                         max_seqlens_q=tables.max_seqlen_q, **given,
                     )  # fmt: skip
             # A padding row has no keys to divide by, or those it was given.
-            padding = seq_lens == 0 if decode else blank(query.shape[0], tables)
+            padding = seq_lens == 0 if decode else padding_query_mask(query.shape[0], tables)
             result.masked_fill_(padding[:, None, None], 0.0)
             return result if out is None or direct else out.copy_(result)
 

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.alignment import placing
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters import load, with_aligned_inputs, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound
 
 from .int8 import scaled, with_empty_channels
@@ -46,7 +44,7 @@ class Sage2:
     row is found before the scale: scales of 0 and less go into the queries."""
 
     def bind(self, request: AttentionRequest) -> Bound:
-        return placing(signed(request, lambda positive: scaled(positive, self._bind)))
+        return with_aligned_inputs(with_positive_scale(request, lambda positive: scaled(positive, self._bind)))
 
     def _bind(self, request: AttentionRequest) -> Bound:
         name, how = KERNELS[request.arch]

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.alignment import placing
+from polyattn.adapters import load, with_aligned_inputs
 from polyattn.contract import AttentionRequest, Bound
 
 from .records.diffusion import SAGE_3
@@ -33,4 +32,4 @@ class Sage3:
             result = result.transpose(1, 2) if turned else result
             return result if out is None else out.copy_(result)
 
-        return placing(Bound(forward))
+        return with_aligned_inputs(Bound(forward))

@@ -10,7 +10,7 @@ __all__ = ["by_tma", "for_tma"]
 
 
 def by_tma(tensor: Tensor) -> bool:
-    """Whether TMA can take it. Unlike `polyattn.adapters.alignment.aligned` this asks of an axis of one too: a
+    """Whether TMA can take it. Unlike `polyattn.adapters.aligned` this asks of an axis of one too: a
     descriptor
     is made of all strides, those included that nothing is ever multiplied with."""
     bits = tensor.data_ptr()

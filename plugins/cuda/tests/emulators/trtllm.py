@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters.alignment import aligned
+from polyattn.adapters import aligned
 from polyattn.testing.emulators import Library
 
 from . import SIGNATURES

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, bind
+from polyattn.adapters import OutAndLSE, Packed, bind_flash_attention, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from .records import MATE
@@ -35,7 +34,7 @@ class Flash:
         """Raises:
         BackendUnavailableError: the installed MATE lacks what the request needs.
         """
-        return bind(request, _Kernels)
+        return bind_flash_attention(request, _Kernels)
 
 
 class _Kernels:
@@ -64,18 +63,18 @@ class _Kernels:
         if request.grad:
             self._backward = _load("_flash_attn_varlen_backward")
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return False
 
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> Result:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> OutAndLSE:
         return _both(self._attend(query, key, value, return_softmax_lse=lse), lse)
 
-    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> Result:
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> OutAndLSE:
         return _both(self._attend(query, key, value, **where._asdict(), return_softmax_lse=lse), lse)
 
     def paged(
         self, query: Tensor, key: Tensor, value: Tensor, where: PagedTables, *, lse: bool, **latent: Any
-    ) -> Result:
+    ) -> OutAndLSE:
         table, seq_lens, cu_seqlens_q, max_seqlen_q = where[:4]
         result = self._cached(
             query, key, value, page_table=table, cache_seqlens=seq_lens, cu_seqlens_q=cu_seqlens_q,
@@ -83,7 +82,7 @@ class _Kernels:
         )  # fmt: skip
         return _both(result, lse)
 
-    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> Result:
+    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> OutAndLSE:
         width = self.request.dims[1]
         values, rotary = cache[..., :width], cache[..., width:]
         if width != 512:
@@ -118,10 +117,10 @@ def _documented(request: AttentionRequest, causal: bool) -> bool:
 
 
 def _load(name: str) -> Callable[..., Any]:
-    return adapters.load(MATE, f"mate.mha_interface:{name}")
+    return load(MATE, f"mate.mha_interface:{name}")
 
 
-def _both(result: Any, lse: bool) -> Result:
+def _both(result: Any, lse: bool) -> OutAndLSE:
     return (result[0], result[1]) if lse else (result, None)
 
 

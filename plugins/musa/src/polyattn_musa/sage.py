@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyattn.adapters import load
-from polyattn.adapters.alignment import placing
+from polyattn.adapters import load, with_aligned_inputs
 from polyattn.contract import AttentionRequest, Bound
 
 from .records import SAGE
@@ -47,4 +46,4 @@ class Sage:
             result: Tensor = kernel(q=query, k=key, v=value)
             return result if out is None else out.copy_(result)
 
-        return placing(Bound(forward))
+        return with_aligned_inputs(Bound(forward))

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, bind, dropping
+from polyattn.adapters import OutAndLSE, Packed, bind_dropout, bind_flash_attention, load
 from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound
 from polyattn.semantics.masks import may_have_empty_rows
 
@@ -47,9 +46,9 @@ class FlashAttention2:
                 "FLASH_ATTENTION_TRITON_AMD_ENABLE, or name another backend"
             )
         if not request.dropout:
-            return bind(request, _Kernels)
+            return bind_flash_attention(request, _Kernels)
         given = {"dropout_p": request.dropout, "deterministic": request.deterministic}
-        return dropping(request, functools.partial(_load(_FUNCTIONS[request.family]), **_options(request), **given))
+        return bind_dropout(request, functools.partial(_load(_FUNCTIONS[request.family]), **_options(request), **given))
 
 
 class FlashAttention2Triton:
@@ -59,12 +58,12 @@ class FlashAttention2Triton:
         """Raises:
         BackendUnavailableError: flash-attn cannot be imported here.
         """
-        return bind(request, _ReleasedTriton if _kernels() == _RELEASED_TRITON else _Kernels)
+        return bind_flash_attention(request, _ReleasedTriton if _kernels() == _RELEASED_TRITON else _Kernels)
 
 
 def _kernels() -> str:
     """The module that the library's functions call."""
-    library = adapters.load(FLASH_ATTN_TRITON, "flash_attn:flash_attn_interface")
+    library = load(FLASH_ATTN_TRITON, "flash_attn:flash_attn_interface")
     kernels = getattr(library, "flash_attn_gpu", None)
     return _CK if kernels is None else str(kernels.__name__)
 
@@ -73,7 +72,7 @@ _FUNCTIONS = {"dense": "flash_attn_func", "varlen": "flash_attn_varlen_func"}
 
 
 def _load(name: str) -> Callable[..., Any]:
-    return adapters.load(FLASH_ATTN, f"{_MODULE}:{name}")
+    return load(FLASH_ATTN, f"{_MODULE}:{name}")
 
 
 def _options(request: AttentionRequest) -> dict[str, Any]:
@@ -102,10 +101,10 @@ class _Kernels:
                 "_flash_attn_backward" if request.family == "dense" else "_flash_attn_varlen_backward"
             )
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return False
 
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> Result:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> OutAndLSE:
         result = self._forward(query, key, value, return_attn_probs=lse)
         if not lse:
             return result, None
@@ -114,7 +113,7 @@ class _Kernels:
         row = torch.arange(query.shape[1], device=query.device)
         return result[0], result[1].masked_fill(row + key.shape[1] < query.shape[1], -torch.inf)
 
-    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> Result:
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> OutAndLSE:
         result = self._forward(query, key, value, **where._asdict(), return_attn_probs=lse)
         if not lse:
             return result, None

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters import append_new_kv, empty_result, load, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.paged_kv import Pool, Tokens
 
@@ -39,7 +36,7 @@ class Wave:
         """
         if request.s_relation == "one":
             return Bound(_Decode(request))
-        return signed(request, lambda positive: Bound(_Extend(positive)))
+        return with_positive_scale(request, lambda positive: Bound(_Extend(positive)))
 
 
 class _Extend:
@@ -48,7 +45,7 @@ class _Extend:
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
         self.scale = request.softmax_scale
-        self._extend = adapters.load(SGLANG, f"{_OPS}.extend_attention:extend_attention_wave")
+        self._extend = load(SGLANG, f"{_OPS}.extend_attention:extend_attention_wave")
 
     def __call__(
         self,
@@ -62,9 +59,9 @@ class _Extend:
     ) -> Any:
         request = self.request
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
+            return empty_result(request, query, out)
         if key is not None:
-            caches, tables = with_new(request, query, caches, tables, key, value)
+            caches, tables = append_new_kv(request, query, caches, tables, key, value)
         caches = tuple(cache.contiguous() for cache in caches)
         room = torch.empty_like(query, memory_format=torch.contiguous_format)
         tokens = Tokens.of(query, tables)
@@ -96,8 +93,8 @@ class _Decode(_Extend):
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
         module = f"{_OPS}.decode_attention"
-        self._decode = adapters.load(SGLANG, f"{module}:decode_attention_wave")
-        self._shapes = adapters.load(SGLANG, f"{module}:decode_attention_intermediate_arrays_shapes")
+        self._decode = load(SGLANG, f"{module}:decode_attention_wave")
+        self._shapes = load(SGLANG, f"{module}:decode_attention_intermediate_arrays_shapes")
 
     def attend(self, query: Tensor, caches: tuple[Tensor, ...], tables: PagedTables, room: Tensor) -> None:
         count = tables.seq_lens.shape[0]

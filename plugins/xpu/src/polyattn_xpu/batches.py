@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters.flash_attention import Packed, Result, dense_by_packed
-from polyattn.adapters.free_slots import without_free_slots
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters import (
+    OutAndLSE,
+    Packed,
+    append_new_kv,
+    dense_by_packed,
+    empty_result,
+    with_positive_scale,
+    without_free_slots,
+)
 from polyattn.contract import AttentionRequest, Bound, PagedTables, UnsupportedRequestError
 
 from .visibility import blind
@@ -39,7 +43,7 @@ def idle_last(query: Tensor, where: PagedTables) -> tuple[Tensor, PagedTables]:
 
 
 class Unpaged(abc.ABC):
-    """`polyattn.adapters.flash_attention.Kernels` of dense and varlen requests. A library says its packed call."""
+    """`polyattn.adapters.FlashAttentionKernels` of dense and varlen requests. A library says its packed call."""
 
     empty = -torch.inf
     writes_out = False
@@ -50,13 +54,13 @@ class Unpaged(abc.ABC):
         self.dense = dense_by_packed(request, self.packed)
 
     @abc.abstractmethod
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> Result:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> OutAndLSE:
         """The library's call, of contiguous tensors."""
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return False
 
-    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> Result:
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool) -> OutAndLSE:
         result, stats = self.attend(query.contiguous(), key.contiguous(), value.contiguous(), where, lse)
         if self.request.s_relation != "equal":
             hidden = blind(self.request, query, where.cu_seqlens_k.diff(), where.cu_seqlens_q)
@@ -67,7 +71,7 @@ class Unpaged(abc.ABC):
 
 def bind_paged(request: AttentionRequest, library: str, pages: Callable[[AttentionRequest], Pages]) -> Bound:
     """A paged request served by the `Pages` that `pages` loads for it."""
-    return signed(request, lambda positive: _paged(positive, library, pages(positive)))
+    return with_positive_scale(request, lambda positive: _paged(positive, library, pages(positive)))
 
 
 def _paged(request: AttentionRequest, library: str, attend: Pages) -> Bound:
@@ -86,7 +90,7 @@ def _paged(request: AttentionRequest, library: str, attend: Pages) -> Bound:
         out: Tensor | None = None,
     ) -> Any:
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
+            return empty_result(request, query, out)
         if sinks is not None and sinks.dtype != query.dtype:
             raise UnsupportedRequestError(
                 f"sinks are {sinks.dtype}, and the kernels of {library} read them as {query.dtype}, like the queries: "
@@ -94,7 +98,7 @@ def _paged(request: AttentionRequest, library: str, attend: Pages) -> Bound:
             )
         if key is not None:
             new = (_unscaled(key, k_scale), _unscaled(value, v_scale))
-            caches, tables = with_new(request, query, caches, tables, *new)
+            caches, tables = append_new_kv(request, query, caches, tables, *new)
         if not finite:
             caches, tables = without_free_slots(request, caches, tables)
         tables = tables.changed(page_table=tables.page_table.contiguous())

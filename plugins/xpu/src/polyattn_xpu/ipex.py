@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
+from polyattn.adapters import load
 from polyattn.contract import AttentionRequest, Bound
 
 from .records.common import IPEX
@@ -27,7 +27,7 @@ class VarlenIPEX:
         """Raises:
         BackendUnavailableError: it does not import here.
         """
-        attend = adapters.load(IPEX, "intel_extension_for_pytorch.llm.modules:VarlenAttention.apply_function")
+        attend = load(IPEX, "intel_extension_for_pytorch.llm.modules:VarlenAttention.apply_function")
         causal = request.causal != "none"
 
         def forward(

@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters import flash_attention
-from polyattn.adapters.flash_attention import Packed, Result
-from polyattn.adapters.free_slots import without_free_slots
+from polyattn.adapters import OutAndLSE, Packed, bind_flash_attention, load, without_free_slots
 from polyattn.contract import AttentionRequest, Bound, PagedTables, UnsupportedRequestError
 
 from .batches import Unpaged, bind_paged, idle_last
@@ -30,7 +27,7 @@ _LATENT = 512
 
 
 def _load(target: str, needs: dict[str, str] | None = None) -> Any:
-    return adapters.load(SGL_KERNEL_XPU, target, needs)
+    return load(SGL_KERNEL_XPU, target, needs)
 
 
 def _options(request: AttentionRequest) -> dict[str, Any]:
@@ -48,7 +45,7 @@ class FlashAttentionSglKernel:
         """Raises:
         BackendUnavailableError: the installed build lacks what the request needs.
         """
-        return flash_attention.bind(request, _Packed)
+        return bind_flash_attention(request, _Packed)
 
 
 class _Packed(Unpaged):
@@ -56,7 +53,7 @@ class _Packed(Unpaged):
         super().__init__(request)
         self._call = functools.partial(_load("sgl_kernel.flash_attn:flash_attn_varlen_func"), **_options(request))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> Result:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> OutAndLSE:
         return self._call(query, key, value, **where._asdict()), None
 
 
@@ -120,7 +117,7 @@ class LatentSglKernel:
         """Raises:
         BackendUnavailableError: the installed build lacks what the request needs.
         """
-        return flash_attention.bind(request, _Latent)
+        return bind_flash_attention(request, _Latent)
 
 
 class _Latent:
@@ -135,10 +132,10 @@ class _Latent:
         self._prefill = _load("sgl_kernel.attention:flash_mla_prefill")
         self._prefill_room = _load("sgl_kernel.attention:flash_mla_prefill_get_workspace_size")
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return False
 
-    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> Result:
+    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> OutAndLSE:
         rows = cache.squeeze(2)
         rows, table = self._pages(rows, where)
         one = self.request.s_relation == "one" and query.shape[0] == where.seq_lens.shape[0]

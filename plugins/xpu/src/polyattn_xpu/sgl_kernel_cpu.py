@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters import append_new_kv, empty_result, load, with_positive_scale
 from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound, PagedTables
 
 from .records.common import SGL_KERNEL_CPU
@@ -39,15 +36,15 @@ class IntelAMX:
         """Raises:
         BackendUnavailableError: the installed build lacks the operators, or wants what is not known here.
         """
-        return signed(request, _bind)
+        return with_positive_scale(request, _bind)
 
 
 def _bind(request: AttentionRequest) -> Bound:
     decode = request.s_relation == "one"
     name = "decode_attention_cpu" if decode else "extend_attention_cpu"
     # Importing the package registers its operators.
-    adapters.load(SGL_KERNEL_CPU, "sgl_kernel:__name__")
-    operator = _Operator(name, adapters.load(SGL_KERNEL_CPU, f"torch:ops.sgl_kernel.{name}"))
+    load(SGL_KERNEL_CPU, "sgl_kernel:__name__")
+    operator = _Operator(name, load(SGL_KERNEL_CPU, f"torch:ops.sgl_kernel.{name}"))
     attend = _decode if decode else _extend
 
     def forward(
@@ -63,9 +60,9 @@ def _bind(request: AttentionRequest) -> Bound:
         out: Tensor | None = None,
     ) -> Any:
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
+            return empty_result(request, query, out)
         if key is not None:
-            caches, tables = with_new(request, query, caches, tables, key, value)
+            caches, tables = append_new_kv(request, query, caches, tables, key, value)
         lengths = tables.cu_seqlens_q.diff()
         # Padding rows have no keys, and a sequence may have no queries: neither is the kernels' business.
         mine = ((tables.seq_lens > 0) & (lengths > 0)).nonzero().flatten()

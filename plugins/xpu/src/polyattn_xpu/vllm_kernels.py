@@ -13,9 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters import flash_attention
-from polyattn.adapters.flash_attention import Packed, Result
+from polyattn.adapters import OutAndLSE, Packed, bind_flash_attention, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from .batches import Unpaged, bind_paged, idle_last
@@ -27,7 +25,7 @@ __all__ = ["FlashAttentionVLLM", "PagedVLLM"]
 def _call(request: AttentionRequest, needs: dict[str, str]) -> Any:
     target = "vllm_xpu_kernels.flash_attn_interface:flash_attn_varlen_func"
     return functools.partial(
-        adapters.load(VLLM_XPU_KERNELS, target, needs),
+        load(VLLM_XPU_KERNELS, target, needs),
         softmax_scale=request.softmax_scale,
         causal=request.causal != "none",
     )
@@ -48,7 +46,7 @@ class FlashAttentionVLLM:
         """Raises:
         BackendUnavailableError: the installed version lacks what the request needs.
         """
-        return flash_attention.bind(request, _Packed)
+        return bind_flash_attention(request, _Packed)
 
 
 class _Packed(Unpaged):
@@ -56,7 +54,7 @@ class _Packed(Unpaged):
         super().__init__(request)
         self._call = _call(request, {"return_softmax_lse": "the LSE"} if request.lse else {})
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> Result:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, lse: bool) -> OutAndLSE:
         window = _window(self.request, where.max_seqlen_q)
         tables = where._asdict()
         found = self._call(query, key, value, **tables, window_size=window, return_softmax_lse=lse)

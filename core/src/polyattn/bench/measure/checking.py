@@ -1,4 +1,5 @@
-"""Whether a result is right, at any size: some queries of it against float64, held to the gates of conformance.
+"""This module checks whether a result is right, at any size: some queries of it against float64, held to the gates of
+conformance.
 
 A result is looked at where its kernels differ: in the first and last sequence, in the first and last head, at the
 start, in the middle and at the end of the queries. Everything else must be finite; or, where the `whole` is asked for,
@@ -51,7 +52,7 @@ class Verdict:
 
 
 class _Part(NamedTuple):
-    """One key head of one sequence, and the query heads that share it.
+    """Holds one key head of one sequence, and the query heads that share it.
 
     query: [1, G, S_q, D]; key: [1, 1, S_k, D]; value: [1, 1, S_k, D_v], twice: real in float64, and in the dtype of
     the query. mask: [1, 1, S_q, S_k] of what the call was given. heads: of the query.
@@ -77,7 +78,7 @@ class _Place(NamedTuple):
 
 
 def check(inputs: Inputs, result: Any, *, whole: bool = False) -> Verdict:
-    """What is right is worked out at the first check of these inputs, and remembered.
+    """Check a result. The right one is computed at the first check of these inputs, and kept.
 
     Args:
         result: of set 0: out or (out, lse) as the contract has it; for training the gradients in the order of
@@ -111,7 +112,7 @@ def _forward(inputs: Inputs, result: Any) -> Iterator[tuple[Finding | None, floa
 
 
 def _looked_at(inputs: Inputs) -> Iterator[_Place]:
-    """What is right where a forward result is looked at."""
+    """Yield the places at which a forward result is checked, with what is right there."""
     for n in sorted({0, inputs.workload.batch - 1}):
         for kv in sorted({0, inputs.workload.request.kv_heads - 1}):
             part = _part(inputs, n, kv)
@@ -119,7 +120,7 @@ def _looked_at(inputs: Inputs) -> Iterator[_Place]:
 
 
 def _place(inputs: Inputs, n: int, part: _Part, rows: slice) -> _Place:
-    """What is right of some queries of a key head."""
+    """Return the right result of some queries of a key head."""
     request = inputs.workload.request
     right = _solve(request, part, rows, reference_attention, exact=True)
     plain = _solve(request, part, rows, plain_attention, exact=False)
@@ -127,7 +128,7 @@ def _place(inputs: Inputs, n: int, part: _Part, rows: slice) -> _Place:
 
 
 def _everywhere(inputs: Inputs, out: Tensor) -> Iterator[tuple[Finding | None, float]]:
-    """Each block of queries of each head: near plain torch math, or right by the gates of conformance."""
+    """Check each block of queries of each head: near plain torch math, or right by the gates of conformance."""
     request = inputs.workload.request
     allowed = _NEAR * RELATIVE_L2[DTYPES[request.dtype]]
     plain = inputs.remembered("whole", lambda: list(_plain_whole(inputs)))
@@ -156,7 +157,7 @@ def _everywhere(inputs: Inputs, out: Tensor) -> Iterator[tuple[Finding | None, f
 
 
 def _right_at(inputs: Inputs, n: int, kv: int, rows: slice) -> _Place:
-    """What is right of a block of queries, for all heads that share a key head."""
+    """Return the right result of a block of queries, for all heads that share a key head."""
     return inputs.remembered(f"{n}/{kv}/{rows.start}", lambda: _place(inputs, n, _part(inputs, n, kv), rows))
 
 
@@ -181,8 +182,8 @@ def _plain_whole(inputs: Inputs) -> Iterator[Tensor]:
 
 
 def _gradients(inputs: Inputs, result: Sequence[Tensor]) -> Iterator[tuple[Finding | None, float]]:
-    """Those of the last key head of the last sequence; of masks and sinks, sums over everything, only that they are
-    finite."""
+    """Check the gradients of the last key head of the last sequence; of masks and sinks, sums over everything, only
+    that they are finite."""
     request, n = inputs.workload.request, inputs.workload.batch - 1
     grads = dict(zip((name for name in request.grad if name != "lse"), result, strict=True))
     for name, grad in grads.items():

@@ -95,7 +95,7 @@ def _midmean(values: Sequence[float]) -> float:
     ends = max(len(values) / 4, 1.0) if len(values) > 2 else 0.0
     # The share of a value, in their order, that is between the quartiles.
     shares = [min(max(min(number, len(values) - 1 - number) + 1 - ends, 0.0), 1.0) for number in range(len(values))]
-    # Who failed takes for ever, which is no number times nothing.
+    # A failed candidate has infinite time; it is skipped, since infinity * 0 is NaN.
     return sum(share * value for share, value in zip(shares, sorted(values), strict=True) if share) / sum(shares)
 
 
@@ -120,7 +120,7 @@ class Clock:
             torch.accelerator.synchronize(self.device)
 
     def calls(self, calls: Sequence[Callable[[], Any]]) -> Time:
-        """Of calls one by one, in turn."""
+        """Time calls one by one, in turn."""
         if not self.on_gpu:
             return self._on_host(calls)
         count, once, taken = self._counts(calls[0])
@@ -137,7 +137,7 @@ class Clock:
         return Time.of([*taken, *(start.elapsed_time(end) / 1e3 for start, end in events)])
 
     def issues(self, calls: Sequence[Callable[[], Any]]) -> Time:
-        """Of the host alone: until a call returns, which nobody waits for. Where a device has no queue that is all of
+        """Time the host alone: until a call returns, which nobody waits for. Where a device has no queue that is all of
         it.
 
         Args:
@@ -206,7 +206,7 @@ class Clock:
         return float(start.elapsed_time(end)) / 1e3
 
     def _on_host(self, calls: Sequence[Callable[[], Any]]) -> Time:
-        """By the host's clock, waiting for the device at both ends of each call."""
+        """Time by the host's clock, waiting for the device at both ends of each call."""
         start = time.perf_counter()
         calls[0]()
         self.synchronise()
@@ -287,7 +287,7 @@ class _Orders:
 
 
 def _unsettled(found: Mapping[_N, Sequence[Time]]) -> list[_N]:
-    """Those near the fastest, where the rounds of one of them differ; else nobody."""
+    """Return the candidates near the fastest, if the rounds of one of them differ; else none."""
     middle = {name: Time.over(times).seconds for name, times in found.items()}
     near = [name for name in found if middle[name] <= _NEAR * min(middle.values())]
     settled = all(Time.of([one.seconds for one in found[name]]).spread <= _SETTLED for name in near)

@@ -1,4 +1,5 @@
-"""What the device itself can do, looked at before and after what is timed: where both differ, the times tell nothing.
+"""This module measures what the device itself can do, before and after the timed calls: where both differ, the times
+tell nothing.
 
 `matmul` is an 8192^3 product in bfloat16; `copy` a copy in device memory, bytes read and written; `read` a kernel that
 only reads and adds up, which is as fast as keys and values can come in.
@@ -65,7 +66,7 @@ def _settled(clock: Clock, call: Callable[[], Tensor]) -> float:
 
 
 def _reading(source: Tensor) -> Callable[[], Tensor]:
-    """What reads all of `source`: a kernel that does nothing else, or torch's sum on a CPU."""
+    """Return what reads all of `source`: a kernel that does nothing else, or torch's sum on a CPU."""
     if source.device.type != "cuda":
         return source.sum
     from . import read_kernel

@@ -1,4 +1,4 @@
-"""What `--device` means."""
+"""This module says what `--device` means."""
 
 from __future__ import annotations
 

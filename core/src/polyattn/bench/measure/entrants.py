@@ -1,4 +1,5 @@
-"""Who is measured: polyattn's own candidates, bound as a call or an engine would, and anybody who brings a function."""
+"""This module lists what is measured: polyattn's own candidates, bound as a call or an engine would, and anybody who
+brings a function."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Entrant(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One of polyattn's backends, with the exact rewrites that lead to it.
+    """Describes one of polyattn's backends, with the exact rewrites that lead to it.
 
     Attributes:
         name: of the backend; with kernels of another library than it has by itself, NAME/KIND.
@@ -62,7 +63,7 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """Whose kernels it has."""
+        """Return the library whose kernels it has."""
         return parts(self.whole)[1]
 
     def prepare(self, inputs: Inputs) -> Call:
@@ -151,7 +152,7 @@ def _trained(run: Callable[..., Any], inputs: Inputs) -> Call:
 
 
 def _served(chosen: Chosen, inputs: Inputs) -> Call:
-    """As an engine runs a step: planned once, one call for each layer."""
+    """Call as an engine runs a step: planned once, one call for each layer."""
     workload, step = inputs.workload, inputs.step
     if chosen.bound.session is None or workload.shared:
         return _called(chosen.bound.forward, inputs)

@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass
 class Inputs:
-    """What a workload's calls are given.
+    """Describes what a workload's calls are given.
 
     Attributes:
         tensors: for each set, by the names of the contract's arguments. extra: arguments of all sets: tables, lengths.
@@ -54,7 +54,7 @@ class Inputs:
     layer: int = 0
 
     def only(self, number: int) -> Inputs:
-        """One of the sets, as set 0."""
+        """Return one of the sets, as set 0."""
         if number == 0:
             return self
         own = {name: getattr(self, name)[number : number + 1] for name in ("tensors", "dout", "dlse")}
@@ -62,7 +62,7 @@ class Inputs:
         return dataclasses.replace(self, **own, known=known, layer=self.layer + number)
 
     def remembered(self, name: str, make: Callable[[], _T]) -> _T:
-        """What `make` finds from these tensors, found once: there are many to be checked, and one reference."""
+        """Return what `make` finds from these tensors, found once: there are many to be checked, and one reference."""
         if name not in self.known:
             self.known[name] = make()
         found: _T = self.known[name]
@@ -70,7 +70,7 @@ class Inputs:
 
     @property
     def count(self) -> int:
-        """Of the sets."""
+        """Return the number of sets."""
         return len(self.tensors)
 
     def digest(self) -> dict[str, int]:
@@ -87,7 +87,7 @@ class Inputs:
                 mine.copy_(new)
 
     def _written(self) -> Iterator[Tensor]:
-        """What a call could write to."""
+        """Return what a call could write to."""
         tables = self.extra.get("tables")
         for tensors in (*self.tensors, self.extra, {} if tables is None else tables._asdict()):
             yield from (t for t in tensors.values() if isinstance(t, Tensor))
@@ -95,13 +95,13 @@ class Inputs:
 
     @property
     def grows(self) -> bool:
-        """Whether such calls come with one key more each time, as those of a loop that appends to K and V."""
+        """Return whether such calls come with one key more each time, as those of a loop that appends to K and V."""
         request = self.workload.request
         return request.family == "dense" and request.s_relation == "one" and not self.workload.training
 
     def growing(self, first: int, count: int) -> Inputs:
-        """These sets with other numbers of keys each: `first` fewer, one fewer than that, and so on, down to half of
-        them. They are views, as dense as tensors that were made so, and their values are in other places."""
+        """Return these sets with other numbers of keys each: `first` fewer, one fewer than that, and so on, down to
+        half of them. They are views, as dense as tensors that were made so, and their values are in other places."""
         axis, s_k = 1 if self.workload.request.layout == "BSHD" else 2, self.workload.longest[1]
         sets = []
         for number in range(first, first + count):
@@ -132,7 +132,7 @@ def _sum_of_bytes(tensor: Tensor) -> int:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of the device's last-level cache; 0 where it is not known, as on a CPU."""
+    """Return the bytes of the device's last-level cache; 0 where it is not known, as on a CPU."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
 
 
@@ -176,7 +176,7 @@ def _sets(workload: Workload, device: torch.device) -> int:
 
 
 def _input_bytes(workload: Workload) -> int:
-    """What a call reads of one set: queries, keys and values, those of a cache as far as a window sees them."""
+    """Return what a call reads of one set: queries, keys and values, those of a cache as far as a window sees them."""
     r, left = workload.request, workload.request.window[0]
     bound = left if r.family in CACHED and left >= 0 else math.inf
     keys = workload.shared + sum(min(s_k, bound + s_q) for s_q, s_k in workload.lengths)
@@ -208,7 +208,7 @@ class Maker:
         return self.integers([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
     def dense(self) -> dict[str, Tensor]:
-        """One set of families dense, varlen and block_sparse."""
+        """Make one set of families dense, varlen and block_sparse."""
         r, w = self.request, self.workload
         tokens = {"query": (w.tokens, r.heads, r.head_dim)}
         keys = sum(s_k for _, s_k in w.lengths)
@@ -244,7 +244,7 @@ class Maker:
         return made
 
     def lengths(self) -> dict[str, Any]:
-        """What a call says of its lengths, or of its blocks."""
+        """Return what a call says of its lengths, or of its blocks."""
         r, w = self.request, self.workload
         if r.family == "block_sparse":
             return self._blocks()

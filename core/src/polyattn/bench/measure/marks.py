@@ -1,4 +1,4 @@
-"""Who was being run in this process when it ended: marks beside the store, which the next start finds.
+"""This module records which backend a process ran when it ended: marks beside the store, which the next start finds.
 
 A backend may be right in a process of its own and end the one that measures. Its mark is a small file, locked as long
 as somebody measures: an unlocked one that says "running" is of a process that ended meanwhile. That may be somebody
@@ -42,7 +42,7 @@ def orderly() -> Iterator[None]:
 
 
 def forgive() -> None:
-    """Who is being run in this process, by any thread of it, is not to blame when it ends: it was interrupted."""
+    """Clear the marks of this process: an interrupt ends it, and the backends that it runs are not to blame."""
     with _CLOSING:
         for marks in _USED:
             marks.forgiving = True

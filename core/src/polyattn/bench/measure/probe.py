@@ -237,7 +237,8 @@ def _own_pipe() -> IO[str]:
 
 
 def _lines() -> Iterator[str]:
-    """Of standard input. When that ends the process does, whatever it is doing: nobody is there to read of it."""
+    """Yield the lines of standard input. When that ends the process does, whatever it is doing: nobody is there to read
+    of it."""
     if sys.platform == "linux":
         # What never lets another thread run is ended with the thread of the parent that waits for it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

@@ -13,7 +13,7 @@ _BLOCK, _STEPS = 4096, 4
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _read(source, sums, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton 3.6 runs them
-    """Each program adds up STEPS blocks, all of them loaded before the first is needed."""
+    """Add up STEPS blocks in each program, all of them loaded before the first is needed."""
     program = tl.program_id(0)
     first = program.to(tl.int64) * (BLOCK * STEPS)
     total = tl.zeros([BLOCK], tl.float32)

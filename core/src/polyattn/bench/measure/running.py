@@ -47,7 +47,7 @@ Trouble = Literal["", "refused", "memory", "late", "wrong", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What came of an entrant.
+    """Describes the result of a candidate.
 
     Attributes:
         time: of one call, None where it was not timed. margin: of the check, 1 is all that is allowed.
@@ -137,8 +137,8 @@ def _issue(
 ) -> None:
     """Add what calls cost the host.
 
-    Where keys grow, no call has the lengths of another, of whichever entrant: some libraries build a plan for each new
-    length, and share it.
+    Where keys grow, each length is used once over all candidates: some libraries build a plan for each new length, and
+    share it between candidates.
     """
     timings: dict[str, _Issues] = {}
     for number, entrant in enumerate(entrants):
@@ -157,7 +157,8 @@ def _issue(
 
 
 class _Issues:
-    """Times the host, on the next sets in turn. Who was right at one length may fail at another: it takes for ever."""
+    """Times the host, on the next sets in turn. A candidate that was right at one length may fail at another: its time
+    is infinite."""
 
     def __init__(self, inputs: Inputs, entrant: Entrant, clock: Clock) -> None:
         self._inputs, self._entrant, self._clock = inputs, entrant, clock
@@ -205,7 +206,7 @@ def estimated(workload: Workload, entrant: Entrant, clock: Clock, within: float)
 
 
 def _pairs(workload: Workload) -> int:
-    """Of a query and a key: what attention is proportional to."""
+    """Count the pairs of a query and a key: what attention is proportional to."""
     return sum(s_q * (s_k + workload.shared) for s_q, s_k in workload.lengths)
 
 
@@ -234,7 +235,7 @@ def forms(workload: Workload) -> Forms:
 
 
 def examine(inputs: Inputs, entrant: Entrant) -> Measured:
-    """Whether an entrant's result is right, without timing it."""
+    """Return whether an entrant's result is right, without timing it."""
     return _examined(inputs, entrant, Clock(inputs.device), recorded=False)[0]
 
 
@@ -273,7 +274,7 @@ def _examined(
 
 
 def _checked_again(inputs: Inputs, calls: _Right, clock: Clock, *, whole: bool) -> Measured | None:
-    """What is wrong with who was right before it was timed."""
+    """Return what is wrong with who was right before it was timed."""
     try:
         result = calls.last()
         clock.synchronise()
@@ -299,8 +300,8 @@ def without_folders(text: str) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether that is what it comes from. On a CPU, and from a library's calls of CUDA, it has no class of its own; of
-    a pool on a CPU it is the system that says so."""
+    """Return whether an error comes from a lack of memory. On a CPU, and from a library's calls of CUDA, such errors
+    have no class of their own; for a pool on a CPU the operating system reports it."""
     while error is not None:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return True
@@ -313,7 +314,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def without_inputs(error: Exception) -> str:
-    """Why there are no inputs, for people; "" where the error is of something else."""
+    """Say why there are no inputs, for people; "" where the error is of something else."""
     line = " ".join(f"{type(error).__name__}: {error}".split())[:400]
     if out_of_memory(error):
         return f"no room for its inputs: {line}"

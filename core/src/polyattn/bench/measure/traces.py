@@ -1,4 +1,4 @@
-"""What `polyattn.dispatch.trace_requests` recorded, read as workloads."""
+"""This module reads what `polyattn.dispatch.trace_requests` recorded as workloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: a request, and the lengths of a batch of it. Imports no torch."""
+"""This module describes what is measured: a request, and the lengths of a batch of it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Workload:
 
     @property
     def training(self) -> bool:
-        """Whether gradients are measured: the forward with its backward."""
+        """Return whether gradients are measured: the forward with its backward."""
         return bool(self.request.grad)
 
     @property
@@ -99,13 +99,13 @@ class Workload:
 
     @property
     def id(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         s_q, s_k = self.longest
         more = f", {self.shared} shared" if self.shared else ""
         return f"{self.request.summary()}; batch {self.batch}, S_q {s_q}, S_k {s_k}{more}"
 
     def key(self) -> dict[str, Any]:
-        """What measurements of it are filed under."""
+        """Return what measurements of it are filed under."""
         batch, s_q, s_k = self.buckets
         return {"request": request_key(self.request), "batch": batch, "q": s_q, "k": s_k}
 
@@ -129,14 +129,14 @@ class Workload:
             raise UnsupportedRequestError(f"a mask over a cache is not measured, but for trees of drafts: {self.id}")
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the workload as data for JSON."""
         request = dataclasses.replace(self.request, batch_bucket=0, q_bucket=0, k_bucket=0)
         more = {"shared": self.shared} if self.shared else {}
         return {"request": plain_request(request), "lengths": [list(pair) for pair in self.lengths], **more}
 
     @classmethod
     def of(cls, data: Any, where: str) -> Workload:
-        """What `plain` made.
+        """Return what `plain` made.
 
         Raises:
             ConfigError: it is no such data; `where` begins the message.

@@ -69,7 +69,7 @@ def isolation_of(word: str) -> Isolation:
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """What became of a workload.
+    """Describes what became of a workload.
 
     Attributes:
         outcome: it was `measured` now, is `known` from before, has one backend `alone`, was `refused` (see reason), or
@@ -90,7 +90,7 @@ class Tried:
 
     @property
     def best(self) -> str:
-        """Who is chosen; without times, who serves it anyway."""
+        """Return the candidate that is chosen; without times, who serves it anyway."""
         return next(iter(self.times), self.rule)
 
     @property
@@ -235,7 +235,8 @@ def _tune(
 
 
 class _Verdicts:
-    """What is wrong with the candidates of a workload; who misbehaves is quarantined as soon as that is known.
+    """Describes what is wrong with the candidates of a workload; who misbehaves is quarantined as soon as that is
+    known.
 
     Attributes:
         trouble: (kind, reason) by name. held: who was quarantined.
@@ -249,7 +250,7 @@ class _Verdicts:
         self.held: list[str] = []
 
     def add(self, trouble: Mapping[str, tuple[str, str]]) -> None:
-        """Nothing is wrong with whoever has no kind."""
+        """Record what is wrong with a candidate. An empty kind means that nothing is."""
         self.trouble |= {name: why for name, why in trouble.items() if why[0]}
         bad = [name for name, (kind, _) in trouble.items() if kind and kind not in _HARMLESS]
         if len(bad) == len(self._left) and bad:
@@ -269,11 +270,11 @@ class _Verdicts:
         self._left = [name for name in self._left if name not in bad]
 
     def texts(self) -> dict[str, str]:
-        """For people."""
+        """Return the texts for people."""
         return {name: f"{kind}: {reason}" for name, (kind, reason) in self.trouble.items()}
 
     def without_times(self, outcome: Outcome, reason: str) -> Tried:
-        """What became of the workload."""
+        """Return the result of a workload without times."""
         held = tuple(self.held)
         return Tried(self._workload, outcome, rule=self._rule, trouble=self.texts(), quarantined=held, reason=reason)
 
@@ -311,7 +312,7 @@ def _too_slow(
 
 
 def _own(candidate: Candidate) -> bool:
-    """Whether it is made of torch's own operators, by polyattn itself."""
+    """Return whether it is made of torch's own operators, by polyattn itself."""
     manager = get_manager()
     return manager.owner(manager.backends[candidate.selection.backend, candidate.selection.platform]).name == "core"
 

@@ -43,7 +43,7 @@ _OPERATIONS, _BYTES = 2**30, 2**26
 
 @dataclasses.dataclass
 class Budget:
-    """What measuring may cost a process.
+    """Describes what measuring may cost a process.
 
     Attributes:
         seconds: in all. each: for one request; left: of them. isolation: see `tuner.Isolation`.
@@ -65,7 +65,7 @@ BUDGET = Budget()
 
 
 def _after_fork() -> None:
-    """Whoever measured in the parent does not in the child, where nobody else would give the lock back."""
+    """Make a new lock after a fork: a thread of the parent that held the old one does not exist in the child."""
     BUDGET.lock = threading.Lock()
 
 
@@ -83,7 +83,7 @@ def watched(chosen: Chosen) -> Chosen:
 
 
 def large(request: AttentionRequest, extent: Extent) -> bool:
-    """Whether a call is worth measuring for."""
+    """Return whether a call is worth measuring for."""
     batch, s_q, s_k = extent
     width = sum(request.dims)
     operations = 2 * batch * request.heads * s_q * s_k * width
@@ -107,14 +107,14 @@ def _watching(forward: Callable[..., Any], request: AttentionRequest) -> Callabl
 
 
 def _recomputed() -> bool:
-    """Whether hooks take what is saved for a backward, as those of activation checkpointing do: they compute it anew
-    later, and must find the same then."""
+    """Return whether hooks take what is saved for a backward, as those of activation checkpointing do: they compute it
+    anew later, and must find the same then."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _looked_at() -> bool:
-    """Whether a mode sees the operators of this thread: one that traces, counts or fakes them. `torch.device` and
-    `torch.set_default_device` are modes too, which only say where tensors are made."""
+    """Return whether a mode sees the operators of this thread: one that traces, counts or fakes them. `torch.device`
+    and `torch.set_default_device` are modes too, which only say where tensors are made."""
     return bool(torch._C._len_torch_dispatch_stack()) or any(
         not isinstance(mode, DeviceContext)
         for mode in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]

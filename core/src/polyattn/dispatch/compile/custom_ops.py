@@ -2,7 +2,7 @@
 
 Their `plan` argument is JSON and holds everything needed to bind the same kernel again (`op_plans.py`), so that a saved
 graph can be run by another process. They are registered as soon as both polyattn and torch are imported
-(`registration.py`); what runs them is imported when one runs.
+(`registration.py`), from the schemas alone; what runs them is imported when one runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__: list[str] = []
+__all__ = ["SCHEMAS"]
+
+_MASKED = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks"
+_LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+SCHEMAS = {
+    "dense": _MASKED,
+    "varlen": f"{_MASKED}, {_LENGTHS}",
+    "block_sparse": (
+        "Tensor query, Tensor key, Tensor value, Tensor block_counts, Tensor block_indices, Tensor? block_valid"
+    ),
+    "linear": ("Tensor query, Tensor key, Tensor value, Tensor gate, Tensor beta, Tensor? state, Tensor? cu_seqlens"),
+}
+"""Of each family the arguments before `plan`, as saved graphs have them. They are those of
+`polyattn.contract.families`, which a test compares: importing that here would cost every program that imports torch."""
 
 
 @functools.cache
@@ -23,154 +36,68 @@ def op_plans() -> Any:
     return import_module(".op_plans", __package__)
 
 
-@torch.library.custom_op("polyattn::dense", mutates_args=())
-def _dense_op(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, plan: str
-) -> tuple[Tensor, Tensor]:
-    query, key, value = op_plans().dense_axes(query, key, value)
-    found: tuple[Tensor, Tensor] = op_plans().forward(plan, query, key, value, attn_mask=attn_mask, sinks=sinks)
-    return found
+class _Op:
+    """The op of a family, and the op of its gradient."""
 
+    def __init__(self, family: str, arguments: str) -> None:
+        self._family, self._count = family, arguments.count(",") + 1
+        second, last = ("dstate", "final_state") if family == "linear" else ("dlse", "lse")
+        forward = torch.library.custom_op(
+            f"polyattn::{family}", self._run, mutates_args=(), schema=f"({arguments}, str plan) -> (Tensor, Tensor)"
+        )
+        forward.register_fake(self._fake)
+        forward.register_autograd(self._differentiate, setup_context=self._keep)
+        backward = torch.library.custom_op(
+            f"polyattn::{family}_backward",
+            self._gradients,
+            mutates_args=(),
+            schema=f"(Tensor? dout, Tensor? {second}, {arguments}, Tensor out, Tensor {last}, str plan) -> Tensor[]",
+        )
+        backward.register_fake(self._fake_gradients)
+        backward.register_autograd(_second)
+        self._backward = backward
 
-@_dense_op.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, plan: str
-) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = op_plans().outputs(plan, query, value)
-    return found
+    def _run(self, *given: Any) -> tuple[Tensor, Tensor]:
+        *arguments, plan = given
+        found: tuple[Tensor, Tensor] = op_plans().forward(plan, self._family, arguments)
+        return found
 
+    def _fake(self, *given: Any) -> tuple[Tensor, Tensor]:
+        *arguments, plan = given
+        found: tuple[Tensor, Tensor] = op_plans().outputs(plan, self._family, arguments)
+        return found
 
-@torch.library.custom_op("polyattn::dense_backward", mutates_args=())
-def _dense_backward_op(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    plan: str,
-) -> list[Tensor]:
-    found: list[Tensor] = op_plans().backward(
-        plan, dout, dlse, query, key, value, sinks, out, lse, {"attn_mask": attn_mask}
-    )
-    return found
+    def _gradients(self, dout: Tensor | None, dsecond: Tensor | None, *given: Any) -> list[Tensor]:
+        *arguments, out, second, plan = given
+        found: list[Tensor] = op_plans().backward(plan, self._family, arguments, dout, dsecond, out, second)
+        return found
 
+    def _fake_gradients(self, dout: Any, dsecond: Any, *given: Any) -> list[Tensor]:
+        return [t.new_empty(t.shape) for t in self._trained(given[: self._count])]
 
-@_dense_backward_op.register_fake
-def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Tensor,
-      lse: Tensor, plan: str) -> list[Tensor]:  # fmt: skip
-    return _fake_grads(query, key, value, sinks)
+    def _trained(self, arguments: Any) -> list[Tensor]:
+        """The arguments that the gradient's op gives gradients of."""
+        places = op_plans().differentiable(self._family)
+        return [arguments[place] for place in places if arguments[place] is not None]
 
+    def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *arguments, ctx.plan = inputs
+        ctx.set_materialize_grads(False)
+        ctx.host = {place: one for place, one in enumerate(arguments) if isinstance(one, (int, torch.SymInt))}
+        ctx.save_for_backward(*(None if place in ctx.host else one for place, one in enumerate(arguments)), *output)
 
-@torch.library.custom_op("polyattn::varlen", mutates_args=())
-def _varlen_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    plan: str,
-) -> tuple[Tensor, Tensor]:
-    given = _lens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    from ...semantics import validation
-
-    query, key, value = op_plans().dense_axes(query, key, value)
-    # A trace sees neither contents nor the counts that become known when the graph runs.
-    validation.check_varlen(query, key, value, attn_mask=attn_mask, sinks=sinks, out=None, **given)
-    validation.check_lengths(query, key, **given)
-    found: tuple[Tensor, Tensor] = op_plans().forward(
-        plan, query, key, value, attn_mask=attn_mask, sinks=sinks, **given
-    )
-    return found
-
-
-@_varlen_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-      max_seqlen_q: int, max_seqlen_k: int, plan: str) -> tuple[Tensor, Tensor]:  # fmt: skip
-    found: tuple[Tensor, Tensor] = op_plans().outputs(plan, query, value)
-    return found
-
-
-@torch.library.custom_op("polyattn::varlen_backward", mutates_args=())
-def _varlen_backward_op(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    out: Tensor,
-    lse: Tensor,
-    plan: str,
-) -> list[Tensor]:
-    given = {"attn_mask": attn_mask, **_lens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)}
-    found: list[Tensor] = op_plans().backward(plan, dout, dlse, query, key, value, sinks, out, lse, given)
-    return found
-
-
-@_varlen_backward_op.register_fake
-def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, cu_seqlens_q: Tensor,
-      cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, out: Tensor, lse: Tensor, plan: str,
-      ) -> list[Tensor]:  # fmt: skip
-    return _fake_grads(query, key, value, sinks)
-
-
-def _lens(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> dict[str, Any]:
-    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-
-
-def _fake_grads(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> list[Tensor]:
-    shaped = (query, key, value) if sinks is None else (query, key, value, sinks)
-    return [t.new_empty(t.shape) for t in shaped]
-
-
-def _dense_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.plan = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _dense_autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    query, key, value, mask, sinks, out, lse = ctx.saved_tensors
-    dlse = dlse if lse.numel() else None
-    grads = torch.ops.polyattn.dense_backward(dout, dlse, query, key, value, mask, sinks, out, lse, ctx.plan)
-    return (*grads[:3], None, grads[3] if sinks is not None else None, None)
-
-
-def _varlen_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.max_q, ctx.max_k, ctx.plan = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _varlen_autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    query, key, value, mask, sinks, cu_q, cu_k, out, lse = ctx.saved_tensors
-    dlse = dlse if lse.numel() else None
-    grads = torch.ops.polyattn.varlen_backward(
-        dout, dlse, query, key, value, mask, sinks, cu_q, cu_k, ctx.max_q, ctx.max_k, out, lse, ctx.plan
-    )
-    return (*grads[:3], None, grads[3] if sinks is not None else None, None, None, None, None, None)
-
-
-_dense_op.register_autograd(_dense_autograd, setup_context=_dense_context)
-_varlen_op.register_autograd(_varlen_autograd, setup_context=_varlen_context)
+    def _differentiate(self, ctx: Any, dout: Tensor | None, dsecond: Tensor | None) -> tuple[Any, ...]:
+        *saved, out, second = ctx.saved_tensors
+        arguments = [ctx.host.get(place, one) for place, one in enumerate(saved)]
+        dsecond = dsecond if second.numel() else None
+        grads = iter(self._backward(dout, dsecond, *arguments, out, second, ctx.plan))
+        trained = [p for p in op_plans().differentiable(self._family) if arguments[p] is not None]
+        by_place = {place: next(grads) for place in trained}
+        return (*(by_place.get(place) for place in range(self._count)), None)
 
 
 def _second(ctx: Any, *grads: Any) -> Any:
     op_plans().refuse_second()
 
 
-_dense_backward_op.register_autograd(_second)
-_varlen_backward_op.register_autograd(_second)
+_OPS = [_Op(family, arguments) for family, arguments in SCHEMAS.items()]

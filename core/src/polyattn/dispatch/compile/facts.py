@@ -7,16 +7,37 @@ where it is a result; so results are words that a branch gives.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...semantics.validation import local_only
-from ..call_key import LARGE
+from ..call_key import LARGE, Static
 
-__all__ = ["constants", "counted", "fixed", "mask_fits", "tensor_facts"]
+__all__ = ["TensorFacts", "constants", "counted", "fixed", "fixed_number", "map_fits", "mask_fits", "tensor_facts"]
+
+
+class TensorFacts(NamedTuple):
+    """What `tensor_facts` says, in order. dynamo hands it over as a bare tuple.
+
+    Attributes:
+        misplaced: what is wrong with where the tensors are, or nothing. mask: its dtype. sinks: ("fits" or not, dtype).
+        out: ("fits", or what it does not; dtype). grads: of query, key, value, mask and sinks. switches: torch's
+            deterministic one, and whether this is an export. sizes: (no elements, 2**31 or more).
+    """
+
+    device: str
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    misplaced: str
+    mask: torch.dtype | None
+    sinks: tuple[str, torch.dtype] | None
+    out: tuple[str, torch.dtype] | None
+    grads: tuple[bool, ...]
+    autocast: torch.dtype | None
+    switches: tuple[bool, bool]
+    sizes: tuple[bool, bool]
 
 
 def counted() -> bool:
@@ -32,19 +53,19 @@ def fixed(*sizes: int) -> tuple[int, ...]:
     return tuple([len(range(size)) for size in sizes])
 
 
-def constants(static: tuple[Any, ...]) -> tuple[Any, ...]:
+def constants(static: Static) -> tuple[Any, ...]:
     """The static arguments with their numbers fixed: dynamo may hold a float attribute or default as a symbol, and
     `math.ldexp(x, 0)`, which is exactly x, is where it becomes a constant."""
-    causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, *role = static
+    window: Any = static.window
     if isinstance(window, (tuple, list)):
         window = tuple([int(math.ldexp(side, 0)) if _small(side) else side for side in window])
     return (
-        *(causal, window, _fixed_number(softcap), _fixed_number(scale)),
-        *(layout, _fixed_number(dropout_p), return_lse, deterministic, *role),
+        *(static.causal, window, fixed_number(static.softcap), fixed_number(static.scale)),
+        *(static.layout, fixed_number(static.dropout_p), static.return_lse, static.deterministic, static.role),
     )
 
 
-def _fixed_number(number: Any) -> Any:
+def fixed_number(number: Any) -> Any:
     """What is no number is left to the check that eager calls make."""
     return math.ldexp(number, 0) if isinstance(number, float) or _small(number) else number
 
@@ -61,6 +82,15 @@ def mask_fits(attn_mask: Tensor, query: Tensor, h: int, s_q: int, s_k: int) -> b
         and (attn_mask.shape[1] == 1 or attn_mask.shape[1] == query.shape[h])
         and attn_mask.shape[2] == s_q
         and attn_mask.shape[3] == s_k
+    )
+
+
+def map_fits(block_map: Tensor, query: Tensor, key: Tensor, block_shape: tuple[int, int]) -> bool:
+    """Heads first. The lists that are made of the map are checked when the graph runs, but for the number of keys."""
+    return (
+        block_map.ndim == 4
+        and block_map.shape[2] == (query.shape[2] + block_shape[0] - 1) // block_shape[0]
+        and block_map.shape[3] == (key.shape[2] + block_shape[1] - 1) // block_shape[1]
     )
 
 
@@ -110,7 +140,10 @@ def tensor_facts(
     sinks: Tensor | None,
     out: Tensor | None,
     heads: int,
+    like: Tensor | None = None,
 ) -> tuple[Any, ...]:
+    """`TensorFacts` of a call. heads: axis of H_q in the query. like: has the shape of the output but for its last
+    axis; None = the query."""
     kind = query.device.type
     grad = torch.is_grad_enabled()
     return (
@@ -119,7 +152,7 @@ def tensor_facts(
         _misplaced(query, key, value, attn_mask, sinks, out),
         None if attn_mask is None else attn_mask.dtype,
         None if sinks is None else (_sinks_fit(sinks, query, heads), sinks.dtype),
-        None if out is None else (_out_fits(out, query, value), out.dtype),
+        None if out is None else (_out_fits(out, query if like is None else like, value), out.dtype),
         (
             grad and query.requires_grad,
             grad and key.requires_grad,

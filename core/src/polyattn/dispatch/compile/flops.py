@@ -64,3 +64,41 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, *args: A
 def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, *args: Any,
       **kw: Any) -> int:  # fmt: skip
     return _backward(*_packed(query, value, *args[:4]))
+
+
+def _blocks(
+    query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, plan: str
+) -> tuple[Iterator[tuple[int, int]], int, int, int]:
+    """The listed blocks, whole ones; all that lists have room for, where they cannot be read."""
+    block_q, block_k = json.loads(plan)["request"]["block_shape"]
+    shared = query.shape[0] * query.shape[1] // (counts.shape[0] * counts.shape[1])
+    listed = counts.numel() * indices.shape[-1] if has_shapes_only(counts) else int(counts.sum())
+    return iter([(block_q, block_k * listed * shared)]), 1, query.shape[3], value.shape[3]
+
+
+@register_flop_formula(torch.ops.polyattn.block_sparse, get_raw=True)
+def _(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, valid: Any, plan: str, *args: Any,
+      **kw: Any) -> int:  # fmt: skip
+    return _forward(*_blocks(query, key, value, counts, indices, plan))
+
+
+@register_flop_formula(torch.ops.polyattn.block_sparse_backward, get_raw=True)
+def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, *args: Any,
+      **kw: Any) -> int:  # fmt: skip
+    return _backward(*_blocks(query, key, value, counts, indices, args[-1]))
+
+
+def _recurrence(value: Tensor, width: int) -> int:
+    """Of each token and value head: what the state says of its key, its update, and what it says of the query."""
+    batch, length, heads, d_v = value.shape
+    return 6 * batch * length * heads * width * d_v
+
+
+@register_flop_formula(torch.ops.polyattn.linear, get_raw=True)
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> int:
+    return _recurrence(value, query.shape[3])
+
+
+@register_flop_formula(torch.ops.polyattn.linear_backward, get_raw=True)
+def _(dout: Any, dstate: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> int:
+    return 2 * _recurrence(value, query.shape[3])

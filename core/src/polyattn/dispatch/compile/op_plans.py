@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import profiler as _profiler
 
 from ...contract import AttentionRequest, BackendInfo, Bound, Provider
+from ...contract.families import FAMILY_SPECS
 from ...contract.request_json import plain_request, read_request
 from ...epoch import EPOCH
 from ...errors import BackendUnavailableError, PluginError, did_you_mean
@@ -22,10 +23,13 @@ from ...registry.defects import affecting, narrowing
 from ...registry.manager import PluginManager, get_manager
 from ...selection.aliases import whole
 from ...selection.select import Selection
+from ...semantics import validation
 from ...semantics.autograd import attention_backward, refuse_second
+from ...semantics.block_maps import check_block_map
+from ...semantics.linear_validation import check_linear
 from ..trace_requests import observed
 
-__all__ = ["backward", "dense_axes", "forward", "op_plan", "outputs", "refuse_second"]
+__all__ = ["backward", "dense_axes", "differentiable", "forward", "op_plan", "outputs", "refuse_second"]
 
 
 def op_plan(request: AttentionRequest, selection: Selection) -> str:
@@ -101,22 +105,46 @@ def dense_axes(*tensors: Tensor) -> list[Tensor]:
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
 
 
-def forward(plan: str, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    bound = _bound(plan, EPOCH.value)[1]
+def differentiable(family: str) -> tuple[int, ...]:
+    """Places of the arguments of a family's op that its gradient is for."""
+    return tuple(place for place, one in enumerate(FAMILY_SPECS[family].arguments) if one.grad)
+
+
+def forward(plan: str, family: str, arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """What the op of a family returns: (output, LSE or state); an LSE that nobody asked for is empty."""
+    spec = FAMILY_SPECS[family]
+    request, bound = _bound(plan, EPOCH.value)
+    query, key, value = dense_axes(*arguments[:3])
+    given = dict(zip((one.name for one in spec.keywords), arguments[3:], strict=True))
+    _check(request, query, key, value, given)
     with _range(plan) if _profiler._is_profiler_enabled else contextlib.nullcontext():
         result = bound.forward(query, key, value, **given)
-    out, lse = result if isinstance(result, tuple) else (result, query.new_empty(0, dtype=torch.float32))
-    inputs = (query, key, value)
-    lse = lse.to(_lse_dtype(query)) if lse.numel() else lse
+    out, second = result if isinstance(result, tuple) else (result, query.new_empty(0, dtype=torch.float32))
+    inputs = [t for t in (query, key, value, *given.values()) if isinstance(t, Tensor)]
+    second = second.to(_wide_dtype(query)) if second.numel() else second
     # The op promises contiguous outputs that alias no input, whatever the kernel gave.
-    out = out.contiguous()
-    return (out.clone() if any(out.data_ptr() == t.data_ptr() for t in inputs) else out), lse.contiguous()
+    return _own(out.contiguous(), inputs), _own(second.contiguous(), inputs)
+
+
+def _own(result: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    return result.clone() if any(result.data_ptr() == t.data_ptr() for t in inputs) else result
+
+
+def _check(request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> None:
+    """What a trace could not: it sees neither contents nor the counts that become known when the graph runs."""
+    if request.family == "varlen":
+        validation.check_varlen(q, k, v, **{**given, "out": None})
+        validation.check_lengths(q, k, **{name: n for name, n in given.items() if "seqlen" in name})
+    elif request.family == "block_sparse":
+        check_block_map(q, k, request.block_shape, **given)
+    elif request.family == "linear":
+        check_linear(q, k, v, **given, method=request.method, state_layout=request.state_layout)
 
 
 def _range(plan: str) -> torch.profiler.record_function:
     """As `Chosen.ranged`: what torch's profiler shows of a compiled call."""
     data = json.loads(plan)
-    call = "varlen_attention" if _bound(plan, EPOCH.value)[0].family == "varlen" else "attention"
+    call = FAMILY_SPECS[_bound(plan, EPOCH.value)[0].family].call
     info, provider = _served_by(get_manager(), data)
     return torch.profiler.record_function(f"polyattn.{call} {whole(info, provider.name)}@{info.platform}")
 
@@ -126,65 +154,69 @@ def _gives_lse(plan: str) -> bool:
     return request.lse or (bound.backward is not None and bool(request.grad))
 
 
-def outputs(plan: str, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def outputs(plan: str, family: str, arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Empty tensors like those that `forward` returns."""
+    query, _, value = arguments[:3]
+    if family == "linear":
+        cu_seqlens = arguments[6]
+        count = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        sizes = (query.shape[3], value.shape[3])
+        state = sizes if _bound(plan, EPOCH.value)[0].state_layout != "VK" else sizes[::-1]
+        shape: Sequence[Any] = (count, value.shape[2], *state)
+        return value.new_empty(value.shape), query.new_empty(shape, dtype=_wide_dtype(query))
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    shape: Sequence[Any] = query.shape[:-1] if _gives_lse(plan) else (0,)
-    return out, query.new_empty(shape, dtype=_lse_dtype(query) if _gives_lse(plan) else torch.float32)
+    shape = query.shape[:-1] if _gives_lse(plan) else (0,)
+    return out, query.new_empty(shape, dtype=_wide_dtype(query) if _gives_lse(plan) else torch.float32)
 
 
-def _lse_dtype(query: Tensor) -> torch.dtype:
-    """S6: fp32, and fp64 for float64 inputs."""
+def _wide_dtype(query: Tensor) -> torch.dtype:
+    """S6, S10: fp32, and fp64 for float64 inputs."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def backward(
     plan: str,
+    family: str,
+    arguments: Sequence[Any],
     dout: Tensor | None,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
+    dsecond: Tensor | None,
     out: Tensor,
-    lse: Tensor,
-    given: dict[str, Any],
+    second: Tensor,
 ) -> list[Tensor]:
+    """A gradient for each differentiable argument that is given, in order."""
     request, bound = _bound(plan, EPOCH.value)
-    query, key, value = dense_axes(query, key, value)
-    axis = 2 if request.family == "dense" and request.layout == "BSHD" else 1
+    spec = FAMILY_SPECS[family]
+    names = [one.name for one in spec.arguments]
+    given = {**dict(zip(names, arguments, strict=True)), **dict(zip(names, dense_axes(*arguments[:3]), strict=False))}
+    trained = {one.name: given[one.name] for one in spec.differentiable if given[one.name] is not None}
     if bound.backward is not None:
+        extra = {one.name: given[one.name] for one in spec.keywords if one.backward}
+        tensors = (given["query"], given["key"], given["value"], out, second, given.get("sinks"))
         found: tuple[Tensor | None, ...] = attention_backward(
-            bound.backward, dout, dlse, query, key, value, out, lse, sinks, axis, given
+            bound.backward, dout, dsecond, *tensors, spec.head_axis(request.layout), extra
         )
     else:
-        found = _recompute(bound, dout, dlse, query, key, value, sinks, given)
-    shaped = (query, key, value) if sinks is None else (query, key, value, sinks)
+        found = _recompute(bound, dout, dsecond, given, trained)
     return [
         torch.zeros(t.shape, dtype=t.dtype, device=t.device) if g is None else g.contiguous().clone()
-        for g, t in zip(found, shaped, strict=False)
+        for g, t in zip(found, trained.values(), strict=False)
     ]
 
 
 def _recompute(
-    bound: Bound,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    given: dict[str, Any],
+    bound: Bound, dout: Tensor | None, dsecond: Tensor | None, given: dict[str, Any], trained: dict[str, Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a forward built from torch ops, by running it again with autograd on."""
-    leaves = [t.detach().requires_grad_() for t in (query, key, value, *(() if sinks is None else (sinks,)))]
+    leaves = {name: t.detach().requires_grad_() for name, t in trained.items()}
     with contextlib.ExitStack() as stack:
         # An op's body runs below autograd; recording a graph in it means including those keys again.
         for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))
         stack.enter_context(torch.enable_grad())
-        result = bound.forward(*leaves[:3], sinks=leaves[3] if sinks is not None else None, **given)
+        query, key, value, *rest = {**given, **leaves}.values()
+        result = bound.forward(query, key, value, **dict(zip(list(given)[3:], rest, strict=True)))
         results = result if isinstance(result, tuple) else (result,)
-        pairs = [(r, g) for r, g in zip(results, (dout, dlse), strict=False) if g is not None]
+        pairs = [(r, g) for r, g in zip(results, (dout, dsecond), strict=False) if g is not None and r.requires_grad]
         if not pairs:
-            return (None, None, None, None)
-        return torch.autograd.grad([r for r, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+            return (None,) * len(leaves)
+        return torch.autograd.grad([r for r, _ in pairs], [*leaves.values()], [g for _, g in pairs], allow_unused=True)

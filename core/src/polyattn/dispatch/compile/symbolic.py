@@ -16,7 +16,7 @@ from ..call_key import Static
 
 __all__ = ["recorded", "recorded_call"]
 
-_DEFAULTS = dataclasses.asdict(Static())
+_DEFAULTS = Static()._asdict()
 
 
 def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Proxy | None:
@@ -34,7 +34,7 @@ def recorded_call(function: Callable[..., Any], site: Any, *args: Any, **kwargs:
     Raises:
         InvalidInputError: the site belongs to a component, which is not an argument.
     """
-    stated = {name: value for name, value in dataclasses.asdict(site.static).items() if value != _DEFAULTS[name]}
+    stated = {name: value for name, value in site.static._asdict().items() if value != _DEFAULTS[name]}
     stated = {name: value for name, value in stated.items() if value != "THD"}
     scope: Scope = site._scope
     role = stated.pop("role", None)  # of a layer; the call takes it with its place

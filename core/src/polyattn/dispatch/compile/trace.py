@@ -7,37 +7,45 @@ process-wide through the epoch's token; measurements change that only where they
 otherwise. Lengths stay symbolic.
 
 Traceable forwards are inlined. Others, and trainable ones that bring their own backward, become
-`torch.ops.polyattn.dense` or `.varlen` (`polyattn.dispatch.compile.custom_ops`).
+the custom op of their family (`polyattn.dispatch.compile.custom_ops`), as calls of the other families always do.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...contract import AttentionRequest
+from ...contract.families import FAMILY_SPECS
+from ...contract.lengths import head_axis
 from ...contract.scalars import kinds
 from ...epoch import EPOCH
 from ...errors import InvalidInputError, PolyattnError
 from ...selection import overrides
+from ...semantics.block_maps import lists_of
+from ...semantics.linear_reference import unit_rows
+from ...semantics.linear_validation import check_words
 from ...semantics.validation import FLOATS
 from ..binding import Chosen, choose, device_facts, dtype_name
+from ..call_key import Static, runner
 from ..device_facts import transform_around
 from . import custom_ops as _ops  # noqa: F401 - that they are registered
 from .errors import raising, refuse_derivatives
-from .facts import constants, fixed, mask_fits, tensor_facts
+from .facts import TensorFacts, constants, fixed, fixed_number, map_fits, mask_fits, tensor_facts
 from .op_plans import op_plan
 
-__all__ = ["trace_dense", "trace_varlen"]
+__all__ = ["trace_block_sparse", "trace_dense", "trace_linear", "trace_varlen"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Facts = tuple[Any, ...]
+_Backend = str | None
 
 _plans = types.ModuleType("polyattn._plans", "Functions that dynamo inlines, one per choice made while tracing.")
 _numbers = itertools.count()
@@ -50,6 +58,40 @@ def _constant(function: _F) -> _F:
     return function
 
 
+class _Call(NamedTuple):
+    """A call while it is traced, as constants. dynamo hands it over as a bare tuple.
+
+    Attributes:
+        tensors: `TensorFacts`. heads: H of query, key and value; dims: D of them. lengths: whether they agree.
+        given: what else the family must know of its tensors.
+    """
+
+    tensors: _Facts
+    heads: tuple[int, int, int]
+    dims: tuple[int, int, int]
+    relation: str
+    lengths: str
+    given: _Facts = ()
+
+
+def _traced(family: str, call: _Facts, static: _Facts, backend: _Backend, scope: Any, *tensors: Any) -> Any:
+    plan = getattr(_plans, _plan(family, call, static, backend, scope, EPOCH.token))
+    return plan(*tensors)
+
+
+def _relation(s_q: int, s_k: int) -> str:
+    return "equal" if s_q == s_k else "one" if s_q == 1 else "fewer" if s_q < s_k else "more"
+
+
+def _lengths(query: Tensor, key: Tensor, value: Tensor, s: int) -> str:
+    agree = query.shape[0] == key.shape[0] and key.shape[0] == value.shape[0] and key.shape[s] == value.shape[s]
+    return "agree" if agree else "differ"
+
+
+def _heads(query: Tensor, key: Tensor, value: Tensor, axis: int) -> tuple[Any, ...]:
+    return fixed(query.shape[axis], key.shape[axis], value.shape[axis])
+
+
 def trace_dense(
     query: Tensor,
     key: Tensor,
@@ -57,27 +99,123 @@ def trace_dense(
     attn_mask: Tensor | None,
     sinks: Tensor | None,
     out: Tensor | None,
-    static: tuple[Any, ...],
+    static: Static,
     backend: str | None,
     scope: overrides.Scope | None,
 ) -> Any:
-    """A dense call being traced. `static`: the arguments of `dispatch.Static` in order."""
+    """A dense call being traced."""
     _check_ranks(query, key, value, 4)
-    bshd = static[4] == "BSHD"
-    s, h = (1, 2) if bshd else (2, 1)
+    s, h = (1, 2) if static.layout == "BSHD" else (2, 1)
     s_q, s_k = query.shape[s], key.shape[s]
-    facts = (
-        *tensor_facts(query, key, value, attn_mask, sinks, out, h),
-        fixed(query.shape[h], key.shape[h], value.shape[h], query.shape[3], key.shape[3], value.shape[3]),
-        "equal" if s_q == s_k else "one" if s_q == 1 else "fewer" if s_q < s_k else "more",
-        "agree"
-        if query.shape[0] == key.shape[0] and key.shape[0] == value.shape[0] and s_k == value.shape[s]
-        else "differ",
-        None if attn_mask is None else "fits" if mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit",
+    call = (
+        tensor_facts(query, key, value, attn_mask, sinks, out, h),
+        _heads(query, key, value, h),
+        _heads(query, key, value, 3),
+        _relation(s_q, s_k),
+        _lengths(query, key, value, s),
+        (None if attn_mask is None else "fits" if mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit",),
     )
     scope = overrides.current_scope() if scope is None else scope
-    plan = getattr(_plans, _plan("dense", facts, constants(static), backend, scope, EPOCH.token))
-    return plan(query, key, value, attn_mask, sinks, out)
+    return _traced("dense", call, constants(static), backend, scope, query, key, value, out, attn_mask, sinks)
+
+
+def trace_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    lens: dict[str, Any],
+    static: Static,
+    backend: str | None,
+) -> Any:
+    """A packed call being traced. Token counts stay symbolic; the longest lengths may be constants or symbols."""
+    _check_ranks(query, key, value, 3)
+    cu_q, cu_k = lens["cu_seqlens_q"], lens["cu_seqlens_k"]
+    max_q, max_k = lens["max_seqlen_q"], lens["max_seqlen_k"]
+    call = (
+        tensor_facts(query, key, value, attn_mask, sinks, out, 1),
+        _heads(query, key, value, 1),
+        _heads(query, key, value, 2),
+        "equal" if cu_q is cu_k else "one" if max_q == 1 else "more",
+        "agree",
+        (cu_q.dtype, cu_k.dtype),
+    )
+    tensors = (query, key, value, out, attn_mask, sinks, cu_q, cu_k, max_q, max_k)
+    return _traced("varlen", call, constants(static), backend, overrides.current_scope(), *tensors)
+
+
+def trace_block_sparse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor | None,
+    block_map: Tensor | None,
+    lists: Any,
+    block_shape: Any,
+    block_valid: Tensor | None,
+    static: Static,
+    backend: str | None,
+) -> Any:
+    """A block-sparse call being traced. Its lists are checked when the graph runs."""
+    _check_ranks(query, key, value, 4)
+    turned = static.layout == "BSHD"
+    if turned:
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        out = None if out is None else out.transpose(1, 2)
+    pair = isinstance(block_shape, (tuple, list)) and len(block_shape) == 2
+    whole = pair and isinstance(block_shape[0], int) and isinstance(block_shape[1], int)
+    shape = (fixed_number(block_shape[0]), fixed_number(block_shape[1])) if whole else ()
+    usable = whole and block_shape[0] > 0 and block_shape[1] > 0
+    fits = "missing" if block_map is None else "fits"
+    if block_map is not None and usable and not map_fits(block_map, query, key, block_shape):
+        fits = "does not fit"
+    listed = isinstance(lists, (tuple, list)) and len(lists) == 2
+    call = (
+        tensor_facts(query, key, value, None, None, out, 1),
+        _heads(query, key, value, 1),
+        _heads(query, key, value, 3),
+        _relation(query.shape[2], key.shape[2]),
+        _lengths(query, key, value, 2),
+        (
+            *(shape, usable, fits, None if block_map is None else block_map.dtype),
+            *("missing" if lists is None else "a pair" if listed else "no pair", block_valid is not None),
+        ),
+    )
+    counts, indices = (lists[0], lists[1]) if listed else (block_map, None)
+    tensors = (query, key, value, out, counts, indices, block_valid)
+    result = _traced("block_sparse", call, constants(static), backend, overrides.current_scope(), *tensors)
+    if not turned:
+        return result
+    return (result[0].transpose(1, 2), result[1].transpose(1, 2)) if static.return_lse else result.transpose(1, 2)
+
+
+def trace_linear(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor | None,
+    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    scale: float | None,
+    words: tuple[Any, Any, Any],
+    backend: str | None,
+) -> Any:
+    """A linear call being traced. given: gate, beta, state, cu_seqlens; they are checked when the graph runs. words:
+    method, state_layout, qk_norm."""
+    _check_ranks(query, key, value, 4)
+    gate, beta, state, cu_seqlens = given
+    trains = gate.requires_grad or beta.requires_grad or (state is not None and state.requires_grad)
+    call = (
+        tensor_facts(query, key, value, None, None, out, 2, value),
+        _heads(query, key, value, 2),
+        _heads(query, key, value, 3),
+        "one" if cu_seqlens is None and query.shape[1] == 1 else "equal",
+        "agree" if query.shape[1] == key.shape[1] and _lengths(query, key, value, 1) == "agree" else "differ",
+        (*words, torch.is_grad_enabled() and trains),
+    )
+    static, scope = constants(Static(scale=scale)), overrides.current_scope()
+    return _traced("linear", call, static, backend, scope, query, key, value, out, gate, beta, state, cu_seqlens)
 
 
 def _check_ranks(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
@@ -97,39 +235,111 @@ def _plan(*name: Any) -> str:
     known = name, kinds(name)
     if known not in _names:
         family, *said, _, _ = name
+        make: Callable[..., str] = _refuse_ranks if family == "ranks" else functools.partial(_made, family)
         try:
-            _names[known] = _MAKERS[family](*said, around)
+            _names[known] = make(*said, around)
         except PolyattnError as error:
             _names[known] = _publish(raising(error))
     return _names[known]
 
 
-def _make_dense(facts: _Facts, static: _Facts, backend: str | None, scope: overrides.Scope, around: str) -> str:
-    common, (sizes, relation, lengths, mask) = facts[:10], facts[10:]
-    h_q, h_k, h_v, d, dk, dv = sizes
-    if lengths != "agree" or mask == "does not fit":
-        raise InvalidInputError(
-            f"batch and key lengths of query, key and value {lengths}; attn_mask {mask or 'is not given'} "
-            f"(allowed: [B|1, H_q|1, S_q, S_k]). Run the call once outside torch.compile for the exact sizes"
-        )
+def _made(family: str, call: _Facts, static: _Facts, backend: str | None, scope: overrides.Scope, around: str) -> str:
+    """Choose for a call of any family, and publish its plan."""
+    facts = _Call(*call)
+    common, bound = TensorFacts(*facts.tensors), Static(*static)
+    bound = bound.checked() if family != "varlen" else bound.checked(("THD",))
+    fields = _FIELDS[family](facts)
+    if family == "block_sparse":
+        bound = bound._replace(layout="BHSD")
+    shared = _request_fields(common, bound, facts.heads[0], facts.heads[1], facts.dims[0], facts.dims[2], around)
+    asked = {"family": family, "s_relation": facts.relation, **shared, **fields}
+    chosen = choose(AttentionRequest(**asked).normalised(), backend, scope, eager=False)
+    if family == "dense":
+        chosen = _exported(chosen)
+        if _traceable(chosen):
+            return _publish(_inline(chosen, common.autocast))
+    refuse_derivatives(around)
+    prepare = _PREPARED[family](facts) if family in _PREPARED else None
+    return _publish(_opaque(chosen, common.autocast, prepare))
+
+
+def _check_heads(call: _Call) -> None:
+    h_q, h_k, h_v = call.heads
+    d, dk, dv = call.dims
     if h_k != h_v or d != dk or not h_k or h_q % h_k:
         raise InvalidInputError(
             f"heads {h_q}, {h_k}, {h_v} and head dims {d}, {dk}, {dv} of query, key and value do not fit: "
             f"H_q must be a multiple of H_kv, key and value have equal heads, query and key equal head dims"
         )
-    from ..call_key import Static
-
-    bound = Static(*static).checked()
-    fields = _request_fields(common, bound, h_q, h_k, d, dv, around)
-    request = AttentionRequest(family="dense", s_relation=relation, **fields).normalised()
-    chosen = _exported(choose(request, backend, scope, eager=False))
-    axis = 2 if bound.layout == "BSHD" else 1
-    if not _traceable(chosen):
-        refuse_derivatives(around)
-    return _publish(_inline(chosen, axis, common[7]) if _traceable(chosen) else _opaque_dense(chosen, common[7]))
 
 
-def _request_fields(common: _Facts, static: Any, h_q: int, h_k: int, d: int, dv: int, around: str) -> dict[str, Any]:
+def _dense_fields(call: _Call) -> dict[str, Any]:
+    (mask,) = call.given
+    if call.lengths != "agree" or mask == "does not fit":
+        raise InvalidInputError(
+            f"batch and key lengths of query, key and value {call.lengths}; attn_mask {mask or 'is not given'} "
+            f"(allowed: [B|1, H_q|1, S_q, S_k]). Run the call once outside torch.compile for the exact sizes"
+        )
+    _check_heads(call)
+    return {}
+
+
+def _varlen_fields(call: _Call) -> dict[str, Any]:
+    if set(call.given) != {torch.int32}:
+        raise InvalidInputError(f"cu_seqlens int32 [N+1] are needed; cu_seqlens_q and cu_seqlens_k are {call.given}")
+    _check_heads(call)
+    return {}
+
+
+def _block_sparse_fields(call: _Call) -> dict[str, Any]:
+    shape, usable, fits, dtype, lists, valid = call.given
+    if call.lengths != "agree":
+        raise InvalidInputError(
+            "batch and key lengths of query, key and value differ. Run the call once outside torch.compile for the "
+            "exact sizes"
+        )
+    _check_heads(call)
+    if not usable:
+        raise InvalidInputError("block_shape must be two numbers of tokens, (block_q, block_k), each 1 or more")
+    if lists == "no pair":
+        raise InvalidInputError("lists must be a pair (counts, indices)")
+    if (fits == "missing") == (lists == "missing"):
+        given = "neither" if lists == "missing" else "both"
+        raise InvalidInputError(f"{given} of block_map and lists given: pass block_map or lists, (counts, indices)")
+    if fits == "does not fit" or dtype not in (None, torch.bool):
+        raise InvalidInputError(
+            f"block_map ({dtype}) {fits}: bool [B|1, H_q|1, nQ, nK] is needed, for blocks of {shape}"
+        )
+    return {"block_map": True, "block_sizes": valid, "block_shape": (int(shape[0]), int(shape[1]))}
+
+
+def _linear_fields(call: _Call) -> dict[str, Any]:
+    method, state_layout, qk_norm, trains = call.given
+    check_words(method, state_layout, qk_norm)
+    (h, h_k, h_v), (d, dk, _) = call.heads, call.dims
+    if call.lengths != "agree" or h != h_k or d != dk or not h or h_v % h:
+        raise InvalidInputError(
+            "query and key must be [B, S, H, D] and value [B, S, H_v, D_v] with H_v a multiple of H; heads "
+            f"{call.heads}, head dims {call.dims}, batches and lengths {call.lengths}"
+        )
+    one = call.relation == "one"
+    fields = {"method": method, "state_layout": state_layout, "phase": "decode" if one else "prefill"}
+    wanted = {"grad": ("query", "key", "value")} if trains else {}
+    return {**fields, **wanted, "heads": h_v, "kv_heads": h}
+
+
+_FIELDS: dict[str, Callable[[_Call], dict[str, Any]]] = {
+    "dense": _dense_fields,
+    "varlen": _varlen_fields,
+    "block_sparse": _block_sparse_fields,
+    "linear": _linear_fields,
+}
+"""What a family adds to a request, once it has looked at what is its own."""
+
+
+def _request_fields(
+    common: TensorFacts, static: Static, h_q: int, h_k: int, d: int, dv: int, around: str
+) -> dict[str, Any]:
     device, dtypes, misplaced, mask, sinks, out, grads, autocast, _, (empty, large) = common
     if misplaced:
         raise InvalidInputError(misplaced)
@@ -184,88 +394,54 @@ def _publish(plan: Callable[..., Any]) -> str:
     return name
 
 
-def _inline(chosen: Chosen, axis: int, autocast: torch.dtype | None) -> Callable[..., Any]:
-    from ..call_key import runner
+def _inline(chosen: Chosen, autocast: torch.dtype | None) -> Callable[..., Any]:
+    run = runner(chosen, chosen.request.lse, autocast is not None, head_axis(chosen.request))
 
-    run = runner(chosen, chosen.request.lse, autocast is not None, axis)
-
-    def plan(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
+    def plan(query: Tensor, key: Tensor, value: Tensor, out: Any, attn_mask: Any, sinks: Any) -> Any:
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
 
     return plan
 
 
-def _opaque_dense(chosen: Chosen, autocast: torch.dtype | None) -> Callable[..., Any]:
-    text, lse = op_plan(chosen.request, chosen.selection), chosen.request.lse
-    dtype = None if autocast is None or chosen.request.dtype == "float64" else autocast
+def _opaque(chosen: Chosen, autocast: torch.dtype | None, prepare: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The op of a family. prepare: makes its arguments of those of the call."""
+    text, request = op_plan(chosen.request, chosen.selection), chosen.request
+    both = request.lse or FAMILY_SPECS[request.family].second == "state"
+    dtype = None if autocast is None or request.dtype == "float64" else autocast
+    op = getattr(torch.ops.polyattn, request.family)
 
-    def plan(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
+    def plan(query: Tensor, key: Tensor, value: Tensor, out: Any, *given: Any) -> Any:
         if dtype is not None:
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        result, softmax = torch.ops.polyattn.dense(query, key, value, attn_mask, sinks, text)
+        tensors = (query, key, value, *given)
+        if prepare is not None:
+            tensors = prepare(*tensors)
+        result, second = op(*tensors, text)
         if out is not None:
             result = out.copy_(result)
-        return (result, softmax) if lse else result
+        return (result, second) if both else result
 
     return plan
 
 
-def trace_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor | None,
-    lens: dict[str, Any],
-    static: tuple[Any, ...],
-    backend: str | None,
-) -> Any:
-    """A packed call being traced. Token counts stay symbolic; the longest lengths may be constants or symbols."""
-    _check_ranks(query, key, value, 3)
-    cu_q, cu_k = lens["cu_seqlens_q"], lens["cu_seqlens_k"]
-    max_q, max_k = lens["max_seqlen_q"], lens["max_seqlen_k"]
-    facts = (
-        *tensor_facts(query, key, value, attn_mask, sinks, out, 1),
-        fixed(query.shape[1], key.shape[1], value.shape[1], query.shape[2], key.shape[2], value.shape[2]),
-        "equal" if cu_q is cu_k else "one" if max_q == 1 else "more",
-        (cu_q.dtype, cu_k.dtype),
-    )
-    plan = getattr(_plans, _plan("varlen", facts, constants(static), backend, overrides.current_scope(), EPOCH.token))
-    return plan(query, key, value, attn_mask, sinks, out, cu_q, cu_k, max_q, max_k)
+def _listed(call: _Call) -> Callable[..., Any] | None:
+    if call.given[2] == "missing":
+        return None
+
+    def prepare(query: Tensor, key: Tensor, value: Tensor, block_map: Tensor, indices: None, valid: Any) -> Any:
+        return (query, key, value, *lists_of(block_map), valid)
+
+    return prepare
 
 
-def _make_varlen(facts: _Facts, static: _Facts, backend: str | None, scope: overrides.Scope, around: str) -> str:
-    common, (sizes, relation, index) = facts[:10], facts[10:]
-    h_q, h_k, h_v, d, dk, dv = sizes
-    if set(index) != {torch.int32} or h_k != h_v or d != dk or not h_k or h_q % h_k:
-        raise InvalidInputError(
-            f"query, key and value must be [T, H, D] with fitting heads and head dims, cu_seqlens int32; "
-            f"heads {h_q}, {h_k}, {h_v}, head dims {d}, {dk}, {dv}, cu_seqlens {index}"
-        )
-    from ..call_key import Static
+def _normalised(call: _Call) -> Callable[..., Any] | None:
+    if not call.given[2]:
+        return None
 
-    bound = Static(*static).checked(("THD",))
-    fields = _request_fields(common, bound, h_q, h_k, d, dv, around)
-    request = AttentionRequest(family="varlen", s_relation=relation, **fields).normalised()
-    refuse_derivatives(around)
-    chosen = choose(request, backend, scope, eager=False)
-    text, lse = op_plan(chosen.request, chosen.selection), chosen.request.lse
-    autocast = None if chosen.request.dtype == "float64" else common[7]
+    def prepare(query: Tensor, key: Tensor, *rest: Any) -> Any:
+        return (unit_rows(query), unit_rows(key), *rest)
 
-    def plan(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any,
-        cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
-    ) -> Any:  # fmt: skip
-        if autocast is not None:
-            query, key, value = query.to(autocast), key.to(autocast), value.to(autocast)
-        args = (query, key, value, attn_mask, sinks, cu_q, cu_k, max_q, max_k, text)
-        result, softmax = torch.ops.polyattn.varlen(*args)
-        if out is not None:
-            result = out.copy_(result)
-        return (result, softmax) if lse else result
-
-    return _publish(plan)
+    return prepare
 
 
-_MAKERS: dict[str, Callable[..., str]] = {"dense": _make_dense, "varlen": _make_varlen, "ranks": _refuse_ranks}
+_PREPARED: dict[str, Callable[[_Call], Callable[..., Any] | None]] = {"block_sparse": _listed, "linear": _normalised}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ...semantics.packed import owners
+from ...semantics.packed import sequence_ids
 from ...semantics.validation import check_cu_seqlens, contents_readable, has_shapes_only
 from ..common.keywords import asked_by
 from .keywords import More
@@ -127,7 +127,7 @@ def _same_sequence(more: More, query: Tensor, key: Tensor, module: Any, backend:
                 f"pack into a batch of 1, or leave out one of the two"
             )
         _check_packed(more.cu_q, more.cu_k, more, s_q, s_k)
-        rows, columns = owners(s_q, more.cu_q)[None], owners(s_k, more.cu_k)[None]
+        rows, columns = sequence_ids(s_q, more.cu_q)[None], sequence_ids(s_k, more.cu_k)[None]
     if rows is None or columns is None:
         return None
     if not isinstance(rows, Tensor) or rows.ndim != 2:

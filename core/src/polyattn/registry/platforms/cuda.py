@@ -13,7 +13,7 @@ __all__ = ["detect_cuda"]
 
 
 class _NvmlError(Exception):
-    """Why NVML did not answer."""
+    """Says why NVML did not answer."""
 
 
 class _Nvml:
@@ -44,7 +44,7 @@ class _Nvml:
         return f" ({said.decode(errors='replace')})" if said else ""
 
     def archs(self) -> tuple[list[str], str]:
-        """One architecture per device in NVML's (PCI) order, and why one is unknown (a GPU fell off the bus)."""
+        """Return one architecture per device in NVML's (PCI) order, and why one is unknown (a GPU fell off the bus)."""
         count = ctypes.c_uint()
         self.call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         found, problem = [], ""

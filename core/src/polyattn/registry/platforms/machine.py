@@ -1,4 +1,4 @@
-"""What detection may look at, as one injectable object, and the readers that all of it shares."""
+"""This module holds all that detection reads of a machine, as one object that tests can replace."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _load_nvml() -> Any:
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything detection may look at, so that tests can describe machines this code has never run on.
+    """Holds everything that detection may read, so that tests can describe machines this code has never run on.
 
     Attributes:
         root: parent of sys/, dev/, proc/, opt/ and usr/.

@@ -45,7 +45,8 @@ def _profiled(run: Run, q: Tensor, k: Tensor | None, v: Tensor | None, save: boo
 
 
 def _has_graphs(device: torch.device) -> bool:
-    """Whether backends must allow recording: a CPU has no graphs, and what stands for them there records anything."""
+    """Return whether backends must allow recording: a CPU has no graphs, and what stands for them there records
+    anything."""
     return device.type != "cpu"
 
 
@@ -329,7 +330,7 @@ class AttentionBackend:
     # What was chosen --------------------------------------------------------------------------------------------------
 
     def explain(self, layer_id: int | None = None) -> dict[str, Selection]:
-        """Who serves each phase of a layer, with reasons, and who writes its keys and values.
+        """Return which backend serves each phase of a layer and which one writes its keys and values, with reasons.
 
         Args:
             layer_id: None = the first layer.
@@ -366,7 +367,7 @@ class AttentionBackend:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _forget(self, batch: ForwardBatch | None) -> None:
-        """What held for the step before holds no longer."""
+        """Forget what held for the step before."""
         self._batch, self._planned, self._again = batch, [], None
         self._any = self._decode = self._extend = _NONE
 
@@ -424,7 +425,7 @@ class AttentionBackend:
         ]
 
     def _differ(self) -> bool:
-        """Whether some layer extends and decodes by different backends."""
+        """Return whether some layer extends and decodes by different backends."""
         pairs = zip(self._served["extend"].values(), self._served["decode"].values(), strict=True)
         return any(served_by(a.chosen.selection) != served_by(b.chosen.selection) for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""Who serves each layer in each phase, and who writes its keys and values."""
+"""This module chooses the backend of each layer and phase, and the one that writes its keys and values."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Served:
 
     @property
     def bound(self) -> Bound:
-        """What a step of this phase runs."""
+        """Return what a step of this phase runs."""
         return self.saver or self.chosen.bound
 
     @property
     def windowed(self) -> bool:
-        """Whether the layer sees nothing before its window, so that steps may leave those pages out."""
+        """Return whether the layer sees nothing before its window, so that steps may leave those pages out."""
         return self.layer.kind == "decoder"
 
     @property

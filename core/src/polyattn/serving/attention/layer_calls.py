@@ -1,4 +1,5 @@
-"""One layer in one plan slot: the shortest way from a model's tensors to the kernel that was bound for them."""
+"""This module calls one layer in one plan slot: the shortest way from a model's tensors to the kernel that was bound
+for them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from ...adapters.alignment import aligned, placed
+from ...adapters.alignment import align16, aligned
 from ...contract import PagedTables
 from ...errors import InvalidInputError
 from ...selection.inspection import served_by
@@ -39,8 +40,8 @@ class Run(Protocol):
 
 
 class StepOfLayers:
-    """What layers of one shape need of the step that was prepared last; they share it, so that a step is brought to all
-    of them at once.
+    """Describes what layers of one shape need of the step that was prepared last; they share it, so that a step is
+    brought to all of them at once.
 
     Attributes:
         keywords: what a call says of the step. tables: alone, where there is nothing beside them, else None.
@@ -64,7 +65,7 @@ class StepOfLayers:
 
     @staticmethod
     def shape(layer: AttentionLayer) -> Hashable:
-        """What layers that share one have in common."""
+        """Return what layers that share one have in common."""
         return layer.heads, layer.kv_heads, *layer.dims, layer.latent
 
     def take(self, keywords: Mapping[str, Any], slots: Tensor, tokens: int, new_tokens: int, *, recorded: bool) -> None:
@@ -124,7 +125,7 @@ class LayerCall:
         if q.shape != step.query or q.dtype is not self._dtype or q.requires_grad:
             self._refuse_query(q)
         if self._loads and not aligned(q):
-            q = placed(q)
+            q = align16(q)
         if k is None:
             if v is not None:
                 self._refuse("a value without its key; give both, or None for both where the cache has them")
@@ -142,7 +143,7 @@ class LayerCall:
                     self._refuse_kind(new)
             if self._loads:
                 # Kernels of devices load 16 bytes at a time, and what they were bound for says that they may.
-                k, v = placed(k), None if v is None else placed(v)
+                k, v = align16(k), None if v is None else align16(v)
             if save:
                 if (written := step.written) is not None:
                     if self._id in written:

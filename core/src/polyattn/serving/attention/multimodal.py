@@ -33,7 +33,7 @@ class multimodal(component):  # noqa: N801 - reads as the statement it is
 
     @classmethod
     def entered(cls) -> bool:
-        """Whether it would change nothing here."""
+        """Return whether it would change nothing here."""
         here = current_scope()
         return cls()._next(here) == here
 

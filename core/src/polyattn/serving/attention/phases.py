@@ -1,4 +1,5 @@
-"""Which backend serves which phase of a server: the rule of prefill, decode and verify, checked before a kernel runs.
+"""This module decides which backend serves which phase of a server: the rule of prefill, decode and verify, checked
+before a kernel runs.
 
 Inheritance: a phase's own backend, else `backend` (`--attention-backend`), else automatic. Drafts are verified by the
 backend of `--speculative-attention-mode`, prefill unless said otherwise. What a combination cannot do is said by data:
@@ -43,7 +44,7 @@ _STEPS: Mapping[ServingPhase, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a serving context was asked for by argument; what is None comes from the override chain.
+    """Describes what a serving context was asked for by argument; what is None comes from the override chain.
 
     Attributes:
         backend: of both phases. prefill, decode: of one; it wins over `backend`.
@@ -92,7 +93,7 @@ def layer_request(
     topk: int = 0,
     recorded: bool = False,
 ) -> AttentionRequest:
-    """What a layer asks for in a phase.
+    """Return what a layer asks for in a phase.
 
     Args:
         stored: the fields that say how its cache stores (`LayerCache.request_fields()`).

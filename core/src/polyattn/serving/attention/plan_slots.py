@@ -31,7 +31,7 @@ __all__ = ["Buffers", "EncoderBatch", "PlanSlot", "Tables", "on_device", "part_o
 
 @dataclasses.dataclass(frozen=True)
 class EncoderBatch:
-    """What cross layers attend: the encoder tokens of the sequences of a `ForwardBatch`, in its order.
+    """Describes what cross layers attend: the encoder tokens of the sequences of a `ForwardBatch`, in its order.
 
     Attributes:
         rows: of the encoder table, one for each row of the batch; beams of one request may share one. seq_lens: encoder
@@ -90,7 +90,7 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 class Tables:
-    """What the steps of a serving context are built from: the pool's groups and the request tables.
+    """Describes what the steps of a serving context are built from: the pool's groups and the request tables.
 
     Attributes:
         group: layer_id -> index in `pool.groups`. own: the groups of `table`, in its order. cross: the group of cross
@@ -214,7 +214,7 @@ class Buffers:
 
     @property
     def own(self) -> StepBuffers:
-        """Those of the model's own tokens."""
+        """Return the tables of the model's own tokens."""
         return self._own
 
 
@@ -229,7 +229,7 @@ class _Planned(NamedTuple):
 
 
 class _Phase:
-    """What a plan slot has for one phase.
+    """Describes what a plan slot has for one phase.
 
     Attributes:
         calls: by layer_id. steps: what those read of a step, for each kind of layer. sessions: by what they were asked.
@@ -243,7 +243,7 @@ class _Phase:
 
 
 class PlanSlot:
-    """One plan slot: eager steps, a part of split mixed steps, or the recorded steps of one size.
+    """Holds one plan slot: eager steps, a part of split mixed steps, or the recorded steps of one size.
 
     Layers of one group that ask the same share one session here; no two groups, phases or slots do.
 
@@ -288,7 +288,8 @@ class PlanSlot:
 
     @property
     def positions(self) -> Tensor:
-        """Of the new tokens of the planned step, which are the same in every group of the request table."""
+        """Return the positions of the planned step's new tokens, which are the same in every group of the request
+        table."""
         return self._planned.steps[self._tables.own[0]].positions
 
     def forget(self, phase: ServingPhase) -> None:

@@ -16,7 +16,7 @@ __all__ = ["Limits", "Workspaces"]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What no step of a serving context exceeds.
+    """Describes what no step of a serving context exceeds.
 
     Attributes:
         max_sequences: N, padding rows included. max_tokens: T_q of a step, padding included.
@@ -62,7 +62,7 @@ class Workspaces:
         return Slot(self._device, limits.max_sequences, limits.max_tokens, max_pages, workspace, recorded)
 
     def fix(self, plan_slot: Hashable) -> None:
-        """From now on nothing of this plan slot may move: its steps are recorded."""
+        """Fix the memory of this plan slot: from now on nothing of it may move: its steps are recorded."""
         self._fixed.add(plan_slot)
 
     @property

@@ -210,7 +210,7 @@ class Engine:
         return sum(len(request.tokens) - request.prompt_tokens for request in self._requests.values())
 
     def tokens_of(self, request_id: int) -> list[int]:
-        """What an unfinished request has so far, without its prompt."""
+        """Return the tokens of an unfinished request so far, without its prompt."""
         request = self._find(request_id)
         return request.tokens[request.prompt_tokens :]
 
@@ -450,7 +450,7 @@ class Engine:
 
 
 def _points(requests: Sequence[Request], tree: DraftTree) -> list[float]:
-    """For each node what decides the token after it: that of its place in the text, as in a step without drafts."""
+    """Return what decides the token after each node: that of its place in the text, as in a step without drafts."""
     if all(request.params.greedy for request in requests):
         return [0.0] * tree.parents.numel()
     found: list[float] = []

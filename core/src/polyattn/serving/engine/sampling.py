@@ -21,7 +21,7 @@ __all__ = ["SamplingParams", "distributions", "sample", "uniform"]
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """What one request asks of its output.
+    """Describes what one request asks of its output.
 
     Attributes:
         max_new_tokens: at least 1. temperature: 0 = greedy. top_p: in (0, 1]. top_k: 0 = all.
@@ -96,7 +96,7 @@ def distributions(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], points: Sequence[float]) -> Tensor:
-    """One token per row.
+    """Draw one token per row.
 
     Args:
         logits: [R, V]. points: per row the number in [0, 1) that decides, as `uniform` gives it; of greedy rows it is

@@ -1,4 +1,5 @@
-"""Who runs in the next step. When pages run out the prefix cache gives way first, then the youngest request."""
+"""This module decides which requests run in the next step. When pages run out the prefix cache gives way first, then
+the youngest request."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ __all__ = ["Request", "Scheduler", "Work"]
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One output in the making.
+    """Holds one output in the making.
 
     Attributes:
         tokens: prompt and output. number: which sample of its prompt it is; numbers: where theirs come from.
@@ -126,7 +127,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def lengths(self) -> dict[Request, int]:
-        """Of those who run, the tokens that have a slot."""
+        """Return how many tokens of each running request have a slot."""
         return {request: self.table.length(request.row) for request in self.running}
 
     def undo(self, before: Mapping[Request, int]) -> None:
@@ -160,7 +161,7 @@ class Scheduler:
         return len(request.tokens) - self.table.length(request.row)
 
     def _plan(self, request: Request) -> Work | None:
-        """As much work as the budget has left, or None."""
+        """Plan as much work as the budget has left, or None."""
         pending = self._pending(request)
         known = self._draft_until is None or len(request.tokens) <= self._draft_until
         drafts = self.drafts if pending == 1 and known and not request.siblings else 0

@@ -1,4 +1,4 @@
-"""What a recorded step may do, and the eyes that see it: torch's operators as they are called, with the line of code.
+"""This module checks what a recorded step may do: torch's operators as they are called, with the line of code.
 
 A device graph repeats kernels on fixed addresses with fixed host values. So between the plan of a step and the end of
 its replay nothing may wait for the device, and nothing the graph reads may move. Capture itself reports part of this as
@@ -276,7 +276,7 @@ def _address(tensor: Tensor) -> Hashable:
 
 
 def _waits(name: str, func: Any, args: Any, kwargs: Any) -> str:
-    """Why an operator waits for the device, "" = it does not."""
+    """Say why an operator waits for the device, "" = it does not."""
     if name in WAITS:
         return "brings a value to the host"
     if name == "repeat_interleave" and func._overloadname == "Tensor" and kwargs.get("output_size") is None:

@@ -16,7 +16,7 @@ __all__ = ["CudaGraph", "DeviceGraph", "FakeGraph", "graphs_of"]
 
 
 class DeviceGraph(Protocol):
-    """One recording. An accelerator whose graphs are not torch.cuda's brings its own."""
+    """Records one device graph and replays it. An accelerator whose graphs are not torch.cuda's brings its own."""
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """Record `function`, which takes nothing and reads tensors that stay where they are.
@@ -43,7 +43,7 @@ class CudaGraph:
         self._pool, self._warm_up = pool, warm_up
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """As `DeviceGraph`. The capture itself computes nothing: replay follows.
+        """Record as `DeviceGraph.capture` does. The capture itself computes nothing: replay follows.
 
         Raises:
             GraphError: the function did what no graph can hold, such as waiting for the device.
@@ -65,12 +65,12 @@ class CudaGraph:
             ) from exc
 
     def replay(self) -> None:
-        """As `DeviceGraph`; nothing waits for it."""
+        """Replay as `DeviceGraph.replay` does; nothing waits for it."""
         self._graph.replay()
 
 
 class FakeGraph:
-    """What a device graph does, on any device: for tests, and for finding out why a step cannot be recorded.
+    """Describes what a device graph does, on any device: for tests, and for finding out why a step cannot be recorded.
 
     It records by running the function under a watch, and replays by running it again. Where a device graph would go on
     with stale memory or values, this one refuses: the function must call the same operators, on the same storages, with
@@ -87,7 +87,7 @@ class FakeGraph:
         self._outputs: list[Tensor] = []
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """As `DeviceGraph`.
+        """Record as `DeviceGraph.capture` does.
 
         Raises:
             GraphError: the function waits for the device, or runs what cannot be watched.
@@ -108,7 +108,7 @@ class FakeGraph:
         return found
 
     def replay(self) -> None:
-        """As `DeviceGraph`.
+        """Replay as `DeviceGraph.replay` does.
 
         Raises:
             GraphError: nothing is recorded, or the step is no longer the one that was recorded.
@@ -126,7 +126,7 @@ class FakeGraph:
 
 
 def graphs_of(device: torch.device) -> Callable[[], DeviceGraph] | None:
-    """What makes graphs of a device, all in one memory pool; None where torch has none for it."""
+    """Return what makes graphs of a device, all in one memory pool; None where torch has none for it."""
     if device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()

@@ -54,7 +54,7 @@ def batch_buckets(limit: int) -> tuple[int, ...]:
 
 
 class PlansSteps(Protocol):
-    """What a runner needs of the attention backend; `AttentionBackend` has it."""
+    """Describes what a runner needs of the attention backend; `AttentionBackend` has it."""
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan and prepare an eager step."""
@@ -217,7 +217,7 @@ class GraphRunner:
         return self._cut(recording, batch, padded)
 
     def eager_because(self, batch: ForwardBatch) -> str:
-        """Why a step runs eagerly, "" = it is replayed."""
+        """Say why a step runs eagerly, "" = it is replayed."""
         if self._make is None:
             return f"torch has no device graphs on {self._device.type}"
         if batch.mode not in self.modes:

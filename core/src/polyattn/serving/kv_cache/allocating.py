@@ -12,7 +12,7 @@ __all__ = ["allocating"]
 
 @contextlib.contextmanager
 def allocating(what: str, instead: str) -> Iterator[None]:
-    """What is allocated inside.
+    """Turn a lack of memory for what is allocated inside into an error that names sizes.
 
     Args:
         what: with its sizes, and a verb: "a pool of 5 pages needs". instead: the next step.

@@ -86,7 +86,7 @@ def _in(request: AttentionRequest, layout: str) -> AttentionRequest:
 
 
 def _all(asked: Sequence[tuple[AttentionRequest, Policy]], layout: str, known: Catalogue) -> list[Selection]:
-    """What every phase chooses for caches in one layout; none where a phase refuses."""
+    """Return what every phase chooses for caches in one layout; none where a phase refuses."""
     try:
         return [select(_in(request, layout), known, policy) for request, policy in asked]
     except _REFUSALS:

@@ -113,7 +113,7 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more holder for each of `pages`.
+        """Add a holder to each of `pages`.
 
         Raises:
             InvalidInputError: one of them is free, or was never given out; none is shared.
@@ -123,7 +123,7 @@ class PageAllocator:
             self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less for each of `pages`; those that nobody holds any more are free. A page that is named twice
+        """Remove a holder from each of `pages`; those that nobody holds any more are free. A page that is named twice
         loses two.
 
         Raises:
@@ -187,7 +187,7 @@ class PageAllocator:
 
 
 class Holder(Protocol):
-    """Whoever holds pages: a request table, a prefix cache, an engine with pages of its own."""
+    """Describes an object that holds pages: a request table, a prefix cache, an engine with pages of its own."""
 
     def held(self, group: int) -> Iterable[int]:
         """The pages of `group` that it holds, one item for each time it does."""
@@ -227,7 +227,7 @@ def allocate_all(allocators: Sequence[PageAllocator], counts: Sequence[int]) -> 
 
 
 def share_all(allocators: Sequence[PageAllocator], pages: Sequence[Sequence[int]]) -> None:
-    """One more holder for `pages[group]` of each group, 0 left out; all or none.
+    """Add a holder to `pages[group]` of each group, 0 left out; all or none.
 
     Raises:
         InvalidInputError: one of them is free.
@@ -241,7 +241,7 @@ def share_all(allocators: Sequence[PageAllocator], pages: Sequence[Sequence[int]
 
 
 def release_all(allocators: Sequence[PageAllocator], pages: Sequence[Sequence[int]]) -> None:
-    """One holder less for `pages[group]` of each group, 0 left out."""
+    """Remove a holder from `pages[group]` of each group, 0 left out."""
     for allocator, given in zip(allocators, pages, strict=False):
         allocator.release(held(given))
 

@@ -73,7 +73,7 @@ class LayerCache:
         return tuple(t for t in (self.key_cache, self.value_cache, self.cache) if t is not None)
 
     def request_fields(self, times: int = 1) -> dict[str, Any]:
-        """What `AttentionRequest` says of a cache, of one with so many `times` its pages."""
+        """Return what `AttentionRequest` says of a cache, of one with so many `times` its pages."""
         return {
             "family": "paged" if self.cache is None else "mla",
             "kv_dtype": self.kv_dtype,
@@ -85,7 +85,7 @@ class LayerCache:
 
 
 class KVPool:
-    """What all layers keep of requests.
+    """Describes what all layers keep of requests.
 
     Args:
         layers: of the model, with different layer_id. config: how rows are kept where a layer's keep says nothing else.
@@ -253,12 +253,13 @@ class KVPool:
         self._kept.add(layer_id)
 
     def writer(self, layer_id: int) -> str:
-        """Who writes rows of a layer in `write`: the name of a package's kernels (`device_ops`), or polyattn."""
+        """Return what writes rows of a layer in `write`: the name of a package's kernels (`device_ops`), or
+        polyattn."""
         return CORE if self.rows_writer(layer_id) is None else self._package
 
     def rows_writer(self, layer_id: int) -> RowsWriter | None:
-        """What `write` gives rows of `dtype` to once it has checked them, for who has checked them already and calls
-        `note_written`; None: core's operators write."""
+        """Return what `write` gives rows of `dtype` to once it has checked them, for who has checked them already and
+        calls `note_written`; None: core's operators write."""
         self._of(layer_id)
         return self._writers.get(layer_id)
 
@@ -404,7 +405,7 @@ class KVPool:
             rows.move(*where[rows.flat])
 
     def _in(self, group: int) -> Iterable[Rows]:
-        """All that the layers of a group keep by token."""
+        """Return all that the layers of a group keep by token."""
         for layer_id in self.groups[group].layer_ids:
             yield from self._rows[layer_id]
             yield from self._extra[layer_id].values()

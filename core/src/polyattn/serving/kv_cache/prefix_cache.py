@@ -82,8 +82,8 @@ class PrefixCache:
 
     @property
     def evictable(self) -> int:
-        """Those of them that no match holds. `evict` leaves pages that a request has in its table as well, so an engine
-        that counts on this keeps the match of each running request."""
+        """Count the pages that no match holds. `evict` leaves pages that a request has in its table as well, so an
+        engine that counts on this keeps the match of each running request."""
         return self._size - self._locked
 
     def held(self, group: int) -> Iterable[int]:
@@ -285,11 +285,11 @@ class PrefixCache:
                 raise InternalError(f"{where}: page {free[0]} of group {group} is cached and free")
 
     def _length(self, node: _Node) -> int:
-        """In pages."""
+        """Return the length in pages."""
         return len(node.tokens) // self.page_size
 
     def _key(self, tokens: list[int], at: int = 0) -> tuple[int, ...]:
-        """Of the page that begins at `at`."""
+        """Return the key of the page that begins at `at`."""
         return tuple(tokens[at : at + self.page_size])
 
     def _nodes(self) -> Iterator[_Node]:
@@ -387,7 +387,8 @@ class PrefixCache:
     def _missing(
         self, path: Sequence[_Node], count: int, pages: Sequence[Sequence[int]]
     ) -> list[list[tuple[_Node, int, int]]]:
-        """For each group the places in the first `count` pages of `path` that have no page and could have one."""
+        """Return for each group the places in the first `count` pages of `path` that have no page and could have
+        one."""
         found: list[list[tuple[_Node, int, int]]] = [[] for _ in pages]
         at = 0
         for node in path:

@@ -115,7 +115,7 @@ class RowFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the cache tensor."""
+        """Return the dtype of the cache tensor."""
         return torch.uint8 if self.packed or self.kv_dtype == "fp4_e2m1" else TORCH_DTYPES[self.kv_dtype]
 
     @property
@@ -174,7 +174,7 @@ def formats(layer: AttentionLayer, config: KVCacheConfig, dtype: torch.dtype) ->
 
 
 def token_keeps(layer: AttentionLayer) -> list[Keep]:
-    """What a layer keeps by token: keys and values, or latent rows, first."""
+    """Return what a layer keeps by token: keys and values, or latent rows, first."""
     return [keep for keep in layer.kept if keep.per == "token"]
 
 
@@ -309,12 +309,12 @@ class Rows:
         return self.cache.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def index(self, slots: Tensor) -> Index:
-        """Where slots [T] are, for this cache and all of its page size that are as `flat`."""
+        """Return where slots [T] are, for this cache and all of its page size that are as `flat`."""
         return (slots,) if self._flat else (slots // self.page_size, slots % self.page_size)
 
     @property
     def flat(self) -> bool:
-        """Whether the tokens of the pool follow each other in memory, so that a slot is an index."""
+        """Return whether the tokens of the pool follow each other in memory, so that a slot is an index."""
         return self._flat
 
     def write(self, index: Index, new: Tensor) -> None:

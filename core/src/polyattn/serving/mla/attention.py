@@ -84,7 +84,7 @@ class LatentAttention:
         return self._decision
 
     def forward(self, module: Any, q_nope: Tensor, q_pe: Tensor, rows: Tensor, layer: AttentionLayer) -> Tensor:
-        """One layer's attention for the new tokens of the step; stores their rows.
+        """Attend the new tokens of the step in one layer; stores their rows.
 
         Args:
             module: has `kv_b_proj`, the up-projection. q_nope: [T, H, D_nope]; q_pe: [T, H, D_r], after RoPE.
@@ -140,7 +140,7 @@ class LatentAttention:
         return out if tokens == query.shape[0] else pad(out, (0, 0, 0, 0, 0, query.shape[0] - tokens))
 
     def companion(self, query: Tensor, up: UpProjection, layer: AttentionLayer) -> Companion:
-        """Who serves the unabsorbed form of a layer, and why: asked once for layers of one shape.
+        """Return which backend serves the unabsorbed form of a layer, and why: asked once for layers of one shape.
 
         Args:
             query: [T, H, D_nope + D_r].

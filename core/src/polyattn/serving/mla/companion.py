@@ -1,4 +1,5 @@
-"""Who serves the unabsorbed form: packed heads, which a backend for latent rows need not know."""
+"""This module chooses the backend of the unabsorbed form: packed heads, which a backend for latent rows need not
+know."""
 
 from __future__ import annotations
 

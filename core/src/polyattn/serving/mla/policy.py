@@ -1,4 +1,4 @@
-"""Which form of latent attention a step takes: a rule over host-known lengths, with its reason.
+"""This module decides which form of latent attention a step takes: a rule over host-known lengths, with its reason.
 
 The rule is SGLang's: a prompt without a prefix is ordinary attention; a short prefix is cheaper to read as latent rows;
 a long one is up-projected, in one piece while that fits, else chunk by chunk.

@@ -168,7 +168,7 @@ def _piece(
 
 
 def _slots(spans: Iterable[_Span], page_table: Tensor, page_size: int) -> Tensor:
-    """Where the tokens of spans are: int64 [T_k]."""
+    """Return where the tokens of spans are: int64 [T_k]."""
     sequence, token = [], []
     for n, start, stop in spans:
         sequence.append(torch.full((stop - start,), n))

@@ -1,4 +1,5 @@
-"""Which drafts the target model accepts. A chain is a tree whose nodes have one child: one walk serves both.
+"""This module decides which drafts the target model accepts. A chain is a tree whose nodes have one child: one walk
+serves both.
 
 The walk visits the nodes in storage order, in which a parent comes before its children and siblings in the order they
 are tried. It is vectorised over the batch and runs where its tensors are: N_d - 1 steps, no host sync, no shape that
@@ -24,7 +25,7 @@ __all__ = ["Accepted", "drawn_accept", "greedy_accept", "sampled_accept"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accepted:
-    """What a verified step gives. Columns past a row's `lengths` hold -1.
+    """Describes what a verified step gives. Columns past a row's `lengths` hold -1.
 
     Attributes:
         nodes: int64 [N, N_d], the accepted path from the root on: `nodes[n, : lengths[n] + 1]` are the nodes whose K/V
@@ -177,14 +178,15 @@ def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
 
 
 def _drawn(probs: Tensor, uniform: Tensor) -> Tensor:
-    """One token of each row of [N, V] by its cumulative distribution; never one of probability 0."""
+    """Draw one token of each row of [N, V] by its cumulative distribution; never one of probability 0."""
     cumulative = probs.cumsum(-1)
     at = uniform[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, at, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def _accepted(took: Tensor, tokens: Tensor, bonus: Tensor) -> Accepted:
-    """From the accepted nodes, bool [N, N_d], which are a path: storage order is the order of the path."""
+    """Build the result from the accepted nodes, bool [N, N_d], which are a path: storage order is the order of the
+    path."""
     wide = tokens.shape[1]
     column = torch.arange(wide, device=tokens.device)
     lengths = took.sum(1) - 1

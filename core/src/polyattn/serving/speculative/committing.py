@@ -1,4 +1,4 @@
-"""Where the K/V of an accepted path belong in the cache."""
+"""This module moves the K/V of an accepted path to their place in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a draft model's probabilities to trees of candidates."""
+"""This module makes trees of candidates from a draft model's probabilities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Beam", "TreeDraft", "draw_children", "wide_tree"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Beam:
-    """What the draft model runs next.
+    """Describes what the draft model runs next.
 
     Attributes:
         tree: the root and the beams so far, [N, 1 + topk * level] nodes; the last topk are the new ones, those before

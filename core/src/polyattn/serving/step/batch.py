@@ -1,4 +1,5 @@
-"""What one step of an engine runs: which requests, how many keys and how many new tokens each, and in which mode."""
+"""This module describes what one step of an engine runs: which requests, how many keys and how many new tokens each,
+and in which mode."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ __all__ = ["ForwardBatch", "ForwardMode"]
 
 
 class ForwardMode(enum.Enum):
-    """What the rows of a batch do.
+    """Describes what the rows of a batch do.
 
     EXTEND: prompts or chunks of them, over cached prefixes or none. DECODE: one token each. MIXED: some extend, some
     decode. TARGET_VERIFY: the target model runs drafts, a chain or a tree. DRAFT_EXTEND: the draft model takes in the
@@ -46,7 +47,8 @@ class ForwardMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ForwardBatch:
-    """One step, on the host. The new tokens of a row are the last of its keys; they are packed in the order of rows.
+    """Describes one step, on the host. The new tokens of a row are the last of its keys; they are packed in the order
+    of rows.
 
     Attributes:
         mode: see `ForwardMode`.
@@ -110,7 +112,7 @@ class ForwardBatch:
 
     @staticmethod
     def _numbers(name: str, given: Sequence[int]) -> list[int]:
-        """As ints: host numbers, not those of a device, which would be waited for."""
+        """Return the numbers as ints: host numbers, not those of a device, which would be waited for."""
         if hasattr(given, "data_ptr"):  # a tensor, and no import of torch to say so
             raise InvalidInputError(f"{name} is a tensor, and a batch is made of host numbers: pass {name}.tolist()")
         try:
@@ -202,8 +204,8 @@ class ForwardBatch:
         return [0, *accumulate(self.all_query_lens)]
 
     def positions(self) -> list[int]:
-        """Where each of the T_q tokens is in its text, for rotary embeddings: 0 in padding; for a tree prefix + depth,
-        so that siblings are at one position (this waits for the device that the tree is on)."""
+        """Return where each of the T_q tokens is in its text, for rotary embeddings: 0 in padding; for a tree prefix +
+        depth, so that siblings are at one position (this waits for the device that the tree is on)."""
         if self.tree is not None:
             depths = self.tree.depths.tolist()
             found = [prefix + d for prefix, row in zip(self.prefix_lens, depths, strict=True) for d in row]
@@ -244,7 +246,7 @@ class ForwardBatch:
         return self._changed(_COUNTED, padding=padding, padding_query_len=query_len, _mark=self._mark, _after=after)
 
     def follows(self, other: ForwardBatch) -> bool:
-        """Whether this is `other.next()`, or equal to it."""
+        """Return whether this is `other.next()`, or equal to it."""
         if (self.padding, self.cross) != (other.padding, other.cross):
             return False
         after = self.__dict__.get("_after")
@@ -258,7 +260,7 @@ class ForwardBatch:
 
     @functools.cached_property
     def _mark(self) -> object:
-        """Of this batch and its padded forms: the step after it is known by it."""
+        """Return a mark that this batch shares with its padded forms. The next step recognises the batch by it."""
         return object()
 
     def _changed(self, forget: Sequence[str] = ("_mark",), **fields: Any) -> ForwardBatch:
@@ -273,7 +275,7 @@ class ForwardBatch:
 
 
 def _are_ints(numbers: Sequence[Any]) -> bool:
-    """Whether every one is an int: their sum is of another kind where one of them is, and adding is quick."""
+    """Return whether every one is an int: their sum is of another kind where one of them is, and adding is quick."""
     try:
         return type(sum(numbers)) is int
     except TypeError:

@@ -1,4 +1,4 @@
-"""Which pages a running request has, on the host and, for kernels, on the device."""
+"""This module tracks which pages a running request has, on the host and, for kernels, on the device."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ __all__ = ["PageCopy", "RequestTable"]
 
 @dataclasses.dataclass(frozen=True)
 class PageCopy:
-    """What is in page `source` of a group is to be copied to page `target`, in every layer of the group, before the
-    next step writes."""
+    """Asks for a copy of page `source` of a group to page `target`, in every layer of the group, before the next step
+    writes."""
 
     group: int
     source: int
@@ -42,7 +42,7 @@ class PageCopy:
 
 
 class _Row:
-    """One request: its tokens that have a slot, and per group its pages, 0 before `first` of the group."""
+    """Holds one request: its tokens that have a slot, and per group its pages, 0 before `first` of the group."""
 
     __slots__ = ("first", "length", "pages")
 
@@ -124,7 +124,7 @@ class RequestTable:
         return self._row(row).length
 
     def first_shorter(self, rows: Sequence[int], lengths: Sequence[int]) -> int | None:
-        """Which of `rows` is the first with fewer tokens than its length here, None = none."""
+        """Return which of `rows` is the first with fewer tokens than its length here, None = none."""
         known = self._rows
         try:
             found = [known[row].length for row in rows]
@@ -315,7 +315,7 @@ class RequestTable:
             self._change(row, group, 0, len(found.pages[group]))
 
     def _fits(self, window: int, pages: Sequence[int], match: Match) -> bool:
-        """Whether a match has a page for every page of tokens that `window` sees, and for no other."""
+        """Return whether a match has a page for every page of tokens that `window` sees, and for no other."""
         first = first_visible_page(match.length, window, self.page_size)
         return len(pages) * self.page_size == match.length and 0 not in pages[first:] and not any(pages[:first])
 
@@ -409,14 +409,14 @@ class RequestTable:
         return -(-(found.length + tokens) // self.page_size) - len(found.pages[0])
 
     def _shares_last(self, found: _Row) -> bool:
-        """Whether others hold the last page too, in some group."""
+        """Return whether others hold the last page too, in some group."""
         for allocator, pages in zip(self.allocators, found.pages, strict=True):
             if pages and allocator.references(pages[-1]) > 1:
                 return True
         return False
 
     def _copies(self, found: _Row, group: int, tokens: int) -> bool:
-        """Whether the next token goes into a page that others hold too."""
+        """Return whether the next token goes into a page that others hold too."""
         if not tokens or not found.length % self.page_size:
             return False
         return self.allocators[group].references(found.pages[group][-1]) > 1

@@ -32,7 +32,7 @@ _ROOM = 64
 
 
 class _Written(NamedTuple):
-    """What writes the steps of one kind, while what it was made for stays."""
+    """Describes what writes the steps of one kind, while what it was made for stays."""
 
     made_for: tuple[object, ...]
     writers: list[Callable[[], None]]
@@ -214,7 +214,7 @@ class StepBuffers:
         if batch.tree is not None:
             mask, lag = self._tree_buffers(batch)
             mask[: len(real)].copy_(batch.tree.mask)
-            # What a draft in padding sees is nobody's concern, but that it sees something may be.
+            # Padding rows may see anything, but must see something: some kernels return NaN for empty rows.
             mask[len(real) :].fill_(True)
             torch.sub(self._memory.counting(mask.shape[1]), batch.tree.depths, out=lag[: len(real)])
             lag[len(real) :].zero_()
@@ -249,7 +249,7 @@ class StepBuffers:
     # -------------------------------------------------------------------------------------------------- device side
 
     def grow(self) -> None:
-        """One key more in each row that is a request: what the decode step after this one begins with. `stage` calls
+        """Add one key to each row that is a request: what the decode step after this one begins with. `stage` calls
         it, unless a graph does, as its last work; `grown` says that the graph runs."""
         lens, live = self._growing_lens()
         lens.add_(live)
@@ -341,7 +341,7 @@ class StepBuffers:
                 torch.add(self._rest[:T], page, alpha=size, out=step.slots)
 
     def _locate(self, batch: ForwardBatch, page_size: int, columns: int) -> None:
-        """Where the new tokens are: among the cells of the page table, in their pages, in their texts."""
+        """Return where the new tokens are: among the cells of the page table, in their pages, in their texts."""
         N, T = batch.sequences, batch.tokens
         places, seq_lens, counting = self._places[:T], self._seq_lens[:N], self._memory.counting
         if batch.max_seqlen_q == 1:

@@ -1,4 +1,5 @@
-"""What one group of layers needs of a step: tables, lengths, and views of them that are made on first use."""
+"""This module holds what one group of layers needs of a step: tables, lengths, and views of them that are made on first
+use."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ __all__ = ["Step"]
 
 
 class Step:
-    """What one group of layers needs of a step. Views are made on first use and kept for all layers of the step.
+    """Holds what one group of layers needs of a step. Views are made on first use and kept for all layers of the step.
 
     N counts rows and T_q new tokens, padding included. The tensors are written anew by the next step; none of them is
     to be written by others.
@@ -209,7 +210,7 @@ class Step:
         return found
 
     def listed(self, name: str) -> list[int]:
-        """What is in `host(name)`, row by row; not to be written."""
+        """Return what is in `host(name)`, row by row; not to be written."""
         found = self._lists.get(name)
         if found is None:
             if name not in _HOST:
@@ -226,12 +227,12 @@ class Step:
 
     @property
     def fixed(self) -> bool:
-        """Whether no shape may depend on lengths."""
+        """Return whether no shape may depend on lengths."""
         return self._memory.static
 
     @property
     def stale(self) -> bool:
-        """Whether the tensors are those of the step before: this one is planned and not prepared."""
+        """Return whether the tensors are those of the step before: this one is planned and not prepared."""
         return self._memory.staged
 
     def counting(self, count: int) -> Tensor:
@@ -264,7 +265,8 @@ class Step:
 
     @property
     def _filled_when_asked(self) -> bool:
-        """What is planned and not prepared will be written then; of a graph nobody here sees it prepared."""
+        """Return whether views are written when they are asked for. Views of a planned step are written when it is
+        prepared, which is not seen here for a graph."""
         return self.fixed or not self.stale
 
     def _derive(self, key: Hashable, make: Callable[[tuple[Hashable, ...]], _Derived]) -> Step:
@@ -308,7 +310,7 @@ class Step:
             derived.refresh(written)
 
     def from_table(self, window: int = -1) -> Iterator[tuple[Step, StepView]]:
-        """What can be written from the request table alone of this step and of those derived from it."""
+        """Return what can be written from the request table alone of this step and of those derived from it."""
         tensors = {"page_table": self.page_table, **{n: t for n, t in self._views.items() if n in WRITTEN}}
         if isinstance(self, _Windowed):
             tensors["seq_lens"] = self.seq_lens

@@ -294,7 +294,8 @@ def _word(draft_tokens: int) -> torch.dtype:
 
 
 def _draft_cells(prefix_lens: Sequence[int], draft_tokens: int, device: torch.device) -> tuple[Tensor, int]:
-    """Where the cells of drafts are among flat rows of prefix_len + N_d: int64 [N, N_d, N_d]; and how many cells."""
+    """Return where the cells of drafts are among flat rows of prefix_len + N_d: int64 [N, N_d, N_d]; and how many
+    cells."""
     starts = [0, *accumulate(draft_tokens * (prefix + draft_tokens) for prefix in prefix_lens)]
     start, prefix = torch.tensor([starts[:-1], list(prefix_lens)], dtype=torch.int64, device="cpu").to(
         device, non_blocking=True

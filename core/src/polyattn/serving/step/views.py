@@ -1,4 +1,5 @@
-"""What backends read of a step beyond its tables: each made on first use, on the device, in place, without a sync.
+"""This module computes what backends read of a step beyond its tables: each made on first use, on the device, in place,
+without a sync.
 
 A view has memory of its step, which is kept, and a function that writes it. Nothing is allocated to write one and no
 shape depends on what is in a tensor, so that a graph may record all of them.
@@ -31,7 +32,7 @@ class View(NamedTuple):
     flat: bool = False
 
     def memory(self, step: Step, name: str) -> Tensor:
-        """That of a step, with what was there before."""
+        """Return the memory of a step, with what was there before."""
         taken = step.take(name, self.dtype, *self.shape(step))
         return taken.view(-1) if self.flat else taken
 

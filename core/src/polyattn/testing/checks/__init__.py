@@ -1,4 +1,4 @@
-"""What must hold for one case. Everything it finds is reported, not the first thing only."""
+"""This room checks what must hold for one case. Everything it finds is reported, not the first thing only."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ __all__ = ["dropout"]
 
 
 def dropout(target: Target, problem: Problem, notes: Notes) -> None:
-    """With queries of 0 every key weighs the same, and with values of 1 an output is the sum of the kept weights: mean
-    1, variance p / (1 - p) / keys. And the backward drops what the forward dropped: the output is linear in the values,
-    so <dvalue, value> = <dout, out>."""
+    """Check dropout with queries of 0 and values of 1. Every key weighs the same then, and an output is the sum of the
+    kept weights: mean 1, variance p / (1 - p) / keys. And the backward drops what the forward dropped: the output is
+    linear in the values, so <dvalue, value> = <dout, out>."""
     request, p = problem.request, problem.request.dropout
     tensors: dict[str, Tensor] = dict(problem.tensors)
     tensors["query"] = torch.zeros_like(tensors["query"].detach()).requires_grad_("query" in request.grad)

@@ -1,4 +1,4 @@
-"""What is judged without running anything: refusals, and what a plugin's hook takes from its own rows."""
+"""This module checks what can be judged without a run: refusals, and what a plugin's hook takes from its own rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refusal(target: Target, case: Case) -> Outcome:
 
 
 def narrowed(target: Installed, case: Case) -> Outcome | None:
-    """What becomes of a declared case that the backend refuses after all; None where it takes it.
+    """Return what becomes of a declared case that the backend refuses after all; None where it takes it.
 
     A known fault of its library may refuse it, or the plugin's own hook for a reason of a kind that one of its
     witnesses stands for.

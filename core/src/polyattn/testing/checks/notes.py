@@ -1,4 +1,4 @@
-"""What checks leave behind: findings, margins, and what became of the case."""
+"""This module collects what checks find: findings, margins, and what became of the case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Verdict = Literal["passed", "refused", "xfailed", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one case.
+    """Describes what became of one case.
 
     Attributes:
         verdict: passed; refused, as it must be; xfailed, it fails and xfails.txt says why; or failed.

@@ -1,4 +1,4 @@
-"""One call against the reference, and everything else that one call shows."""
+"""This module compares one call with the reference, and checks everything else that one call shows."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ products. The same of it is an error of the weights, and of all that is made wit
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a call returned: the output, what came beside it (`Family.second`), and the gradients by input name."""
+    """Describes what a call returned: the output, what came beside it (`Family.second`), and the gradients by input
+    name."""
 
     out: Tensor
     lse: Tensor | None
     grads: Mapping[str, Tensor]
 
     def named(self) -> dict[str, Tensor]:
-        """All of it by name."""
+        """Return all parts of the result by name."""
         second = {} if self.lse is None else {"lse": self.lse}
         return {"out": self.out, **second, **{f"grad {name}": grad for name, grad in self.grads.items()}}
 
@@ -70,7 +71,7 @@ def values(target: Target, problem: Problem, notes: Notes) -> None:
 
 
 def run(target: Target, problem: Problem, notes: Notes, out: Tensor | None = None) -> Result:
-    """One call, backward included, with poisoned memory, checked for its form."""
+    """Run one call, backward included, with poisoned memory, and check its form."""
     request, device = problem.request, problem.dout.device
     untouched = left_alone(device, functools.partial(notes.wrong, "process"), random=request.dropout > 0)
     with poisoned(device), untouched:
@@ -192,7 +193,7 @@ def _kept_by_sinks(problem: Problem, right: Solution) -> Tensor | float:
 
 
 def _check_inputs(problem: Problem, before: Mapping[str, Tensor], notes: Notes) -> None:
-    """Nothing was written to but a cache that this call was asked to write."""
+    """Check that the call wrote nothing but a cache that it was asked to write."""
     expected = {**before, **problem.family.written(Call(problem.case, before, problem.extra))}
     for name, tensor in problem.tensors.items():
         if not torch.equal(tensor.detach().double().nan_to_num(7e7), expected[name].double().nan_to_num(7e7)):

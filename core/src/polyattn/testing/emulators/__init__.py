@@ -22,7 +22,7 @@ call only if it binds to it, does what the vendor documents, and is recorded.
 
 What kernels compute alike is in `arithmetic`, so that an emulator says what its library does otherwise.
 
-For tests only: nothing that serves a call imports it. docs/add-a-backend.md has a section on it.
+For tests only: nothing that serves a call imports it. docs/publish.md has a section on it.
 """
 
 from .emulated import Emulated, OnDevice, device_suites

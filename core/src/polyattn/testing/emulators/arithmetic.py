@@ -1,4 +1,5 @@
-"""What emulated kernels compute alike, in float32: who sees whom, scores, LSE, weights, output and gradients.
+"""This module has the float32 arithmetic that emulated kernels share: who sees whom, scores, LSE, weights, output and
+gradients.
 
 Queries are [..., S_q, H_q, D], keys [..., S_k, H_kv, D], values [..., S_k, H_kv, D_v]; scores and weights
 [..., H_q, S_q, S_k], an LSE [..., H_q, S_q]. What a library does its own way (a base, a rounding, a mask's polarity,
@@ -15,8 +16,8 @@ __all__ = ["band", "gradients", "lse_of", "scores", "weighted", "weights_of"]
 
 
 def band(s_q: int, s_k: int, left: int = -1, right: int = -1) -> Tensor:
-    """Who sees whom, bool [S_q, S_k]: so many keys before a query's own place and behind it, -1 = all. Places are
-    counted from the lower right corner (S3, S4); causal is a right bound of 0."""
+    """Return which query sees which key, bool [S_q, S_k]: so many keys before a query's own place and behind it, -1 =
+    all. Places are counted from the lower right corner (S3, S4); causal is a right bound of 0."""
     gap = torch.arange(s_k) - torch.arange(s_q)[:, None] - (s_k - s_q)
     seen = torch.ones(s_q, s_k, dtype=torch.bool)
     if left >= 0:

@@ -26,7 +26,7 @@ __all__ = ["Emulated", "OnDevice", "device_suites"]
 
 
 class Emulated(OffChip):
-    """One provider of a backend on an assumed chip, its library replaced by an emulator on the CPU.
+    """Runs one provider of a backend on an assumed chip, with an emulator on the CPU in the place of its library.
 
     Args:
         name: of the backend. provider: of it. chip: as `--assume-platform` writes it. options: of the backend.
@@ -47,7 +47,8 @@ class Emulated(OffChip):
         families: Sequence[str] = ALL_FAMILIES,
         dtypes: Sequence[str] = FLOATS,
     ) -> list[Case]:
-        """What the kit tries on a device: everything that the rows take as it is, but captures and huge tensors."""
+        """Return what the kit tries on a device: everything that the rows take as it is, but captures and huge
+        tensors."""
         computed = [family for family in families if family in FAMILIES]
         made = generate(self.rows, self.facts, families=computed, dtypes=dtypes, per_row=per_row)
         # An LSE far from 0 is nothing for a kernel that quantises its scores.
@@ -66,7 +67,7 @@ class Emulated(OffChip):
         assert len(library.calls) > before or case.request.zero_size, "the library was not called"
 
     def caught(self, cases: Iterable[Case]) -> list[str]:
-        """What the kit finds wrong in these cases: with an error planted in adapter or emulator, not nothing."""
+        """Return what the kit finds wrong in these cases: with an error planted in adapter or emulator, not nothing."""
         outcomes = (run_case(self, case) for case in cases)
         return [str(outcome) for outcome in outcomes if outcome.verdict != "passed"]
 
@@ -108,8 +109,9 @@ class OnDevice(AttentionConformance):
 
 
 def device_suites(backends: Iterable[BackendInfo], module: str) -> dict[str, type[OnDevice]]:
-    """One `OnDevice` for each of these backends that has an adapter: `globals().update(device_suites(..., __name__))`.
-    What a vendor's import or compiler warns of is told, and fails no case where a test run makes errors of warnings.
+    """Return one `OnDevice` for each of these backends that has an adapter: `globals().update(device_suites(...,
+    __name__))`. What a vendor's import or compiler warns of is told, and fails no case where a test run makes errors of
+    warnings.
 
     Args:
         backends: the records of a plugin. module: the test module that they become part of.

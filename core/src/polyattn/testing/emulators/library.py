@@ -27,7 +27,7 @@ _INSTALLED: dict[str, Callable[..., Any]] = {}
 
 
 class Call(NamedTuple):
-    """One call of a library.
+    """Records one call of a library.
 
     Attributes:
         name: of the function; of a method with its class, `Wrapper.plan`.
@@ -50,7 +50,7 @@ def release() -> None:
 
 
 class Library:
-    """One version of a vendor's distribution.
+    """Describes one version of a vendor's distribution.
 
     Args:
         distribution: its name on the registry. version: what its metadata says.

@@ -1,4 +1,4 @@
-"""Whether a value is what a vendor's annotation says. Words that are not known here say nothing."""
+"""This module checks values against a vendor's annotations. Words that are not known here say nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["mismatches"]
 
 
 def mismatches(bound: inspect.Signature, given: Mapping[str, Any]) -> list[str]:
-    """What does not fit its annotation, one sentence each.
+    """Return what does not fit its annotation, one sentence each.
 
     None fits where it is the default, as vendors write `softmax_scale: float = None`; a list fits a tuple and the
     other way round, as torch has it.

@@ -1,4 +1,5 @@
-"""What the kit must know of a family to try it: its shapes, its tensors, its call, and what is right."""
+"""This module describes what the kit must know of a family to try it: its shapes, its tensors, its call, and what is
+right."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...contract import AttentionRequest
+from ...contract.families import FAMILY_SPECS
 from ..cases import Case
 from ..plain import Method, plain_attention, reference_attention, softmax_terms
 
@@ -41,7 +43,7 @@ Part = tuple[Any, ...]
 
 
 class Call(NamedTuple):
-    """One call: its case, its tensors by argument name (`mask` stands for attn_mask) and its other arguments."""
+    """Holds one call: its case, its tensors by argument name (`mask` stands for attn_mask) and its other arguments."""
 
     case: Case
     tensors: Mapping[str, Tensor]
@@ -61,8 +63,8 @@ class Variants(Protocol):
 
 
 class Family(abc.ABC):
-    """One family of `polyattn.records.FAMILIES`. An instance in `polyattn.testing.families.FAMILIES` is all it takes
-    to have a family generated, computed and checked.
+    """Describes one family of `polyattn.contract.FAMILIES`. An instance in `polyattn.testing.families.FAMILIES` is all
+    it takes to have a family generated, computed and checked.
 
     Attributes:
         lengths: for each s_relation, the batches to try. Odd, at and around a tile of 64, and the smallest.
@@ -70,17 +72,19 @@ class Family(abc.ABC):
             `polyattn.testing.long_cases` makes is tried.
         empty: the same for requests with a tensor of no elements.
         batched: a batch has one length: `lengths` are repeated for it.
+        family: its name in `polyattn.contract.families.FAMILY_SPECS`, which gives the next three.
         layouts: of the request. positional: names of the bound function's positional arguments.
+        second: what comes back beside the output: an `lse` when it is asked for, or a `state` always.
         optional: names of the tensors that the public call hands to it whether they are there or None.
         says: fields that the public call can ask for; a case with another one is called as bound. Empty: no such call.
         unmade: field values that `make` has no tensors for; a report lists those that a row takes as not run.
-        second: what comes back beside the output: an `lse` when it is asked for, or a `state` always.
         exact, plain: the mathematics of one part, (*part, sinks, request) -> (out, second): the definition in float64,
             and plain torch in the tensors' own dtype, what anybody would write first.
         terms: a function whose gradients are the sums of absolute terms of each gradient, see
             `polyattn.testing.plain.cancelling`; None where gradients do not cancel.
     """
 
+    family: ClassVar[str] = ""
     lengths: ClassVar[Shapes]
     long: ClassVar[Shapes] = {}
     empty: ClassVar[Mapping[str, Lengths]] = {}
@@ -102,6 +106,11 @@ class Family(abc.ABC):
     exact: ClassVar[Method] = staticmethod(reference_attention)
     plain: ClassVar[Method] = staticmethod(plain_attention)
     terms: ClassVar[Method | None] = staticmethod(softmax_terms)
+
+    def __init_subclass__(cls) -> None:
+        if spec := FAMILY_SPECS.get(cls.__dict__.get("family", "")):
+            cls.positional = tuple(one.name for one in spec.positional)
+            cls.layouts, cls.second = spec.layouts, spec.second
 
     # --- what is generated
 
@@ -152,14 +161,14 @@ class Family(abc.ABC):
         return self.out_shape(case)[:-1], (torch.float32, torch.float64) if wide else (torch.float32,)
 
     def places(self, case: Case) -> Tensor:
-        """Where each key lies in its sequence, from 0 to 1, to be multiplied with the key tensor. Of families whose
-        `make` draws keys with `Maker.input`."""
+        """Return where each key lies in its sequence, from 0 to 1, to be multiplied with the key tensor. Of families
+        whose `make` draws keys with `Maker.input`."""
         raise NotImplementedError(f"{type(self).__name__} has no `places`, which logits={case.logits!r} need")
 
     # --- the call
 
     def sayable(self, case: Case) -> bool:
-        """Whether the public call can ask for this case."""
+        """Return whether the public call can ask for this case."""
         active = case.request.normalised().active()
         return bool(self.says) and all(name in self.says for name, _ in active if name != "group")
 
@@ -223,6 +232,6 @@ def drawn_parts(rng: random.Random, total: int, step: int = 1, empty: bool = Fal
 
 
 def spans(parts: Sequence[int]) -> list[slice]:
-    """Where the parts of a split lie on the keys' axis."""
+    """Return where the parts of a split lie on the keys' axis."""
     starts = [sum(parts[:i]) for i in range(len(parts))]
     return [slice(start, start + width) for start, width in zip(starts, parts, strict=True)]

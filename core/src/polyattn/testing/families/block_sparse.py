@@ -23,6 +23,7 @@ _NOWHERE = (2**31 - 1, -(2**31))
 
 
 class BlockSparse(Family):
+    family = "block_sparse"
     # A few blocks of 64 and 128, whole ones and the rest of one: the lists make the cases, and interpreters are slow.
     lengths: ClassVar[Shapes] = {
         "equal": (((192, 192),), ((100, 100),), ((130, 130),)),
@@ -37,7 +38,6 @@ class BlockSparse(Family):
         "more": (((600, 129),), ((1100, 257),)),
     }
     batched = True
-    layouts = ("BHSD",)
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {"alibi": (True,)}
 
     def axes(self, axes: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:

@@ -1,4 +1,5 @@
-"""What the families over a paged cache share: their pages, further keys in parts, and the steps of an engine."""
+"""This module has what the families over a paged cache share: their pages, further keys in parts, and the steps of an
+engine."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def in_tables(*, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, **g
 
 
 class Table(NamedTuple):
-    """Where the rows of a call, or of one of its parts, lie: the place of each of their tokens, and their pages."""
+    """Describes where the rows of a call, or of one of its parts, lie: the place of each of their tokens, and their
+    pages."""
 
     lengths: Sequence[int]
     slots: Sequence[Sequence[tuple[int, int]]]
@@ -214,7 +216,7 @@ class Cached(Packed):
         return found, total
 
     def places_of(self, case: Case, tables: Sequence[Table], pages: int) -> Tensor:
-        """Where the token in each place of a pool lies in its sequence, from 0 to 1: [pages, page_size]."""
+        """Return where the token in each place of a pool lies in its sequence, from 0 to 1: [pages, page_size]."""
         places = torch.ones(pages, case.request.page_size)
         for slots in (slots for table in tables for slots in table.slots if slots):
             places[tuple(torch.tensor(slots).T)] = along(len(slots))
@@ -227,7 +229,7 @@ class Cached(Packed):
         maker: Maker,
         pools: Sequence[Mapping[str, Tensor]],
     ) -> dict[str, Any]:
-        """What a call says of its keys: its tables and its parts, those with `pools` in pools of their own."""
+        """Return what a call says of its keys: its tables and its parts, those with `pools` in pools of their own."""
         own, *others = tables
         lens: dict[str, Any] = {"page_table": own.pages, "seq_lens": maker.integers(*own.lengths)}
         if others:

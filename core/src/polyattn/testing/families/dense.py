@@ -24,6 +24,7 @@ __all__ = ["Dense"]
 
 
 class Dense(Family):
+    family = "dense"
     lengths: ClassVar[Shapes] = {
         "equal": (((63, 63),), ((100, 100),), ((1, 1),)),
         "one": (((1, 100),), ((1, 63),), ((1, 2),)),
@@ -42,7 +43,6 @@ class Dense(Family):
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": (), "fewer": ((0, 7),), "more": ((5, 0),)}
     optional = ("attn_mask", "sinks")
     batched = True
-    layouts = ("BSHD", "BHSD")
     says = COMMON | {"dropout", "grad", "misaligned", "transform", "graph_capture"}
 
     def relations(self, variants: Variants, rng: random.Random) -> Iterator[Case]:

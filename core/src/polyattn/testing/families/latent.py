@@ -26,7 +26,7 @@ __all__ = ["Latent"]
 class Latent(Cached):
     """The first D_v numbers of a row are the value. Rows of FP8 are 656 bytes, of one width."""
 
-    positional = ("query", "cache")
+    family = "mla"
     optional = ("attn_mask",)
     caches = ("cache",)
     says = SERVING - {"softcap", "sinks"}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...contract import AttentionRequest
 from ...dispatch.linear import linear_attention
-from ...semantics.linear_reference import gated_delta_rule
+from ...semantics.reference import gated_delta_rule
 from ..cases import Case
 from .base import DTYPES, Call, Family, Lengths, Part, Shapes
 
@@ -33,7 +33,7 @@ def _exact(*part: Any) -> tuple[Tensor, Tensor]:
 
 
 def _plain(*part: Any) -> tuple[Tensor, Tensor]:
-    """What anybody would write first: the recurrence for all heads at once, with the state in its own dtype."""
+    """Return what anybody would write first: the recurrence for all heads at once, with the state in its own dtype."""
     (query, key, value, gate, beta, state), request = part[:6], part[-1]
     flipped = request.state_layout == "VK"
     state = state.mT if flipped else state
@@ -52,6 +52,7 @@ def _plain(*part: Any) -> tuple[Tensor, Tensor]:
 
 
 class Linear(Family):
+    family = "linear"
     # Around the chunks of 16 to 64 tokens that kernels have, over several of them, and the smallest.
     lengths: ClassVar[Shapes] = {
         "equal": (((17, 17),), ((5, 5),), ((64, 64),), ((77, 77),), ((129, 129),)),
@@ -59,12 +60,10 @@ class Linear(Family):
     }
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": ((0, 0),)}
     batched = True
-    layouts = ("BSHD",)
     says: ClassVar[frozenset[str]] = frozenset(
         ("grad", "method", "misaligned", "phase", "s_relation", "scale", "state_dtype", "state_layout", "v_head_dim")
     )
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {"tree": (True,), "spec_topk": (1, 4), "phase": ("verify",)}
-    second = "state"
     exact = staticmethod(_exact)
     plain = staticmethod(_plain)
     terms = None

@@ -1,4 +1,4 @@
-"""What the packed families share, queries along T; and family `varlen`."""
+"""This module has what the packed families share, queries along T; and family `varlen`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def heads_first(packed: Tensor) -> Tensor:
 
 
 class Packed(Family):
-    """One part per sequence."""
+    """Holds one part per sequence."""
 
     def join(self, case: Case, outs: Sequence[Tensor], seconds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return torch.cat([o[0].transpose(0, 1) for o in outs]), torch.cat([x[0].transpose(0, 1) for x in seconds])
@@ -81,11 +81,12 @@ class Packed(Family):
         return Call(decoding, {**call.tensors, "query": query.index_select(0, index)}, extra), index, 0
 
     def decoding(self, case: Case) -> dict[str, Any]:
-        """What a request of one query asks instead."""
+        """Return what a request of one query asks instead."""
         return {"s_relation": "one"}
 
 
 class Varlen(Packed):
+    family = "varlen"
     lengths: ClassVar[Shapes] = {
         "equal": (((63, 63), (0, 0), (100, 100), (1, 1)), ((17, 17),), ((64, 64), (65, 65), (0, 0))),
         "one": (((1, 63), (1, 1), (1, 100)), ((1, 5),) * 5, ((1, 64), (0, 7), (1, 0), (1, 33), (1, 65))),

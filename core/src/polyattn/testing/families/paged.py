@@ -27,7 +27,7 @@ _STORED = {**DTYPES, "int8": torch.int8, "fp4_e2m1": torch.uint8}
 class Paged(Cached):
     """Places that no sequence owns hold NaN, or in a cache of integers the largest of them."""
 
-    positional = ("query", "key_cache", "value_cache")
+    family = "paged"
     optional = ("key", "value", "attn_mask", "sinks", "k_scale", "v_scale")
     caches = ("key_cache", "value_cache")
     scales = ("k_scale", "v_scale")

@@ -1,4 +1,4 @@
-"""What the public calls of all families share."""
+"""This module has what the public calls of all families share."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ CHANGED = "in-place"
 
 
 def derivable(case: Case) -> bool:
-    """Whether a call's derivatives are compared: of short calls that train, in float64."""
+    """Return whether a call's derivatives are compared: of short calls that train, in float64."""
     request = case.request
     plain = case.storage == "contiguous" and not case.out and not case.far and not request.dropout
     plain = plain and case.mask_shape != "expanded"  # whose entries cannot be written to

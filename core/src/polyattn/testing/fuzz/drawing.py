@@ -41,9 +41,9 @@ _SCORES = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """One call: a case of the kit, and how it is spoilt: a name of `polyattn.testing.fuzz.wrong`, or nothing. Or how it
-    is derived: a name of `polyattn.testing.fuzz.deriving`. Or with which types its numbers and flags are said too: a
-    name of `polyattn.testing.fuzz.saying`."""
+    """Describes one drawn call: a case of the kit, and how it is spoilt: a name of `polyattn.testing.fuzz.wrong`, or
+    nothing. Or how it is derived: a name of `polyattn.testing.fuzz.deriving`. Or with which types its numbers and flags
+    are said too: a name of `polyattn.testing.fuzz.saying`."""
 
     case: Case
     wrong: str = ""
@@ -156,7 +156,7 @@ def _grad(request: AttentionRequest) -> tuple[str, ...]:
 
 
 def _some(rng: random.Random, share: float, usual: _T, others: Sequence[_T]) -> _T:
-    """One of `others` with this probability, else the usual value."""
+    """Draw one of `others` with this probability, else the usual value."""
     return rng.choice(others) if rng.random() < share else usual
 
 
@@ -240,7 +240,7 @@ def _request(rng: random.Random, family: str, lengths: tuple[tuple[int, int], ..
 
 
 def _bound(rng: random.Random, keys: int) -> int:
-    """Of long calls any, and those around a tile."""
+    """Draw one bound of a window; for long calls often one around a tile."""
     if keys > SHORT and rng.random() < 0.7:
         return rng.choice((-1, 63, 127, 128, 129, 255, 256, keys // 2, keys // 3, rng.randint(0, keys)))
     return rng.choice((-1, -1, 0, 1, 2, 3, 7, 16, 63, 64, 200))

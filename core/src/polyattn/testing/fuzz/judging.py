@@ -1,4 +1,4 @@
-"""One call of one backend: does it agree with the reference, refuse with a reason, or fail?"""
+"""This module judges one call of one backend: does it agree with the reference, refuse with a reason, or fail?"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Word = Literal["agreed", "refused", "rejected", "passed over", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What is wrong.
+    """Describes what is wrong with a call.
 
     Attributes:
         check: which check of the kit said so (`out`, `lse`, `grad key`, ...), `call` for an exception that should not
@@ -150,7 +150,8 @@ def _derived(drawn: Drawn, backend: str | None, device: torch.device) -> Verdict
 
 
 def _said_otherwise(drawn: Drawn, backend: str | None, device: torch.device) -> Verdict | None:
-    """What is wrong with the call where its scalars have other types; None: nothing is, or the plain call fails too."""
+    """Return what is wrong with the call where its scalars have other types; None: nothing is, or the plain call fails
+    too."""
 
     def result(saying: str) -> tuple[Tensor, ...]:
         # Made anew: a call over a cache may write to it.

@@ -49,7 +49,7 @@ KEPT = 5
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """One failure: the smallest call that shows it, and the script that does."""
+    """Describes one failure: the smallest call that shows it, and the script that does."""
 
     backend: str
     number: int
@@ -71,7 +71,7 @@ class Found:
 
 @dataclasses.dataclass
 class Report:
-    """What a run did.
+    """Describes what a run did.
 
     Attributes:
         seed, device, seconds, backends: of the run. drawn: calls that were drawn, wrong ones among them.
@@ -243,7 +243,8 @@ def _smallest(drawn: Drawn, failure: Failure, backend: str | None, device: torch
 
 
 def _kind(drawn: Drawn, failure: Failure) -> tuple[str, str, str]:
-    """What makes two failures alike: how the call is spoilt, which check, and which exception where there was one."""
+    """Return what makes two failures alike: how the call is spoilt, which check, and which exception where there was
+    one."""
     raised = failure.message.partition(":")[0] if failure.check == "call" else ""
     return drawn.wrong, failure.check.partition(" ")[0], raised
 

@@ -1,4 +1,5 @@
-"""Ways to spoil a call that is fine. Whoever is asked must refuse it with a typed error before computing anything."""
+"""This module spoils calls that are fine. Every backend must refuse them with a typed error before it computes
+anything."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def _to(**values: Any) -> Change:
 
 
 def _any(name: str, *values: Any, **also: Any) -> dict[str, Change]:
-    """One way for each of these values of an argument, `also` changing with it."""
+    """Make one wrong call for each of these values of an argument, `also` changing with it."""
     return {f"{name} {value!r}": _to(**{name: value}, **also) for value in values}
 
 
@@ -52,7 +53,7 @@ def _strided(name: str) -> Change:
 
 
 def _repeated(name: str, axis: int, times: int = 2) -> Change:
-    """One axis longer than it may be; an axis of 0 would stay one."""
+    """Make one axis longer than it may be; an axis of 0 would stay one."""
 
     def change(given: Arguments) -> dict[str, Any]:
         tensor = given[name].detach()
@@ -62,7 +63,7 @@ def _repeated(name: str, axis: int, times: int = 2) -> Change:
 
 
 def _odd_heads(given: Arguments) -> dict[str, Any]:
-    """One query head more than before, where that is no multiple of H_kv."""
+    """Add a query head, where that is no multiple of H_kv."""
     query, heads = given["query"].detach(), _heads_axis(given)
     key = given["key"]
     if key.shape[heads] < 2:
@@ -121,7 +122,7 @@ def _sinks(change: Callable[[int], Any]) -> Change:
 
 
 def _entry(name: str, place: int, value: Callable[[int], int]) -> Change:
-    """One entry of a table of lengths, replaced."""
+    """Replace one entry of a table of lengths."""
 
     def change(given: Arguments) -> dict[str, Any]:
         table = given[name].clone()

@@ -17,9 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, bind, dropping
-from polyattn.adapters.padding_rows import blank, with_keys
+from polyattn.adapters import (
+    OutAndLSE,
+    Packed,
+    bind_dropout,
+    bind_flash_attention,
+    give_padding_a_key,
+    load,
+    padding_query_mask,
+)
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.packed import per_token
 
@@ -39,11 +45,11 @@ class FlashAttention2:
         """
         if request.dropout:
             return _dropping(request)
-        return bind(request, _Kernels)
+        return bind_flash_attention(request, _Kernels)
 
 
 def _load(name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-    return adapters.load(FLASH_ATTN_2, f"{_MODULE}:{name}", needs)
+    return load(FLASH_ATTN_2, f"{_MODULE}:{name}", needs)
 
 
 def _options(request: AttentionRequest) -> dict[str, Any]:
@@ -74,21 +80,21 @@ class _Kernels:
             name = "_flash_attn_backward" if request.family == "dense" else "_flash_attn_varlen_backward"
             self._backward = _load(name, {"window_size_left": "the backward"})
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return False
 
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> Result:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool) -> OutAndLSE:
         result = self._dense(query, key, value, return_attn_probs=lse)
         return (result[0], result[1]) if lse else (result, None)
 
-    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **table: Any) -> Result:
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **table: Any) -> OutAndLSE:
         if where.max_seqlen_q == 1 and query.shape[0] != where.cu_seqlens_q.shape[0] - 1:
             # Some sequence has no query.
             where = where._replace(max_seqlen_q=2)
         result = self._packed(query, key, value, **where._asdict(), **table, return_attn_probs=lse)
         return (result[0], result[1]) if lse else (result, None)
 
-    def paged(self, query: Tensor, key: Tensor, value: Tensor, where: PagedTables, *, lse: bool) -> Result:
+    def paged(self, query: Tensor, key: Tensor, value: Tensor, where: PagedTables, *, lse: bool) -> OutAndLSE:
         table, seq_lens, starts, longest_q, longest_k = where[:5]
         if longest_q == 1:
             if query.shape[0] != seq_lens.shape[0]:
@@ -96,12 +102,12 @@ class _Kernels:
             tables = {"cache_seqlens": seq_lens, "block_table": table}
             result = self._cached(query.unsqueeze(1), key, value, **tables, return_softmax_lse=lse)
             return (result[0].squeeze(1), result[1].squeeze(2).transpose(0, 1)) if lse else (result.squeeze(1), None)
-        filled = with_keys(where, self.request.page_size)
+        filled = give_padding_a_key(where, self.request.page_size)
         # How many keys there are it reads from where they would start, if they were packed.
         ends = torch.nn.functional.pad(filled.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         packed = Packed(starts, ends, longest_q, max(longest_k, longest_q))
         result, found = self.packed(query, key, value, packed, lse=lse, block_table=filled.page_table)
-        padding = blank(query.shape[0], where)
+        padding = padding_query_mask(query.shape[0], where)
         result = result.masked_fill_(padding[:, None, None], 0.0)
         return result, None if found is None else found.masked_fill_(padding, self.empty)
 
@@ -127,4 +133,4 @@ def _dropping(request: AttentionRequest) -> Bound:
         "deterministic": request.deterministic,
     }
     name = "flash_attn_func" if request.family == "dense" else "flash_attn_varlen_func"
-    return dropping(request, functools.partial(_load(name), **given))
+    return bind_dropout(request, functools.partial(_load(name), **given))

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, bind, dense_by_packed, filled
+from polyattn.adapters import Operator, OutAndLSE, Packed, bind_flash_attention, constant_int32, dense_by_packed, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from ..records.common import FLASH_ATTN_3, SGL_KERNEL, VLLM
@@ -42,7 +41,7 @@ class FlashAttention3:
         """Raises:
         BackendUnavailableError: the installed build lacks what the request needs.
         """
-        return bind(request, OwnBuild)
+        return bind_flash_attention(request, OwnBuild)
 
 
 class FlashAttention3SglKernel:
@@ -52,7 +51,7 @@ class FlashAttention3SglKernel:
         """Raises:
         BackendUnavailableError: the installed build lacks what the request needs.
         """
-        return bind(request, SglKernelBuild)
+        return bind_flash_attention(request, SglKernelBuild)
 
 
 class FlashAttention3VLLM:
@@ -62,7 +61,7 @@ class FlashAttention3VLLM:
         """Raises:
         BackendUnavailableError: the installed build lacks what the request needs.
         """
-        return bind(request, VLLMBuild)
+        return bind_flash_attention(request, VLLMBuild)
 
 
 _TILE = 64
@@ -86,7 +85,7 @@ class _Kernels(abc.ABC):
         }
         self.window = request.window
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return self.fused_sinks and sinks.dtype == query.dtype == torch.bfloat16
 
     def padding(self, where: PagedTables) -> Tensor | None:
@@ -95,19 +94,19 @@ class _Kernels(abc.ABC):
         request, seq_lens = self.request, where.seq_lens
         if request.page_size < _TILE or where.max_seqlen_q * request.group <= _TILE:
             return None
-        return filled(request, seq_lens.shape[0], 0, seq_lens.device)
+        return constant_int32(request, seq_lens.shape[0], 0, seq_lens.device)
 
     @abc.abstractmethod
-    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
-        """As `binding.Kernels.packed`."""
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> OutAndLSE:
+        """As `FlashAttentionKernels.packed`."""
 
     @abc.abstractmethod
     def paged(
         self, query: Tensor, key: Tensor, value: Tensor, where: PagedTables, *, lse: bool, **extra: Any
-    ) -> Result:
+    ) -> OutAndLSE:
         """As `binding.Kernels.paged`; `qv`: of latent caches."""
 
-    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool, **extra: Any) -> Result:
+    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool, **extra: Any) -> OutAndLSE:
         latent = self.request.dims[1]
         values = cache[..., :latent]
         if latent < 256:
@@ -121,7 +120,7 @@ class _Cached(_Kernels):
 
     @abc.abstractmethod
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        """A function of the build, see `adapters.load`."""
+        """A function of the build, see `load`."""
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -134,7 +133,7 @@ class _Cached(_Kernels):
 
     def paged(
         self, query: Tensor, key: Tensor, value: Tensor, where: PagedTables, *, lse: bool, **extra: Any
-    ) -> Result:
+    ) -> OutAndLSE:
         table, seq_lens, cu_seqlens_q, max_seqlen_q = where[:4]
         result = self._cached(
             query, key, value, page_table=table, cache_seqlens=seq_lens, cu_seqlens_q=cu_seqlens_q,
@@ -147,7 +146,7 @@ class OwnBuild(_Cached):
     """Of flash-attn-3."""
 
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        return adapters.load(FLASH_ATTN_3, f"flash_attn_interface:{name}", needs)
+        return load(FLASH_ATTN_3, f"flash_attn_interface:{name}", needs)
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -161,13 +160,13 @@ class OwnBuild(_Cached):
         if request.grad:
             self._backward = self.load("_flash_attn_backward", {"window_size_left": "the backward"})
 
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> Result:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> OutAndLSE:
         return self._both(self._dense(query, key, value, **self._asked))
 
-    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> OutAndLSE:
         return self._both(self._packed(query, key, value, **where._asdict(), **self._asked))
 
-    def _both(self, result: Any) -> Result:
+    def _both(self, result: Any) -> OutAndLSE:
         return (result[0], result[1]) if self._asked else (result, None)
 
     def gradient(self, *tensors: Tensor, where: Packed | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +189,7 @@ class SglKernelBuild(_Cached):
     fused_sinks = True
 
     def load(self, name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-        return adapters.load(SGL_KERNEL, f"sgl_kernel.flash_attn:{name}", needs)
+        return load(SGL_KERNEL, f"sgl_kernel.flash_attn:{name}", needs)
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
@@ -199,7 +198,7 @@ class SglKernelBuild(_Cached):
             self._packed = functools.partial(self.load("flash_attn_varlen_func", needs), **self.options)
         self.dense = dense_by_packed(request, self.packed)
 
-    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> OutAndLSE:
         result = self._packed(query, key, value, **where._asdict(), return_softmax_lse=lse, **extra)
         return (result[0], result[1]) if lse else (result, None)
 
@@ -235,11 +234,11 @@ class VLLMBuild(_Kernels):
         names = {"dense": _DENSE, "varlen": _PACKED}.get(request.family, _PAGED)
         needs = {"s_aux": "the sinks", "out": "out=", **dict.fromkeys(names, f"family {request.family}")}
         target = "vllm.vllm_flash_attn.flash_attn_interface:_vllm_fa3_C.fwd"
-        operator = adapters.Operator(VLLM, target, fixed, needs)
+        operator = Operator(VLLM, target, fixed, needs)
         self._call, function = operator.taking(*names), operator.function
 
         def arguments(B: int, S_k: int, device: torch.device) -> tuple[Any, ...]:
-            return operator.rest(seqused_k=filled(request, B, S_k, device))
+            return operator.rest(seqused_k=constant_int32(request, B, S_k, device))
 
         rest = arguments if request.graph_capture else functools.lru_cache(maxsize=64)(arguments)
 
@@ -250,17 +249,17 @@ class VLLMBuild(_Kernels):
 
         self.simple = simple
 
-    def _attend(self, *given: Any, lse: bool, sinks: Tensor | None = None, **extra: Any) -> Result:
+    def _attend(self, *given: Any, lse: bool, sinks: Tensor | None = None, **extra: Any) -> OutAndLSE:
         if sinks is not None:
             extra["s_aux"] = sinks
         found = self._call(*given, **extra)
         return found[0], found[1] if lse else None
 
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> Result:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, **extra: Any) -> OutAndLSE:
         B, S_k = key.shape[:2]
-        return self._attend(query, key, value, filled(self.request, B, S_k, key.device), lse=lse, **extra)
+        return self._attend(query, key, value, constant_int32(self.request, B, S_k, key.device), lse=lse, **extra)
 
-    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> Result:
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, **extra: Any) -> OutAndLSE:
         return self._attend(query, key, value, *where, lse=lse, **extra)
 
     def paged(
@@ -273,5 +272,5 @@ class VLLMBuild(_Kernels):
         lse: bool,
         qv: Tensor | None = None,
         **extra: Any,
-    ) -> Result:
+    ) -> OutAndLSE:
         return self._attend(query, key, value, *where[:5], self.padding(where), qv, lse=lse, **extra)

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters import append_new_kv, empty_result, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.kv_quant import stored
 from polyattn.semantics.paged_kv import Tokens
@@ -36,7 +34,7 @@ class FlashAttention3FP8:
         """Raises:
         BackendUnavailableError: the installed build lacks what the request needs.
         """
-        return signed(request, lambda positive: _bind(positive, type(self).build))
+        return with_positive_scale(request, lambda positive: _bind(positive, type(self).build))
 
 
 class FlashAttention3FP8SglKernel(FlashAttention3FP8):
@@ -68,10 +66,10 @@ def _bind(request: AttentionRequest, build: Callable[[AttentionRequest], Any]) -
         out: Tensor | None = None,
     ) -> Any:
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
+            return empty_result(request, query, out)
         if key is not None:
             new = (_unscaled(key, k_scale), _unscaled(value, v_scale))
-            caches, tables = with_new(request, query, caches, tables, *new)
+            caches, tables = append_new_kv(request, query, caches, tables, *new)
         if swapped:
             caches = tuple(cache.transpose(1, 2) for cache in caches)
         rounded, q_descale = _rounded(request, query, tables)

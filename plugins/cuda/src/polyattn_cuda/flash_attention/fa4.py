@@ -21,9 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, bind, starts
-from polyattn.adapters.pages import cut_pages
+from polyattn.adapters import OutAndLSE, Packed, bind_flash_attention, cut_pages, load, uniform_cu_seqlens
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 
 from ..records.common import FLASH_ATTN_4
@@ -43,11 +41,11 @@ class FlashAttention4:
         """Raises:
         BackendUnavailableError: the installed version lacks what the request needs.
         """
-        return bind(request, _Kernels)
+        return bind_flash_attention(request, _Kernels)
 
 
 def _load(name: str, needs: dict[str, str] | None = None) -> Callable[..., Any]:
-    return adapters.load(FLASH_ATTN_4, f"{_MODULE}:{name}", needs)
+    return load(FLASH_ATTN_4, f"{_MODULE}:{name}", needs)
 
 
 class _Kernels:
@@ -77,16 +75,16 @@ class _Kernels:
             bounds = dict.fromkeys(("window_size_left", "window_size_right"), "the backward")
             self._backward = _load("_flash_attn_bwd", bounds)
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return sinks.dtype in _SINKS
 
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, sinks: Tensor | None = None) -> Result:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, sinks: Tensor | None = None) -> OutAndLSE:
         out, found, *_ = self._forward(query, key, value, learnable_sink=sinks, return_lse=lse)
         return out, found
 
     def packed(
         self, query: Tensor, key: Tensor, value: Tensor, where: Packed, *, lse: bool, sinks: Tensor | None = None
-    ) -> Result:
+    ) -> OutAndLSE:
         out, found, *_ = self._forward(query, key, value, **where._asdict(), learnable_sink=sinks, return_lse=lse)
         return out, found
 
@@ -100,12 +98,12 @@ class _Kernels:
         lse: bool,
         sinks: Tensor | None = None,
         **latent: Tensor,
-    ) -> Result:
+    ) -> OutAndLSE:
         table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = where[:5]
         if self._cut:
             cut, step = cut_pages({"key": key, "value": value}, _TILE, _PART)
             key, value = cut["key"], cut["value"]
-            parts = starts(self.request, _TILE // _PART - 1, 1, table.device)  # 0, 1, 2 ...
+            parts = uniform_cu_seqlens(self.request, _TILE // _PART - 1, 1, table.device)  # 0, 1, 2 ...
             table = torch.add(parts, table.unsqueeze(-1), alpha=step).flatten(1)
         elif self._spared:
             # For queries that see no key Hopper's TMA asks the table for the page of a tile before the first
@@ -127,7 +125,7 @@ class _Kernels:
         )  # fmt: skip
         return out, found
 
-    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> Result:
+    def latent(self, query: Tensor, cache: Tensor, where: PagedTables, *, lse: bool) -> OutAndLSE:
         width = self.request.dims[1]
         values = cache[..., :width]
         if width < 512:

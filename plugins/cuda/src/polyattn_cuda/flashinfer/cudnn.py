@@ -17,11 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import placed
-from polyattn.adapters.free_slots import without_free_slots
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
+from polyattn.adapters import align16, append_new_kv, empty_result, load, without_free_slots
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.packed import per_token
 from polyattn.semantics.paged_kv import Tokens, owned
@@ -58,12 +54,12 @@ class _Call:
         self.scale, self.factor = scale_of(request)
         self.exposed = dict(request.options).get("free_slots", "any") != "finite"
         self.spares = request.arch in HOPPER
-        self.decode = adapters.load(
+        self.decode = load(
             FLASHINFER_CUDNN,
             "flashinfer.cudnn:cudnn_batch_decode_with_kv_cache",
             {"return_lse": "an LSE", "window_left": "a window"},
         )
-        self.prefill = adapters.load(
+        self.prefill = load(
             FLASHINFER_CUDNN,
             "flashinfer.cudnn:cudnn_batch_prefill_with_kv_cache",
             {"batch_offsets_units": "lengths in tokens", "lse_base": "a natural LSE"},
@@ -85,9 +81,9 @@ class _Call:
         """`polyattn.contract.PagedForward`."""
         r = self.request
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         if key is not None:
-            caches, tables = with_new(r, query, caches, tables, key, value)
+            caches, tables = append_new_kv(r, query, caches, tables, key, value)
         longest, max_seqlen_q = -(-tables.max_seqlen_k // STEP) * STEP, tables.max_seqlen_q
         tables = tables.changed(max_seqlen_k=longest)
         one = max_seqlen_q == 1 and not r.deterministic
@@ -99,7 +95,7 @@ class _Call:
             caches, tables = without_free_slots(r, caches, tables)
         pages, seq_lens = owned(tables, r.page_size), tables.seq_lens
         table = torch.nn.functional.pad(pages.int(), (0, -(-longest // r.page_size) - pages.shape[1]))
-        keys, values = (placed(cache if r.kv_layout == "HND" else cache.transpose(1, 2)) for cache in caches)
+        keys, values = (align16(cache if r.kv_layout == "HND" else cache.transpose(1, 2)) for cache in caches)
         given: dict[str, Any] = {
             "q": readable(query, self.factor),
             "k_cache": keys,

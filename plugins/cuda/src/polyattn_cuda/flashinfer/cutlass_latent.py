@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import placed
-from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters import align16, empty_result, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables, Session, Slot
 from polyattn.semantics.packed import per_token
 
@@ -40,8 +38,8 @@ class _Decode:
 
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
-        self.kernel = adapters.load(SGL_CUTLASS, "sgl_kernel.attention:cutlass_mla_decode")
-        self.workspace_size = adapters.load(SGL_CUTLASS, "sgl_kernel.attention:cutlass_mla_get_workspace_size")
+        self.kernel = load(SGL_CUTLASS, "sgl_kernel.attention:cutlass_mla_decode")
+        self.workspace_size = load(SGL_CUTLASS, "sgl_kernel.attention:cutlass_mla_get_workspace_size")
         self.scale, self.factor = scale_of(request)
 
     def nbytes(self, max_seqlen_k: int, sequences: int) -> int:
@@ -62,7 +60,7 @@ class _Decode:
         r, sequences = self.request, query.shape[0]
         page_table, seq_lens, max_seqlen_k = tables.page_table, tables.seq_lens, tables.max_seqlen_k
         if not (query.shape[0] and page_table.shape[1] and max_seqlen_k):
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         if sequences != seq_lens.shape[0]:
             page_table, seq_lens = per_token(sequences, tables.cu_seqlens_q, page_table, seq_lens)
         if workspace is None:
@@ -74,7 +72,7 @@ class _Decode:
             q_nope=query[..., :compressed].contiguous(),
             q_pe=query[..., compressed:].contiguous(),
             # It knows no strides of either.
-            kv_c_and_k_pe_cache=placed(cache.contiguous()),
+            kv_c_and_k_pe_cache=align16(cache.contiguous()),
             seq_lens=seq_lens.contiguous(),
             page_table=page_table.contiguous(),
             workspace=workspace,

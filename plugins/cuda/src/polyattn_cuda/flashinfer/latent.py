@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters import empty_result, load
 from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot, UnsupportedRequestError
 
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
@@ -48,8 +47,8 @@ class _Call:
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
-        self.make = adapters.load(FLASHINFER_MLA_LIBRARY, "flashinfer.mla:BatchMLAPagedAttentionWrapper")
-        self.metadata: Any = adapters.load(FLASHINFER_MLA_LIBRARY, "flashinfer.mla:MLAPlanMetadata")
+        self.make = load(FLASHINFER_MLA_LIBRARY, "flashinfer.mla:BatchMLAPagedAttentionWrapper")
+        self.metadata: Any = load(FLASHINFER_MLA_LIBRARY, "flashinfer.mla:MLAPlanMetadata")
         self.scale, self.factor = scale_of(r)
         self.strides = (r.heads * r.head_dim, r.head_dim, 1)
         recent = not r.toolkit or r.toolkit >= (12, 3)
@@ -83,11 +82,11 @@ class _Call:
         """`polyattn.contract.MLAForward`."""
         r = self.request
         if not query.shape[0]:
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         with LENDER.lend(query.device) as bench:
             lens = Lengths.read(tables, r.page_size)
             if not lens.pages:
-                return nothing(r, query, out)
+                return empty_result(r, query, out)
             wrapper, alive = self.plan_step(
                 bench, lens, lens.page_list(tables.page_table), self._nbytes(query.device), None, None
             )

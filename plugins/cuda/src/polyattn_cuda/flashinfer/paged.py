@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
+from polyattn.adapters import append_new_kv, empty_result, load
 from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot, UnsupportedRequestError
 
 from ..records.flashinfer import FLASHINFER
@@ -103,12 +101,12 @@ class _Call:
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
-        self.prefill = adapters.load(FLASHINFER, "flashinfer:BatchPrefillWithPagedKVCacheWrapper")
-        self.decode = adapters.load(FLASHINFER, "flashinfer:BatchDecodeWithPagedKVCacheWrapper")
-        self.merge = adapters.load(FLASHINFER, "flashinfer:merge_state_in_place") if r.kv_parts else None
+        self.prefill = load(FLASHINFER, "flashinfer:BatchPrefillWithPagedKVCacheWrapper")
+        self.decode = load(FLASHINFER, "flashinfer:BatchDecodeWithPagedKVCacheWrapper")
+        self.merge = load(FLASHINFER, "flashinfer:merge_state_in_place") if r.kv_parts else None
         self.hints = "uniform_q_len" in inspect.signature(self.prefill.plan).parameters  # type: ignore[attr-defined]
         # Of 0.7 and later, for decode: plans anew without touching the tables in a recorded wrapper's buffers.
-        self.replan = adapters.load(FLASHINFER, "flashinfer.decode:fast_decode_plan") if self.hints else None
+        self.replan = load(FLASHINFER, "flashinfer.decode:fast_decode_plan") if self.hints else None
         self.host_scale = HostScale()
         self.scale, self.factor = scale_of(r)
         self.template, self.layout = template(r), r.kv_layout or "NHD"
@@ -252,12 +250,12 @@ class _Call:
         """`polyattn.contract.PagedForward`."""
         r = self.request
         if not query.shape[0]:
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         with LENDER.lend(query.device) as bench:
             lens, own = Lengths.read(tables, r.page_size), caches
             if key is not None:
                 new = (unscaled(key, k_scale), unscaled(value, v_scale))
-                own, tables = with_new(r, query, caches, tables, *new)
+                own, tables = append_new_kv(r, query, caches, tables, *new)
             page_table = tables.page_table
             if self.decodes and not lens.single:
                 # The decode wrapper has a query for each sequence; another kernel may give the same rows other bits.
@@ -273,7 +271,7 @@ class _Call:
                     part = attend(bench, q, keys, scales, mask, writable(out) if alone else None)
                     whole = part if whole is None else self._merged(whole, part)
             if whole is None:
-                return nothing(r, query, out)
+                return empty_result(r, query, out)
             found, lse, alive = whole
             return delivered(r, found, natural(lse), alive, sinks, out)
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters import empty_result, load
 from polyattn.contract import AttentionRequest, Bound
 
 from ..records.flashinfer import FLASHINFER
@@ -38,7 +37,7 @@ class _Call:
 
     def __init__(self, request: AttentionRequest) -> None:
         r = self.request = request
-        self.wrapper = adapters.load(FLASHINFER, "flashinfer:BatchPrefillWithRaggedKVCacheWrapper")
+        self.wrapper = load(FLASHINFER, "flashinfer:BatchPrefillWithRaggedKVCacheWrapper")
         self.scale, self.factor = scale_of(r)
         self.backend, dtype = template(r), getattr(torch, r.dtype)
         self.options: dict[str, Any] = {
@@ -115,7 +114,7 @@ class _Call:
         """
         r = self.request
         if not (query.shape[0] and key.shape[0]):
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         if self.backend != "fa3":
             check_reach(query.shape[0], r.heads, max(r.dims))
             check_reach(key.shape[0], r.kv_heads, max(r.dims))

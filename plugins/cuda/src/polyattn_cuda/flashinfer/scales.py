@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from polyattn.adapters.alignment import placed
+from polyattn.adapters import align16
 from polyattn.contract import AttentionRequest, GraphError
 
 from ..tma import for_tma
@@ -34,7 +34,7 @@ def readable(query: Tensor, factor: float | None) -> Tensor:
     if factor is not None:
         query = query * factor
     # Whole ones, which nearly all are, without a look at each stride.
-    return query if query.is_contiguous() and not query.data_ptr() & 15 else placed(query)
+    return query if query.is_contiguous() and not query.data_ptr() & 15 else align16(query)
 
 
 def prepared(query: Tensor, factor: float | None, strides: tuple[int, ...]) -> Tensor:

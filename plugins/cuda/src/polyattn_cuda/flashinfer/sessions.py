@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters import empty_result
 from polyattn.contract import AttentionRequest, Slot
 
 from .lengths import Lengths
@@ -111,5 +111,5 @@ class PlannedSession:
                 return self._planner.forward(query, *caches, key=key, value=value, out=out, **given)
             self._places.write(caches, (key, value), (given.get("k_scale"), given.get("v_scale")))
         if self._wrapper is None:
-            return nothing(self._planner.request, query, out)
+            return empty_result(self._planner.request, query, out)
         return self._planner.run_step(self._wrapper, self._alive, query, caches, out, given)

@@ -16,12 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import aligned
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
+from polyattn.adapters import aligned, append_new_kv, empty_result, load
 from polyattn.contract import AttentionRequest, Bound, PagedTables, Session, Slot, UnsupportedRequestError
-from polyattn.semantics.packed import owners
+from polyattn.semantics.packed import sequence_ids
 
 from .. import devices
 from ..records.flashinfer import FLASHINFER
@@ -78,10 +75,10 @@ class _Call:
         """`polyattn.contract.PagedForward`; `memory`: of a session."""
         r = self.request
         if not (query.shape[0] and tables.page_table.shape[1] and tables.max_seqlen_k):
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         if key is not None:
             new = (unscaled(key, k_scale), unscaled(value, v_scale))
-            caches, tables = with_new(r, query, caches, tables, *new)
+            caches, tables = append_new_kv(r, query, caches, tables, *new)
         query = readable(query, self.factor)
         # The kernels know no strides of tables and lengths, nor of sinks.
         page_table, seq_lens, cu_seqlens_q = (table.contiguous() for table in tables[:3])
@@ -134,7 +131,7 @@ def _seeing(tables: PagedTables, query: Tensor) -> Tensor:
     """bool [T_q], the queries of sequences that have keys."""
     if _uniform(tables, query):
         return (tables.seq_lens > 0).repeat_interleave(tables.max_seqlen_q, output_size=query.shape[0])
-    return tables.seq_lens[owners(query.shape[0], tables.cu_seqlens_q)] > 0
+    return tables.seq_lens[sequence_ids(query.shape[0], tables.cu_seqlens_q)] > 0
 
 
 class _Generated(_Call):
@@ -142,12 +139,12 @@ class _Generated(_Call):
 
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
-        self.decode = adapters.load(
+        self.decode = load(
             FLASHINFER,
             "flashinfer.decode:trtllm_batch_decode_with_kv_cache",
             {"return_lse": "an LSE", "cum_seq_lens_q": "drafts", "multi_ctas_kv_counter_buffer": "a recorded step"},
         )
-        self.context = adapters.load(
+        self.context = load(
             FLASHINFER,
             "flashinfer.prefill:trtllm_batch_context_with_kv_cache",
             {"return_lse": "an LSE", "causal": "attention without a diagonal"},
@@ -227,7 +224,7 @@ class _XQA(_Call):
     def __init__(self, request: AttentionRequest) -> None:
         super().__init__(request)
         needs = {"q_cu_seq_lens": "sequences with numbers of queries of their own"}
-        self.decode = adapters.load(FLASHINFER, "flashinfer.decode:xqa_batch_decode_with_kv_cache", needs)
+        self.decode = load(FLASHINFER, "flashinfer.decode:xqa_batch_decode_with_kv_cache", needs)
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
 
     def ready(self, step: Any, device: torch.device) -> None:
@@ -257,7 +254,7 @@ class _XQA(_Call):
             longest = max(longest, 2)
             token = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
             starts = tables.cu_seqlens_q
-            row = token - starts[owners(query.shape[0], starts)]
+            row = token - starts[sequence_ids(query.shape[0], starts)]
             # Not every version of torch indexes unsigned numbers on a GPU.
             mask = self._mask(longest, query.device).view(torch.int16)[row].view(torch.uint16)
             drafts = {"q_len_per_req": longest, "mask": mask, "q_cu_seq_lens": starts}

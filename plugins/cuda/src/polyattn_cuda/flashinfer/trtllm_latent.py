@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import placed
-from polyattn.adapters.gather_kv import nothing
+from polyattn.adapters import align16, empty_result, load
 from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot
-from polyattn.semantics.packed import owners
+from polyattn.semantics.packed import sequence_ids
 
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
 from .memory import WORKSPACE, workspace_of
@@ -56,7 +54,7 @@ class _Call:
 
     def __init__(self, request: AttentionRequest, kernel: str) -> None:
         self.request, self.kernel = request, kernel
-        self.decode = adapters.load(
+        self.decode = load(
             FLASHINFER_MLA_LIBRARY,
             "flashinfer.mla:trtllm_batch_decode_with_kv_cache_mla",
             {"return_lse_base": "a natural LSE", "cum_seq_lens_q": "sequences with numbers of queries of their own"},
@@ -78,14 +76,14 @@ class _Call:
         page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[:5]
         r, N, T = self.request, seq_lens.shape[0], query.shape[0]
         if not (T and page_table.shape[1] and max_seqlen_k):
-            return nothing(r, query, out)
+            return empty_result(r, query, out)
         width, compressed = r.dims
-        owner = owners(T, cu_seqlens_q)
+        owner = sequence_ids(T, cu_seqlens_q)
         keys = seq_lens[owner]
         if max_seqlen_q == 1 and T != N:
             # Sequences without a query in this step: with numbers of queries that differ trtllm-gen has no LSE.
             page_table, seq_lens, N = page_table[owner], keys, T
-        query = placed(query if self.factor is None else query * self.factor)
+        query = align16(query if self.factor is None else query * self.factor)
         target = writable(out)
         drafts: dict[str, Any] = {}
         if N * max_seqlen_q == T:
@@ -95,7 +93,7 @@ class _Call:
             drafts = {"cum_seq_lens_q": _whole(cu_seqlens_q), "max_q_len": max_seqlen_q}
         found = self.decode(
             query=query,
-            kv_cache=placed(cache),
+            kv_cache=align16(cache),
             workspace_buffer=workspace_of(query.device) if workspace is None else workspace,
             # Of the heads before absorption; the kernels do not use it.
             qk_nope_head_dim=compressed // 4,
@@ -127,7 +125,7 @@ class _Call:
 
 def _whole(index: Tensor) -> Tensor:
     """Lengths and tables as the kernels read them: without a gap, and for CuTe DSL from a 16-byte boundary on."""
-    return placed(index.contiguous())
+    return align16(index.contiguous())
 
 
 class _Session:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from polyattn.adapters.cudnn_faults import low_lse
+from polyattn.adapters import low_lse_defect
 from polyattn.contract import AttentionRequest, Constraint, Defect, NotEmpty, Range, WiderThan, conditions
 
 from .common import AMPERE_AND_LATER, HOPPER
@@ -164,7 +164,7 @@ FLASHINFER_PAGED = _fa2_template("paged")
 
 # --- cuDNN
 
-CUDNN_LOW_LSE = low_lse(
+CUDNN_LOW_LSE = low_lse_defect(
     ("dense",), "the gradients of calls of these lengths are those of the FlashAttention 2 that torch brings"
 )
 CUDNN_PACKED_GAPS = Defect(

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.gather_kv import deliver, nothing
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters import empty_result, finish_output, load, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.paged_kv import Tokens
 
@@ -34,7 +32,7 @@ def bind_latent(request: AttentionRequest) -> Bound:
     """Raises:
     BackendUnavailableError: the installed build lacks what the request needs.
     """
-    return signed(request, lambda positive: Bound(_Latent(positive)))
+    return with_positive_scale(request, lambda positive: Bound(_Latent(positive)))
 
 
 class _Latent:
@@ -47,12 +45,12 @@ class _Latent:
         needs = dict.fromkeys((*_LISTS, "sm_scale"), "polyattn")
         splits = dict.fromkeys(("num_kv_splits", "num_kv_splits_indptr"), "polyattn")
         decode = {**needs, **splits} | ({"return_lse": "the LSE"} if request.lse else {})
-        kernel = adapters.load(AITER, "aiter.mla:mla_decode_fwd", decode)
+        kernel = load(AITER, "aiter.mla:mla_decode_fwd", decode)
         lse = {"return_lse": True} if request.lse else {}
         self._decode = functools.partial(kernel, sm_scale=scale, **lse)
         self._prefill = None
         if self._causal and not request.lse and request.heads in PREFILL_HEADS:
-            self._prefill = functools.partial(adapters.load(AITER, "aiter.mla:mla_prefill_fwd", needs), sm_scale=scale)
+            self._prefill = functools.partial(load(AITER, "aiter.mla:mla_prefill_fwd", needs), sm_scale=scale)
 
     def __call__(
         self,
@@ -65,7 +63,7 @@ class _Latent:
     ) -> Any:
         request = self._request
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
+            return empty_result(request, query, out)
         page_table, seq_lens, cu_seqlens_q, max_seqlen_q, _ = tables[:5]
         one_each = max_seqlen_q == 1 and query.shape[0] == seq_lens.shape[0]
         tokens = None if one_each else Tokens.of(query, tables)
@@ -92,7 +90,7 @@ class _Latent:
         else:
             lse = self._decode(**given, max_seqlen_q=1, **_splits(query, seq_lens.shape[0]))[1]
         room = room.masked_fill_(~real[:, None, None], 0.0)
-        return deliver(request, room, lse if request.lse else None, None, out)
+        return finish_output(request, room, lse if request.lse else None, None, out)
 
 
 def _splits(query: Tensor, count: int) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.flash_attention import Packed, Result, bind, dropping
+from polyattn.adapters import OutAndLSE, Packed, bind_dropout, bind_flash_attention, keywords, load
 from polyattn.contract import AttentionRequest, BackendUnavailableError, Bound, PagedTables
 from polyattn.semantics.masks import may_have_empty_rows
 
@@ -46,11 +45,11 @@ class AiterMHA:
 
 def bind_mha(request: AttentionRequest) -> Bound:
     """A dense, varlen or paged request."""
-    return _dropping(request) if request.dropout else bind(request, _Kernels)
+    return _dropping(request) if request.dropout else bind_flash_attention(request, _Kernels)
 
 
 def _load(name: str, needs: Mapping[str, str] | None = None) -> Callable[..., Any]:
-    return adapters.load(AITER, f"{_MODULE}:{name}", needs)
+    return load(AITER, f"{_MODULE}:{name}", needs)
 
 
 def _options(request: AttentionRequest) -> dict[str, Any]:
@@ -80,7 +79,7 @@ class _Kernels:
         names = {"dense": "flash_attn_func", "varlen": "flash_attn_varlen_func", "paged": "mha_batch_prefill_func"}
         name = names[request.family]
         self._forward = functools.partial(_load(name, {"return_lse": "the LSE", **needs}), **given)
-        self._takes_sinks = "sink_ptr" in adapters.keywords(self._forward.func)
+        self._takes_sinks = "sink_ptr" in keywords(self._forward.func)
         if request.family == "dense" and not self._kept_off:
             self.simple = self._forward
         _check_build(request)
@@ -88,10 +87,10 @@ class _Kernels:
             backward = "_flash_attn_backward" if request.family == "dense" else "_flash_attn_varlen_backward"
             self._backward = _load(backward, {"window_size_left": "the backward"})
 
-    def fuses(self, sinks: Tensor, query: Tensor) -> bool:
+    def takes_sinks(self, sinks: Tensor, query: Tensor) -> bool:
         return self._takes_sinks and (self._kept_off or not self._assembly)
 
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, sinks: Tensor | None = None) -> Result:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, *, lse: bool, sinks: Tensor | None = None) -> OutAndLSE:
         return self._run((query, key, value), {}, lse, sinks)
 
     def packed(
@@ -104,7 +103,7 @@ class _Kernels:
         lse: bool,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> Result:
+    ) -> OutAndLSE:
         return self._run((query, key, value), {**where._asdict(), "out": out}, lse, sinks)
 
     def paged(
@@ -117,7 +116,7 @@ class _Kernels:
         lse: bool,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> Result:
+    ) -> OutAndLSE:
         caches, lists = token_lists((key, value), where)
         given = {
             "cu_seqlens_q": where.cu_seqlens_q,
@@ -129,7 +128,7 @@ class _Kernels:
         }
         return self._run((query, *(cache.squeeze(1) for cache in caches)), given, lse, sinks)
 
-    def _run(self, tensors: tuple[Tensor, ...], given: dict[str, Any], lse: bool, sinks: Tensor | None) -> Result:
+    def _run(self, tensors: tuple[Tensor, ...], given: dict[str, Any], lse: bool, sinks: Tensor | None) -> OutAndLSE:
         if sinks is not None:
             given["sink_ptr"] = sinks.float()
         if self._kept_off:
@@ -161,7 +160,7 @@ def _check_build(request: AttentionRequest) -> None:
     """
     if not (request.softcap or request.grad or request.family == "paged"):
         return
-    if getattr(adapters.load(AITER, "aiter.jit:core"), "ENABLE_CK", True):
+    if getattr(load(AITER, "aiter.jit:core"), "ENABLE_CK", True):
         return
     lacks = "softcap" if request.softcap else "gradients of its own" if request.grad else "paged prefill"
     raise BackendUnavailableError(
@@ -176,4 +175,4 @@ def _dropping(request: AttentionRequest) -> Bound:
     given = {**{k: v for k, v in _options(request).items() if k != "logits_soft_cap"}, **given}
     # Its autograd wants the LSE to be asked for.
     name = "flash_attn_func" if request.family == "dense" else "flash_attn_varlen_func"
-    return dropping(request, functools.partial(_load(name), **given))
+    return bind_dropout(request, functools.partial(_load(name), **given))

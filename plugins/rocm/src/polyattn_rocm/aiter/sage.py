@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters import load, with_positive_scale
 from polyattn.contract import AttentionRequest, Bound
 
 from ..records.common import AITER_0_1_20
@@ -30,7 +29,7 @@ class AiterSage:
         """Raises:
         BackendUnavailableError: the installed build lacks the kernel.
         """
-        return signed(request, _bind)
+        return with_positive_scale(request, _bind)
 
 
 def _bind(request: AttentionRequest) -> Bound:
@@ -41,7 +40,7 @@ def _bind(request: AttentionRequest) -> Bound:
         "return_lse": request.lse,
         "smooth_k": True,
     }
-    kernel = functools.partial(adapters.load(AITER_0_1_20, _TARGET, dict.fromkeys(given, "polyattn")), **given)
+    kernel = functools.partial(load(AITER_0_1_20, _TARGET, dict.fromkeys(given, "polyattn")), **given)
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *, out: Tensor | None = None, **_: None) -> Any:
         found = kernel(query, key, value)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.adapters.pages import cut_pages
+from polyattn.adapters import cut_pages
 from polyattn.contract import PagedTables
 
 __all__ = ["SPARE", "TokenLists", "token_lists"]

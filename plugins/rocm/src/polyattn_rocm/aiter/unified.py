@@ -18,12 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import adapters
-from polyattn.adapters.alignment import placed
-from polyattn.adapters.free_slots import without_free_slots
-from polyattn.adapters.gather_kv import nothing
-from polyattn.adapters.new_rows import with_new
-from polyattn.adapters.scale_sign import signed
+from polyattn.adapters import align16, append_new_kv, empty_result, load, with_positive_scale, without_free_slots
 from polyattn.contract import AttentionRequest, Bound, PagedTables
 from polyattn.semantics.paged_kv import Tokens
 
@@ -45,7 +40,7 @@ def bind_unified(request: AttentionRequest, target: str) -> Bound:
     """Raises:
     BackendUnavailableError: the installed build lacks the kernel, or a keyword of it.
     """
-    return signed(request, lambda positive: Bound(_Unified(positive, target)))
+    return with_positive_scale(request, lambda positive: Bound(_Unified(positive, target)))
 
 
 class _Unified:
@@ -54,7 +49,7 @@ class _Unified:
     def __init__(self, request: AttentionRequest, target: str) -> None:
         self._request = request
         self._kernel = functools.partial(
-            adapters.load(AITER, target, dict.fromkeys(_GIVEN, "polyattn")),
+            load(AITER, target, dict.fromkeys(_GIVEN, "polyattn")),
             softmax_scale=request.softmax_scale,
             causal=True,
             window_size=(request.window[0], 0),
@@ -80,16 +75,16 @@ class _Unified:
     ) -> Any:
         request = self._request
         if not (query.shape[0] and tables.max_seqlen_k):
-            return nothing(request, query, out)
+            return empty_result(request, query, out)
         scales = (k_scale, v_scale)
         if key is not None and value is not None:
             new = [rows if s is None else rows.float() / s for rows, s in zip((key, value), scales, strict=True)]
-            caches, tables = with_new(request, query, caches, tables, *new)
+            caches, tables = append_new_kv(request, query, caches, tables, *new)
         if not self._in_place:
             caches, tables = without_free_slots(request, caches, tables)
         page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[:5]
         one_each = max_seqlen_q == 1 and query.shape[0] == seq_lens.shape[0]
-        query = placed(query)
+        query = align16(query)
         room = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         descales = [self._descale(scale, query) for scale in scales]
         self._kernel(

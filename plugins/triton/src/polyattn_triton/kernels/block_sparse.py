@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.adapters.alignment import aligned
-from polyattn.adapters.samples import parts_of
+from polyattn.adapters import aligned, launch_slices
 from polyattn.contract import Key
 from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
 
@@ -380,7 +379,7 @@ def forward(
         scale: of the products. tiles: instead of the table's. tma: descriptors or not; None = where they work.
     """
     B, H, S_q, D = query.shape
-    if len(parts := parts_of(B, 1)) > 1:
+    if len(parts := launch_slices(B, 1)) > 1:
         for some in parts:
             mine = {"out": out[some], "lse": None if lse is None else lse[some], "tiles": tiles, "tma": tma}
             forward(query[some], key[some], value[some], lists.of(some), scale=scale, **mine)
@@ -439,7 +438,7 @@ def backward(
         tiles: of the kernels `query` and `key`, instead of the table's. The rest as `forward`.
     """
     B, H, S_q, D = query.shape
-    if len(parts := parts_of(B, 1)) > 1:
+    if len(parts := launch_slices(B, 1)) > 1:
         sides = (dout, query, key, value, out, lse)
         found = [
             backward(*(t[some] for t in sides), lists.of(some), scale=scale, tiles=tiles, tma=tma) for some in parts

@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from polyattn.adapters.tuned import EPOCH, Kernel, Key, kernel_config
+from polyattn.adapters import EPOCH, kernel_config
+from polyattn.contract import Kernel, Key
 from polyattn_triton.kernels.room import Room, accepted, fitting, refused, shared_memory
 
 __all__ = ["EPOCH", "architecture", "chosen"]

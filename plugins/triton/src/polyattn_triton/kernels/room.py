@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from polyattn.adapters.tuned import bump
+from polyattn.adapters import bump
 from polyattn.contract import Kernel, Key, UnsupportedRequestError
 from polyattn_triton import runtime  # first: it decides how Triton is imported
 

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from .keys import request_of
 from .rows import canonical
 
-__all__ = ["Numbers", "apart", "numbers_of", "octaves", "scaled", "within"]
+__all__ = ["Numbers", "distance", "numbers_of", "octaves", "scaled", "within"]
 
 _NEAR = 4
 """Pages of 16 and of 64 tokens, windows of 1024 and of 4096. Farther ones say nothing."""
@@ -37,7 +37,7 @@ _IDLE = ("lse", "large", "multimodal", "save_kv_cache")
 
 
 class Numbers(NamedTuple):
-    """What may differ between requests that are alike. `fields`: all of it, as fields of a request."""
+    """Describes what may differ between requests that are alike. `fields`: all of it, as fields of a request."""
 
     heads: int
     kv_heads: int
@@ -72,7 +72,7 @@ def _numbers(request: AttentionRequest) -> Numbers:
     return Numbers(request.heads, request.kv_heads, head_dim, page_size, window, request.layout, fields)
 
 
-def apart(a: Numbers, b: Numbers) -> float | None:
+def distance(a: Numbers, b: Numbers) -> float | None:
     """How far two of one kind are from each other, in factors of two; None where it is too far."""
     groups = a.heads * b.kv_heads, b.heads * a.kv_heads
     # A window of 1023 keys to the left sees 1024; -1 is no window.
@@ -91,7 +91,7 @@ def scaled(batch: int, measured: Numbers, asked: Numbers) -> Fraction:
 
 
 def within(a: Fraction | int, b: Fraction | int, factor: int) -> bool:
-    """Whether neither size is more than so many times the other. Both may be 0: off, or unlimited."""
+    """Return whether neither size is more than so many times the other. Both may be 0: off, or unlimited."""
     return a == b or 0 < max(a, b) <= factor * min(a, b)
 
 
@@ -101,5 +101,5 @@ def octaves(a: Fraction | int, b: Fraction | int) -> float:
 
 
 def _log2(size: Fraction | int) -> float:
-    """Of any size: whole numbers in a file may be larger than a float."""
+    """Return log2 of an int of any size: whole numbers in a file may be larger than a float."""
     return math.log2(size.numerator) - math.log2(size.denominator)

@@ -1,0 +1,129 @@
+"""Multi-head latent attention, absorbed and not, and the rows of its FP8 cache (S9)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...contract import Causal
+from .dense import attention
+from .paged import paged_attention
+
+
+def mla_attention(
+    query: Tensor,
+    cache: Tensor,
+    *,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float,
+    v_head_dim: int = 512,
+    causal: Causal = "bottom_right",
+    window: tuple[int, int] = (-1, -1),
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    return_lse: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    max_bytes: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multi-head latent attention in absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    One latent row per token is the key of every head, and its first D_c = `v_head_dim` numbers are the value.
+
+    Args:
+        query: [T_q, H_q, D_c + D_r], see `mla_absorb`.
+        cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656], see `mla_unpack_fp8`.
+        page_table, seq_lens, cu_seqlens_q, attn_mask: as `paged_attention`.
+        scale: that of the uncompressed heads, (D_nope + D_r) ** -0.5 times the model's own factor; there is no
+            default, because the one derived from the query's width would be wrong (S2).
+        The rest: as `paged_attention`.
+
+    Returns:
+        out [T_q, H_q, D_c], or (out, lse [T_q, H_q]).
+
+    Raises:
+        UnsupportedRequestError: `max_bytes` cannot be kept.
+    """
+    rows = mla_unpack_fp8(cache) if cache.dtype == torch.uint8 else cache
+    rows = rows.unsqueeze(2)
+    return paged_attention(
+        query,
+        rows,
+        rows[..., :v_head_dim],
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        causal=causal,
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
+        sinks=sinks,
+        attn_mask=attn_mask,
+        scale=scale,
+        return_lse=return_lse,
+        compute_dtype=compute_dtype,
+        max_bytes=max_bytes,
+    )
+
+
+def mla_unpack_fp8(cache: Tensor) -> Tensor:
+    """Real values of an FP8 latent cache (S9).
+
+    Args:
+        cache: uint8 [pages, page_size, 656]; a row is 512 float8_e4m3fn latents, the 4 float32 scales of their
+            groups of 128, and 64 bfloat16 rope numbers.
+
+    Returns:
+        float32 [pages, page_size, 576].
+    """
+    latent, scales, rope = torch.split(cache, [512, 16, 128], dim=-1)
+    latent = torch.unflatten(latent.contiguous().view(torch.float8_e4m3fn).float(), -1, (4, 128))
+    scales = scales.contiguous().view(torch.float32).unsqueeze(-1)
+    return torch.cat([(latent * scales).flatten(-2), rope.contiguous().view(torch.bfloat16).float()], dim=-1)
+
+
+def mla_absorb(q_nope: Tensor, q_rope: Tensor, w_uk: Tensor) -> Tensor:
+    """The query of `mla_attention`: K's up-projection moved to the query's side.
+
+    Args:
+        q_nope: [..., H_q, D_nope]; q_rope: [..., H_q, D_r], after RoPE.
+        w_uk: [H_q, D_nope, D_c], latent to key.
+
+    Returns:
+        [..., H_q, D_c + D_r].
+    """
+    return torch.cat([torch.einsum("...hd,hdc->...hc", q_nope, w_uk), q_rope], dim=-1)
+
+
+def mla_unabsorbed_attention(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    scale: float,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same attention as ordinary multi-head attention, which is what a model trains with.
+
+    Args:
+        q_nope: [B, S_q, H_q, D_nope]; q_rope: [B, S_q, H_q, D_r], after RoPE.
+        latent: [B, S_k, D_c]; k_rope: [B, S_k, D_r], after RoPE, one for all heads.
+        w_uk: [H_q, D_nope, D_c]; w_uv: [H_q, D_v, D_c].
+        scale: as `mla_attention`.
+        options: keywords of `attention`.
+
+    Returns:
+        out [B, S_q, H_q, D_v] (in absorbed form: `mla_attention`'s out times w_uv), or (out, lse [B, S_q, H_q]).
+    """
+    k_nope = torch.einsum("bsc,hdc->bshd", latent, w_uk)
+    k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, w_uk.shape[0], -1)], dim=-1)
+    v = torch.einsum("bsc,hdc->bshd", latent, w_uv)
+    return attention(torch.cat([q_nope, q_rope], dim=-1), k, v, scale=scale, **options)

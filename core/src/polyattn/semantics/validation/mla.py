@@ -1,0 +1,51 @@
+"""Checks of a latent call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...contract import scalars
+from ...errors import InvalidInputError
+from ..kv_quant import MLA_BYTES, MLA_WIDTHS
+from .tensors import FLOATS, check_dense_axis, check_plain
+
+
+def check_mla(query: Any, cache: Any, v_head_dim: Any) -> None:
+    """Check the tensors of a latent call."""
+    for name, tensor, shape in (
+        ("query", query, "[T, H_q, D_c + D_r]"),
+        ("cache", cache, "[pages, page_size, D_c + D_r]"),
+    ):
+        if isinstance(tensor, Tensor):
+            check_plain(name, tensor)
+        if not isinstance(tensor, Tensor) or tensor.ndim != 3:
+            shown = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InvalidInputError(f"{name} is {shown}; a tensor {shape} is needed")
+    if not scalars.whole(v_head_dim):
+        raise InvalidInputError(
+            f"v_head_dim={scalars.shown(v_head_dim)} is a {type(v_head_dim).__name__}; give a whole number, the "
+            f"leading part of a row that is the value"
+        )
+    if query.device != cache.device:
+        raise InvalidInputError(f"query is on {query.device}, cache on {cache.device}; move them to one device")
+    for name, tensor in (("query", query), ("cache", cache)):
+        check_dense_axis(name, tensor)
+    fp8 = cache.dtype == torch.uint8 and cache.shape[2] == MLA_BYTES and query.dtype in FLOATS
+    if query.dtype != cache.dtype and not fp8:
+        raise InvalidInputError(
+            f"query is {query.dtype}, cache {cache.dtype}; one dtype is needed (FP8 rows are uint8 [pages, page_size, "
+            f"{MLA_BYTES}], as polyattn.semantics.reference.mla_unpack_fp8 reads them)"
+        )
+    if fp8 and (query.shape[2], v_head_dim) != MLA_WIDTHS:
+        raise InvalidInputError(
+            f"query rows have {query.shape[2]} numbers and v_head_dim is {v_head_dim}; FP8 rows hold {MLA_WIDTHS[0]}, "
+            f"the first {MLA_WIDTHS[1]} of them the value"
+        )
+    if not fp8 and (query.shape[2] != cache.shape[2] or not 0 < v_head_dim <= query.shape[2]):
+        raise InvalidInputError(
+            f"query rows have {query.shape[2]} numbers, cache rows {cache.shape[2]}, v_head_dim is {v_head_dim}; rows "
+            f"must be equal and v_head_dim the leading part of them"
+        )
