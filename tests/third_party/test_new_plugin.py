@@ -82,7 +82,14 @@ def test_its_wheel_has_every_file_of_the_package(wheel: Path) -> None:
 
 def test_list_shows_it(installed: Fresh) -> None:
     entries = {entry["name"]: entry for entry in json.loads(installed.run("polyattn list --json"))}
-    assert set(entries) == {"torch_sdpa", "torch_native", "flex_attention", "reference", "template"}
+    assert set(entries) == {
+        "torch_sdpa",
+        "torch_native",
+        "flex_attention",
+        "reference",
+        "window_video_attn",
+        "template",
+    }
     ours = entries["template"]
     assert (ours["platforms"], ours["package"], ours["version"]) == (["cpu"], "polyattn-template", "0.1.0")
     assert (ours["status"], ours["evidence"], ours["reasons"]) == ("available", "declared", [])
