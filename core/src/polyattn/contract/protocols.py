@@ -375,6 +375,9 @@ class Inner(Protocol):
     def dense(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """`polyattn.attention`; `given`: its keywords but layout and backend."""
 
+    def varlen(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        """`polyattn.varlen_attention`, packed: [T, H, D]; `given`: its keywords but backend."""
+
     def block_sparse(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """`polyattn.block_sparse_attention`; `given`: its keywords but layout and backend."""
 

@@ -267,13 +267,6 @@ class _Fast:
         return True
 
 
-def _placed(chosen: Chosen, place: Place) -> dict[str, Any]:
-    """The keyword of a method; its run is told of a call that the method left to others."""
-    if place.run is not None:
-        place.run.left(place, chosen.selection)
-    return {"place": place} if chosen.request.place else {}
-
-
 class DenseSite:
     """A dense call with its static arguments bound: what `bind` returns, what layers hold, what each call finds.
 
@@ -375,7 +368,9 @@ class DenseSite:
             self._remember(DenseKey._make(said), entry, query, key, value, attn_mask)
         self._last = signature
         run = entry.chosen.ranged("attention", entry.run)
-        given = {} if place is None else _placed(entry.chosen, place)
+        given = {"place": place} if entry.chosen.request.place else {}
+        if place is not None and place.run is not None:  # it is told of what a method leaves to others
+            place.run.left(place, entry.chosen.selection)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **given)
 
     def _resolve(

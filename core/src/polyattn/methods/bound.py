@@ -15,6 +15,7 @@ from ..contract import AttentionRequest, BackendInfo, Bound, Like, Method, Place
 from ..dispatch.block_sparse import block_sparse_attention
 from ..dispatch.dense import attention
 from ..dispatch.linear import linear_attention
+from ..dispatch.varlen import varlen_attention
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..selection.inspection import explain
@@ -46,6 +47,9 @@ class _Inner:
     def dense(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         more = {**self._fixed, **self._deterministic, "layout": "BHSD", **given}
         return self._call(attention, query, key, value, more)
+
+    def varlen(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        return self._call(varlen_attention, query, key, value, {**self._fixed, **self._deterministic, **given})
 
     def block_sparse(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         return self._call(block_sparse_attention, query, key, value, {**self._fixed, "layout": "BHSD", **given})

@@ -6,17 +6,9 @@ records to its backend. Torch-free data, like everything a plugin's `plugin.py` 
 
 from __future__ import annotations
 
-from typing import Any
+from ...contract import ConfigField, Fallback, conditions
 
-from ...contract import ConfigField, Fallback, Provider, Range, Requirement, conditions, row
-
-__all__ = [
-    *("DENSE_THERE", "SAGE_SLA", "SLA", "STA", "SVG2", "VMOBA", "VSA", "WINDOW"),
-    *("dense_by_rule", "portable_provider"),
-]
-
-DENSE_THERE = {"rocm": "fa", "xpu": "fa", "musa": "fa", "npu": "fa", "cpu": "torch_sdpa"}
-"""What serves, on platforms whose methods core registers, the calls that a method leaves dense."""
+__all__ = ["SAGE_SLA", "SLA", "STA", "SVG2", "VMOBA", "VSA", "WINDOW", "dense_by_rule"]
 
 STA: tuple[ConfigField, ...] = (
     ConfigField("mask_strategy_file_path", "path", doc="JSON of step_layer_head -> window in tiles [t, h, w]"),
@@ -141,24 +133,3 @@ def dense_by_rule(to: str = "") -> tuple[Fallback, ...]:
             rule=True,
         ),
     )
-
-
-def portable_provider(target: str, **limits: Any) -> Provider:
-    """The provider of a method that is made of calls of families: it takes what these take, on every platform.
-
-    Args:
-        target: "module:Class" in `polyattn.methods.video`. limits: what its row allows in another way.
-    """
-    allowed: dict[str, Any] = {
-        "dtype": ("float64", "float32", "float16", "bfloat16"),
-        "head_dim": Range(1),
-        "v_head_dim": Range(1),
-        "group": True,
-        "s_relation": "equal",
-        "scale": True,
-        "grad": ("query", "key", "value"),
-        "misaligned": True,
-    }
-    placed = row(when={"place": True}, family="dense", **{**allowed, **limits})
-    torch = Requirement("torch", ">=2.11", hint="install torch 2.11 or newer for this device")
-    return Provider("polyattn", (placed,), f"polyattn.methods.video.{target}", (torch,))
