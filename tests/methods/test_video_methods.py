@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from polyattn.registry.manager import get_manager
 from polyattn.video import Place
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "sliding_tile_attn": {"sta_tile": [2, 2, 4], "skip_time_steps": 0},
+    "video_sparse_attn": {"sparsity": 0.5},
     "sla_attn": {"topk_ratio": 0.5, "BLKQ": 64},
     "sage_sla_attn": {"BLKQ": 64},
     "vmoba_attn": {
@@ -35,14 +40,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "svg2_first_times_fp": 0.0,
     },
 }
-LEARNED = {"proj_l.weight": torch.eye(16) / 4}
+LEARNED = {"proj_l.weight": torch.eye(16) / 4, "gate_compress": torch.linspace(-1, 1, 16).view(1, 1, 1, 16)}
 each = pytest.mark.parametrize("name", OPTIONS)
 
 
 @pytest.fixture(autouse=True)
-def small() -> None:
+def small(tmp_path: Path) -> None:
     torch._dynamo.reset()
-    polyattn.configure(attention_backend_config=OPTIONS)
+    windows = {
+        f"{t}_{layer}_{h}": [1 + layer % 2, 1, 1 + h % 2] for t in range(2) for layer in range(3) for h in range(4)
+    }
+    path = tmp_path / "windows.json"
+    path.write_text(json.dumps(windows))
+    tiles = {**OPTIONS["sliding_tile_attn"], "mask_strategy_file_path": str(path)}
+    polyattn.configure(attention_backend_config={**OPTIONS, "sliding_tile_attn": tiles})
 
 
 def inputs(**kind: Any) -> list[Tensor]:
@@ -51,7 +62,7 @@ def inputs(**kind: Any) -> list[Tensor]:
 
 
 def at(layer: Any = 1, **more: Any) -> Place:
-    return Place(grid=(4, 4, 8), layer=layer, layers=3, tensors=LEARNED, **more)
+    return Place(grid=(4, 4, 8), layer=layer, layers=3, step=1, steps=2, tensors=LEARNED, **more)
 
 
 def test_all_are_tried() -> None:
