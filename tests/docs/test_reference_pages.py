@@ -222,6 +222,10 @@ class Asked(dict[str, str]):
         super().__init__()
         self.names: set[str] = set()
 
+    def __missing__(self, name: str) -> str:
+        self.names.add(name)
+        raise KeyError(name)
+
     def get(self, name: str, default: Any = None) -> Any:
         self.names.add(name)
         return default
