@@ -19,7 +19,7 @@ LOSSY = "sparse: exact over the keys it keeps, dense only at full budget"
 
 
 def _row(**limits: Any) -> Row:
-    """Self-attention at a place. What the calls that a method makes need is judged when they are made."""
+    """Return the row of self-attention at a place. What the calls of a method need is judged when they are made."""
     return row(
         when={"place": True},
         family="dense",

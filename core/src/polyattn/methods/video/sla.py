@@ -38,7 +38,7 @@ class _Plan(NamedTuple):
 
 
 class SLA:
-    """Sparse-linear attention, a `polyattn.contract.Method`.
+    """`SLA` adds a linear branch to exact attention over chosen blocks: a `polyattn.contract.Method`.
 
     `place.tensors` holds what the model learned: "proj_l.weight" [D_v, D_v], and "proj_l.bias" [D_v] where it has one.
 
@@ -131,7 +131,7 @@ class SLA:
 
 
 class SageSLA(SLA):
-    """SLA whose scores are products of 8-bit integers, forward only: the arithmetic of the published kernels, emulated.
+    """`SageSLA` emulates the published kernels, whose scores are products of 8-bit integers. Forward only.
 
     Queries and keys, the mean of the keys taken away, are rounded to 8 bits with one scale for each block of a head.
     What the integers stand for goes through exact attention in float32, so it has their error and not their speed.
@@ -174,7 +174,7 @@ def top_blocks(query: Tensor, key: Tensor, blocks: tuple[int, int], kept: int) -
 
 
 def _linear(query: Tensor, key: Tensor, value: Tensor, blocks: tuple[int, int], weights: Tensor | None) -> Tensor:
-    """phi(Q) (sum phi(K)^T V) / phi(Q) (sum phi(K)).
+    """Compute the linear branch, phi(Q) (sum phi(K)^T V) / phi(Q) (sum phi(K)).
 
     Args:
         query: [B, H_q, S, D]; key: [B, H_kv, S, D], both mapped; value: [B, H_kv, S, D_v].
@@ -244,14 +244,14 @@ def _as(tensor: Tensor | None, other: Tensor) -> Tensor | None:
 
 
 def _blocks(tensor: Tensor, block: int) -> Tensor:
-    """[B, H, S, D] -> [B, H, blocks, block, D], filled up with zeros."""
+    """Cut tokens into blocks and fill up the last with zeros: [B, H, S, D] -> [B, H, blocks, block, D]."""
     lacking = -tensor.shape[2] % block
     B, H, S, width = tensor.shape
     return torch.nn.functional.pad(tensor, (0, 0, 0, lacking)).view(B, H, (S + lacking) // block, block, width)
 
 
 def _means(tensor: Tensor, block: int) -> Tensor:
-    """[B, H, S, D] -> [B, H, blocks, D]: means of the tokens of each block, of which the last may hold fewer."""
+    """Take the mean of each block, of which the last may hold fewer tokens: [B, H, S, D] -> [B, H, blocks, D]."""
     rows = _blocks(_wide(tensor), block)
     counts = (tensor.shape[2] - torch.arange(rows.shape[2], device=tensor.device) * block).clamp(max=block)
     means: Tensor = rows.sum(3) / counts[:, None]

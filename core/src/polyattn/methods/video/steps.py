@@ -11,7 +11,7 @@ __all__ = ["first_ones", "first_shares", "known"]
 
 
 def first_ones(place: Place, method: str, *, steps: int, layers: int) -> str:
-    """Why a place is among the first steps or layers that run dense, as a sentence for people; "" = it is not.
+    """Say why a call runs dense: its place is among the first steps or layers. "" = it is not.
 
     Args:
         place: of the call. method: its name, for messages. steps, layers: how many of the first ones run dense.
@@ -26,7 +26,7 @@ def first_ones(place: Place, method: str, *, steps: int, layers: int) -> str:
 
 
 def first_shares(place: Place, method: str, *, steps: tuple[str, float], layers: tuple[str, float]) -> str:
-    """As `first_ones`, of shares: of n steps those run dense whose number is below share * n.
+    """Say the same of shares: of n steps those run dense whose number is below share * n.
 
     Args:
         steps, layers: (name of the option, share from 0 to 1).
@@ -41,7 +41,7 @@ def first_shares(place: Place, method: str, *, steps: tuple[str, float], layers:
 
 
 def known(place: Place, name: str, why: str) -> int:
-    """`step`, `steps`, `layer` or `layers` of a place. A layer that is a tensor is read.
+    """Return `step`, `steps`, `layer` or `layers` of a place. A layer that is a tensor is read.
 
     Args:
         why: who needs it, the beginning of a message.

@@ -30,9 +30,11 @@ _DISTANCES = 1 << 26
 
 
 class _Plan(NamedTuple):
-    """Attributes:
-    tokens: slice of the grid. queries, keys: int64 [C], the tokens that k-means begins with.
-    text: int64 [S], 0 of the grid, 1 of text, 2 of text that is padding.
+    """A plan says where the grid is in the sequence, and where k-means begins.
+
+    Attributes:
+        tokens: those of the grid. queries, keys: int64 [C], the tokens of the grid that k-means begins with.
+        text: int64 [S], 0 of the grid, 1 of text, 2 of text that is padding.
     """
 
     tokens: slice
@@ -42,18 +44,18 @@ class _Plan(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """The clusters of one side. labels: int64 [B, H, S]. centroids: [B, H, C, D]."""
+    """`Clusters` group the tokens of one side. labels: int64 [B, H, S]. centroids: [B, H, C, D]."""
 
     labels: Tensor
     centroids: Tensor
 
     def sizes(self) -> Tensor:
-        """Tokens of each cluster, int64 [B, H, C]."""
+        """Count the tokens of each cluster, int64 [B, H, C]."""
         return _counts(self.labels, self.centroids.shape[2])
 
 
 class SVG2:
-    """Sparse VideoGen 2, a `polyattn.contract.Method`. Forward only.
+    """`SVG2` lets clusters of queries see clusters of keys: a `polyattn.contract.Method`. Forward only.
 
     Text is never clustered: it sees all tokens but padding and is seen by all. Padding sees padding.
 
@@ -94,7 +96,7 @@ class SVG2:
         return first_shares(place, NAME, steps=times, layers=("svg2_first_layers_fp", self.layers))
 
     def _warms(self, place: Place) -> bool:
-        """Whether a call is clustered for the steps after it, and attends densely itself."""
+        """Tell whether a call is clustered for the steps after it, and attends densely itself."""
         if not self.from_zero or not self.steps or self._dense(place, steps=False):
             return False
         return known(place, "step", f"{NAME}: svg2_zero_step_kmeans_init") == 0
@@ -242,7 +244,7 @@ def _with_text(plan: _Plan, rows: Clusters, keys: Clusters, seen: Tensor) -> tup
 
 
 class _Blocks:
-    """Tokens of each head in the order of their clusters, each cluster filled up to whole blocks.
+    """`_Blocks` order the tokens of each head by cluster, and fill up each cluster to whole blocks.
 
     Attributes:
         number: blocks of a head, those at the end being empty. place: int64 [B, H, S], where each token is.
@@ -268,12 +270,12 @@ class _Blocks:
         self.valid = left.clamp(0, _BLOCK).masked_fill(self.cluster == clusters, 0).to(torch.int32)
 
     def into(self, tensor: Tensor) -> Tensor:
-        """[B, H, S, D] -> [B, H, number * 64, D], zeros where nothing is."""
+        """Bring tokens into blocks, with zeros where none is: [B, H, S, D] -> [B, H, number * 64, D]."""
         where = self.place[..., None].expand(tensor.shape)
         return tensor.new_zeros(*tensor.shape[:2], self.number * _BLOCK, tensor.shape[3]).scatter(2, where, tensor)
 
     def out_of(self, tensor: Tensor) -> Tensor:
-        """[B, H, number * 64, D] -> [B, H, S, D]."""
+        """Take tokens out of blocks: [B, H, number * 64, D] -> [B, H, S, D]."""
         return tensor.gather(2, self.place[..., None].expand(*self.place.shape, tensor.shape[3]))
 
 
@@ -318,6 +320,6 @@ def clustered_attention(
 
 
 def _counts(labels: Tensor, clusters: int) -> Tensor:
-    """Tokens of each cluster: int64 [B, H, S] -> [B, H, C]."""
+    """Count the tokens of each cluster: int64 [B, H, S] -> [B, H, C]."""
     counts = torch.zeros(*labels.shape[:2], clusters, dtype=torch.int64, device=labels.device)
     return counts.scatter_add(-1, labels, torch.ones_like(labels))

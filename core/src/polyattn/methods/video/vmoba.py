@@ -25,7 +25,7 @@ NAME = "vmoba_attn"
 
 
 class Chunks(NamedTuple):
-    """A cut of the tokens of a grid.
+    """`Chunks` hold the tokens of a grid, each in one of them.
 
     Attributes:
         order: int64 [S], the tokens chunk after chunk. own: int64 [S], the chunk of each token.
@@ -38,7 +38,7 @@ class Chunks(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """A way to cut the grid: the option that says so, tokens of a chunk, chunks that a query keeps in topk mode."""
+    """A cut divides the grid: the option that says so, tokens of a chunk, chunks that a query keeps in topk mode."""
 
     option: str
     chunk: tuple[int, ...]
@@ -47,7 +47,7 @@ class _Cut(NamedTuple):
 
 
 class VMoBA:
-    """Mixture of block attention for video, a `polyattn.contract.Method`.
+    """`VMoBA` lets each query see the chunks that it scores highest: a `polyattn.contract.Method`.
 
     Args:
         temporal_chunk_size: frames of a chunk; the last may hold fewer. spatial_chunk_size: (H, W) of a chunk, over all
@@ -104,7 +104,7 @@ class VMoBA:
         return first_ones(place, NAME, steps=self.steps, layers=self.layers)
 
     def plan(self, place: Place, like: Like) -> dict[str, Chunks]:
-        """The cuts that layers take turns with, by option.
+        """Return the cuts that layers take turns with, by option.
 
         Raises:
             InvalidInputError: the place has no grid or has text, or chunks do not divide the grid.
@@ -157,7 +157,7 @@ class VMoBA:
         return merged.view(B, H, S, -1)
 
     def cut_of(self, place: Place) -> _Cut:
-        """The cut of a layer.
+        """Return the cut of a layer.
 
         Raises:
             InvalidInputError: the place does not say its layer.
@@ -250,12 +250,12 @@ def select_chunks(scores: Tensor, own: Tensor, kept: int, threshold: float | Non
 
 
 def vmoba_mask(seen: Tensor, own: Tensor) -> Tensor:
-    """The mask that a choice of chunks stands for: bool [B, H, S, C] and int64 [S] -> bool [B, H, S, S]."""
+    """Return the mask that a choice of chunks stands for: bool [B, H, S, C] and int64 [S] -> bool [B, H, S, S]."""
     return seen[..., own]
 
 
 def _in_chunks(tensor: Tensor, chunks: Chunks, group: int) -> Tensor:
-    """[B, H_kv, S, D] -> [B * H_q * S, 1, D], chunk after chunk of each head of each sample."""
+    """Pack tokens chunk after chunk of each head of each sample: [B, H_kv, S, D] -> [B * H_q * S, 1, D]."""
     return tensor.index_select(2, chunks.order).repeat_interleave(group, 1).flatten(0, 2).unsqueeze(1)
 
 
