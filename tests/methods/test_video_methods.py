@@ -47,9 +47,8 @@ each = pytest.mark.parametrize("name", OPTIONS)
 @pytest.fixture(autouse=True)
 def small(tmp_path: Path) -> None:
     torch._dynamo.reset()
-    windows = {
-        f"{t}_{layer}_{h}": [1 + layer % 2, 1, 1 + h % 2] for t in range(2) for layer in range(3) for h in range(4)
-    }
+    keys = itertools.product(range(2), range(3), range(4))
+    windows = {f"{t}_{layer}_{h}": [1 + layer % 2, 1, 1 + h % 2] for t, layer, h in keys}
     path = tmp_path / "windows.json"
     path.write_text(json.dumps(windows))
     tiles = {**OPTIONS["sliding_tile_attn"], "mask_strategy_file_path": str(path)}
