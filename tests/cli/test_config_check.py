@@ -26,7 +26,7 @@ def test_nothing_is_configured(run: Run) -> None:
 def test_settings_and_their_sources(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "polyattn.toml"
     file.write_text(
-        'attention-backend = "flex_attention"\npage-size = 64\n[component-attention-backends]\nvae = "sla_attn"\n'
+        'attention-backend = "flex_attention"\npage-size = 64\n[component-attention-backends]\nvae = "dsa"\n'
     )
     monkeypatch.setenv("POLYATTN_ATTENTION_BACKEND", "torch_sdpa")
     words = (*CHECK, "--file", str(file), "--component-attention-backends", "text_encoder=flex_attention", "--json")
@@ -35,12 +35,12 @@ def test_settings_and_their_sources(run: Run, monkeypatch: pytest.MonkeyPatch, t
     assert found == {
         "attention_backend": ("torch_sdpa", "environment POLYATTN_ATTENTION_BACKEND"),
         "page_size": (64, f"config file {file}"),
-        "component_attention_backends.vae": ("sla_attn", f"config file {file}"),
+        "component_attention_backends.vae": ("dsa", f"config file {file}"),
         "component_attention_backends.text_encoder": ("flex_attention", "command line"),
     }
     assert shown.code == 4  # it is only planned
     assert [problem.partition(" (")[0] for problem in shown.data["problems"]] == [
-        "component_attention_backends.vae='sla_attn'"
+        "component_attention_backends.vae='dsa'"
     ]
 
 

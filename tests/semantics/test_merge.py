@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyattn.errors import InvalidInputError
-from polyattn.semantics.merge_lse import merge
+from polyattn.semantics.merge_lse import merge, merge_rows
 from polyattn.semantics.reference import attention
 
 F64 = torch.float64
@@ -328,3 +328,32 @@ def test_s5_sinks_of_each_row(layout):
         InvalidInputError, match=r"sinks has shape \[2, 4\]; outs have 4 heads .*pass \[4\], one for each row"
     ):
         merge([out], [lse], sinks=sinks[:, 0])
+
+
+def test_rows_with_another_number_of_parts_each():
+    """As `merge` of the parts of each row; a row without one, and one whose parts are empty, are those of S7."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.tensor([2, 0, 2, 3, 0, 2, 4])
+    outs, lses = torch.randn(7, 5, generator=generator).double(), torch.randn(7, generator=generator).double()
+    lses[3] = float("-inf")
+    outs[3] = float("nan")
+    given = outs.requires_grad_(), lses.requires_grad_()
+    out, lse = merge_rows(*given, rows, 5)
+    for row in range(5):
+        parts = (rows == row).nonzero().flatten().tolist()
+        if not parts:
+            assert (out[row].tolist(), lse[row].item()) == ([0.0] * 5, float("-inf"))
+            continue
+        right = merge([outs[i][None, None] for i in parts], [lses[i][None, None] for i in parts], layout="THD")
+        torch.testing.assert_close((out[row], lse[row]), (right[0][0, 0], right[1][0, 0]))
+    dout = torch.randn(out.shape, generator=generator).double()
+    found = torch.autograd.grad(out, given, dout)
+    assert all(one.isfinite().all() for one in found)
+    assert (found[0][3] == 0).all()
+    share = torch.softmax(lses[[0, 2, 5]], 0)
+    torch.testing.assert_close(found[0][[0, 2, 5]], share.detach()[:, None] * dout[2])
+    assert found[1][[0, 2, 5]].abs().sum() > 0
+    with pytest.raises(InvalidInputError, match="requires a gradient but lses"):
+        merge_rows(outs, lses.detach(), rows, 5)
+    half, _ = merge_rows(outs.detach().bfloat16(), lses.detach().float(), rows, 5)
+    assert half.dtype == torch.bfloat16

@@ -24,11 +24,6 @@ class TestRecords(AttentionRecords):
         "triton",
         "dsa",
         "dual_chunk_flash_attn",
-        "sliding_tile_attn",
-        "video_sparse_attn",
-        "vmoba_attn",
-        "sla_attn",
-        "sparse_video_gen_2_attn",
     )
     asked = (
         Asked("dense", "cpu", "triton", {"softcap": 30.0, "sinks": True, "window": (127, 0)}),

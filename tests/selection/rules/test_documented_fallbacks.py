@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from polyattn import explain, what_if
+from polyattn import what_if
 from polyattn.contract import AttentionRequest
-from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
+from polyattn.errors import BackendUnavailableError, PolyattnError, UnsupportedRequestError
 from polyattn.registry.manager import get_manager
 
 PAGED: dict[str, Any] = {"family": "paged", "page_size": 64, "phase": "decode", "s_relation": "one"}
@@ -83,6 +83,9 @@ RULED = [
     ("no FlashAttention", "cuda:sm90", "sliding_tile_attn", ("st-attn",), "torch_sdpa"),
     ("sliding_tile_attn on rocm", "rocm:gfx942", "sliding_tile_attn", ("amd-aiter",), "fa"),
     ("sla_attn on cpu", "cpu", "sla_attn", ("triton",), "torch_sdpa"),
+    ("sliding_tile_attn on cpu", "cpu", "sliding_tile_attn", (), "torch_sdpa"),
+    ("video_sparse_attn on cpu", "cpu", "video_sparse_attn", (), "torch_sdpa"),
+    ("video_sparse_attn on cuda", "cuda:sm90", "video_sparse_attn", ("flash-attn-3",), "fa"),
     ("window_video_attn on cpu", "cpu", "window_video_attn", (), "torch_sdpa"),
     ("window_video_attn on cuda", "cuda:sm90", "window_video_attn", ("flash-attn-3",), "fa"),
 ]
@@ -136,8 +139,8 @@ def test_a_place_says_nothing_to_exact_attention() -> None:
 
 def test_a_method_that_is_not_here_leaves_nothing_to_others() -> None:
     for changes, _ in CASES.values():
-        with pytest.raises(BackendUnavailableError, match="planned"):
-            explain(AttentionRequest(**changes), backend="sla_attn")
+        with pytest.raises(PolyattnError, match="sage_sla_attn, asked for by argument, "):
+            what_if(AttentionRequest(**changes), platform="cuda:sm90", backend="sage_sla_attn")
 
 
 REFUSED = [
@@ -147,8 +150,8 @@ REFUSED = [
     ("sage_attn_3", "cuda:sm90", "sage_attn_3", {}, ("sageattn3",), UnsupportedRequestError, "is not sm120"),
     ("aiter is no CUDA backend", "cuda:sm90", "aiter", {}, (), BackendUnavailableError, "known on rocm"),
     (
-        *("sparse self-attention in float32", "cuda:sm90", "vmoba_attn", {"place": True, "dtype": "float32"}),
-        *(("polyattn-triton",), UnsupportedRequestError, "dtype='float32'"),
+        *("sparse self-attention with a mask", "cuda:sm90", "vmoba_attn", {"place": True, "mask": "bool"}),
+        *(("polyattn-triton",), UnsupportedRequestError, "mask='bool'"),
     ),
     (
         *("a map is no method's", "cuda:sm90", "vmoba_attn", {"family": "block_sparse", "block_map": True}),
@@ -180,8 +183,7 @@ def test_the_list_of_fallbacks_is_complete() -> None:
         "sparse_video_gen_2_attn",
     }
     documented = {("fa", "torch_sdpa"), ("sage_attn", "fa"), ("intel_amx", "torch_native")}
-    ruled = {(name, to) for name in sparse for to in ("fa", "torch_sdpa")}
-    ruled = {("window_video_attn", ""), *ruled} - {("sage_sla_attn", "torch_sdpa")}
+    ruled = {(name, "fa") for name in sparse} | {(name, "") for name in ("window_video_attn", *sparse)}
     found = [(b.name, f) for b in get_manager().backends.values() for f in b.fallbacks]
     assert {(name, f.to) for name, f in found if not f.rule} == documented
     assert {(name, f.to) for name, f in found if f.rule} == ruled

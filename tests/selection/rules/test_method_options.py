@@ -15,8 +15,9 @@ OPTIONS: dict[str, dict[str, tuple[str, Any]]] = {
         "mask_strategy_file_path": ("path", REQUIRED),
         "sta_mode": ("str", "STA_inference"),
         "skip_time_steps": ("int", 15),
+        "sta_tile": ("list[int]", (6, 8, 8)),
     },
-    "video_sparse_attn": {"sparsity": ("float", 0.0)},
+    "video_sparse_attn": {"sparsity": ("float", 0.0), "coarse": ("str", "gate")},
     "vmoba_attn": {
         "temporal_chunk_size": ("int", REQUIRED),
         "temporal_topk": ("int", REQUIRED),
@@ -80,8 +81,9 @@ def test_defaults_are_allowed_values(name: str) -> None:
         if field.default is REQUIRED:
             continue
         assert not field.choices or field.default in field.choices
-        assert field.low is None or field.default >= field.low
-        assert field.high is None or field.default <= field.high
+        for value in field.default if isinstance(field.default, tuple) else (field.default,):
+            assert field.low is None or value >= field.low
+            assert field.high is None or value <= field.high
 
 
 def test_lengths_of_chunk_sizes() -> None:

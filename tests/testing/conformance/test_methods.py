@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from polyattn.testing import Installed, plan
 from polyattn.testing.checks import run_case
 from polyattn.testing.generation import left_out
 
 
-def test_refusals_are_asked_at_a_place() -> None:
+@pytest.mark.parametrize(
+    "name", ["window_video_attn", "video_sparse_attn", "sla_attn", "vmoba_attn", "sparse_video_gen_2_attn"]
+)
+def test_refusals_are_asked_at_a_place(name: str) -> None:
     """Without one, a rule would leave them to others, and nothing would be learnt of the method."""
-    target = Installed("window_video_attn")
+    target = Installed(name)
     cases = plan(target)
     assert {case.check for case in cases} == {"refusal"}
     assert len(cases) > 50

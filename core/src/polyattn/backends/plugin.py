@@ -22,6 +22,7 @@ from ..contract import (
 from ..contract.hookspecs import hookimpl
 from ..contract.platforms import CORE_PLATFORMS
 from ..methods.video.options import WINDOW, dense_by_rule
+from ..methods.video.records import EMULATED, PORTABLE, portable
 from . import defects
 
 POLYATTN_API_VERSION = 2
@@ -475,6 +476,9 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
             lossy="sparse: exact over the keys it keeps, dense only with a reach as long as the grid",
             upstream="polyattn",
         )
+    if platform not in ("cuda", "mps"):  # polyattn-cuda lists them beside the vendors' kernels
+        here = [name for name in PORTABLE if platform == "cpu" or name not in EMULATED]
+        yield from (portable(name, platform) for name in here)
 
 
 @hookimpl

@@ -33,6 +33,7 @@ class Place:
         tensors: what the model learned for a method, by name.
         kept: what a method keeps for this layer and branch from step to step, a dict that belongs to the run; None =
             nothing outlives the call.
+        run: the `polyattn.video.Run` that is told who served the call; None = nobody.
     """
 
     grid: tuple[int, int, int] | None = None
@@ -47,6 +48,7 @@ class Place:
     role: Literal["self", "cross"] | None = None
     tensors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kept: dict[str, Any] | None = None
+    run: Any = None
 
     def __post_init__(self) -> None:
         """

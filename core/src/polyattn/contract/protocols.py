@@ -364,10 +364,19 @@ class Like(NamedTuple):
 
 class Inner(Protocol):
     """The calls that a method makes: whoever would be chosen without a name serves them, the scale is the caller's, and
-    `polyattn.explain` shows them below the method. Tensors and results are heads first, [B, H, S, D]."""
+    `polyattn.explain` shows them below the method. Tensors and results are heads first, [B, H, S, D].
+
+    Attributes:
+        scale: of the caller's logits, for what a method computes itself; None = D ** -0.5.
+    """
+
+    scale: float | None
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """`polyattn.attention`; `given`: its keywords but layout and backend."""
+
+    def varlen(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        """`polyattn.varlen_attention`, packed: [T, H, D]; `given`: its keywords but backend."""
 
     def block_sparse(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """`polyattn.block_sparse_attention`; `given`: its keywords but layout and backend."""

@@ -369,6 +369,8 @@ class DenseSite:
         self._last = signature
         run = entry.chosen.ranged("attention", entry.run)
         given = {"place": place} if entry.chosen.request.place else {}
+        if place is not None and place.run is not None:  # it is told of what a method leaves to others
+            place.run.left(place, entry.chosen.selection)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **given)
 
     def _resolve(

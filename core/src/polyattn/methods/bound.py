@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from ..contract import AttentionRequest, BackendInfo, Bound, Like, Method, Place
 from ..dispatch.block_sparse import block_sparse_attention
 from ..dispatch.dense import attention
 from ..dispatch.linear import linear_attention
+from ..dispatch.varlen import varlen_attention
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..selection.inspection import explain
@@ -38,12 +40,16 @@ class _Inner:
     """The calls of a method. Who serves them is chosen as if nobody had named a backend: the name means the method."""
 
     def __init__(self, request: AttentionRequest) -> None:
+        self.scale = request.scale
         self._fixed = {"scale": request.scale}
         self._deterministic = {"deterministic": True} if request.deterministic else {}
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         more = {**self._fixed, **self._deterministic, "layout": "BHSD", **given}
         return self._call(attention, query, key, value, more)
+
+    def varlen(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        return self._call(varlen_attention, query, key, value, {**self._fixed, **self._deterministic, **given})
 
     def block_sparse(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         return self._call(block_sparse_attention, query, key, value, {**self._fixed, "layout": "BHSD", **given})
@@ -86,6 +92,7 @@ class _Attend:
         self._inner = _Inner(request)
         # Of a bound object, so that plans end with it.
         self._plan = functools.lru_cache(maxsize=_PLANS_KEPT)(self._planned)
+        self._kernels: dict[tuple[Hashable, ...], tuple[str, ...]] = {}
 
     def __call__(
         self,
@@ -99,7 +106,10 @@ class _Attend:
         place: Place | None = None,
     ) -> Any:
         """See `polyattn.contract.DenseForward`. The rows of a method take neither masks nor sinks."""
-        result = self._attend(query, key, value, self._here(query, place), self._inner)
+        place = self._here(query, place)
+        result = self._attend(query, key, value, place, self._inner)
+        if place.run is not None:
+            self._tell(query, key, value, place)
         return result if out is None else out.copy_(result)
 
     def calls(self, query: Tensor, key: Tensor, value: Tensor, place: Place) -> tuple[Selection, ...]:
@@ -107,6 +117,8 @@ class _Attend:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         place = self._here(query, place)
+        # What is asked leaves nothing in what is kept: tensors there have no contents.
+        place = dataclasses.replace(place, kept=dict(place.kept or {}))
         if not self._method.leaves_dense(place):
             self._plan(_Shared(place), self._like(query, key))  # of numbers, so outside of the mode below
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -117,6 +129,21 @@ class _Attend:
                 fake.requires_grad_(tensor.requires_grad)
             self._attend(fakes[0], fakes[1], fakes[2], place, asking)
         return tuple(asking.found)
+
+    def _tell(self, query: Tensor, key: Tensor, value: Tensor, place: Place) -> None:
+        """Tell the run of a call who served it. Kernels are asked for once for calls that are alike."""
+        why, like = self._method.leaves_dense(place), self._like(query, key)
+        grads = tuple(t.requires_grad for t in (query, key, value)) if torch.is_grad_enabled() else ()
+        alike = (why, like, place.grid, place.text, place.valid_text, value.shape, grads)
+        kernels = self._kernels.get(alike)
+        if kernels is None:
+            if len(self._kernels) >= _PLANS_KEPT:
+                self._kernels.clear()
+            found = self.calls(query, key, value, place)
+            kernels = self._kernels[alike] = tuple(f"{one.request.family}: {one.id}" for one in found)
+        said = None if why else getattr(self._method, "density", None)
+        density = None if said is None else said(self._plan(_Shared(place), like), place)
+        place.run.told(place, self._name, kernels, why=why, density=density)
 
     def _here(self, query: Tensor, place: Place | None) -> Place:
         if place is None:
@@ -157,7 +184,8 @@ class _Attend:
             result = self._method.attend(plan, query, key, value, place=place, kept=kept, inner=inner)
             if not explained:
                 overrides.note_served(self._name)
-        return result.transpose(1, 2) if self._turned else result
+        # In one order of memory, whoever made it: graphs that follow see no difference between steps.
+        return result.transpose(1, 2).contiguous() if self._turned else result
 
 
 class _Shared:

@@ -21,7 +21,7 @@ from ..contract.scalars import shown
 from ..errors import InvalidInputError, did_you_mean
 from .validation import check_plain
 
-__all__ = ["merge"]
+__all__ = ["merge", "merge_rows"]
 
 _HEAD_AXIS = {"BSHD": -2, "THD": -2, "BHSD": -3}
 """Where H is in an output."""
@@ -85,6 +85,31 @@ def merge(
         seen = (part != float("-inf")).unsqueeze(-1)
         merged = merged + torch.where(seen, out.to(dtype), 0.0) * (weight * share).unsqueeze(-1)
     return merged.to(outs[0].dtype), lse.masked_fill(empty, float("-inf"))
+
+
+def merge_rows(out: Tensor, lse: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Merge partial results of which each row may have another number, as packed calls give them.
+
+    Args:
+        out: [P, D_v]. lse: [P], float32 or float64, as `merge`. rows: int64 [P], the row that each part belongs to.
+        count: of rows.
+
+    Returns:
+        (out [count, D_v] in its dtype, lse [count] in its own). Rows without a part, or with empty ones only, are 0 and
+        -inf. Sums are taken in no fixed order on a device.
+
+    Raises:
+        InvalidInputError: as `merge`.
+    """
+    _check_part(0, out, lse, out)
+    top = lse.new_full((count,), float("-inf")).scatter_reduce(0, rows, lse.detach(), "amax")
+    empty = top == float("-inf")
+    top = top.masked_fill(empty, 0.0)
+    weights = torch.exp(lse - top.index_select(0, rows))
+    total = torch.zeros_like(top).index_add(0, rows, weights).masked_fill(empty, 1.0)
+    seen = torch.where((lse == float("-inf"))[:, None], 0.0, out.to(lse.dtype))
+    merged = lse.new_zeros(count, out.shape[-1]).index_add(0, rows, seen * weights[:, None]) / total[:, None]
+    return merged.to(out.dtype), (top + torch.log(total)).masked_fill(empty, float("-inf"))
 
 
 def _parts(name: str, given: Any) -> tuple[Tensor, ...]:

@@ -20,11 +20,19 @@ STA: tuple[ConfigField, ...] = (
         choices=("STA_inference", "STA_searching", "STA_tuning", "STA_tuning_cfg"),
     ),
     ConfigField("skip_time_steps", "int", 15, "first denoising steps that run dense", low=0),
+    ConfigField("sta_tile", "list[int]", (6, 8, 8), "[T, H, W] of a tile, in tokens", low=1, length=3),
 )
 """Sliding tile attention (arXiv 2502.04507)."""
 
 VSA: tuple[ConfigField, ...] = (
-    ConfigField("sparsity", "float", 0.0, "share of key tiles the fine branch drops", low=0.0, high=1.0),
+    ConfigField("sparsity", "float", 0.0, "share of key tiles the fine branch drops, below 1", low=0.0, high=1.0),
+    ConfigField(
+        "coarse",
+        "str",
+        "gate",
+        "weight of the coarse branch: the gate that the model learned, or without one off, or one",
+        choices=("gate", "off", "one"),
+    ),
 )
 """Video sparse attention (arXiv 2505.13389)."""
 

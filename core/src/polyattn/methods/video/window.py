@@ -6,6 +6,7 @@ grid it is dense attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ...contract import Inner, Like, Place
 from ...errors import InvalidInputError
 from ...semantics.block_maps import lists_of
 from .grids import Tiles, Triple, grid_of, tiles_of
+from .steps import first_ones
 
 __all__ = ["WindowVideo", "window_mask"]
 
@@ -43,15 +45,20 @@ class WindowVideo:
         self.steps, self.layers = first_full_step, first_full_layer
 
     def leaves_dense(self, place: Place) -> str:
-        if self.steps and _needed(place.step, "step", "first_full_step", self.steps) < self.steps:
-            return f"the first {self.steps} steps run dense (first_full_step)"
-        if self.layers and _needed(place.layer_number, "layer", "first_full_layer", self.layers) < self.layers:
-            return f"the first {self.layers} layers run dense (first_full_layer)"
-        return ""
+        return first_ones(place, NAME, steps=self.steps, layers=self.layers)
 
     def plan(self, place: Place, like: Like) -> _Plan:
         tiles = tiles_of(place, self.tile, like, NAME)
         return _Plan(tiles, lists_of(block_map(tiles, reaches(self.reach, like.heads))))
+
+    def density(self, plan: _Plan, place: Place) -> float:
+        reach, counts = self.reach, plan.tiles.counts
+        # Along an axis of n tiles, those at distance d of each other are 2 (n - d) pairs, n where d is 0.
+        near = [
+            sum((1 + (d > 0)) * (n - d) for d in range(min(r, n - 1) + 1)) / n**2
+            for r, n in zip(reach, counts * (len(reach) // 3), strict=True)
+        ]
+        return sum(math.prod(near[i : i + 3]) for i in range(0, len(near), 3)) * 3 / len(near)
 
     def attend(
         self,
@@ -121,11 +128,3 @@ def window_mask(place: Place, tile: Sequence[int], reach: Sequence[int], heads: 
 def _triple(numbers: Sequence[int]) -> Triple:
     t, h, w = numbers
     return t, h, w
-
-
-def _needed(number: int | None, name: str, option: str, count: int) -> int:
-    if number is None:
-        raise InvalidInputError(
-            f"{NAME}: {option}={count} needs to know the {name}, and the place has none: Place({name}=...)"
-        )
-    return number

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from .common import check_heads_and_dtypes, check_mask, check_out, check_sinks
 from .statics import check_longest
-from .tensors import check_index, check_tensor, contents_readable
+from .tensors import check_index, check_tensor, contents_readable, has_shapes_only
 
 TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 """What torch.compile knows tensors again by, in one call; None: this torch has none."""
@@ -19,7 +19,7 @@ TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards"
 
 def check_lengths(query: Tensor, key: Tensor, **lens: Any) -> None:
     """Check the contents of a packed call's lengths, where they can be read."""
-    if contents_readable(lens["cu_seqlens_q"]):
+    if contents_readable(lens["cu_seqlens_q"]) and not has_shapes_only(lens["cu_seqlens_q"]):
         for side, tensor in (("q", query), ("k", key)):
             longest, cu = lens[f"max_seqlen_{side}"], lens[f"cu_seqlens_{side}"]
             check_cu_seqlens(f"cu_seqlens_{side}", cu, tensor.shape[0], longest, f"max_seqlen_{side}")

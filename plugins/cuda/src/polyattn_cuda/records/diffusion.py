@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.contract import Accuracy, BackendInfo, ConfigField, Fallback, Provider, Range, Requirement, Row, row
-from polyattn.methods.video.options import SAGE_SLA, SLA, STA, SVG2, VMOBA, VSA, dense_by_rule
+from polyattn.methods.video.options import SAGE_SLA, dense_by_rule
+from polyattn.methods.video.records import portable
 
-from .common import AMPERE_AND_LATER, CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, PORTABLE, TRAINABLE
+from .common import AMPERE_AND_LATER, CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, TRAINABLE
 from .cudnn import CUDNN
 
 SAGE_1 = Requirement("sageattention", ">=1,<2", module="sageattention.core", hint="pip install 'sageattention<2'")
@@ -144,95 +145,51 @@ PLACED: dict[str, Any] = {"place": True}
 SPARSE: dict[str, Any] = {"family": "dense", "s_relation": "equal"}
 LOSSY = "sparse: exact over the keys it keeps, dense only at full budget"
 
-# What a method takes whose block map polyattn-triton's kernels compute; the same on every platform.
-OURS: dict[str, Any] = {**SPARSE, "dtype": HALF, "head_dim": (64, 128), "group": True, "scale": True}
-
-
-def _ours(**limits: Any) -> Provider:
-    return Provider("polyattn-triton", (row(when=PLACED, **{**OURS, **limits}),), requires=(PORTABLE,))
-
-
 FASTVIDEO = Requirement("fastvideo-kernel", module="fastvideo_kernel", hint="pip install fastvideo-kernel")
 
 # Tiles of 6x8x8 on the three canvases it was compiled for (30x48x80, 36x48x48, 18x48x80); the scale is fixed.
 STA_ROW = row(when={**PLACED, "arch": HOPPER}, **SPARSE, dtype=HALF, head_dim=128)
 
-SLIDING_TILE = BackendInfo(
+SLIDING_TILE = portable(
     "sliding_tile_attn",
     "cuda",
-    (
-        Provider(
-            "st-attn", (STA_ROW,), requires=(Requirement("st-attn", module="st_attn", hint="pip install st_attn"),)
-        ),
-        Provider("fastvideo-kernel", (STA_ROW,), requires=(FASTVIDEO,)),
-        _ours(),
-    ),
-    summary="Sliding tile attention (STA)",
-    priority=None,
-    fallbacks=dense_by_rule("fa"),
-    config=STA,
-    lossy=LOSSY,
+    Provider("st-attn", (STA_ROW,), requires=(Requirement("st-attn", module="st_attn", hint="pip install st_attn"),)),
+    Provider("fastvideo-kernel", (STA_ROW,), requires=(FASTVIDEO,)),
+    to="fa",
     upstream="https://github.com/hao-ai-lab/FastVideo",
 )
 
 VSA_ROW = row(when=PLACED, **SPARSE, dtype="bfloat16", head_dim=(64, 128), grad=TRAINABLE)
 
-VIDEO_SPARSE = BackendInfo(
+VIDEO_SPARSE = portable(
     "video_sparse_attn",
     "cuda",
-    (
-        Provider("fastvideo-kernel", (VSA_ROW,), requires=(FASTVIDEO,)),
-        Provider("vsa", (VSA_ROW,), requires=(Requirement("vsa", module="vsa", hint="pip install vsa"),)),
-        _ours(grad=TRAINABLE),
-    ),
-    summary="Video sparse attention (VSA)",
-    priority=None,
-    fallbacks=dense_by_rule("fa"),
-    config=VSA,
-    lossy=LOSSY,
+    Provider("fastvideo-kernel", (VSA_ROW,), requires=(FASTVIDEO,)),
+    Provider("vsa", (VSA_ROW,), requires=(Requirement("vsa", module="vsa", hint="pip install vsa"),)),
+    to="fa",
     upstream="https://github.com/hao-ai-lab/FastVideo",
-    note="without a gate the coarse branch is added with weight 1, so sparsity 0 alone is not dense",
 )
 
-VMOBA_ATTN = BackendInfo(
+VMOBA_ATTN = portable(
     "vmoba_attn",
     "cuda",
-    (
-        Provider(
-            "vmoba",
-            (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128), grad=TRAINABLE),),
-            requires=(
-                Requirement(
-                    "vmoba",
-                    module="kernel.attn.vmoba_attn.vmoba",
-                    hint="install the V-MoBA kernels of https://github.com/hao-ai-lab/FastVideo; they are not on PyPI",
-                ),
-                FLASH_ATTN_2,
+    Provider(
+        "vmoba",
+        (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128), grad=TRAINABLE),),
+        requires=(
+            Requirement(
+                "vmoba",
+                module="kernel.attn.vmoba_attn.vmoba",
+                hint="install the V-MoBA kernels of https://github.com/hao-ai-lab/FastVideo; they are not on PyPI",
             ),
+            FLASH_ATTN_2,
         ),
-        _ours(grad=TRAINABLE),
     ),
-    summary="V-MoBA: mixture of block attention for video",
-    priority=None,
-    fallbacks=dense_by_rule("fa"),
-    config=VMOBA,
-    lossy=LOSSY,
+    to="fa",
     upstream="https://github.com/KwaiVGI/VMoBA",
-    note="a moba_threshold of 1 or more keeps every chunk; upstream's threshold mode has no dense limit",
 )
 
-SLA_ATTN = BackendInfo(
-    "sla_attn",
-    "cuda",
-    (_ours(grad=TRAINABLE, scale=False),),
-    summary="Sparse-linear attention (SLA)",
-    priority=None,
-    fallbacks=dense_by_rule("fa"),
-    config=SLA,
-    lossy=LOSSY,
-    upstream="https://github.com/thu-ml/SLA",
-    note="needs weights trained for it (proj_l); at least one key block is always kept",
-)
+SLA_ATTN = portable("sla_attn", "cuda", to="fa", upstream="https://github.com/thu-ml/SLA")
 
 SAGE_SLA_ATTN = BackendInfo(
     "sage_sla_attn",
@@ -259,32 +216,24 @@ SAGE_SLA_ATTN = BackendInfo(
     upstream="https://github.com/thu-ml/SLA",
 )
 
-SVG2_ATTN = BackendInfo(
+SVG2_ATTN = portable(
     "sparse_video_gen_2_attn",
     "cuda",
-    (
-        Provider(
-            "svg",
-            (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128, 256)),),
-            requires=(
-                Requirement(
-                    "svg",
-                    module="svg.kmeans_utils",
-                    hint="run pip install . in a checkout of https://github.com/svg-project/Sparse-VideoGen; "
-                    "it is not on PyPI",
-                ),
-                FLASHINFER,
+    Provider(
+        "svg",
+        (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128, 256)),),
+        requires=(
+            Requirement(
+                "svg",
+                module="svg.kmeans_utils",
+                hint="run pip install . in a checkout of https://github.com/svg-project/Sparse-VideoGen; "
+                "it is not on PyPI",
             ),
+            FLASHINFER,
         ),
-        _ours(head_dim=(64, 128, 256)),
     ),
-    summary="Sparse VideoGen 2: clusters of similar tokens",
-    priority=None,
-    fallbacks=dense_by_rule("fa"),
-    config=SVG2,
-    lossy=LOSSY,
+    to="fa",
     upstream="https://github.com/svg-project/Sparse-VideoGen",
-    note="keeps centroids between steps: they are reset for every request",
 )
 
 BACKENDS = (

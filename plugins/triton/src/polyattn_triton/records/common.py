@@ -10,9 +10,6 @@ LENGTHS = ("equal", "one", "fewer", "more")
 PHASES = ("prefill", "extend", "decode", "verify")
 
 PLATFORMS = ("cuda", "rocm", "xpu", "musa", "npu", "cpu")
-DENSE_THERE = {"cuda": "fa", "rocm": "fa", "xpu": "fa", "musa": "fa", "npu": "fa", "cpu": "torch_sdpa"}
-"""What stands in for a sparse method where only dense attention is right."""
-
 INTERPRETED = -200
 """Priority on CPUs: after the reference, because the interpreter is slower still."""
 

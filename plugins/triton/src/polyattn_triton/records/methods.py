@@ -5,32 +5,11 @@ A row that changes here changes in polyattn-cuda too (its provider `polyattn-tri
 
 from __future__ import annotations
 
-from typing import Any
+from polyattn.contract import Alias, BackendInfo, Provider, Range, Row, row
 
-from polyattn.contract import Alias, BackendInfo, ConfigField, Provider, Range, Row, row
-from polyattn.methods.video.options import SLA, STA, SVG2, VMOBA, VSA, dense_by_rule
-
-from .common import ANY_PAGE, DENSE_THERE, HALF, INTERPRETED, LENGTHS, NO_TREE, PHASES, PLATFORMS, TRAINABLE, TRITON
+from .common import ANY_PAGE, HALF, INTERPRETED, LENGTHS, NO_TREE, PHASES, PLATFORMS, TRITON
 
 ELSEWHERE = tuple(platform for platform in PLATFORMS if platform != "cuda")
-LOSSY = "sparse: exact over the keys it keeps, dense only at full budget"
-
-# Every sparse video method is self-attention over one grid, so it needs a place: S_q = S_k, no causal mask, keys of the
-# same sequence.
-SPARSE: dict[str, Any] = {
-    "when": {"place": True},
-    "family": "dense",
-    "s_relation": "equal",
-    "dtype": HALF,
-    "head_dim": (64, 128),
-    "group": True,
-    "scale": True,
-}
-STA_ROW = row(**SPARSE)
-VSA_ROW = row(**SPARSE, grad=TRAINABLE)
-VMOBA_ROW = row(**SPARSE, grad=TRAINABLE)
-SLA_ROW = row(**{**SPARSE, "scale": False}, grad=TRAINABLE)
-SVG2_ROW = row(**{**SPARSE, "head_dim": (64, 128, 256)})
 
 DSA_ROW = row(
     family="mla",
@@ -68,37 +47,8 @@ def _provider(platform: str, limits: Row) -> tuple[Provider, ...]:
     return (Provider("polyattn-triton", (limits,), requires=(TRITON[platform],)),)
 
 
-def _sparse(
-    name: str, platform: str, limits: Row, summary: str, config: tuple[ConfigField, ...], note: str = ""
-) -> BackendInfo:
-    return BackendInfo(
-        name,
-        platform,
-        _provider(platform, limits),
-        summary=summary,
-        priority=None,
-        fallbacks=dense_by_rule(DENSE_THERE[platform]),
-        config=config,
-        lossy=LOSSY,
-        upstream="polyattn",
-        note=note,
-    )
-
-
 def _backends(platform: str) -> tuple[BackendInfo, ...]:
     return (
-        _sparse("sliding_tile_attn", platform, STA_ROW, "Sliding tile attention (STA)", STA),
-        _sparse("video_sparse_attn", platform, VSA_ROW, "Video sparse attention (VSA)", VSA),
-        _sparse("vmoba_attn", platform, VMOBA_ROW, "V-MoBA: mixture of block attention for video", VMOBA),
-        _sparse(
-            "sla_attn",
-            platform,
-            SLA_ROW,
-            "Sparse-linear attention (SLA)",
-            SLA,
-            note="needs weights trained for it (proj_l); at least one key block is always kept",
-        ),
-        _sparse("sparse_video_gen_2_attn", platform, SVG2_ROW, "Sparse VideoGen 2: clusters of similar tokens", SVG2),
         BackendInfo(
             "dsa",
             platform,

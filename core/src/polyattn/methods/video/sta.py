@@ -1,0 +1,210 @@
+"""`sliding_tile_attn`: each tile of a video sees a window of tiles, another for each step, layer and head.
+
+Sliding tile attention, arXiv 2502.04507. Along each axis of n tiles, with a window of w: the window of tile q has its
+centre at clamp(q, w // 2, n - 1 - w // 2), the upper bound first, and holds tile k where |centre - k| <= w // 2. All
+tiles see the text that is no padding, and text sees all.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...contract import Inner, Like, Place
+from ...errors import ConfigError, InvalidInputError
+from ...semantics.block_maps import lists_of
+from .grids import Triple, grid_of
+from .strategy import read_strategy
+from .tiles import Cut, cut, tiles_by_token
+
+__all__ = ["SlidingTile", "sta_mask"]
+
+NAME = "sliding_tile_attn"
+BLOCKS = (128, 64)
+"""Tokens of a block that kernels take; a tile that neither divides is one block."""
+_KEPT = 8
+
+
+class _Plan(NamedTuple):
+    """The lists of a step, on the device before a layer asks.
+
+    Attributes:
+        indices: int32 [windows, nQ, max], of each window. heads: int64 [layers, H], the window of each head.
+        counts: int32 [layers, H], how much of its lists counts. most: the most of these in each layer.
+    """
+
+    cut: Cut
+    indices: Tensor
+    heads: Tensor
+    counts: Tensor
+    most: tuple[int, ...]
+
+
+class SlidingTile:
+    """A `polyattn.contract.Method`.
+
+    Args:
+        mask_strategy_file_path: of the windows, see `polyattn.methods.video.strategy`.
+        sta_mode: "STA_inference" reads the file; the modes that search for windows are not built.
+        skip_time_steps: how many of the first steps run dense. sta_tile: (t, h, w), tokens of a tile.
+
+    Raises:
+        ConfigError: a file that cannot be read or is none, or a mode that is not built.
+    """
+
+    def __init__(
+        self, *, mask_strategy_file_path: str, sta_mode: str, skip_time_steps: int, sta_tile: Sequence[int]
+    ) -> None:
+        if sta_mode != "STA_inference":
+            raise ConfigError(
+                f"{NAME}: sta_mode={sta_mode!r} is not part of this version; search for windows with the model's own "
+                "code, and give the file to STA_inference"
+            )
+        t, h, w = sta_tile
+        self.tile: Triple = (t, h, w)
+        self.strategy = read_strategy(mask_strategy_file_path)
+        self.skip = skip_time_steps
+        # Steps of one grid share their order of tokens.
+        self._cut = functools.lru_cache(maxsize=_KEPT)(self._cut_at)
+
+    def leaves_dense(self, place: Place) -> str:
+        if self.skip and self._step(place) < self.skip:
+            return f"the first {self.skip} steps run dense (skip_time_steps)"
+        return ""
+
+    def plan(self, place: Place, like: Like) -> _Plan:
+        step, strategy = self._step(place), self.strategy
+        if place.layers not in (None, strategy.layers) or like.heads != strategy.heads:
+            layers = "" if place.layers is None else f"{place.layers} layers and "
+            raise self._another(
+                f"is for {strategy.layers} layers and {strategy.heads} heads, and the model has {layers}"
+                f"{like.heads} heads"
+            )
+        found = self._cut(place.grid, place.text, place.valid_text, like.device)
+        windows = strategy.of_step(step)
+        for window in windows:
+            self._check(window, found.tiles.counts)
+        lists = [_listed(found, window) for window in windows]
+        most = max(one.shape[-1] for one in lists)
+        padded = [torch.nn.functional.pad(one, (0, most - one.shape[-1])) for one in lists]
+        numbers = {window: number for number, window in enumerate(windows)}
+        heads = [[numbers[one] for one in strategy.windows[step, layer]] for layer in range(strategy.layers)]
+        counts = [[lists[number].shape[-1] for number in own] for own in heads]
+        return _Plan(
+            found,
+            indices=torch.stack(padded),
+            heads=torch.tensor(heads).to(like.device),
+            counts=torch.tensor(counts, dtype=torch.int32).to(like.device),
+            most=tuple(map(max, counts)),
+        )
+
+    def density(self, plan: _Plan, place: Place) -> float:
+        windows = self.strategy.windows[self._step(place), self._layer(place)]
+        return sum(map(math.prod, windows)) / (len(windows) * plan.cut.count)
+
+    def attend(
+        self,
+        plan: _Plan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        place: Place,
+        kept: dict[str, Any],
+        inner: Inner,
+    ) -> Tensor:
+        found, layer = plan.cut, self._layer(place)
+        indices = plan.indices[..., : plan.most[layer]].index_select(0, plan.heads[layer])[None]
+        counts = plan.counts[layer][None, :, None].expand(indices.shape[:-1])
+        q, k, v = found.queries(query), found.keys(key), found.keys(value)
+        return found.joined(found.fine(q, k, v, (counts, indices), inner), query, key, value, inner)
+
+    def _cut_at(self, grid: Any, text: Any, valid_text: Any, device: torch.device) -> Cut:
+        tokens = math.prod(self.tile)
+        block = next((size for size in BLOCKS if tokens % size == 0), tokens)
+        like = Like(1, 1, 1, 0, 1, torch.float32, device)
+        return cut(Place(grid=grid, text=text, valid_text=valid_text), self.tile, block, like, NAME)
+
+    def _step(self, place: Place) -> int:
+        if place.step is None:
+            raise InvalidInputError(
+                f"{NAME} has other windows in each step, and the place has no step: run.at(step=...) or Place(step=...)"
+            )
+        if place.steps not in (None, self.strategy.steps) or place.step >= self.strategy.steps:
+            steps = f"step {place.step}" if place.steps is None else f"{place.steps} steps"
+            raise self._another(f"is for {self.strategy.steps} steps, and the run has {steps}")
+        return place.step
+
+    def _layer(self, place: Place) -> int:
+        layer = place.layer_number
+        if layer is None:
+            raise InvalidInputError(
+                f"{NAME} has other windows in each layer, and the place has no layer: place(layer=...)"
+            )
+        if layer >= self.strategy.layers:
+            raise self._another(f"is for {self.strategy.layers} layers, and this is layer {layer}")
+        return layer
+
+    def _check(self, window: Triple, counts: Triple) -> None:
+        for size, there, axis in zip(window, counts, ("time", "height", "width"), strict=True):
+            if size > there:
+                raise self._another(
+                    f"has the window {list(window)}, and the grid has {list(counts)} tiles of {list(self.tile)} tokens"
+                )
+            if size % 2 == 0 and size != there:
+                raise InvalidInputError(
+                    f"{NAME}: {self.strategy.path} has the window {list(window)}, even along {axis}, which would cover "
+                    f"{size + 1} tiles of {there}; a window is odd, or as long as the grid"
+                )
+
+    def _another(self, why: str) -> InvalidInputError:
+        return InvalidInputError(
+            f"{NAME}: {self.strategy.path} {why}; give the mask strategy of this model, steps and grid"
+        )
+
+
+def _axis(size: int, tiles: int) -> Tensor:
+    """bool [tiles, tiles]: the tiles in the window of each, along one axis."""
+    number, half = torch.arange(tiles), size // 2
+    centre = number.clamp(min=half).clamp(max=tiles - 1 - half)
+    return (centre[:, None] - number).abs() <= half
+
+
+def _listed(found: Cut, window: Triple) -> Tensor:
+    """The blocks that each block of the video sees, text first: int32 [nQ, listed]. All lists are of one length."""
+    t, h, w = (_axis(size, tiles) for size, tiles in zip(window, found.tiles.counts, strict=True))
+    seen = torch.einsum("ad,be,cf->abcdef", t.int(), h.int(), w.int()).reshape(found.count, found.count).bool()
+    _, tiles = lists_of(seen)
+    tiles = tiles[:, : math.prod(window), None] * found.per + torch.arange(found.per, dtype=torch.int32)
+    video = found.count * found.per
+    text = torch.arange(video, video + found.text, dtype=torch.int32).expand(found.count, -1)
+    listed = torch.cat([text, tiles.flatten(1)], 1).repeat_interleave(found.per, 0)
+    return listed.to(torch.int32).to(found.valid.device)
+
+
+def sta_mask(place: Place, tile: Triple, windows: Sequence[Triple]) -> Tensor:
+    """The mask that the method is defined by, token by token, whatever the order of blocks.
+
+    Args:
+        place: with a grid. tile: (t, h, w), tokens of a tile. windows: in tiles, one for each head.
+
+    Returns:
+        bool [1, heads, S, S], True = the query sees the key.
+    """
+    numbers, counts = tiles_by_token(place, tile, NAME)
+    text = numbers[:, 0] < 0
+    tiles = [-(-size // step) for size, step in zip(grid_of(place, NAME), tile, strict=True)]
+    masks = []
+    for window in windows:
+        near = torch.ones(len(numbers), len(numbers), dtype=torch.bool)
+        for axis, (size, count) in enumerate(zip(window, tiles, strict=True)):
+            mine, half = numbers[:, axis], size // 2
+            centre = torch.minimum(mine.clamp(min=half), torch.tensor(count - 1 - half))
+            near &= (centre[:, None] - mine).abs() <= half
+        masks.append((near | text[:, None] | text) & counts)
+    return torch.stack(masks)[None]

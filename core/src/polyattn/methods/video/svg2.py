@@ -1,0 +1,325 @@
+"""`sparse_video_gen_2_attn`: like tokens are clustered, and a cluster sees the clusters that matter to it (SVG2).
+
+Queries and keys of a head are clustered apart, by k-means that goes on from one denoising step to the next. Centroids
+say which clusters of keys hold most of the attention of a cluster of queries (arXiv 2505.18875).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...contract import Inner, Like, Place
+from ...errors import InvalidInputError
+from ...semantics.block_maps import lists_of
+from ...semantics.validation import has_shapes_only
+from .grids import grid_of
+from .steps import first_shares, known
+
+__all__ = ["SVG2", "Clusters", "cluster_map", "clustered_attention", "k_means"]
+
+NAME = "sparse_video_gen_2_attn"
+KEPT = "svg2_centroids"
+_BLOCK = 64
+"""Tokens of a block: clusters are filled up to whole ones."""
+_STILL = 1e-4
+_DISTANCES = 1 << 26
+"""Most distances of tokens to centroids that are computed at once."""
+
+
+class _Plan(NamedTuple):
+    """A plan says where the grid is in the sequence, and where k-means begins.
+
+    Attributes:
+        tokens: those of the grid. queries, keys: int64 [C], the tokens of the grid that k-means begins with.
+        text: int64 [S], 0 of the grid, 1 of text, 2 of text that is padding.
+    """
+
+    tokens: slice
+    queries: Tensor
+    keys: Tensor
+    text: Tensor
+
+
+class Clusters(NamedTuple):
+    """`Clusters` group the tokens of one side. labels: int64 [B, H, S]. centroids: [B, H, C, D]."""
+
+    labels: Tensor
+    centroids: Tensor
+
+    def sizes(self) -> Tensor:
+        """Count the tokens of each cluster, int64 [B, H, C]."""
+        return _counts(self.labels, self.centroids.shape[2])
+
+
+class SVG2:
+    """`SVG2` lets clusters of queries see clusters of keys: a `polyattn.contract.Method`. Forward only.
+
+    Text is never clustered: it sees all tokens but padding and is seen by all. Padding sees padding.
+
+    Args:
+        svg2_num_q_centroids, svg2_num_k_centroids: clusters of queries and keys; no more than there are tokens.
+        svg2_top_p_kmeans: share of the attention that a cluster of queries keeps; 1 = all of it.
+        svg2_min_kc_ratio: share of the clusters of keys that are kept whatever they hold.
+        svg2_kmeans_iter_init, svg2_kmeans_iter_step: rounds of k-means where nothing is kept from a step before, and
+            where something is.
+        svg2_zero_step_kmeans_init: cluster at step 0 too, where this step runs dense.
+        svg2_first_layers_fp, svg2_first_times_fp: share of the first layers and of the first steps that run dense.
+    """
+
+    def __init__(
+        self,
+        *,
+        svg2_num_q_centroids: int,
+        svg2_num_k_centroids: int,
+        svg2_top_p_kmeans: float,
+        svg2_min_kc_ratio: float,
+        svg2_kmeans_iter_init: int,
+        svg2_kmeans_iter_step: int,
+        svg2_zero_step_kmeans_init: bool,
+        svg2_first_layers_fp: float,
+        svg2_first_times_fp: float,
+    ) -> None:
+        self.centroids = svg2_num_q_centroids, svg2_num_k_centroids
+        self.top_p, self.least = svg2_top_p_kmeans, svg2_min_kc_ratio
+        self.rounds, self.more_rounds = svg2_kmeans_iter_init, svg2_kmeans_iter_step
+        self.from_zero = svg2_zero_step_kmeans_init
+        self.layers, self.steps = svg2_first_layers_fp, svg2_first_times_fp
+
+    def leaves_dense(self, place: Place) -> str:
+        return self._dense(place) if not self._warms(place) else ""
+
+    def _dense(self, place: Place, steps: bool = True) -> str:
+        times = ("svg2_first_times_fp", self.steps if steps else 0.0)
+        return first_shares(place, NAME, steps=times, layers=("svg2_first_layers_fp", self.layers))
+
+    def _warms(self, place: Place) -> bool:
+        """Tell whether a call is clustered for the steps after it, and attends densely itself."""
+        if not self.from_zero or not self.steps or self._dense(place, steps=False):
+            return False
+        return known(place, "step", f"{NAME}: svg2_zero_step_kmeans_init") == 0
+
+    def plan(self, place: Place, like: Like) -> _Plan:
+        """
+        Raises:
+            InvalidInputError: the place has no grid.
+        """
+        T, H, W = grid_of(place, NAME)
+        front, cells = place.text[0], T * H * W
+        valid_front, valid_back = place.text if place.valid_text is None else place.valid_text
+        text = torch.ones(like.tokens, dtype=torch.int64)
+        text[front : front + cells] = 0
+        text[valid_front:front] = 2
+        text[front + cells + valid_back :] = 2
+        generator = torch.Generator().manual_seed(0)
+        first = [torch.randperm(cells, generator=generator)[:count].to(like.device) for count in self.centroids]
+        return _Plan(slice(front, front + cells), first[0], first[1], text.to(like.device))
+
+    def attend(
+        self,
+        plan: _Plan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        place: Place,
+        kept: dict[str, Any],
+        inner: Inner,
+    ) -> Tensor:
+        warms = self._warms(place)
+        with torch.no_grad():
+            rows, keys = self._clusters(plan, query, key, kept)
+            if warms:
+                out: Tensor = inner.dense(query, key, value)
+                return out
+            seen = cluster_map(rows, keys, self.top_p, self.least)
+            rows, keys, seen = _with_text(plan, rows, keys, seen)
+        return clustered_attention(query, key, value, rows.labels, keys.labels, seen, inner)
+
+    def _clusters(self, plan: _Plan, query: Tensor, key: Tensor, kept: dict[str, Any]) -> tuple[Clusters, Clusters]:
+        video = [tensor[:, :, plan.tokens] for tensor in (query, key)]
+        starts = [tensor[:, :, first] for tensor, first in zip(video, (plan.queries, plan.keys), strict=True)]
+        if has_shapes_only(query):
+            made = [
+                Clusters(t.new_zeros(t.shape[:3], dtype=torch.int64), s) for t, s in zip(video, starts, strict=True)
+            ]
+            return made[0], made[1]
+        before = kept.get(KEPT)
+        if before is None:
+            rounds = self.rounds
+        else:
+            found, needed = ([list(one.shape) for one in some] for some in (before, starts))
+            if found != needed:
+                raise InvalidInputError(
+                    f"{NAME}: the place keeps centroids of another call, {found} instead of {needed}; what is kept "
+                    "belongs to one layer and branch of one run: give each its own Place(kept={})"
+                )
+            rounds, starts = self.more_rounds, list(before)
+        made = [k_means(tensor, start, rounds) for tensor, start in zip(video, starts, strict=True)]
+        kept[KEPT] = tuple(one.centroids for one in made)
+        return made[0], made[1]
+
+
+def k_means(points: Tensor, centroids: Tensor, rounds: int) -> Clusters:
+    """Cluster by Euclidean distance.
+
+    Args:
+        points: [B, H, S, D]. centroids: [B, H, C, D] to begin with. rounds: at most; fewer where no centroid moves by
+            1e-4 any more. A cluster that nothing is nearest to keeps its centroid.
+
+    Returns:
+        The centroids after the last round, float32 or float64, and the one that each point is nearest to.
+    """
+    wide = torch.float64 if points.dtype == torch.float64 else torch.float32
+    points, centroids = points.to(wide), centroids.to(wide)
+    for _ in range(rounds):
+        labels = _nearest(points, centroids)
+        counts = _counts(labels, centroids.shape[2])[..., None]
+        where = labels[..., None].expand(points.shape)
+        means = torch.zeros_like(centroids).scatter_add(2, where, points) / counts.clamp(min=1)
+        moved = torch.where(counts > 0, means, centroids)
+        still = bool((moved - centroids).norm(dim=-1).max() < _STILL)
+        centroids = moved
+        if still:
+            break
+    return Clusters(_nearest(points, centroids), centroids)
+
+
+def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
+    B, H, S, _ = points.shape
+    labels = torch.empty(B, H, S, dtype=torch.int64, device=points.device)
+    size = max(1, _DISTANCES // (B * H * centroids.shape[2]))
+    # |p - c|^2 without |p|^2, which all centroids share.
+    offset = centroids.square().sum(-1)[:, :, None]
+    for start in range(0, S, size):
+        part = slice(start, start + size)
+        labels[:, :, part] = (offset - 2 * points[:, :, part] @ centroids.mT).argmin(-1)
+    return labels
+
+
+def cluster_map(rows: Clusters, keys: Clusters, top_p: float, least: float) -> Tensor:
+    """Choose the clusters of keys that each cluster of queries sees.
+
+    The weight of a cluster is the softmax of the products of centroids, times its tokens. They are kept from the
+    highest on, up to and including the first with which their share exceeds `top_p`.
+
+    Args:
+        rows: of H_q heads. keys: of H_kv heads. top_p: share of the weight; 1 and above = all clusters.
+        least: share of the clusters of keys that are kept in any case, the highest first.
+
+    Returns:
+        bool [B, H_q, C_q, C_k].
+    """
+    group = rows.labels.shape[1] // keys.labels.shape[1]
+    centroids, sizes = keys.centroids.repeat_interleave(group, 1), keys.sizes().repeat_interleave(group, 1)
+    scores = rows.centroids @ centroids.mT / rows.centroids.shape[-1] ** 0.5
+    if top_p >= 1:  # rounding of the sums below would lose clusters
+        return torch.ones_like(scores, dtype=torch.bool)
+    weights = (scores + sizes[:, :, None].to(scores.dtype).log()).softmax(-1)
+    ordered, where = weights.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    wanted = (before <= top_p) | (
+        torch.arange(ordered.shape[-1], device=ordered.device) < int(least * ordered.shape[-1])
+    )
+    return torch.zeros_like(wanted).scatter(-1, where, wanted)
+
+
+def _with_text(plan: _Plan, rows: Clusters, keys: Clusters, seen: Tensor) -> tuple[Clusters, Clusters, Tensor]:
+    """Add two clusters to either side, text and padding, and their rows and columns to the map."""
+    if plan.text.shape[0] == rows.labels.shape[2]:
+        return rows, keys, seen
+    sides = []
+    for side in (rows, keys):
+        B, H, _ = side.labels.shape
+        clusters = side.centroids.shape[2]
+        labels = (plan.text + clusters - 1).expand(B, H, -1).clone()
+        labels[:, :, plan.tokens] = side.labels
+        sides.append(Clusters(labels, side.centroids))
+    seen = torch.nn.functional.pad(seen, (0, 2, 0, 2), value=True)
+    seen[..., :-1, -1] = False
+    seen[..., -1, :-1] = False
+    return sides[0], sides[1], seen
+
+
+class _Blocks:
+    """`_Blocks` order the tokens of each head by cluster, and fill up each cluster to whole blocks.
+
+    Attributes:
+        number: blocks of a head, those at the end being empty. place: int64 [B, H, S], where each token is.
+        cluster: int64 [B, H, number], of each block; `clusters` = of none. valid: int32 [B, H, number], tokens of each.
+    """
+
+    def __init__(self, labels: Tensor, clusters: int) -> None:
+        counts = _counts(labels, clusters)
+        filled = (counts + _BLOCK - 1) // _BLOCK
+        ends = filled.cumsum(-1)
+        first, tokens = ends - filled, counts.cumsum(-1) - counts
+        # A cluster fills up at most one block: no size depends on the labels, and nothing waits for the device.
+        self.number = labels.shape[2] // _BLOCK + min(clusters, labels.shape[2])
+        order = labels.argsort(dim=-1, stable=True)
+        rank = torch.empty_like(order).scatter(
+            -1, order, torch.arange(labels.shape[2], device=labels.device).expand_as(order)
+        )
+        self.place = first.gather(-1, labels) * _BLOCK + rank - tokens.gather(-1, labels)
+        blocks = torch.arange(self.number, device=labels.device).expand(*labels.shape[:2], -1).contiguous()
+        self.cluster = torch.searchsorted(ends, blocks, right=True)
+        inside = self.cluster.clamp(max=clusters - 1)
+        left = counts.gather(-1, inside) - (blocks - first.gather(-1, inside)) * _BLOCK
+        self.valid = left.clamp(0, _BLOCK).masked_fill(self.cluster == clusters, 0).to(torch.int32)
+
+    def into(self, tensor: Tensor) -> Tensor:
+        """Bring tokens into blocks, with zeros where none is: [B, H, S, D] -> [B, H, number * 64, D]."""
+        where = self.place[..., None].expand(tensor.shape)
+        return tensor.new_zeros(*tensor.shape[:2], self.number * _BLOCK, tensor.shape[3]).scatter(2, where, tensor)
+
+    def out_of(self, tensor: Tensor) -> Tensor:
+        """Take tokens out of blocks: [B, H, number * 64, D] -> [B, H, S, D]."""
+        return tensor.gather(2, self.place[..., None].expand(*self.place.shape, tensor.shape[3]))
+
+
+def clustered_attention(
+    query: Tensor, key: Tensor, value: Tensor, row_labels: Tensor, key_labels: Tensor, seen: Tensor, inner: Inner
+) -> Tensor:
+    """Attend from clusters to clusters, exactly.
+
+    Args:
+        query: [B, H_q, S, D]; key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v].
+        row_labels: int64 [B, H_q, S]. key_labels: int64 [B, H_kv, S]. seen: bool [B, H_q, C_q, C_k].
+        inner: the calls of families; one of block_sparse is made for each head, as blocks hold other numbers of tokens
+            in each.
+
+    Returns:
+        [B, H_q, S, D_v]. Queries that see no key are 0.
+    """
+    B, H, group = *query.shape[:2], query.shape[1] // key.shape[1]
+    rows, keys = _Blocks(row_labels, seen.shape[2]), _Blocks(key_labels, seen.shape[3])
+    columns = keys.cluster.repeat_interleave(group, 1)
+    # Blocks of no cluster see nothing and are seen by none: a row and a column more.
+    block_map = torch.nn.functional.pad(seen, (0, 1, 0, 1), value=False)
+    block_map = block_map.gather(2, rows.cluster[..., None].expand(-1, -1, -1, block_map.shape[3]))
+    block_map = block_map.gather(3, columns[:, :, None].expand(-1, -1, rows.number, -1))
+    counts, indices = lists_of(block_map)
+    q, k, v = rows.into(query), keys.into(key), keys.into(value)
+    outs: list[Tensor] = []
+    for b in range(B):
+        for h in range(H):
+            if outs and has_shapes_only(query):  # the calls of all heads are alike
+                outs.append(outs[0])
+                continue
+            one, other = (slice(b, b + 1), slice(h, h + 1)), (slice(b, b + 1), slice(h // group, h // group + 1))
+            out = inner.block_sparse(
+                *(q[one], k[other], v[other]),
+                lists=(counts[one], indices[one]),
+                block_shape=(_BLOCK, _BLOCK),
+                block_valid=keys.valid[b, h // group],
+            )
+            outs.append(out)
+    return rows.out_of(torch.cat(outs).view(B, H, *outs[0].shape[2:]))
+
+
+def _counts(labels: Tensor, clusters: int) -> Tensor:
+    """Count the tokens of each cluster: int64 [B, H, S] -> [B, H, C]."""
+    counts = torch.zeros(*labels.shape[:2], clusters, dtype=torch.int64, device=labels.device)
+    return counts.scatter_add(-1, labels, torch.ones_like(labels))

@@ -1,0 +1,132 @@
+"""What holds for every method that core computes itself: compiling, modes of torch, and the words of `explain`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyattn
+from polyattn.methods.video.records import EMULATED, PORTABLE, portable
+from polyattn.nn import LocalAttention
+from polyattn.registry.manager import get_manager
+from polyattn.video import Place
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sliding_tile_attn": {"sta_tile": [2, 2, 4], "skip_time_steps": 0},
+    "video_sparse_attn": {"sparsity": 0.5},
+    "sla_attn": {"topk_ratio": 0.5, "BLKQ": 64},
+    "sage_sla_attn": {"BLKQ": 64},
+    "vmoba_attn": {
+        "temporal_chunk_size": 1,
+        "temporal_topk": 2,
+        "spatial_chunk_size": [2, 2],
+        "spatial_topk": 2,
+        "st_chunk_size": [1, 2, 4],
+        "st_topk": 2,
+        "moba_select_mode": "topk",
+        "first_full_step": 0,
+        "first_full_layer": 1,
+    },
+    "sparse_video_gen_2_attn": {
+        "svg2_num_q_centroids": 4,
+        "svg2_num_k_centroids": 5,
+        "svg2_first_layers_fp": 0.3,
+        "svg2_first_times_fp": 0.0,
+    },
+}
+LEARNED = {"proj_l.weight": torch.eye(16) / 4, "gate_compress": torch.linspace(-1, 1, 16).view(1, 1, 1, 16)}
+each = pytest.mark.parametrize("name", OPTIONS)
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    keys = itertools.product(range(2), range(3), range(4))
+    windows = {f"{t}_{layer}_{h}": [1 + layer % 2, 1, 1 + h % 2] for t, layer, h in keys}
+    path = tmp_path / "windows.json"
+    path.write_text(json.dumps(windows))
+    tiles = {**OPTIONS["sliding_tile_attn"], "mask_strategy_file_path": str(path)}
+    polyattn.configure(attention_backend_config={**OPTIONS, "sliding_tile_attn": tiles})
+
+
+def inputs(**kind: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 128, 4, 16, generator=generator).to(**kind) for _ in range(3)]
+
+
+def at(layer: Any = 1, **more: Any) -> Place:
+    return Place(grid=(4, 4, 8), layer=layer, layers=3, step=1, steps=2, tensors=LEARNED, **more)
+
+
+def test_all_are_tried() -> None:
+    assert OPTIONS.keys() == PORTABLE.keys()
+
+
+@each
+def test_compiled_layers_share_their_graphs(name: str) -> None:
+    """Layers differ by a tensor alone, the number of the layer: a first one that runs dense, and others."""
+    layer = LocalAttention(backend=name)
+
+    def block(q: Tensor, k: Tensor, v: Tensor, number: Tensor) -> Tensor:
+        out: Tensor = layer(q * 1.5, k, v, place=at(number))
+        return out + 1
+
+    qkv, numbers = inputs(), [torch.tensor(i) for i in range(3)]
+    right = [block(*qkv, number) for number in numbers]
+    compiled = torch.compile(block, backend="eager")
+    for i, number in enumerate(numbers):
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            torch.testing.assert_close(compiled(*qkv, number), right[i])
+
+
+@each
+def test_under_autocast(name: str) -> None:
+    """As with tensors of that dtype: nothing inside of the method is narrowed on its own."""
+    with torch.autocast("cpu", torch.bfloat16):
+        out = polyattn.attention(*inputs(), backend=name, place=at())
+    assert torch.equal(out, polyattn.attention(*inputs(dtype=torch.bfloat16), backend=name, place=at()))
+
+
+@each
+def test_what_inference_mode_left_serves_later_calls(name: str) -> None:
+    kept: dict[str, Any] = {}
+    with torch.inference_mode():
+        right = polyattn.attention(*inputs(), backend=name, place=at(kept=kept))
+    again = polyattn.attention(*inputs(), backend=name, place=at(kept={}))
+    torch.testing.assert_close(again, right)
+    polyattn.attention(*inputs(), backend=name, place=at(kept=kept))
+    if "grad" in PORTABLE[name].providers[0].rows[0].allows:
+        q, k, v = (t.requires_grad_() for t in inputs())
+        polyattn.attention(q, k, v, backend=name, place=at(kept=kept)).sum().backward()
+        assert q.grad is not None
+
+
+@each
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+def test_layouts_and_strides(name: str, layout: str) -> None:
+    qkv = inputs()
+    right = polyattn.attention(*qkv, backend=name, place=at(2))
+    wide = [torch.cat([t, t], -1)[..., :16] for t in qkv]
+    if layout == "BHSD":
+        wide, right = [t.transpose(1, 2) for t in wide], right.transpose(1, 2)
+    torch.testing.assert_close(polyattn.attention(*wide, layout=layout, backend=name, place=at(2)), right)
+
+
+@each
+def test_one_record_for_every_platform(name: str) -> None:
+    """A vendor's plugin puts its own providers before core's, and changes no limit of core's."""
+    found = {info.platform: info for info in get_manager().backends.values() if info.name == name}
+    expected = {"cpu", "cuda", "rocm", "xpu", "musa", "npu"} if name not in EMULATED else {"cpu", "cuda"}
+    assert found.keys() == expected
+    for platform, info in found.items():
+        own = [provider for provider in info.providers if provider.name == "polyattn"]
+        assert own == ([] if name in EMULATED and platform == "cuda" else list(PORTABLE[name].providers))
+        assert not own or info.providers[-1] == own[0]
+        assert info.priority is None
+    assert portable(name, "cpu") == found["cpu"]
