@@ -269,7 +269,8 @@ def test_rows_that_leave_out_what_plain_calls_have_are_warned_of(run: Run, plugi
     """It conforms: everything that is listed works. Nobody's plain call is served."""
     more = '"lse": True, "phase": ("extend", "decode"), "page_size": (16,), "kv_scales": ("tensor", "head"),'
     paged = PLUGIN.replace('family="dense"', 'family="paged"').replace('"lse": True,', more)
-    plugin("acme", paged.replace('dtype=("float32", "bfloat16")', 'dtype="float32", kv_dtype=("auto", "int8")'))
+    paged = paged.replace('dtype=("float32", "bfloat16")', 'dtype="float32", kv_dtype=("auto", "int8")')
+    plugin("acme", f"{paged}\nPOLYATTN_API_VERSION = 2\n")
     said = run("conform", "acme", "--no-evidence", "--json")
     assert said.data["ok"], said.data["findings"]
     text, _ = said.data["warnings"]

@@ -78,11 +78,14 @@ def test_failures_have_a_code_and_a_message_in_both_forms(
 
 
 def test_a_usage_error_names_the_help(run: Run) -> None:
-    assert "See `polyattn explain --help`" in run("explain", "--nope").err
-    assert "See `polyattn config check --help`" in run("config", "check", "--nope").err
-    assert "See `polyattn config --help`" in run("config", "chek").err
-    assert "requires an argument. See `polyattn explain --help`" in run("explain", "--window").err
-    assert "requires an argument. See `polyattn config check --help`" in run("config", "check", "--file").err
+    def said(*words: str) -> str:
+        return " ".join(run(*words).err.split())  # however wide the lines are
+
+    assert "See `polyattn explain --help`" in said("explain", "--nope")
+    assert "See `polyattn config check --help`" in said("config", "check", "--nope")
+    assert "See `polyattn config --help`" in said("config", "chek")
+    assert "requires an argument. See `polyattn explain --help`" in said("explain", "--window")
+    assert "requires an argument. See `polyattn config check --help`" in said("config", "check", "--file")
 
 
 def test_a_refused_request_lists_the_reasons(run: Run) -> None:

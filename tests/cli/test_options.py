@@ -128,8 +128,9 @@ def test_a_block_sparse_question_elsewhere_has_its_kernels(run: Run) -> None:
 
 
 def test_a_method_makes_the_map_itself() -> None:
-    request = ask({"family": "block_sparse", "method": "sta"})
-    assert (request.method, request.block_map, request.block_shape) == ("sta", False, (0, 0))
+    """So who asks about one asks about a call with a place."""
+    with pytest.raises(ConfigError, match=r"--method sta is a backend, .* add --attention-backend sliding_tile_attn"):
+        ask({"family": "block_sparse", "method": "sta"})
 
 
 def test_a_question_about_a_block_sparse_call_is_what_it_asks() -> None:

@@ -54,4 +54,4 @@ def test_what_it_holds() -> None:
 
 def test_it_needs_no_torch() -> None:
     code = "import sys, polyattn.video as v; v.Place(grid=(1, 2, 3)); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

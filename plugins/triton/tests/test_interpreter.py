@@ -34,7 +34,7 @@ except polyattn.errors.PolyattnError as exc:
 found["automatic"] = polyattn.explain(polyattn.attention, q, q, q).backend
 blocks = dict(family="block_sparse", dtype="float32", head_dim=64, block_map=True, block_shape=(64, 64), layout="BHSD")
 try:
-    found["blocks"] = polyattn.explain(polyattn.records.AttentionRequest(**blocks)).backend
+    found["blocks"] = polyattn.explain(polyattn.AttentionRequest(**blocks)).backend
 except polyattn.errors.PolyattnError as exc:
     found["blocks"] = str(exc)
 found["switch"] = os.environ.get("TRITON_INTERPRET")

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -1026,7 +1027,17 @@ def test_one_backend_serves_an_engine_whatever_the_lengths(monkeypatch):
             served.append(selection.backend)
             return chosen.bound.forward(*tensors, **given)
 
-        return dataclasses.replace(chosen, bound=dataclasses.replace(chosen.bound, forward=forward))
+        def session(slot):
+            made = chosen.bound.session(slot)
+
+            def noted(*tensors, **given):
+                served.append(selection.backend)
+                return made.forward(*tensors, **given)
+
+            return types.SimpleNamespace(plan=made.plan, prepare=made.prepare, forward=noted)
+
+        bound = dataclasses.replace(chosen.bound, forward=forward, session=chosen.bound.session and session)
+        return dataclasses.replace(chosen, bound=bound)
 
     monkeypatch.setattr(choose, "load", watched)
     table, attention = engine()

@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from ...contract import AttentionRequest, SRelation
+from ...registry.manager import get_manager
 from ...selection.inspection import list_backends
 from ...testing.calls import Installed
 from ...testing.cases import Case
@@ -81,7 +82,10 @@ class Answer:
 
 
 def run(bar: Progress) -> Step:
-    targets = [Installed(status.name, "cpu") for status in list_backends("cpu") if status.status == "available"]
+    # A method is no backend of its own: it needs a place, and makes calls that the others serve.
+    methods = {info.name for info in get_manager().backends.values() if all(p.is_method for p in info.providers)}
+    here = [row.name for row in list_backends("cpu") if row.status == "available" and row.name not in methods]
+    targets = [Installed(name, "cpu") for name in here]
     task = bar.add_task("checking backends", total=len(CASES))
     found: dict[str, dict[str, Answer]] = {}
     for name, case in CASES.items():
