@@ -286,7 +286,7 @@ def test_a_prefill_backend_that_was_asked_for_serves_both_forms():
 def test_a_backend_for_latent_rows_only_gets_a_companion(monkeypatch):
     """A backend as FlashMLA's: asked for by name, and unable to take packed heads."""
     world = World(torch.float32, prefill_backend="torch_native")
-    rows_only = dataclasses.replace(world.backend.explain(LAYER)["extend"], backend="video_sparse_attn")
+    rows_only = dataclasses.replace(world.backend.explain(LAYER)["extend"], backend="dsa")
     monkeypatch.setattr(world.backend, "explain", lambda layer_id: {"extend": rows_only})
     found = companion_of(world)
     assert found.backend not in (None, rows_only.id)
