@@ -46,6 +46,8 @@ class CallStep(Step):
         slots = [[self._slot(row, place) for place in of] for row, of in zip(rows, places, strict=True)]
         self._slots = torch.tensor([*itertools.chain(*slots)], dtype=torch.int64, device=device)
         self._positions = torch.tensor([*itertools.chain(*places)], dtype=torch.int64, device=device).clamp_(min=0)
+        every = torch.arange(sequences, dtype=torch.int32, device=device)
+        self.requests = every, torch.ones_like(every)  # a row of the request table for each, none of them padding
         self.tree_mask = None
         if r.tree:
             self.tree_mask = trees = self._trees(tensors["mask"])
