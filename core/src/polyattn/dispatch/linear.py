@@ -10,9 +10,8 @@ from torch import Tensor
 from ..contract import AttentionRequest
 from ..contract.lengths import extent_of
 from ..selection import overrides
-from ..semantics.linear_reference import unit_rows
-from ..semantics.linear_validation import check_linear, check_words
-from ..semantics.validation import has_shapes_only
+from ..semantics.reference import unit_rows
+from ..semantics.validation import check_linear, check_words, has_shapes_only
 from .binding import Asked, Chosen, choose, explained_by
 from .bound_table import BoundTable
 from .call_key import (

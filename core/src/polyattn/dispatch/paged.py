@@ -21,7 +21,7 @@ from ..contract.lengths import extent_of
 from ..epoch import EPOCH
 from ..errors import InvalidInputError
 from ..selection import overrides
-from ..semantics import serving_validation, validation
+from ..semantics import validation
 from .binding import Asked, device_facts, dtype_name, explained_by, remembered
 from .call_key import Static, backend_name, torch_deterministic
 from .device_facts import forward_mode
@@ -152,18 +152,18 @@ def _paged_arguments(
         raise InvalidInputError("save_kv_cache=True writes new keys and values: pass key and value [T_q, H_kv, D]")
     h, p = (2, 1) if kv_layout == "NHD" else (1, 2)
     heads = key_cache.shape[h]
-    granularity = serving_validation.check_storage(query, key_cache, value_cache, k_scale, v_scale, heads)
+    granularity = validation.check_storage(query, key_cache, value_cache, k_scale, v_scale, heads)
     fp4 = key_cache.dtype == torch.uint8
     v_head_dim = value_cache.shape[3] * (2 if fp4 else 1)
     validation.check_new_keys(query, key, value, heads, v_head_dim)
     if save_kv_cache:
-        serving_validation.check_saving(key_cache, value_cache, tables, key_cache.shape[p])
+        validation.check_saving(key_cache, value_cache, tables, key_cache.shape[p])
     pools = {"key_cache": key_cache, "value_cache": value_cache}
     options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
     validation.check_serving_options(query, tables.page_table.shape[0], *options)
-    serving_validation.check_kv_parts(query, kv_parts, static.window, pools, p, k_scale)
+    validation.check_kv_parts(query, kv_parts, static.window, pools, p, k_scale)
     if tree:
-        serving_validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
+        validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
     _no_grad(query, key_cache, value_cache, key, value, sinks, attn_mask)
     return _request(
         static,
@@ -290,7 +290,7 @@ def _mla_request(
     """Check a latent call; what it asks for."""
     for name, given in (("tree", tree), ("chunked_prefix", chunked_prefix)):
         scalars.flag(name, given)
-    serving_validation.check_mla(query, cache, v_head_dim)
+    validation.check_mla(query, cache, v_head_dim)
     if static.scale is None:
         raise InvalidInputError(
             "mla_attention needs an explicit scale: that of the uncompressed heads, for example 192 ** -0.5 "
@@ -299,9 +299,9 @@ def _mla_request(
     validation.check_page_table(query, tables, cache.shape[0], cache.shape[1])
     options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, None, out, v_head_dim, (query, cache))
     validation.check_serving_options(query, tables.page_table.shape[0], *options)
-    serving_validation.check_kv_parts(query, kv_parts, static.window, {"cache": cache}, 1, None)
+    validation.check_kv_parts(query, kv_parts, static.window, {"cache": cache}, 1, None)
     if tree:
-        serving_validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
+        validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
     _no_grad(query, cache, attn_mask)
     fp8 = cache.dtype == torch.uint8
     return _request(

@@ -26,7 +26,7 @@ from ...selection.select import Selection
 from ...semantics import validation
 from ...semantics.autograd import attention_backward, refuse_second
 from ...semantics.block_maps import check_block_map
-from ...semantics.linear_validation import check_linear
+from ...semantics.validation import check_linear
 from ..trace_requests import observed
 
 __all__ = ["backward", "dense_axes", "differentiable", "forward", "op_plan", "outputs", "refuse_second"]

@@ -30,9 +30,8 @@ from ...epoch import EPOCH
 from ...errors import InvalidInputError, PolyattnError
 from ...selection import overrides
 from ...semantics.block_maps import lists_of
-from ...semantics.linear_reference import unit_rows
-from ...semantics.linear_validation import check_words
-from ...semantics.validation import FLOATS
+from ...semantics.reference import unit_rows
+from ...semantics.validation import FLOATS, check_words
 from ..binding import Chosen, choose, device_facts, dtype_name
 from ..call_key import Static, runner
 from ..device_facts import transform_around
