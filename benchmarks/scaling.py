@@ -31,7 +31,7 @@ def exponent(sizes: list[int], times: list[float]) -> float:
     """The least-squares slope of log(time) over log(size)."""
     xs, ys = [math.log(size) for size in sizes], [math.log(time) for time in times]
     mean_x, mean_y = statistics.fmean(xs), statistics.fmean(ys)
-    over = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys))
+    over = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
     return over / sum((x - mean_x) ** 2 for x in xs)
 
 
@@ -40,7 +40,7 @@ def measured(quantity: Quantity, sizes: tuple[int, ...], rounds: int) -> dict[st
     operations = [quantity.prepare(size) for size in sizes]
     times: list[list[float]] = [[] for _ in sizes]
     for number in range(rounds + 1):
-        for operation, found in zip(operations, times):
+        for operation, found in zip(operations, times, strict=True):
             gc.collect()
             start = time.process_time_ns()
             count = operation()
@@ -72,7 +72,7 @@ def main() -> int:
             continue
         row = measured(quantity, quantity.small if asked.small else quantity.sizes, asked.rounds)
         rows.append(row)
-        times = "  ".join(f"{size:>9,}: {us:>11,.1f}" for size, us in zip(row["sizes"], row["us"]))
+        times = "  ".join(f"{size:>9,}: {us:>11,.1f}" for size, us in zip(row["sizes"], row["us"], strict=True))
         verdict = "ok" if row["exponent"] <= quantity.allowed else "ABOVE"
         print(f"{quantity.name:<58} {times} us   n^{row['exponent']:.2f} (<= {quantity.allowed}) {verdict}", flush=True)
     if not rows:
