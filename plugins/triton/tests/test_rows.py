@@ -11,7 +11,8 @@ from torch import Tensor
 import polyattn
 from polyattn.contract import Like, Place
 from polyattn.methods.video import rows
-from polyattn.methods.video.rows import Blocks, best, scored
+from polyattn.methods.video.rows import Blocks, best, pooled, scored
+from polyattn.methods.video.sla import SLA
 from polyattn.methods.video.tiles import Cut, cut
 from polyattn.methods.video.vsa import VideoSparse
 from polyattn_triton.device_ops import BlockOps
@@ -149,3 +150,31 @@ def test_a_method_computes_the_same_with_kernels(both: Any, coarse: str) -> None
         return out, *torch.autograd.grad(out, trained, upstream)
 
     assert_same(*both(run), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block", [16, 64, 48])
+def test_means_of_blocks_in_order(both: Any, block: int) -> None:
+    torch.manual_seed(5)
+    x = torch.randn(2, 100, 3, 24).transpose(1, 2)
+    assert_same(*([found] for found in both(lambda: pooled(x, block))))
+    assert (BlockOps.pooled(x, block) is None) == (block == 48)
+
+
+@pytest.mark.parametrize("feature_map", ["softmax", "elu", "relu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sparse_linear_attention_is_the_same_with_kernels(both: Any, feature_map: str, bias: bool) -> None:
+    torch.manual_seed(6)
+    # More tokens than one program sums up, and no whole number of blocks.
+    q, k, v = (torch.randn(1, 1100, heads, 24).transpose(1, 2) for heads in (4, 2, 2))
+    learned = {"proj_l.weight": torch.randn(24, 24)} | ({"proj_l.bias": torch.randn(24)} if bias else {})
+    place = Place(grid=(1, 10, 110), tensors=learned, kept={})
+    method = SLA(topk_ratio=0.2, feature_map=feature_map, linear_scope="all", BLKQ=128, BLKK=64)
+    plan = method.plan(place, Like(1, 4, 2, 1100, 24, torch.float32, torch.device("cpu")))
+    inner: Any = Inner()
+
+    def run() -> Tensor:
+        return method.attend(plan, q, k, v, place=place, kept={}, inner=inner)
+
+    found, wanted = both(run)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert found.stride() == wanted.stride()

@@ -147,3 +147,27 @@ class BlockOps(Protocol):
     def top(self, scores: Tensor, kept: int) -> Tensor | None:
         """int32 [..., kept]: where the highest of float32 [..., m] are, ascending; of equal ones the first. None: too
         many for this kernel."""
+
+    def pooled(self, tensor: Tensor, block: int) -> Tensor | None:
+        """float32 [B, H, ceil(S / block), D]: means of `block` tokens at a time, of fewer at the end, of [B, H, S, D].
+        None: not for this size of blocks."""
+
+    def linear_sums(self, key: Tensor, value: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:
+        """The sums of a linear branch.
+
+        Args:
+            key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v]. feature_map: phi of a row: softmax, elu (+ 1) or relu.
+
+        Returns:
+            (sum of phi(key)^T value, float32 [B, H_kv, D, D_v]; sum of phi(key), float32 [B, H_kv, D]).
+        """
+
+    def linear_add(
+        self, query: Tensor, state: Tensor, total: Tensor, bias: Tensor | None, base: Tensor, feature_map: str,
+        epsilon: float,
+    ) -> Tensor:  # fmt: skip
+        """base + phi(query) state / (phi(query) total + epsilon) + bias, [B, H_q, S, D_v], like `base`.
+
+        Args:
+            query: [B, H_q, S, D]. state, total: as of `linear_sums`. bias: [D_v] or None. base: [B, H_q, S, D_v].
+        """
