@@ -26,6 +26,7 @@ __all__ = [
     "MaskKind",
     "Phase",
     "SRelation",
+    "Segments",
     "option",
     "relation",
     "request_fields",
@@ -36,6 +37,7 @@ Phase = Literal["prefill", "extend", "decode", "verify"]
 Causal = Literal["none", "bottom_right", "top_left"]
 MaskKind = Literal["none", "bool", "additive"]
 SRelation = Literal["equal", "one", "fewer", "more"]
+Segments = Literal["", "shared", "pair"]
 
 FAMILIES: tuple[str, ...] = get_args(Family)
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -107,6 +109,7 @@ class AttentionRequest:
     sinks: bool = option(False, doc="S5: per-head sink logits in the denominator")
     mask: MaskKind = option("none", doc="S8: bool (True = attend) or additive")
     alibi: bool = option(False, doc="S8: per-head ALiBi slopes")
+    segments: Segments = option("", doc="S8: documents of tokens: shared by queries and keys, or a pair")
     tree: bool = option(False, doc="S8: tree mask of speculative verification")
     scale: float | None = option(None, doc="S2: None = D_qk ** -0.5, applied to fp32 logits")
     dropout: float = option(0.0, doc="S11: probability of dropping an attention weight")

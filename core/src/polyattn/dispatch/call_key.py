@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ torch_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.a
 
 LARGE = 2**31
 SITES_KEPT = 1024
+NO_CHUNK = 0
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
@@ -62,6 +63,47 @@ def wanted_grads(named: dict[str, Tensor | None], return_lse: bool) -> tuple[str
     return tuple(wanted)
 
 
+Added = Mapping[str, Tensor]
+"""`FamilySpec.added` of a call by name, what was given of it."""
+NOTHING: Added = {}
+
+
+def added_tensors(alibi: Any, segments: Any) -> Added:
+    """Arguments of a call as kernels take them, not checked yet. segments: of queries and keys, or a pair."""
+    found = {} if alibi is None else {"alibi": alibi}
+    if segments is None:
+        return found
+    pair = isinstance(segments, (tuple, list)) and len(segments) == 2
+    return {**found, "q_segments": segments[0] if pair else segments, "k_segments": segments[1] if pair else segments}
+
+
+def public(added: Added) -> dict[str, Any]:
+    """The same as arguments of the public calls."""
+    found: dict[str, Any] = {name: one for name, one in added.items() if name == "alibi"}
+    if "q_segments" in added:
+        found["segments"] = (added["q_segments"], added["k_segments"])
+    return found
+
+
+def added_key(added: Added, batch: int, s_q: int, s_k: int) -> Any:
+    """What decides of them who serves the call."""
+    if not added:
+        return None
+    queries, keys = added.get("q_segments"), added.get("k_segments")
+    sides = [(one.dtype, one.device, one.layout, type(one)) for one in (queries, keys) if one is not None]
+    fit = queries is None or keys is None or (tuple(queries.shape), tuple(keys.shape)) == ((batch, s_q), (batch, s_k))
+    return sinks_key(added.get("alibi")), queries is keys, fit, *sides
+
+
+def added_fields(added: Added) -> dict[str, Any]:
+    """Their request fields."""
+    if not added:
+        return {}
+    queries = added.get("q_segments")
+    how = "" if queries is None else "shared" if queries is added["k_segments"] else "pair"
+    return {"alibi": "alibi" in added, "segments": how}
+
+
 class Static(NamedTuple):
     """The arguments of a call that are no tensors, in the order of `attention`. `checked` ones are right."""
 
@@ -73,6 +115,7 @@ class Static(NamedTuple):
     dropout_p: float = 0.0
     return_lse: bool = False
     deterministic: bool = False
+    chunk: int = 0
     role: str | None = None
 
     def checked(self, layouts: tuple[str, ...] = validation.LAYOUTS) -> Static:
@@ -83,12 +126,13 @@ class Static(NamedTuple):
             scale=self.scale,
             layout=self.layout,
             dropout_p=self.dropout_p,
+            chunk=self.chunk,
             layouts=layouts,
         )
         if self.role not in (None, "self", "cross"):
             raise InvalidInputError(f"role={scalars.shown(self.role)} must be 'self', 'cross' or None")
         lse, exact = scalars.flag("return_lse", self.return_lse), scalars.flag("deterministic", self.deterministic)
-        return self._replace(window=window, return_lse=lse, deterministic=exact)
+        return self._replace(window=window, return_lse=lse, deterministic=exact, chunk=int(self.chunk))
 
     def fields(self, exact: bool | None = None) -> dict[str, Any]:
         """As request fields. exact: torch's deterministic switch; None = ask."""
@@ -96,6 +140,7 @@ class Static(NamedTuple):
         return {
             "causal": causal,
             "window": self.window,
+            "chunk": self.chunk,
             "softcap": float(self.softcap),
             "scale": None if self.scale is None else float(self.scale),
             "layout": self.layout,

@@ -30,8 +30,14 @@ from .binding import Chosen, choose, explained_by, select_here
 from .bound_table import SIGNATURES_KEPT
 from .call_key import (
     LARGE,
+    NOTHING,
+    NO_CHUNK,
     SITES_KEPT,
+    Added,
     Static,
+    added_fields,
+    added_key,
+    added_tensors,
     autocast_dtype,
     backend_name,
     cast,
@@ -151,7 +157,15 @@ def dense_signature(layout: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, sin
 
 
 def dense_request(
-    static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, key: DenseKey | None = None
+    static: Static,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    sinks: Any,
+    out: Any,
+    key: DenseKey | None = None,
+    added: Added = NOTHING,
 ) -> AttentionRequest:
     """Validate a dense call and say what it asks for. key: its signature, where the caller has taken it.
 
@@ -162,7 +176,7 @@ def dense_request(
         if isinstance(q, Tensor) and autocast_dtype(q.device.type) is not None:
             q, k, v = cast(q, k, v)
         key = None
-    validation.check_dense(q, k, v, mask, sinks, out, static.layout)
+    validation.check_dense(q, k, v, mask, sinks, out, static.layout, **added)
     key = key or DenseKey._make(dense_signature(static.layout, q, k, v, mask, sinks, out))
     return made(
         family="dense",
@@ -181,7 +195,8 @@ def dense_request(
         zero_size=key.zero_size,
         large=key.large,
         misaligned=not key.aligned,
-        transform=key.transform,
+        transform=key.transform if not added else transform(q, k, v, mask, sinks, *added.values()),
+        **added_fields(added),
     ).normalised()
 
 
@@ -270,7 +285,8 @@ class _Fast:
 class DenseSite:
     """A dense call with its static arguments bound: what `bind` returns, what layers hold, what each call finds.
 
-    Call it with (query, key, value, attn_mask=None, sinks=None, out=None, place=None), as `polyattn.attention`.
+    Call it with (query, key, value, attn_mask=None, sinks=None, out=None, place=None, alibi=None, segments=None), as
+    `polyattn.attention`.
     """
 
     __slots__ = ("_argument", "_bshd", "_entries", "_epoch", "_fast", "_last", "_masked", "_scope", "static")
@@ -300,12 +316,15 @@ class DenseSite:
         sinks: Tensor | None = None,
         out: Tensor | None = None,
         place: Place | None = None,
+        alibi: Tensor | None = None,
+        segments: Any = None,
     ) -> Any:
-        if place is not None:
+        if not (place is alibi is segments is None):
             from .placed import at
 
             tensors = (query, key, value, attn_mask, sinks, out)
-            return at(tensors, self.static, self._argument, self._scope, place)
+            added = added_tensors(alibi, segments)
+            return at(tensors, self.static, self._argument, self._scope, place, added)
         if _is_tracing():
             return self._trace(query, key, value, attn_mask, sinks, out)
         fast = self._fast
@@ -333,11 +352,22 @@ class DenseSite:
                 return fast.call(query, key, value, attn_mask=attn_mask)
         return self._find(query, key, value, attn_mask, sinks, out)
 
-    def _trace(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
-        return trace_dense(query, key, value, attn_mask, sinks, out, self.static, self._argument, self._scope)
+    def _trace(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, added: Added = NOTHING
+    ) -> Any:
+        given = (query, key, value, attn_mask, sinks, out)
+        return trace_dense(*given, self.static, self._argument, self._scope, added)
 
     def _find(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, place: Any = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any,
+        sinks: Any,
+        out: Any,
+        place: Any = None,
+        added: Added = NOTHING,
     ) -> Any:
         if not isinstance(query, Tensor):
             node = recorded_call(attention, self, query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
@@ -349,34 +379,40 @@ class DenseSite:
             or counted()
             or (type(query) is not Tensor and validation.has_shapes_only(query))
         ):
-            return self._trace(query, key, value, attn_mask, sinks, out)
+            return self._trace(query, key, value, attn_mask, sinks, out, added)
         if self._epoch != EPOCH.value:
             self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
         entries = self._entries
         signature: Any = dense_signature(self.static.layout, query, key, value, attn_mask, sinks, out)
         said = signature
-        if place is not None:  # which itself decides nothing
-            signature = (*signature, "place")
+        if place is not None or added:  # a place itself decides nothing
+            signature = (*signature, place is not None, self._added_key(added, query, key))
         entry = entries.get(signature)
         if entry is None:
-            entry = self._resolve(DenseKey._make(said), query, key, value, attn_mask, sinks, out, place is not None)
+            tensors = (query, key, value, attn_mask, sinks, out)
+            entry = self._resolve(DenseKey._make(said), tensors, place is not None, added)
             if len(entries) >= SIGNATURES_KEPT:
                 entries.clear()
             entries[signature] = entry
-        elif signature == self._last and sinks is out is place is None and not _profiler._is_profiler_enabled:
+        elif signature == self._last and said is signature and sinks is out is None and not _profiler._is_profiler_enabled:
             # Seen twice in a row: worth a guard. Alternating signatures stay with the dict, and so do profiled calls.
             self._remember(DenseKey._make(said), entry, query, key, value, attn_mask)
         self._last = signature
         run = entry.chosen.ranged("attention", entry.run)
-        given = {"place": place} if entry.chosen.request.place else {}
+        given = {**added, "place": place} if entry.chosen.request.place else added
         if place is not None and place.run is not None:  # it is told of what a method leaves to others
             place.run.left(place, entry.chosen.selection)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **given)
 
-    def _resolve(
-        self, said: DenseKey, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, placed: bool
-    ) -> _Entry:
-        request = dense_request(self.static, q, k, v, mask, sinks, out, said)
+    def _added_key(self, added: Added, query: Tensor, key: Tensor) -> Any:
+        s = 1 if self._bshd else 2
+        try:
+            return added_key(added, query.shape[0], query.shape[s], key.shape[s])
+        except AttributeError:  # no tensors, which are told once they are checked
+            return object()
+
+    def _resolve(self, said: DenseKey, tensors: tuple[Any, ...], placed: bool, added: Added) -> _Entry:
+        request = dense_request(self.static, *tensors, said, added)
         request = dataclasses.replace(request, place=True) if placed else request
         chosen = choose(request, self._argument, self._scope)
         run = runner(chosen, self.static.return_lse, said.autocast is not None, 2 if self._bshd else 1)
@@ -404,13 +440,16 @@ class DenseSite:
         sinks: Any = None,
         out: Any = None,
         place: Place | None = None,
+        alibi: Any = None,
+        segments: Any = None,
     ) -> Selection:
+        added = added_tensors(alibi, segments)
         if place is not None:
             from .placed import explain
 
             tensors = (query, key, value, attn_mask, sinks, out)
-            return explain(tensors, self.static, self._argument, self._scope, place)
-        request = dense_request(self.static, query, key, value, attn_mask, sinks, out)
+            return explain(tensors, self.static, self._argument, self._scope, place, added)
+        request = dense_request(self.static, query, key, value, attn_mask, sinks, out, added=added)
         extent = extent_of(request)(query, key)
         return select_here(request, self._argument, self._scope, extent, full=True)
 
@@ -436,6 +475,9 @@ def attention(
     backend: str | None = None,
     out: Tensor | None = None,
     place: Place | None = None,
+    chunk: int = NO_CHUNK,
+    alibi: Tensor | None = None,
+    segments: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Any:
     """Softmax attention on dense tensors, by the best backend that can serve the call.
 
@@ -457,6 +499,10 @@ def attention(
         out: where to write the output; not while gradients are wanted.
         place: where in a model the call is (`polyattn.video.Place`). Methods such as sparse video attention need
             it (docs/methods.md); to all others it only says whether this is cross-attention.
+        chunk: chunked-local attention in blocks of so many positions, which is causal; 0 = off (S4).
+        alibi: [H_q] slopes of a float dtype; adds -slope * distance to the logits (S8). It has no gradient.
+        segments: int32 [B, S], or a pair ([B, S_q], [B, S_k]): a query sees the keys of its own number alone, as of
+            packed documents (S8). Other rules hold beside it, with positions along the whole row.
 
     Returns:
         out like query with D_v, or (out, lse). Rows that see no key are 0 with lse = -inf (S7).
@@ -465,11 +511,12 @@ def attention(
         InvalidInputError: an argument no backend could serve. UnsupportedRequestError: none here can, or the named
             one cannot; the message has everyone's reasons. BackendUnavailableError: the named one is not here.
     """
-    if place is not None:
+    if chunk is not NO_CHUNK or not (place is alibi is segments is None):
         from .placed import at
 
-        own = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, None)
-        return at((query, key, value, attn_mask, sinks, out), own, backend, None, place)
+        own = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, chunk, None)
+        tensors = (query, key, value, attn_mask, sinks, out)
+        return at(tensors, own, backend, None, place, added_tensors(alibi, segments))
     if _is_tracing():
         static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)
@@ -506,6 +553,7 @@ def bind(
     deterministic: bool = False,
     role: str | None = None,
     backend: str | None = None,
+    chunk: int = 0,
 ) -> DenseSite:
     """Bind the static arguments of `attention` once, for the hottest paths and for layers.
 
@@ -515,17 +563,16 @@ def bind(
         role: "self" or "cross", whose keys these are; None = not said. The others are as `attention`.
 
     Returns:
-        A callable (query, key, value, attn_mask=None, sinks=None, out=None, place=None), as `attention`.
+        A callable (query, key, value, attn_mask=None, sinks=None, out=None, place=None, alibi=None, segments=None), as
+        `attention`.
     """
-    static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, role)
+    static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, chunk, role)
     return DenseSite(static, backend)
 
 
-def _asked(
-    query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, backend: Any, place: Any, **static: Any
-) -> Selection:
-    site = DenseSite(Static(**static), backend)
-    return site.__polyattn_explain__(query, key, value, attn_mask, sinks, out, place)
+def _asked(backend: Any, **given: Any) -> Selection:
+    static = {name: given.pop(name) for name in Static._fields if name in given}
+    return DenseSite(Static(**static), backend).__polyattn_explain__(**given)
 
 
 explained_by(attention, _asked)

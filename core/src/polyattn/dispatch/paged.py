@@ -79,7 +79,7 @@ def _no_grad(*tensors: Tensor | None) -> None:
 
 
 def _static(*given: Any) -> Static:
-    """(causal, window, softcap, scale, return_lse, deterministic), checked."""
+    """(causal, window, softcap, scale, return_lse, deterministic, chunk), checked."""
     try:
         left, right = given[1]
         return _known_static(left, right, *given)
@@ -90,10 +90,10 @@ def _static(*given: Any) -> Static:
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _known_static(
-    left: Any, right: Any, causal: Any, window: Any, softcap: Any, scale: Any, return_lse: Any, deterministic: Any
+    left: Any, right: Any, causal: Any, window: Any, softcap: Any, scale: Any, lse: Any, deterministic: Any, chunk: Any
 ) -> Static:
     # The bounds are there for their types, which the cache does not look for in a tuple.
-    return Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+    return Static(causal, window, softcap, scale, "THD", 0.0, lse, deterministic, chunk).checked(("THD",))
 
 
 def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
@@ -142,6 +142,7 @@ def _paged_arguments(
     kv_parts: Sequence[KVPart],
     tree: bool,
     chunked_prefix: bool,
+    alibi: Tensor | None,
     static: Static,
 ) -> AttentionRequest:
     """Check a paged call; what it asks for."""
@@ -161,10 +162,11 @@ def _paged_arguments(
     pools = {"key_cache": key_cache, "value_cache": value_cache}
     options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
     validation.check_serving_options(query, tables.page_table.shape[0], *options)
+    validation.check_alibi(alibi, query, query.shape[1])
     validation.check_kv_parts(query, kv_parts, static.window, pools, p, k_scale)
     if tree:
         validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
-    _no_grad(query, key_cache, value_cache, key, value, sinks, attn_mask)
+    _no_grad(query, key_cache, value_cache, key, value, sinks, attn_mask, alibi)
     return _request(
         static,
         query,
@@ -179,6 +181,7 @@ def _paged_arguments(
         save_kv_cache=None if key is None else bool(save_kv_cache),
         mask=_mask_kind(attn_mask),
         sinks=sinks is not None,
+        alibi=alibi is not None,
         large=max(query.numel(), key_cache.numel(), value_cache.numel()) >= 2**31,
         misaligned=not aligned(*(tensor for tensor in (query, key, value) if tensor is not None)),
         **_steps(tables.max_seqlen_q, tree, chunked_prefix, kv_parts),
@@ -214,6 +217,8 @@ def paged_attention(
     deterministic: bool = False,
     backend: str | None = None,
     out: Tensor | None = None,
+    chunk: int = 0,
+    alibi: Tensor | None = None,
 ) -> Any:
     """Attention of packed queries over a paged KV cache; the queries are the last tokens of their sequences.
 
@@ -233,7 +238,7 @@ def paged_attention(
             `causal` and `attn_mask` speak of the call's own keys; `window` excludes parts.
         tree: the last S_q columns of the bool `attn_mask` are a tree of drafts, everything before is visible (S8).
         chunked_prefix: attend the keys before the queries in chunks, for a bound on a kernel's memory.
-        The rest as `polyattn.attention`.
+        The rest as `polyattn.attention`; chunk and alibi count along each sequence.
 
     Returns:
         out [T_q, H_q, D_v], or (out, lse [T_q, H_q]).
@@ -241,11 +246,11 @@ def paged_attention(
     Raises:
         As `polyattn.attention`; InvalidInputError when gradients are wanted.
     """
-    static = _static(causal, window, softcap, scale, return_lse, deterministic)
+    static = _static(causal, window, softcap, scale, return_lse, deterministic, chunk)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     request = _paged_arguments(
         query, key_cache, value_cache, tables, key, value, k_scale, v_scale, attn_mask, sinks, out, kv_layout,
-        save_kv_cache, kv_parts, tree, chunked_prefix, static,
+        save_kv_cache, kv_parts, tree, chunked_prefix, alibi, static,
     )  # fmt: skip
     chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
     return chosen.ranged("paged_attention", chosen.bound.forward)(
@@ -261,11 +266,12 @@ def paged_attention(
         v_scale=v_scale,
         out=out,
         **_parts(kv_parts),
+        **({} if alibi is None else {"alibi": alibi}),
     )
 
 
 def _asked(backend: Any, given: dict[str, Any], request_of: Callable[..., AttentionRequest]) -> Asked:
-    names = ("causal", "window", "softcap", "scale", "return_lse", "deterministic")
+    names = ("causal", "window", "softcap", "scale", "return_lse", "deterministic", "chunk")
     static = _static(*(given.pop(name, 0.0) for name in names))
     tables = PagedTables(**{name: given.pop(name) for name in PagedTables._fields[:5]})
     request = request_of(**given, tables=tables, static=static)
@@ -342,6 +348,7 @@ def mla_attention(
     deterministic: bool = False,
     backend: str | None = None,
     out: Tensor | None = None,
+    chunk: int = 0,
 ) -> Any:
     """Multi-head latent attention over a paged latent cache, absorbed form.
 
@@ -350,7 +357,7 @@ def mla_attention(
         cache: [pages, page_size, D_c + D_r], one latent row per token for all heads; in FP8 uint8 [pages, page_size,
             656], see `polyattn.semantics.reference.mla_unpack_fp8`.
         page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, attn_mask: as `paged_attention`.
-        kv_parts, tree, chunked_prefix: as `paged_attention`.
+        kv_parts, tree, chunked_prefix, chunk: as `paged_attention`.
         scale: of the uncompressed heads, never of the latent row (S2).
         v_head_dim: D_c, the leading part of a row that is the value.
 
@@ -360,7 +367,7 @@ def mla_attention(
     Raises:
         As `paged_attention`.
     """
-    static = _static(causal, window, 0.0, scale, return_lse, deterministic)
+    static = _static(causal, window, 0.0, scale, return_lse, deterministic, chunk)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     request = _mla_request(query, cache, tables, v_head_dim, attn_mask, out, kv_parts, tree, chunked_prefix, static)
     chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)

@@ -92,6 +92,7 @@ def packed_key(
         (query.requires_grad, key.requires_grad, value.requires_grad) if call_key.grad_on() else None,
         None if mask is None else (mask.dtype, mask.requires_grad),
         call_key.sinks_key(sinks),
+        call_key.sinks_key(lens.get("alibi")),
         out is None,
         *(call_key.autocast_dtype(query.device.type), capturing(query.device.type)),
         transform(query, key, value, mask, sinks),
@@ -104,7 +105,8 @@ def varlen_request(
 ) -> AttentionRequest:
     """What a packed call asks for. Its tensors are checked already."""
     facts = call_key.request_facts(static, q, k, v, mask, sinks, q.shape[1], k.shape[1])
-    return AttentionRequest(family="varlen", s_relation=_packed_relation(lens), **facts).normalised()  # type: ignore[arg-type]
+    how: Any = _packed_relation(lens)
+    return AttentionRequest(family="varlen", s_relation=how, alibi="alibi" in lens, **facts).normalised()
 
 
 _varlen_sites: dict[Any, VarlenSite] = {}
@@ -130,6 +132,8 @@ def varlen_attention(
     deterministic: bool = False,
     backend: str | None = None,
     out: Tensor | None = None,
+    chunk: int = 0,
+    alibi: Tensor | None = None,
 ) -> Any:
     """Softmax attention on sequences packed along one axis.
 
@@ -139,7 +143,7 @@ def varlen_attention(
             Contents are checked on the CPU, on a device only under POLYATTN_VALIDATE=1.
         max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence.
         attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], read up to each sequence's lengths.
-        sinks: [H_q]. out: [T_q, H_q, D_v]. The rest as `attention`.
+        sinks: [H_q]. out: [T_q, H_q, D_v]. The rest as `attention`; chunk and alibi count along each sequence.
 
     Returns:
         out [T_q, H_q, D_v], or (out, lse [T_q, H_q]).
@@ -147,24 +151,26 @@ def varlen_attention(
     Raises:
         As `attention`.
     """
-    static = (causal, window, softcap, scale, "THD", dropout_p, return_lse, deterministic)
+    static = (causal, window, softcap, scale, "THD", dropout_p, return_lse, deterministic, chunk)
     tracing = _is_tracing()
     if not tracing and not type(max_seqlen_q) is type(max_seqlen_k) is int:
         max_seqlen_q = scalars.length("max_seqlen_q", max_seqlen_q)
         max_seqlen_k = scalars.length("max_seqlen_k", max_seqlen_k)
-    lens = {
+    lens: dict[str, Any] = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
     }
+    if alibi is not None:
+        lens["alibi"] = alibi
     if tracing:
         return trace_varlen(query, key, value, attn_mask, sinks, out, lens, call_key.Static(*static), backend)
     try:
         left, right = window
         name = (
             static, backend, _scope(), type(causal), type(left), type(right), type(softcap), type(scale),
-            type(dropout_p), type(return_lse), type(deterministic),
+            type(dropout_p), type(return_lse), type(deterministic), type(chunk),
         )  # fmt: skip
         site = _varlen_sites.get(name)
     except (TypeError, ValueError):  # as in `attention`
@@ -180,6 +186,8 @@ def varlen_attention(
 
 def _asked(query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, backend: Any, **given: Any) -> Asked:
     lens = {name: given.pop(name) for name in _LENS}
+    if (alibi := given.pop("alibi")) is not None:
+        lens["alibi"] = alibi
     static = call_key.Static(layout="THD", **given).checked(("THD",))
     if isinstance(query, Tensor) and not call_key.no_autocast(query):
         query, key, value = call_key.cast(query, key, value)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...semantics.validation import local_only
-from ..call_key import LARGE, Static
+from ..call_key import LARGE, Added, Static
 
-__all__ = ["TensorFacts", "constants", "counted", "fixed", "fixed_number", "map_fits", "mask_fits", "tensor_facts"]
+__all__ = ["TensorFacts", "added_facts", "constants", "counted", "fixed", "fixed_number", "map_fits", "mask_fits", "tensor_facts"]
 
 
 class TensorFacts(NamedTuple):
@@ -58,11 +58,16 @@ def constants(static: Static) -> tuple[Any, ...]:
     `math.ldexp(x, 0)`, which is exactly x, is where it becomes a constant."""
     window: Any = static.window
     if isinstance(window, (tuple, list)):
-        window = tuple([int(math.ldexp(side, 0)) if _small(side) else side for side in window])
+        window = tuple([_fixed_int(side) for side in window])
     return (
         *(static.causal, window, fixed_number(static.softcap), fixed_number(static.scale)),
-        *(static.layout, fixed_number(static.dropout_p), static.return_lse, static.deterministic, static.role),
+        *(static.layout, fixed_number(static.dropout_p), static.return_lse, static.deterministic),
+        *(_fixed_int(static.chunk), static.role),
     )
+
+
+def _fixed_int(number: Any) -> Any:
+    return int(math.ldexp(number, 0)) if _small(number) else number
 
 
 def fixed_number(number: Any) -> Any:
@@ -105,6 +110,30 @@ def _out_fits(out: Tensor, query: Tensor, value: Tensor) -> str:
 
 def _sinks_fit(sinks: Tensor, query: Tensor, heads: int) -> str:
     return "fits" if sinks.ndim == 1 and sinks.shape[0] == query.shape[heads] else "does not fit"
+
+
+def added_facts(added: Added, query: Tensor, key: Tensor, heads: int, length: int) -> tuple[Any, Any]:
+    """(of `alibi`, of segments), each None where none is given: whether it fits, its dtypes, and for slopes whether they
+    want a gradient, for segments how they are shared. heads, length: axes of both."""
+    alibi, queries, keys = added.get("alibi"), added.get("q_segments"), added.get("k_segments")
+    slopes = how = None
+    if alibi is not None:
+        fits = isinstance(alibi, Tensor) and alibi.device == query.device and _sinks_fit(alibi, query, heads) == "fits"
+        slopes = (fits, alibi.dtype if fits else None, fits and torch.is_grad_enabled() and alibi.requires_grad)
+    if queries is not None:
+        fits = _segments_fit(queries, query, length) and _segments_fit(keys, key, length)
+        how = (fits, (queries.dtype, keys.dtype) if fits else None, "shared" if queries is keys else "pair")
+    return slopes, how
+
+
+def _segments_fit(segments: Any, tokens: Tensor, length: int) -> bool:
+    return (
+        isinstance(segments, Tensor)
+        and segments.ndim == 2
+        and segments.device == tokens.device
+        and segments.shape[0] == tokens.shape[0]
+        and segments.shape[1] == tokens.shape[length]
+    )
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[bool, bool]:

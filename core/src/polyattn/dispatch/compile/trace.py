@@ -33,11 +33,11 @@ from ...semantics.block_maps import lists_of
 from ...semantics.reference import unit_rows
 from ...semantics.validation import FLOATS, check_words
 from ..binding import Chosen, choose, device_facts, dtype_name
-from ..call_key import Static, runner
+from ..call_key import NOTHING, Added, Static, runner
 from ..device_facts import transform_around
 from . import custom_ops as _ops  # noqa: F401 - that they are registered
 from .errors import raising, refuse_derivatives
-from .facts import TensorFacts, constants, fixed, fixed_number, map_fits, mask_fits, tensor_facts
+from .facts import TensorFacts, added_facts, constants, fixed, fixed_number, map_fits, mask_fits, tensor_facts
 from .op_plans import op_plan
 
 __all__ = ["trace_block_sparse", "trace_dense", "trace_linear", "trace_varlen"]
@@ -62,7 +62,7 @@ class _Call(NamedTuple):
 
     Attributes:
         tensors: `TensorFacts`. heads: H of query, key and value; dims: D of them. lengths: whether they agree.
-        given: what else the family must know of its tensors.
+        given: what else the family must know of its tensors. added: `added_facts`.
     """
 
     tensors: _Facts
@@ -71,6 +71,7 @@ class _Call(NamedTuple):
     relation: str
     lengths: str
     given: _Facts = ()
+    added: tuple[Any, Any] = (None, None)
 
 
 def _traced(family: str, call: _Facts, static: _Facts, backend: _Backend, scope: Any, *tensors: Any) -> Any:
@@ -101,6 +102,7 @@ def trace_dense(
     static: Static,
     backend: str | None,
     scope: overrides.Scope | None,
+    added: Added = NOTHING,
 ) -> Any:
     """A dense call being traced."""
     _check_ranks(query, key, value, 4)
@@ -113,9 +115,11 @@ def trace_dense(
         _relation(s_q, s_k),
         _lengths(query, key, value, s),
         (None if attn_mask is None else "fits" if mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit",),
+        added_facts(added, query, key, h, s),
     )
     scope = overrides.current_scope() if scope is None else scope
-    return _traced("dense", call, constants(static), backend, scope, query, key, value, out, attn_mask, sinks)
+    more = (added.get("alibi"), added.get("q_segments"), added.get("k_segments"))
+    return _traced("dense", call, constants(static), backend, scope, query, key, value, out, attn_mask, sinks, *more)
 
 
 def trace_varlen(
@@ -140,8 +144,9 @@ def trace_varlen(
         "equal" if cu_q is cu_k else "one" if max_q == 1 else "more",
         "agree",
         (cu_q.dtype, cu_k.dtype),
+        added_facts(lens, query, key, 1, 0),
     )
-    tensors = (query, key, value, out, attn_mask, sinks, cu_q, cu_k, max_q, max_k)
+    tensors = (query, key, value, out, attn_mask, sinks, cu_q, cu_k, max_q, max_k, lens.get("alibi"))
     return _traced("varlen", call, constants(static), backend, overrides.current_scope(), *tensors)
 
 
@@ -251,7 +256,7 @@ def _made(family: str, call: _Facts, static: _Facts, backend: str | None, scope:
     if family == "block_sparse":
         bound = bound._replace(layout="BHSD")
     shared = _request_fields(common, bound, facts.heads[0], facts.heads[1], facts.dims[0], facts.dims[2], around)
-    asked = {"family": family, "s_relation": facts.relation, **shared, **fields}
+    asked = {"family": family, "s_relation": facts.relation, **shared, **fields, **_added_fields(facts)}
     chosen = choose(AttentionRequest(**asked).normalised(), backend, scope, eager=False)
     if family == "dense":
         chosen = _exported(chosen)
@@ -336,6 +341,21 @@ _FIELDS: dict[str, Callable[[_Call], dict[str, Any]]] = {
 """What a family adds to a request, once it has looked at what is its own."""
 
 
+def _added_fields(call: _Call) -> dict[str, Any]:
+    slopes, how = call.added
+    if slopes is not None and (not slopes[0] or slopes[1] not in FLOATS or slopes[2]):
+        raise InvalidInputError(
+            f"alibi must be [{call.heads[0]}] (H_q), on the device of query, of a float dtype ({slopes[1]}), and want no "
+            "gradient: one slope per query head"
+        )
+    if how is not None and (not how[0] or set(how[1]) != {torch.int32}):
+        raise InvalidInputError(
+            f"segments ({how[1]}) must be int32 [B, S_q] and [B, S_k] on the device of query, one tensor or a pair. Run "
+            "the call once outside torch.compile for the exact sizes"
+        )
+    return {"alibi": slopes is not None, "segments": "" if how is None else how[2]}
+
+
 def _request_fields(
     common: TensorFacts, static: Static, h_q: int, h_k: int, d: int, dv: int, around: str
 ) -> dict[str, Any]:
@@ -396,8 +416,15 @@ def _publish(plan: Callable[..., Any]) -> str:
 def _inline(chosen: Chosen, autocast: torch.dtype | None) -> Callable[..., Any]:
     run = runner(chosen, chosen.request.lse, autocast is not None, head_axis(chosen.request))
 
-    def plan(query: Tensor, key: Tensor, value: Tensor, out: Any, attn_mask: Any, sinks: Any) -> Any:
-        return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
+    alibi, segments = chosen.request.alibi, chosen.request.segments
+
+    def plan(
+        query: Tensor, key: Tensor, value: Tensor, out: Any, attn_mask: Any, sinks: Any, slopes: Any, q: Any, k: Any
+    ) -> Any:
+        added = {"alibi": slopes} if alibi else {}
+        if segments:
+            added = {**added, "q_segments": q, "k_segments": k}
+        return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **added)
 
     return plan
 
@@ -405,7 +432,8 @@ def _inline(chosen: Chosen, autocast: torch.dtype | None) -> Callable[..., Any]:
 def _opaque(chosen: Chosen, autocast: torch.dtype | None, prepare: Callable[..., Any] | None) -> Callable[..., Any]:
     """The op of a family. prepare: makes its arguments of those of the call."""
     text, request = op_plan(chosen.request, chosen.selection), chosen.request
-    both = request.lse or FAMILY_SPECS[request.family].second == "state"
+    spec = FAMILY_SPECS[request.family]
+    both, count = request.lse or spec.second == "state", len(spec.arguments)
     dtype = None if autocast is None or request.dtype == "float64" else autocast
     op = getattr(torch.ops.polyattn, request.family)
 
@@ -415,7 +443,7 @@ def _opaque(chosen: Chosen, autocast: torch.dtype | None, prepare: Callable[...,
         tensors = (query, key, value, *given)
         if prepare is not None:
             tensors = prepare(*tensors)
-        result, second = op(*tensors, text)
+        result, second = op(*tensors[:count], text, *tensors[count:])
         if out is not None:
             result = out.copy_(result)
         return (result, second) if both else result
