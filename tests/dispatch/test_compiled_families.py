@@ -32,23 +32,25 @@ def test_the_ops_are_those_of_the_families() -> None:
 
 
 def test_the_schemas_of_saved_graphs_stay() -> None:
-    """Saved programs name these: a changed one could not be loaded any more."""
+    """Saved programs name these: a changed one could not be loaded any more. What was added has a default."""
+    added = "Tensor? alibi=None, Tensor? q_segments=None, Tensor? k_segments=None"
     assert str(torch.ops.polyattn.dense.default._schema) == (
-        "polyattn::dense(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, str plan) -> "
-        "(Tensor, Tensor)"
+        "polyattn::dense(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, str plan, "
+        f"{added}) -> (Tensor, Tensor)"
     )
     assert str(torch.ops.polyattn.dense_backward.default._schema) == (
         "polyattn::dense_backward(Tensor? dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? "
-        "attn_mask, Tensor? sinks, Tensor out, Tensor lse, str plan) -> Tensor[]"
+        f"attn_mask, Tensor? sinks, Tensor out, Tensor lse, str plan, {added}) -> Tensor[]"
     )
     lengths = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
     assert str(torch.ops.polyattn.varlen.default._schema) == (
         f"polyattn::varlen(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, {lengths}, str "
-        "plan) -> (Tensor, Tensor)"
+        "plan, Tensor? alibi=None) -> (Tensor, Tensor)"
     )
     assert str(torch.ops.polyattn.varlen_backward.default._schema) == (
         "polyattn::varlen_backward(Tensor? dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? "
-        f"attn_mask, Tensor? sinks, {lengths}, Tensor out, Tensor lse, str plan) -> Tensor[]"
+        f"attn_mask, Tensor? sinks, {lengths}, Tensor out, Tensor lse, str plan, Tensor? alibi=None) -> "
+        "Tensor[]"
     )
 
 

@@ -30,8 +30,8 @@ from .binding import Chosen, choose, explained_by, select_here
 from .bound_table import SIGNATURES_KEPT
 from .call_key import (
     LARGE,
-    NOTHING,
     NO_CHUNK,
+    NOTHING,
     SITES_KEPT,
     Added,
     Static,
@@ -394,7 +394,7 @@ class DenseSite:
             if len(entries) >= SIGNATURES_KEPT:
                 entries.clear()
             entries[signature] = entry
-        elif signature == self._last and said is signature and sinks is out is None and not _profiler._is_profiler_enabled:
+        elif said == self._last and said is signature and sinks is out is None and not _profiler._is_profiler_enabled:
             # Seen twice in a row: worth a guard. Alternating signatures stay with the dict, and so do profiled calls.
             self._remember(DenseKey._make(said), entry, query, key, value, attn_mask)
         self._last = signature

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..contract import AttentionRequest, Bound
 from .base import Lowering, Rewrite
 from .lengths import per_call
+from .widths import odd_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,7 @@ class SegmentsAsSequences(Lowering):
 
     name = "segments_as_sequences"
     summary = "each segment becomes a packed sequence"
-    fields = frozenset({"segments"})
+    fields = frozenset({"segments", "family"})
 
     def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
         if request.family != "dense" or not request.segments or request.transform or request.tree:
@@ -43,6 +44,8 @@ class SegmentsAsSequences(Lowering):
             layout="THD",
             segments="",
             s_relation="equal" if itself else "more",
+            # Of heads first and a batch of one they are views, which may leave the boundaries.
+            misaligned=request.misaligned or (request.layout == "BHSD" and odd_rows(request)),
         )
         # Q, K, V and out are read and written where they must be sorted, and the segments are looked at.
         yield Rewrite((packed,), 8.0, detail="[B, S, H, D] as [B * S, H, D], sorted by segment where it is not")

@@ -50,16 +50,15 @@ class _Op:
         added = ADDED.get(family, "")
         self._family, self._count, self._added = family, arguments.count(",") + 1, added.count(",")
         second, last = ("dstate", "final_state") if family == "linear" else ("dlse", "lse")
-        forward = torch.library.custom_op(
-            f"polyattn::{family}", self._run, mutates_args=(), schema=f"({arguments}, str plan{added}) -> (Tensor, Tensor)"
-        )
+        schema, grads = f"({arguments}, str plan{added}) -> (Tensor, Tensor)", f"Tensor? dout, Tensor? {second}"
+        forward = torch.library.custom_op(f"polyattn::{family}", self._run, mutates_args=(), schema=schema)
         forward.register_fake(self._fake)
         forward.register_autograd(self._differentiate, setup_context=self._keep)
         backward = torch.library.custom_op(
             f"polyattn::{family}_backward",
             self._gradients,
             mutates_args=(),
-            schema=f"(Tensor? dout, Tensor? {second}, {arguments}, Tensor out, Tensor {last}, str plan{added}) -> Tensor[]",
+            schema=f"({grads}, {arguments}, Tensor out, Tensor {last}, str plan{added}) -> Tensor[]",
         )
         backward.register_fake(self._fake_gradients)
         backward.register_autograd(_second)

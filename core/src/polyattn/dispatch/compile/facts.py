@@ -16,7 +16,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ...semantics.validation import local_only
 from ..call_key import LARGE, Added, Static
 
-__all__ = ["TensorFacts", "added_facts", "constants", "counted", "fixed", "fixed_number", "map_fits", "mask_fits", "tensor_facts"]
+__all__ = [
+    *("TensorFacts", "added_facts", "constants", "counted", "fixed", "fixed_number"),
+    *("map_fits", "mask_fits", "tensor_facts"),
+]
 
 
 class TensorFacts(NamedTuple):
@@ -113,8 +116,8 @@ def _sinks_fit(sinks: Tensor, query: Tensor, heads: int) -> str:
 
 
 def added_facts(added: Added, query: Tensor, key: Tensor, heads: int, length: int) -> tuple[Any, Any]:
-    """(of `alibi`, of segments), each None where none is given: whether it fits, its dtypes, and for slopes whether they
-    want a gradient, for segments how they are shared. heads, length: axes of both."""
+    """(of `alibi`, of segments), each None where none is given: whether it fits, its dtypes, and of slopes whether they
+    want a gradient, of segments how they are shared. heads, length: axes of the query and the key."""
     alibi, queries, keys = added.get("alibi"), added.get("q_segments"), added.get("k_segments")
     slopes = how = None
     if alibi is not None:

@@ -350,13 +350,13 @@ def _added_fields(call: _Call) -> dict[str, Any]:
     slopes, how = call.added
     if slopes is not None and (not slopes[0] or slopes[1] not in FLOATS or slopes[2]):
         raise InvalidInputError(
-            f"alibi must be [{call.heads[0]}] (H_q), on the device of query, of a float dtype ({slopes[1]}), and want no "
-            "gradient: one slope per query head"
+            f"alibi ({slopes[1]}) must be [{call.heads[0]}] (H_q), one slope per query head, of a float dtype, on the "
+            "device of query, and want no gradient"
         )
     if how is not None and (not how[0] or set(how[1]) != {torch.int32}):
         raise InvalidInputError(
-            f"segments ({how[1]}) must be int32 [B, S_q] and [B, S_k] on the device of query, one tensor or a pair. Run "
-            "the call once outside torch.compile for the exact sizes"
+            f"segments ({how[1]}) must be int32 [B, S_q] and [B, S_k] on the device of query, one tensor or a pair. "
+            "Run the call once outside torch.compile for the exact sizes"
         )
     return {"alibi": slopes is not None, "segments": "" if how is None else how[2]}
 
