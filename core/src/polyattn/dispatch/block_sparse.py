@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import AttentionRequest, relation, scalars
+from ..contract import AttentionRequest, scalars
 from ..contract.lengths import extent_of
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..semantics import validation
 from ..semantics.block_maps import check_block_map, check_bool_map, check_starts_given, lists_of
-from .binding import Asked, Chosen, choose, explained_by
+from .binding import Asked, explained_by
 from .bound_table import BoundTable
-from .call_key import Static, autocast_dtype, backend_name, cast, request_facts, runner, without_autocast
+from .call_key import CallKey, Found, Static, autocast_dtype, backend_name, cast, found, request_of, without_autocast
 from .compile.facts import counted
 from .compile.trace import trace_block_sparse
 from .dense import dense_signature
 
 __all__ = ["block_sparse_attention"]
 
-_table: BoundTable[tuple[Chosen, Callable[..., Any]]] = BoundTable()
+_table: BoundTable[Found] = BoundTable()
 
 
 def block_sparse_attention(
@@ -78,13 +77,9 @@ def block_sparse_attention(
         *(layout, scale, return_lse),
     )
     scope, backend = overrides.SCOPE.get(), backend_name(backend)
-    entry = _table.get(signature := (*call.signature(), backend, scope))
-    if entry is None:
-        chosen = choose(call.request(), backend, scope)
-        entry = _table.put(signature, (chosen, runner(chosen, call.static.return_lse, False, 1)))
-    run = entry[0].ranged("block_sparse_attention", entry[1])
+    chosen, run = found(_table, (*call.signature(), backend, scope), call.request, backend, scope)
     given = call.map if call.out is None else {**call.map, "out": call.out}
-    result = without_autocast(run, *call.tensors, **given)
+    result = without_autocast(chosen.ranged("block_sparse_attention", run), *call.tensors, **given)
     if layout == "BHSD":
         return result
     return tuple(t.transpose(1, 2) for t in result) if isinstance(result, tuple) else result.transpose(1, 2)
@@ -138,16 +133,15 @@ class _Call(NamedTuple):
 
     def request(self) -> AttentionRequest:
         """What it asks for."""
-        q, k, v = self.tensors
-        return AttentionRequest(
+        return request_of(
+            CallKey._make(dense_signature("BHSD", *self.tensors, None, None, self.out)),
+            self.static,
             family="block_sparse",
-            s_relation=relation(q.shape[2], k.shape[2]),
             block_map=True,
             block_sizes=self.map["block_valid"] is not None,
             block_starts=self.map["block_starts"] is not None,
             block_shape=self.block_shape,
-            **request_facts(self.static, q, k, v, None, None, q.shape[1], k.shape[1]),
-        ).normalised()
+        )
 
 
 def _lists(

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..adapters.alignment import aligned
-from ..adapters.device import capturing
-from ..contract import scalars
+from ..contract import AttentionRequest, scalars
+from ..contract.request import made
 from ..errors import InvalidInputError
+from ..selection.overrides import Scope
 from ..semantics import validation
 from ..semantics.autograd import differentiable
-from .binding import Chosen, device_facts, dtype_name
-from .device_facts import transform
+from .binding import Chosen, choose
+from .bound_table import BoundTable
+from .device_facts import device_facts, dtype_name
 
 grad_on = torch.is_grad_enabled
 # By a device's index its current stream: 0 is the default one, which no graph records, and is told sooner.
@@ -52,15 +53,6 @@ def out_key(out: Tensor | None, shape: tuple[int, ...], inputs: tuple[Tensor, ..
     shares = any(validation.shares_memory(out, t) for t in inputs)
     placed = out.is_contiguous() or (out.stride()[-1:], validation.overlaps_itself(out))
     return (tuple(out.shape) == shape, out.dtype, out.device, placed, out.requires_grad, shares, type(out))
-
-
-def wanted_grads(named: dict[str, Tensor | None], return_lse: bool) -> tuple[str, ...]:
-    if not grad_on():
-        return ()
-    wanted = [name for name, tensor in named.items() if tensor is not None and tensor.requires_grad]
-    if wanted and return_lse:
-        wanted.append("lse")
-    return tuple(wanted)
 
 
 Added = Mapping[str, Tensor]
@@ -151,31 +143,80 @@ class Static(NamedTuple):
         }
 
 
-def request_facts(
-    static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, heads: int, kv: int
-) -> dict[str, Any]:
-    """Request fields shared by the dense and packed calls."""
-    kind = q.device.type
-    autocast = autocast_dtype(kind)
-    dtype = autocast if autocast is not None and q.dtype != torch.float64 else q.dtype
-    named = {"query": q, "key": k, "value": v, "mask": mask, "sinks": sinks}
-    return {
-        **static.fields(),
-        **device_facts(q.device),
-        "dtype": dtype_name(dtype),
-        "heads": heads,
-        "kv_heads": kv,
-        "head_dim": q.shape[-1],
-        "v_head_dim": v.shape[-1],
-        "mask": "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
-        "sinks": sinks is not None,
-        "grad": wanted_grads(named, static.return_lse),
-        "graph_capture": capturing(kind),
-        "zero_size": not (q.numel() and k.numel() and v.numel()),
-        "large": max(q.numel(), k.numel(), v.numel()) >= LARGE,
-        "misaligned": not ((type(q) is not Tensor and validation.has_shapes_only(q)) or aligned(q, k, v)),
-        "transform": transform(q, k, v, mask, sinks),
+class CallKey(NamedTuple):
+    """What a signature holds, in order. Signatures are bare tuples of it, which are made faster.
+
+    Attributes:
+        exact_types: all three are plain tensors. lengths_agree: batches, and the lengths of key and value.
+        large: 2**31 elements or more. dense_axes: last axes of the three. grads: of the three; None = grad mode is off.
+        mask, sinks, out: as `mask_key`, `sinks_key` and `out_key`.
+    """
+
+    exact_types: bool
+    query_dtype: torch.dtype
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    query_device: torch.device
+    key_device: torch.device
+    value_device: torch.device
+    query_heads: int
+    key_heads: int
+    value_heads: int
+    query_dim: int
+    key_dim: int
+    value_dim: int
+    relation: str
+    lengths_agree: bool
+    zero_size: bool
+    large: bool
+    dense_axes: tuple[bool, bool, bool]
+    aligned: bool
+    grads: tuple[bool, bool, bool] | None
+    mask: Any
+    sinks: Any
+    out: Any
+    autocast: torch.dtype | None
+    capture: bool
+    transform: str
+    deterministic: bool
+
+    def wanted(self, return_lse: bool) -> tuple[str, ...]:
+        """The gradients that a call wants."""
+        if self.grads is None or (not any(self.grads) and self.mask is None and self.sinks is None):
+            return ()
+        optional = (given is not None and given[4] for given in (self.mask, self.sinks))
+        flags = zip(("query", "key", "value", "mask", "sinks"), (*self.grads, *optional), strict=True)
+        names = tuple([name for name, on in flags if on])
+        return (*names, "lse") if names and return_lse else names
+
+
+def request_of(key: CallKey, static: Static, *, family: str = "dense", **fields: Any) -> AttentionRequest:
+    """What a checked call asks for. fields: what its key does not say, or the family says otherwise.
+
+    Raises:
+        InvalidInputError: no platform has tensors of this device.
+    """
+    said = {
+        "family": family,
+        "s_relation": key.relation,
+        **static.fields(key.deterministic),
+        **device_facts(key.query_device),
+        "dtype": dtype_name(key.query_dtype),
+        "heads": key.query_heads,
+        "kv_heads": key.key_heads,
+        "head_dim": key.query_dim,
+        "v_head_dim": key.value_dim,
+        "mask": "none" if key.mask is None else "bool" if key.mask[1] == torch.bool else "additive",
+        "sinks": key.sinks is not None,
+        "grad": key.wanted(static.return_lse),
+        "graph_capture": key.capture,
+        "zero_size": key.zero_size,
+        "large": key.large,
+        "misaligned": not key.aligned,
+        "transform": key.transform,
+        **fields,
     }
+    return made(**said).normalised()
 
 
 def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -202,6 +243,30 @@ def runner(chosen: Chosen, return_lse: bool, autocast: bool, head_axis: int) -> 
             return forward(query, key, value, attn_mask=attn_mask, **kw)
 
     return call
+
+
+class Found(NamedTuple):
+    """What a signature calls: the choice, and its function with everything optional as keywords."""
+
+    chosen: Chosen
+    run: Callable[..., Any]
+
+
+def found(
+    table: BoundTable[Found],
+    signature: Any,
+    request: Callable[[], AttentionRequest],
+    backend: str | None,
+    scope: Scope,
+    head_axis: int = 1,
+    autocast: bool = False,
+) -> Found:
+    """The entry of a signature, made where there is none. request: what the call asks for. head_axis: of the LSE."""
+    entry = table.get(signature)
+    if entry is None:
+        chosen = choose(request(), backend, scope)
+        entry = table.put(signature, Found(chosen, runner(chosen, chosen.request.lse, autocast, head_axis)))
+    return entry
 
 
 def without_autocast(run: Any, query: Tensor, /, *tensors: Any, **given: Any) -> Any:

@@ -1,7 +1,7 @@
 """The calls. A call site (its static arguments) finds the bound kernel for its tensors with one lookup.
 
 Eager: a site remembers its last signature in torch's own guard object, checked in one C++ call, and every signature
-in a dict whose key holds all that decides (`DenseKey`). Lengths are not in it: random lengths do not miss.
+in a dict whose key holds all that decides (`CallKey`). Lengths are not in it: random lengths do not miss.
 Compiled: see `polyattn.dispatch.compile.trace`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from ..adapters.alignment import aligned
 from ..adapters.device import capturing, recording
 from ..contract import AttentionRequest, Place, relation
 from ..contract.lengths import extent_of
-from ..contract.request import made
 from ..epoch import EPOCH
 from ..errors import InvalidInputError
 from ..selection import overrides
@@ -34,6 +33,7 @@ from .call_key import (
     NOTHING,
     SITES_KEPT,
     Added,
+    CallKey,
     Static,
     added_fields,
     added_key,
@@ -45,6 +45,7 @@ from .call_key import (
     mask_key,
     out_key,
     raw_stream,
+    request_of,
     runner,
     sinks_key,
     torch_deterministic,
@@ -52,9 +53,9 @@ from .call_key import (
 from .compile.facts import counted
 from .compile.symbolic import recorded_call
 from .compile.trace import trace_dense
-from .device_facts import device_facts, dtype_name, transform
+from .device_facts import transform
 
-__all__ = ["DenseKey", "DenseSite", "attention", "bind", "dense_request", "dense_signature"]
+__all__ = ["DenseSite", "attention", "bind", "dense_request", "dense_signature"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _scope = overrides.SCOPE.get
@@ -65,55 +66,8 @@ overrides.tracing = _is_tracing
 # configuration, tuning store) empties every site.
 
 
-class DenseKey(NamedTuple):
-    """What a dense signature holds, in order. Signatures are bare tuples of it, which are made faster.
-
-    Attributes:
-        exact_types: all three are plain tensors. lengths_agree: batches, and the lengths of key and value.
-        large: 2**31 elements or more. dense_axes: last axes of the three. grads: of the three; None = grad mode is off.
-        mask, sinks, out: as `mask_key`, `sinks_key` and `out_key`.
-    """
-
-    exact_types: bool
-    query_dtype: torch.dtype
-    key_dtype: torch.dtype
-    value_dtype: torch.dtype
-    query_device: torch.device
-    key_device: torch.device
-    value_device: torch.device
-    query_heads: int
-    key_heads: int
-    value_heads: int
-    query_dim: int
-    key_dim: int
-    value_dim: int
-    relation: str
-    lengths_agree: bool
-    zero_size: bool
-    large: bool
-    dense_axes: tuple[bool, bool, bool]
-    aligned: bool
-    grads: tuple[bool, bool, bool] | None
-    mask: Any
-    sinks: Any
-    out: Any
-    autocast: torch.dtype | None
-    capture: bool
-    transform: str
-    deterministic: bool
-
-    def wanted(self, return_lse: bool) -> tuple[str, ...]:
-        """The gradients that a call wants."""
-        if self.grads is None or (not any(self.grads) and self.mask is None and self.sinks is None):
-            return ()
-        optional = (given is not None and given[4] for given in (self.mask, self.sinks))
-        flags = zip(("query", "key", "value", "mask", "sinks"), (*self.grads, *optional), strict=True)
-        names = tuple([name for name, on in flags if on])
-        return (*names, "lse") if names and return_lse else names
-
-
 def _dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, bshd: bool) -> tuple[Any, ...]:
-    """The complete signature of a dense call: a `DenseKey`, as a bare tuple."""
+    """The complete signature of a dense call: a `CallKey`, as a bare tuple."""
     b, s_q, h_q, d = q.shape
     bk, s_k, h_k, dk = k.shape
     bv, s_v, h_v, dv = v.shape
@@ -164,7 +118,7 @@ def dense_request(
     mask: Any,
     sinks: Any,
     out: Any,
-    key: DenseKey | None = None,
+    key: CallKey | None = None,
     added: Added = NOTHING,
 ) -> AttentionRequest:
     """Validate a dense call and say what it asks for. key: its signature, where the caller has taken it.
@@ -177,27 +131,11 @@ def dense_request(
             q, k, v = cast(q, k, v)
         key = None
     validation.check_dense(q, k, v, mask, sinks, out, static.layout, **added)
-    key = key or DenseKey._make(dense_signature(static.layout, q, k, v, mask, sinks, out))
-    return made(
-        family="dense",
-        s_relation=key.relation,
-        **static.fields(key.deterministic),
-        **device_facts(key.query_device),
-        dtype=dtype_name(key.query_dtype),
-        heads=key.query_heads,
-        kv_heads=key.key_heads,
-        head_dim=key.query_dim,
-        v_head_dim=key.value_dim,
-        mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
-        sinks=sinks is not None,
-        grad=key.wanted(static.return_lse),
-        graph_capture=key.capture,
-        zero_size=key.zero_size,
-        large=key.large,
-        misaligned=not key.aligned,
-        transform=key.transform if not added else transform(q, k, v, mask, sinks, *added.values()),
-        **added_fields(added),
-    ).normalised()
+    key = key or CallKey._make(dense_signature(static.layout, q, k, v, mask, sinks, out))
+    if not added:
+        return request_of(key, static)
+    key = key._replace(transform=transform(q, k, v, mask, sinks, *added.values()))
+    return request_of(key, static, **added_fields(added))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +160,7 @@ class _Fast:
     )
 
     def __init__(
-        self, call: Any, lengths: int, key: DenseKey, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+        self, call: Any, lengths: int, key: CallKey, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> None:
         heads = 3 - lengths
         sizes = [[t.shape[i] if i in (heads, 3) else None for i in range(4)] for t in (q, k, v)]
@@ -390,13 +328,13 @@ class DenseSite:
         entry = entries.get(signature)
         if entry is None:
             tensors = (query, key, value, attn_mask, sinks, out)
-            entry = self._resolve(DenseKey._make(said), tensors, place is not None, added)
+            entry = self._resolve(CallKey._make(said), tensors, place is not None, added)
             if len(entries) >= SIGNATURES_KEPT:
                 entries.clear()
             entries[signature] = entry
         elif said == self._last and said is signature and sinks is out is None and not _profiler._is_profiler_enabled:
             # Seen twice in a row: worth a guard. Alternating signatures stay with the dict, and so do profiled calls.
-            self._remember(DenseKey._make(said), entry, query, key, value, attn_mask)
+            self._remember(CallKey._make(said), entry, query, key, value, attn_mask)
         self._last = signature
         run = entry.chosen.ranged("attention", entry.run)
         given = {**added, "place": place} if entry.chosen.request.place else added
@@ -411,14 +349,14 @@ class DenseSite:
         except AttributeError:  # no tensors, which are told once they are checked
             return object()
 
-    def _resolve(self, said: DenseKey, tensors: tuple[Any, ...], placed: bool, added: Added) -> _Entry:
+    def _resolve(self, said: CallKey, tensors: tuple[Any, ...], placed: bool, added: Added) -> _Entry:
         request = dense_request(self.static, *tensors, said, added)
         request = dataclasses.replace(request, place=True) if placed else request
         chosen = choose(request, self._argument, self._scope)
         run = runner(chosen, self.static.return_lse, said.autocast is not None, 2 if self._bshd else 1)
         return _Entry(chosen, run, chosen.bound.simple if run is chosen.bound.forward else None)
 
-    def _remember(self, key: DenseKey, entry: _Entry, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    def _remember(self, key: CallKey, entry: _Entry, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         """Keep a signature for the check in one call; what guards cannot see rules it out."""
         odd = key.zero_size or key.large or key.capture or key.transform or not key.aligned
         # torch's guards never hold for one tensor passed twice.

@@ -12,16 +12,18 @@ from ..contract.lengths import extent_of
 from ..selection import overrides
 from ..semantics.reference import unit_rows
 from ..semantics.validation import check_linear, check_words, has_shapes_only
-from .binding import Asked, Chosen, choose, explained_by
+from .binding import Asked, explained_by
 from .bound_table import BoundTable
 from .call_key import (
+    CallKey,
+    Found,
     Static,
     autocast_dtype,
     backend_name,
     cast,
+    found,
     grad_on,
-    request_facts,
-    wanted_grads,
+    request_of,
     without_autocast,
 )
 from .compile.facts import counted
@@ -30,7 +32,7 @@ from .dense import dense_signature
 
 __all__ = ["linear_attention"]
 
-_table: BoundTable[Chosen] = BoundTable()
+_table: BoundTable[Found] = BoundTable()
 
 
 def linear_attention(
@@ -79,10 +81,8 @@ def linear_attention(
         return traced
     call = _Call.of(query, key, value, gate, beta, method, state, cu_seqlens, scale, qk_norm, state_layout, out)
     scope, backend = overrides.SCOPE.get(), backend_name(backend)
-    chosen = _table.get(signature := (*call.signature(), backend, scope))
-    if chosen is None:
-        chosen = _table.put(signature, choose(call.request(), backend, scope))
-    run = chosen.ranged("linear_attention", chosen.bound.forward)
+    chosen, run = found(_table, (*call.signature(), backend, scope), call.request, backend, scope)
+    run = chosen.ranged("linear_attention", run)
     result: tuple[Tensor, Tensor] = without_autocast(run, *call.tensors, **call.given)
     return result
 
@@ -135,20 +135,17 @@ class _Call(NamedTuple):
 
     def request(self) -> AttentionRequest:
         """What it asks for."""
-        q, k, v = self.tensors
-        facts = request_facts(self.static, q, k, v, None, None, v.shape[2], q.shape[2])
-        # The request has no words for the others: a backward that gives their gradients gives these too.
-        every = self._trains_more()
-        wanted = ("query", "key", "value") if every else wanted_grads({"query": q, "key": k, "value": v}, False)
-        one = self._one_token()
-        return AttentionRequest(
+        key, one = CallKey._make(dense_signature("BSHD", *self.tensors, None, None, None)), self._one_token()
+        if self._trains_more():  # the request has no words for these: a backward that gives them gives all three
+            key = key._replace(grads=(True, True, True))
+        return request_of(
+            key._replace(query_heads=key.value_heads, key_heads=key.query_heads, relation="one" if one else "equal"),
+            self.static,
             family="linear",
             method=self.method,
             phase="decode" if one else "prefill",
-            s_relation="one" if one else "equal",
             state_layout=self.state_layout,
-            **{**facts, "grad": wanted},
-        ).normalised()
+        )
 
 
 def _asked(backend: Any, **given: Any) -> Asked:

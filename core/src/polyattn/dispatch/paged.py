@@ -29,17 +29,17 @@ from .device_facts import forward_mode
 __all__ = ["mla_attention", "paged_attention"]
 
 
-def _steps(longest: int, tree: bool, chunked_prefix: bool, parts: Sequence[KVPart]) -> dict[str, Any]:
+def _steps(longest: int, *, tree: bool, chunked_prefix: bool, kv_parts: Sequence[KVPart]) -> dict[str, Any]:
     """The fields that say what step of an engine a call is."""
     decode = longest == 1 and not tree and not chunked_prefix
     # Groups of a part may be longer than the queries of a sequence, and than the keys they see.
-    grouped = any(part.max_seqlen_q > 1 for part in parts)
+    grouped = any(part.max_seqlen_q > 1 for part in kv_parts)
     return {
         "phase": "verify" if tree else "decode" if decode else "extend",
         "s_relation": "more" if grouped else "one" if decode else "fewer",
         "tree": bool(tree),
         "chunked_prefix": bool(chunked_prefix),
-        "kv_parts": len(parts),
+        "kv_parts": len(kv_parts),
     }
 
 
@@ -125,29 +125,25 @@ def _known_request(
     ).normalised()
 
 
-def _paged_arguments(
+_GIVEN = ("key", "value", "attn_mask", "sinks", "k_scale", "v_scale", "out")
+"""Optional tensors of a paged call, as kernels take them."""
+
+
+def _paged_request(
+    static: Static,
+    tables: PagedTables,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    tables: PagedTables,
-    key: Tensor | None,
-    value: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor | None,
+    *,
     kv_layout: str,
     save_kv_cache: bool,
-    kv_parts: Sequence[KVPart],
-    tree: bool,
-    chunked_prefix: bool,
     alibi: Tensor | None,
-    static: Static,
+    **given: Any,
 ) -> AttentionRequest:
-    """Check a paged call; what it asks for."""
-    for name, given in (("save_kv_cache", save_kv_cache), ("tree", tree), ("chunked_prefix", chunked_prefix)):
-        scalars.flag(name, given)
+    """Check a paged call; what it asks for. given: `_GIVEN`, and the steps of `_steps`."""
+    key, value, attn_mask, sinks, k_scale, v_scale, out = (given.pop(name) for name in _GIVEN)
+    scalars.flag("save_kv_cache", save_kv_cache)
     validation.check_paged(query, key_cache, value_cache, tables, kv_layout)
     if save_kv_cache and (key is None or value is None):
         raise InvalidInputError("save_kv_cache=True writes new keys and values: pass key and value [T_q, H_kv, D]")
@@ -159,13 +155,9 @@ def _paged_arguments(
     validation.check_new_keys(query, key, value, heads, v_head_dim)
     if save_kv_cache:
         validation.check_saving(key_cache, value_cache, tables, key_cache.shape[p])
-    pools = {"key_cache": key_cache, "value_cache": value_cache}
-    options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
-    validation.check_serving_options(query, tables.page_table.shape[0], *options)
     validation.check_alibi(alibi, query, query.shape[1])
-    validation.check_kv_parts(query, kv_parts, static.window, pools, p, k_scale)
-    if tree:
-        validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
+    pools = {"key_cache": key_cache, "value_cache": value_cache}
+    _check_rest(static, tables, query, pools, p, v_head_dim, attn_mask, sinks, out, scales=k_scale, **given)
     _no_grad(query, key_cache, value_cache, key, value, sinks, attn_mask, alibi)
     return _request(
         static,
@@ -184,8 +176,42 @@ def _paged_arguments(
         alibi=alibi is not None,
         large=max(query.numel(), key_cache.numel(), value_cache.numel()) >= 2**31,
         misaligned=not aligned(*(tensor for tensor in (query, key, value) if tensor is not None)),
-        **_steps(tables.max_seqlen_q, tree, chunked_prefix, kv_parts),
+        **_steps(tables.max_seqlen_q, **given),
     )
+
+
+def _check_rest(
+    static: Static,
+    tables: PagedTables,
+    query: Tensor,
+    pools: dict[str, Tensor],
+    page_axis: int,
+    v_head_dim: int,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    *,
+    scales: Tensor | None,
+    tree: bool,
+    chunked_prefix: bool,
+    kv_parts: Sequence[KVPart],
+) -> None:
+    """What calls over both kinds of caches have beside their caches and new rows."""
+    for name, flag in (("tree", tree), ("chunked_prefix", chunked_prefix)):
+        scalars.flag(name, flag)
+    options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
+    validation.check_serving_options(query, tables.page_table.shape[0], *options)
+    validation.check_kv_parts(query, kv_parts, static.window, pools, page_axis, scales)
+    if tree:
+        validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
+
+
+def _run(
+    call: str, request: AttentionRequest, backend: Any, tables: PagedTables, *tensors: Tensor, **given: Any
+) -> Any:
+    """Serve a checked call. given: of its kernel; what was added to the contract later is left out where it is None."""
+    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
+    return chosen.ranged(call, chosen.bound.forward)(*tensors, tables=_kernel_tables(tables), **given)
 
 
 def paged_attention(
@@ -248,54 +274,38 @@ def paged_attention(
     """
     static = _static(causal, window, softcap, scale, return_lse, deterministic, chunk)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    request = _paged_arguments(
-        query, key_cache, value_cache, tables, key, value, k_scale, v_scale, attn_mask, sinks, out, kv_layout,
-        save_kv_cache, kv_parts, tree, chunked_prefix, alibi, static,
-    )  # fmt: skip
-    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
-    return chosen.ranged("paged_attention", chosen.bound.forward)(
-        query,
-        key_cache,
-        value_cache,
-        tables=_kernel_tables(tables),
-        key=key,
-        value=value,
-        attn_mask=attn_mask,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        out=out,
-        **_parts(kv_parts),
-        **({} if alibi is None else {"alibi": alibi}),
-    )
+    caches = (query, key_cache, value_cache)
+    given = dict(zip(_GIVEN, (key, value, attn_mask, sinks, k_scale, v_scale, out), strict=True))
+    steps = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
+    how = {"kv_layout": kv_layout, "save_kv_cache": save_kv_cache, "alibi": alibi}
+    request = _paged_request(static, tables, *caches, **given, **steps, **how)
+    given |= _parts(kv_parts) if alibi is None else {**_parts(kv_parts), "alibi": alibi}
+    return _run("paged_attention", request, backend, tables, *caches, **given)
 
 
 def _asked(backend: Any, given: dict[str, Any], request_of: Callable[..., AttentionRequest]) -> Asked:
     names = ("causal", "window", "softcap", "scale", "return_lse", "deterministic", "chunk")
     static = _static(*(given.pop(name, 0.0) for name in names))
     tables = PagedTables(**{name: given.pop(name) for name in PagedTables._fields[:5]})
-    request = request_of(**given, tables=tables, static=static)
+    request = request_of(static, tables, **given)
     return request, backend_name(backend), extent_of(request)(tables=tables)
 
 
-explained_by(paged_attention, lambda backend, **given: _asked(backend, given, _paged_arguments))
+explained_by(paged_attention, lambda backend, **given: _asked(backend, given, _paged_request))
 
 
 def _mla_request(
+    static: Static,
+    tables: PagedTables,
     query: Tensor,
     cache: Tensor,
-    tables: PagedTables,
+    *,
     v_head_dim: int,
     attn_mask: Tensor | None,
     out: Tensor | None,
-    kv_parts: Sequence[KVPart],
-    tree: bool,
-    chunked_prefix: bool,
-    static: Static,
+    **steps: Any,
 ) -> AttentionRequest:
     """Check a latent call; what it asks for."""
-    for name, given in (("tree", tree), ("chunked_prefix", chunked_prefix)):
-        scalars.flag(name, given)
     validation.check_mla(query, cache, v_head_dim)
     if static.scale is None:
         raise InvalidInputError(
@@ -303,11 +313,7 @@ def _mla_request(
             "(the default of a 576-wide row would be wrong)"
         )
     validation.check_page_table(query, tables, cache.shape[0], cache.shape[1])
-    options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, None, out, v_head_dim, (query, cache))
-    validation.check_serving_options(query, tables.page_table.shape[0], *options)
-    validation.check_kv_parts(query, kv_parts, static.window, {"cache": cache}, 1, None)
-    if tree:
-        validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
+    _check_rest(static, tables, query, {"cache": cache}, 1, v_head_dim, attn_mask, None, out, scales=None, **steps)
     _no_grad(query, cache, attn_mask)
     fp8 = cache.dtype == torch.uint8
     return _request(
@@ -323,7 +329,7 @@ def _mla_request(
         large=max(query.numel(), cache.numel()) >= 2**31,
         misaligned=not aligned(query),
         mask=_mask_kind(attn_mask),
-        **_steps(tables.max_seqlen_q, tree, chunked_prefix, kv_parts),
+        **_steps(tables.max_seqlen_q, **steps),
     )
 
 
@@ -369,16 +375,10 @@ def mla_attention(
     """
     static = _static(causal, window, 0.0, scale, return_lse, deterministic, chunk)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    request = _mla_request(query, cache, tables, v_head_dim, attn_mask, out, kv_parts, tree, chunked_prefix, static)
-    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
-    return chosen.ranged("mla_attention", chosen.bound.forward)(
-        query,
-        cache,
-        tables=_kernel_tables(tables),
-        attn_mask=attn_mask,
-        out=out,
-        **_parts(kv_parts),
-    )
+    steps = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
+    request = _mla_request(static, tables, query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, **steps)
+    given = {"attn_mask": attn_mask, "out": out, **_parts(kv_parts)}
+    return _run("mla_attention", request, backend, tables, query, cache, **given)
 
 
 explained_by(mla_attention, lambda backend, **given: _asked(backend, given, _mla_request))

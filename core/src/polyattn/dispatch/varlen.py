@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..contract.lengths import extent_of
 from ..selection import overrides
 from ..semantics import validation
 from . import call_key
-from .binding import Asked, Chosen, choose, explained_by
+from .binding import Asked, explained_by
 from .bound_table import BoundTable
 from .compile.facts import counted
 from .compile.symbolic import recorded_call
@@ -42,7 +42,7 @@ class VarlenSite:
         self._argument = call_key.backend_name(backend)
         self._scope = _scope() if scope is None else scope
         overrides.reach(self._scope)
-        self._table: BoundTable[tuple[Chosen, Callable[..., Any]]] = BoundTable()
+        self._table: BoundTable[call_key.Found] = BoundTable()
         self._check = validation.PackedCheck()
 
     def __call__(
@@ -65,10 +65,10 @@ class VarlenSite:
         signature = packed_key(query, key, value, attn_mask, sinks, out, lens)
         entry = self._table.get(signature)
         if entry is None:
-            chosen = choose(varlen_request(self.static, q, k, v, attn_mask, sinks, lens), self._argument, self._scope)
-            run = call_key.runner(chosen, self.static.return_lse, not call_key.no_autocast(query), 1)
-            entry = self._table.put(signature, (chosen, run))
-        run = entry[0].ranged("varlen_attention", entry[1])
+            asked = functools.partial(varlen_request, self.static, q, k, v, attn_mask, sinks, lens)
+            cast = not call_key.no_autocast(query)
+            entry = call_key.found(self._table, signature, asked, self._argument, self._scope, autocast=cast)
+        run = entry.chosen.ranged("varlen_attention", entry.run)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
 
 
@@ -82,21 +82,28 @@ def _packed_relation(lens: dict[str, Any]) -> str:
 def packed_key(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, out: Any, lens: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """The complete signature of a packed call, whose tensors are checked already."""
+    """The complete signature of a packed call, whose tensors are checked already: a `CallKey` as a bare tuple, and what
+    decides of slopes."""
     return (
-        *(type(query), type(key), type(value), query.dtype, key.dtype, value.dtype, query.device),
-        *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], _packed_relation(lens)),
+        type(query) is type(key) is type(value) is Tensor,
+        *(query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device),
+        *(query.shape[1], key.shape[1], value.shape[1]),
+        *(query.shape[2], key.shape[2], value.shape[2]),
+        _packed_relation(lens),
+        True,
         not (query.numel() and key.numel() and value.numel()),
         max(query.numel(), key.numel(), value.numel()) >= call_key.LARGE,
+        (True, True, True),
         aligned(query, key, value),
         (query.requires_grad, key.requires_grad, value.requires_grad) if call_key.grad_on() else None,
-        None if mask is None else (mask.dtype, mask.requires_grad),
+        None if mask is None else (True, mask.dtype, mask.device, mask.layout, mask.requires_grad, type(mask)),
         call_key.sinks_key(sinks),
-        call_key.sinks_key(lens.get("alibi")),
-        out is None,
+        None if out is None else True,
         *(call_key.autocast_dtype(query.device.type), capturing(query.device.type)),
         transform(query, key, value, mask, sinks),
         call_key.torch_deterministic(),
+        call_key.sinks_key(lens.get("alibi")),
     )
 
 
@@ -104,9 +111,8 @@ def varlen_request(
     static: call_key.Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, lens: dict[str, Any]
 ) -> AttentionRequest:
     """What a packed call asks for. Its tensors are checked already."""
-    facts = call_key.request_facts(static, q, k, v, mask, sinks, q.shape[1], k.shape[1])
-    how: Any = _packed_relation(lens)
-    return AttentionRequest(family="varlen", s_relation=how, alibi="alibi" in lens, **facts).normalised()
+    *said, alibi = packed_key(q, k, v, mask, sinks, None, lens)
+    return call_key.request_of(call_key.CallKey._make(said), static, family="varlen", alibi=alibi is not None)
 
 
 _varlen_sites: dict[Any, VarlenSite] = {}
