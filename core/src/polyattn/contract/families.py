@@ -210,13 +210,14 @@ _SPECS = (
         _QKV,
         (
             *(Argument("block_counts"), Argument("block_indices")),
-            *(Argument("block_valid", "optional"), Argument("block_starts", "optional")),
+            Argument("block_valid", "optional"),
         ),
         layouts=("BHSD",),
         extent=_by_layout,
         forward="BlockSparseForward",
         backward="BlockSparseBackward",
         call="block_sparse_attention",
+        added=(Argument("block_starts", "optional", given_when="block_starts"),),
     ),
     FamilySpec(
         "linear",

@@ -7,17 +7,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import AttentionRequest, scalars
+from ..contract import AttentionRequest
 from ..contract.lengths import extent_of
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..semantics import validation
-from ..semantics.block_maps import check_block_map, check_bool_map, check_starts_given, lists_of
+from ..semantics.block_maps import (
+    block_shape_of,
+    check_block_map,
+    check_bool_map,
+    check_one_given,
+    check_starts_given,
+    lists_of,
+)
 from .binding import Asked, explained_by
 from .bound_table import BoundTable
 from .call_key import CallKey, Found, Static, autocast_dtype, backend_name, cast, found, request_of, without_autocast
 from .compile.facts import counted
-from .compile.trace import trace_block_sparse
+from .compile.trace import Blocks, trace_block_sparse
 from .dense import dense_signature
 
 __all__ = ["block_sparse_attention"]
@@ -67,15 +74,11 @@ def block_sparse_attention(
     Raises:
         InvalidInputError, UnsupportedRequestError, BackendUnavailableError: as `polyattn.attention`.
     """
+    blocks = Blocks(block_map, lists, block_shape, block_valid, block_starts)
+    static = Static(scale=scale, layout=layout, return_lse=return_lse)
     if torch.compiler.is_compiling() or counted() or validation.has_shapes_only(query):
-        static = Static(scale=scale, layout=layout, return_lse=return_lse)
-        return trace_block_sparse(
-            query, key, value, out, block_map, lists, block_shape, block_valid, block_starts, static, backend
-        )
-    call = _Call.of(
-        *(query, key, value, out, block_map, lists, block_shape, block_valid, block_starts),
-        *(layout, scale, return_lse),
-    )
+        return trace_block_sparse(query, key, value, out, blocks, static, backend)
+    call = _Call.of(query, key, value, out, blocks, static)
     scope, backend = overrides.SCOPE.get(), backend_name(backend)
     chosen, run = found(_table, (*call.signature(), backend, scope), call.request, backend, scope)
     given = call.map if call.out is None else {**call.map, "out": call.out}
@@ -95,41 +98,29 @@ class _Call(NamedTuple):
     static: Static
 
     @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor | None,
-        block_map: Tensor | None,
-        lists: tuple[Tensor, Tensor] | None,
-        block_shape: tuple[int, int],
-        block_valid: Tensor | None,
-        block_starts: Tensor | None,
-        layout: str,
-        scale: float | None,
-        return_lse: bool,
-    ) -> _Call:
-        static = Static(scale=scale, layout=layout, return_lse=return_lse).checked()
+    def of(cls, query: Any, key: Any, value: Any, out: Any, blocks: Blocks, static: Static) -> _Call:
+        static = static.checked()
         if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
             query, key, value = cast(query, key, value)
-        validation.check_dense(query, key, value, None, None, out, layout)
-        shape = _block_shape(block_shape)
-        if layout == "BSHD":
+        validation.check_dense(query, key, value, None, None, out, static.layout)
+        shape = block_shape_of(blocks.shape)
+        if static.layout == "BSHD":
             query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
             out = None if out is None else out.transpose(1, 2)
-        if block_starts is not None:
-            check_starts_given(map_given=block_map is not None, valid_given=block_valid is not None)
-        counts, indices = _lists(query, key, block_map, lists, shape)
-        check_block_map(query, key, shape, counts, indices, block_valid, block_starts)
-        given: dict[str, Tensor | None] = {"block_counts": counts, "block_indices": indices}
-        given |= {"block_valid": block_valid, "block_starts": block_starts}
+        if blocks.starts is not None:
+            check_starts_given(map_given=blocks.map is not None, valid_given=blocks.valid is not None)
+        check_one_given(map_given=blocks.map is not None, lists_given=blocks.lists is not None)
+        counts, indices = _lists(query, key, blocks, shape)
+        check_block_map(query, key, shape, counts, indices, blocks.valid, blocks.starts)
+        given = {"block_counts": counts, "block_indices": indices, "block_valid": blocks.valid}
+        # Packages that are older than starts need not know them.
+        given |= {} if blocks.starts is None else {"block_starts": blocks.starts}
         return cls((query, key, value), out, given, shape, static._replace(layout="BHSD"))
 
     def signature(self) -> tuple[Any, ...]:
         """All that decides who serves the call."""
         said = dense_signature("BHSD", *self.tensors, None, None, self.out)
-        return self.static, self.block_shape, self.map["block_valid"] is None, self.map["block_starts"] is None, said
+        return self.static, self.block_shape, self.map["block_valid"] is None, "block_starts" in self.map, said
 
     def request(self) -> AttentionRequest:
         """What it asks for."""
@@ -139,44 +130,27 @@ class _Call(NamedTuple):
             family="block_sparse",
             block_map=True,
             block_sizes=self.map["block_valid"] is not None,
-            block_starts=self.map["block_starts"] is not None,
+            block_starts="block_starts" in self.map,
             block_shape=self.block_shape,
         )
 
 
-def _lists(
-    query: Tensor,
-    key: Tensor,
-    block_map: Tensor | None,
-    lists: tuple[Tensor, Tensor] | None,
-    block_shape: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
-    if (block_map is None) == (lists is None):
-        given = "neither" if lists is None else "both"
-        raise InvalidInputError(
-            f"{given} of block_map and lists given: pass block_map, bool [B|1, H_q|1, nQ, nK], or lists, (counts, "
-            "indices)"
-        )
-    if block_map is not None:
-        check_bool_map(query, key, block_shape, block_map)
-        return lists_of(block_map)
+def _lists(query: Tensor, key: Tensor, blocks: Blocks, block_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    if blocks.map is not None:
+        check_bool_map(query, key, block_shape, blocks.map)
+        return lists_of(blocks.map)
+    lists = blocks.lists
     if not isinstance(lists, (tuple, list)) or len(lists) != 2:
         raise InvalidInputError(f"lists is a {type(lists).__name__}; a pair (counts, indices) is needed")
     return lists[0], lists[1]
 
 
-def _block_shape(block_shape: Any) -> tuple[int, int]:
-    pair = isinstance(block_shape, (tuple, list)) and len(block_shape) == 2
-    if not pair or any(not scalars.whole(n) or n < 1 for n in block_shape):
-        raise InvalidInputError(
-            f"block_shape={scalars.shown(block_shape)} must be two numbers of tokens, (block_q, block_k), each 1 or "
-            "more"
-        )
-    return int(block_shape[0]), int(block_shape[1])
-
-
-def _asked(backend: Any, **given: Any) -> Asked:
-    call = _Call.of(**given)
+def _asked(
+    backend: Any, query: Any, key: Any, value: Any, out: Any, scale: Any, layout: Any, return_lse: Any, **blocks: Any
+) -> Asked:
+    static = Static(scale=scale, layout=layout, return_lse=return_lse)
+    found = Blocks(**{name.removeprefix("block_"): one for name, one in blocks.items()})
+    call = _Call.of(query, key, value, out, found, static)
     request = call.request()
     return request, backend_name(backend), extent_of(request)(*call.tensors)
 

@@ -73,13 +73,12 @@ def linear_attention(
     Raises:
         InvalidInputError, UnsupportedRequestError, BackendUnavailableError: as `polyattn.attention`.
     """
+    given = {"gate": gate, "beta": beta, "state": state, "cu_seqlens": cu_seqlens}
+    words = (method, state_layout, qk_norm)
     if torch.compiler.is_compiling() or counted() or has_shapes_only(query):
-        given = (gate, beta, state, cu_seqlens)
-        traced: tuple[Tensor, Tensor] = trace_linear(
-            query, key, value, out, given, scale, (method, state_layout, qk_norm), backend
-        )
+        traced: tuple[Tensor, Tensor] = trace_linear(query, key, value, out, given, scale, words, backend)
         return traced
-    call = _Call.of(query, key, value, gate, beta, method, state, cu_seqlens, scale, qk_norm, state_layout, out)
+    call = _Call.of(query, key, value, out, given, scale, words)
     scope, backend = overrides.SCOPE.get(), backend_name(backend)
     chosen, run = found(_table, (*call.signature(), backend, scope), call.request, backend, scope)
     run = chosen.ranged("linear_attention", run)
@@ -98,25 +97,15 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gate: Tensor,
-        beta: Tensor,
-        method: str,
-        state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        scale: float | None,
-        qk_norm: bool,
-        state_layout: str,
-        out: Tensor | None,
+        cls, query: Any, key: Any, value: Any, out: Any, given: dict[str, Any], scale: Any, words: tuple[Any, Any, Any]
     ) -> _Call:
+        """given: gate, beta, state, cu_seqlens. words: method, state_layout, qk_norm."""
+        method, state_layout, qk_norm = words
         check_words(method, state_layout, qk_norm)
         static = Static(scale=scale).checked()
         if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
             query, key, value = cast(query, key, value)
-        given = {"gate": gate, "beta": beta, "state": state, "cu_seqlens": cu_seqlens, "out": out}
+        given = {**given, "out": out}
         check_linear(query, key, value, method=method, state_layout=state_layout, **given)
         if qk_norm:
             query, key = unit_rows(query), unit_rows(key)
@@ -148,8 +137,9 @@ class _Call(NamedTuple):
         )
 
 
-def _asked(backend: Any, **given: Any) -> Asked:
-    call = _Call.of(**given)
+def _asked(backend: Any, query: Any, key: Any, value: Any, out: Any, scale: Any, **given: Any) -> Asked:
+    words = (given.pop("method"), given.pop("state_layout"), given.pop("qk_norm"))
+    call = _Call.of(query, key, value, out, given, scale, words)
     request = call.request()
     return request, backend_name(backend), extent_of(request)(*call.tensors, **call.given)
 

@@ -23,8 +23,7 @@ SCHEMAS = {
     "dense": _MASKED,
     "varlen": f"{_MASKED}, {_LENGTHS}",
     "block_sparse": (
-        "Tensor query, Tensor key, Tensor value, Tensor block_counts, Tensor block_indices, Tensor? block_valid, "
-        "Tensor? block_starts"
+        "Tensor query, Tensor key, Tensor value, Tensor block_counts, Tensor block_indices, Tensor? block_valid"
     ),
     "linear": ("Tensor query, Tensor key, Tensor value, Tensor gate, Tensor beta, Tensor? state, Tensor? cu_seqlens"),
 }
@@ -33,6 +32,7 @@ SCHEMAS = {
 ADDED = {
     "dense": ", Tensor? alibi=None, Tensor? q_segments=None, Tensor? k_segments=None",
     "varlen": ", Tensor? alibi=None",
+    "block_sparse": ", Tensor? block_starts=None",
 }
 """Arguments behind `plan`, which graphs saved before them do not have."""
 

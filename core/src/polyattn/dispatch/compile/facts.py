@@ -17,7 +17,7 @@ from ...semantics.validation import local_only
 from ..call_key import LARGE, Added, Static
 
 __all__ = [
-    *("TensorFacts", "added_facts", "constants", "counted", "fixed", "fixed_number"),
+    *("TensorFacts", "added_facts", "constants", "counted", "fixed", "fixed_int"),
     *("map_fits", "mask_fits", "tensor_facts"),
 ]
 
@@ -61,15 +61,15 @@ def constants(static: Static) -> tuple[Any, ...]:
     `math.ldexp(x, 0)`, which is exactly x, is where it becomes a constant."""
     window: Any = static.window
     if isinstance(window, (tuple, list)):
-        window = tuple([_fixed_int(side) for side in window])
+        window = tuple([fixed_int(side) for side in window])
     return (
         *(static.causal, window, fixed_number(static.softcap), fixed_number(static.scale)),
         *(static.layout, fixed_number(static.dropout_p), static.return_lse, static.deterministic),
-        *(_fixed_int(static.chunk), static.role),
+        *(fixed_int(static.chunk), static.role),
     )
 
 
-def _fixed_int(number: Any) -> Any:
+def fixed_int(number: Any) -> Any:
     return int(math.ldexp(number, 0)) if _small(number) else number
 
 
