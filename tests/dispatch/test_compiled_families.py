@@ -12,7 +12,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 import polyattn
-from polyattn.contract.families import FAMILY_SPECS
+from polyattn.contract.families import FAMILY_SPECS, Argument
 from polyattn.dispatch.compile.custom_ops import SCHEMAS
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
 
@@ -21,14 +21,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference:Run
 SHAPE = (16, 16)
 
 
+def declared(one: Argument) -> str:
+    """An argument in torch's words."""
+    return f"{ {'optional': 'Tensor?', 'int': 'SymInt'}.get(one.kind, 'Tensor') } {one.name}"
+
+
 def test_the_ops_are_those_of_the_families() -> None:
     specs = [spec for spec in FAMILY_SPECS.values() if spec.op]
     assert list(SCHEMAS) == [spec.name for spec in specs]
     for spec in specs:
         forward = getattr(torch.ops.polyattn, spec.name).default
         backward = getattr(torch.ops.polyattn, f"{spec.name}_backward").default
-        assert str(forward._schema) == f"polyattn::{spec.name}{spec.schema()}"
-        assert str(backward._schema) == f"polyattn::{spec.name}_backward{spec.backward_schema()}"
+        given = ", ".join(map(declared, spec.arguments))
+        plan = "".join(["str plan", *(f", {declared(one)}=None" for one in spec.added)])
+        assert str(forward._schema) == f"polyattn::{spec.name}({given}, {plan}) -> (Tensor, Tensor)"
+        second = "lse" if spec.second == "lse" else "final_state"
+        grads = f"Tensor? dout, Tensor? d{spec.second}, {given}, Tensor out, Tensor {second}"
+        assert str(backward._schema) == f"polyattn::{spec.name}_backward({grads}, {plan}) -> Tensor[]"
 
 
 def test_the_schemas_of_saved_graphs_stay() -> None:

@@ -71,7 +71,7 @@ class LocalAttention(nn.Module):
         """Shapes, place, alibi, segments and result as `polyattn.attention`."""
         site = self._train if self.training else self._infer
         # Python calls a method without making a tuple of the arguments, which `site(...)` would cost.
-        if not (place is alibi is segments is None):
+        if place is not None or alibi is not None or segments is not None:
             return site.__call__(query, key, value, attn_mask, sinks, None, place, alibi, segments)
         return site.__call__(query, key, value, attn_mask, sinks)
 

@@ -99,28 +99,6 @@ class FamilySpec:
             for one in (*self.beside, Argument("out", "optional")):
                 yield one, f"{one.name}=None"
 
-    def schema(self) -> str:
-        """The schema of the custom op, in torch's words."""
-        return f"({', '.join(map(_declared, self.arguments))}, str plan{self._later()}) -> (Tensor, Tensor)"
-
-    def backward_schema(self) -> str:
-        """The schema of its gradient: a tensor for each differentiable argument that is given."""
-        grads = f"Tensor? dout, Tensor? d{self.second}"
-        given = ", ".join(map(_declared, self.arguments))
-        return f"({grads}, {given}, Tensor out, Tensor {self.second_out}, str plan{self._later()}) -> Tensor[]"
-
-    def _later(self) -> str:
-        return "".join(f", {_declared(one)}=None" for one in self.added)
-
-    @property
-    def second_out(self) -> str:
-        """The second result as an argument of the gradient's op."""
-        return "lse" if self.second == "lse" else "final_state"
-
-
-def _declared(one: Argument) -> str:
-    return f"{ {'optional': 'Tensor?', 'int': 'SymInt'}.get(one.kind, 'Tensor') } {one.name}"
-
 
 def _by_layout(layout: str, query: Any, key: Any, *rest: Any, **keywords: Any) -> Extent:
     length = 1 if layout == "BSHD" else 2

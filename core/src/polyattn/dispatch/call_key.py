@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..contract import AttentionRequest, scalars
 from ..contract.request import made
 from ..errors import InvalidInputError
-from ..selection.overrides import Scope
+from ..selection.overrides import SCOPE, Scope
 from ..semantics import validation
 from ..semantics.autograd import differentiable
 from .binding import Chosen, choose
@@ -73,18 +74,25 @@ def public(added: Added) -> dict[str, Any]:
     """The same as arguments of the public calls."""
     found: dict[str, Any] = {name: one for name, one in added.items() if name == "alibi"}
     if "q_segments" in added:
-        found["segments"] = (added["q_segments"], added["k_segments"])
+        queries, keys = added["q_segments"], added["k_segments"]
+        found["segments"] = queries if queries is keys else (queries, keys)
     return found
 
 
-def added_key(added: Added, batch: int, s_q: int, s_k: int) -> Any:
-    """What decides of them who serves the call."""
+def added_key(added: Added, query: Any, key: Any, layout: str) -> Any:
+    """What decides of them, beside a dense call's signature, who serves the call."""
     if not added:
         return None
-    queries, keys = added.get("q_segments"), added.get("k_segments")
-    sides = [(one.dtype, one.device, one.layout, type(one)) for one in (queries, keys) if one is not None]
-    fit = queries is None or keys is None or (tuple(queries.shape), tuple(keys.shape)) == ((batch, s_q), (batch, s_k))
-    return sinks_key(added.get("alibi")), queries is keys, fit, *sides
+    s = 1 if layout == "BSHD" else 2
+    sides = [(added[name], tokens) for name, tokens in (("q_segments", query), ("k_segments", key)) if name in added]
+    try:
+        said = [
+            (one.shape == (tokens.shape[0], tokens.shape[s]), one.dtype, one.device, one.layout, type(one))
+            for one, tokens in sides
+        ]
+        return sinks_key(added.get("alibi")), added.get("q_segments") is added.get("k_segments"), *said
+    except AttributeError:  # no tensors, which are told once they are checked
+        return object()
 
 
 def added_fields(added: Added) -> dict[str, Any]:
@@ -111,16 +119,8 @@ class Static(NamedTuple):
     role: str | None = None
 
     def checked(self, layouts: tuple[str, ...] = validation.LAYOUTS) -> Static:
-        window = validation.check_statics(
-            causal=self.causal,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            layout=self.layout,
-            dropout_p=self.dropout_p,
-            chunk=self.chunk,
-            layouts=layouts,
-        )
+        names = ("causal", "window", "softcap", "scale", "layout", "dropout_p", "chunk")
+        window = validation.check_statics(**{name: getattr(self, name) for name in names}, layouts=layouts)
         if self.role not in (None, "self", "cross"):
             raise InvalidInputError(f"role={scalars.shown(self.role)} must be 'self', 'cross' or None")
         lse, exact = scalars.flag("return_lse", self.return_lse), scalars.flag("deterministic", self.deterministic)
@@ -243,6 +243,27 @@ def runner(chosen: Chosen, return_lse: bool, autocast: bool, head_axis: int) -> 
             return forward(query, key, value, attn_mask=attn_mask, **kw)
 
     return call
+
+
+def site_of(kind: Callable[..., Any], static: tuple[Any, ...], backend: Any = None, scope: Scope | None = None) -> Any:
+    """`kind(Static(*static), backend, scope)`, the same for the same arguments. scope: None = the one in force here.
+
+    Raises:
+        InvalidInputError: an argument is wrong.
+    """
+    scope = SCOPE.get() if scope is None else scope
+    try:
+        left, right = static[1]
+        return _known_site(left, right, kind, backend, scope, *static)
+    except (TypeError, ValueError):  # a window as a list is fine, the rest is told below
+        pass
+    return kind(Static(*static), backend, scope)
+
+
+@functools.lru_cache(maxsize=SITES_KEPT, typed=True)
+def _known_site(left: Any, right: Any, kind: Any, backend: Any, scope: Scope, *static: Any) -> Any:
+    # By their types too, since 1, 1.0 and True are one key of a dict: the bounds are there for those in a tuple.
+    return kind(Static(*static), backend, scope)
 
 
 class Found(NamedTuple):

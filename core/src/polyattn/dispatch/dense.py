@@ -8,6 +8,7 @@ Compiled: see `polyattn.dispatch.compile.trace`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +20,12 @@ from torch.autograd import profiler as _profiler
 from ..adapters.alignment import aligned
 from ..adapters.device import capturing, recording
 from ..contract import AttentionRequest, Place, relation
-from ..contract.lengths import extent_of
 from ..epoch import EPOCH
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..selection.select import Selection
 from ..semantics import validation
-from .binding import Chosen, choose, explained_by, select_here
+from .binding import Chosen, choose, explained_by
 from .bound_table import SIGNATURES_KEPT
 from .call_key import (
     LARGE,
@@ -60,6 +60,8 @@ __all__ = ["DenseSite", "attention", "bind", "dense_request", "dense_signature"]
 _is_tracing = torch.compiler.is_dynamo_compiling
 _scope = overrides.SCOPE.get
 _Guards = validation.TensorGuards
+_Six = tuple[Any, Any, Any, Any, Any, Any]
+"""(query, key, value, attn_mask, sinks, out)."""
 overrides.tracing = _is_tracing
 
 # A site is found by its static arguments, the backend named and the scope of overrides; the epoch (plugins,
@@ -257,14 +259,14 @@ class DenseSite:
         alibi: Tensor | None = None,
         segments: Any = None,
     ) -> Any:
-        if not (place is alibi is segments is None):
+        if place is not None or alibi is not None or segments is not None:
             from .placed import at
 
             tensors = (query, key, value, attn_mask, sinks, out)
             added = added_tensors(alibi, segments)
             return at(tensors, self.static, self._argument, self._scope, place, added)
         if _is_tracing():
-            return self._trace(query, key, value, attn_mask, sinks, out)
+            return trace_dense(query, key, value, attn_mask, sinks, out, self.static, self._argument, self._scope)
         fast = self._fast
         if sinks is None and out is None:
             if attn_mask is None:
@@ -290,12 +292,6 @@ class DenseSite:
                 return fast.call(query, key, value, attn_mask=attn_mask)
         return self._find(query, key, value, attn_mask, sinks, out)
 
-    def _trace(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, added: Added = NOTHING
-    ) -> Any:
-        given = (query, key, value, attn_mask, sinks, out)
-        return trace_dense(*given, self.static, self._argument, self._scope, added)
-
     def _find(
         self,
         query: Tensor,
@@ -317,14 +313,15 @@ class DenseSite:
             or counted()
             or (type(query) is not Tensor and validation.has_shapes_only(query))
         ):
-            return self._trace(query, key, value, attn_mask, sinks, out, added)
+            tensors = (query, key, value, attn_mask, sinks, out)
+            return trace_dense(*tensors, self.static, self._argument, self._scope, added)
         if self._epoch != EPOCH.value:
             self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
         entries = self._entries
         signature: Any = dense_signature(self.static.layout, query, key, value, attn_mask, sinks, out)
         said = signature
         if place is not None or added:  # a place itself decides nothing
-            signature = (*signature, place is not None, self._added_key(added, query, key))
+            signature = (*signature, place is not None, added_key(added, query, key, self.static.layout))
         entry = entries.get(signature)
         if entry is None:
             tensors = (query, key, value, attn_mask, sinks, out)
@@ -342,14 +339,7 @@ class DenseSite:
             place.run.left(place, entry.chosen.selection)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **given)
 
-    def _added_key(self, added: Added, query: Tensor, key: Tensor) -> Any:
-        s = 1 if self._bshd else 2
-        try:
-            return added_key(added, query.shape[0], query.shape[s], key.shape[s])
-        except AttributeError:  # no tensors, which are told once they are checked
-            return object()
-
-    def _resolve(self, said: CallKey, tensors: tuple[Any, ...], placed: bool, added: Added) -> _Entry:
+    def _resolve(self, said: CallKey, tensors: _Six, placed: bool, added: Added) -> _Entry:
         request = dense_request(self.static, *tensors, said, added)
         request = dataclasses.replace(request, place=True) if placed else request
         chosen = choose(request, self._argument, self._scope)
@@ -369,27 +359,14 @@ class DenseSite:
             else:
                 self._masked = fast
 
-    def __polyattn_explain__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        sinks: Any = None,
-        out: Any = None,
-        place: Place | None = None,
-        alibi: Any = None,
-        segments: Any = None,
-    ) -> Selection:
-        added = added_tensors(alibi, segments)
-        if place is not None:
-            from .placed import explain
+    def __polyattn_explain__(self, *args: Any, **kwargs: Any) -> Selection:
+        from .placed import explain
 
-            tensors = (query, key, value, attn_mask, sinks, out)
-            return explain(tensors, self.static, self._argument, self._scope, place, added)
-        request = dense_request(self.static, query, key, value, attn_mask, sinks, out, added=added)
-        extent = extent_of(request)(query, key)
-        return select_here(request, self._argument, self._scope, extent, full=True)
+        given = inspect.signature(self.__call__).bind(*args, **kwargs)
+        given.apply_defaults()
+        *tensors, place, alibi, segments = given.args
+        added = added_tensors(alibi, segments)
+        return explain((*tensors,), self.static, self._argument, self._scope, place, added)
 
 
 _sites: dict[Any, Any] = {}
@@ -449,7 +426,7 @@ def attention(
         InvalidInputError: an argument no backend could serve. UnsupportedRequestError: none here can, or the named
             one cannot; the message has everyone's reasons. BackendUnavailableError: the named one is not here.
     """
-    if chunk is not NO_CHUNK or not (place is alibi is segments is None):
+    if chunk is not NO_CHUNK or place is not None or alibi is not None or segments is not None:
         from .placed import at
 
         own = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, chunk, None)

@@ -23,7 +23,7 @@ from ..errors import InvalidInputError
 from ..selection import overrides
 from ..semantics import validation
 from .binding import Asked, device_facts, dtype_name, explained_by, remembered
-from .call_key import Static, backend_name, torch_deterministic
+from .call_key import Static, backend_name, site_of, torch_deterministic
 from .device_facts import forward_mode
 
 __all__ = ["mla_attention", "paged_attention"]
@@ -80,20 +80,12 @@ def _no_grad(*tensors: Tensor | None) -> None:
 
 def _static(*given: Any) -> Static:
     """(causal, window, softcap, scale, return_lse, deterministic, chunk), checked."""
-    try:
-        left, right = given[1]
-        return _known_static(left, right, *given)
-    except (TypeError, ValueError):  # a list, or what is refused
-        pass
-    return _known_static.__wrapped__(None, None, *given)
+    found: Static = site_of(_packed, (*given[:4], "THD", 0.0, *given[4:]))
+    return found
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
-def _known_static(
-    left: Any, right: Any, causal: Any, window: Any, softcap: Any, scale: Any, lse: Any, deterministic: Any, chunk: Any
-) -> Static:
-    # The bounds are there for their types, which the cache does not look for in a tuple.
-    return Static(causal, window, softcap, scale, "THD", 0.0, lse, deterministic, chunk).checked(("THD",))
+def _packed(static: Static, *_: Any) -> Static:
+    return static.checked(("THD",))
 
 
 def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
@@ -274,13 +266,12 @@ def paged_attention(
     """
     static = _static(causal, window, softcap, scale, return_lse, deterministic, chunk)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    caches = (query, key_cache, value_cache)
-    given = dict(zip(_GIVEN, (key, value, attn_mask, sinks, k_scale, v_scale, out), strict=True))
-    steps = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
-    how = {"kv_layout": kv_layout, "save_kv_cache": save_kv_cache, "alibi": alibi}
-    request = _paged_request(static, tables, *caches, **given, **steps, **how)
+    given: dict[str, Any] = dict(zip(_GIVEN, (key, value, attn_mask, sinks, k_scale, v_scale, out), strict=True))
+    steps: dict[str, Any] = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
+    how: dict[str, Any] = {"kv_layout": kv_layout, "save_kv_cache": save_kv_cache, "alibi": alibi}
+    request = _paged_request(static, tables, query, key_cache, value_cache, **given, **steps, **how)
     given |= _parts(kv_parts) if alibi is None else {**_parts(kv_parts), "alibi": alibi}
-    return _run("paged_attention", request, backend, tables, *caches, **given)
+    return _run("paged_attention", request, backend, tables, query, key_cache, value_cache, **given)
 
 
 def _asked(backend: Any, given: dict[str, Any], request_of: Callable[..., AttentionRequest]) -> Asked:
@@ -375,7 +366,7 @@ def mla_attention(
     """
     static = _static(causal, window, 0.0, scale, return_lse, deterministic, chunk)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    steps = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
+    steps: dict[str, Any] = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
     request = _mla_request(static, tables, query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, **steps)
     given = {"attn_mask": attn_mask, "out": out, **_parts(kv_parts)}
     return _run("mla_attention", request, backend, tables, query, cache, **given)

@@ -189,9 +189,7 @@ class Part:
         else:
             signature = dense_signature(self.static.layout, query, key, value, attn_mask, None, None)
             if lens:
-                given = (query, key, value, attn_mask, None, None, self.static.layout)
-                validation.check_dense(*given, **lens)
-                signature = (*signature, added_key(lens, 0, 0, 0))
+                signature = (*signature, added_key(lens, query, key, self.static.layout))
         entry = self._table.get(signature)
         if entry is None:
             entry = self._table.put(signature, self._resolve(self._request(query, key, value, attn_mask, lens)))
@@ -210,22 +208,20 @@ class Part:
             chosen = choose(request, self._argument, self._scope, planned=True)
         except UnsupportedRequestError as error:
             # A gradient through the LSE is more than a kernel with a backward of its own needs.
-            chosen = self._with_backward(request, error)
+            less = self._trained and self._chosen(dataclasses.replace(request, grad=_TRAINED[:3]))
+            if not less or less.bound.backward is None:
+                raise error
+            chosen = less
         if not self._trained:
             return _Entry(chosen, chosen.bound.forward, None)
         backward = chosen.bound.backward or recomputed_backward(chosen.bound.forward)
         return _Entry(chosen, chosen.bound.forward, backward)
 
-    def _with_backward(self, request: AttentionRequest, error: UnsupportedRequestError) -> Chosen:
-        if not self._trained:
-            raise error
+    def _chosen(self, request: AttentionRequest) -> Chosen | None:
         try:
-            chosen = choose(dataclasses.replace(request, grad=_TRAINED[:3]), self._argument, self._scope, planned=True)
+            return choose(request, self._argument, self._scope, planned=True)
         except UnsupportedRequestError:
-            raise error from None
-        if chosen.bound.backward is None:
-            raise error
-        return chosen
+            return None
 
     def __polyattn_explain__(
         self, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **given: Any

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from ..contract import Place
 from ..contract.lengths import extent_of
-from ..contract.scalars import kinds
 from ..epoch import EPOCH
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..selection.select import Selection
 from .binding import asks_method, load, select_here
-from .call_key import NOTHING, SITES_KEPT, Added, Static, public
+from .call_key import NOTHING, SITES_KEPT, Added, Static, public, site_of
 from .compile.symbolic import recorded_call
 from .compile.trace import trace_dense
 from .dense import DenseSite, attention, dense_request
@@ -27,19 +26,6 @@ __all__ = ["at", "explain"]
 
 _Tensors = tuple[Any, Any, Any, Any, Any, Any]
 """(query, key, value, attn_mask, sinks, out)."""
-
-
-@functools.lru_cache(maxsize=SITES_KEPT)
-def _site(static: tuple[Any, ...], types: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> DenseSite:
-    return DenseSite(Static(*static), backend, scope)
-
-
-def _found(static: tuple[Any, ...], backend: str | None, scope: overrides.Scope | None) -> DenseSite:
-    scope = overrides.SCOPE.get() if scope is None else scope
-    try:
-        return _site(static, kinds(static), backend, scope)
-    except TypeError:  # an unhashable argument, such as a window as a list
-        return DenseSite(Static(*static), backend, scope)
 
 
 def at(
@@ -62,12 +48,12 @@ def at(
     if not isinstance(tensors[0], Tensor):
         optional = dict(zip(("attn_mask", "sinks", "out", "place"), (*tensors[3:], place), strict=True))
         optional |= public(added)
-        node = recorded_call(attention, _found(static, backend, scope), *tensors[:3], **optional)
+        node = recorded_call(attention, site_of(DenseSite, static, backend, scope), *tensors[:3], **optional)
         if node is not None:
             return node
     static = static if place is None else _with_role(static, place)
     if not torch.compiler.is_dynamo_compiling():
-        site = _found(static, backend, scope)
+        site = site_of(DenseSite, static, backend, scope)
         if place is not None and _asked(backend, site._scope, EPOCH.value):
             return site._find(*tensors, place, added)
         return site._find(*tensors, None, added) if added else site(*tensors)
@@ -109,14 +95,15 @@ def explain(
     place: Any,
     added: Added = NOTHING,
 ) -> Selection:
-    """Who serves a call at a place; of a method also the calls that it makes. Arguments as `at`. Nothing is run.
+    """Who serves a dense call; of a method also the calls that it makes. Arguments as `at`. Nothing is run.
 
     Raises:
         as `at`.
     """
-    site = _found(_with_role(static, place), backend, scope)
+    static = static if place is None else _with_role(static, place)
+    site = site_of(DenseSite, static, backend, scope)
     request = dense_request(site.static, *tensors, added=added)
-    if not asks_method(backend, site._scope):
+    if place is None or not asks_method(backend, site._scope):
         return select_here(request, backend, site._scope, extent_of(request)(*tensors[:2]), full=True)
     extent = extent_of(request)(*tensors[:2])
     selection = select_here(dataclasses.replace(request, place=True), backend, site._scope, extent, full=True)

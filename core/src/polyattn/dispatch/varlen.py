@@ -95,7 +95,7 @@ def packed_key(
         not (query.numel() and key.numel() and value.numel()),
         max(query.numel(), key.numel(), value.numel()) >= call_key.LARGE,
         (True, True, True),
-        aligned(query, key, value),
+        (type(query) is not Tensor and validation.has_shapes_only(query)) or aligned(query, key, value),
         (query.requires_grad, key.requires_grad, value.requires_grad) if call_key.grad_on() else None,
         None if mask is None else (True, mask.dtype, mask.device, mask.layout, mask.requires_grad, type(mask)),
         call_key.sinks_key(sinks),
@@ -113,9 +113,6 @@ def varlen_request(
     """What a packed call asks for. Its tensors are checked already."""
     *said, alibi = packed_key(q, k, v, mask, sinks, None, lens)
     return call_key.request_of(call_key.CallKey._make(said), static, family="varlen", alibi=alibi is not None)
-
-
-_varlen_sites: dict[Any, VarlenSite] = {}
 
 
 def varlen_attention(
@@ -172,21 +169,7 @@ def varlen_attention(
         lens["alibi"] = alibi
     if tracing:
         return trace_varlen(query, key, value, attn_mask, sinks, out, lens, call_key.Static(*static), backend)
-    try:
-        left, right = window
-        name = (
-            static, backend, _scope(), type(causal), type(left), type(right), type(softcap), type(scale),
-            type(dropout_p), type(return_lse), type(deterministic), type(chunk),
-        )  # fmt: skip
-        site = _varlen_sites.get(name)
-    except (TypeError, ValueError):  # as in `attention`
-        name = site = None  # type: ignore[assignment]
-    if site is None:
-        site = VarlenSite(call_key.Static(*static), backend)
-        if len(_varlen_sites) >= call_key.SITES_KEPT:
-            _varlen_sites.clear()
-        if name is not None:
-            _varlen_sites[name] = site
+    site: VarlenSite = call_key.site_of(VarlenSite, static, backend)
     return site(query, key, value, attn_mask, sinks, out, **lens)
 
 

@@ -90,7 +90,7 @@ class SegmentsAsSequences(Lowering):
             columns, k_numbers = rows, q_numbers
             if request.segments != "shared":
                 columns, k_numbers = packing(numbered(keys, low, count), keys.shape[1])
-            found = torch.cat([q_numbers, k_numbers]).unique()
+            found: Tensor = torch.unique(torch.cat([q_numbers, k_numbers]))
 
             def starts(numbers: Tensor) -> Tensor:
                 first = torch.searchsorted(numbers, found)

@@ -111,32 +111,28 @@ def _out_fits(out: Tensor, query: Tensor, value: Tensor) -> str:
     return "fits" if expanded == [] else "is expanded"
 
 
-def _sinks_fit(sinks: Tensor, query: Tensor, heads: int) -> str:
-    return "fits" if sinks.ndim == 1 and sinks.shape[0] == query.shape[heads] else "does not fit"
+def _fits(tensor: Any, like: Tensor, *shape: int) -> str:
+    """ "fits" for a tensor of this shape beside `like`."""
+    if not isinstance(tensor, Tensor) or tensor.device != like.device or tensor.ndim != len(shape):
+        return "does not fit"
+    wrong = [True for size, wanted in zip(tensor.shape, shape, strict=True) if size != wanted]
+    return "fits" if wrong == [] else "does not fit"
 
 
 def added_facts(added: Added, query: Tensor, key: Tensor, heads: int, length: int) -> tuple[Any, Any]:
-    """(of `alibi`, of segments), each None where none is given: whether it fits, its dtypes, and of slopes whether they
+    """(of `alibi`, of segments), each None where none is given: whether it fits, its dtype, and of slopes whether they
     want a gradient, of segments how they are shared. heads, length: axes of the query and the key."""
     alibi, queries, keys = added.get("alibi"), added.get("q_segments"), added.get("k_segments")
     slopes = how = None
     if alibi is not None:
-        fits = isinstance(alibi, Tensor) and alibi.device == query.device and _sinks_fit(alibi, query, heads) == "fits"
-        slopes = (fits, alibi.dtype if fits else None, fits and torch.is_grad_enabled() and alibi.requires_grad)
+        trains = torch.is_grad_enabled() and getattr(alibi, "requires_grad", False)
+        slopes = (_fits(alibi, query, query.shape[heads]), getattr(alibi, "dtype", None), trains)
     if queries is not None:
-        fits = _segments_fit(queries, query, length) and _segments_fit(keys, key, length)
-        how = (fits, (queries.dtype, keys.dtype) if fits else None, "shared" if queries is keys else "pair")
+        fits = _fits(queries, query, query.shape[0], query.shape[length]) == "fits"
+        fits = fits and _fits(keys, query, key.shape[0], key.shape[length]) == "fits"
+        dtypes = (getattr(queries, "dtype", None), getattr(keys, "dtype", None))
+        how = ("fits" if fits else "does not fit", dtypes, "shared" if queries is keys else "pair")
     return slopes, how
-
-
-def _segments_fit(segments: Any, tokens: Tensor, length: int) -> bool:
-    return (
-        isinstance(segments, Tensor)
-        and segments.ndim == 2
-        and segments.device == tokens.device
-        and segments.shape[0] == tokens.shape[0]
-        and segments.shape[1] == tokens.shape[length]
-    )
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[bool, bool]:
@@ -183,7 +179,7 @@ def tensor_facts(
         (query.dtype, key.dtype, value.dtype),
         _misplaced(query, key, value, attn_mask, sinks, out),
         None if attn_mask is None else attn_mask.dtype,
-        None if sinks is None else (_sinks_fit(sinks, query, heads), sinks.dtype),
+        None if sinks is None else (_fits(sinks, query, query.shape[heads]), sinks.dtype),
         None if out is None else (_out_fits(out, query if like is None else like, value), out.dtype),
         (
             grad and query.requires_grad,

@@ -344,12 +344,12 @@ _FIELDS: dict[str, Callable[[_Call], dict[str, Any]]] = {
 
 def _added_fields(call: _Call) -> dict[str, Any]:
     slopes, how = call.added
-    if slopes is not None and (not slopes[0] or slopes[1] not in FLOATS or slopes[2]):
+    if slopes is not None and (slopes[0] != "fits" or slopes[1] not in FLOATS or slopes[2]):
         raise InvalidInputError(
             f"alibi ({slopes[1]}) must be [{call.heads[0]}] (H_q), one slope per query head, of a float dtype, on the "
             "device of query, and want no gradient"
         )
-    if how is not None and (not how[0] or set(how[1]) != {torch.int32}):
+    if how is not None and (how[0] != "fits" or set(how[1]) != {torch.int32}):
         raise InvalidInputError(
             f"segments ({how[1]}) must be int32 [B, S_q] and [B, S_k] on the device of query, one tensor or a pair. "
             "Run the call once outside torch.compile for the exact sizes"
@@ -383,7 +383,7 @@ def _key(common: TensorFacts, call: _Call, around: str) -> CallKey:
     sunk = None if sinks is None else (None, sinks[1], device, None, grads[4], Tensor)
     where = (torch.device(device),) * 3
     said = (call.relation, True, empty, large, (True, True, True), True, grads[:3], masked, sunk, None, None, False)
-    return CallKey(True, *[dtype] * 3, *where, *call.heads, *call.dims, *said, around, deterministic)
+    return CallKey._make((True, *[dtype] * 3, *where, *call.heads, *call.dims, *said, around, deterministic))
 
 
 def _traceable(chosen: Chosen) -> bool:
