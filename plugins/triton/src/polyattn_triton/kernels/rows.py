@@ -23,13 +23,18 @@ MOST = 8192
 """Scores of a row that `top` can choose from: they are all in registers."""
 
 
-@triton.jit(do_not_specialize=["rows_here", "blocks"])
+@triton.jit(do_not_specialize=["rows_here", "blocks", "listed"])
 def _gather(
-    source, order, starts, sizes, rows, means, x_b, x_h, x_s, rows_here, blocks, D: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, FILLED: tl.constexpr, MEANS: tl.constexpr,
+    source, order, starts, sizes, rows, means, x_b, x_h, x_s, rows_here, blocks, listed, D: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, FILLED: tl.constexpr, MEANS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head: its tokens, and their mean."""
+    """One block of one head: its tokens, and their mean. OWN: heads have blocks of their own."""
     n, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if OWN:
+        own = b.to(tl.int64) * tl.num_programs(1) + head
+        order += own * listed
+        starts += own * blocks
+        sizes += own * blocks
     start, size = tl.load(starts + n), tl.load(sizes + n)
     i, d = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     token = tl.load(order + start + i, mask=i < size, other=0).to(tl.int64)
@@ -51,10 +56,12 @@ def _gather(
 @triton.jit(do_not_specialize=["rows_here", "blocks", "tokens"])
 def _scatter(
     rows, places, out, gate, coarse, owners, rows_here, blocks, tokens, g_b, g_h, g_s, g_d, D: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, COARSE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, COARSE: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens of one head. `out` is [B, S, H, D]."""
+    """BLOCK tokens of one head. `out` is [B, S, H, D]. OWN: heads have places of their own."""
     n, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if OWN:
+        places += (b.to(tl.int64) * tl.num_programs(1) + head) * tokens
     s, d = n * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     place = tl.load(places + s, mask=s < tokens, other=-1)
     there = (place >= 0)[:, None] & (d < D)[None, :]
@@ -138,14 +145,15 @@ def gather(
     order, starts, sizes = blocks
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     B, H, _, D = tensor.shape
-    n = len(sizes)
-    width = n * block if filled else len(order)
+    n, listed = sizes.shape[-1], order.shape[-1]
+    width = n * block if filled else listed
     rows = tensor.new_empty(B, H, width, D)
     found = tensor.new_empty(B, H, n, D, dtype=torch.float32) if means else None
     if rows.numel():
         _gather[n, H, B](
-            tensor, order, starts, sizes, rows, rows if found is None else found, *tensor.stride()[:3], width, n, D=D,
-            WIDTH=triton.next_power_of_2(D), BLOCK=block, FILLED=filled, MEANS=means, num_warps=4,
+            tensor, order, starts, sizes, rows, rows if found is None else found, *tensor.stride()[:3], width, n,
+            listed, D=D, WIDTH=triton.next_power_of_2(D), BLOCK=block, FILLED=filled, MEANS=means, OWN=order.dim() > 1,
+            num_warps=4,
         )  # fmt: skip
     return rows, found
 
@@ -160,14 +168,14 @@ def scatter(
 ) -> Tensor:
     """See `polyattn.contract.BlockOps`."""
     B, H, width, D = rows.shape
-    tokens, added = len(places), gate is not None and coarse is not None and owners is not None
+    tokens, added = places.shape[-1], gate is not None and coarse is not None and owners is not None
     out = rows.new_empty(B, tokens, H, D)
     if out.numel():
         more = (gate, coarse, owners) if added else (rows, rows, places)
         strides = gate.stride() if gate is not None else (0, 0, 0, 0)
         _scatter[triton.cdiv(tokens, 64), H, B](
             rows, places, out, *more, width, coarse.shape[2] if coarse is not None else 0, tokens, *strides, D=D,
-            WIDTH=triton.next_power_of_2(D), BLOCK=64, COARSE=added, num_warps=4,
+            WIDTH=triton.next_power_of_2(D), BLOCK=64, COARSE=added, OWN=places.dim() > 1, num_warps=4,
         )  # fmt: skip
     return out
 
