@@ -96,6 +96,7 @@ class _Call(NamedTuple):
     map: dict[str, Tensor | None]
     block_shape: tuple[int, int]
     static: Static
+    key: CallKey
 
     @classmethod
     def of(cls, query: Any, key: Any, value: Any, out: Any, blocks: Blocks, static: Static) -> _Call:
@@ -115,17 +116,17 @@ class _Call(NamedTuple):
         given = {"block_counts": counts, "block_indices": indices, "block_valid": blocks.valid}
         # Packages that are older than starts need not know them.
         given |= {} if blocks.starts is None else {"block_starts": blocks.starts}
-        return cls((query, key, value), out, given, shape, static._replace(layout="BHSD"))
+        said = CallKey._make(dense_signature("BHSD", query, key, value, None, None, out))
+        return cls((query, key, value), out, given, shape, static._replace(layout="BHSD"), said)
 
     def signature(self) -> tuple[Any, ...]:
         """All that decides who serves the call."""
-        said = dense_signature("BHSD", *self.tensors, None, None, self.out)
-        return self.static, self.block_shape, self.map["block_valid"] is None, "block_starts" in self.map, said
+        return self.static, self.block_shape, self.map["block_valid"] is None, "block_starts" in self.map, self.key
 
     def request(self) -> AttentionRequest:
         """What it asks for."""
         return request_of(
-            CallKey._make(dense_signature("BHSD", *self.tensors, None, None, self.out)),
+            self.key,
             self.static,
             family="block_sparse",
             block_map=True,

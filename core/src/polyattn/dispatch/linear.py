@@ -94,6 +94,7 @@ class _Call(NamedTuple):
     method: str
     state_layout: str
     static: Static
+    key: CallKey
 
     @classmethod
     def of(
@@ -109,7 +110,8 @@ class _Call(NamedTuple):
         check_linear(query, key, value, method=method, state_layout=state_layout, **given)
         if qk_norm:
             query, key = unit_rows(query), unit_rows(key)
-        return cls((query, key, value), given, method, state_layout, static)
+        said = CallKey._make(dense_signature("BSHD", query, key, value, None, None, None))
+        return cls((query, key, value), given, method, state_layout, static, said)
 
     def _trains_more(self) -> bool:
         return grad_on() and any(t is not None and t.requires_grad for t in self.given.values())
@@ -119,12 +121,11 @@ class _Call(NamedTuple):
 
     def signature(self) -> tuple[Any, ...]:
         """All that decides who serves the call."""
-        said = dense_signature("BSHD", *self.tensors, None, None, None)
-        return self.static, self.method, self.state_layout, self._trains_more(), self._one_token(), said
+        return self.static, self.method, self.state_layout, self._trains_more(), self._one_token(), self.key
 
     def request(self) -> AttentionRequest:
         """What it asks for."""
-        key, one = CallKey._make(dense_signature("BSHD", *self.tensors, None, None, None)), self._one_token()
+        key, one = self.key, self._one_token()
         if self._trains_more():  # the request has no words for these: a backward that gives them gives all three
             key = key._replace(grads=(True, True, True))
         return request_of(

@@ -18,6 +18,7 @@ from ..adapters.device import capturing
 from ..adapters.strides import with_unit_last_stride
 from ..contract import AttentionRequest, KVPart, PagedTables, scalars
 from ..contract.lengths import extent_of
+from ..contract.request import made
 from ..epoch import EPOCH
 from ..errors import InvalidInputError
 from ..selection import overrides
@@ -90,31 +91,15 @@ def _packed(static: Static, *_: Any) -> Static:
 
 def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
     device = query.device
-    facts = (query.dtype, device, query.shape[1], not query.shape[0], capturing(device.type), torch_deterministic())
-    return _known_request(EPOCH.value, static, *facts, **fields)
+    facts = {"heads": query.shape[1], "zero_size": not query.shape[0], "graph_capture": capturing(device.type)}
+    return _known_request(EPOCH.value, static, query.dtype, device, torch_deterministic(), **facts, **fields)
 
 
 @functools.lru_cache(maxsize=1024)
 def _known_request(
-    epoch: int,
-    static: Static,
-    dtype: torch.dtype,
-    device: torch.device,
-    heads: int,
-    zero_size: bool,
-    graph_capture: bool,
-    deterministic: bool,
-    **fields: Any,
+    epoch: int, static: Static, dtype: torch.dtype, device: torch.device, exact: bool, **fields: Any
 ) -> AttentionRequest:
-    return AttentionRequest(
-        **static.fields(),
-        **device_facts(device),
-        dtype=dtype_name(dtype),
-        heads=heads,
-        zero_size=zero_size,
-        graph_capture=graph_capture,
-        **fields,
-    ).normalised()
+    return made(**static.fields(exact), **device_facts(device), dtype=dtype_name(dtype), **fields).normalised()
 
 
 _GIVEN = ("key", "value", "attn_mask", "sinks", "k_scale", "v_scale", "out")

@@ -256,12 +256,11 @@ def _check_whole(dout: Any, out: Any, lse: Any, query: Tensor, value: Tensor) ->
 
 def _as_compiled(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`; in code that is compiled, between two graphs."""
-    return functools.partial(_between_graphs, run) if torch.compiler.is_compiling() else run
+    if not torch.compiler.is_compiling():
+        return run
+    from .compile.between_graphs import between_graphs
 
-
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
-def _between_graphs(run: Callable[..., Any], *given: Any) -> Any:
-    return run(*given)
+    return functools.partial(between_graphs, run)
 
 
 def bind_part(

@@ -59,10 +59,10 @@ def at(
         return site._find(*tensors, None, added) if added else site(*tensors)
     inside = overrides.current_scope() if scope is None else scope
     if place is not None and _asks_method(backend, inside, EPOCH.token):
-        # What a method does depends on the place: the graph ends before the call and goes on after it.
+        # What a method does depends on the place.
         from .compile.between_graphs import between_graphs
 
-        return between_graphs(tensors, static, backend, inside, place, added)
+        return between_graphs(at, tensors, static, backend, inside, place, added)
     return trace_dense(*tensors, Static(*static), backend, scope, added)
 
 
