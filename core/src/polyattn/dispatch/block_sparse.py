@@ -80,9 +80,9 @@ def block_sparse_attention(
         return trace_block_sparse(query, key, value, out, blocks, static, backend)
     call = _Call.of(query, key, value, out, blocks, static)
     scope, backend = overrides.SCOPE.get(), backend_name(backend)
-    chosen, run = found(_table, (*call.signature(), backend, scope), call.request, backend, scope)
+    entry = found(_table, (*call.signature(), backend, scope), call.request, backend, scope)
     given = call.map if call.out is None else {**call.map, "out": call.out}
-    result = without_autocast(chosen.ranged("block_sparse_attention", run), *call.tensors, **given)
+    result = without_autocast(entry.chosen.ranged("block_sparse_attention", entry.run), *call.tensors, **given)
     if layout == "BHSD":
         return result
     return tuple(t.transpose(1, 2) for t in result) if isinstance(result, tuple) else result.transpose(1, 2)

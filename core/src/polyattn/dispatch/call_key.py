@@ -267,10 +267,12 @@ def _known_site(left: Any, right: Any, kind: Any, backend: Any, scope: Scope, *s
 
 
 class Found(NamedTuple):
-    """What a signature calls: the choice, and its function with everything optional as keywords."""
+    """What a signature calls: the choice, its function with everything optional as keywords, and the short way of three
+    tensors where there is one."""
 
     chosen: Chosen
     run: Callable[..., Any]
+    simple: Callable[..., Any] | None = None
 
 
 def found(

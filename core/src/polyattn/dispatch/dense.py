@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ..errors import InvalidInputError
 from ..selection import overrides
 from ..selection.select import Selection
 from ..semantics import validation
-from .binding import Chosen, choose, explained_by
+from .binding import choose, explained_by
 from .bound_table import SIGNATURES_KEPT
 from .call_key import (
     LARGE,
@@ -34,6 +33,7 @@ from .call_key import (
     SITES_KEPT,
     Added,
     CallKey,
+    Found,
     Static,
     added_fields,
     added_key,
@@ -140,15 +140,6 @@ def dense_request(
     return request_of(key, static, **added_fields(added))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """What a signature calls: with everything optional as keywords, and the short way where there is one."""
-
-    chosen: Chosen
-    run: Callable[..., Any]
-    simple: Callable[..., Any] | None = None
-
-
 class _Fast:
     """The last signature of a site, with or without a mask, as torch guards, and the function it calls.
 
@@ -239,7 +230,7 @@ class DenseSite:
         self._scope = _scope() if scope is None else scope
         overrides.reach(self._scope)
         self._epoch = -1
-        self._entries: dict[Any, _Entry] = {}
+        self._entries: dict[Any, Found] = {}
         self._fast: _Fast | None = None
         self._masked: _Fast | None = None
 
@@ -339,14 +330,14 @@ class DenseSite:
             place.run.left(place, entry.chosen.selection)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **given)
 
-    def _resolve(self, said: CallKey, tensors: _Six, placed: bool, added: Added) -> _Entry:
+    def _resolve(self, said: CallKey, tensors: _Six, placed: bool, added: Added) -> Found:
         request = dense_request(self.static, *tensors, said, added)
         request = dataclasses.replace(request, place=True) if placed else request
         chosen = choose(request, self._argument, self._scope)
         run = runner(chosen, self.static.return_lse, said.autocast is not None, 2 if self._bshd else 1)
-        return _Entry(chosen, run, chosen.bound.simple if run is chosen.bound.forward else None)
+        return Found(chosen, run, chosen.bound.simple if run is chosen.bound.forward else None)
 
-    def _remember(self, key: CallKey, entry: _Entry, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    def _remember(self, key: CallKey, entry: Found, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         """Keep a signature for the check in one call; what guards cannot see rules it out."""
         odd = key.zero_size or key.large or key.capture or key.transform or not key.aligned
         # torch's guards never hold for one tensor passed twice.

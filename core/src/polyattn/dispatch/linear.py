@@ -80,8 +80,8 @@ def linear_attention(
         return traced
     call = _Call.of(query, key, value, out, given, scale, words)
     scope, backend = overrides.SCOPE.get(), backend_name(backend)
-    chosen, run = found(_table, (*call.signature(), backend, scope), call.request, backend, scope)
-    run = chosen.ranged("linear_attention", run)
+    entry = found(_table, (*call.signature(), backend, scope), call.request, backend, scope)
+    run = entry.chosen.ranged("linear_attention", entry.run)
     result: tuple[Tensor, Tensor] = without_autocast(run, *call.tensors, **call.given)
     return result
 

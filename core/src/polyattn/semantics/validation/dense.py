@@ -39,7 +39,8 @@ def check_dense(
         check_mask(attn_mask, query, query.shape[0], query.shape[h], query.shape[s], key.shape[s], "S_q, S_k")
     if sinks is not None:
         check_sinks(sinks, query, query.shape[h])
-    check_alibi(alibi, query, query.shape[h])
+    if alibi is not None:
+        check_alibi(alibi, query, query.shape[h])
     if q_segments is not None:
         check_segments((q_segments, k_segments), query, query.shape[0], query.shape[s], key.shape[s])
     if out is not None:
