@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -60,6 +60,10 @@ class PageAllocator:
             self._references = [0] * pages
             # The page that was given back last is given out first: it is most likely still in a device's cache.
             self._free = list(range(pages - 1, reserved - 1, -1))
+        # Pages that a cache holds -> how often; those of them that nobody else holds; whom to tell of a page.
+        self._cached: dict[int, int] = {}
+        self._spare: set[int] = set()
+        self._told: dict[int, list[Callable[[], None]]] = {}
 
     def __repr__(self) -> str:
         return f"PageAllocator(capacity={self.capacity}, free={self.free})"
@@ -73,6 +77,11 @@ class PageAllocator:
     def free(self) -> int:
         """Pages that can be given out now."""
         return len(self._free)
+
+    @property
+    def spare(self) -> int:
+        """Pages that a cache holds and nobody else: they can be had for the asking."""
+        return len(self._spare)
 
     def references(self, page: int) -> int:
         """How many hold `page`; 0 where it is free."""
@@ -112,8 +121,11 @@ class PageAllocator:
             self._references[page] = 1
         return pages
 
-    def share(self, pages: Sequence[int]) -> None:
+    def share(self, pages: Sequence[int], *, cached: bool = False) -> None:
         """Add a holder to each of `pages`.
+
+        Args:
+            cached: the holder is a cache, which gives its pages up when others need them (`spare`).
 
         Raises:
             InvalidInputError: one of them is free, or was never given out; none is shared.
@@ -121,10 +133,18 @@ class PageAllocator:
         self._check_held(pages, "shared")
         for page in pages:
             self._references[page] += 1
+        if cached:
+            for page in pages:
+                self._cached[page] = self._cached.get(page, 0) + 1
+        if self._cached:
+            self._count_spare(pages)
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int], *, cached: bool = False) -> None:
         """Remove a holder from each of `pages`; those that nobody holds any more are free. A page that is named twice
         loses two.
+
+        Args:
+            cached: the holder is a cache, as in `share`.
 
         Raises:
             InvalidInputError: one of them is held less often than it is named; none is released.
@@ -142,6 +162,27 @@ class PageAllocator:
             references[page] -= 1
         # A page named twice is to be free once.
         self._free.extend(dict.fromkeys(page for page in reversed(pages) if not references[page]))
+        if cached:
+            for page in pages:
+                self._cached[page] -= 1
+                if not self._cached[page]:
+                    del self._cached[page]
+            self._spare.difference_update(pages)
+        if self._cached:
+            self._count_spare(pages)
+
+    def tell(self, page: int, call: Callable[[], None]) -> None:
+        """Call `call` once, when nobody holds `page` any more but the cache that asks."""
+        self._told.setdefault(page, []).append(call)
+
+    def _count_spare(self, pages: Iterable[int]) -> None:
+        for page in self._cached.keys() & pages:
+            if self._references[page] > 1:
+                self._spare.discard(page)
+                continue
+            self._spare.add(page)
+            for call in self._told.pop(page, ()):
+                call()
 
     def check(self, held: Iterable[int] | None = None) -> None:
         """Prove that every page is either free or held, and nothing else.
@@ -164,6 +205,10 @@ class PageAllocator:
             if given_out != (count > 0) or count < 0:
                 state = "given out" if given_out else "free" if page in free else "reserved"
                 raise InternalError(f"page {page} is {state} and its count of holders is {count}")
+        if wrong := self._spare ^ {page for page in self._cached if self._references[page] == 1}:
+            page = min(wrong)
+            state = f"cached {self._cached.get(page, 0)} times and held {self._references[page]} times"
+            raise InternalError(f"page {page} is {state}, and {'' if page in self._spare else 'not '}counted as spare")
         if held is None:
             return
         found = Counter(held)
@@ -226,24 +271,24 @@ def allocate_all(allocators: Sequence[PageAllocator], counts: Sequence[int]) -> 
     return taken
 
 
-def share_all(allocators: Sequence[PageAllocator], pages: Sequence[Sequence[int]]) -> None:
-    """Add a holder to `pages[group]` of each group, 0 left out; all or none.
+def share_all(allocators: Sequence[PageAllocator], pages: Sequence[Sequence[int]], *, cached: bool = False) -> None:
+    """Add a holder, a cache where `cached`, to `pages[group]` of each group, 0 left out; all or none.
 
     Raises:
         InvalidInputError: one of them is free.
     """
     for group, allocator in enumerate(allocators):
         try:
-            allocator.share(held(pages[group]))
+            allocator.share(held(pages[group]), cached=cached)
         except InvalidInputError:
-            release_all(allocators[:group], pages)
+            release_all(allocators[:group], pages, cached=cached)
             raise
 
 
-def release_all(allocators: Sequence[PageAllocator], pages: Sequence[Sequence[int]]) -> None:
-    """Remove a holder from `pages[group]` of each group, 0 left out."""
+def release_all(allocators: Sequence[PageAllocator], pages: Sequence[Sequence[int]], *, cached: bool = False) -> None:
+    """Remove a holder, a cache where `cached`, from `pages[group]` of each group, 0 left out."""
     for allocator, given in zip(allocators, pages, strict=False):
-        allocator.release(held(given))
+        allocator.release(held(given), cached=cached)
 
 
 def held(pages: Sequence[int]) -> Sequence[int]:
