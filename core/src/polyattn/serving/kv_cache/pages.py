@@ -83,6 +83,10 @@ class PageAllocator:
         """Pages that a cache holds and nobody else: they can be had for the asking."""
         return len(self._spare)
 
+    def all_spare(self, pages: Iterable[int]) -> bool:
+        """Whether a cache holds each of `pages` and nobody else."""
+        return self._spare.issuperset(pages)
+
     def references(self, page: int) -> int:
         """How many hold `page`; 0 where it is free."""
         if not self._reserved <= page < len(self._references):
@@ -149,8 +153,16 @@ class PageAllocator:
         Raises:
             InvalidInputError: one of them is held less often than it is named; none is released.
         """
-        self._check_held(pages, "released")
         references = self._references
+        if cached and self._spare.issuperset(pages) and len(set(pages)) == len(pages):
+            # What a cache gives up, all of it free from here on.
+            for page in pages:
+                references[page] = 0
+                del self._cached[page]
+            self._spare.difference_update(pages)
+            self._free.extend(reversed(pages))
+            return
+        self._check_held(pages, "released")
         for done, page in enumerate(pages):
             if not references[page]:
                 for earlier in pages[:done]:
@@ -221,6 +233,8 @@ class PageAllocator:
 
     def _check_held(self, pages: Sequence[int], verb: str) -> None:
         references, reserved, end = self._references, self._reserved, len(self._references)
+        if pages and min(pages) >= reserved and max(pages) < end and all(map(references.__getitem__, pages)):
+            return
         for page in pages:
             if not reserved <= page < end or not references[page]:
                 raise InvalidInputError(f"{self._what(page)}, so it cannot be {verb}: name pages that are held")

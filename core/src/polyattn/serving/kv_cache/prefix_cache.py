@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from numbers import Integral
@@ -484,10 +483,10 @@ class PrefixCache:
         """What is to be cut off so that `wanted` pages come free, the least recently used first, and how many do. The
         leaves are out of the queue then: they are to be shortened, or put back."""
         cuts: list[_Cut] = []
-        emptied: Counter[_Node] = Counter()
+        emptied: dict[_Node, int] = {}
         freed = 0
         while freed < wanted and (node := self._leaves.pop()) is not None:
-            if node.locks or len(node.children) > emptied[node]:
+            if node.locks or len(node.children) > emptied.get(node, 0):
                 continue
             cut, more = self._cut_of(node, wanted - freed, group)
             freed += more
@@ -496,13 +495,17 @@ class PrefixCache:
                 continue
             cuts.append(cut)
             if not cut.kept and (parent := node.parent) is not None:
-                emptied[parent] += 1
+                emptied[parent] = emptied.get(parent, 0) + 1
                 if parent.parent is not None and emptied[parent] == len(parent.children) and not parent.waits:
                     self._leaves.add(parent)
         return cuts, freed
 
     def _cut_of(self, node: _Node, wanted: int, group: int | None) -> tuple[_Cut, int]:
         """Pages from the end of a leaf until `wanted` are free, or others hold one; how many are free."""
+        if group is not None:  # of full attention, so that each token's page counts one
+            kept = max(self._length(node) - wanted, 0)
+            if all(a.all_spare(held(p[kept:])) for a, p in zip(self.allocators, node.pages, strict=True)):
+                return _Cut(node, kept, False), self._length(node) - kept
         freed = 0
         pages = zip(*(reversed(p) for p in node.pages), strict=True)
         holders = zip(*(a.holders(reversed(p)) for a, p in zip(self.allocators, node.pages, strict=True)), strict=True)
