@@ -181,18 +181,24 @@ class Memory:
             pages = [self.table.pages(row, group) for group in range(len(self.allocators))]
             self.prefixes.insert(computed, pages, namespace=namespace)
 
-    def extend(self, row: int, tokens: int) -> None:
-        """Slots for `tokens` more; a shared page that they go to is copied.
+    def extend(self, rows: Sequence[int], tokens: int | Sequence[int]) -> None:
+        """Slots for so many tokens more of each row, or of none; shared pages that they go to are copied.
 
         Raises:
-            OutOfPagesError: see `RequestTable.extend`.
+            OutOfPagesError: see `RequestTable.extend_all`.
         """
-        for copy in self.table.extend(row, tokens):
+        for copy in self.table.extend_all(rows, tokens):
             self.pool.copy(copy.group, [copy.source], [copy.target])
 
     def evict(self, pages: int, group: int | None) -> int:
         """Take pages from the prefix cache; how many came free."""
         return 0 if self.prefixes is None else self.prefixes.evict(pages, group)
+
+    def make_room(self, row: int, tokens: int) -> bool:
+        """Take from the prefix cache what `extend(row, tokens)` lacks; where that is not enough, nothing."""
+        wanted = self.table.wanted(row, tokens)
+        lacking = [max(count - a.free, 0) for count, a in zip(wanted, self.allocators, strict=True)]
+        return not any(lacking) or (self.prefixes is not None and self.prefixes.make_room(lacking))
 
     def most_pages(self, group: int, tokens: int, step_tokens: int) -> int:
         """Pages of a group that a request of so many tokens has at most at a time."""
@@ -220,7 +226,7 @@ class Memory:
         Returns:
             logits [R, V]; use them before the next step, whose graph may write there.
         """
-        self._batch = batch = ForwardBatch(mode, rows, [self.table.length(row) for row in rows], counts, tree)
+        self._batch = batch = ForwardBatch(mode, rows, self.table.lengths(rows), counts, tree)
         ids = input_ids if isinstance(input_ids, Tensor) else self._tensor(input_ids)
         kept = None if keep is None or len(keep) == batch.tokens else self._tensor(keep)
         if self.graphs is not None and kept is None and not self.graphs.eager_because(batch):

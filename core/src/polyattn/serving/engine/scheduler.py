@@ -3,9 +3,10 @@ the youngest request."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from ...errors import OutOfPagesError
 from ..memory import Memory
@@ -90,10 +91,17 @@ class Scheduler:
         """
         self._works, self._left = {}, self.budget
         running = len(self.running)
-        for request in sorted(self.running, key=lambda request: self._pending(request) > 1):
-            # Those preempted for an older request have no row any more.
-            if request.row >= 0:
-                self._continue(request)
+        going = sorted(self.running, key=lambda request: self._pending(request) > 1)
+        for request in going:
+            if (work := self._plan(request)) is not None:
+                self._take(work)
+        if not self._extend(list(self._works.values())):
+            # Some have to go, and what is left is shared out anew.
+            self._works, self._left = {}, self.budget
+            for request in going:
+                # Those preempted for an older request have no row any more.
+                if request.row >= 0:
+                    self._continue(request)
         # Who has just lost its pages would only be the first to lose them again; but one that was alone found its way
         # barred by pages it had twice, its own and the cache's, and begins anew with the cache's.
         if len(self.running) == running or not self.running:
@@ -103,8 +111,13 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a request in line, by age: a preempted one comes before those that arrived after it."""
-        place = next((i for i, other in enumerate(self.waiting) if other.id > request.id), len(self.waiting))
-        self.waiting.insert(place, request)
+        waiting = self.waiting
+        if not waiting or waiting[-1].id < request.id:
+            waiting.append(request)
+        elif request.id < waiting[0].id:
+            waiting.appendleft(request)
+        else:
+            waiting.insert(_place(waiting, request), request)
 
     def fork(self, parent: Request, child: Request) -> bool:
         """Give a child its parent's pages; where there is no row, or the parent has none, it waits in line instead."""
@@ -124,11 +137,11 @@ class Scheduler:
         elif request.parent is not None:
             request.parent.siblings.remove(request)
         else:
-            self.waiting.remove(request)
+            del self.waiting[_place(self.waiting, request)]
 
     def lengths(self) -> dict[Request, int]:
         """Return how many tokens of each running request have a slot."""
-        return {request: self.table.length(request.row) for request in self.running}
+        return dict(zip(self.running, self.table.lengths(request.row for request in self.running), strict=True))
 
     def undo(self, before: Mapping[Request, int]) -> None:
         """After a step that failed: who was given slots in it loses its row and goes back to the line. What is in the
@@ -176,7 +189,7 @@ class Scheduler:
 
     def _continue(self, request: Request) -> None:
         work = self._plan(request)
-        while work is not None and not self._extend(work):
+        while work is not None and not self._extend([work]):
             victim = self.running[-1]
             if (undone := self._works.pop(victim, None)) is not None:
                 # Nobody writes these slots now: they must not be remembered as the keys of its tokens.
@@ -193,19 +206,23 @@ class Scheduler:
         request.row = self.memory.begin(request.tokens, request.namespace)
         request.cached = self.table.length(request.row)
         work = self._plan(request)
-        if work is None or not self._extend(work):
-            self._close(request)
+        if work is None or not self.memory.make_room(request.row, work.count + work.drafts):
+            # Nothing was computed in the row, and nothing is forgotten for one that cannot start.
+            self.table.remove(request.row)
+            request.row = -1
             return False
+        self.memory.extend([request.row], work.count + work.drafts)
         self.waiting.popleft()
         self._enter(request)
         self._take(work)
         return True
 
-    def _extend(self, work: Work) -> bool:
-        """Slots for the work; the prefix cache gives up pages for them."""
+    def _extend(self, works: Sequence[Work]) -> bool:
+        """Slots for work of requests that run, all or none; the prefix cache gives up all it has for them."""
+        rows = [work.request.row for work in works]
         while True:
             try:
-                self.memory.extend(work.request.row, work.count + work.drafts)
+                self.memory.extend(rows, [work.count + work.drafts for work in works])
             except OutOfPagesError as short:
                 if not self.memory.evict(short.wanted - short.free, short.group):
                     return False
@@ -229,3 +246,8 @@ class Scheduler:
         self.memory.end(request.row, request.tokens, request.namespace)
         request.row = -1
         self._released(request)
+
+
+def _place(waiting: deque[Request], request: Request) -> int:
+    """Where a request is in the line, or belongs."""
+    return bisect.bisect_left(waiting, request.id, key=lambda other: other.id)
