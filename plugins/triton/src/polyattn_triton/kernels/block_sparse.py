@@ -35,18 +35,28 @@ __all__ = ["Lists", "Tiles", "backward", "forward", "tiles_for", "transposed"]
 
 
 @triton.jit
-def _entry(entries, valid, i, end, length, BLOCK: tl.constexpr, N: tl.constexpr, VALID: tl.constexpr):
+def _entry(
+    entries, valid, starts, i, end, length, BLOCK: tl.constexpr, N: tl.constexpr, VALID: tl.constexpr,
+    STARTS: tl.constexpr,
+):  # fmt: skip
     """(first row, how many rows there are from it) of step i of a list; a step is N rows of a block.
+
+    STARTS: blocks lie where `starts` says, and hold `valid` rows. Both are those of this head.
 
     Loops ask one step ahead: a load whose address waits for another load is what Triton's pipeline has no room for.
     Past the end nothing is read.
     """
     number = tl.load(entries + i // (BLOCK // N), mask=i < end, other=0)
     part = i % (BLOCK // N) * N
-    limit = length - number * BLOCK - part
-    if VALID:
-        limit = tl.minimum(limit, tl.load(valid + number, mask=i < end, other=0) - part)
-    return number * BLOCK + part, limit
+    if STARTS:
+        first = tl.load(starts + number, mask=i < end, other=0)
+        limit = tl.load(valid + number, mask=i < end, other=0) - part
+    else:
+        first = number * BLOCK
+        limit = length - first - part
+        if VALID:
+            limit = tl.minimum(limit, tl.load(valid + number, mask=i < end, other=0) - part)
+    return first + part, limit
 
 
 @triton.jit
@@ -69,17 +79,32 @@ def _head(source, b, h, stride_b, stride_h):
     return source + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
 
 
-_FREE = ["c_b", "c_h", "i_b", "i_h", "i_q", "i_k", "l_b", "l_h", "s_q", "s_k", "key_blocks", "query_blocks"]
+_FREE = [
+    "c_b",
+    "c_h",
+    "i_b",
+    "i_h",
+    "i_q",
+    "i_k",
+    "p_b",
+    "p_h",
+    "l_b",
+    "l_h",
+    "s_q",
+    "s_k",
+    "key_blocks",
+    "query_blocks",
+]
 """Strides of lists and LSEs, and sizes: knowing what divides them makes no program better."""
 
 
 @triton.jit(do_not_specialize=_FREE)
 def _forward(
-    query, key, value, out, lse, counts, indices, valid, scale,
-    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, c_b, c_h, i_b, i_h, i_q, s_q, s_k,
+    query, key, value, out, lse, counts, indices, valid, starts, scale,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, c_b, c_h, i_b, i_h, i_q, p_b, p_h, s_q, s_k,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, EDGE: tl.constexpr,
-    NEGATIVE: tl.constexpr, LSE: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, STARTS: tl.constexpr,
+    EDGE: tl.constexpr, NEGATIVE: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """One tile of M queries. `scale`: |scale| * log2(e). EDGE: a step may hold fewer than N keys, or none."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -95,12 +120,14 @@ def _forward(
     values = value if TMA else _head(value, b, kv_head, v_b, v_h)
     end = tl.load(_head(counts, b, head, c_b, c_h) + block) * (BLOCK_K // N)
     entries = _head(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
+    if STARTS:
+        valid, starts = _head(valid, b, kv_head, p_b, p_h), _head(starts, b, kv_head, p_b, p_h)
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
-    start, limit = _entry(entries, valid, 0, end, s_k, BLOCK_K, N, VALID)
+    start, limit = _entry(entries, valid, starts, 0, end, s_k, BLOCK_K, N, VALID, STARTS)
     for i in tl.range(0, end, num_stages=STAGES):
-        next_start, next_limit = _entry(entries, valid, i + 1, end, s_k, BLOCK_K, N, VALID)
+        next_start, next_limit = _entry(entries, valid, starts, i + 1, end, s_k, BLOCK_K, N, VALID, STARTS)
         k = _rows(keys, b, kv_head, start, limit, k_s, N, D, TMA, EDGE)
         products = dot(q, tl.trans(k))
         if EDGE:
@@ -118,11 +145,12 @@ def _forward(
 
 @triton.jit(do_not_specialize=_FREE)
 def _backward_query(
-    dout, query, key, value, out, lse, dquery, delta, level, counts, indices, valid, scale,
+    dout, query, key, value, out, lse, dquery, delta, level, counts, indices, valid, starts, scale,
     g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, l_b, l_h, l_s,
-    c_b, c_h, i_b, i_h, i_q, s_q, s_k,
+    c_b, c_h, i_b, i_h, i_q, p_b, p_h, s_q, s_k,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, EDGE: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, STARTS: tl.constexpr,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
     """dquery of one tile of M queries; for `_backward_key` also their rowsum(dout * out), and their LSE in base 2."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -144,10 +172,12 @@ def _backward_query(
     values = value if TMA else _head(value, b, kv_head, v_b, v_h)
     end = tl.load(_head(counts, b, head, c_b, c_h) + block) * (BLOCK_K // N)
     entries = _head(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
+    if STARTS:
+        valid, starts = _head(valid, b, kv_head, p_b, p_h), _head(starts, b, kv_head, p_b, p_h)
     dq = tl.zeros([M, D], tl.float32)
-    start, limit = _entry(entries, valid, 0, end, s_k, BLOCK_K, N, VALID)
+    start, limit = _entry(entries, valid, starts, 0, end, s_k, BLOCK_K, N, VALID, STARTS)
     for i in tl.range(0, end, num_stages=STAGES):
-        next_start, next_limit = _entry(entries, valid, i + 1, end, s_k, BLOCK_K, N, VALID)
+        next_start, next_limit = _entry(entries, valid, starts, i + 1, end, s_k, BLOCK_K, N, VALID, STARTS)
         k = _rows(keys, b, kv_head, start, limit, k_s, N, D, TMA, EDGE)
         v = _rows(values, b, kv_head, start, limit, v_s, N, D, TMA, EDGE)
         found = dot(q, tl.trans(k)) * (scale * LOG2E) - base[:, None]
@@ -161,10 +191,11 @@ def _backward_query(
 
 @triton.jit(do_not_specialize=_FREE)
 def _backward_key(
-    dout, query, key, value, dkey, dvalue, delta, level, counts, indices, valid, scale,
-    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, c_b, c_h, i_b, i_h, i_k, s_q, s_k, padded,
+    dout, query, key, value, dkey, dvalue, delta, level, counts, indices, valid, starts, scale,
+    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, c_b, c_h, i_b, i_h, i_k, p_b, p_h, s_q, s_k, padded,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, EDGE: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, STARTS: tl.constexpr,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
     """dkey and dvalue of one tile of N keys: over the query heads of its group, over the query blocks that list it.
 
@@ -172,11 +203,14 @@ def _backward_key(
     """
     tile, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     block = tile // (BLOCK_K // N)
-    n, d = tile * N + tl.arange(0, N), tl.arange(0, D)
-    far, end = n[:, None].to(tl.int64), s_k
-    if VALID:
+    n, d, end = tile * N + tl.arange(0, N), tl.arange(0, D), s_k
+    if STARTS:
+        first = tl.load(_head(starts, b, kv_head, p_b, p_h) + block)
+        n += first - block * BLOCK_K
+        end = first + tl.load(_head(valid, b, kv_head, p_b, p_h) + block)
+    elif VALID:
         end = tl.minimum(end, block * BLOCK_K + tl.load(valid + block))
-    inside = n[:, None] < end
+    far, inside = n[:, None].to(tl.int64), n[:, None] < end
     k = tl.load(_head(key, b, kv_head, k_b, k_h) + far * k_s + d[None, :], mask=inside, other=0.0)
     v = tl.load(_head(value, b, kv_head, v_b, v_h) + far * v_s + d[None, :], mask=inside, other=0.0)
     dk = tl.zeros([N, D], tl.float32)
@@ -188,9 +222,9 @@ def _backward_key(
         steps = tl.load(_head(counts, b, head, c_b, c_h) + block) * (BLOCK_Q // M)
         entries = _head(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_k
         side = (b.to(tl.int64) * (tl.num_programs(1) * GROUP) + head) * padded + tl.arange(0, M)
-        start, limit = _entry(entries, valid, 0, steps, s_q, BLOCK_Q, M, False)
+        start, limit = _entry(entries, valid, starts, 0, steps, s_q, BLOCK_Q, M, False, False)
         for i in tl.range(0, steps, num_stages=STAGES):
-            next_start, next_limit = _entry(entries, valid, i + 1, steps, s_q, BLOCK_Q, M, False)
+            next_start, next_limit = _entry(entries, valid, starts, i + 1, steps, s_q, BLOCK_Q, M, False, False)
             q = _rows(queries, b, head, start, limit, q_s, M, D, TMA, EDGE)
             base = tl.load(level + side + start)
             # Transposed, so that weights and their gradients are left operands, which may stay in registers.
@@ -205,8 +239,10 @@ def _backward_key(
     at = ((b.to(tl.int64) * tl.num_programs(1) + kv_head) * s_k + far) * D + d[None, :]
     dk = tl.where(inside, dk * scale, 0.0)
     dv = tl.where(inside, dv, 0.0)
-    tl.store(dkey + at, cast(dk, dkey.dtype.element_ty), mask=n[:, None] < s_k)
-    tl.store(dvalue + at, cast(dv, dvalue.dtype.element_ty), mask=n[:, None] < s_k)
+    # Without starts a block's rows past the valid ones are nobody's, and 0. With them they may be another block's.
+    there = inside if STARTS else n[:, None] < s_k
+    tl.store(dkey + at, cast(dk, dkey.dtype.element_ty), mask=there)
+    tl.store(dvalue + at, cast(dv, dvalue.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=_FREE)
@@ -243,6 +279,8 @@ class Lists(NamedTuple):
     Attributes:
         counts: int32 [B|1, H_q|1, nQ]. indices: int32 [B|1, H_q|1, nQ, max], with dense last axes.
         valid: int32 [nK], or None. block_q, block_k: tokens of a block; the last ones may hold fewer.
+        starts: int32 [B|1, H_kv|1, nK], contiguous, the first key of each block; `valid` is like it then. None: the
+            blocks cut the keys.
     """
 
     counts: Tensor
@@ -250,16 +288,34 @@ class Lists(NamedTuple):
     valid: Tensor | None
     block_q: int
     block_k: int
+    starts: Tensor | None = None
 
     def strides(self) -> tuple[int, int, int, int, int]:
         """Elements from list to list, for batches and heads; 0 along an axis that all share."""
         (c_b, c_h), (i_b, i_h, i_q) = _shared(self.counts, 2), _shared(self.indices, 3)
         return c_b, c_h, i_b, i_h, i_q
 
+    def places(self) -> tuple[int, int]:
+        """Elements from one sample's or key head's `starts` to the next one's; 0 along an axis that all share."""
+        if self.starts is None:
+            return 0, 0
+        p_b, p_h = _shared(self.starts, 2)
+        return p_b, p_h
+
+    def key_blocks(self, keys: int) -> int:
+        """How many blocks there are of this many keys."""
+        return -(-keys // self.block_k) if self.starts is None else self.starts.shape[2]
+
     def of(self, samples: slice) -> Lists:
         """Those of some samples; what all share stays shared."""
-        counts, indices = (t if t.shape[0] == 1 else t[samples] for t in (self.counts, self.indices))
-        return self._replace(counts=counts, indices=indices)
+
+        def some(t: Tensor) -> Tensor:
+            return t if t.shape[0] == 1 else t[samples]
+
+        found = self._replace(counts=some(self.counts), indices=some(self.indices))
+        if self.starts is None or self.valid is None:
+            return found
+        return found._replace(starts=some(self.starts), valid=some(self.valid))
 
 
 def _shared(tensor: Tensor, axes: int) -> tuple[int, ...]:
@@ -391,13 +447,14 @@ def forward(
     try:
         _forward[triton.cdiv(S_q, t.m), H, B](
             query, _descriptor(key, t.n) if by_tma else key, _descriptor(value, t.n) if by_tma else value,
-            out, lse, lists.counts, lists.indices, valid,
+            out, lse, lists.counts, lists.indices, valid, lists.starts,
             # 0 times -inf would be NaN; a scale as small as this leaves logits that are 0 as well.
             max(abs(scale), 1e-30) * LOG2E.value,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *lists.strides(), S_q, S_k,
-            GROUP=H // key.shape[1], D=D, BLOCK_Q=block_q, BLOCK_K=block_k, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
-            VALID=valid is not None, EDGE=valid is not None or S_k % block_k != 0, NEGATIVE=scale < 0,
-            LSE=lse is not None, num_warps=t.warps, num_stages=t.stages,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *lists.strides(),
+            *lists.places(), S_q, S_k, GROUP=H // key.shape[1], D=D, BLOCK_Q=block_q, BLOCK_K=block_k, M=t.m, N=t.n,
+            STAGES=t.stages, TMA=by_tma, VALID=valid is not None, STARTS=lists.starts is not None,
+            EDGE=valid is not None or S_k % block_k != 0, NEGATIVE=scale < 0, LSE=lse is not None,
+            num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
     except TOO_LARGE as error:
         _refuse("forward", query, lists, t, error, last=tiles is not None)
@@ -447,11 +504,14 @@ def backward(
         return dquery, dkey, dvalue
     H_kv, S_k = key.shape[1:3]
     block_q, block_k, valid = lists.block_q, lists.block_k, lists.valid
-    query_blocks, key_blocks = lists.counts.shape[2], triton.cdiv(S_k, block_k)
+    query_blocks, key_blocks = lists.counts.shape[2], lists.key_blocks(S_k)
     padded = query_blocks * block_q
-    dquery, dkey, dvalue = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value))
+    # Keys may be in no block where blocks have starts: nobody writes their gradient.
+    made = torch.empty if lists.starts is None else torch.zeros
+    dquery, dkey, dvalue = (made(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value))
     delta, level = (torch.empty(B, H, padded, dtype=torch.float32, device=query.device) for _ in range(2))
     shape: dict[str, Any] = {"GROUP": H // H_kv, "D": D, "BLOCK_Q": block_q, "BLOCK_K": block_k}
+    shape |= {"VALID": valid is not None, "STARTS": lists.starts is not None}
 
     kernel, own = "query", tiles[0]
     try:
@@ -459,22 +519,21 @@ def backward(
         by_tma = _described(key, value) if tma is None else tma
         _backward_query[padded // t.m, H, B](
             dout, query, _descriptor(key, t.n) if by_tma else key, _descriptor(value, t.n) if by_tma else value, out,
-            lse, dquery, delta, level, lists.counts, lists.indices, valid, scale,
+            lse, dquery, delta, level, lists.counts, lists.indices, valid, lists.starts, scale,
             *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
-            *lse.stride(), *lists.strides(), S_q, S_k, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
-            VALID=valid is not None, EDGE=valid is not None or S_k % block_k != 0, num_warps=t.warps,
-            num_stages=t.stages,
+            *lse.stride(), *lists.strides(), *lists.places(), S_q, S_k, **shape, M=t.m, N=t.n, STAGES=t.stages,
+            TMA=by_tma, EDGE=valid is not None or S_k % block_k != 0, num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
 
         kernel, own = "key", tiles[1]
         t = own or tiles_for(kernel, query, block_q, block_k)
         by_tma = _described(query, dout) if tma is None else tma
         turned = transposed(lists, key_blocks)
-        _backward_key[triton.cdiv(S_k, t.n), H_kv, B](
+        _backward_key[key_blocks * (block_k // t.n) if lists.starts is not None else triton.cdiv(S_k, t.n), H_kv, B](
             _descriptor(dout, t.m) if by_tma else dout, _descriptor(query, t.m) if by_tma else query, key, value,
-            dkey, dvalue, delta, level, turned.counts, turned.indices, valid, scale,
-            *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *turned.strides(), S_q,
-            S_k, padded, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma, VALID=valid is not None,
+            dkey, dvalue, delta, level, turned.counts, turned.indices, valid, lists.starts, scale,
+            *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *turned.strides(),
+            *lists.places(), S_q, S_k, padded, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
             EDGE=S_q % block_q != 0, num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
     except TOO_LARGE as error:
