@@ -42,6 +42,19 @@ class PageCopy:
     target: int
 
 
+_Changes = dict[int, list[tuple[int, int]]]
+"""Row -> spans of its entries."""
+
+
+class _HostCopy:
+    """Holds a table of a group in the memory of the host, and what changed since it was read last."""
+
+    def __init__(self, requests: int, columns: int) -> None:
+        self.cells = array("i", bytes(4 * requests * columns))
+        self.flat = torch.frombuffer(self.cells, dtype=torch.int32)
+        self.changed: _Changes = {}
+
+
 class _Row:
     """Holds one request: its tokens that have a slot, and per group its pages, 0 before `first` of the group."""
 
@@ -108,7 +121,8 @@ class RequestTable:
             )
             self._free = list(range(requests - 1, -1, -1))
         self._rows: dict[int, _Row] = {}
-        self._changed: list[dict[int, list[tuple[int, int]]]] = [{} for _ in self.windows]
+        self._changed: list[_Changes] = [{} for _ in self.windows]
+        self._copies: dict[int, _HostCopy] = {}
 
     @property
     def rows(self) -> list[int]:
@@ -138,6 +152,31 @@ class RequestTable:
     def pages(self, row: int, group: int) -> list[int]:
         """The pages of `row` in `group`, in the order of its tokens; 0 where one was given back by `slide`."""
         return list(self._row(row).pages[group])
+
+    def first_pages(self, rows: Sequence[int], group: int, counts: Sequence[int]) -> list[torch.Tensor]:
+        """The first `counts[i]` pages of `rows[i]`, which has as many: int32 on the CPU, until the table changes.
+
+        They lie in a copy of the table that the host keeps from the first call on, and brings up to date by what
+        changed; so a call costs time in proportion to the rows and to that, not to the pages.
+        """
+        self._all(rows)  # refuses those that are no requests
+        copy = self._copies.get(group)
+        if copy is None:
+            copy = self._copies[group] = _HostCopy(self.tables[group].shape[0], self._columns)
+            copy.changed = {row: [(0, len(found.pages[group]))] for row, found in self._rows.items()}
+        for row, spans in copy.changed.items():
+            pages = self._rows[row].pages[group] if row in self._rows else []
+            for start, stop in spans:
+                at, there = row * self._columns + start, pages[start:stop]
+                copy.cells[at : at + len(there)] = array("i", there)
+        copy.changed.clear()
+        columns = self._columns
+        return [copy.flat.narrow(0, row * columns, count) for row, count in zip(rows, counts, strict=True)]
+
+    def first_page_lists(self, rows: Sequence[int], group: int, counts: Sequence[int]) -> list[list[int]]:
+        """The same as lists, which are the table's own where they are whole: not to be written, or kept."""
+        pages = [found.pages[group] for found in self._all(rows)]
+        return [one if len(one) == count else one[:count] for one, count in zip(pages, counts, strict=True)]
 
     def held(self, group: int) -> Iterable[int]:
         """The pages of `group` that rows hold, one item for each time one does (`check_pages`)."""
@@ -185,7 +224,7 @@ class RequestTable:
         """
         found, tokens = self._row(row), whole("tokens", tokens)
         new = self._new_pages(row, found, tokens)
-        return tuple(new + self._copies(found, group, tokens, Counter()) for group in range(len(self.windows)))
+        return tuple(new + self._copied(found, group, tokens, Counter()) for group in range(len(self.windows)))
 
     def extend(self, row: int, tokens: int) -> list[PageCopy]:
         """Give `tokens` more tokens of `row` a slot.
@@ -250,7 +289,7 @@ class RequestTable:
         are then is the caller's to say."""
         left: Counter[tuple[int, int]] = Counter()
         new = [
-            (pages, [self._copies(found, group, tokens, left) for group in range(len(self.windows))])
+            (pages, [self._copied(found, group, tokens, left) for group in range(len(self.windows))])
             for row, found, tokens in rows
             for pages in (self._new_pages(row, found, tokens),)
         ]
@@ -486,7 +525,7 @@ class RequestTable:
                 return True
         return False
 
-    def _copies(self, found: _Row, group: int, tokens: int, left: Counter[tuple[int, int]]) -> bool:
+    def _copied(self, found: _Row, group: int, tokens: int, left: Counter[tuple[int, int]]) -> bool:
         """Return whether the next token goes into a page that others hold too.
 
         Args:
@@ -504,11 +543,17 @@ class RequestTable:
         """Note entries for the next flush. Those that touch become one, so that the notes stay few without one."""
         if start >= stop:
             return
-        spans = self._changed[group].setdefault(row, [])
-        apart = []
-        for low, high in spans:
-            if high < start or low > stop:
-                apart.append((low, high))
-            else:
-                start, stop = min(start, low), max(stop, high)
-        spans[:] = [*apart, (start, stop)]
+        _note(self._changed[group], row, start, stop)
+        if group in self._copies:
+            _note(self._copies[group].changed, row, start, stop)
+
+
+def _note(changed: _Changes, row: int, start: int, stop: int) -> None:
+    spans = changed.setdefault(row, [])
+    apart = []
+    for low, high in spans:
+        if high < start or low > stop:
+            apart.append((low, high))
+        else:
+            start, stop = min(start, low), max(stop, high)
+    spans[:] = [*apart, (start, stop)]

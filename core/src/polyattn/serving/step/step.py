@@ -160,6 +160,7 @@ class StepBuffers:
                 step.page_table_shape = (N, columns)
                 step.page_table = self._page_tables[group, : N * columns].view(N, columns)
             step._pages = functools.partial(_pages_of, table, group, batch.rows, step)
+            step._page_lists = functools.partial(_page_lists_of, table, group, batch.rows, step)
             step.replan()
         return self._steps
 
@@ -362,8 +363,14 @@ class StepBuffers:
         torch.remainder(places, page_size, out=self._rest[:T])
 
 
-def _pages_of(table: RequestTable, group: int, rows: Sequence[int], step: Step) -> list[list[int]]:
+def _pages_of(table: RequestTable, group: int, rows: Sequence[int], step: Step) -> list[Tensor]:
     """Pages of every row of a step as the host knows them."""
-    counts = step._page_counts()
-    real = [table.pages(row, group)[:count] for row, count in zip(rows, counts, strict=False)]
-    return [*real, *[[0] * count for count in counts[len(rows) :]]]
+    counts, N = step._page_counts(), len(rows)
+    padding = [torch.zeros(count, dtype=torch.int32, device="cpu") for count in counts[N:]]
+    return [*table.first_pages(rows, group, counts[:N]), *padding]
+
+
+def _page_lists_of(table: RequestTable, group: int, rows: Sequence[int], step: Step) -> list[list[int]]:
+    """The same as lists."""
+    counts, N = step._page_counts(), len(rows)
+    return [*table.first_page_lists(rows, group, counts[:N]), *[[0] * count for count in counts[N:]]]
