@@ -140,7 +140,11 @@ class RequestTable:
 
     def lengths(self, rows: Iterable[int]) -> list[int]:
         """`length` of many rows."""
-        return [found.length for found in self._all(rows)]
+        known = self._rows
+        try:
+            return [known[row].length for row in rows]
+        except KeyError as exc:
+            raise self._no_request(exc.args[0]) from None
 
     def first_shorter(self, rows: Sequence[int], lengths: Sequence[int]) -> int | None:
         """Return which of `rows` is the first with fewer tokens than its length here, None = none."""

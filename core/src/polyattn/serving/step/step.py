@@ -155,6 +155,7 @@ class StepBuffers:
         columns = max(-(-longest // table.page_size), 1)
         for group, step in enumerate(self._steps):
             step.window, step.page_size = table.windows[group], table.page_size
+            step._queries, step._starts = batch.all_query_lens, batch.cu_seqlens_q
             step.max_seqlen_k, step._lens = longest, lens
             if step.page_table_shape != (N, columns):
                 step.page_table_shape = (N, columns)
@@ -238,12 +239,13 @@ class StepBuffers:
             steps = self._known[self._key] = tuple(Step(self._memory, (group,)) for group in range(self.groups))
         for group, step in enumerate(steps):
             step.mode, step.phase, step.group = batch.mode, batch.mode.phase, group
-            step.sequences, step.tokens, step.padding = N, T, batch.padding
-            step.max_seqlen_q, step._queries = batch.max_seqlen_q, batch.all_query_lens
-            step.seq_lens, step.cu_seqlens_q = self._seq_lens[:N], self._cu[: N + 1]
-            step.requests = self._rows[:N], self._live[:N]
-            step._slots = None if batch.cross else self._slots[group, :T]
-            step._positions = None if batch.cross else self._positions[:T]
+            if (step.sequences, step.tokens) != (N, T):
+                step.sequences, step.tokens = N, T
+                step.seq_lens, step.cu_seqlens_q = self._seq_lens[:N], self._cu[: N + 1]
+                step.requests = self._rows[:N], self._live[:N]
+                step._slots = None if batch.cross else self._slots[group, :T]
+                step._positions = None if batch.cross else self._positions[:T]
+            step.padding, step.max_seqlen_q = batch.padding, batch.max_seqlen_q
             step.tree_mask = None if batch.tree is None else self._tree_buffers(batch)[0]
         return steps
 

@@ -60,6 +60,7 @@ class Step:
     _positions: Tensor | None
     _lens: list[int]
     _queries: list[int]
+    _starts: list[int]
 
     def __init__(self, memory: Memory, path: tuple[Hashable, ...]) -> None:
         self._memory, self._path = memory, path
@@ -69,6 +70,7 @@ class Step:
         self._lists: dict[str, list[int]] = {}
         self._tables: PagedTables | None = None
         self._counts: list[int] | None = None
+        self.sequences = self.tokens = -1
         self.page_table_shape = (-1, -1)
         self._pages: Callable[[], list[Tensor]]
         self._page_lists: Callable[[], list[list[int]]] = lambda: [row.tolist() for row in self._pages()]
@@ -340,7 +342,7 @@ class _Derived(Step, abc.ABC):
 
 _SHARED = (
     "mode", "phase", "group", "window", "sequences", "tokens", "padding", "max_seqlen_q", "max_seqlen_k", "page_size",
-    "seq_lens", "cu_seqlens_q", "tree_mask", "requests", "_slots", "_positions", "_queries",
+    "seq_lens", "cu_seqlens_q", "tree_mask", "requests", "_slots", "_positions", "_queries", "_starts",
 )  # fmt: skip
 
 
@@ -495,7 +497,7 @@ def _host_kv_indices(step: Step) -> Tensor:
 _HOST: Mapping[str, Callable[[Step], list[int]]] = {
     "seq_lens": lambda step: step._key_lens(),
     "query_lens": lambda step: step._queries,
-    "cu_seqlens_q": lambda step: [0, *accumulate(step._queries)],
+    "cu_seqlens_q": lambda step: step._starts,
     "cu_seqlens_k": lambda step: [0, *accumulate(step._key_lens())],
     "kv_indptr": lambda step: [0, *accumulate(step._page_counts())],
     "kv_indices": _joined_pages,
