@@ -83,6 +83,19 @@ def test_all_rows_are_extended_or_none():
     check_pages(rows.allocators, rows)
 
 
+def test_who_can_make_room_is_told_what_is_lacking():
+    rows = RequestTable(3, 1024, 16, (-1, 40), [PageAllocator(40), PageAllocator(6)])
+    three, lacking = [row_of(rows, 16) for _ in range(3)], []
+    spared = rows.allocators[1].allocate(2)
+    assert rows.extend_all(three[:2], 0, lacking.append) == []
+    with pytest.raises(OutOfPagesError, match="3 pages are wanted and 0 of 5 are free"):
+        rows.extend_all(three, 1, lacking.append)
+    assert lacking == [[0, 3]]
+    rows.remove(three.pop())
+    rows.extend_all(three, 1, lambda wanted: rows.allocators[1].release(spared[: wanted[1]]))
+    assert (rows.lengths(three), rows.allocators[1].free) == ([17, 17], 0)
+
+
 @pytest.mark.parametrize(
     "rows, tokens, said",
     [

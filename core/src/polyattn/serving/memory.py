@@ -181,24 +181,28 @@ class Memory:
             pages = [self.table.pages(row, group) for group in range(len(self.allocators))]
             self.prefixes.insert(computed, pages, namespace=namespace)
 
-    def extend(self, rows: Sequence[int], tokens: int | Sequence[int]) -> None:
-        """Slots for so many tokens more of each row, or of none; shared pages that they go to are copied.
+    def extend(self, rows: Sequence[int], tokens: int | Sequence[int], *, start: bool = False) -> None:
+        """Slots for so many tokens more of each row, or of none; shared pages that they go to are copied. The prefix
+        cache gives up pages for them.
+
+        Args:
+            start: of a request that is to start: the prefix cache gives up nothing where that is not enough. For one
+                that runs it gives all it has.
 
         Raises:
             OutOfPagesError: see `RequestTable.extend_all`.
         """
-        for copy in self.table.extend_all(rows, tokens):
+        prefixes = self.prefixes
+        make_room = None if prefixes is None else prefixes.make_room if start else self._evict
+        for copy in self.table.extend_all(rows, tokens, make_room):
             self.pool.copy(copy.group, [copy.source], [copy.target])
 
-    def evict(self, pages: int, group: int | None) -> int:
-        """Take pages from the prefix cache; how many came free."""
-        return 0 if self.prefixes is None else self.prefixes.evict(pages, group)
-
-    def make_room(self, row: int, tokens: int) -> bool:
-        """Take from the prefix cache what `extend(row, tokens)` lacks; where that is not enough, nothing."""
-        wanted = self.table.wanted(row, tokens)
-        lacking = [max(count - a.free, 0) for count, a in zip(wanted, self.allocators, strict=True)]
-        return not any(lacking) or (self.prefixes is not None and self.prefixes.make_room(lacking))
+    def _evict(self, lacking: Sequence[int]) -> None:
+        assert self.prefixes is not None
+        free = [allocator.free for allocator in self.allocators]
+        for group, (pages, allocator) in enumerate(zip(lacking, self.allocators, strict=True)):
+            if (more := pages - (allocator.free - free[group])) > 0:
+                self.prefixes.evict(more, group)
 
     def most_pages(self, group: int, tokens: int, step_tokens: int) -> int:
         """Pages of a group that a request of so many tokens has at most at a time."""

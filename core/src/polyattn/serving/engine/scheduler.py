@@ -206,28 +206,24 @@ class Scheduler:
         request.row = self.memory.begin(request.tokens, request.namespace)
         request.cached = self.table.length(request.row)
         work = self._plan(request)
-        if work is None or not self.memory.make_room(request.row, work.count + work.drafts):
+        if work is None or not self._extend([work], start=True):
             # Nothing was computed in the row, and nothing is forgotten for one that cannot start.
             self.table.remove(request.row)
             request.row = -1
             return False
-        self.memory.extend([request.row], work.count + work.drafts)
         self.waiting.popleft()
         self._enter(request)
         self._take(work)
         return True
 
-    def _extend(self, works: Sequence[Work]) -> bool:
-        """Slots for work of requests that run, all or none; the prefix cache gives up all it has for them."""
-        rows = [work.request.row for work in works]
-        while True:
-            try:
-                self.memory.extend(rows, [work.count + work.drafts for work in works])
-            except OutOfPagesError as short:
-                if not self.memory.evict(short.wanted - short.free, short.group):
-                    return False
-            else:
-                return True
+    def _extend(self, works: Sequence[Work], *, start: bool = False) -> bool:
+        """Slots for work, all or none."""
+        rows, counts = [work.request.row for work in works], [work.count + work.drafts for work in works]
+        try:
+            self.memory.extend(rows, counts, start=start)
+        except OutOfPagesError:
+            return False
+        return True
 
     def _enter(self, request: Request) -> None:
         """Among those that run, by age."""

@@ -10,7 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ...errors import InternalError, InvalidInputError, OutOfPagesError
 from .allocating import allocating
@@ -60,9 +60,9 @@ class PageAllocator:
             self._references = [0] * pages
             # The page that was given back last is given out first: it is most likely still in a device's cache.
             self._free = list(range(pages - 1, reserved - 1, -1))
-        # Pages that a cache holds -> how often; those of them that nobody else holds; whom to tell of a page.
-        self._cached: dict[int, int] = {}
-        self._spare: set[int] = set()
+            # How often a cache holds each page.
+            self._cached = [0] * pages
+        self._spare = 0
         self._told: dict[int, list[Callable[[], None]]] = {}
 
     def __repr__(self) -> str:
@@ -81,11 +81,7 @@ class PageAllocator:
     @property
     def spare(self) -> int:
         """Pages that a cache holds and nobody else: they can be had for the asking."""
-        return len(self._spare)
-
-    def all_spare(self, pages: Iterable[int]) -> bool:
-        """Whether a cache holds each of `pages` and nobody else."""
-        return self._spare.issuperset(pages)
+        return self._spare
 
     def references(self, page: int) -> int:
         """How many hold `page`; 0 where it is free."""
@@ -134,14 +130,20 @@ class PageAllocator:
         Raises:
             InvalidInputError: one of them is free, or was never given out; none is shared.
         """
-        self._check_held(pages, "shared")
-        for page in pages:
-            self._references[page] += 1
+        references, marks, reserved, end = self._references, self._cached, self._reserved, len(self._references)
+        spare = self._spare
+        for done, page in enumerate(pages):
+            if not reserved <= page < end or not references[page]:
+                for earlier in pages[:done]:
+                    references[earlier] -= 1
+                self._refuse(page, "shared")
+            if marks[page] and references[page] == 1:
+                spare -= 1
+            references[page] += 1
+        self._spare = spare
         if cached:
             for page in pages:
-                self._cached[page] = self._cached.get(page, 0) + 1
-        if self._cached:
-            self._count_spare(pages)
+                marks[page] += 1
 
     def release(self, pages: Sequence[int], *, cached: bool = False) -> None:
         """Remove a holder from each of `pages`; those that nobody holds any more are free. A page that is named twice
@@ -153,48 +155,38 @@ class PageAllocator:
         Raises:
             InvalidInputError: one of them is held less often than it is named; none is released.
         """
-        references = self._references
-        if cached and self._spare.issuperset(pages) and len(set(pages)) == len(pages):
-            # What a cache gives up, all of it free from here on.
-            for page in pages:
-                references[page] = 0
-                del self._cached[page]
-            self._spare.difference_update(pages)
-            self._free.extend(reversed(pages))
-            return
-        self._check_held(pages, "released")
+        references, marks, reserved, end = self._references, self._cached, self._reserved, len(self._references)
+        spare, alone = self._spare, []
         for done, page in enumerate(pages):
-            if not references[page]:
+            if not reserved <= page < end or not references[page]:
                 for earlier in pages[:done]:
                     references[earlier] += 1
+                    marks[earlier] += cached
+                if page not in pages[:done]:
+                    self._refuse(page, "released")
                 raise InvalidInputError(
                     f"page {page} is released {pages.count(page)} times at once and held {references[page]} times: "
                     "release what a holder has, once"
                 )
             references[page] -= 1
+            if marks[page]:
+                marks[page] -= cached
+                if not references[page]:
+                    spare -= 1
+                elif references[page] == 1 and marks[page]:
+                    spare += 1
+                    alone.append(page)
+        self._spare = spare
         # A page named twice is to be free once.
         self._free.extend(dict.fromkeys(page for page in reversed(pages) if not references[page]))
-        if cached:
-            for page in pages:
-                self._cached[page] -= 1
-                if not self._cached[page]:
-                    del self._cached[page]
-            self._spare.difference_update(pages)
-        if self._cached:
-            self._count_spare(pages)
+        for page in alone:
+            if references[page]:
+                for call in self._told.pop(page, ()):
+                    call()
 
     def tell(self, page: int, call: Callable[[], None]) -> None:
         """Call `call` once, when nobody holds `page` any more but the cache that asks."""
         self._told.setdefault(page, []).append(call)
-
-    def _count_spare(self, pages: Iterable[int]) -> None:
-        for page in self._cached.keys() & pages:
-            if self._references[page] > 1:
-                self._spare.discard(page)
-                continue
-            self._spare.add(page)
-            for call in self._told.pop(page, ()):
-                call()
 
     def check(self, held: Iterable[int] | None = None) -> None:
         """Prove that every page is either free or held, and nothing else.
@@ -217,10 +209,9 @@ class PageAllocator:
             if given_out != (count > 0) or count < 0:
                 state = "given out" if given_out else "free" if page in free else "reserved"
                 raise InternalError(f"page {page} is {state} and its count of holders is {count}")
-        if wrong := self._spare ^ {page for page in self._cached if self._references[page] == 1}:
-            page = min(wrong)
-            state = f"cached {self._cached.get(page, 0)} times and held {self._references[page]} times"
-            raise InternalError(f"page {page} is {state}, and {'' if page in self._spare else 'not '}counted as spare")
+        spare = [page for page, marks in enumerate(self._cached) if marks and self._references[page] == 1]
+        if len(spare) != self._spare:
+            raise InternalError(f"{self._spare} pages are counted that only a cache holds, and they are {spare}")
         if held is None:
             return
         found = Counter(held)
@@ -231,13 +222,8 @@ class PageAllocator:
         if strange:
             raise InternalError(f"page {min(strange)} is held and no such page exists")
 
-    def _check_held(self, pages: Sequence[int], verb: str) -> None:
-        references, reserved, end = self._references, self._reserved, len(self._references)
-        if pages and min(pages) >= reserved and max(pages) < end and all(map(references.__getitem__, pages)):
-            return
-        for page in pages:
-            if not reserved <= page < end or not references[page]:
-                raise InvalidInputError(f"{self._what(page)}, so it cannot be {verb}: name pages that are held")
+    def _refuse(self, page: int, verb: str) -> NoReturn:
+        raise InvalidInputError(f"{self._what(page)}, so it cannot be {verb}: name pages that are held")
 
     def _what(self, page: int) -> str:
         if 0 <= page < self._reserved:

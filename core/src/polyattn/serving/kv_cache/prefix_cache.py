@@ -504,7 +504,7 @@ class PrefixCache:
         """Pages from the end of a leaf until `wanted` are free, or others hold one; how many are free."""
         if group is not None:  # of full attention, so that each token's page counts one
             kept = max(self._length(node) - wanted, 0)
-            if all(a.all_spare(held(p[kept:])) for a, p in zip(self.allocators, node.pages, strict=True)):
+            if all(max(a.holders(p[kept:])) < 2 for a, p in zip(self.allocators, node.pages, strict=True)):
                 return _Cut(node, kept, False), self._length(node) - kept
         freed = 0
         pages = zip(*(reversed(p) for p in node.pages), strict=True)

@@ -6,7 +6,7 @@ import dataclasses
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
 
@@ -255,11 +255,18 @@ class RequestTable:
         found.length += tokens
         return copies
 
-    def extend_all(self, rows: Sequence[int], tokens: int | Sequence[int]) -> list[PageCopy]:
+    def extend_all(
+        self,
+        rows: Sequence[int],
+        tokens: int | Sequence[int],
+        make_room: Callable[[Sequence[int]], object] | None = None,
+    ) -> list[PageCopy]:
         """`extend` many rows in one call: all of them, or none.
 
         Args:
             rows: each once. tokens: how many more of each row, or of every row.
+            make_room: is called where pages are lacking, with how many of each group, and may free some that no row
+                has (`PrefixCache.make_room`, for example).
 
         Returns:
             The copies, of all rows.
@@ -283,12 +290,14 @@ class RequestTable:
         size, few = self.page_size, list(zip(rows, found, counts, strict=True))
         if not self._share_last(found):
             few = [one for one, end in zip(few, ends, strict=True) if end > len(one[1].pages[0]) * size]
-        copies = self._grow(few)
+        copies = self._grow(few, make_room)
         for one, end in zip(found, ends, strict=True):
             one.length = end
         return copies
 
-    def _grow(self, rows: Sequence[tuple[int, _Row, int]]) -> list[PageCopy]:
+    def _grow(
+        self, rows: Sequence[tuple[int, _Row, int]], make_room: Callable[[Sequence[int]], object] | None = None
+    ) -> list[PageCopy]:
         """Pages for so many tokens more of rows, and copies of those that others hold; all or none. How long the rows
         are then is the caller's to say."""
         left: Counter[tuple[int, int]] = Counter()
@@ -300,6 +309,10 @@ class RequestTable:
         wanted = [sum(pages + copies[group] for pages, copies in new) for group in range(len(self.windows))]
         if not any(wanted):
             return []
+        if make_room is not None:
+            lacking = [max(count - a.free, 0) for count, a in zip(wanted, self.allocators, strict=True)]
+            if any(lacking):
+                make_room(lacking)
         made: list[PageCopy] = []
         for group, given in enumerate(map(iter, allocate_all(self.allocators, wanted))):
             for (row, found, _), (count, copies) in zip(rows, new, strict=True):
