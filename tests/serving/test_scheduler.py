@@ -78,6 +78,27 @@ def cached(engine: Engine, tokens: list[int]) -> int:
 
 
 @torch.no_grad()
+def test_who_cannot_start_is_tried_again_when_there_is_more() -> None:
+    config = EngineConfig(KVCacheConfig(page_size=4), pages=31, max_requests=4, max_tokens=96, backend="torch_native")
+    engine, tried = Engine(MODEL, config), []
+    begin = engine.memory.begin
+    engine.memory.begin = lambda tokens, namespace: tried.append(len(tokens)) or begin(tokens, namespace)
+    long, short = (engine.add(prompt(start, 45), SamplingParams(max_new_tokens=n))[0] for start, n in ((1, 20), (2, 6)))
+    engine.step()
+    (waits,) = engine.add([*prompt(1, 40), *prompt(5, 36)], SamplingParams(max_new_tokens=1))
+    tried.clear()
+    found = {}
+    for _ in range(5):
+        found.update({output.id: output for output in engine.step()})
+    assert list(found) == [short]
+    assert tried == [76, 76], "in the first step, and when a page was out of the window of its sliding layer"
+    found.update({output.id: output for output in engine.step()})
+    assert found[waits].cached_tokens == 40, "it starts with the prefix of the one that still runs"
+    assert not engine.tokens_of(long)[20:]
+    engine.check()
+
+
+@torch.no_grad()
 def test_nothing_is_forgotten_for_a_request_that_cannot_start() -> None:
     config = EngineConfig(KVCacheConfig(page_size=4), pages=41, max_requests=4, max_tokens=96, backend="torch_native")
     engine = Engine(MODEL, config)

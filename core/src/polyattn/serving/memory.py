@@ -204,6 +204,13 @@ class Memory:
             if (more := pages - (allocator.free - free[group])) > 0:
                 self.prefixes.evict(more, group)
 
+    @property
+    def supply(self) -> Hashable:
+        """Return what stays the same while a request that could not start still cannot: nobody gave pages back, and no
+        prefix is new."""
+        inserted = 0 if self.prefixes is None else self.prefixes.inserted
+        return inserted, *(allocator.returned for allocator in self.allocators)
+
     def most_pages(self, group: int, tokens: int, step_tokens: int) -> int:
         """Pages of a group that a request of so many tokens has at most at a time."""
         size, window = self.table.page_size, self.table.windows[group]

@@ -82,7 +82,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._works: dict[Request, Work] = {}
-        self._left = 0
+        self._left = self._stuck_left = 0
+        # Who could not start, with what there was and so many tokens of the budget left.
+        self._stuck: tuple[Request, Hashable] | None = None
 
     def schedule(self) -> list[Work]:
         """The work of the next step; every token of it has a slot. Empty: nothing waits and nothing runs.
@@ -203,6 +205,9 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Start the request at the head of the line, or leave it there. It takes pages from nobody who runs."""
+        state = request, self.memory.supply
+        if self.running and state == self._stuck and self._left >= self._stuck_left:
+            return False  # as the last time
         request.row = self.memory.begin(request.tokens, request.namespace)
         request.cached = self.table.length(request.row)
         work = self._plan(request)
@@ -210,6 +215,7 @@ class Scheduler:
             # Nothing was computed in the row, and nothing is forgotten for one that cannot start.
             self.table.remove(request.row)
             request.row = -1
+            self._stuck, self._stuck_left = (request, self.memory.supply), self._left
             return False
         self.waiting.popleft()
         self._enter(request)

@@ -41,6 +41,8 @@ class PageAllocator:
 
     Attributes:
         capacity: pages that can be given out at all, `pages` - `reserved`.
+        returned: how often a page became free or spare because a holder that is no cache released it: while this stays,
+            no more pages can be had than before.
 
     Raises:
         InvalidInputError: `reserved` is under 1, or leaves no page; one of the two is no whole number.
@@ -62,7 +64,7 @@ class PageAllocator:
             self._free = list(range(pages - 1, reserved - 1, -1))
             # How often a cache holds each page.
             self._cached = [0] * pages
-        self._spare = 0
+        self._spare = self.returned = 0
         self._told: dict[int, list[Callable[[], None]]] = {}
 
     def __repr__(self) -> str:
@@ -178,7 +180,10 @@ class PageAllocator:
                     alone.append(page)
         self._spare = spare
         # A page named twice is to be free once.
+        free = len(self._free)
         self._free.extend(dict.fromkeys(page for page in reversed(pages) if not references[page]))
+        if not cached:
+            self.returned += len(self._free) - free + len(alone)
         for page in alone:
             if references[page]:
                 for call in self._told.pop(page, ()):

@@ -85,6 +85,9 @@ class PrefixCache:
         windows: for each group the number of earlier keys that a query sees, -1 for full attention.
         allocators: of each group.
 
+    Attributes:
+        inserted: pages that were new to the cache so far: while this stays, no match is longer than before.
+
     Raises:
         InvalidInputError: `page_size` is under 1, or windows and allocators do not pair up.
     """
@@ -101,7 +104,7 @@ class PrefixCache:
         self._sliding: dict[int, ByAge[_Node]] = {g: ByAge() for g, window in enumerate(self.windows) if window >= 0}
         # A group that counts pages of tokens, where there is one: every token has one there.
         self._full = next((g for g, window in enumerate(self.windows) if window < 0), None)
-        self._size = self._locked = 0
+        self._size = self._locked = self.inserted = 0
 
     @property
     def size(self) -> int:
@@ -203,12 +206,14 @@ class PrefixCache:
                 if index < node.seen[group]:
                     heapq.heappush(node.ready[group], node.start + index)
                 self._offer(node)
+            self.inserted += len(places)
         path = self._cut(path, known)
         if known < count:
             parent = path[-1] if path else self._roots.setdefault(namespace, self._root(namespace))
             leaf = _Node(tokens[known * self.page_size : count * self.page_size], new, parent, known, 0)
             parent.children[self._key(leaf.tokens)] = leaf
             self._size += count - known
+            self.inserted += count - known
             path.append(leaf)
         for node in reversed(path):
             if not node.locks:
