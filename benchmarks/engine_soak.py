@@ -1,11 +1,12 @@
 """The engine under a full pool, with prefix caching on and off: CPU time, tokens and leaks.
 
-    python benchmarks/engine_soak.py [--running 8 32 128 400] [--rounds 5] [--windows -1 63] [--json FILE]
+    python benchmarks/engine_soak.py [--running 8 32 128 400] [--rounds 5] [--json FILE]
+    python benchmarks/engine_soak.py --render FILE     # a result file as the table of docs/benchmarks.md
 
 As many requests run at a time as the pool has pages for, and twice as many more wait: each that ends leaves its pages
 to the prefix cache, and each new page is taken from there. Nobody's prompt is like another's, so that the cache gains
 nothing and costs what it costs. The model is one that does nothing: what is measured is the engine's own time, by the
-clock of this process; both engines serve the same requests to their end, in turns, round after round. The command ends
+clock of this process; both engines serve the same requests to their end, step after step in turns. The command ends
 with 1 where an engine with prefix caching takes more than 1.1 times as long as one without, gives other tokens, or
 loses a page.
 """
@@ -30,6 +31,8 @@ from polyattn.serving.engine import Engine, EngineConfig, SamplingParams
 MOST = 1.1
 """Times the engine without prefix caching that one with it may take."""
 PAGE, PROMPT, NEW = 16, 512, 128
+MODELS = ((-1,), (-1, 63))
+"""Windows of their layers, -1 = full attention: each has pages of its own."""
 
 
 def engine_of(running: int, *, caching: bool, windows: Sequence[int] = (-1,)) -> Engine:
@@ -59,52 +62,54 @@ def requests_of(count: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def served(engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]]) -> tuple[float, int, list[list[int]]]:
-    """Seconds of CPU time until all are through, steps, and the tokens of each."""
-    began, steps, found = time.process_time(), 0, {}
-    ids = [engine.add(*request)[0] for request in requests]
-    while engine.unfinished:
-        steps += 1
-        found.update((output.id, output.token_ids) for output in engine.step())
-    spent = time.process_time() - began
-    engine.check()
-    return spent, steps, [found[i] for i in ids]
+def served(
+    engines: Mapping[str, Engine], requests: Sequence[tuple[list[int], SamplingParams]]
+) -> tuple[dict[str, float], dict[str, int], dict[str, list[list[int]]]]:
+    """Serve the requests with each engine, step after step in turns: seconds of CPU time until all are through, steps,
+    and the tokens of each request."""
+    seconds, steps = dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0)
+    found: dict[str, dict[int, list[int]]] = {name: {} for name in engines}
+    ids = {name: [engine.add(*request)[0] for request in requests] for name, engine in engines.items()}
+    while any(engine.unfinished for engine in engines.values()):
+        for name, engine in engines.items():
+            if engine.unfinished:
+                began = time.process_time()
+                outputs = engine.step()
+                seconds[name] += time.process_time() - began
+                steps[name] += 1
+                found[name].update((output.id, output.token_ids) for output in outputs)
+    for engine in engines.values():
+        engine.check()
+    return seconds, steps, {name: [found[name][i] for i in ids[name]] for name in engines}
 
 
 def leaked(engine: Engine) -> bool:
     """Whether pages are held when no request is left and nothing is cached."""
-    if (prefixes := engine.memory.prefixes) is not None:
-        prefixes.clear()
     return any(allocator.free != allocator.capacity for allocator in engine.memory.allocators)
 
 
 def measured(running: int, rounds: int, windows: Sequence[int]) -> dict[str, Any]:
     """A row: seconds of both by round, and what is wrong."""
-    engines = {caching: engine_of(running, caching=caching, windows=windows) for caching in (False, True)}
-    requests = requests_of(3 * running)
-    seconds: dict[bool, list[float]] = {caching: [] for caching in engines}
-    steps, same = {}, True
+    engines = {name: engine_of(running, caching=name == "on", windows=windows) for name in ("off", "on")}
+    requests, rows, same = requests_of(3 * running), [], True
     gc.collect()
     gc.freeze()  # a full collection of what torch imports takes as long as hundreds of steps, and hits either of them
     for number in range(rounds + 1):
-        tokens = {}
-        for caching in sorted(engines, reverse=bool(number % 2)):
-            spent, steps[caching], tokens[caching] = served(engines[caching], requests)
-            if number:  # the first round warms up
-                seconds[caching].append(spent)
-            if (prefixes := engines[caching].memory.prefixes) is not None:
-                prefixes.clear()  # or the next round would find its prompts
-        same &= tokens[False] == tokens[True]
-    ratio = statistics.median(on / off for off, on in zip(seconds[False], seconds[True], strict=True))
+        seconds, steps, tokens = served(engines, requests)
+        if number:  # the first round warms up
+            rows.append(seconds)
+        same &= tokens["off"] == tokens["on"]
+        assert engines["on"].memory.prefixes is not None
+        engines["on"].memory.prefixes.clear()  # or the next round would find its prompts
+    gc.unfreeze()
     return {
         "running": running,
         "windows": list(windows),
         "ms_a_step": {
-            "off" if not caching else "on": round(1000 * statistics.median(spent) / steps[caching], 3)
-            for caching, spent in seconds.items()
+            name: round(1000 * statistics.median(row[name] for row in rows) / steps[name], 3) for name in engines
         },
-        "seconds": {"off": seconds[False], "on": seconds[True]},
-        "ratio": round(ratio, 3),
+        "seconds": {name: [round(row[name], 4) for row in rows] for name in engines},
+        "ratio": round(statistics.median(row["on"] / row["off"] for row in rows), 3),
         "same_tokens": same,
         "leaked": any(map(leaked, engines.values())),
     }
@@ -138,13 +143,12 @@ def main() -> int:
     parser = report.parser(__doc__)
     parser.add_argument("--running", type=int, nargs="+", default=(8, 32, 128, 400), metavar="N")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--windows", type=int, nargs="+", default=(-1,), help="of the layers; -1 = full attention")
     args = report.arguments(parser, markdown)
     if args is None:
         return 0
     with torch.inference_mode():
-        rows = [measured(running, args.rounds, args.windows) for running in args.running]
-    result = {**report.stamp("engine_soak", torch.device("cpu")), "rows": rows}
+        rows = [measured(running, args.rounds, windows) for windows in MODELS for running in args.running]
+    result = {**report.stamp("engine-soak"), "rows": rows}
     report.finish(result, markdown, args.json)
     return int(any(map(wrong, rows)))
 
