@@ -1,9 +1,9 @@
 """Tokens clustered and put in the order of their clusters: the nearest centroids, ranks, means, and lists of flags.
 
-The nearest of C centroids is 2 S C D operations by the tensor cores in TF32, whose rounding moves only tokens that are
-as near to another centroid. Tokens are put in order without a sort: parts of the sequence are counted, and a token's
-place is the tokens of lower clusters, those of its own in earlier parts, and those before it in its part. Nothing is
-added by atomics, so that results are the same bits on every run.
+The nearest of C centroids is 2 S C D operations. Points of 16 bits are compared with centroids of 16 bits: those are
+rounded, and their distances are exact. Tokens are put in order without a sort: parts of the sequence are counted, and a
+token's place is the tokens of lower clusters, those of its own in earlier parts, and those before it in its part.
+Nothing is added by atomics, so that results are the same bits on every run.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 from polyattn_triton.kernels.block_sparse import head_at
+from polyattn_triton.kernels.rules import dot
 
 __all__ = ["cluster_means", "in_order", "listed", "nearest"]
 
-_PART = 256
+_PART = 512
 """Tokens that are counted together."""
 
 
 @triton.jit(do_not_specialize=["tokens", "clusters"])
 def _nearest(
     points, centroids, offsets, labels, x_b, x_h, x_s, tokens, clusters, D: tl.constexpr, WIDTH: tl.constexpr,
-    N: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """N tokens of one head. `offsets`: |centroid|^2; that of the token all distances share."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     s, d, c = tile * N + tl.arange(0, N), tl.arange(0, WIDTH), tl.arange(0, C)
     at = head_at(points, b, head, x_b, x_h) + s[:, None].to(tl.int64) * x_s + d[None, :]
-    x = tl.load(at, mask=(s < tokens)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    x = tl.load(at, mask=(s < tokens)[:, None] & (d < D)[None, :], other=0.0)
     row = (b.to(tl.int64) * tl.num_programs(1) + head) * clusters
     least = tl.full([N, C], float("inf"), tl.float32)
     number = tl.zeros([N, C], tl.int32)
@@ -42,7 +43,7 @@ def _nearest(
         y_at = centroids + (row + k)[:, None] * D + d[None, :]
         y = tl.load(y_at, mask=(k < clusters)[:, None] & (d < D)[None, :], other=0.0)
         offset = tl.load(offsets + row + k, mask=k < clusters, other=float("inf"))
-        far = offset[None, :] - 2 * tl.dot(x, tl.trans(y), input_precision=PRECISION)
+        far = offset[None, :] - 2 * dot(x, tl.trans(y))
         number = tl.where(far < least, k[None, :], number)
         least = tl.minimum(far, least)
     lowest = tl.min(least, 1)
@@ -114,13 +115,13 @@ def nearest(points: Tensor, centroids: Tensor) -> Tensor:
     """See `polyattn.contract.BlockOps`."""
     points = points if points.stride(-1) == 1 else points.contiguous()
     (B, H, S, D), clusters = points.shape, centroids.shape[2]
-    centroids = centroids.contiguous()
+    centroids = centroids.to(points.dtype).contiguous()
+    offsets = centroids.float().square().sum(-1)
     labels = torch.empty(B, H, S, dtype=torch.int32, device=points.device)
     if labels.numel():
         _nearest[triton.cdiv(S, 128), H, B](
-            points, centroids, centroids.square().sum(-1), labels, *points.stride()[:3], S, clusters, D=D,
-            WIDTH=triton.next_power_of_2(D), N=128, C=64, num_warps=8, num_stages=2,
-            PRECISION="tf32" if points.device.type == "cuda" else "ieee",
+            points, centroids, offsets, labels, *points.stride()[:3], S, clusters, D=D,
+            WIDTH=triton.next_power_of_2(D), N=128, C=64, num_warps=8, num_stages=3,
         )  # fmt: skip
     return labels
 
