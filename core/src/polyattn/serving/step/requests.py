@@ -24,6 +24,7 @@ from ..kv_cache.pages import (
     share_all,
     whole,
 )
+from .staging import cells_of
 
 if TYPE_CHECKING:
     from ...semantics.states import RequestStates
@@ -50,8 +51,9 @@ class _HostCopy:
     """Holds a table of a group in the memory of the host, and what changed since it was read last."""
 
     def __init__(self, requests: int, columns: int) -> None:
-        self.cells = array("i", bytes(4 * requests * columns))
-        self.flat = torch.frombuffer(self.cells, dtype=torch.int32)
+        with torch.inference_mode(False):
+            self.flat = torch.zeros(requests * columns, dtype=torch.int32, device="cpu")
+        self.cells = cells_of(self.flat)
         self.changed: _Changes = {}
 
 
