@@ -9,6 +9,7 @@ from .base import Lowering, Rewrite
 from .binding import bind
 from .catalogue import LOWERINGS, get_lowering, lowerings
 from .planning import MAX_STEPS, Plan, Planner, refused_fields
+from .ways import Stop, Ways
 
 __all__ = [
     "LOWERINGS",
@@ -17,6 +18,8 @@ __all__ = [
     "Plan",
     "Planner",
     "Rewrite",
+    "Stop",
+    "Ways",
     "bind",
     "get_lowering",
     "lowerings",

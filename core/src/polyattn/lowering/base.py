@@ -10,10 +10,15 @@ from typing import ClassVar
 
 from ..contract import AttentionRequest, Bound
 
-__all__ = ["CALL", "Lowering", "Rewrite"]
+__all__ = ["ALSO_CHANGED", "CALL", "Lowering", "Rewrite"]
 
 CALL = 4.0
 """Cost of one more kernel call, in passes over a tensor: a launch and the reads that a single call would share."""
+
+ALSO_CHANGED = frozenset(
+    {"lse", "s_relation", "zero_size", "chunk", "graph_capture", "block_map", "block_sizes", "block_shape"}
+)
+"""Fields of a request that rewrites change beside those that one relieves a kernel of. No rewrite changes another."""
 
 
 @dataclasses.dataclass(frozen=True)
