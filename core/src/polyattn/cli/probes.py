@@ -22,7 +22,7 @@ from ..registry.defects import Narrow, narrowing
 from ..registry.manager import PluginManager, get_manager
 from ..selection.inspection import catalogue, ordered_offers
 from ..selection.select import Catalogue
-from .questions import MLA_SCALE, SCALES
+from .questions import MLA_SCALE, ONE_KIND_OF_SCALES, SCALES
 
 __all__ = ["Limits", "Sheet", "limits"]
 
@@ -291,7 +291,9 @@ def _serving(
         relation, causal = ("one", "none") if phase == "decode" else ("fewer", "bottom_right")
         here = {"arch": arch, "phase": phase, "s_relation": relation, "causal": causal, "page_size": page}
         plain = {**base, **here, **feature}
-        scales = SCALES if feature.get("kv_dtype") else ("",)
+        stored = feature.get("kv_dtype", "")
+        one = ONE_KIND_OF_SCALES.get((base["family"], stored))
+        scales = (one,) if one else SCALES if stored else ("",)
         # Uncompressed heads are a way to serve a prefix, never a decode step.
         shapes = widths if feature.get("chunked_prefix") else widths[:1]
         return asked.easiest({**plain, **shape, "kv_scales": kind} for shape in shapes for kind in scales)

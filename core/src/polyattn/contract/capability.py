@@ -124,9 +124,6 @@ class SubsetOf:
 
     values: tuple[str, ...]
 
-    def allows(self, value: Any) -> bool:
-        return all(one in self.values for one in value)
-
     def reason(self, value: Any) -> str | None:
         extra = sorted(set(value) - set(self.values))
         return f"includes {', '.join(extra)}, allowed: {', '.join(self.values) or 'none'}" if extra else None
@@ -244,29 +241,6 @@ class Row:
     def _of_family(self) -> Callable[[str], bool]:
         return _test(self.when.get("family", ANY))
 
-    def is_of(self, family: str) -> bool:
-        """Whether the row speaks of a family."""
-        return self._of_family(family)
-
-    def lacks(self, request: AttentionRequest, active: Iterable[str], among: Collection[str]) -> list[str] | None:
-        """The fields in which the row refuses a request; None where one of these is not `among` those that matter.
-
-        Args:
-            active: names of the options that are not off (`AttentionRequest.active`).
-        """
-        missing = []
-        for name, allowed in self._tests:
-            if not allowed(getattr(request, name)):
-                if name not in among:
-                    return None
-                missing.append(name)
-        for name in active:
-            if name not in self.allows and name not in self.when and not self._covers(name):
-                if name not in among:
-                    return None
-                missing.append(name)
-        return missing
-
     def applies(self, request: AttentionRequest) -> list[str]:
         """The `when` clauses that do not hold, as sentences; empty when the row applies."""
         return _sentences(request, self.when, {})[0]
@@ -285,6 +259,31 @@ class Row:
     def _covers(self, name: str) -> bool:
         # A pair constraint on (D_qk, D_v) declares D_v.
         return name == "v_head_dim" and ("dims" in self.allows or "dims" in self.when)
+
+
+def is_of(row: Row, family: str) -> bool:
+    """Whether a row speaks of a family."""
+    return row._of_family(family)
+
+
+def lacks(row: Row, request: AttentionRequest, active: Iterable[str], among: Collection[str]) -> list[str] | None:
+    """The fields in which a row refuses a request; None where one of these is not `among` those that matter.
+
+    Args:
+        active: names of the options that are not off (`AttentionRequest.active`).
+    """
+    missing = []
+    for name, allowed in row._tests:
+        if not allowed(getattr(request, name)):
+            if name not in among:
+                return None
+            missing.append(name)
+    for name in active:
+        if name not in row.allows and name not in row.when and not row._covers(name):
+            if name not in among:
+                return None
+            missing.append(name)
+    return missing
 
 
 def _show(value: Any) -> str:
@@ -422,7 +421,7 @@ def taken(rows: Sequence[Row], request: AttentionRequest, active: Collection[str
     for candidate in rows:
         if candidate._undeclared or not holds(candidate.when, request):
             continue
-        missing = candidate.lacks(request, active, candidate.lowered)
+        missing = lacks(candidate, request, active, candidate.lowered)
         if missing is None:
             continue
         lowerings = tuple(dict.fromkeys(candidate.lowered[name] for name in missing))

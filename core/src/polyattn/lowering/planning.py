@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..contract import AttentionRequest, Rejected, Row, Verdict, request_fields
+from ..contract.capability import is_of, lacks
 from .base import ALSO_CHANGED, Lowering, Rewrite
 from .catalogue import LOWERINGS, get_lowering, lowerings
 from .ways import Stop, Ways
@@ -88,10 +89,10 @@ def refused_fields(
     kept = [name for name in active if name not in changeable()]
     refused: set[str] = set()
     for row in rows:
-        if not row.is_of(request.family):
-            if "family" not in refused and _kept(row).lacks(request, kept, ()) is not None:
+        if not is_of(row, request.family):
+            if "family" not in refused and lacks(_kept(row), request, kept, ()) is not None:
                 refused.add("family")
-        elif (missing := row.lacks(request, active, fixable)) is not None:
+        elif (missing := lacks(row, request, active, fixable)) is not None:
             if not missing:
                 return None
             refused.update(missing)
