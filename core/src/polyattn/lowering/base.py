@@ -10,15 +10,17 @@ from typing import ClassVar
 
 from ..contract import AttentionRequest, Bound
 
-__all__ = ["ALSO_CHANGED", "CALL", "Lowering", "Rewrite"]
+__all__ = ["CALL", "KEPT", "Lowering", "Rewrite"]
 
 CALL = 4.0
 """Cost of one more kernel call, in passes over a tensor: a launch and the reads that a single call would share."""
 
-ALSO_CHANGED = frozenset(
-    {"lse", "s_relation", "zero_size", "chunk", "graph_capture", "block_map", "block_sizes", "block_shape"}
+KEPT = (
+    *("platform", "arch", "toolkit", "features", "dtype", "softcap", "alibi", "dropout", "deterministic", "cross"),
+    *("batch_invariant", "multimodal", "kv_layout", "large", "method", "state_dtype", "state_layout", "transform"),
+    "place",
 )
-"""Fields of a request that rewrites change beside those that one relieves a kernel of. No rewrite changes another."""
+"""Fields of a request that no rewrite changes: who refuses one of them is passed over without a search."""
 
 
 @dataclasses.dataclass(frozen=True)

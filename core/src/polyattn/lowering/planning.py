@@ -10,11 +10,11 @@ from typing import Any
 
 from ..contract import AttentionRequest, Rejected, Row, Verdict, request_fields
 from ..contract.capability import is_of, lacks
-from .base import ALSO_CHANGED, Lowering, Rewrite
-from .catalogue import LOWERINGS, get_lowering, lowerings
+from .base import KEPT, Lowering, Rewrite
+from .catalogue import get_lowering, lowerings
 from .ways import Stop, Ways
 
-__all__ = ["MAX_STEPS", "Plan", "Planner", "refused_fields"]
+__all__ = ["MAX_STEPS", "Plan", "Planner", "in_reach", "refused_fields"]
 
 MAX_STEPS = 6
 """Longest chain: each field that a kernel of one layout, one head dim and one head count lacks is a step."""
@@ -72,51 +72,56 @@ class Plan:
 
 
 def refused_fields(
-    rows: Sequence[Row],
-    request: AttentionRequest,
-    fixable: frozenset[str] = _EVERYTHING,
-    active: Iterable[str] | None = None,
+    rows: Sequence[Row], request: AttentionRequest, fixable: frozenset[str] = _EVERYTHING
 ) -> frozenset[str] | None:
     """The fields that rows refuse of a request; None where a row takes it as it is (`Row.lowered` left aside).
 
     A row that refuses a field outside `fixable` is out of reach and says nothing. Of a row of another family nothing is
     known but that it refuses `family`, and that it is out of reach where it refuses what no rewrite changes.
-
-    Args:
-        active: names of the options that are not off, where the caller has them.
     """
-    active = [name for name, _ in request.active()] if active is None else active
-    kept = [name for name in active if name not in changeable()]
-    refused: set[str] = set()
+    return _refused_fields(rows, Stop(request), fixable)
+
+
+def _refused_fields(rows: Sequence[Row], stop: Stop, fixable: frozenset[str]) -> frozenset[str] | None:
+    request, refused = stop.request, set()
     for row in rows:
         if not is_of(row, request.family):
-            if "family" not in refused and lacks(_kept(row), request, kept, ()) is not None:
+            if "family" not in refused and _in_reach(row, request, stop.kept):
                 refused.add("family")
-        elif (missing := lacks(row, request, active, fixable)) is not None:
+        elif (missing := lacks(row, request, stop.active, fixable)) is not None:
             if not missing:
                 return None
             refused.update(missing)
     return frozenset(refused)
 
 
-@functools.cache
-def changeable() -> frozenset[str]:
-    """The fields and derived values of a request that any rewrite changes."""
-    return ALSO_CHANGED.union(*(get_lowering(name).fields for name in LOWERINGS))
+def in_reach(rows: Sequence[Row], request: AttentionRequest, active: Iterable[str]) -> bool:
+    """Whether rows may take a request, or what rewrites make of it: none does that refuses what no rewrite changes."""
+    kept = [name for name in active if name in KEPT]
+    return any(_in_reach(row, request, kept) for row in rows)
 
 
-@functools.lru_cache(maxsize=4096)
+def _in_reach(row: Row, request: AttentionRequest, kept: Iterable[str]) -> bool:
+    return lacks(_kept(row), request, kept, row.lowered) is not None
+
+
+@functools.lru_cache(maxsize=65536)
 def _kept(row: Row) -> Row:
     """What a row says of the fields that no rewrite changes."""
-    when, allows = ({n: c for n, c in named.items() if n not in changeable()} for named in (row.when, row.allows))
+    when, allows = ({n: c for n, c in named.items() if n in KEPT} for named in (row.when, row.allows))
     return Row(when, allows)
 
 
 @functools.lru_cache(maxsize=4096)
-def _left(offered: tuple[Lowering, ...], used: frozenset[str]) -> tuple[tuple[Lowering, ...], frozenset[str]]:
-    """The lowerings that were not used on the way here, and all that they relieve of."""
-    left = tuple(lowering for lowering in offered if lowering.name not in used)
-    return left, frozenset().union(*(lowering.fields for lowering in left))
+def _fixable(offered: tuple[Lowering, ...], used: frozenset[str]) -> frozenset[str]:
+    """What the lowerings relieve of that were not used on the way here."""
+    return frozenset().union(*(lowering.fields for lowering in offered if lowering.name not in used))
+
+
+@functools.lru_cache(maxsize=4096)
+def _relieving(offered: tuple[Lowering, ...], used: frozenset[str], refused: frozenset[str]) -> Sequence[Lowering]:
+    """Those of them that relieve of a field that is refused."""
+    return [one for one in offered if one.name not in used and not refused.isdisjoint(one.fields)]
 
 
 _Sought = tuple[Stop, frozenset[str]]
@@ -168,16 +173,14 @@ class Planner:
         return found if found is not None and found.cost < below else None
 
     def _search(self, stop: Stop, steps: int, used: frozenset[str], below: float) -> Plan | None:
-        left, fixable = _left(self._lowerings, used) if steps else ((), frozenset())
+        fixable = _fixable(self._lowerings, used) if steps else frozenset()
         refused = self._refused(stop, fixable)
         if refused is None:
             return Plan(stop.request)
-        if not refused:
+        if not refused or not steps:
             return None
         best: Plan | None = None
-        for lowering in left:
-            if refused.isdisjoint(lowering.fields):
-                continue
+        for lowering in _relieving(self._lowerings, used, refused):
             fits = False
             for rewrite, inner in self._ways.of(stop, lowering):
                 # Offers come cheapest first: one that fits leaves nothing for a dearer one to do.
@@ -221,7 +224,7 @@ class Planner:
         return Plan(stop.request, lowering.name, rewrite, tuple(inner), tuple(helpers), cost)
 
     def _refused(self, stop: Stop, fixable: frozenset[str]) -> frozenset[str] | None:
-        refused = refused_fields(self._rows, stop.request, fixable, stop.active)
+        refused = _refused_fields(self._rows, stop, fixable)
         if refused is None:
             if stop not in self._narrowed:
                 self._narrowed[stop] = isinstance(self._narrow(stop.request), Rejected)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..contract import AttentionRequest
 from ..contract.request import changed
-from .base import Lowering, Rewrite
+from .base import KEPT, Lowering, Rewrite
 
 __all__ = ["Stop", "Ways"]
 
@@ -16,10 +16,11 @@ __all__ = ["Stop", "Ways"]
 class Stop:
     """A request in normal form on the way to a kernel, and what was made of it so far."""
 
-    __slots__ = ("active", "made", "request")
+    __slots__ = ("active", "kept", "made", "request")
 
     def __init__(self, request: AttentionRequest) -> None:
         self.request, self.active = request, [name for name, _ in request.active()]
+        self.kept = [name for name in self.active if name in KEPT]
         self.made: dict[str, tuple[list[tuple[Rewrite, tuple[Stop, ...]]], Iterator[Rewrite]]] = {}
 
 
