@@ -16,7 +16,6 @@ from typing import Any
 from ..contract import BackendInfo, Has, OneOf, Provider, Rejected, Row
 from ..contract.capability import taken
 from ..contract.request import made
-from ..epoch import EPOCH
 from ..lowering import Plan, Planner, Stop, Ways
 from ..registry.defects import Narrow, narrowing
 from ..registry.manager import PluginManager, get_manager
@@ -80,11 +79,11 @@ class Sheet:
 def limits() -> tuple[Sheet, ...]:
     """Make every table, over all registered backends, planned ones judged as if built. It takes seconds, once a process
     and set of plugins."""
-    return _limits(get_manager(), EPOCH.value)
+    return _limits(get_manager(), get_manager().changes)
 
 
 @functools.lru_cache(maxsize=2)
-def _limits(manager: PluginManager, epoch: int) -> tuple[Sheet, ...]:
+def _limits(manager: PluginManager, changes: int) -> tuple[Sheet, ...]:
     known = catalogue({})
     sheets = (
         ("dense", "Dense", "dense", tuple(DENSE_FEATURES), _dense("dense")),

@@ -312,6 +312,8 @@ def _test(limit: Constraint) -> Callable[[Any], bool]:
     """Whether a constraint allows a value, as one function."""
     if type(limit) is OneOf:
         return limit.values.__contains__
+    if type(limit) is SubsetOf:
+        return frozenset(limit.values).issuperset
     allows: Callable[[Any], bool] | None = getattr(limit, "allows", None)
     return allows or (lambda value: limit.reason(value) is None)
 

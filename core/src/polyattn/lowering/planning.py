@@ -79,15 +79,16 @@ def refused_fields(
     A row that refuses a field outside `fixable` is out of reach and says nothing. Of a row of another family nothing is
     known but that it refuses `family`, and that it is out of reach where it refuses what no rewrite changes.
     """
-    return _refused_fields(rows, Stop(request), fixable)
+    stop = Stop(request)
+    return _refused_fields(in_reach(rows, stop), stop, fixable)
 
 
-def _refused_fields(rows: Sequence[Row], stop: Stop, fixable: frozenset[str]) -> frozenset[str] | None:
+def _refused_fields(rows: Iterable[Row], stop: Stop, fixable: frozenset[str]) -> frozenset[str] | None:
+    """`refused_fields` of rows that are in reach."""
     request, refused = stop.request, set()
     for row in rows:
         if not is_of(row, request.family):
-            if "family" not in refused and _in_reach(row, request, stop.kept):
-                refused.add("family")
+            refused.add("family")
         elif (missing := lacks(row, request, stop.active, fixable)) is not None:
             if not missing:
                 return None
@@ -95,14 +96,9 @@ def _refused_fields(rows: Sequence[Row], stop: Stop, fixable: frozenset[str]) ->
     return frozenset(refused)
 
 
-def in_reach(rows: Sequence[Row], request: AttentionRequest, active: Iterable[str]) -> bool:
-    """Whether rows may take a request, or what rewrites make of it: none does that refuses what no rewrite changes."""
-    kept = [name for name in active if name in KEPT]
-    return any(_in_reach(row, request, kept) for row in rows)
-
-
-def _in_reach(row: Row, request: AttentionRequest, kept: Iterable[str]) -> bool:
-    return lacks(_kept(row), request, kept, row.lowered) is not None
+def in_reach(rows: Iterable[Row], stop: Stop) -> Sequence[Row]:
+    """The rows that may take a request, or what rewrites make of it: none does that refuses what no rewrite changes."""
+    return [row for row in rows if lacks(_kept(row), stop.request, stop.kept, row.lowered) is not None]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -149,6 +145,7 @@ class Planner:
     ) -> None:
         self._rows, self._narrow, self._ways = rows, narrow, ways or Ways(helper)
         self._lowerings = lowerings() if only is None else tuple(get_lowering(name) for name in only)
+        self._near: Sequence[Row] = ()
         self._narrowed: dict[Stop, bool] = {}
         self._plans: dict[_Sought, tuple[Plan | None, float]] = {}
 
@@ -161,6 +158,7 @@ class Planner:
     def plan_at(self, stop: Stop, steps: int = MAX_STEPS, below: float = math.inf) -> Plan | None:
         """`plan` for a request that is in the ways."""
         self._plans.clear()
+        self._near = in_reach(self._rows, stop)
         steps = steps if stop.request.transform in ("", "subclass") else 0
         return self._plan(stop, steps, frozenset(), below)
 
@@ -224,7 +222,7 @@ class Planner:
         return Plan(stop.request, lowering.name, rewrite, tuple(inner), tuple(helpers), cost)
 
     def _refused(self, stop: Stop, fixable: frozenset[str]) -> frozenset[str] | None:
-        refused = _refused_fields(self._rows, stop, fixable)
+        refused = _refused_fields(self._near, stop, fixable)
         if refused is None:
             if stop not in self._narrowed:
                 self._narrowed[stop] = isinstance(self._narrow(stop.request), Rejected)

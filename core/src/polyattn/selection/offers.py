@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -10,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..contract import AttentionRequest, AutoRule, BackendInfo, Defect, PlatformInfo, Provider, Verdict
-from ..lowering import KEPT, in_reach
+from ..lowering import KEPT, Stop, in_reach
 from .policy import Policy
 
 __all__ = ["Catalogue", "Offer", "Order", "may_be_automatic"]
@@ -45,10 +46,10 @@ class Offer:
         would choose other keys of what they make."""
         return [p for p in self.info.providers if not p.planned and p.name not in self.missing and not p.is_method]
 
-    def in_reach(self, request: AttentionRequest, active: Sequence[str]) -> bool:
-        """Whether it may take a request, or what rewrites make of it. active: the options that are not off."""
+    def in_reach(self, stop: Stop) -> bool:
+        """Whether it may take a request, or what rewrites make of it."""
         try:
-            return any(in_reach(provider.rows, request, active) for provider in self.info.providers)
+            return any(in_reach(provider.rows, stop) for provider in self.info.providers)
         except Exception:  # noqa: BLE001 - a plugin's own constraint may raise anything; who asks the backend is told
             return True
 
@@ -90,9 +91,9 @@ class Catalogue:
         if key not in self._orders:
             if len(self._orders) >= _MOST:
                 self._orders.clear()
-            active = [name for name, _ in request.active()]
+            stop = Stop(request)
             offers, policy = self.on(request.platform, request.arch), Policy(what_if=what_if)
-            near = {o.info.name for o in offers if o.in_reach(request, active)}
+            near = {o.info.name for o in offers if o.in_reach(stop)}
             self._orders[key] = Order.of(offers, policy, near)
         return self._orders[key]
 
@@ -126,7 +127,7 @@ class Order(NamedTuple):
 
     def passed(self, last: Offer) -> Sequence[Offer]:
         """Those who would have been asked before another."""
-        return [offer for offer in self.far if offer.rank() < last.rank()]
+        return self.far[: bisect.bisect_left(self.far, last.rank(), key=Offer.rank)]
 
 
 def may_be_automatic(offer: Offer, policy: Policy) -> bool:
