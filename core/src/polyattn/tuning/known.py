@@ -128,7 +128,8 @@ class Known:
             off = distance(theirs[1], asked[1]) if theirs is not None and theirs[0] == asked[0] else None
             if off is None or theirs is None:
                 continue
-            kin = [_for_kin(m, theirs[1], asked[1], off, self.quarantined.get(other, {})) for m in by_lengths.values()]
+            held = {} if online else self.quarantined.get(other, {})
+            kin = [_for_kin(m, theirs[1], asked[1], off, held) for m in by_lengths.values()]
             found += [(off, one) for one in kin if one is not None]
         return tuple(one for _, one in sorted(found, key=lambda f: (f[0], f[1].shipped)))
 
