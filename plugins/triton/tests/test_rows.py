@@ -15,6 +15,7 @@ from polyattn.methods.video.rows import Blocks, best, pooled, scored
 from polyattn.methods.video.sla import SLA
 from polyattn.methods.video.svg2 import _nearest, _Side, cluster_map, clustered_attention, k_means
 from polyattn.methods.video.tiles import Cut, cut
+from polyattn.methods.video.vmoba import VMoBA, chunk_means, chunk_scores, select_chunks
 from polyattn.methods.video.vsa import VideoSparse
 from polyattn.semantics.block_maps import lists_of
 from polyattn_triton.device_ops import BlockOps
@@ -130,6 +131,9 @@ class Inner:
     def block_sparse(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         return polyattn.block_sparse_attention(query, key, value, layout="BHSD", **given)
 
+    def varlen(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        return polyattn.varlen_attention(query, key, value, **given)
+
     def dense(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
         return polyattn.attention(query, key, value, layout="BHSD")
 
@@ -223,3 +227,34 @@ def test_flags_as_lists() -> None:
     assert torch.equal(counts, right_counts)
     there = torch.arange(1500) < counts[..., None]
     assert torch.equal(indices[there], right[there])
+
+
+@pytest.mark.parametrize("threshold", [None, 0.25, 0.7])
+@pytest.mark.parametrize("grid", [(4, 5, 6), (10, 5, 6)], ids=str)
+def test_queries_choose_chunks_and_merge_what_they_found(
+    both: Any, threshold: float | None, grid: tuple[int, int, int]
+) -> None:
+    torch.manual_seed(11)
+    tokens = grid[0] * 30
+    q, k, v = (torch.randn(1, tokens, heads, 24).transpose(1, 2) for heads in (4, 2, 2))
+    mode = "topk" if threshold is None else "threshold"
+    method = VMoBA(
+        temporal_chunk_size=1, temporal_topk=3, spatial_chunk_size=[5, 2], spatial_topk=2, st_chunk_size=[2, 5, 2],
+        st_topk=4, moba_select_mode=mode, moba_threshold=threshold or 0.0, moba_threshold_type="query_head",
+        first_full_step=0, first_full_layer=0, temporal_layer=1, spatial_layer=1, st_layer=1,
+    )  # fmt: skip
+    inner: Any = Inner()
+    like = Like(1, 4, 2, tokens, 24, torch.float32, torch.device("cpu"))
+    for layer in range(3):
+        place = Place(grid=grid, layer=layer, kept={})
+        plan = method.plan(place, like)
+        cut = method.cut_of(place)
+        chunks = plan[cut.option]
+        found, wanted = both(lambda: method.attend(plan, q, k, v, place=place, kept={}, inner=inner))  # noqa: B023
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        chosen = BlockOps.choose(q, chunk_means(k, chunks), chunks.own, cut.kept, threshold)
+        assert chosen is not None
+        seen = select_chunks(chunk_scores(q, k, chunks), chunks.own, cut.kept, threshold, "query_head")
+        flags = torch.nn.functional.one_hot(chosen.long(), len(chunks.sizes) + 1).sum(3)[..., :-1]
+        assert torch.equal(flags.bool(), seen)
+        assert int(flags.max()) == 1

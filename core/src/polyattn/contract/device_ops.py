@@ -141,7 +141,7 @@ class BlockOps(Protocol):
 
         Returns:
             (scale * query key^T, float32 [B, H_q, n, m]; softmax of it times value, float32 [B, H_q, n, D_v], or None).
-            Products are as exact as float32 allows.
+            Products are off by 2**-15 of themselves at most.
         """
 
     def top(self, scores: Tensor, kept: int) -> Tensor | None:
@@ -173,11 +173,10 @@ class BlockOps(Protocol):
         """
 
     def nearest(self, points: Tensor, centroids: Tensor) -> Tensor:
-        """int32 [B, H, S]: the centroid that each point is nearest to, by products in TF32 or better; the first of
-        those that are equally near.
+        """int32 [B, H, S]: the centroid that each point is nearest to, the first of those that are equally near.
 
         Args:
-            points: [B, H, S, D]. centroids: float32 [B, H, C, D].
+            points: [B, H, S, D]. centroids: float32 [B, H, C, D], which may be rounded to the points' dtype first.
         """
 
     def in_order(self, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,3 +193,22 @@ class BlockOps(Protocol):
     def listed(self, flags: Tensor) -> tuple[Tensor, Tensor]:
         """(counts int32 [...], indices int32 [..., m]) of flags, bool [..., m]: the places of those that are set,
         ascending; anything behind them."""
+
+    def choose(self, query: Tensor, means: Tensor, own: Tensor, kept: int, threshold: float | None) -> Tensor | None:
+        """The chunks that each query chooses: its own, and those whose means it scores highest. None: too many.
+
+        Args:
+            query: [B, H_q, S, D]. means: float32 [B, H_kv, C, D]. own: int [S], the chunk of each query.
+            kept: chunks of each query. threshold: in its place, those are kept until the sum of their scores, scaled
+                to 0 to 1 for each query, reaches this share of the sum of all.
+
+        Returns:
+            int32 [B, H_q, S, most], ascending; C behind the last one of a query that keeps fewer.
+        """
+
+    def merge_chosen(self, outs: Tensor, lses: Tensor, places: Tensor) -> Tensor:
+        """[B, S, H, D]: partial results of each query, merged by their LSEs; 0 where all are empty.
+
+        Args:
+            outs: [B, H, P, D]. lses: float32 [B, H, P]. places: int32 [B, H, S, kept], which are a query's, -1 = none.
+        """

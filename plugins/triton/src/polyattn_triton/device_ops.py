@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .kernels import clusters, linear_branch, rows
+from .kernels import chunks, clusters, linear_branch, rows
 from .kernels.metadata import View, step_launches
 from .kernels.write import Launched, Writer, write_kv, write_latent
 
@@ -76,7 +76,7 @@ class DeviceOps:
 
 
 class BlockOps:
-    """Tokens in blocks, their means, scores and the best of them; the linear branch of SLA; clusters of tokens."""
+    """Tokens in blocks, means, scores, the best of them; SLA's linear branch; clusters; chunks that queries choose."""
 
     name = "polyattn-triton"
     gather = staticmethod(rows.gather)
@@ -90,3 +90,5 @@ class BlockOps:
     in_order = staticmethod(clusters.in_order)
     cluster_means = staticmethod(clusters.cluster_means)
     listed = staticmethod(clusters.listed)
+    choose = staticmethod(chunks.choose)
+    merge_chosen = staticmethod(chunks.merge_chosen)

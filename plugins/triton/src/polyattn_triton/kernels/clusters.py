@@ -1,9 +1,9 @@
 """Tokens clustered and put in the order of their clusters: the nearest centroids, ranks, means, and lists of flags.
 
-The nearest of C centroids is 2 S C D operations by the tensor cores in TF32, whose rounding moves only tokens that are
-as near to another centroid. Tokens are put in order without a sort: parts of the sequence are counted, and a token's
-place is the tokens of lower clusters, those of its own in earlier parts, and those before it in its part. Nothing is
-added by atomics, so that results are the same bits on every run.
+The nearest of C centroids is 2 S C D operations. Points of 16 bits are compared with centroids of 16 bits: those are
+rounded, and their distances are exact. Tokens are put in order without a sort: parts of the sequence are counted, and a
+token's place is the tokens of lower clusters, those of its own in earlier parts, and those before it in its part.
+Nothing is added by atomics, so that results are the same bits on every run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 from polyattn_triton.kernels.block_sparse import head_at
+from polyattn_triton.kernels.rules import dot
 
 __all__ = ["cluster_means", "in_order", "listed", "nearest"]
 
@@ -27,13 +28,13 @@ _PART = 256
 @triton.jit(do_not_specialize=["tokens", "clusters"])
 def _nearest(
     points, centroids, offsets, labels, x_b, x_h, x_s, tokens, clusters, D: tl.constexpr, WIDTH: tl.constexpr,
-    N: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """N tokens of one head. `offsets`: |centroid|^2; that of the token all distances share."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     s, d, c = tile * N + tl.arange(0, N), tl.arange(0, WIDTH), tl.arange(0, C)
     at = head_at(points, b, head, x_b, x_h) + s[:, None].to(tl.int64) * x_s + d[None, :]
-    x = tl.load(at, mask=(s < tokens)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    x = tl.load(at, mask=(s < tokens)[:, None] & (d < D)[None, :], other=0.0)
     row = (b.to(tl.int64) * tl.num_programs(1) + head) * clusters
     least = tl.full([N, C], float("inf"), tl.float32)
     number = tl.zeros([N, C], tl.int32)
@@ -42,7 +43,7 @@ def _nearest(
         y_at = centroids + (row + k)[:, None] * D + d[None, :]
         y = tl.load(y_at, mask=(k < clusters)[:, None] & (d < D)[None, :], other=0.0)
         offset = tl.load(offsets + row + k, mask=k < clusters, other=float("inf"))
-        far = offset[None, :] - 2 * tl.dot(x, tl.trans(y), input_precision=PRECISION)
+        far = offset[None, :] - 2 * dot(x, tl.trans(y))
         number = tl.where(far < least, k[None, :], number)
         least = tl.minimum(far, least)
     lowest = tl.min(least, 1)
@@ -68,8 +69,11 @@ def _order(labels, before, order, places, tokens, clusters, PART: tl.constexpr):
     i = tl.arange(0, PART)
     s = part * PART + i
     label = tl.load(labels + row * tokens + s, mask=s < tokens, other=-1)
-    earlier = (label[:, None] == label[None, :]) & (i[None, :] < i[:, None])
-    place = tl.sum(earlier.to(tl.int32), 1)
+    place = tl.zeros([PART], tl.int32)
+    for first in range(0, PART, 32):
+        j = first + tl.arange(0, 32)
+        other = tl.load(labels + row * tokens + part * PART + j, mask=part * PART + j < tokens, other=-2)
+        place += tl.sum(((label[:, None] == other[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
     place += tl.load(before + (row * tl.num_programs(0) + part) * clusters + label, mask=s < tokens, other=0)
     tl.store(places + row * tokens + s, place, mask=s < tokens)
     tl.store(order + row * tokens + place, s, mask=s < tokens)
@@ -114,13 +118,13 @@ def nearest(points: Tensor, centroids: Tensor) -> Tensor:
     """See `polyattn.contract.BlockOps`."""
     points = points if points.stride(-1) == 1 else points.contiguous()
     (B, H, S, D), clusters = points.shape, centroids.shape[2]
-    centroids = centroids.contiguous()
+    centroids = centroids.to(points.dtype).contiguous()
+    offsets = centroids.float().square().sum(-1)
     labels = torch.empty(B, H, S, dtype=torch.int32, device=points.device)
     if labels.numel():
         _nearest[triton.cdiv(S, 128), H, B](
-            points, centroids, centroids.square().sum(-1), labels, *points.stride()[:3], S, clusters, D=D,
-            WIDTH=triton.next_power_of_2(D), N=128, C=64, num_warps=8, num_stages=2,
-            PRECISION="tf32" if points.device.type == "cuda" else "ieee",
+            points, centroids, offsets, labels, *points.stride()[:3], S, clusters, D=D,
+            WIDTH=triton.next_power_of_2(D), N=128, C=64, num_warps=8, num_stages=3,
         )  # fmt: skip
     return labels
 
@@ -138,7 +142,7 @@ def in_order(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:
         so_far = counts.cumsum(2, dtype=torch.int32)
         totals = so_far[:, :, -1]
         before = so_far - counts + (totals.cumsum(-1, dtype=torch.int32) - totals)[:, :, None]
-        _order[parts, B * H](labels, before, order, places, S, clusters, PART=_PART, num_warps=8)
+        _order[parts, B * H](labels, before, order, places, S, clusters, PART=_PART, num_warps=4)
         return order, places, totals.contiguous()
     return order, places, counts.sum(2, dtype=torch.int32)
 
