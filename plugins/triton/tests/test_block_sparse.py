@@ -278,8 +278,10 @@ def test_more_samples_than_a_grid_has_are_several_launches(one_map: bool, monkey
 
 @pytest.mark.parametrize("ascending", [False, True])
 def test_packed_blocks_as_groups_of_sixteen_keys(ascending: bool) -> None:
-    """Each listed key is in one group; fours of groups lie together, whole ones are before those with fewer keys. Blocks
-    that follow each other are one run: their ends do not fill groups up."""
+    """Each listed key is in one group; fours of groups lie together, whole ones are before those with fewer keys.
+
+    Blocks that follow each other are one run: their ends do not fill groups up.
+    """
     draw = torch.Generator().manual_seed(3)
     most = 0
     for blocks in (1, 40, 300):

@@ -105,6 +105,7 @@ class PluginManager:
         self._hooks: dict[tuple[str, str], Callable[..., Any] | None] = {}
         self._lock = threading.RLock()
         self._loaded = False
+        self.changes = 0
         self.unknown_words: list[tuple[str, str]] = []
         self._start_over()
         self._specs = {n: set(getattr(self._pm.hook, n).spec.argnames) for n in _spec_names()}
@@ -158,6 +159,7 @@ class PluginManager:
             finally:
                 self._loaded = True
             self._check_aliases()
+            self.changes += 1  # what is kept of the plugins compares it: other things move the epoch far more often
             epoch.bump()
         if report.error is not None:
             raise PluginError(f"plugin {report.label} is broken: {report.reason}") from report.error
