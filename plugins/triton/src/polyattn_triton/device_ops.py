@@ -76,7 +76,7 @@ class DeviceOps:
 
 
 class BlockOps:
-    """Tokens in blocks, means, scores and the best of them; SLA's linear branch; clusters; chunks that queries choose."""
+    """Tokens in blocks, means, scores, the best of them; SLA's linear branch; clusters; chunks that queries choose."""
 
     name = "polyattn-triton"
     gather = staticmethod(rows.gather)

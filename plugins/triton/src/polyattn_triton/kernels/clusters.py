@@ -21,7 +21,7 @@ from polyattn_triton.kernels.rules import dot
 
 __all__ = ["cluster_means", "in_order", "listed", "nearest"]
 
-_PART = 512
+_PART = 256
 """Tokens that are counted together."""
 
 
@@ -69,8 +69,11 @@ def _order(labels, before, order, places, tokens, clusters, PART: tl.constexpr):
     i = tl.arange(0, PART)
     s = part * PART + i
     label = tl.load(labels + row * tokens + s, mask=s < tokens, other=-1)
-    earlier = (label[:, None] == label[None, :]) & (i[None, :] < i[:, None])
-    place = tl.sum(earlier.to(tl.int32), 1)
+    place = tl.zeros([PART], tl.int32)
+    for first in range(0, PART, 32):
+        j = first + tl.arange(0, 32)
+        other = tl.load(labels + row * tokens + part * PART + j, mask=part * PART + j < tokens, other=-2)
+        place += tl.sum(((label[:, None] == other[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
     place += tl.load(before + (row * tl.num_programs(0) + part) * clusters + label, mask=s < tokens, other=0)
     tl.store(places + row * tokens + s, place, mask=s < tokens)
     tl.store(order + row * tokens + place, s, mask=s < tokens)
@@ -139,7 +142,7 @@ def in_order(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:
         so_far = counts.cumsum(2, dtype=torch.int32)
         totals = so_far[:, :, -1]
         before = so_far - counts + (totals.cumsum(-1, dtype=torch.int32) - totals)[:, :, None]
-        _order[parts, B * H](labels, before, order, places, S, clusters, PART=_PART, num_warps=8)
+        _order[parts, B * H](labels, before, order, places, S, clusters, PART=_PART, num_warps=4)
         return order, places, totals.contiguous()
     return order, places, counts.sum(2, dtype=torch.int32)
 

@@ -101,26 +101,37 @@ def product(x, y, acc, EXACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_rows", "m_rows", "scale"])
 def _scored(
-    query, key, value, scores, out, n_rows, m_rows, scale, D: tl.constexpr, D_V: tl.constexpr, K: tl.constexpr,
-    K_V: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, M: tl.constexpr, VALUE: tl.constexpr,
-    EXACT: tl.constexpr,
+    query, query_rest, key, key_rest, value, value_rest, scores, out, n_rows, m_rows, scale, D: tl.constexpr,
+    D_V: tl.constexpr, K: tl.constexpr, K_V: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+    VALUE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """N means of queries against all means of keys. K, K_V: D and D_V, up to a power of two."""
+    """N means of queries against all means of keys. K, K_V: D and D_V, up to a power of two. EXACT: in float32; else
+    tensors are halves of bfloat16, which are added."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     q_row = (b.to(tl.int64) * heads + head) * n_rows
     k_row = (b.to(tl.int64) * (heads // GROUP) + head // GROUP) * m_rows
     n, d, e = tile * N + tl.arange(0, N), tl.arange(0, K), tl.arange(0, K_V)
     inside = (n < n_rows)[:, None]
-    q = tl.load(query + (q_row + n)[:, None] * D + d[None, :], mask=inside & (d < D)[None, :], other=0.0)
+    q_at, q_there = (q_row + n)[:, None] * D + d[None, :], inside & (d < D)[None, :]
+    q = tl.load(query + q_at, mask=q_there, other=0.0)
+    q_rest = tl.load(query_rest + q_at, mask=q_there, other=0.0)
     top = tl.full([N], float("-inf"), tl.float32)
     total = tl.zeros([N], tl.float32)
     acc = tl.zeros([N, K_V], tl.float32)
     for first in range(0, m_rows, M):
         m = first + tl.arange(0, M)
         here = m < m_rows
-        k = tl.load(key + (k_row + m)[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
-        s = product(q, tl.trans(k), tl.zeros([N, M], tl.float32), EXACT) * scale
+        k_at, k_there = (k_row + m)[:, None] * D + d[None, :], here[:, None] & (d < D)[None, :]
+        k = tl.load(key + k_at, mask=k_there, other=0.0)
+        if EXACT:
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            k_rest = tl.load(key_rest + k_at, mask=k_there, other=0.0)
+            s = tl.dot(q, tl.trans(k))
+            s = tl.dot(q, tl.trans(k_rest), s)
+            s = tl.dot(q_rest, tl.trans(k), s)
+        s = s * scale
         tl.store(scores + (q_row + n)[:, None] * m_rows + m[None, :], s, mask=inside & here[None, :])
         if VALUE:
             s = tl.where(here[None, :], s, float("-inf"))
@@ -128,9 +139,17 @@ def _scored(
             weights = tl.exp(s - highest[:, None])
             factor = tl.exp(top - highest)
             total = total * factor + tl.sum(weights, 1)
-            v_at = value + (k_row + m)[:, None] * D_V + e[None, :]
-            v = tl.load(v_at, mask=here[:, None] & (e < D_V)[None, :], other=0.0)
-            acc = product(weights, v, acc * factor[:, None], EXACT)
+            v_at, v_there = (k_row + m)[:, None] * D_V + e[None, :], here[:, None] & (e < D_V)[None, :]
+            v = tl.load(value + v_at, mask=v_there, other=0.0)
+            acc = acc * factor[:, None]
+            if EXACT:
+                acc = tl.dot(weights, v, acc, input_precision="ieee")
+            else:
+                v_rest = tl.load(value_rest + v_at, mask=v_there, other=0.0)
+                first_half, second_half = _halves(weights)
+                acc = tl.dot(first_half, v, acc)
+                acc = tl.dot(first_half, v_rest, acc)
+                acc = tl.dot(second_half, v, acc)
             top = highest
     if VALUE:
         tl.store(out + (q_row + n)[:, None] * D_V + e[None, :], acc / total[:, None], mask=inside & (e < D_V)[None, :])
@@ -155,10 +174,12 @@ def _top(scores, chosen, count, kept, WIDE: tl.constexpr):
         low = tl.where(reached >= kept, middle, low)
         high = tl.where(reached >= kept, high, middle - 1)
     least = low.to(tl.int32)
-    above = ordered > least
-    alike = (ordered == least) & (i < count)
-    wanted = kept - tl.sum(above.to(tl.int32), 0)
-    take = above | (alike & (tl.cumsum(alike.to(tl.int32), 0) <= wanted))
+    take = (ordered >= least) & (i < count)
+    if enough != kept:
+        # Of equal ones the first.
+        alike = take & (ordered == least)
+        wanted = kept - tl.sum((take & ~alike).to(tl.int32), 0)
+        take = take & (~alike | (tl.cumsum(alike.to(tl.int32), 0) <= wanted))
     place = tl.cumsum(take.to(tl.int32), 0) - 1
     tl.store(chosen + row * kept + place, i, mask=take)
 
@@ -212,12 +233,21 @@ def scored(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> tu
     scores = query.new_empty(B, H, n, m)
     out = None if value is None else query.new_empty(B, H, n, D_V)
     if scores.numel():
+        exact = query.device.type != "cuda"
+        given = (query, key, key if value is None else value)
+        halves = ((t, t) if exact else _split(t) for t in given)
         _scored[triton.cdiv(n, 64), H, B](
-            query, key, key if value is None else value, scores, scores if out is None else out, n, m, scale, D=D,
-            D_V=D_V, K=triton.next_power_of_2(D), K_V=triton.next_power_of_2(D_V), GROUP=H // H_kv, N=64, M=64,
-            VALUE=value is not None, EXACT=query.device.type != "cuda", num_warps=4, num_stages=2,
+            *(t for pair in halves for t in pair), scores, scores if out is None else out, n, m, scale, D=D, D_V=D_V,
+            K=triton.next_power_of_2(D), K_V=triton.next_power_of_2(D_V), GROUP=H // H_kv, N=64, M=64,
+            VALUE=value is not None, EXACT=exact, num_warps=4, num_stages=2,
         )  # fmt: skip
     return scores, out
+
+
+def _split(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as halves of bfloat16, see `_halves`."""
+    first = tensor.to(torch.bfloat16)
+    return first, (tensor - first).to(torch.bfloat16)
 
 
 def top(scores: Tensor, kept: int) -> Tensor | None:
