@@ -314,8 +314,8 @@ def _show(page: int, as_json: bool) -> None:
              "date": one.date}
             for one in held
         ]  # fmt: skip
-        kept = {"format": FORMAT, "measurements": [row.plain() for row in rows]}
-        show_json({"store": str(store.path), **kept, "page": page, "pages": pages, "quarantined": quarantined})
+        shown = {"format": FORMAT, "measurements": [row.plain() for row in rows]}
+        show_json({"store": str(store.path), **shown, "page": page, "pages": pages, "quarantined": quarantined})
         return
     console = screen()
     console.print(title("Measurements", str(store.path)))

@@ -20,7 +20,8 @@ _Way = Literal["", "crop", "split", "drop", "pad"]
 
 
 def _way(request: AttentionRequest) -> _Way:
-    if request.family != "dense" or request.zero_size or request.tree or request.transform:
+    dense = request.family == "dense" and not request.segments  # which are of all queries and keys
+    if not dense or request.zero_size or request.tree or request.transform:
         return ""
     fewer = request.s_relation in ("one", "fewer")
     if request.causal == "top_left":

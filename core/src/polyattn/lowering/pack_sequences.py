@@ -28,7 +28,7 @@ class PackSequences(Lowering):
     fields = frozenset({"family"})
 
     def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
-        if request.family != "dense" or request.transform or request.tree:
+        if request.family != "dense" or request.transform or request.tree or request.segments:
             return
         # A packed call knows equal lengths, one query, and any mixture, which is called more.
         relation = request.s_relation if request.s_relation in ("equal", "one") else "more"

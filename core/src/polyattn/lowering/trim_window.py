@@ -46,7 +46,7 @@ class TrimWindow(Lowering):
         # Blocks of chunked attention count from the first key, so that one stays.
         if left == right == -1 or request.chunk or request.tree or request.transform or request.zero_size:
             return
-        if request.kv_parts:  # a window has no meaning across them
+        if request.kv_parts or request.segments:  # a window has no meaning across parts, and segments are of all keys
             return
         # A view of the last keys may start between two boundaries.
         misaligned = request.misaligned or (request.family == "dense" and _trims(request) and odd_rows(request))
