@@ -81,10 +81,14 @@ def _choices(request: AttentionRequest, policy: Policy, epoch: int) -> tuple[_Wh
     said: Said = {}
     by_rule = select(request, catalogue(), dataclasses.replace(policy, tuned=()), said=said)
     led: list[_Found] = []
+    decided: dict[Any, _Who] = {}  # of many lengths few have another order
     for one in found:
         reach = "" if one.kin is None else repr((one.kin.off, one.kin.batch))
-        who = select(request, catalogue(), policy_of(policy, request, one), said=said)
-        led.append((one.lengths, reach, _served(who)))
+        order = tuple(one.costs(recorded=bool(request.graph_capture)))
+        key = (order, *one.by.items(), *(() if one.kin is None else one.kin.fields.items()))
+        if key not in decided:
+            decided[key] = _served(select(request, catalogue(), policy_of(policy, request, one), said=said))
+        led.append((one.lengths, reach, decided[key]))
     return _served(by_rule), tuple(led)
 
 
