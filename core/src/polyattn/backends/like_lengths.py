@@ -1,0 +1,160 @@
+"""Sequences with one query each are attended together where their keys are about as many: one gather and one SDPA call
+instead of one for each.
+
+Sequences of unlike length stay apart, so that little is gathered for nothing; and what is gathered at once is bounded,
+so that SDPA finds it in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..adapters import split_kv
+from ..contract import AttentionRequest
+from ..semantics.masks import additive
+from ..semantics.paged_kv import Slots, by_number
+from .gathered_sdpa import GatheredSDPA
+
+__all__ = ["Group", "attend_group", "groups_of", "may_be_grouped"]
+
+PADDED = 4 / 3
+"""The most columns of a group over the keys of its shortest sequence, from `FEW` columns on."""
+FEW = 64
+MOST = 2**20
+"""Numbers of keys and values gathered at once, where one sequence has no more."""
+
+Workspace = Callable[[str, int], Tensor]
+"""As `Slot.workspace`."""
+
+
+class Group(NamedTuple):
+    """Sequences of about one length.
+
+    Attributes:
+        sequences: of the call, in any order. tokens: int64 [n], their queries; None = those are all of the call, in
+            its order.
+        slots: int64 [n, columns], page * page_size + place: of a key that is seen where a column holds none.
+        mask: additive [n, 1, 1, columns], None = all columns are seen.
+        memory: for each cache where its rows are gathered, [n * columns, ...]. rows: the same as keys [n, H_kv,
+            columns, D] and values [n, H_kv, columns, D_v]. Both are empty where new memory is taken.
+    """
+
+    sequences: list[int]
+    tokens: Tensor | None
+    slots: Tensor
+    mask: Tensor | None
+    memory: list[Tensor]
+    rows: list[Tensor]
+
+
+def may_be_grouped(request: AttentionRequest) -> bool:
+    """Return whether sequences with one query may be attended together: their keys are in the cache, nothing but
+    lengths and a window says which are seen, and the batch may change the last bits."""
+    saved = request.save_kv_cache is not False
+    return saved and request.mask == "none" and not (request.chunk or request.tree or request.batch_invariant)
+
+
+def groups_of(
+    request: AttentionRequest,
+    single: Sequence[int],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    page_table: Tensor,
+    workspace: Workspace | None,
+) -> list[Group]:
+    """Group the sequences `single` of a call, which have one query and at least one key.
+
+    Args:
+        starts: the first query of each sequence. lengths: keys of each. page_table: int32 [N, max_pages].
+        workspace: memory that the groups share, None = there is none.
+    """
+    found, device = [], page_table.device
+    one = request.kv_heads * sum(request.dims)
+    for members in _alike(single, lengths, max(MOST // one, 1)):
+        every = len(members) == len(lengths) == starts[-1]
+        if every:
+            members.sort()
+        tokens = None if every else torch.tensor([starts[n] for n in members], device=device)
+        pages = page_table if every else page_table[torch.tensor(members, device=device)]
+        slots, mask = _columns(request, [lengths[n] for n in members], pages)
+        found.append(Group(members, tokens, slots, mask, *_memory(request, slots, workspace)))
+    return found
+
+
+def _alike(single: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """The sequences, longest first, `most` keys at a time."""
+    members: list[int] = []
+    columns = 0
+    for n in sorted(single, key=lengths.__getitem__, reverse=True):
+        if members and ((len(members) + 1) * columns > most or columns > max(lengths[n] * PADDED, FEW)):
+            yield members
+            members = []
+        columns = columns if members else lengths[n]
+        members.append(n)
+    if members:
+        yield members
+
+
+def _columns(request: AttentionRequest, lengths: list[int], pages: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The slots and the mask of a group. pages: int32 [n, max_pages]."""
+    size, left, columns, device = request.page_size, request.window[0], max(lengths), pages.device
+    slots = pages[:, : -(-columns // size), None].long() * size + torch.arange(size, device=device)
+    slots = slots.flatten(1)[:, :columns].contiguous()
+    windowed = 0 <= left < columns - 1
+    if not windowed and min(lengths) == columns:
+        return slots, None
+    column, ends = torch.arange(columns, device=device), torch.tensor(lengths, device=device)[:, None]
+    seen = column < ends
+    if windowed:
+        seen = seen & (column >= ends - 1 - left)
+    # Pages past the end, and before a window, may be another's and hold anything.
+    return slots.where(seen, slots.gather(1, ends - 1)), additive(seen[:, None, None], getattr(torch, request.dtype))
+
+
+def _memory(request: AttentionRequest, slots: Tensor, workspace: Workspace | None) -> tuple[list[Tensor], list[Tensor]]:
+    if workspace is None or request.kv_layout == "HND":
+        return [], []
+    dtype, memory, rows, (n, columns) = getattr(torch, request.dtype), [], [], slots.shape
+    for i, width in enumerate(request.dims if request.family == "paged" else request.dims[:1]):
+        numbers = n * columns * request.kv_heads * width
+        # Twice as much at a time, not for each new key.
+        room = workspace(f"gathered {i}", dtype.itemsize << (numbers - 1).bit_length()).view(dtype)[:numbers]
+        rows.append(room.view(n, columns, request.kv_heads, width).transpose(1, 2))
+        memory.append(room.view(n * columns, *(() if request.family == "mla" else (request.kv_heads,)), width))
+    return memory, rows if request.family == "paged" else [rows[0], rows[0][..., : request.dims[1]]]
+
+
+def _gathered(request: AttentionRequest, caches: Sequence[Tensor], group: Group, dtype: torch.dtype) -> list[Tensor]:
+    """Keys [n, H_kv, columns, D] and values [n, H_kv, columns, D_v]."""
+    for cache, memory in zip(caches, group.memory, strict=False):
+        if (tokens := by_number(cache)) is None:
+            break
+        torch.index_select(tokens, 0, group.slots.view(-1), out=memory)
+    else:
+        if group.rows:
+            return group.rows
+    size, slots = request.page_size, group.slots
+    places = Slots(slots // size, slots % size, None, slots)
+    return [rows.transpose(1, 2) for rows in split_kv(request, caches, places, dtype)]
+
+
+def attend_group(
+    request: AttentionRequest, attend: GatheredSDPA, query: Tensor, caches: Sequence[Tensor], group: Group
+) -> tuple[Tensor, Tensor | None]:
+    """Attend one group.
+
+    Args:
+        query: [T_q, H_q, D], all of the call.
+
+    Returns:
+        (out [n, H_q, D_v], lse [n, H_q] or None).
+    """
+    own = query if group.tokens is None else query.index_select(0, group.tokens)
+    keys, values = _gathered(request, caches, group, query.dtype)
+    folded = torch.unflatten(own, 1, (request.kv_heads, request.group))
+    out, lse = attend.folded(folded, keys, values, group.mask)
+    return out.flatten(1, 2), None if lse is None else lse.flatten(1, 2)
