@@ -37,7 +37,7 @@ class Group(NamedTuple):
     Attributes:
         sequences: of the call, in any order. tokens: int64 [n], their queries; None = those are all of the call, in
             its order.
-        slots: int64 [n, columns], page * page_size + place: of a key that is seen where a column holds none.
+        slots: [n, columns], by number: of a key that is seen where a column holds none.
         mask: additive [n, 1, 1, columns], None = all columns are seen.
         memory: for each cache where its rows are gathered, [n * columns, ...]. rows: the same as keys [n, H_kv,
             columns, D] and values [n, H_kv, columns, D_v]. Both are empty where new memory is taken.
@@ -45,7 +45,7 @@ class Group(NamedTuple):
 
     sequences: list[int]
     tokens: Tensor | None
-    slots: Tensor
+    slots: Slots
     mask: Tensor | None
     memory: list[Tensor]
     rows: list[Tensor]
@@ -81,7 +81,8 @@ def groups_of(
         tokens = None if every else torch.tensor([starts[n] for n in members], device=device)
         pages = page_table if every else page_table[torch.tensor(members, device=device)]
         slots, mask = _columns(request, [lengths[n] for n in members], pages)
-        found.append(Group(members, tokens, slots, mask, *_memory(request, slots, workspace)))
+        places = Slots.numbered(slots, request.page_size)
+        found.append(Group(members, tokens, places, mask, *_memory(request, slots, workspace)))
     return found
 
 
@@ -130,16 +131,15 @@ def _memory(request: AttentionRequest, slots: Tensor, workspace: Workspace | Non
 
 def _gathered(request: AttentionRequest, caches: Sequence[Tensor], group: Group, dtype: torch.dtype) -> list[Tensor]:
     """Keys [n, H_kv, columns, D] and values [n, H_kv, columns, D_v]."""
-    for cache, memory in zip(caches, group.memory, strict=False):
-        if (tokens := by_number(cache)) is None:
-            break
-        torch.index_select(tokens, 0, group.slots.view(-1), out=memory)
-    else:
-        if group.rows:
+    if group.slots.flat is not None and group.memory:
+        index = group.slots.flat.view(-1)
+        for cache, memory in zip(caches, group.memory, strict=True):
+            if (tokens := by_number(cache)) is None:
+                break
+            torch.index_select(tokens, 0, index, out=memory)
+        else:
             return group.rows
-    size, slots = request.page_size, group.slots
-    places = Slots(slots // size, slots % size, None, slots)
-    return [rows.transpose(1, 2) for rows in split_kv(request, caches, places, dtype)]
+    return [rows.transpose(1, 2) for rows in split_kv(request, caches, group.slots, dtype)]
 
 
 def attend_group(

@@ -85,8 +85,7 @@ class _NativeSession:
             return
         self._planned = _planned(self._request, self._starts, self._lengths, step.page_table, self._workspace)
         if self._request.save_kv_cache:
-            size = self._request.page_size
-            self._new = Slots(step.slots // size, step.slots % size, None, step.slots)
+            self._new = Slots.numbered(step.slots, self._request.page_size)
 
     def forward(
         self,
@@ -163,7 +162,8 @@ def _sequence_of(
     # Keys before the window of the first query are seen by nobody.
     first = max(keys - (span.stop - span.start) - left, 0) if left >= 0 and not request.chunk else 0
     token = torch.arange(first, keys, device=page_table.device)
-    return _Sequence(n, span, keys, first, Slots(page_table[n][token // size].long(), token % size, None))
+    slots = page_table[n][token // size].long() * size + token % size
+    return _Sequence(n, span, keys, first, Slots.numbered(slots, size))
 
 
 def _attend(

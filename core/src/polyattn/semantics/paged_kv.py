@@ -7,6 +7,8 @@ device graph.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -49,18 +51,36 @@ class Tokens:
         return Slots(page.where(self.real, 0), (self.position % page_size).where(self.real, 0), self.real)
 
 
-@dataclasses.dataclass(frozen=True)
 class Slots:
     """Places of tokens: page and place in it, int64 [T]. Both are 0 where `real`, bool [T], is not; None: all are.
 
     Attributes:
-        flat: page * page_size + place, where whoever made this has it: one number finds a row faster than two.
+        flat: page * page_size + place, int64 [T], where that is known: one number finds a row faster than two.
     """
 
-    page: Tensor
-    place: Tensor
-    real: Tensor | None
-    flat: Tensor | None = None
+    def __init__(self, page: Tensor, place: Tensor, real: Tensor | None) -> None:
+        self.real = real
+        self.flat: Tensor | None = None
+        self._made: Callable[[], tuple[Tensor, Tensor]] = lambda: (page, place)
+
+    @classmethod
+    def numbered(cls, flat: Tensor, page_size: int) -> Slots:
+        """Make them from numbers of tokens [T], all of them real."""
+        found = cls(flat, flat, None)
+        found.flat, found._made = flat, lambda: (flat // page_size, flat % page_size)
+        return found
+
+    @functools.cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        return self._made()
+
+    @property
+    def page(self) -> Tensor:
+        return self._places[0]
+
+    @property
+    def place(self) -> Tensor:
+        return self._places[1]
 
 
 class Pool:
@@ -90,11 +110,12 @@ class Pool:
             return None
         return self._by_token(self._scale)[slots.page, slots.place] if self._per_token else self._scale.reshape(-1, 1)
 
-    def _numbered(self, slots: Slots) -> tuple[Tensor, Tensor] | None:
-        """([tokens, H_kv, ...], int64 [T]): the cache by numbers of tokens, where they follow each other in memory."""
+    def _numbered(self, slots: Slots) -> tuple[Tensor, Tensor, torch.Size] | None:
+        """([tokens, H_kv, ...], int64 [T], their shape): the cache by numbers of tokens, where they follow each other
+        in memory."""
         if slots.flat is None or self._head_axis == 1 or (cache := by_number(self.cache)) is None:
             return None
-        return cache.unsqueeze(1) if cache.ndim == 2 else cache, slots.flat.reshape(-1)
+        return cache.unsqueeze(1) if cache.ndim == 2 else cache, slots.flat.reshape(-1), slots.flat.shape
 
     def pages(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Real values of pages [M] in the layout of the cache: [M, ...]."""
@@ -108,7 +129,7 @@ class Pool:
             return real(stored(new, scale, self.cache.dtype), scale, dtype)
         if (numbered := self._numbered(slots)) is None:
             return self._real(self._by_token(self.cache)[slots.page, slots.place], scale, dtype)
-        return self._real(torch.unflatten(numbered[0].index_select(0, numbered[1]), 0, slots.page.shape), scale, dtype)
+        return self._real(torch.unflatten(numbered[0].index_select(0, numbered[1]), 0, numbered[2]), scale, dtype)
 
     def write(self, slots: Slots, new: Tensor) -> None:
         """Store rows [T, H_kv, D]; those of tokens that are not real are not written."""

@@ -137,5 +137,5 @@ def _attend(
             f"{asked_by(module, None)} was called under attn_implementation={SERVING!r} outside a step: that name is "
             f"for CausalLMRunner alone, which sets it while a step runs; give the model 'polyattn' or another one"
         )
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return step.backend.forward(q, k, v, step.runner.modules[module])[None]
+    q, k, v = query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
+    return step.backend.forward(q, k, v, step.runner.modules[module]).unsqueeze(0)
