@@ -19,7 +19,7 @@ from ..semantics.masks import additive
 from ..semantics.paged_kv import Slots, by_number
 from .gathered_sdpa import GatheredSDPA
 
-__all__ = ["Group", "attend_group", "groups_of", "may_be_grouped"]
+__all__ = ["Group", "attend_group", "groups_of", "may_be_grouped", "numbered_caches"]
 
 PADDED = 4 / 3
 """The most columns of a group over the keys of its shortest sequence, from `FEW` columns on."""
@@ -37,7 +37,8 @@ class Group(NamedTuple):
     Attributes:
         sequences: of the call, in any order. tokens: int64 [n], their queries; None = those are all of the call, in
             its order.
-        slots: [n, columns], by number: of a key that is seen where a column holds none.
+        places: int64 [n * columns], numbers of tokens: of a key that is seen where a column holds none.
+        slots: the same, [n, columns].
         mask: additive [n, 1, 1, columns], None = all columns are seen.
         memory: for each cache where its rows are gathered, [n * columns, ...]. rows: the same as keys [n, H_kv,
             columns, D] and values [n, H_kv, columns, D_v]. Both are empty where new memory is taken.
@@ -45,6 +46,7 @@ class Group(NamedTuple):
 
     sequences: list[int]
     tokens: Tensor | None
+    places: Tensor
     slots: Slots
     mask: Tensor | None
     memory: list[Tensor]
@@ -81,15 +83,18 @@ def groups_of(
         tokens = None if every else torch.tensor([starts[n] for n in members], device=device)
         pages = page_table if every else page_table[torch.tensor(members, device=device)]
         slots, mask = _columns(request, [lengths[n] for n in members], pages)
-        places = Slots.numbered(slots, request.page_size)
-        found.append(Group(members, tokens, places, mask, *_memory(request, slots, workspace)))
+        numbers = Slots.numbered(slots, request.page_size)
+        found.append(Group(members, tokens, slots.view(-1), numbers, mask, *_memory(request, slots, workspace)))
     return found
 
 
 def _alike(single: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:
     """The sequences, longest first, `most` keys at a time."""
+    columns = max(lengths[n] for n in single)
+    if len(single) * columns <= most and columns <= max(min(lengths[n] for n in single) * PADDED, FEW):
+        yield list(single)
+        return
     members: list[int] = []
-    columns = 0
     for n in sorted(single, key=lengths.__getitem__, reverse=True):
         if members and ((len(members) + 1) * columns > most or columns > max(lengths[n] * PADDED, FEW)):
             yield members
@@ -120,41 +125,46 @@ def _memory(request: AttentionRequest, slots: Tensor, workspace: Workspace | Non
     if workspace is None or request.kv_layout == "HND":
         return [], []
     dtype, memory, rows, (n, columns) = getattr(torch, request.dtype), [], [], slots.shape
-    for i, width in enumerate(request.dims if request.family == "paged" else request.dims[:1]):
-        numbers = n * columns * request.kv_heads * width
+    heads = (request.kv_heads,) if request.family == "paged" else ()
+    for i, width in enumerate(request.dims if heads else request.dims[:1]):
+        row = request.kv_heads * width
         # Twice as much at a time, not for each new key.
-        room = workspace(f"gathered {i}", dtype.itemsize << (numbers - 1).bit_length()).view(dtype)[:numbers]
-        rows.append(room.view(n, columns, request.kv_heads, width).transpose(1, 2))
-        memory.append(room.view(n * columns, *(() if request.family == "mla" else (request.kv_heads,)), width))
-    return memory, rows if request.family == "paged" else [rows[0], rows[0][..., : request.dims[1]]]
+        room = workspace(f"gathered {i}", dtype.itemsize << (n * columns * row - 1).bit_length()).view(dtype)
+        memory.append(room.as_strided((n * columns, *heads, width), (row, width, 1) if heads else (row, 1)))
+        rows.append(room.as_strided((n, request.kv_heads, columns, width), (columns * row, width, row, 1)))
+    return memory, rows if heads else [rows[0], rows[0][..., : request.dims[1]]]
 
 
-def _gathered(request: AttentionRequest, caches: Sequence[Tensor], group: Group, dtype: torch.dtype) -> list[Tensor]:
-    """Keys [n, H_kv, columns, D] and values [n, H_kv, columns, D_v]."""
-    if group.slots.flat is not None and group.memory:
-        index = group.slots.flat.view(-1)
-        for cache, memory in zip(caches, group.memory, strict=True):
-            if (tokens := by_number(cache)) is None:
-                break
-            torch.index_select(tokens, 0, index, out=memory)
-        else:
-            return group.rows
-    return [rows.transpose(1, 2) for rows in split_kv(request, caches, group.slots, dtype)]
+def numbered_caches(request: AttentionRequest, caches: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return the caches as [tokens, ...], None where the tokens of one do not follow each other in memory."""
+    found = [] if request.kv_layout == "HND" else [by_number(cache) for cache in caches]
+    known = [cache for cache in found if cache is not None]
+    return known if len(known) == len(caches) else None
 
 
 def attend_group(
-    request: AttentionRequest, attend: GatheredSDPA, query: Tensor, caches: Sequence[Tensor], group: Group
+    request: AttentionRequest,
+    attend: GatheredSDPA,
+    query: Tensor,
+    caches: Sequence[Tensor],
+    numbered: Sequence[Tensor] | None,
+    group: Group,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend one group.
 
     Args:
-        query: [T_q, H_q, D], all of the call.
+        query: [T_q, H_q, D], all of the call. numbered: as `numbered_caches` finds them.
 
     Returns:
         (out [n, H_q, D_v], lse [n, H_q] or None).
     """
     own = query if group.tokens is None else query.index_select(0, group.tokens)
-    keys, values = _gathered(request, caches, group, query.dtype)
+    if group.memory and numbered is not None:
+        for cache, memory in zip(numbered, group.memory, strict=True):
+            torch.index_select(cache, 0, group.places, out=memory)
+        keys, values = group.rows
+    else:
+        keys, values = (rows.transpose(1, 2) for rows in split_kv(request, caches, group.slots, query.dtype))
     folded = torch.unflatten(own, 1, (request.kv_heads, request.group))
     out, lse = attend.folded(folded, keys, values, group.mask)
     return out.flatten(1, 2), None if lse is None else lse.flatten(1, 2)

@@ -20,7 +20,7 @@ from ..semantics.masks import combined
 from ..semantics.paged_kv import Slots, Tokens
 from ..semantics.reference import visible
 from .gathered_sdpa import GatheredSDPA
-from .like_lengths import Group, Workspace, attend_group, groups_of, may_be_grouped
+from .like_lengths import Group, Workspace, attend_group, groups_of, may_be_grouped, numbered_caches
 
 __all__ = ["PagedTorchNative"]
 
@@ -74,7 +74,9 @@ class _NativeSession:
         self._lengths: list[int] = []
         self._planned = _Planned([], [], None)
         self._new: Slots | None = None
+        self._slots: Tensor
         self._workspace = slot.workspace
+        self._numbered: dict[int, tuple[Tensor, list[Tensor] | None]] = {}
 
     def plan(self, step: Any) -> None:
         if self._alone is None:
@@ -85,7 +87,8 @@ class _NativeSession:
             return
         self._planned = _planned(self._request, self._starts, self._lengths, step.page_table, self._workspace)
         if self._request.save_kv_cache:
-            self._new = Slots.numbered(step.slots, self._request.page_size)
+            self._slots = step.slots
+            self._new = Slots.numbered(self._slots, self._request.page_size)
 
     def forward(
         self,
@@ -104,11 +107,23 @@ class _NativeSession:
             return self._alone(
                 query, *caches, tables=tables, key=key, value=value, attn_mask=attn_mask, sinks=sinks, out=out
             )
+        known = self._numbered.get(id(caches[0]))
+        numbered = self._number(caches) if known is None else known[1]
         if self._new is not None and key is not None:
-            write_new_kv(self._request, caches, self._new, (key, value))
+            if numbered is None or value is None:
+                write_new_kv(self._request, caches, self._new, (key, value))
+            else:
+                numbered[0].index_copy_(0, self._slots, key)
+                numbered[1].index_copy_(0, self._slots, value)
             key = value = None
         new = key, value
-        return _attend(self._request, self._attend, query, caches, self._planned, new, attn_mask, sinks, out)
+        return _attend(self._request, self._attend, query, caches, numbered, self._planned, new, attn_mask, sinks, out)
+
+    def _number(self, caches: tuple[Tensor, ...]) -> list[Tensor] | None:
+        """The caches of a layer by numbers of tokens, found once; None where tokens do not follow each other."""
+        found = numbered_caches(self._request, caches)
+        self._numbered[id(caches[0])] = caches[0], found  # which keeps the id its own
+        return found
 
 
 def _forward(
@@ -133,7 +148,8 @@ def _forward(
     # One copy to the host, not one for each sequence; none where the caller has them there.
     starts, lengths = tables.listed("cu_seqlens_q"), tables.listed("seq_lens")
     planned = _planned(request, starts, lengths, tables.page_table, None)
-    return _attend(request, attend, query, caches, planned, (key, value), attn_mask, sinks, out)
+    numbered = numbered_caches(request, caches)
+    return _attend(request, attend, query, caches, numbered, planned, (key, value), attn_mask, sinks, out)
 
 
 def _planned(
@@ -171,13 +187,14 @@ def _attend(
     attend: GatheredSDPA,
     query: Tensor,
     caches: tuple[Tensor, ...],
+    numbered: list[Tensor] | None,
     planned: _Planned,
     new: tuple[Tensor | None, Tensor | None],
     attn_mask: Tensor | None,
     sinks: Tensor | None,
     out: Tensor | None,
 ) -> Any:
-    found = [attend_group(request, attend, query, caches, group) for group in planned.together]
+    found = [attend_group(request, attend, query, caches, numbered, group) for group in planned.together]
     key, value = new
     for sequence in planned.alone:
         queries = query[sequence.span]

@@ -94,16 +94,18 @@ class _Serving:
         runner, options = self.runner, {}
         if keep is not None and runner.picks:
             options["logits_to_keep"] = keep
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(attending(runner.configs, SERVING))
-            if self.latent is not None:
-                self.latent.plan(batch, steps)
-                stack.enter_context(Replacement(list(runner.replaced), self.latent.forward))
+        replaced: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.latent is not None:
+            self.latent.plan(batch, steps)
+            replaced = Replacement(list(runner.replaced), self.latent.forward)
+        with attending(runner.configs, SERVING), replaced:
             token = _step.set(self)
-            stack.callback(_step.reset, token)
-            out: Tensor = runner.model(
-                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
-            ).logits[0]
+            try:
+                out: Tensor = runner.model(
+                    input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
+                ).logits[0]
+            finally:
+                _step.reset(token)
         return out if keep is None or runner.picks else out[keep]
 
 
