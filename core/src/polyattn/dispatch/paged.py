@@ -23,7 +23,8 @@ from ..errors import InvalidInputError
 from ..selection import overrides
 from ..semantics import validation
 from .binding import Asked, device_facts, dtype_name, explained_by, remembered
-from .call_key import Static, backend_name, torch_deterministic
+from .bound_table import SIGNATURES_KEPT
+from .call_key import SITES_KEPT, Static, backend_name, torch_deterministic
 from .device_facts import forward_mode
 
 __all__ = ["mla_attention", "paged_attention"]
@@ -88,7 +89,7 @@ def _static(*given: Any) -> Static:
     return _known_static.__wrapped__(None, None, *given)
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
+@functools.lru_cache(maxsize=SITES_KEPT, typed=True)
 def _known_static(
     left: Any, right: Any, causal: Any, window: Any, softcap: Any, scale: Any, return_lse: Any, deterministic: Any
 ) -> Static:
@@ -102,7 +103,7 @@ def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
     return _known_request(EPOCH.value, static, *facts, **fields)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=SIGNATURES_KEPT)
 def _known_request(
     epoch: int,
     static: Static,

@@ -16,7 +16,7 @@ from ..selection import overrides
 from ..semantics import validation
 from . import call_key
 from .binding import Asked, Chosen, choose, explained_by
-from .bound_table import BoundTable
+from .bound_table import BoundTable, Recent
 from .compile.facts import counted
 from .compile.symbolic import recorded_call
 from .compile.trace import trace_varlen
@@ -107,7 +107,7 @@ def varlen_request(
     return AttentionRequest(family="varlen", s_relation=_packed_relation(lens), **facts).normalised()  # type: ignore[arg-type]
 
 
-_varlen_sites: dict[Any, VarlenSite] = {}
+_varlen_sites: Recent[Any, VarlenSite] = Recent(call_key.SITES_KEPT)
 
 
 def varlen_attention(
@@ -166,15 +166,13 @@ def varlen_attention(
             static, backend, _scope(), type(causal), type(left), type(right), type(softcap), type(scale),
             type(dropout_p), type(return_lse), type(deterministic),
         )  # fmt: skip
-        site = _varlen_sites.get(name)
+        site = _varlen_sites.get(name) or _varlen_sites.recall(name)
     except (TypeError, ValueError):  # as in `attention`
         name = site = None  # type: ignore[assignment]
     if site is None:
         site = VarlenSite(call_key.Static(*static), backend)
-        if len(_varlen_sites) >= call_key.SITES_KEPT:
-            _varlen_sites.clear()
         if name is not None:
-            _varlen_sites[name] = site
+            _varlen_sites.keep(name, site)
     return site(query, key, value, attn_mask, sinks, out, **lens)
 
 
