@@ -34,6 +34,7 @@ import polyattn
 from polyattn.contract import AttentionRequest, BackendInfo, Bound, PagedTables, Provider, Range, row
 from polyattn.contract.hookspecs import hookimpl
 from polyattn.dispatch.device_facts import device_facts
+from polyattn.registry.device_ops import device_ops
 from polyattn.serving import (
     AttentionBackend,
     AttentionLayer,
@@ -47,7 +48,6 @@ from polyattn.serving import (
     RequestTable,
     Step,
 )
-from polyattn.serving.kv_cache.device_ops import device_ops
 
 HEADS, KV_HEADS, WIDTH, LAYERS, TOKENS, PAGE = 8, 2, 64, 32, 512, 16
 STEPS = PAGE + 1

@@ -147,6 +147,7 @@ OFF = {
     "method": "sta",
     "block_map": True,
     "block_sizes": True,
+    "block_starts": True,
     "block_shape": (64, 64),
     "state_dtype": "bfloat16",
     "state_layout": "KV",

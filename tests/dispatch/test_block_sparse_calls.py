@@ -9,7 +9,7 @@ from torch import Tensor
 
 import polyattn
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
-from polyattn.semantics.block_maps import lists_of
+from polyattn.semantics.block_maps import lists_of, visible_keys
 
 B, S_Q, S_K, H, H_KV, D, D_V = 2, 70, 100, 4, 2, 16, 24
 SHAPE = (16, 32)
@@ -69,6 +69,38 @@ def test_valid_sizes_hide_the_rest_of_a_block(qkv):
     seen = torch.arange(S_K) % 32 < valid.repeat_interleave(32)[:S_K]
     out = polyattn.block_sparse_attention(*qkv, block_map=chosen, block_shape=SHAPE, block_valid=valid)
     torch.testing.assert_close(out, polyattn.attention(*qkv, attn_mask=mask_of(chosen) & seen, backend="reference"))
+
+
+def test_blocks_that_start_anywhere_hold_the_keys_they_say(qkv):
+    starts = torch.tensor([[[40, 0, 70]]], dtype=torch.int32)
+    valid = torch.tensor([[[30, 17, 1]]], dtype=torch.int32)
+    lists = lists_of(torch.rand(B, H, BLOCKS[0], 3) < 0.6)
+    given = {"lists": lists, "block_shape": SHAPE, "block_valid": valid, "block_starts": starts}
+    seen = visible_keys(SHAPE, S_Q, S_K, *lists, block_valid=valid, block_starts=starts)
+    assert not seen[..., 17:40].any()
+    out = polyattn.block_sparse_attention(*qkv, **given)
+    right = polyattn.attention(*qkv, attn_mask=seen, backend="reference")
+    torch.testing.assert_close(out, right)
+    upstream = torch.randn_like(out)
+    for found, wanted in zip(*(torch.autograd.grad(o, qkv, upstream) for o in (out, right)), strict=True):
+        torch.testing.assert_close(found, wanted)
+    compiled = torch.compile(lambda *t: polyattn.block_sparse_attention(*t, **given), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*qkv), right)
+    assert polyattn.explain(polyattn.block_sparse_attention, *qkv, **given).request.block_starts
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "compiled"])
+def test_starts_need_lists_and_sizes(qkv, traced):
+    starts = torch.zeros(1, 1, 1, dtype=torch.int32)
+
+    def call(**given):
+        return polyattn.block_sparse_attention(*qkv, block_shape=SHAPE, block_starts=starts, **given)
+
+    run = torch.compile(call, backend="eager", fullgraph=True) if traced else call
+    with pytest.raises(Exception, match="a map of flags cuts the keys into equal blocks"):
+        run(block_map=flags())
+    with pytest.raises(Exception, match="block_starts without block_valid"):
+        run(lists=lists_of(torch.ones(1, 1, BLOCKS[0], 1, dtype=torch.bool)))
 
 
 def test_heads_first_and_out(qkv):

@@ -226,7 +226,7 @@ def test_opcheck(family: str) -> None:
         q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in qkv())
         seen = block_map()
         lists = (seen.sum(-1, dtype=torch.int32), (~seen).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32))
-        torch.library.opcheck(torch.ops.polyattn.block_sparse.default, (q, k, v, *lists, None, plan))
+        torch.library.opcheck(torch.ops.polyattn.block_sparse.default, (q, k, v, *lists, None, None, plan))
     else:
         tensors = [t.requires_grad_() for t in linear().values()]
         torch.library.opcheck(torch.ops.polyattn.linear.default, (*tensors, None, plan))

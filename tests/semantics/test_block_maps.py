@@ -48,6 +48,51 @@ def test_samples_and_heads_may_have_lists_of_their_own() -> None:
     assert torch.equal(seen[..., ::128].int().argmax(-1)[..., ::64], own[..., 0].long())
 
 
+STARTS = {"block_starts": ints([120, 3], [0, 200])[None], "block_valid": ints([30, 100], [128, 1])[None]}
+LISTS = {"block_counts": counts(2, 1), "block_indices": ints([1, 0], [0, 7]).view(1, 1, 2, 2)}
+
+
+def test_blocks_with_starts_are_where_they_say_for_each_key_head() -> None:
+    check_block_map(QUERY, KEY, SHAPE, **LISTS, **STARTS)
+    seen = visible_keys(SHAPE, 100, 300, **LISTS, **STARTS, group=2)
+    assert seen.shape == (1, 4, 100, 300)
+    expected = torch.zeros_like(seen)
+    expected[:, :2, :, 120:150] = True
+    expected[:, :2, :64, 3:103] = True
+    expected[:, 2:, :, :128] = True
+    expected[:, 2:, :64, 200] = True
+    assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_starts": ints(0, 1)}, "block_starts has the shape (2,); needed is [B|1, H_kv|1, nK]: B=2, H_kv=2"),
+        ({"block_valid": ints(1, 2)}, "block_valid has the shape (2,); needed is [1, 2, 2], the shape of block_starts"),
+        ({"block_starts": ints([-1, 3], [0, 200])[None]}, "block_starts holds -1; each block must lie within the 300"),
+        (
+            {"block_starts": ints([271, 3], [0, 200])[None]},
+            "block_starts holds 271; each block must lie within the 300",
+        ),
+        (
+            {"block_starts": ints([102, 3], [0, 200])[None]},
+            "block_starts: two blocks have the key 102; a key is in one",
+        ),
+        ({"block_valid": ints([30, 129], [0, 1])[None]}, "block_valid holds 129; a block has 0 to 128 valid tokens"),
+        ({"block_indices": ints([1, 2], [0, 7]).view(1, 1, 2, 2)}, "block_indices lists block 2; there are 2 of 128"),
+    ],
+)
+def test_what_is_said_of_starts_that_cannot_be_some(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        check_block_map(QUERY, KEY, SHAPE, **{**LISTS, **STARTS, **changes})
+    assert said in str(caught.value)
+
+
+def test_empty_blocks_and_blocks_that_touch_are_in_nobodys_way() -> None:
+    starts, valid = ints([5, 300, 0]).view(1, 1, 3), ints([10, 0, 5]).view(1, 1, 3)
+    check_block_map(QUERY, KEY, SHAPE, **LISTS, block_starts=starts, block_valid=valid)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -11,6 +11,7 @@ import torch
 
 from polyattn.contract import DeviceOpsInfo
 from polyattn.errors import InvalidInputError, PluginError
+from polyattn.registry import device_ops
 from polyattn.registry.manager import PluginManager, get_manager
 from polyattn.serving import (
     AttentionBackend,
@@ -24,7 +25,6 @@ from polyattn.serving import (
     RequestTable,
     StepBuffers,
 )
-from polyattn.serving.kv_cache import device_ops
 
 LAYERS = [AttentionLayer(0, 2, 1, 16), AttentionLayer(1, 2, 1, 32)]
 SLOTS = torch.tensor([5, 6])
@@ -250,5 +250,5 @@ def test_a_name_belongs_to_one_kernel(tmp_path, monkeypatch):
 
 
 def test_importing_imports_no_torch():
-    code = "import sys, polyattn.serving.kv_cache.device_ops; assert 'torch' not in sys.modules"
+    code = "import sys, polyattn.registry.device_ops; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=1800)

@@ -120,19 +120,20 @@ def dense(width: int, v_width: int, config: dict[str, Any], causal: bool, window
     return compiled(attend, signature, constants | absent, 8 if made.warpgroups == 1 else 4)
 
 
-def listed(width: int, block_q: int, block_k: int, sizes: bool) -> dict[str, Any]:
+def listed(width: int, block_q: int, block_k: int, sizes: bool, packed: bool = False) -> dict[str, Any]:
     """As `hopper.block_sparse.forward` launches it, for bfloat16 with an LSE."""
     from polyattn_triton.hopper import block_sparse
     from polyattn_triton.hopper.listed import attend_listed
 
     config = block_sparse.config_for(width, block_q)
-    unit = min(config.keys, block_k)
-    boxes = {"q": (64, width), "k": (unit, 64), "v": (unit, 64), "o": (64, width)}
+    unit = 16 if packed else min(config.keys, block_k)
+    wide = (4 * unit if packed else unit, 64)
+    boxes = {"q": (64, width), "k": (unit, 64), "v": (unit, 64), "k_four": wide, "v_four": wide, "o": (64, width)}
     signature = {name: described(1, 1, *box) for name, box in boxes.items()}
     signature |= {"lse": "*fp32", "counts": "*i32", "indices": "*i32", "valid": "*i32", "scale": "fp32"}
     constants = {
-        "BLOCK_Q": block_q, "BLOCK_K": block_k, "COUNT": config.keys // unit, "SLOTS": config.slots,
-        "PARTLY": sizes, "APART": config.apart,
+        "BLOCK_Q": block_q, "BLOCK_K": unit if packed else block_k, "COUNT": config.keys // unit,
+        "SLOTS": config.slots, "PARTLY": sizes, "APART": config.apart, "GROUPS": packed,
     }  # fmt: skip
     return compiled(attend_listed, signature, constants | ({} if sizes else {"valid": None}))
 

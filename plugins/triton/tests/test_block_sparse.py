@@ -41,13 +41,20 @@ class Problem(NamedTuple):
     @property
     def map(self) -> dict[str, Any]:
         counts, indices, valid = self.lists[:3]
-        return {"block_counts": counts, "block_indices": indices, "block_valid": valid}
+        lists = {"block_counts": counts, "block_indices": indices, "block_valid": valid}
+        return {**lists, "block_starts": self.lists.starts}
 
     def right(self) -> tuple[Tensor, ...]:
         """out, lse, dquery, dkey, dvalue, from the definition in float64."""
         wide = [t.double().requires_grad_() for t in (self.query, self.key, self.value)]
         s_q, s_k = self.query.shape[2], self.key.shape[2]
-        mask = visible_keys((self.lists.block_q, self.lists.block_k), s_q, s_k, *self.lists[:3])
+        mask = visible_keys(
+            (self.lists.block_q, self.lists.block_k),
+            s_q,
+            s_k,
+            **self.map,
+            group=self.query.shape[1] // self.key.shape[1],
+        )
         mask = mask.expand(*self.query.shape[:2], s_q, s_k)
         out, lse = reference.attention(
             *wide, attn_mask=mask, scale=self.scale, layout="BHSD", return_lse=True, compute_dtype=torch.float64
@@ -59,6 +66,7 @@ class Problem(NamedTuple):
 def made(
     s_q: int, s_k: int, blocks: tuple[int, int] = (64, 64), *, heads: tuple[int, int] = (2, 1), D: int = 64,
     dtype: torch.dtype = FP32, sizes: bool = False, scale: float = 0.125, one_map: bool = False,
+    starts: bool = False,
 ) -> Problem:  # fmt: skip
     draw = torch.Generator().manual_seed(s_q * s_k)
     shapes = ((heads[0], s_q), (heads[1], s_k), (heads[1], s_k), (heads[0], s_q))
@@ -73,7 +81,15 @@ def made(
     valid = (torch.rand(columns, generator=draw) * (blocks[1] + 1)).int() if sizes else None
     if valid is not None:
         valid[0] = 0
-    return Problem(query, key, value, dout, Lists(counts, indices, valid, *blocks), scale)
+    where = None
+    if starts:
+        # Blocks of many sizes, one behind the other with gaps, in an order of each key head.
+        valid = (torch.rand(heads[1], columns, generator=draw) * (blocks[1] + 1)).int()[None]
+        where = (valid + 3).cumsum(-1).int() - valid
+        valid = torch.minimum(valid, (s_k - where).clamp(min=0))
+        order = torch.rand(1, heads[1], columns, generator=draw).argsort(-1)
+        valid, where = valid.gather(-1, order), where.clamp(max=s_k).gather(-1, order)
+    return Problem(query, key, value, dout, Lists(counts, indices, valid, *blocks, where), scale)
 
 
 def error(found: Tensor, right: Tensor) -> float:
@@ -117,6 +133,13 @@ def test_blocks_in_smaller_tiles(sizes: bool) -> None:
     made_here = made(192, 192, (128, 128), sizes=sizes)
     wide = [torch.full((1, t.shape[1], 256, 64), torch.nan)[:, :, :192].copy_(t) for t in made_here[:4]]
     check(Problem(*wide, *made_here[4:]), tiles=Tiles(64, 32, 4, 1))
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+def test_blocks_of_each_head_that_start_anywhere(heads: tuple[int, int], tma: bool) -> None:
+    check(made(100, 250, heads=heads, starts=True), tma=tma)
+    check(made(100, 250, (64, 128), heads=heads, starts=True), tiles=Tiles(32, 32, 4, 1))
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])

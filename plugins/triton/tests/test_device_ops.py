@@ -8,9 +8,9 @@ import types
 import pytest
 import torch
 
+from polyattn.registry import device_ops as registry
+from polyattn.registry.device_ops import device_ops
 from polyattn.serving import AttentionLayer, KVCacheConfig, KVPool
-from polyattn.serving.kv_cache import device_ops as registry
-from polyattn.serving.kv_cache.device_ops import device_ops
 from polyattn_triton import plugin, runtime
 from polyattn_triton.device_ops import DeviceOps
 from polyattn_triton.kernels import launching, write

@@ -47,6 +47,8 @@ LISTED = [
     (128, 128, 128, False),
     (128, 128, 64, True),
     (256, 128, 128, False),
+    (128, 64, 64, False, True),
+    (64, 128, 64, False, True),
 ]
 
 
@@ -56,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "variant" in metafunc.fixturenames:
         metafunc.parametrize("variant", VARIANTS if full else ["96-96", "window and sinks", "no producer"])
     if "listed" in metafunc.fixturenames:
-        some = LISTED if full else LISTED[2:3]
+        some = LISTED if full else LISTED[2:3] + LISTED[-2:-1]
         metafunc.parametrize("listed", some, ids=["-".join(map(str, task)) for task in some])
 
 
@@ -71,7 +73,7 @@ def test_compiles_for_hopper(variant: str) -> None:
     assert overlaps(found["ptx"]) or not config.overlap
 
 
-def test_lists_compile_for_hopper(listed: tuple[int, int, int, bool]) -> None:
+def test_lists_compile_for_hopper(listed: tuple[Any, ...]) -> None:
     found = elsewhere("listed", *listed)
     assert "cp.async.bulk.tensor.4d" in found["ptx"]
     # With query blocks of 64 there are two producers; both are in the place of one warpgroup.
@@ -255,9 +257,11 @@ class Sparse:
     one_map: bool = False
     dtype: torch.dtype = torch.bfloat16
     batch: int = 1
+    packed: bool = False
 
     def __str__(self) -> str:
-        words = (*self.heads, f"{self.S_q}x{self.S_k}", self.width, *self.blocks, self.sizes, self.one_map)
+        kinds = (self.sizes, self.one_map, self.packed)
+        words = (*self.heads, f"{self.S_q}x{self.S_k}", self.width, *self.blocks, *kinds)
         return "-".join(map(str, words))
 
     def check(self, device: str) -> None:
@@ -271,18 +275,32 @@ class Sparse:
         indices = torch.rand(*shape, columns).argsort(-1).int()
         indices[torch.arange(columns) >= counts[..., None]] = 2**31 - 1
         valid = (torch.rand(columns) * (self.blocks[1] + 1)).int() if self.sizes else None
-        maps = [None if x is None else x.to(device) for x in (counts, indices, valid)]
+        starts = None
+        if self.packed:
+            # Blocks of all sizes with gaps between them, in an order of each head.
+            sizes = (torch.rand(self.batch, self.heads[1], columns) * 1.3 * (self.blocks[1] + 1)).int()
+            sizes = sizes.clamp(max=self.blocks[1])
+            starts = (sizes + 3).cumsum(-1).int() - sizes
+            order = torch.rand(starts.shape).argsort(-1)
+            valid = torch.minimum(sizes, (self.S_k - starts).clamp(min=0)).gather(-1, order)
+            starts = starts.clamp(max=self.S_k).gather(-1, order)
+        maps = [None if x is None else x.to(device) for x in (counts, indices, valid, starts)]
         scale = self.width**-0.5
         assert block_sparse.takes(self.dtype, self.width, self.blocks, scale)
 
         def call() -> tuple[Tensor, Tensor]:
             out = torch.full_like(query, float("nan"))
             lse = torch.full(query.shape[:3], float("nan"), device=device)
-            block_sparse.forward(query, key, value, Lists(*maps, *self.blocks), scale=scale, out=out, lse=lse)
+            block_sparse.forward(
+                query, key, value, Lists(*maps[:3], *self.blocks, maps[3]), scale=scale, out=out, lse=lse
+            )
             return out, lse
 
         out, lse = call()
-        mask = visible_keys(self.blocks, self.S_q, self.S_k, *maps).expand(*query.shape[:2], self.S_q, self.S_k)
+        group = self.heads[0] // self.heads[1]
+        mask = visible_keys(self.blocks, self.S_q, self.S_k, *maps, group=group).expand(
+            *query.shape[:2], self.S_q, self.S_k
+        )
         tensors = (x.double() for x in (query, key, value))
         wanted, wanted_lse = attention(*tensors, attn_mask=mask, layout="BHSD", return_lse=True)
         assert float((out - wanted).norm() / wanted.norm().clamp(min=1e-9)) < RELATIVE_L2[self.dtype]
@@ -298,6 +316,9 @@ class Sparse:
         Sparse((2, 1), 192, 200, 128, (128, 64), sizes=True),
         Sparse((2, 1), 130, 192, 128, (128, 128)),
         Sparse((1, 1), 1, 130, 256, (128, 128)),
+        Sparse((4, 2), 100, 400, 64, (64, 64), packed=True, batch=2),
+        Sparse((2, 2), 70, 500, 128, (128, 128), packed=True),
+        Sparse((2, 2), 70, 300, 256, (128, 64), packed=True, one_map=True),
     ],
     ids=str,
 )
@@ -316,6 +337,11 @@ def test_lists_emulated(case: Sparse, emulated: None) -> None:
         Sparse((16, 8), 2048, 2048, 128, (128, 128)),
         Sparse((4, 4), 1100, 700, 128, (128, 64), sizes=True),
         Sparse((4, 4), 1100, 700, 256, (128, 128), sizes=True),
+        Sparse((4, 2), 1100, 1700, 128, (64, 64), packed=True, batch=2),
+        Sparse((4, 4), 700, 1100, 128, (128, 64), packed=True, dtype=HALF),
+        Sparse((4, 4), 700, 1100, 64, (64, 128), packed=True, one_map=True),
+        Sparse((4, 1), 700, 1100, 64, (128, 128), packed=True),
+        Sparse((4, 2), 700, 1100, 256, (128, 64), packed=True),
     ],
     ids=str,
 )

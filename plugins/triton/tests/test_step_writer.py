@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from polyattn.contract import DeviceOpsInfo
+from polyattn.registry import device_ops as registry
 from polyattn.registry.manager import get_manager
 from polyattn.serving import DraftTree, ForwardBatch, ForwardMode, StepBuffers
-from polyattn.serving.kv_cache import device_ops as registry
 from polyattn_triton import runtime
 from polyattn_triton.kernels import metadata
 

@@ -151,6 +151,7 @@ SPELLINGS: Mapping[str, Spelling] = {
     ),
     "block_map": Spelling(usual="given for block_sparse", panel=BLOCKS),
     "block_sizes": Spelling(panel=BLOCKS),
+    "block_starts": Spelling(panel=BLOCKS),
     "block_shape": Spelling(
         help="Tokens of a block.",
         metavar="BLOCK_Q,BLOCK_K",

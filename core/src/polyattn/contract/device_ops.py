@@ -1,4 +1,4 @@
-"""What a plugin's class for serving on a device looks like: kernels that write rows of a cache, and a step's tables.
+"""What a plugin's classes of device ops look like: kernels of serving (`DeviceOps`) and of methods (`BlockOps`).
 
 `DeviceOpsInfo.target` names such a class. Core's own torch operators do the same wherever nobody brings kernels.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["WRITTEN", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter"]
+__all__ = ["WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter"]
 
 WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
 """Views of a `Step` that a `StepWriter` writes beside its page_table and seq_lens."""
@@ -89,3 +89,85 @@ class StepWriter(Protocol):
     def writer(self, tables: StepTables) -> Callable[[], None]:
         """Writes all of it on the current stream, at every call: the tensors stay where they are, what is in them
         changes."""
+
+
+class BlockOps(Protocol):
+    """Moves tokens in blocks, for methods. Made once for a process; nothing in it waits for the device.
+
+    `blocks` is (order, starts, sizes), int32 [N], [n] and [n]: block i has the tokens
+    order[starts[i] : starts[i] + sizes[i]], at most `block` of them; blocks meet no token twice. D is any width.
+    """
+
+    name: str
+
+    def gather(
+        self, tensor: Tensor, blocks: tuple[Tensor, Tensor, Tensor], block: int, *, filled: bool, means: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Brings tokens together.
+
+        Args:
+            tensor: [B, H, S, D], any strides. filled: each block takes `block` rows, zeros behind its own; else they
+                lie where `starts` says. means: wanted.
+
+        Returns:
+            (rows, contiguous, [B, H, n * block, D] filled, else [B, H, N, D]; means float32 [B, H, n, D] or None).
+        """
+
+    def scatter(
+        self,
+        rows: Tensor,
+        places: Tensor,
+        *,
+        gate: Tensor | None = None,
+        coarse: Tensor | None = None,
+        owners: Tensor | None = None,
+    ) -> Tensor:
+        """Brings rows back to their tokens, and adds what is one row for a block.
+
+        Args:
+            rows: [B, H, R, D], contiguous. places: int32 [S], the row of each token, -1 = zeros.
+            coarse: float32 [B, H, n, D], contiguous. owners: int32 [S], the block of each token. gate: [B, H, S, D] of
+                any strides, 0 too: its weight. All three or none.
+
+        Returns:
+            rows[places] + gate * coarse[owners], [B, S, H, D] of the rows' dtype.
+        """
+
+    def scored(self, query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Attention of one mean to all, with its scores.
+
+        Args:
+            query: float32 [B, H_q, n, D]; key: [B, H_kv, m, D]; value: [B, H_kv, m, D_v] or None; contiguous.
+
+        Returns:
+            (scale * query key^T, float32 [B, H_q, n, m]; softmax of it times value, float32 [B, H_q, n, D_v], or None).
+            Products are as exact as float32 allows.
+        """
+
+    def top(self, scores: Tensor, kept: int) -> Tensor | None:
+        """int32 [..., kept]: where the highest of float32 [..., m] are, ascending; of equal ones the first. None: too
+        many for this kernel."""
+
+    def pooled(self, tensor: Tensor, block: int) -> Tensor | None:
+        """float32 [B, H, ceil(S / block), D]: means of `block` tokens at a time, of fewer at the end, of [B, H, S, D].
+        None: not for this size of blocks."""
+
+    def linear_sums(self, key: Tensor, value: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:
+        """The sums of a linear branch.
+
+        Args:
+            key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v]. feature_map: phi of a row: softmax, elu (+ 1) or relu.
+
+        Returns:
+            (sum of phi(key)^T value, float32 [B, H_kv, D, D_v]; sum of phi(key), float32 [B, H_kv, D]).
+        """
+
+    def linear_add(
+        self, query: Tensor, state: Tensor, total: Tensor, bias: Tensor | None, base: Tensor, feature_map: str,
+        epsilon: float,
+    ) -> Tensor:  # fmt: skip
+        """base + phi(query) state / (phi(query) total + epsilon) + bias, [B, H_q, S, D_v], like `base`.
+
+        Args:
+            query: [B, H_q, S, D]. state, total: as of `linear_sums`. bias: [D_v] or None. base: [B, H_q, S, D_v].
+        """

@@ -188,7 +188,10 @@ _SPECS = (
     FamilySpec(
         "block_sparse",
         _QKV,
-        (Argument("block_counts"), Argument("block_indices"), Argument("block_valid", "optional")),
+        (
+            *(Argument("block_counts"), Argument("block_indices")),
+            *(Argument("block_valid", "optional"), Argument("block_starts", "optional")),
+        ),
         layouts=("BHSD",),
         extent=_by_layout,
         forward="BlockSparseForward",

@@ -97,11 +97,11 @@ class PolyattnSpecs:
 
     @hookspec
     def polyattn_register_device_ops(self) -> Iterable[DeviceOpsInfo]:
-        """Announce kernels for what serving does on a device beside attention: writing rows of a cache, and the tables
-        of a step.
+        """Announce kernels for what is done on a device beside attention: serving writes rows of a cache and the tables
+        of a step, methods move tokens in blocks.
 
         Called once per process, right after the tunables. Return records only; `DeviceOpsInfo.target` is imported
-        when the first pool is made on such a device. Without any, core's torch operators serve.
+        when somebody on such a device asks. Without any, core's torch operators serve.
 
         Example:
             >>> @hookimpl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ConfigError, InvalidInputError, did_you_mean
 
@@ -18,18 +18,20 @@ Choices = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class DeviceOpsInfo:
-    """Kernels that write caches and the tables of steps on one kind of device (`DeviceOps`).
+    """Kernels for one kind of device beside attention: those of serving (`DeviceOps`), or of methods (`BlockOps`).
 
     Attributes:
         device_type: of torch: cuda (ROCm too), xpu, ...
-        target: "package.module:Class" of a `DeviceOps`, imported when the first pool is made on such a device.
+        target: "package.module:Class" of a `DeviceOps` or `BlockOps`, imported when somebody on such a device asks.
         requires: distributions without which it is not imported. rank: the lowest of those that can serve does.
+        area: serving = a `DeviceOps`, methods = a `BlockOps`.
     """
 
     device_type: str
     target: str
     requires: tuple[str, ...] = ()
     rank: int = 100
+    area: Literal["serving", "methods"] = "serving"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -289,6 +289,7 @@ class BlockSparseForward(Protocol):
         block_counts: Tensor,
         block_indices: Tensor,
         block_valid: Tensor | None = None,
+        block_starts: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
@@ -299,6 +300,8 @@ class BlockSparseForward(Protocol):
             block_indices: int32 [B|1, H_q|1, nQ, max], their numbers, none twice; entries past the count are ignored
                 and may hold anything.
             block_valid: int32 [nK], valid tokens of each key block, its first; None = all.
+            block_starts: int32 [B|1, H_kv|1, nK], the first key of each block, for rows that declare `block_starts`:
+                block_valid has its shape then, nK is free, and no key is in two blocks. None = the blocks cut S_k.
             out: [B, H_q, S_q, D_v].
 
         Returns:
@@ -313,7 +316,7 @@ class BlockSparseBackward(Protocol):
     def __call__(
         self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **lists: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dquery, dkey, dvalue). `lists`: block_counts, block_indices and block_valid of the forward, by name."""
+        """(dquery, dkey, dvalue). `lists`: block_counts, block_indices, block_valid and block_starts of the forward."""
         ...
 
 

@@ -132,6 +132,7 @@ class AttentionRequest:
     method: str = option("", doc="linear: the rule (gdn, kda); mla and paged: dsa, dual_chunk")
     block_map: bool = option(False, doc="S8: block map given as a typed input")
     block_sizes: bool = option(False, doc="S8: per-block valid sizes given")
+    block_starts: bool = option(False, doc="S8: key blocks say at which key they start, for each head")
     block_shape: tuple[int, int] = option((0, 0), doc="S8: tokens of a block, (block_q, block_k); (0, 0): no map")
     state_dtype: str = option("", off=lambda r: r.state_dtype in ("", "float32"), doc="S10: linear state dtype")
     state_layout: str = option("", doc="S10: KV or VK")

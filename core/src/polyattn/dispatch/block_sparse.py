@@ -13,7 +13,7 @@ from ..contract.lengths import extent_of
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..semantics import validation
-from ..semantics.block_maps import check_block_map, check_bool_map, lists_of
+from ..semantics.block_maps import check_block_map, check_bool_map, check_starts_given, lists_of
 from .binding import Asked, Chosen, choose, explained_by
 from .bound_table import BoundTable
 from .call_key import Static, autocast_dtype, backend_name, cast, request_facts, runner, without_autocast
@@ -35,6 +35,7 @@ def block_sparse_attention(
     lists: tuple[Tensor, Tensor] | None = None,
     block_shape: tuple[int, int],
     block_valid: Tensor | None = None,
+    block_starts: Tensor | None = None,
     layout: str = "BSHD",
     scale: float | None = None,
     return_lse: bool = False,
@@ -55,6 +56,9 @@ def block_sparse_attention(
             numbers of key blocks; entries past the count are ignored.
         block_shape: (block_q, block_k), tokens of a block. The last block of either side may hold fewer.
         block_valid: int32 [nK], how many tokens of each key block are seen, its first ones; None = all.
+        block_starts: int32 [B|1, H_kv|1, nK], at which key each key block starts, for blocks of unequal sizes that are
+            packed: block_valid has the same shape then and says how many keys each has, up to block_k; there may be any
+            number of blocks, in any order, and no key is in two. Goes with `lists`. None = the blocks cut S_k.
         layout, scale, return_lse, backend, out: as `polyattn.attention`.
 
     Returns:
@@ -66,8 +70,13 @@ def block_sparse_attention(
     """
     if torch.compiler.is_compiling() or counted() or validation.has_shapes_only(query):
         static = Static(scale=scale, layout=layout, return_lse=return_lse)
-        return trace_block_sparse(query, key, value, out, block_map, lists, block_shape, block_valid, static, backend)
-    call = _Call.of(query, key, value, out, block_map, lists, block_shape, block_valid, layout, scale, return_lse)
+        return trace_block_sparse(
+            query, key, value, out, block_map, lists, block_shape, block_valid, block_starts, static, backend
+        )
+    call = _Call.of(
+        *(query, key, value, out, block_map, lists, block_shape, block_valid, block_starts),
+        *(layout, scale, return_lse),
+    )
     scope, backend = overrides.SCOPE.get(), backend_name(backend)
     entry = _table.get(signature := (*call.signature(), backend, scope))
     if entry is None:
@@ -101,6 +110,7 @@ class _Call(NamedTuple):
         lists: tuple[Tensor, Tensor] | None,
         block_shape: tuple[int, int],
         block_valid: Tensor | None,
+        block_starts: Tensor | None,
         layout: str,
         scale: float | None,
         return_lse: bool,
@@ -113,15 +123,18 @@ class _Call(NamedTuple):
         if layout == "BSHD":
             query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
             out = None if out is None else out.transpose(1, 2)
+        if block_starts is not None:
+            check_starts_given(map_given=block_map is not None, valid_given=block_valid is not None)
         counts, indices = _lists(query, key, block_map, lists, shape)
-        check_block_map(query, key, shape, counts, indices, block_valid)
-        given = {"block_counts": counts, "block_indices": indices, "block_valid": block_valid}
+        check_block_map(query, key, shape, counts, indices, block_valid, block_starts)
+        given: dict[str, Tensor | None] = {"block_counts": counts, "block_indices": indices}
+        given |= {"block_valid": block_valid, "block_starts": block_starts}
         return cls((query, key, value), out, given, shape, static._replace(layout="BHSD"))
 
     def signature(self) -> tuple[Any, ...]:
         """All that decides who serves the call."""
         said = dense_signature("BHSD", *self.tensors, None, None, self.out)
-        return self.static, self.block_shape, self.map["block_valid"] is None, said
+        return self.static, self.block_shape, self.map["block_valid"] is None, self.map["block_starts"] is None, said
 
     def request(self) -> AttentionRequest:
         """What it asks for."""
@@ -131,6 +144,7 @@ class _Call(NamedTuple):
             s_relation=relation(q.shape[2], k.shape[2]),
             block_map=True,
             block_sizes=self.map["block_valid"] is not None,
+            block_starts=self.map["block_starts"] is not None,
             block_shape=self.block_shape,
             **request_facts(self.static, q, k, v, None, None, q.shape[1], k.shape[1]),
         ).normalised()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExpandBlockMap"]
 
-_LISTS = ("block_counts", "block_indices", "block_valid")
+_LISTS = ("block_counts", "block_indices", "block_valid", "block_starts")
 
 
 class ExpandBlockMap(Lowering):
@@ -31,9 +31,8 @@ class ExpandBlockMap(Lowering):
     def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
         if request.family != "block_sparse" or not request.block_map or request.mask != "none" or request.method:
             return
-        dense = dataclasses.replace(
-            request, family="dense", mask="bool", block_map=False, block_sizes=False, block_shape=(0, 0)
-        )
+        none = {"block_map": False, "block_sizes": False, "block_starts": False, "block_shape": (0, 0)}
+        dense = dataclasses.replace(request, family="dense", mask="bool", **none)  # type: ignore[arg-type]
         # The mask of all queries and keys is written and read: for long sequences far more than any input.
         yield Rewrite((dense,), 30.0, detail="bool [B|1, H_q|1, S_q, S_k], and every key is computed")
 
@@ -50,7 +49,7 @@ class ExpandBlockMap(Lowering):
             S_q, S_k = query.shape[2], key.shape[2]
             check_size(request, "writing a block map out as a mask", lists["block_counts"][..., 0].numel() * S_q * S_k)
             rest = {name: value for name, value in given.items() if name not in _LISTS}
-            return {**rest, "attn_mask": visible_keys(request.block_shape, S_q, S_k, **lists)}
+            return {**rest, "attn_mask": visible_keys(request.block_shape, S_q, S_k, group=request.group, **lists)}
 
         def forward(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
             return kernel.forward(query, key, value, **masked(query, key, given))

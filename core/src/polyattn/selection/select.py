@@ -536,7 +536,8 @@ def _fall_back(asked: _Judge, choice: Choice, name: str, step: Fallback, reasons
     request = asked.request
     if step.family:
         # The replacement is dense attention: what only the method knew is left behind.
-        left: dict[str, Any] = {"method": "", "block_map": False, "block_sizes": False, "block_shape": (0, 0)}
+        blocks = {"block_map": False, "block_sizes": False, "block_starts": False, "block_shape": (0, 0)}
+        left: dict[str, Any] = {"method": "", **blocks}
         request = dataclasses.replace(request, family=step.family, **left)  # type: ignore[arg-type]
     word = "rule" if step.rule else "fallback"
     next_choice = Choice(step.to, f"{choice.source}, as the {word} of {name}")

@@ -17,7 +17,7 @@ __all__ = ["advice"]
 _ASKED = frozenset(
     (
         *("phase", "s_relation", "page_size", "v_head_dim"),
-        *("method", "block_map", "block_sizes", "block_shape", "state_dtype", "state_layout"),
+        *("method", "block_map", "block_sizes", "block_starts", "block_shape", "state_dtype", "state_layout"),
     )
 )
 """Options that calls of a family always say something of: their off value is no call that anybody makes."""

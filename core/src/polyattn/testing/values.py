@@ -73,6 +73,7 @@ CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     "method": ("", "gdn", "kda"),
     "block_map": (False, True),
     "block_sizes": (False, True),
+    "block_starts": (False, True),
     "block_shape": ((0, 0), (64, 64), (128, 128), (64, 128), (48, 48)),
     "state_dtype": ("", "float32", "bfloat16"),
     "state_layout": WORDS["state_layout"],

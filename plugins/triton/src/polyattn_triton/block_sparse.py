@@ -28,12 +28,21 @@ class BlockSparse:
             getattr(torch, request.dtype), request.head_dim, request.block_shape, scale
         )
 
-        def lists(query: Tensor, key: Tensor, counts: Tensor, indices: Tensor, valid: Tensor | None) -> kernels.Lists:
+        def lists(
+            query: Tensor,
+            key: Tensor,
+            counts: Tensor,
+            indices: Tensor,
+            valid: Tensor | None,
+            starts: Tensor | None,
+        ) -> kernels.Lists:
             runtime.check_device(query.device)
-            check_block_map(query, key, request.block_shape, counts, indices, valid)
-            return kernels.Lists(
-                _dense(counts), _dense(indices), None if valid is None else _dense(valid), block_q, block_k
-            )
+            check_block_map(query, key, request.block_shape, counts, indices, valid, starts)
+            if starts is not None and valid is not None:
+                starts, valid = starts.contiguous(), valid.contiguous()
+            elif valid is not None:
+                valid = _dense(valid)
+            return kernels.Lists(_dense(counts), _dense(indices), valid, block_q, block_k, starts)
 
         def forward(
             query: Tensor,
@@ -43,10 +52,11 @@ class BlockSparse:
             block_counts: Tensor,
             block_indices: Tensor,
             block_valid: Tensor | None = None,
+            block_starts: Tensor | None = None,
             out: Tensor | None = None,
         ) -> Any:
             lse = query.new_empty(query.shape[:3], dtype=torch.float32) if with_lse else None
-            found = lists(query, key, block_counts, block_indices, block_valid)
+            found = lists(query, key, block_counts, block_indices, block_valid, block_starts)
             if hopper_takes and request.batch_invariant:
                 # Where a batch lies must not choose the kernel: its bits are not those of the other one.
                 query, key, value = (hopper.reachable(tensor) for tensor in (query, key, value))
@@ -63,8 +73,9 @@ class BlockSparse:
         def backward(
             dout: Tensor, query: Tensor, key: Tensor, *rest: Tensor,  # value, out, lse
             block_counts: Tensor, block_indices: Tensor, block_valid: Tensor | None = None,
+            block_starts: Tensor | None = None,
         ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-            found = lists(query, key, block_counts, block_indices, block_valid)
+            found = lists(query, key, block_counts, block_indices, block_valid, block_starts)
             value, out, lse = rest
             return kernels.backward(_dense(dout), query, key, value, out, lse, found, scale=scale)
 

@@ -1,4 +1,4 @@
-"""The kernels that a serving loop uses beside attention (`polyattn.contract.DeviceOps`)."""
+"""The kernels that serving and methods use beside attention (`polyattn.contract.DeviceOps`, `BlockOps`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .kernels import linear_branch, rows
 from .kernels.metadata import View, step_launches
 from .kernels.write import Launched, Writer, write_kv, write_latent
 
 if TYPE_CHECKING:
     from polyattn.contract import StepTables
 
-__all__ = ["DeviceOps"]
+__all__ = ["BlockOps", "DeviceOps"]
 
 
 class DeviceOps:
@@ -72,3 +73,16 @@ class DeviceOps:
                 launch()
 
         return write
+
+
+class BlockOps:
+    """Tokens in blocks, their means, scores and the best of them; the linear branch of SLA."""
+
+    name = "polyattn-triton"
+    gather = staticmethod(rows.gather)
+    scatter = staticmethod(rows.scatter)
+    scored = staticmethod(rows.scored)
+    top = staticmethod(rows.top)
+    pooled = staticmethod(linear_branch.pooled)
+    linear_sums = staticmethod(linear_branch.linear_sums)
+    linear_add = staticmethod(linear_branch.linear_add)

@@ -34,5 +34,8 @@ def polyattn_register_tunables() -> Iterable[Kernel]:
 
 @hookimpl
 def polyattn_register_device_ops() -> Iterable[DeviceOpsInfo]:
-    """Kernels that write caches and the tables of steps."""
-    return (DeviceOpsInfo("cuda", "polyattn_triton.device_ops:DeviceOps", requires=("triton",)),)
+    """Kernels that write caches and the tables of steps, and that move tokens in blocks."""
+    return (
+        DeviceOpsInfo("cuda", "polyattn_triton.device_ops:DeviceOps", requires=("triton",)),
+        DeviceOpsInfo("cuda", "polyattn_triton.device_ops:BlockOps", requires=("triton",), area="methods"),
+    )

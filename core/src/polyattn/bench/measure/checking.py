@@ -295,8 +295,9 @@ def _mask(inputs: Inputs, n: int, head: int) -> Tensor | None:
     """[1, 1, S_q, S_k] of a sequence."""
     request, (s_q, s_k) = inputs.workload.request, inputs.workload.lengths[n]
     if request.family == "block_sparse":
-        lists = {name: t[n : n + 1, head : head + 1] for name, t in inputs.extra.items() if name != "block_valid"}
-        return visible_keys(request.block_shape, s_q, s_k, block_valid=inputs.extra.get("block_valid"), **lists)
+        own = ("block_counts", "block_indices")
+        lists = {name: t[n : n + 1, head : head + 1] if name in own else t for name, t in inputs.extra.items()}
+        return visible_keys(request.block_shape, s_q, s_k, **lists)
     if request.tree:
         assert inputs.step is not None
         assert inputs.step.tree_mask is not None

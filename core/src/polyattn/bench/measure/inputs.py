@@ -267,7 +267,11 @@ class Maker:
             "block_counts": torch.full((w.batch, r.heads, rows), most, dtype=torch.int32, device=self.device),
             "block_indices": order[..., :most].sort(-1).values.int(),
         }
-        if r.block_sizes:
+        if r.block_starts:
+            starts = torch.arange(columns, dtype=torch.int32, device=self.device) * r.block_shape[1]
+            made["block_starts"] = starts.view(1, 1, -1)
+            made["block_valid"] = (s_k - made["block_starts"]).clamp(max=r.block_shape[1])
+        elif r.block_sizes:
             sizes = torch.full((columns,), r.block_shape[1], dtype=torch.int32, device=self.device)
             sizes[-1] = s_k - (columns - 1) * r.block_shape[1]
             made["block_valid"] = sizes

@@ -22,7 +22,8 @@ SCHEMAS = {
     "dense": _MASKED,
     "varlen": f"{_MASKED}, {_LENGTHS}",
     "block_sparse": (
-        "Tensor query, Tensor key, Tensor value, Tensor block_counts, Tensor block_indices, Tensor? block_valid"
+        "Tensor query, Tensor key, Tensor value, Tensor block_counts, Tensor block_indices, Tensor? block_valid, "
+        "Tensor? block_starts"
     ),
     "linear": ("Tensor query, Tensor key, Tensor value, Tensor gate, Tensor beta, Tensor? state, Tensor? cu_seqlens"),
 }

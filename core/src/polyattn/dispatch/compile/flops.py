@@ -77,8 +77,8 @@ def _blocks(
 
 
 @register_flop_formula(torch.ops.polyattn.block_sparse, get_raw=True)
-def _(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, valid: Any, plan: str, *args: Any,
-      **kw: Any) -> int:  # fmt: skip
+def _(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, valid: Any, starts: Any, plan: str,
+      *args: Any, **kw: Any) -> int:  # fmt: skip
     return _forward(*_blocks(query, key, value, counts, indices, plan))
 
 

@@ -29,7 +29,7 @@ from ...contract.scalars import kinds
 from ...epoch import EPOCH
 from ...errors import InvalidInputError, PolyattnError
 from ...selection import overrides
-from ...semantics.block_maps import lists_of
+from ...semantics.block_maps import check_starts_given, lists_of
 from ...semantics.reference import unit_rows
 from ...semantics.validation import FLOATS, check_words
 from ..binding import Chosen, choose, device_facts, dtype_name
@@ -154,6 +154,7 @@ def trace_block_sparse(
     lists: Any,
     block_shape: Any,
     block_valid: Tensor | None,
+    block_starts: Tensor | None,
     static: Static,
     backend: str | None,
 ) -> Any:
@@ -180,10 +181,11 @@ def trace_block_sparse(
         (
             *(shape, usable, fits, None if block_map is None else block_map.dtype),
             *("missing" if lists is None else "a pair" if listed else "no pair", block_valid is not None),
+            block_starts is not None,
         ),
     )
     counts, indices = (lists[0], lists[1]) if listed else (block_map, None)
-    tensors = (query, key, value, out, counts, indices, block_valid)
+    tensors = (query, key, value, out, counts, indices, block_valid, block_starts)
     result = _traced("block_sparse", call, constants(static), backend, overrides.current_scope(), *tensors)
     if not turned:
         return result
@@ -291,7 +293,7 @@ def _varlen_fields(call: _Call) -> dict[str, Any]:
 
 
 def _block_sparse_fields(call: _Call) -> dict[str, Any]:
-    shape, usable, fits, dtype, lists, valid = call.given
+    shape, usable, fits, dtype, lists, valid, starts = call.given
     if call.lengths != "agree":
         raise InvalidInputError(
             "batch and key lengths of query, key and value differ. Run the call once outside torch.compile for the "
@@ -309,7 +311,10 @@ def _block_sparse_fields(call: _Call) -> dict[str, Any]:
         raise InvalidInputError(
             f"block_map ({dtype}) {fits}: bool [B|1, H_q|1, nQ, nK] is needed, for blocks of {shape}"
         )
-    return {"block_map": True, "block_sizes": valid, "block_shape": (int(shape[0]), int(shape[1]))}
+    if starts:
+        check_starts_given(map_given=lists == "missing", valid_given=valid)
+    blocks = {"block_sizes": valid, "block_starts": starts, "block_shape": (int(shape[0]), int(shape[1]))}
+    return {"block_map": True, **blocks}
 
 
 def _linear_fields(call: _Call) -> dict[str, Any]:
@@ -427,8 +432,8 @@ def _listed(call: _Call) -> Callable[..., Any] | None:
     if call.given[2] == "missing":
         return None
 
-    def prepare(query: Tensor, key: Tensor, value: Tensor, block_map: Tensor, indices: None, valid: Any) -> Any:
-        return (query, key, value, *lists_of(block_map), valid)
+    def prepare(query: Tensor, key: Tensor, value: Tensor, block_map: Tensor, indices: None, *rest: Any) -> Any:
+        return (query, key, value, *lists_of(block_map), *rest)
 
     return prepare
 

@@ -7,6 +7,7 @@ tokens; their blocks are filled up, and say how many of their tokens count.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from ...contract import Like, Place
 from ...errors import InvalidInputError
 
-__all__ = ["Tiles", "grid_of", "tiles_of"]
+__all__ = ["Tiles", "grid_of", "tile_cells", "tiles_of"]
 
 Triple = tuple[int, int, int]
 
@@ -65,16 +66,25 @@ def grid_of(place: Place, method: str) -> Triple:
     return place.grid
 
 
+def tile_cells(place: Place, tile: Triple, method: str) -> tuple[Triple, Tensor]:
+    """The video's tokens, tile after tile, each with w fastest.
+
+    Returns:
+        (tiles along time, height and width; int64 [tiles, t * h * w], the tokens of each, then -1).
+    """
+    T, H, W = grid = grid_of(place, method)
+    (nt, nh, nw), (t, h, w) = (-(-size // step) for size, step in zip(grid, tile, strict=True)), tile
+    numbers = torch.full([nt * t, nh * h, nw * w], -1)
+    numbers[:T, :H, :W] = torch.arange(T * H * W).view(grid) + place.text[0]
+    tiles = numbers.view(nt, t, nh, h, nw, w).permute(0, 2, 4, 1, 3, 5).reshape(-1, t * h * w)
+    return (nt, nh, nw), tiles.gather(-1, (tiles < 0).to(torch.uint8).argsort(dim=-1, stable=True))
+
+
 def tiles_of(place: Place, tile: Triple, like: Like, method: str) -> Tiles:
-    """The order of a place's tokens, tile after tile, each with w fastest, then the text."""
-    grid, (front, back) = grid_of(place, method), place.text
-    T, H, W = grid
-    block, cells = tile[0] * tile[1] * tile[2], T * H * W
-    counts = tuple(-(-size // step) for size, step in zip(grid, tile, strict=True))
-    numbers = torch.full([n * step for n, step in zip(counts, tile, strict=True)], -1)
-    numbers[:T, :H, :W] = torch.arange(cells).view(grid) + front
-    (nt, nh, nw), (t, h, w) = counts, tile
-    tiles = numbers.view(nt, t, nh, h, nw, w).permute(0, 2, 4, 1, 3, 5).reshape(-1, block)
+    """The order of a place's tokens, tile after tile, then the text."""
+    (front, back), cells = place.text, math.prod(grid_of(place, method))
+    counts, tiles = tile_cells(place, tile, method)
+    block = tiles.shape[1]
 
     first = torch.arange(front)
     last = torch.arange(back) + front + cells
@@ -85,24 +95,19 @@ def tiles_of(place: Place, tile: Triple, like: Like, method: str) -> Tiles:
     text = torch.full([blocks * block], -1)
     text[: front + back] = torch.cat([seen, hidden])
 
-    order = torch.cat([_first(tiles), text.view(blocks, block)])
+    order = torch.cat([tiles, text.view(blocks, block)])
     counted = torch.cat([(order[: len(tiles)] >= 0).sum(-1), _shares(len(seen), blocks, block)])
     places = torch.empty(cells + front + back, dtype=torch.int64)
     flat = order.flatten()
     places[flat[flat >= 0]] = torch.arange(flat.numel())[flat >= 0]
     return Tiles(
         block,
-        (nt, nh, nw),
+        counts,
         blocks,
         order=flat.clamp(min=0).to(like.device),
         back=places.to(like.device),
         valid=counted.to(torch.int32).to(like.device),
     )
-
-
-def _first(tiles: Tensor) -> Tensor:
-    """The tokens of each tile before what fills it up, in their order."""
-    return tiles.gather(-1, (tiles < 0).to(torch.uint8).argsort(dim=-1, stable=True))
 
 
 def _shares(tokens: int, blocks: int, block: int) -> Tensor:

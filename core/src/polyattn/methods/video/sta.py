@@ -88,7 +88,7 @@ class SlidingTile:
         found = self._cut(place.grid, place.text, place.valid_text, like.device)
         windows = strategy.of_step(step)
         for window in windows:
-            self._check(window, found.tiles.counts)
+            self._check(window, found.counts)
         lists = [_listed(found, window) for window in windows]
         most = max(one.shape[-1] for one in lists)
         padded = [torch.nn.functional.pad(one, (0, most - one.shape[-1])) for one in lists]
@@ -121,7 +121,7 @@ class SlidingTile:
         found, layer = plan.cut, self._layer(place)
         indices = plan.indices[..., : plan.most[layer]].index_select(0, plan.heads[layer])[None]
         counts = plan.counts[layer][None, :, None].expand(indices.shape[:-1])
-        q, k, v = found.queries(query), found.keys(key), found.keys(value)
+        q, k, v = found.queries.gather(query)[0], found.keys.gather(key)[0], found.keys.gather(value)[0]
         return found.joined(found.fine(q, k, v, (counts, indices), inner), query, key, value, inner)
 
     def _cut_at(self, grid: Any, text: Any, valid_text: Any, device: torch.device) -> Cut:
@@ -177,14 +177,14 @@ def _axis(size: int, tiles: int) -> Tensor:
 
 def _listed(found: Cut, window: Triple) -> Tensor:
     """The blocks that each block of the video sees, text first: int32 [nQ, listed]. All lists are of one length."""
-    t, h, w = (_axis(size, tiles) for size, tiles in zip(window, found.tiles.counts, strict=True))
+    t, h, w = (_axis(size, tiles) for size, tiles in zip(window, found.counts, strict=True))
     seen = torch.einsum("ad,be,cf->abcdef", t.int(), h.int(), w.int()).reshape(found.count, found.count).bool()
     _, tiles = lists_of(seen)
     tiles = tiles[:, : math.prod(window), None] * found.per + torch.arange(found.per, dtype=torch.int32)
     video = found.count * found.per
     text = torch.arange(video, video + found.text, dtype=torch.int32).expand(found.count, -1)
     listed = torch.cat([text, tiles.flatten(1)], 1).repeat_interleave(found.per, 0)
-    return listed.to(torch.int32).to(found.valid.device)
+    return listed.to(torch.int32).to(found.keys.sizes.device)
 
 
 def sta_mask(place: Place, tile: Triple, windows: Sequence[Triple]) -> Tensor:

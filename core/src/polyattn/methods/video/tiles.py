@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ...contract import Inner, Like, Place
-from .grids import Tiles, Triple, grid_of, tiles_of
+from .grids import Triple, grid_of, tile_cells
+from .rows import Blocks
 
-__all__ = ["Cut", "by_tile", "cut", "scale_of", "tiles_by_token"]
+__all__ = ["Cut", "cut", "scale_of", "tiles_by_token"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,81 +23,71 @@ class Cut:
     """The tokens of a call, cut into blocks.
 
     Attributes:
-        tiles: their order; the text is in tiles of its own behind the video's.
-        block: tokens of a block. per: blocks of a tile. count: tiles of the video. text: blocks of text.
-        valid: int32 [blocks], tokens of each block that count as keys, its first ones.
-        sizes: int64 [count], tokens of each tile of the video. whole: all tiles are full.
-        rows: int64 [text tokens], where the call has its text. seen: int64 [keys], the keys that text sees: the video's
-            and the valid ones of text. back: int64 [S], where `joined` finds each token.
+        counts: tiles along time, height and width. count: all of them. per: blocks of a tile. text: blocks of text.
+        queries: blocks of the video. keys: these, and behind them blocks of the text that is no padding; packed where
+            the grid is not whole tiles, so that no kernel loads what fills them up.
+        rows: int64 [text tokens], where the call has its text. seen: the keys that text sees, the video's and the valid
+            ones of text: a slice, or int64 [keys].
     """
 
-    tiles: Tiles
-    block: int
-    per: int
+    counts: Triple
     count: int
+    per: int
     text: int
-    valid: Tensor
-    sizes: Tensor
-    whole: bool
+    queries: Blocks
+    keys: Blocks
     rows: Tensor
-    seen: Tensor
-    back: Tensor
-
-    def queries(self, tensor: Tensor) -> Tensor:
-        """[B, H, S, D] -> those of the video, tile after tile, [B, H, count * tile, D]."""
-        return tensor.index_select(2, self.tiles.order[: self.count * self.tiles.block])
-
-    def keys(self, tensor: Tensor) -> Tensor:
-        """[B, H, S, D] -> all, tile after tile, then text, [B, H, blocks * block, D]."""
-        return self.tiles.into(tensor)
-
-    def means(self, tensor: Tensor) -> Tensor:
-        """The mean of each tile of the video over the tokens that it has.
-
-        Args:
-            tensor: of `queries` or `keys`.
-
-        Returns:
-            [B, H, count, D], float64 of float64, else float32.
-        """
-        tokens = self.tiles.block
-        split = by_tile(tensor[:, :, : self.count * tokens], tokens)
-        if not self.whole:
-            filler = torch.arange(tokens, device=split.device) >= self.sizes[:, None]
-            split = split.masked_fill(filler[..., None], 0)
-        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        total: Tensor = split.sum(3, dtype=wide)
-        return total / self.sizes[:, None]
+    seen: slice | Tensor
 
     def fine(self, query: Tensor, key: Tensor, value: Tensor, lists: tuple[Tensor, Tensor], inner: Inner) -> Tensor:
         """The video's queries by lists of blocks.
 
         Args:
-            query: of `queries`. key, value: of `keys`. lists: (counts, indices), see `block_sparse_attention`.
+            query: as `queries` has them. key, value: as `keys` has them. lists: (counts, indices), see
+                `block_sparse_attention`.
 
         Returns:
-            [B, H_q, count * tile, D_v].
+            [B, H_q, rows of queries, D_v].
         """
-        shape = (self.block, self.block)
-        out: Tensor = inner.block_sparse(query, key, value, lists=lists, block_shape=shape, block_valid=self.valid)
+        keys, more = self.keys, {}
+        if keys.filled:
+            more = {"block_valid": keys.sizes}
+        else:
+            more = {"block_valid": keys.sizes[None, None], "block_starts": keys.starts[None, None]}
+        out: Tensor = inner.block_sparse(query, key, value, lists=lists, block_shape=(keys.block, keys.block), **more)
         return out
 
-    def joined(self, video: Tensor, query: Tensor, key: Tensor, value: Tensor, inner: Inner) -> Tensor:
+    def joined(
+        self,
+        video: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        inner: Inner,
+        *,
+        gate: Tensor | None = None,
+        coarse: Tensor | None = None,
+    ) -> Tensor:
         """The call's rows in their own order: those of the video, and those of the text, which this computes densely.
 
         Args:
-            video: [B, H_q, count * tile, D_v]. query, key, value: of the call, [B, H, S, D].
+            video: of `fine`. query, key, value: of the call, [B, H, S, D].
+            coarse: [B, H_q, blocks of queries, D_v], which all rows of a block get. gate: [B|1, H_q|1, S|1, D_v|1], its
+                weight.
 
         Returns:
             [B, H_q, S, D_v].
         """
+        out = self.queries.scatter(video, gate=gate, coarse=coarse)
         if self.rows.numel():
-            text = inner.dense(*(t.index_select(2, at) for t, at in self._text(query, key, value)))
-            video = torch.cat([video, text], 2)
-        return video.index_select(2, self.back)
+            out = out.index_copy_(2, self.rows, self._text(query, key, value, inner))
+        return out
 
-    def _text(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        return (query, self.rows), (key, self.seen), (value, self.seen)
+    def _text(self, query: Tensor, key: Tensor, value: Tensor, inner: Inner) -> Tensor:
+        seen = self.seen
+        some = (t[:, :, seen] if isinstance(seen, slice) else t.index_select(2, seen) for t in (key, value))
+        out: Tensor = inner.dense(query.index_select(2, self.rows), *some)
+        return out
 
 
 def cut(place: Place, tile: Triple, block: int, like: Like, method: str) -> Cut:
@@ -108,30 +99,29 @@ def cut(place: Place, tile: Triple, block: int, like: Like, method: str) -> Cut:
     Raises:
         InvalidInputError: the place has no grid.
     """
-    tiles = tiles_of(place, tile, like, method)
-    count, per, device = math.prod(tiles.counts), tiles.block // block, like.device
-    cells, (front, back) = math.prod(grid_of(place, method)), place.text
+    counts, cells = tile_cells(place, tile, method)
+    (count, tokens), device = cells.shape, like.device
+    grid, (front, back) = grid_of(place, method), place.text
+    video, total = math.prod(grid), math.prod(grid) + front + back
     valid_front, valid_back = place.text if place.valid_text is None else place.valid_text
-    valid = (tiles.valid[:, None] - torch.arange(per, device=device) * block).clamp(0, block)
-    rows = torch.cat([torch.arange(front), front + cells + torch.arange(back)])
-    seen = torch.cat([torch.arange(valid_front), front + torch.arange(cells + valid_back)])
-    where = tiles.back.clone()
-    where[rows] = count * tiles.block + torch.arange(len(rows), device=device)
-    return Cut(
-        *(tiles, block, per, count, tiles.text * per),
-        valid=valid.flatten().to(torch.int32),
-        sizes=tiles.valid[:count].long(),
-        whole=all(size % step == 0 for size, step in zip(grid_of(place, method), tile, strict=True)),
-        rows=rows.to(device),
-        seen=seen.to(device),
-        back=where,
-    )
-
-
-def by_tile(tensor: Tensor, tokens: int) -> Tensor:
-    """[B, H, tiles * tokens, D] -> [B, H, tiles, tokens, D]."""
-    B, H, S, D = tensor.shape
-    return tensor.reshape(B, H, S // tokens, tokens, D)
+    text = torch.cat([torch.arange(valid_front), torch.arange(front + video, front + video + valid_back)])
+    per, blocks = tokens // block, -(-len(text) // block)
+    order = torch.cat([cells[cells >= 0], text])
+    held = (cells >= 0).sum(-1)
+    sizes = [(n - torch.arange(k) * block).clamp(0, block) for n, k in ((held[:, None], per), (len(text), blocks))]
+    sizes = [part.flatten() for part in sizes]
+    whole = all(size % step == 0 for size, step in zip(grid, tile, strict=True))
+    sides = []
+    for tokens_of, sizes_of, filled in ((order[:video], sizes[0], True), (order, torch.cat(sizes), whole)):
+        starts = sizes_of.cumsum(0) - sizes_of
+        lists = [t.to(torch.int32).to(device) for t in (tokens_of, starts, sizes_of)]
+        sides.append(Blocks(block, lists[0], lists[1], lists[2], total, filled).ready())
+    seen: slice | Tensor = slice(0, front + video + valid_back)
+    if valid_front != front:
+        rest = torch.arange(front, front + video + valid_back)
+        seen = torch.cat([torch.arange(valid_front), rest]).to(device)
+    rows = torch.cat([torch.arange(front), torch.arange(front + video, total)])
+    return Cut(counts, count, per, blocks, sides[0], sides[1], rows.to(device), seen)
 
 
 def tiles_by_token(place: Place, tile: Triple, method: str) -> tuple[Tensor, Tensor]:

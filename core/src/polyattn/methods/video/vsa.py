@@ -21,7 +21,8 @@ from torch import Tensor
 from ...contract import Inner, Like, Place
 from ...errors import ConfigError, InvalidInputError
 from .grids import Triple
-from .tiles import Cut, by_tile, cut, scale_of, tiles_by_token
+from .rows import best, scored
+from .tiles import Cut, cut, scale_of, tiles_by_token
 
 __all__ = ["VideoSparse", "tiles_kept", "vsa_reference"]
 
@@ -80,19 +81,21 @@ class VideoSparse:
         inner: Inner,
     ) -> Tensor:
         gate = self._gate(place, query, value)
-        found = plan.cut
-        q, k, v = found.queries(query), found.keys(key), found.keys(value)
-        shared = query.shape[1] // key.shape[1]
-        means = found.means(k).repeat_interleave(shared, 1)
-        scores = scale_of(inner, query) * (found.means(q) @ means.transpose(-1, -2))
-        best = scores.detach().topk(plan.keep, dim=-1).indices.sort(-1).values.to(torch.int32)
-        listed = torch.cat([best, plan.text.expand(*best.shape[:-1], -1)], -1)
-        out = found.fine(q, k, v, (plan.counts, listed), inner)
-        if gate is not None:
-            rows = scores.softmax(-1) @ found.means(v).repeat_interleave(shared, 1)
-            weight = gate[..., None, :] if gate.shape[2] == 1 else by_tile(found.queries(gate), BLOCK)
-            out = (by_tile(out, BLOCK) + (rows[..., None, :] * weight).to(out.dtype)).flatten(2, 3)
-        return found.joined(out, query, key, value, inner)
+        found, group = plan.cut, query.shape[1] // key.shape[1]
+        (q, q_means), (k, k_means) = found.queries.gather(query, means=True), found.keys.gather(key, means=True)
+        v, v_means = found.keys.gather(value, means=gate is not None)
+        assert q_means is not None
+        assert k_means is not None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and gate is not None):
+            video = slice(found.count)
+            v_means = None if v_means is None else v_means[:, :, video].contiguous()
+            scale = scale_of(inner, query)
+            scores, coarse = scored(q_means, k_means[:, :, video].contiguous(), v_means, scale, group)
+        chosen = best(scores, plan.keep)
+        if found.text:
+            chosen = torch.cat([chosen, plan.text.expand(*chosen.shape[:-1], -1)], -1)
+        out = found.fine(q, k, v, (plan.counts, chosen), inner)
+        return found.joined(out, query, key, value, inner, gate=gate, coarse=coarse)
 
     def _gate(self, place: Place, query: Tensor, value: Tensor) -> Tensor | None:
         """The weight of the coarse branch, [B|1, H|1, S|1, D_v|1]; None = there is no such branch.

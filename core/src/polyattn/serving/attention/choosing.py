@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ...contract import AttentionRequest, Bound
 from ...dispatch.binding import Chosen, bind_selection, choose
 from ...errors import BackendUnavailableError, UnsupportedRequestError
+from ...registry.device_ops import CORE
 from ...selection.inspection import catalogue, served_by
 from ...selection.overrides import Scope, current_settings
 from ...selection.select import Choice, Policy, Selection, select
-from ..kv_cache.device_ops import CORE
 from ..layer import AttentionLayer
 from .phases import Asked, ServingPhase, choose_phases, layer_request
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from ...contract import RowsWriter
 from ...dispatch.binding import dtype_name
 from ...errors import ConfigError, InvalidInputError, did_you_mean
+from ...registry.device_ops import CORE, device_ops
 from ...semantics.states import RequestStates, state_bytes
 from ..layer import KV, AttentionLayer, StateLayer, keeps_of
 from .allocating import allocating
-from .device_ops import CORE, device_ops
 from .storage import KVCacheConfig, RowFormat, Rows, formats, token_keeps
 
 __all__ = ["CacheGroup", "KVCacheConfig", "KVPool", "LayerCache", "pages_for"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...contract import StepTables, StepView, StepWriter
 from ...errors import InvalidInputError
-from ..kv_cache.device_ops import device_ops
+from ...registry.device_ops import device_ops
 from .batch import ForwardBatch
 from .staging import Memory, Staging
 from .step_metadata import Step

@@ -101,6 +101,7 @@ class Family(abc.ABC):
         "kv_parts": (1, 3),
         "block_map": (True,),
         "block_sizes": (True,),
+        "block_starts": (True,),
     }
     second: ClassVar[str] = "lse"
     exact: ClassVar[Method] = staticmethod(reference_attention)

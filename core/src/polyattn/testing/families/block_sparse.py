@@ -49,7 +49,7 @@ class BlockSparse(Family):
         r, B, (s_q, s_k) = case.request, len(case.lengths), case.longest
         tensors: dict[str, Tensor | None] = {n: maker.input(n, *shape) for n, shape in self.shapes(case).items()}
         block_q, block_k = r.block_shape
-        query_blocks, key_blocks = -(-s_q // block_q), -(-s_k // block_k)
+        query_blocks, key_blocks = -(-s_q // block_q), -(-s_k // block_k) + (2 if r.block_starts else 0)
         # Maps of their own for samples and heads, or one for all.
         alone = maker.uniform(2) < 0.6
         shape = (B if alone[0] else 1, r.heads if alone[1] else 1, query_blocks)
@@ -61,7 +61,9 @@ class BlockSparse(Family):
             "block_counts": counts.to(maker.device),
             "block_indices": torch.where(behind, nowhere, order).to(maker.device),
         }
-        if r.block_sizes:
+        if r.block_starts:
+            extra |= _packed(maker, (B if alone[0] else 1, r.kv_heads if alone[1] else 1), key_blocks, block_k, s_k)
+        elif r.block_sizes:
             # None of a block, some, all; and in the last one as many as there are, or fewer.
             sizes = (maker.uniform(key_blocks) * 1.5 * (block_k + 1)).clamp(max=block_k).to(torch.int32)
             extra["block_valid"] = sizes.to(maker.device)
@@ -83,7 +85,7 @@ class BlockSparse(Family):
         return (len(case.lengths), r.heads, case.longest[0], r.dims[1])
 
     def parts(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> Iterator[Part]:
-        mask = visible_keys(case.request.block_shape, *case.longest, **extra)
+        mask = visible_keys(case.request.block_shape, *case.longest, group=case.request.group, **extra)
         yield tensors["query"], tensors["key"], tensors["value"], mask.expand(*self.out_shape(case)[:2], -1, -1)
 
     def join(self, case: Case, outs: Sequence[Tensor], seconds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -91,5 +93,16 @@ class BlockSparse(Family):
 
     def first(self, call: Call) -> tuple[Call, int]:
         case = dataclasses.replace(call.case, lengths=call.case.lengths[:1])
-        extra = {name: t if name == "block_valid" else t[:1] for name, t in call.extra.items()}
+        extra = {name: t if t.dim() == 1 else t[:1] for name, t in call.extra.items()}
         return Call(case, {name: t[:1] for name, t in call.tensors.items()}, extra), 1
+
+
+def _packed(maker: Maker, shape: tuple[int, int], blocks: int, block_k: int, s_k: int) -> dict[str, Tensor]:
+    """Blocks of unequal sizes anywhere among the keys, in any order, with gaps between them; some have no keys."""
+    sizes = (maker.uniform(*shape, blocks) * 1.4 * (block_k + 1)).clamp(max=block_k).long()
+    gaps = (maker.uniform(*shape, blocks) * 3).long()
+    starts = (sizes + gaps).cumsum(-1) - sizes
+    sizes = torch.minimum(sizes, (s_k - starts).clamp(min=0))
+    order = maker.uniform(*shape, blocks).argsort(-1)
+    found = {"block_valid": sizes, "block_starts": starts.clamp(max=s_k)}
+    return {name: t.gather(-1, order).to(torch.int32).to(maker.device) for name, t in found.items()}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import Axes, View, axes_of, describable, described, on_hopper
+from polyattn_triton.hopper.groups import GROUP, grouped
 from polyattn_triton.kernels.block_sparse import Lists
 from polyattn_triton.kernels.room import TOO_LARGE, too_large
 from polyattn_triton.kernels.rules import LOG2E
@@ -30,6 +31,9 @@ class Config(NamedTuple):
     slots: int
     apart: bool
 
+
+_MOST_KEYS = 2**26
+"""Above any sequence: an entry of `groups.grouped` has 26 bits for the number of a key."""
 
 # By head dim and block_q. Shared memory is what limits: 227 KiB hold Q, the slots, and O where it is apart.
 _CONFIGS = {
@@ -61,7 +65,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> bool:
     return (
         on_hopper(query.device)
         and query.numel() > 0
-        and key.numel() > 0
+        and 0 < key.shape[2] < _MOST_KEYS
         and not (query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()) & 15
         and all(describable(*found) for found in axes_of(query, key, value, out))
     )
@@ -75,10 +79,13 @@ def reachable(tensor: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _views(unit: int, *axes: Axes) -> tuple[tuple[View], ...]:
+def _views(unit: int, wide: int, *axes: Axes) -> tuple[tuple[View], ...]:
     query, key, value, out = axes
     width = query[0][3]
-    boxes = ((query, 64, width), (key, unit, 64), (value, unit, 64), (out, 64, width))
+    boxes = (
+        *((query, 64, width), (key, unit, 64), (value, unit, 64)),
+        *((key, wide, 64), (value, wide, 64), (out, 64, width)),
+    )
     return tuple((View("BHSD", *found, rows, columns),) for found, rows, columns in boxes)
 
 
@@ -100,9 +107,13 @@ def forward(
     S_k = key.shape[2]
     block_q, block_k = lists.block_q, lists.block_k
     config = config or config_for(D, block_q)
+    packed = lists.starts is not None
+    if packed:
+        lists, block_k = grouped(lists, H, key.shape[1]), GROUP.value
+    partly = not packed and (lists.valid is not None or S_k % block_k != 0)
     unit = min(config.keys, block_k)
-    tensors = (query, key, value, out)
-    views = _views(unit, *axes_of(*tensors))
+    tensors = (query, key, value, key, value, out)
+    views = _views(unit, 4 * unit if packed else unit, *axes_of(query, key, value, out))
     blocks = -(-S_q // block_q)
     tiles = B * H * blocks
     programs = min(runtime.processors(query.device), -(-tiles * block_q // 128))
@@ -111,7 +122,7 @@ def forward(
             *(described(view, x.data_ptr(), x.dtype)[0] for view, x in zip(views, tensors, strict=True)),
             lse, lists.counts, lists.indices, lists.valid, blocks, H, H // key.shape[1], tiles, S_q, S_k,
             scale * LOG2E.value, *lists.strides(), BLOCK_Q=block_q, BLOCK_K=block_k, COUNT=config.keys // unit,
-            SLOTS=config.slots, PARTLY=lists.valid is not None or S_k % block_k != 0, APART=config.apart, num_warps=4,
+            SLOTS=config.slots, PARTLY=partly, APART=config.apart, GROUPS=packed, num_warps=4,
         )  # fmt: skip
     except TOO_LARGE as error:
         asked = ("forward", str(query.dtype).removeprefix("torch."), D, block_q, block_k)

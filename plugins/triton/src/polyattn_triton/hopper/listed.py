@@ -6,6 +6,10 @@ blocks of 64 each consumer has a list, a producer and a ring of its own, and is 
 K and V share one ring of slots. They come in the order K0 K1 V0 K2 V1 ..., which is the order of their use: with three
 slots each load has the time of about one step. A slot is filled by boxes of 64 columns and as many rows as lie together
 in memory: two blocks of 64 keys, from two places, are one tile of 128 to the consumer.
+
+Blocks of unequal sizes come as GROUPS of 16 keys that lie together, eight to a step (`groups.grouped`): what a block
+has beyond whole groups is one group more, and those come last in a list, so that few steps have keys to mask. Fours of
+groups that lie together come first, and one copy brings each.
 """
 
 from __future__ import annotations
@@ -44,17 +48,28 @@ def _share(tiles, RING: gl.constexpr, RINGS: gl.constexpr):
 
 
 @gluon.jit
-def _list(turn, lists, blocks, heads_q, RING: gl.constexpr, RINGS: gl.constexpr, PARTS: gl.constexpr):
-    """Query block, head and batch of a tile, its entries, and how many units of keys they are (PARTS to a block)."""
+def _list(
+    turn, lists, blocks, heads_q, RING: gl.constexpr, RINGS: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr
+):
+    """Query block, head and batch of a tile, its entries, how many units of keys they are (PARTS to a block), and of
+    GROUPS how many are whole, and lie together in fours."""
     counts, indices, c_b, c_h, i_b, i_h, i_q = lists
     tile = (turn * gl.num_programs(0) + gl.program_id(0)) * RINGS + RING
     block = tile % blocks
     head = tile // blocks % heads_q
     batch = tile // blocks // heads_q
     far = batch.to(gl.int64)
-    units = gl.load(counts + far * c_b + head.to(gl.int64) * c_h + block) * PARTS
+    count = counts + far * c_b + head.to(gl.int64) * c_h
+    if GROUPS:
+        units = gl.load(count + 3 * block)
+        whole = gl.load(count + 3 * block + 1)
+        fours = gl.load(count + 3 * block + 2)
+    else:
+        units = gl.load(count + block) * PARTS
+        whole = units
+        fours = units
     entries = indices + far * i_b + head.to(gl.int64) * i_h + block.to(gl.int64) * i_q
-    return block, head, batch, entries, units
+    return block, head, batch, entries, units, whole, fours
 
 
 @gluon.jit
@@ -78,8 +93,26 @@ def _row(entries, unit, units, s_k, BLOCK_K: gl.constexpr, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def _rows(entries, step, units, s_k, BLOCK_K: gl.constexpr, UNIT: gl.constexpr, COUNT: gl.constexpr):
-    """First keys of the units of a step."""
+def _group(entries, unit, units, s_k):
+    """First key of a group; past the list's end one past all keys."""
+    entry = gl.load(entries + unit, mask=unit < units, other=0)
+    return gl.where(unit < units, entry >> 5, s_k)
+
+
+@gluon.jit
+def _rows(
+    entries, step, units, s_k, BLOCK_K: gl.constexpr, UNIT: gl.constexpr, COUNT: gl.constexpr, GROUPS: gl.constexpr
+):
+    """First keys of the units of a step; of GROUPS only the first one's number, as there are too many to be kept."""
+    if GROUPS:
+        rows = (step * COUNT,)
+    else:
+        rows = _block_rows(entries, step, units, s_k, BLOCK_K, UNIT, COUNT)
+    return rows
+
+
+@gluon.jit
+def _block_rows(entries, step, units, s_k, BLOCK_K: gl.constexpr, UNIT: gl.constexpr, COUNT: gl.constexpr):
     rows = (_row(entries, step * COUNT, units, s_k, BLOCK_K, UNIT),)
     if COUNT == 2:
         rows = (rows[0], _row(entries, step * COUNT + 1, units, s_k, BLOCK_K, UNIT))
@@ -136,24 +169,68 @@ def _limited(s, limits, UNIT: gl.constexpr):
 
 
 @gluon.jit
+def _cut(s, entries, step, units, whole, UNIT: gl.constexpr, COUNT: gl.constexpr):
+    """Logits, -inf for keys that a step's groups do not have."""
+    if (step + 1) * COUNT > whole:
+        LAYOUT: gl.constexpr = s.type.layout
+        t = split(s)
+        SPLIT: gl.constexpr = t.type.layout
+        EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, SPLIT)))
+        LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, SPLIT)))
+        PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, SPLIT)))
+        eight = gl.arange(0, t.shape[1], EIGHT)
+        unit = step * COUNT + eight // (UNIT // 8)
+        has = (gl.load(entries + unit, mask=unit < units, other=0) & 31) - eight % (UNIT // 8) * 8
+        lane = 2 * gl.arange(0, 4, LANE)[None, :][:, None, :][:, :, :, None]
+        column = lane + gl.arange(0, 2, PAIR)[None, :][:, None, :][:, :, None, :]
+        seen = column < has[None, :][:, :, None][:, :, :, None]
+        t = gl.where(seen, t, float("-inf")).reshape([t.shape[0], 8 * t.shape[1]])
+        s = gl.convert_layout(t, LAYOUT, assert_trivial=True)
+    return s
+
+
+@gluon.jit
+def _copy(descriptor, pool, batch, head, row, full, slot, u, CHUNKS: gl.constexpr, COUNT: gl.constexpr):
+    """Starts the copy of the rows from `row` on to box u of COUNT of a slot."""
+    for c in gl.static_range(CHUNKS):
+        box = pool.index((slot * CHUNKS + c) * COUNT + u)
+        load(descriptor, [batch, head, row, c * 64], full.index(slot), box)
+
+
+@gluon.jit
 def _fill(
-    descriptor, pool, batch, head, rows, full, free, n, RING: gl.constexpr, SLOTS: gl.constexpr, CHUNKS: gl.constexpr
-):
+    descriptor, rows, listed, ring, n, RING: gl.constexpr, SLOTS: gl.constexpr, CHUNKS: gl.constexpr,
+    COUNT: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
     """Starts the copy of the units of a step to slot n of a ring, when it is free."""
+    batch, head, entries, units, fours, s_k = listed
+    pool, full, free = ring
     slot = RING * SLOTS + n % SLOTS
     mbarrier.wait(free.index(slot), n // SLOTS & 1 ^ 1)
     UNIT: gl.constexpr = pool.shape[3]
-    mbarrier.expect(full.index(slot), CHUNKS * len(rows) * UNIT * 128)
-    for c in gl.static_range(CHUNKS):
-        for u in gl.static_range(len(rows)):
-            box = pool.index((slot * CHUNKS + c) * len(rows) + u)
-            load(descriptor, [batch, head, rows[u], c * 64], full.index(slot), box)
+    mbarrier.expect(full.index(slot), CHUNKS * COUNT * UNIT * 128)
+    if GROUPS:
+        one, four = descriptor
+        FOURS: gl.constexpr = COUNT // 4
+        wide = viewed(pool, pool.dtype, [pool.shape[0] // 4, 1, 1, 4 * UNIT, 64], four.layout)
+        for h in gl.static_range(FOURS):
+            first = rows[0] + 4 * h
+            if first < fours:
+                _copy(four, wide, batch, head, gl.load(entries + first) >> 5, full, slot, h, CHUNKS, FOURS)
+            else:
+                for u in gl.static_range(4):
+                    row = _group(entries, first + u, units, s_k)
+                    _copy(one, pool, batch, head, row, full, slot, 4 * h + u, CHUNKS, COUNT)
+    else:
+        for u in gl.static_range(COUNT):
+            _copy(descriptor, pool, batch, head, rows[u], full, slot, u, CHUNKS, COUNT)
 
 
 @gluon.jit
 def _produce(
-    given, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COUNT: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr
-):
+    given, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COUNT: gl.constexpr, SLOTS: gl.constexpr,
+    GROUPS: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
     """The producer warp of a ring."""
     q, k, v, q_ring, pool, barriers, lists, blocks, heads_q, group, tiles, s_k = given
     q_full, q_free, full, free = barriers
@@ -162,29 +239,33 @@ def _produce(
     RINGS: gl.constexpr = 128 // BLOCK_Q
     n = 0
     for turn in range(_share(tiles, RING, RINGS)):
-        block, head, batch, entries, units = _list(turn, lists, blocks, heads_q, RING, RINGS, BLOCK_K // UNIT)
+        block, head, batch, entries, units, _, fours = _list(
+            turn, lists, blocks, heads_q, RING, RINGS, BLOCK_K // UNIT, GROUPS
+        )
         steps = _steps(units, COUNT)
-        rows = _rows(entries, steps - 1, units, s_k, BLOCK_K, UNIT, COUNT)
+        rows = _rows(entries, steps - 1, units, s_k, BLOCK_K, UNIT, COUNT, GROUPS)
+        listed = (batch, head // group, entries, units, fours, s_k)
+        ring = (pool, full, free)
         for i in gl.static_range(BLOCK_Q // 64):
             mbarrier.wait(q_free.index(RING + i), turn & 1 ^ 1)
             mbarrier.expect(q_full.index(RING + i), q_ring.shape[4] * 128)
             load(q, [batch, head, block * BLOCK_Q + i * 64, 0], q_full.index(RING + i), q_ring.index(RING + i))
-        _fill(k, pool, batch, head // group, rows, full, free, n, RING, SLOTS, CHUNKS)
+        _fill(k, rows, listed, ring, n, RING, SLOTS, CHUNKS, COUNT, GROUPS)
         n += 1
         for i in range(1, steps):
             before = rows
-            rows = _rows(entries, steps - 1 - i, units, s_k, BLOCK_K, UNIT, COUNT)
-            _fill(k, pool, batch, head // group, rows, full, free, n, RING, SLOTS, CHUNKS)
-            _fill(v, pool, batch, head // group, before, full, free, n + 1, RING, SLOTS, CHUNKS)
+            rows = _rows(entries, steps - 1 - i, units, s_k, BLOCK_K, UNIT, COUNT, GROUPS)
+            _fill(k, rows, listed, ring, n, RING, SLOTS, CHUNKS, COUNT, GROUPS)
+            _fill(v, before, listed, ring, n + 1, RING, SLOTS, CHUNKS, COUNT, GROUPS)
             n += 2
-        _fill(v, pool, batch, head // group, rows, full, free, n, RING, SLOTS, CHUNKS)
+        _fill(v, rows, listed, ring, n, RING, SLOTS, CHUNKS, COUNT, GROUPS)
         n += 1
 
 
 @gluon.jit
 def _consume(
     given, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COUNT: gl.constexpr, SLOTS: gl.constexpr,
-    PARTLY: gl.constexpr, APART: gl.constexpr, INDEX: gl.constexpr,
+    PARTLY: gl.constexpr, APART: gl.constexpr, GROUPS: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """Consumer INDEX: 64 queries of every tile, or of its own tiles."""
     o_descriptor, q_ring, o_ring, pool, barriers, lists, valid, lse, blocks, heads_q, tiles, s_q, s_k, scale = given
@@ -203,14 +284,17 @@ def _consume(
     query = flat(q_ring.index(INDEX))
     n = 0
     for turn in range(_share(tiles, RING, RINGS)):
-        block, head, batch, entries, units = _list(turn, lists, blocks, heads_q, RING, RINGS, BLOCK_K // UNIT)
+        block, head, batch, entries, units, whole, _ = _list(
+            turn, lists, blocks, heads_q, RING, RINGS, BLOCK_K // UNIT, GROUPS
+        )
         steps = _steps(units, COUNT)
         row = block * BLOCK_Q + (INDEX * 64 if RINGS == 1 else 0)
         top = gl.full([64], float("-inf"), gl.float32, LINE)
         empty = gl.full([64, N], 0.0, gl.float32, LAYOUT)
         total = sums(empty)
         o = (gl.full([64, D], 0.0, gl.float32, PLACE),)
-        limits = _limits(entries, valid, steps - 1, units, s_k, BLOCK_K, UNIT, COUNT, PARTLY)
+        if not GROUPS:
+            limits = _limits(entries, valid, steps - 1, units, s_k, BLOCK_K, UNIT, COUNT, PARTLY)
         mbarrier.wait(q_full.index(INDEX), turn & 1)
         slot = RING * SLOTS + n % SLOTS
         mbarrier.wait(full.index(slot), n // SLOTS & 1)
@@ -218,7 +302,10 @@ def _consume(
         s = hopper.warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(free.index(slot), count=1)
         # From the list's end: its last step, which may have a unit less, is this one.
-        s = _limited(s, limits, UNIT)
+        if GROUPS:
+            s = _cut(s, entries, steps - 1, units, whole, UNIT, COUNT)
+        else:
+            s = _limited(s, limits, UNIT)
         weights, _, top, total = softmax(s, top, total, scale)
         n += 1
         if PARTLY:
@@ -233,12 +320,14 @@ def _consume(
             before = RING * SLOTS + (n + 1) % SLOTS
             mbarrier.wait(full.index(before), (n + 1) // SLOTS & 1)
             o = (hopper.warpgroup_mma(p, ring.index(before), o[0], is_async=True),)
-            now = limits
             if PARTLY:
+                now = limits
                 ahead = gl.maximum(steps - 2 - i, 0)
                 limits = _limits(entries, valid, ahead, units, s_k, BLOCK_K, UNIT, COUNT, PARTLY)
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             mbarrier.arrive(free.index(slot), count=1)
+            if GROUPS:
+                s = _cut(s, entries, steps - 1 - i, units, whole, UNIT, COUNT)
             if PARTLY:
                 s = _limited(s, now, UNIT)
             weights, factor, top, total = softmax(s, top, total, scale)
@@ -276,15 +365,17 @@ def _consume(
     ]
 )  # fmt: skip
 def attend_listed(
-    q, k, v, o, lse, counts, indices, valid, blocks, heads_q, group, tiles, s_q, s_k, scale, c_b, c_h, i_b, i_h, i_q,
+    q, k, v, k_four, v_four, o, lse, counts, indices, valid, blocks, heads_q, group, tiles, s_q, s_k, scale,
+    c_b, c_h, i_b, i_h, i_q,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, COUNT: gl.constexpr, SLOTS: gl.constexpr, PARTLY: gl.constexpr,
-    APART: gl.constexpr,
+    APART: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """One program per multiprocessor.
 
     Descriptors are views [B, H, S, D]: of Q and O with boxes of 64 rows x D, of K and V with boxes of a unit of keys x
     64 columns. COUNT units are a step. SLOTS: of a ring; there are two rings with blocks of 64 queries. PARTLY: a unit
-    that is listed may hold fewer keys.
+    that is listed may hold fewer keys. GROUPS: `counts` and `indices` are those of `groups.grouped`; a unit is a group,
+    and k_four and v_four have boxes of four. They are the same as k and v elsewhere, and nobody reads them.
     """
     D: gl.constexpr = q.block_shape[3]
     RINGS: gl.constexpr = 128 // BLOCK_Q
@@ -299,14 +390,18 @@ def attend_listed(
         made_barriers(RINGS * SLOTS, 1), made_barriers(RINGS * SLOTS, 2 // RINGS),
     )  # fmt: skip
     lists = (counts, indices, c_b, c_h, i_b, i_h, i_q)
-    produced = (q, k, v, q_ring, pool, barriers, lists, blocks, heads_q, group, tiles, s_k)
+    if GROUPS:
+        keys, values = (k, k_four), (v, v_four)
+    else:
+        keys, values = k, v
+    produced = (q, keys, values, q_ring, pool, barriers, lists, blocks, heads_q, group, tiles, s_k)
     consumed = (o, q_ring, o_ring, pool, barriers, lists, valid, lse, blocks, heads_q, tiles, s_q, s_k, scale)
     if RINGS == 1:
         gl.warp_specialize(
             [
-                (_consume, (consumed, BLOCK_Q, BLOCK_K, COUNT, SLOTS, PARTLY, APART, 0)),
-                (_consume, (consumed, BLOCK_Q, BLOCK_K, COUNT, SLOTS, PARTLY, APART, 1)),
-                (_produce, (produced, BLOCK_Q, BLOCK_K, COUNT, SLOTS, 0)),
+                (_consume, (consumed, BLOCK_Q, BLOCK_K, COUNT, SLOTS, PARTLY, APART, GROUPS, 0)),
+                (_consume, (consumed, BLOCK_Q, BLOCK_K, COUNT, SLOTS, PARTLY, APART, GROUPS, 1)),
+                (_produce, (produced, BLOCK_Q, BLOCK_K, COUNT, SLOTS, GROUPS, 0)),
             ],
             [4, 1],
             [240, 24],
@@ -314,10 +409,10 @@ def attend_listed(
     else:
         gl.warp_specialize(
             [
-                (_consume, (consumed, BLOCK_Q, BLOCK_K, COUNT, SLOTS, PARTLY, APART, 0)),
-                (_consume, (consumed, BLOCK_Q, BLOCK_K, COUNT, SLOTS, PARTLY, APART, 1)),
-                (_produce, (produced, BLOCK_Q, BLOCK_K, COUNT, SLOTS, 0)),
-                (_produce, (produced, BLOCK_Q, BLOCK_K, COUNT, SLOTS, 1)),
+                (_consume, (consumed, BLOCK_Q, BLOCK_K, COUNT, SLOTS, PARTLY, APART, GROUPS, 0)),
+                (_consume, (consumed, BLOCK_Q, BLOCK_K, COUNT, SLOTS, PARTLY, APART, GROUPS, 1)),
+                (_produce, (produced, BLOCK_Q, BLOCK_K, COUNT, SLOTS, GROUPS, 0)),
+                (_produce, (produced, BLOCK_Q, BLOCK_K, COUNT, SLOTS, GROUPS, 1)),
             ],
             [4, 1, 1],
             [240, 24, 24],

@@ -31,22 +31,31 @@ from polyattn_triton.kernels.rules import LOG2E, accumulate, dot, natural_lse, s
 from polyattn_triton.kernels.tiles import architecture
 from polyattn_triton.records.tuned import BLOCK_SPARSE
 
-__all__ = ["Lists", "Tiles", "backward", "forward", "tiles_for", "transposed"]
+__all__ = ["Lists", "Tiles", "backward", "forward", "head_at", "tiles_for", "transposed"]
 
 
 @triton.jit
-def _entry(entries, valid, i, end, length, BLOCK: tl.constexpr, N: tl.constexpr, VALID: tl.constexpr):
+def _entry(
+    entries, valid, i, end, length, BLOCK: tl.constexpr, N: tl.constexpr, VALID: tl.constexpr, STARTS: tl.constexpr
+):
     """(first row, how many rows there are from it) of step i of a list; a step is N rows of a block.
+
+    STARTS: entries are the first rows of blocks, and `valid` is a list too (`placed`).
 
     Loops ask one step ahead: a load whose address waits for another load is what Triton's pipeline has no room for.
     Past the end nothing is read.
     """
     number = tl.load(entries + i // (BLOCK // N), mask=i < end, other=0)
     part = i % (BLOCK // N) * N
-    limit = length - number * BLOCK - part
-    if VALID:
-        limit = tl.minimum(limit, tl.load(valid + number, mask=i < end, other=0) - part)
-    return number * BLOCK + part, limit
+    if STARTS:
+        first = number
+        limit = tl.load(valid + i // (BLOCK // N), mask=i < end, other=0) - part
+    else:
+        first = number * BLOCK
+        limit = length - first - part
+        if VALID:
+            limit = tl.minimum(limit, tl.load(valid + number, mask=i < end, other=0) - part)
+    return first + part, limit
 
 
 @triton.jit
@@ -65,11 +74,27 @@ def _rows(source, b, h, start, limit, stride, N: tl.constexpr, D: tl.constexpr, 
 
 
 @triton.jit
-def _head(source, b, h, stride_b, stride_h):
+def head_at(source, b, h, stride_b, stride_h):
+    """The first row of a head."""
     return source + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
 
 
-_FREE = ["c_b", "c_h", "i_b", "i_h", "i_q", "i_k", "l_b", "l_h", "s_q", "s_k", "key_blocks", "query_blocks"]
+_FREE = [
+    "c_b",
+    "c_h",
+    "i_b",
+    "i_h",
+    "i_q",
+    "i_k",
+    "p_b",
+    "p_h",
+    "l_b",
+    "l_h",
+    "s_q",
+    "s_k",
+    "key_blocks",
+    "query_blocks",
+]
 """Strides of lists and LSEs, and sizes: knowing what divides them makes no program better."""
 
 
@@ -78,29 +103,31 @@ def _forward(
     query, key, value, out, lse, counts, indices, valid, scale,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, c_b, c_h, i_b, i_h, i_q, s_q, s_k,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, EDGE: tl.constexpr,
-    NEGATIVE: tl.constexpr, LSE: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, STARTS: tl.constexpr,
+    EDGE: tl.constexpr, NEGATIVE: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """One tile of M queries. `scale`: |scale| * log2(e). EDGE: a step may hold fewer than N keys, or none."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     block, kv_head = tile // (BLOCK_Q // M), head // GROUP
     m, d, n = tile * M + tl.arange(0, M), tl.arange(0, D), tl.arange(0, N)
     inside = m[:, None] < s_q
-    q_at = _head(query, b, head, q_b, q_h) + m[:, None].to(tl.int64) * q_s + d[None, :]
+    q_at = head_at(query, b, head, q_b, q_h) + m[:, None].to(tl.int64) * q_s + d[None, :]
     q = tl.load(q_at, mask=inside, other=0.0)
     if NEGATIVE:
         # A scale above 0 keeps the largest product the largest logit.
         q = cast(-q.to(tl.float32), q.dtype)
-    keys = key if TMA else _head(key, b, kv_head, k_b, k_h)
-    values = value if TMA else _head(value, b, kv_head, v_b, v_h)
-    end = tl.load(_head(counts, b, head, c_b, c_h) + block) * (BLOCK_K // N)
-    entries = _head(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
+    keys = key if TMA else head_at(key, b, kv_head, k_b, k_h)
+    values = value if TMA else head_at(value, b, kv_head, v_b, v_h)
+    end = tl.load(head_at(counts, b, head, c_b, c_h) + block) * (BLOCK_K // N)
+    entries = head_at(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
+    if STARTS:
+        valid = head_at(valid, b, head, i_b, i_h) + block.to(tl.int64) * i_q
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
-    start, limit = _entry(entries, valid, 0, end, s_k, BLOCK_K, N, VALID)
+    start, limit = _entry(entries, valid, 0, end, s_k, BLOCK_K, N, VALID, STARTS)
     for i in tl.range(0, end, num_stages=STAGES):
-        next_start, next_limit = _entry(entries, valid, i + 1, end, s_k, BLOCK_K, N, VALID)
+        next_start, next_limit = _entry(entries, valid, i + 1, end, s_k, BLOCK_K, N, VALID, STARTS)
         k = _rows(keys, b, kv_head, start, limit, k_s, N, D, TMA, EDGE)
         products = dot(q, tl.trans(k))
         if EDGE:
@@ -109,7 +136,7 @@ def _forward(
         v = _rows(values, b, kv_head, start, limit, v_s, N, D, TMA, EDGE)
         acc = dot(cast(weights, v.dtype), v, acc * factor[:, None])
         start, limit = next_start, next_limit
-    o_at = _head(out, b, head, o_b, o_h) + m[:, None].to(tl.int64) * o_s + d[None, :]
+    o_at = head_at(out, b, head, o_b, o_h) + m[:, None].to(tl.int64) * o_s + d[None, :]
     tl.store(o_at, cast(acc * share(total)[:, None], out.dtype.element_ty), mask=inside)
     if LSE:
         at = lse + (b.to(tl.int64) * tl.num_programs(1) + head) * s_q + m
@@ -122,32 +149,35 @@ def _backward_query(
     g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, l_b, l_h, l_s,
     c_b, c_h, i_b, i_h, i_q, s_q, s_k,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, EDGE: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, STARTS: tl.constexpr,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
     """dquery of one tile of M queries; for `_backward_key` also their rowsum(dout * out), and their LSE in base 2."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     block, kv_head = tile // (BLOCK_Q // M), head // GROUP
     m, d, n = tile * M + tl.arange(0, M), tl.arange(0, D), tl.arange(0, N)
     far, inside = m[:, None].to(tl.int64), m[:, None] < s_q
-    q = tl.load(_head(query, b, head, q_b, q_h) + far * q_s + d[None, :], mask=inside, other=0.0)
-    g = tl.load(_head(dout, b, head, g_b, g_h) + far * g_s + d[None, :], mask=inside, other=0.0)
-    o = tl.load(_head(out, b, head, o_b, o_h) + far * o_s + d[None, :], mask=inside, other=0.0)
+    q = tl.load(head_at(query, b, head, q_b, q_h) + far * q_s + d[None, :], mask=inside, other=0.0)
+    g = tl.load(head_at(dout, b, head, g_b, g_h) + far * g_s + d[None, :], mask=inside, other=0.0)
+    o = tl.load(head_at(out, b, head, o_b, o_h) + far * o_s + d[None, :], mask=inside, other=0.0)
     outer = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
-    total = tl.load(_head(lse, b, head, l_b, l_h) + m.to(tl.int64) * l_s, mask=m < s_q, other=float("-inf"))
+    total = tl.load(head_at(lse, b, head, l_b, l_h) + m.to(tl.int64) * l_s, mask=m < s_q, other=float("-inf"))
     # A row that sees no key, or that there is none of, has no weights: exp2(x - inf) = 0.
     base = tl.where(total == float("-inf"), float("inf"), total * LOG2E)
     row = b.to(tl.int64) * tl.num_programs(1) + head
     at = row * (tl.num_programs(0) * M) + m
     tl.store(delta + at, outer)
     tl.store(level + at, base)
-    keys = key if TMA else _head(key, b, kv_head, k_b, k_h)
-    values = value if TMA else _head(value, b, kv_head, v_b, v_h)
-    end = tl.load(_head(counts, b, head, c_b, c_h) + block) * (BLOCK_K // N)
-    entries = _head(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
+    keys = key if TMA else head_at(key, b, kv_head, k_b, k_h)
+    values = value if TMA else head_at(value, b, kv_head, v_b, v_h)
+    end = tl.load(head_at(counts, b, head, c_b, c_h) + block) * (BLOCK_K // N)
+    entries = head_at(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
+    if STARTS:
+        valid = head_at(valid, b, head, i_b, i_h) + block.to(tl.int64) * i_q
     dq = tl.zeros([M, D], tl.float32)
-    start, limit = _entry(entries, valid, 0, end, s_k, BLOCK_K, N, VALID)
+    start, limit = _entry(entries, valid, 0, end, s_k, BLOCK_K, N, VALID, STARTS)
     for i in tl.range(0, end, num_stages=STAGES):
-        next_start, next_limit = _entry(entries, valid, i + 1, end, s_k, BLOCK_K, N, VALID)
+        next_start, next_limit = _entry(entries, valid, i + 1, end, s_k, BLOCK_K, N, VALID, STARTS)
         k = _rows(keys, b, kv_head, start, limit, k_s, N, D, TMA, EDGE)
         v = _rows(values, b, kv_head, start, limit, v_s, N, D, TMA, EDGE)
         found = dot(q, tl.trans(k)) * (scale * LOG2E) - base[:, None]
@@ -161,10 +191,11 @@ def _backward_query(
 
 @triton.jit(do_not_specialize=_FREE)
 def _backward_key(
-    dout, query, key, value, dkey, dvalue, delta, level, counts, indices, valid, scale,
-    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, c_b, c_h, i_b, i_h, i_k, s_q, s_k, padded,
+    dout, query, key, value, dkey, dvalue, delta, level, counts, indices, valid, starts, scale,
+    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, c_b, c_h, i_b, i_h, i_k, p_b, p_h, s_q, s_k, padded,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, EDGE: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, STARTS: tl.constexpr,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
     """dkey and dvalue of one tile of N keys: over the query heads of its group, over the query blocks that list it.
 
@@ -172,25 +203,28 @@ def _backward_key(
     """
     tile, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     block = tile // (BLOCK_K // N)
-    n, d = tile * N + tl.arange(0, N), tl.arange(0, D)
-    far, end = n[:, None].to(tl.int64), s_k
-    if VALID:
+    n, d, end = tile * N + tl.arange(0, N), tl.arange(0, D), s_k
+    if STARTS:
+        first = tl.load(head_at(starts, b, kv_head, p_b, p_h) + block)
+        n += first - block * BLOCK_K
+        end = first + tl.load(head_at(valid, b, kv_head, p_b, p_h) + block)
+    elif VALID:
         end = tl.minimum(end, block * BLOCK_K + tl.load(valid + block))
-    inside = n[:, None] < end
-    k = tl.load(_head(key, b, kv_head, k_b, k_h) + far * k_s + d[None, :], mask=inside, other=0.0)
-    v = tl.load(_head(value, b, kv_head, v_b, v_h) + far * v_s + d[None, :], mask=inside, other=0.0)
+    far, inside = n[:, None].to(tl.int64), n[:, None] < end
+    k = tl.load(head_at(key, b, kv_head, k_b, k_h) + far * k_s + d[None, :], mask=inside, other=0.0)
+    v = tl.load(head_at(value, b, kv_head, v_b, v_h) + far * v_s + d[None, :], mask=inside, other=0.0)
     dk = tl.zeros([N, D], tl.float32)
     dv = tl.zeros([N, D], tl.float32)
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        queries = query if TMA else _head(query, b, head, q_b, q_h)
-        grads = dout if TMA else _head(dout, b, head, g_b, g_h)
-        steps = tl.load(_head(counts, b, head, c_b, c_h) + block) * (BLOCK_Q // M)
-        entries = _head(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_k
+        queries = query if TMA else head_at(query, b, head, q_b, q_h)
+        grads = dout if TMA else head_at(dout, b, head, g_b, g_h)
+        steps = tl.load(head_at(counts, b, head, c_b, c_h) + block) * (BLOCK_Q // M)
+        entries = head_at(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_k
         side = (b.to(tl.int64) * (tl.num_programs(1) * GROUP) + head) * padded + tl.arange(0, M)
-        start, limit = _entry(entries, valid, 0, steps, s_q, BLOCK_Q, M, False)
+        start, limit = _entry(entries, valid, 0, steps, s_q, BLOCK_Q, M, False, False)
         for i in tl.range(0, steps, num_stages=STAGES):
-            next_start, next_limit = _entry(entries, valid, i + 1, steps, s_q, BLOCK_Q, M, False)
+            next_start, next_limit = _entry(entries, valid, i + 1, steps, s_q, BLOCK_Q, M, False, False)
             q = _rows(queries, b, head, start, limit, q_s, M, D, TMA, EDGE)
             base = tl.load(level + side + start)
             # Transposed, so that weights and their gradients are left operands, which may stay in registers.
@@ -205,16 +239,18 @@ def _backward_key(
     at = ((b.to(tl.int64) * tl.num_programs(1) + kv_head) * s_k + far) * D + d[None, :]
     dk = tl.where(inside, dk * scale, 0.0)
     dv = tl.where(inside, dv, 0.0)
-    tl.store(dkey + at, cast(dk, dkey.dtype.element_ty), mask=n[:, None] < s_k)
-    tl.store(dvalue + at, cast(dv, dvalue.dtype.element_ty), mask=n[:, None] < s_k)
+    # Without starts a block's rows past the valid ones are nobody's, and 0. With them they may be another block's.
+    there = inside if STARTS else n[:, None] < s_k
+    tl.store(dkey + at, cast(dk, dkey.dtype.element_ty), mask=there)
+    tl.store(dvalue + at, cast(dv, dvalue.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=_FREE)
 def _mark(counts, indices, marks, c_b, c_h, i_b, i_h, i_q, key_blocks, WIDE: tl.constexpr):
     """marks[b, h, key block, query block] = 1 where one query block lists it."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    listed = tl.load(_head(counts, b, head, c_b, c_h) + block)
-    entries = _head(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
+    listed = tl.load(head_at(counts, b, head, c_b, c_h) + block)
+    entries = head_at(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
     row = (b.to(tl.int64) * tl.num_programs(1) + head) * key_blocks
     for first in range(0, listed, WIDE):
         i = first + tl.arange(0, WIDE)
@@ -237,12 +273,31 @@ def _compact(marks, counts, indices, query_blocks, WIDE: tl.constexpr):
     tl.store(counts + row, found)
 
 
+def placed(lists: Lists) -> tuple[Tensor, Tensor | None]:
+    """What a program reads of a list: numbers of blocks and valid rows of each block; with starts the first row and the
+    rows of each entry, in its place. A load whose address waits for two loads is what Triton cannot pipeline.
+    """
+    starts, valid = lists.starts, lists.valid
+    if starts is None or valid is None:
+        return lists.indices, valid
+    B, H, nQ, most = lists.indices.shape
+    B = max(B, starts.shape[0], lists.counts.shape[0])
+    H = max(H, lists.counts.shape[1]) if starts.shape[1] == 1 else lists.heads
+    listed = torch.arange(most, device=starts.device) < lists.counts[..., None]
+    at = torch.where(listed, lists.indices, 0).long().expand(B, H, nQ, most).flatten(2)
+    shared = H // starts.shape[1] if starts.shape[1] > 1 else 1
+    first, rows = (t.repeat_interleave(shared, 1).expand(B, H, -1).gather(-1, at) for t in (starts, valid))
+    return first.view(B, H, nQ, most), rows.view(B, H, nQ, most)
+
+
 class Lists(NamedTuple):
     """What each query block sees.
 
     Attributes:
         counts: int32 [B|1, H_q|1, nQ]. indices: int32 [B|1, H_q|1, nQ, max], with dense last axes.
         valid: int32 [nK], or None. block_q, block_k: tokens of a block; the last ones may hold fewer.
+        starts: int32 [B|1, H_kv|1, nK], contiguous, the first key of each block; `valid` is like it then. None: the
+            blocks cut the keys. heads: H_q, which matters with starts.
     """
 
     counts: Tensor
@@ -250,16 +305,35 @@ class Lists(NamedTuple):
     valid: Tensor | None
     block_q: int
     block_k: int
+    starts: Tensor | None = None
+    heads: int = 1
 
     def strides(self) -> tuple[int, int, int, int, int]:
         """Elements from list to list, for batches and heads; 0 along an axis that all share."""
         (c_b, c_h), (i_b, i_h, i_q) = _shared(self.counts, 2), _shared(self.indices, 3)
         return c_b, c_h, i_b, i_h, i_q
 
+    def places(self) -> tuple[int, int]:
+        """Elements from one sample's or key head's `starts` to the next one's; 0 along an axis that all share."""
+        if self.starts is None:
+            return 0, 0
+        p_b, p_h = _shared(self.starts, 2)
+        return p_b, p_h
+
+    def key_blocks(self, keys: int) -> int:
+        """How many blocks there are of this many keys."""
+        return -(-keys // self.block_k) if self.starts is None else self.starts.shape[2]
+
     def of(self, samples: slice) -> Lists:
         """Those of some samples; what all share stays shared."""
-        counts, indices = (t if t.shape[0] == 1 else t[samples] for t in (self.counts, self.indices))
-        return self._replace(counts=counts, indices=indices)
+
+        def some(t: Tensor) -> Tensor:
+            return t if t.shape[0] == 1 else t[samples]
+
+        found = self._replace(counts=some(self.counts), indices=some(self.indices))
+        if self.starts is None or self.valid is None:
+            return found
+        return found._replace(starts=some(self.starts), valid=some(self.valid))
 
 
 def _shared(tensor: Tensor, axes: int) -> tuple[int, ...]:
@@ -384,20 +458,24 @@ def forward(
             mine = {"out": out[some], "lse": None if lse is None else lse[some], "tiles": tiles, "tma": tma}
             forward(query[some], key[some], value[some], lists.of(some), scale=scale, **mine)
         return
-    block_q, block_k, valid = lists.block_q, lists.block_k, lists.valid
+    block_q, block_k = lists.block_q, lists.block_k
+    lists = lists._replace(heads=H)
+    indices, valid = placed(lists)
+    strides = lists._replace(indices=indices).strides()
     t = tiles or tiles_for("forward", query, block_q, block_k)
     by_tma = _described(key, value) if tma is None else tma
     S_k = key.shape[2]
     try:
         _forward[triton.cdiv(S_q, t.m), H, B](
             query, _descriptor(key, t.n) if by_tma else key, _descriptor(value, t.n) if by_tma else value,
-            out, lse, lists.counts, lists.indices, valid,
+            out, lse, lists.counts, indices, valid,
             # 0 times -inf would be NaN; a scale as small as this leaves logits that are 0 as well.
             max(abs(scale), 1e-30) * LOG2E.value,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *lists.strides(), S_q, S_k,
-            GROUP=H // key.shape[1], D=D, BLOCK_Q=block_q, BLOCK_K=block_k, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
-            VALID=valid is not None, EDGE=valid is not None or S_k % block_k != 0, NEGATIVE=scale < 0,
-            LSE=lse is not None, num_warps=t.warps, num_stages=t.stages,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *strides, S_q, S_k,
+            GROUP=H // key.shape[1], D=D, BLOCK_Q=block_q, BLOCK_K=block_k, M=t.m, N=t.n,
+            STAGES=t.stages, TMA=by_tma, VALID=valid is not None, STARTS=lists.starts is not None,
+            EDGE=valid is not None or S_k % block_k != 0, NEGATIVE=scale < 0, LSE=lse is not None,
+            num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
     except TOO_LARGE as error:
         _refuse("forward", query, lists, t, error, last=tiles is not None)
@@ -446,12 +524,18 @@ def backward(
         dquery, dkey, dvalue = (torch.cat(grads) for grads in zip(*found, strict=True))
         return dquery, dkey, dvalue
     H_kv, S_k = key.shape[1:3]
-    block_q, block_k, valid = lists.block_q, lists.block_k, lists.valid
-    query_blocks, key_blocks = lists.counts.shape[2], triton.cdiv(S_k, block_k)
+    block_q, block_k = lists.block_q, lists.block_k
+    lists = lists._replace(heads=H)
+    indices, valid = placed(lists)
+    strides = lists._replace(indices=indices).strides()
+    query_blocks, key_blocks = lists.counts.shape[2], lists.key_blocks(S_k)
     padded = query_blocks * block_q
-    dquery, dkey, dvalue = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value))
+    # Keys may be in no block where blocks have starts: nobody writes their gradient.
+    made = torch.empty if lists.starts is None else torch.zeros
+    dquery, dkey, dvalue = (made(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value))
     delta, level = (torch.empty(B, H, padded, dtype=torch.float32, device=query.device) for _ in range(2))
     shape: dict[str, Any] = {"GROUP": H // H_kv, "D": D, "BLOCK_Q": block_q, "BLOCK_K": block_k}
+    shape |= {"VALID": valid is not None, "STARTS": lists.starts is not None}
 
     kernel, own = "query", tiles[0]
     try:
@@ -459,22 +543,21 @@ def backward(
         by_tma = _described(key, value) if tma is None else tma
         _backward_query[padded // t.m, H, B](
             dout, query, _descriptor(key, t.n) if by_tma else key, _descriptor(value, t.n) if by_tma else value, out,
-            lse, dquery, delta, level, lists.counts, lists.indices, valid, scale,
+            lse, dquery, delta, level, lists.counts, indices, valid, scale,
             *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
-            *lse.stride(), *lists.strides(), S_q, S_k, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
-            VALID=valid is not None, EDGE=valid is not None or S_k % block_k != 0, num_warps=t.warps,
-            num_stages=t.stages,
+            *lse.stride(), *strides, S_q, S_k, **shape, M=t.m, N=t.n, STAGES=t.stages,
+            TMA=by_tma, EDGE=valid is not None or S_k % block_k != 0, num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
 
         kernel, own = "key", tiles[1]
         t = own or tiles_for(kernel, query, block_q, block_k)
         by_tma = _described(query, dout) if tma is None else tma
         turned = transposed(lists, key_blocks)
-        _backward_key[triton.cdiv(S_k, t.n), H_kv, B](
+        _backward_key[key_blocks * (block_k // t.n) if lists.starts is not None else triton.cdiv(S_k, t.n), H_kv, B](
             _descriptor(dout, t.m) if by_tma else dout, _descriptor(query, t.m) if by_tma else query, key, value,
-            dkey, dvalue, delta, level, turned.counts, turned.indices, valid, scale,
-            *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *turned.strides(), S_q,
-            S_k, padded, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma, VALID=valid is not None,
+            dkey, dvalue, delta, level, turned.counts, turned.indices, lists.valid, lists.starts, scale,
+            *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *turned.strides(),
+            *lists.places(), S_q, S_k, padded, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
             EDGE=S_q % block_q != 0, num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
     except TOO_LARGE as error:

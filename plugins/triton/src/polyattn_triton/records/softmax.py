@@ -139,6 +139,7 @@ def block_sparse_row(platform: str) -> Row:
         block_map=(True,),
         block_shape=((64, 64), (128, 128), (128, 64), (64, 128)),
         block_sizes=True,
+        block_starts=True,
         misaligned=True,
         lse=True,
         grad=(*TRAINABLE, "lse"),

@@ -1,0 +1,87 @@
+"""Lists of key blocks that start anywhere, as lists of groups of 16 keys that lie together.
+
+A kernel that loads whole groups needs to mask only the groups that have fewer keys: they come last. Fours of groups of
+one block come first, as a single copy can bring them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from polyattn_triton.kernels.block_sparse import Lists, head_at
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+__all__ = ["GROUP", "grouped"]
+
+GROUP = tl.constexpr(16)
+"""Keys of a group."""
+
+
+@triton.jit(do_not_specialize=["c_b", "c_h", "i_b", "i_h", "i_q", "p_b", "p_h", "room"])
+def _grouped(
+    counts, indices, starts, valid, numbers, groups, c_b, c_h, i_b, i_h, i_q, p_b, p_h, room, SHARED: tl.constexpr,
+    MOST: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The groups of one list, `start * 32 + keys`: fours of a block, other whole ones, and those with fewer keys; and
+    how many there are in all, are whole, and are in fours.
+
+    SHARED: heads of lists to a head of keys. MOST: groups of a block.
+    """
+    block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    listed = tl.load(head_at(counts, b, head, c_b, c_h) + block)
+    entries = head_at(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_q
+    starts = head_at(starts, b, head // SHARED, p_b, p_h)
+    valid = head_at(valid, b, head // SHARED, p_b, p_h)
+    row = (b.to(tl.int64) * tl.num_programs(1) + head) * tl.num_programs(0) + block
+    found = groups + row * room
+    count = block * 0
+    for part in tl.static_range(3):
+        for first in range(0, listed, WIDE):
+            i = first + tl.arange(0, WIDE)
+            number = tl.load(entries + i, mask=i < listed, other=0)
+            start = tl.load(starts + number, mask=i < listed, other=0)
+            size = tl.load(valid + number, mask=i < listed, other=0)
+            whole = size // 16
+            if part == 0:
+                low, high = whole * 0, whole // 4 * 4
+            elif part == 1:
+                low, high = whole // 4 * 4, whole
+            else:
+                low, high = whole, (size + 15) // 16
+            place = count + tl.cumsum(high - low, 0) - high
+            for g in tl.static_range(MOST if part == 0 else (3 if part == 1 else 1)):
+                at = low + g
+                keys = tl.minimum(size - at * 16, 16)
+                tl.store(found + place + at, (start + at * 16) * 32 + keys, mask=at < high)
+            count += tl.sum(high - low, 0)
+        # In all at the end, whole ones before the last part, fours before the second.
+        tl.store(numbers + 3 * row + (2 - part), count)
+
+
+def grouped(lists: Lists, heads: int, kv_heads: int) -> Lists:
+    """Lists of groups for lists of blocks with starts.
+
+    Args:
+        lists: with starts, and fewer than 2**26 keys. heads, kv_heads: of queries and keys.
+
+    Returns:
+        Lists whose indices [B', H', nQ, room] are `start * 32 + keys` of groups, and whose counts [B', H', nQ, 3] say
+        how many there are, are whole, and are in fours; without starts and valid sizes.
+    """
+    starts, valid = lists.starts, lists.valid
+    assert starts is not None
+    assert valid is not None
+    B, H = (max(t.shape[axis] for t in (lists.counts, lists.indices, starts)) for axis in (0, 1))
+    if starts.shape[1] > 1:
+        H = heads
+    blocks, most = lists.counts.shape[2], -(-lists.block_k // GROUP.value)
+    room = max(lists.indices.shape[3], 1) * most
+    groups = torch.empty(B, H, blocks, room, dtype=torch.int32, device=starts.device)
+    counts = torch.empty(B, H, blocks, 3, dtype=torch.int32, device=starts.device)
+    _grouped[blocks, H, B](
+        lists.counts, lists.indices, starts, valid, counts, groups, *lists.strides(), *lists.places(), room,
+        SHARED=heads // kv_heads if starts.shape[1] > 1 else 1, MOST=most, WIDE=128, num_warps=1,
+    )  # fmt: skip
+    return lists._replace(counts=counts, indices=groups, valid=None, starts=None)
