@@ -237,10 +237,10 @@ def test_more_sites_than_are_kept_are_not_all_made_anew(monkeypatch):
 def test_a_mask_that_grows_is_not_looked_up(monkeypatch, layout, dtype):
     site = polyattn.bind(layout=layout)
 
-    def call(s_k, rows=1, batch=2, heads=1, **mask):
-        shape = {"rows": rows, "columns": s_k, "batch": batch, "heads": heads, **mask}
-        given = torch.randn(2, 4, rows, 16), torch.randn(2, 2, s_k, 16), torch.randn(2, 2, s_k, 16)
-        ones = torch.ones(shape["batch"], shape["heads"], shape["rows"], shape["columns"])
+    def call(s_k, s_q=1, **mask):
+        shape = {"batch": 2, "heads": 1, "rows": s_q, "columns": s_k, **mask}
+        given = torch.randn(2, 4, s_q, 16), torch.randn(2, 2, s_k, 16), torch.randn(2, 2, s_k, 16)
+        ones = torch.ones(*shape.values())
         seen = ones.bernoulli(0.5).index_fill_(-1, torch.tensor([0]), 1.0).to(dtype)
         views = given if layout == "BHSD" else [t.transpose(1, 2) for t in given]
         found = site(*views, seen)
@@ -257,7 +257,7 @@ def test_a_mask_that_grows_is_not_looked_up(monkeypatch, layout, dtype):
             call(50)
         call(51, batch=1, heads=4)
         assert len(misses) == before
-        call(9, rows=3)
+        call(9, s_q=3)
         assert len(misses) == before + 1, "not the last token alone"
         for wrong in ({"columns": 8}, {"rows": 2}, {"batch": 3}, {"heads": 2}):
             with pytest.raises(polyattn.InvalidInputError, match="attn_mask"):
