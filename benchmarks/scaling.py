@@ -39,6 +39,7 @@ def measured(quantity: Quantity, sizes: tuple[int, ...], rounds: int) -> dict[st
     """The times of one quantity, in microseconds of one operation, and the exponent of their growth."""
     operations = [quantity.prepare(size) for size in sizes]
     times: list[list[float]] = [[] for _ in sizes]
+    gc.freeze()  # else each collection below walks the state, and all that was imported
     for number in range(rounds + 1):
         for operation, found in zip(operations, times, strict=True):
             gc.collect()
@@ -47,6 +48,7 @@ def measured(quantity: Quantity, sizes: tuple[int, ...], rounds: int) -> dict[st
             spent = time.process_time_ns() - start
             if number:  # the first round warms up
                 found.append(spent / 1000 / count)
+    gc.unfreeze()
     medians = [statistics.median(found) for found in times]
     return {
         "name": quantity.name,
