@@ -1,5 +1,5 @@
-"""Sequences with one query each are attended together where their keys are about as many: one gather and one SDPA call
-instead of one for each.
+"""This module attends sequences with one query each together, where their keys are about as many: one gather and one
+SDPA call instead of one for each.
 
 Sequences of unlike length stay apart, so that little is gathered for nothing; and what is gathered at once is bounded,
 so that SDPA finds it in the processor's cache.
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..adapters import split_kv
 from ..contract import AttentionRequest
 from ..semantics.masks import additive
-from ..semantics.paged_kv import Slots, by_number
+from ..semantics.paged_kv import Slots, by_number, from_column
 from .gathered_sdpa import GatheredSDPA
 
 __all__ = ["Group", "attend_group", "groups_of", "may_be_grouped", "numbered_caches"]
@@ -32,7 +32,7 @@ Workspace = Callable[[str, int], Tensor]
 
 
 class Group(NamedTuple):
-    """Sequences of about one length.
+    """Holds sequences of about one length, and where their keys are.
 
     Attributes:
         sequences: of the call, in any order. tokens: int64 [n], their queries; None = those are all of the call, in
@@ -74,7 +74,11 @@ def groups_of(
         starts: the first query of each sequence. lengths: keys of each. page_table: int32 [N, max_pages].
         workspace: memory that the groups share, None = there is none.
     """
-    found, device = [], page_table.device
+    found, device, size, left = [], page_table.device, request.page_size, request.window[0]
+    if left >= 0 and any(skipped := [max(keys - 1 - left, 0) // size for keys in lengths]):
+        # Pages before the window of the query are seen by nobody.
+        lengths = [keys - pages * size for keys, pages in zip(lengths, skipped, strict=True)]
+        page_table = from_column(page_table, torch.tensor(skipped, device=device), -(-max(lengths) // size))
     one = request.kv_heads * sum(request.dims)
     for members in _alike(single, lengths, max(MOST // one, 1)):
         every = len(members) == len(lengths) == starts[-1]
@@ -83,13 +87,13 @@ def groups_of(
         tokens = None if every else torch.tensor([starts[n] for n in members], device=device)
         pages = page_table if every else page_table[torch.tensor(members, device=device)]
         slots, mask = _columns(request, [lengths[n] for n in members], pages)
-        numbers = Slots.numbered(slots, request.page_size)
+        numbers = Slots.numbered(slots, size)
         found.append(Group(members, tokens, slots.view(-1), numbers, mask, *_memory(request, slots, workspace)))
     return found
 
 
 def _alike(single: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """The sequences, longest first, `most` keys at a time."""
+    """Yield the sequences in groups of one length or so, `most` keys at a time, the longest first."""
     columns = max(lengths[n] for n in single)
     if len(single) * columns <= most and columns <= max(min(lengths[n] for n in single) * PADDED, FEW):
         yield list(single)
@@ -106,7 +110,7 @@ def _alike(single: Sequence[int], lengths: Sequence[int], most: int) -> Iterator
 
 
 def _columns(request: AttentionRequest, lengths: list[int], pages: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The slots and the mask of a group. pages: int32 [n, max_pages]."""
+    """Find the slots and the mask of a group. pages: int32 [n, max_pages]."""
     size, left, columns, device = request.page_size, request.window[0], max(lengths), pages.device
     slots = pages[:, : -(-columns // size), None].long() * size + torch.arange(size, device=device)
     slots = slots.flatten(1)[:, :columns].contiguous()

@@ -50,7 +50,7 @@ class _Sequence(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """The sequences of a call that have queries.
+    """Holds the sequences of a call that have queries.
 
     Attributes:
         together: those with one query. alone: those that are attended one by one.
@@ -120,7 +120,7 @@ class _NativeSession:
         return _attend(self._request, self._attend, query, caches, numbered, self._planned, new, attn_mask, sinks, out)
 
     def _number(self, caches: tuple[Tensor, ...]) -> list[Tensor] | None:
-        """The caches of a layer by numbers of tokens, found once; None where tokens do not follow each other."""
+        """Return the caches of a layer as `numbered_caches` does, which looks at them once."""
         found = numbered_caches(self._request, caches)
         self._numbered[id(caches[0])] = caches[0], found  # which keeps the id its own
         return found
@@ -215,7 +215,7 @@ def _attend(
 
 
 def _packed(parts: list[Tensor], order: Tensor | None) -> Tensor | None:
-    """[T_q, ...] in the order of the call, None where there are no parts."""
+    """Put the parts together as [T_q, ...] in the order of the call, None where there are no parts."""
     if not parts:
         return None
     rows = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
