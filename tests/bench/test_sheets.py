@@ -52,7 +52,7 @@ def test_the_shipped_table_of_the_h200_knows_the_rows(sheet, monkeypatch):
 def test_the_sheets_cover_what_they_must(sheet):
     rows = rows_of(sheet)
     assert len(rows) >= 60
-    assert {row.sheet for row in rows} == {path.stem for path in SHEETS.glob("*.yaml")} - {"all"}
+    assert {row.sheet for row in rows} == {path.stem for path in SHEETS.glob("*.yaml")} - {"all", "video_sparse"}
     assert {row.kind for row in rows} == {"dense", "packed", "training", "paged", "latent"}
     assert {row.heads // row.kv_heads for row in rows} >= {1, 2, 4, 7, 8, 12, 71, 128}
     assert {row.head_dim for row in rows} >= {64, 72, 80, 96, 128, 192, 256, 576}
@@ -309,6 +309,15 @@ def test_a_sheet_is_safe_loaded(tmp_path):
     path.write_text("title: !!python/object/apply:os.getcwd []\n")
     with pytest.raises(ConfigError, match="is not YAML: could not determine a constructor for the tag"):
         read([path])
+
+
+def test_a_sheet_of_another_program_is_left_to_it():
+    path = SHEETS / "video_sparse.yaml"
+    with pytest.raises(
+        ConfigError, match=r"is measured by a program of its own: python benchmarks/video_sparse\.py --sh"
+    ):
+        read([path])
+    assert path.stem not in read([SHEETS]).digests
 
 
 def test_sheets_that_cannot_be_told_apart_are_refused(tmp_path):

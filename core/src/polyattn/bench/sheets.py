@@ -9,7 +9,8 @@ A sheet is a mapping of `title`, `families` and `bars`. A family is rows of one 
         rows:
           - {batch: 1, kv_len: 8192, page_size: 16}
 
-`rows.Row` and `bars.Bar` say what the words mean.
+`rows.Row` and `bars.Bar` say what the words mean. A file that names a `program` is not of this kind: that program reads
+it, and a folder is read without it.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def read(paths: Sequence[Path]) -> Sheet:
     """The sheets of files, and of the `.yaml` files of folders.
 
     Raises:
-        ConfigError: a file that cannot be read; an unknown key, a missing or ill-typed value; two rows or two families
-            that are one; a bar on what is not there.
+        ConfigError: a file that cannot be read, or is another program's; an unknown key, a missing or ill-typed value;
+            two rows or two families that are one; a bar on what is not there.
     """
     families: dict[str, Family] = {}
     bars: list[Bar] = []
@@ -74,6 +75,12 @@ def read(paths: Sequence[Path]) -> Sheet:
     for path in files:
         where = f"sheet {path}"
         text = read_config_file(path, where="sheet")
+        if "program" in text:
+            if path in paths:
+                raise ConfigError(
+                    f"{where} is measured by a program of its own: python {text['program']} --sheet {path}"
+                )
+            continue
         top = _mapping(where, {"families": {}, "bars": [], **text}, {"title", "families", "bars"})
         own = _mapping(f"{where}: families", top["families"])
         for name, given in own.items():

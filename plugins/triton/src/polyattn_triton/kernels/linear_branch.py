@@ -17,11 +17,14 @@ import triton.language as tl  # isort: skip
 
 from polyattn_triton.kernels.block_sparse import head_at
 from polyattn_triton.kernels.rounding import cast
+from polyattn_triton.kernels.rows import product
 
 __all__ = ["linear_add", "linear_sums", "pooled"]
 
 _PART = 1024
 """Tokens that one program sums up."""
+_TILES = 8
+"""Tiles of queries of one program, for which the sums are loaded once."""
 
 
 @triton.jit
@@ -57,7 +60,7 @@ def _pooled(source, means, x_b, x_h, x_s, tokens, blocks, D: tl.constexpr, WIDTH
 def _sums(
     key, value, states, totals, k_b, k_h, k_s, v_b, v_h, v_s, tokens, parts, D: tl.constexpr, D_V: tl.constexpr,
     K: tl.constexpr, K_V: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, FEATURE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Sums of one part of the tokens of one head: phi(K)^T V, and phi(K)."""
     part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -72,7 +75,7 @@ def _sums(
         k = tl.load(keys + far * k_s + d[None, :], mask=k_there, other=0.0).to(tl.float32)
         v = tl.load(values + far * v_s + e[None, :], mask=v_there, other=0.0).to(tl.float32)
         k = _mapped(k, k_there, FEATURE)
-        state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)
+        state = product(tl.trans(k), v, state, EXACT)
         total += tl.sum(k, 0)
     row = (b.to(tl.int64) * tl.num_programs(1) + head) * parts + part
     kept = (d < D)[:, None] & (e < D_V)[None, :]
@@ -84,36 +87,38 @@ def _sums(
 def _add(
     query, state, total, bias, base, out, q_b, q_h, q_s, a_b, a_h, a_s, o_b, o_h, o_s, tokens, epsilon,
     D: tl.constexpr, D_V: tl.constexpr, K: tl.constexpr, K_V: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
-    BIAS: tl.constexpr, FEATURE: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, BIAS: tl.constexpr, FEATURE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """N tokens of one head: base + phi(Q) state / (phi(Q) total + epsilon) + bias."""
-    tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    s, d, e = tile * N + tl.arange(0, N), tl.arange(0, K), tl.arange(0, K_V)
-    far, there = s[:, None].to(tl.int64), (s < tokens)[:, None]
-    q_there, o_there = there & (d < D)[None, :], there & (e < D_V)[None, :]
-    q = tl.load(head_at(query, b, head, q_b, q_h) + far * q_s + d[None, :], mask=q_there, other=0.0)
-    q = _mapped(q.to(tl.float32), q_there, FEATURE)
+    """TILES times N tokens of one head: base + phi(Q) state / (phi(Q) total + epsilon) + bias."""
+    part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    d, e = tl.arange(0, K), tl.arange(0, K_V)
+    queries, bases = head_at(query, b, head, q_b, q_h), head_at(base, b, head, a_b, a_h)
+    outs = head_at(out, b, head, o_b, o_h)
     row = b.to(tl.int64) * (tl.num_programs(1) // GROUP) + head // GROUP
     whole = (d < D)[:, None] & (e < D_V)[None, :]
     sums = tl.load(state + (row * D + d[:, None]) * D_V + e[None, :], mask=whole, other=0.0)
-    share = tl.sum(q * tl.load(total + row * D + d, mask=d < D, other=0.0)[None, :], 1) + epsilon
-    found = tl.dot(q, sums, input_precision=PRECISION) / share[:, None]
-    if BIAS:
-        found += tl.load(bias + e, mask=e < D_V, other=0.0).to(tl.float32)[None, :]
-    found += tl.load(head_at(base, b, head, a_b, a_h) + far * a_s + e[None, :], mask=o_there, other=0.0).to(tl.float32)
-    at = head_at(out, b, head, o_b, o_h) + far * o_s + e[None, :]
-    tl.store(at, cast(found, out.dtype.element_ty), mask=o_there)
+    all_keys = tl.load(total + row * D + d, mask=d < D, other=0.0)
+    for tile in range(TILES):
+        s = (part * TILES + tile) * N + tl.arange(0, N)
+        far, there = s[:, None].to(tl.int64), (s < tokens)[:, None]
+        q_there, o_there = there & (d < D)[None, :], there & (e < D_V)[None, :]
+        q = tl.load(queries + far * q_s + d[None, :], mask=q_there, other=0.0).to(tl.float32)
+        q = _mapped(q, q_there, FEATURE)
+        share = tl.sum(q * all_keys[None, :], 1) + epsilon
+        found = product(q, sums, tl.zeros([N, K_V], tl.float32), EXACT) / share[:, None]
+        if BIAS:
+            found += tl.load(bias + e, mask=e < D_V, other=0.0).to(tl.float32)[None, :]
+        found += tl.load(bases + far * a_s + e[None, :], mask=o_there, other=0.0).to(tl.float32)
+        tl.store(outs + far * o_s + e[None, :], cast(found, out.dtype.element_ty), mask=o_there)
 
 
 def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _precision(tensor: Tensor) -> str:
-    """What is added to bfloat16 is rounded far more than TF32 rounds."""
-    if tensor.device.type != "cuda":
-        return "ieee"
-    return "tf32x3" if tensor.dtype == torch.float32 else "tf32"
+def _exact(tensor: Tensor) -> bool:
+    """Whether products are those of float32: elsewhere halves of bfloat16 are far finer than what is rounded after."""
+    return tensor.device.type != "cuda" or tensor.dtype == torch.float32
 
 
 def pooled(tensor: Tensor, block: int) -> Tensor | None:
@@ -142,7 +147,7 @@ def linear_sums(key: Tensor, value: Tensor, feature_map: str) -> tuple[Tensor, T
         _sums[parts, H, B](
             key, value, states, totals, *key.stride()[:3], *value.stride()[:3], S, parts, D=D, D_V=D_V,
             K=triton.next_power_of_2(D), K_V=triton.next_power_of_2(D_V), N=64, PART=_PART, FEATURE=feature_map,
-            PRECISION=_precision(key), num_warps=8, num_stages=2,
+            EXACT=_exact(key), num_warps=8, num_stages=2,
         )  # fmt: skip
     return states.sum(2), totals.sum(2)
 
@@ -155,10 +160,10 @@ def linear_add(
     (B, H, S, D), D_V = query.shape, base.shape[3]
     out = torch.empty_like(base)
     if out.numel():
-        _add[triton.cdiv(S, 64), H, B](
+        _add[triton.cdiv(S, 64 * _TILES), H, B](
             query, state.contiguous(), total.contiguous(), total if bias is None else bias.contiguous(), base, out,
             *query.stride()[:3], *base.stride()[:3], *out.stride()[:3], S, epsilon, D=D, D_V=D_V,
             K=triton.next_power_of_2(D), K_V=triton.next_power_of_2(D_V), GROUP=H // state.shape[1], N=64,
-            BIAS=bias is not None, FEATURE=feature_map, PRECISION=_precision(query), num_warps=8,
+            TILES=_TILES, BIAS=bias is not None, FEATURE=feature_map, EXACT=_exact(query), num_warps=8,
         )  # fmt: skip
     return out
