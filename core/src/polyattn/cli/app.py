@@ -43,6 +43,7 @@ from .rendering import WIDTH, answer, answers_alone, screen, show_json
 from .trace import trace
 from .tune import tune
 from .verify import verify
+from .video_map import video_map
 
 __all__ = ["EXIT_CODES", "app", "run"]
 
@@ -83,6 +84,7 @@ app.command("bench")(bench)
 app.command("tune")(tune)
 app.command("trace")(trace)
 app.command("verify")(verify)
+app.command("video-map")(video_map)
 app.add_typer(config, name="config")
 
 
