@@ -150,6 +150,12 @@ def fuzz(session: nox.Session) -> None:
     shared(session, "-m", "polyattn", "fuzz", *words, env={"TRITON_INTERPRET": "1"})  # its tensors are the CPU's
 
 
+@nox.session(venv_backend="none", requires=["environment"])
+def scaling(session: nox.Session) -> None:
+    """Check how costs grow with use: an exponent above what its quantity allows fails. A time never does."""
+    shared(session, "benchmarks/scaling.py", "--small", *session.posargs)
+
+
 @nox.session(reuse_venv=True)
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff."""

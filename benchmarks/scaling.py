@@ -1,6 +1,7 @@
 """How the costs of polyattn grow with use: each quantity at three sizes a decade apart, and the exponent of its growth.
 
-    python benchmarks/scaling.py [--small] [--only WORDS] [--rounds 5] [--output benchmarks/results/scaling.json]
+    python benchmarks/scaling.py [--small] [--only WORDS] [--rounds 5] [--json benchmarks/results/scaling.json]
+    python benchmarks/scaling.py --render FILE     # a result file as the table of docs/benchmarks.md
 
 A quantity (benchmarks/quantities/) builds a state of a size, a full prefix cache of n prefixes for example, and gives
 the operation to time. Sizes take turns within a round; a time is CPU time of this process, the median of the rounds.
@@ -10,21 +11,16 @@ where an exponent is above what the quantity allows. `--small` takes sizes that 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import math
-import platform
 import statistics
 import sys
 import time
-from datetime import date
-from pathlib import Path
+from typing import Any
 
+import report
 from quantities import QUANTITIES
 from quantities.common import Quantity
-
-import polyattn
 
 
 def exponent(sizes: list[int], times: list[float]) -> float:
@@ -35,10 +31,12 @@ def exponent(sizes: list[int], times: list[float]) -> float:
     return over / sum((x - mean_x) ** 2 for x in xs)
 
 
-def measured(quantity: Quantity, sizes: tuple[int, ...], rounds: int) -> dict[str, object]:
+def measured(quantity: Quantity, sizes: tuple[int, ...], rounds: int) -> dict[str, Any]:
     """The times of one quantity, in microseconds of one operation, and the exponent of their growth."""
     operations = [quantity.prepare(size) for size in sizes]
     times: list[list[float]] = [[] for _ in sizes]
+    gc.collect()
+    gc.freeze()  # what is there by now, all of torch among it, is not looked through again before every operation
     for number in range(rounds + 1):
         for operation, found in zip(operations, times, strict=True):
             gc.collect()
@@ -47,6 +45,7 @@ def measured(quantity: Quantity, sizes: tuple[int, ...], rounds: int) -> dict[st
             spent = time.process_time_ns() - start
             if number:  # the first round warms up
                 found.append(spent / 1000 / count)
+    gc.unfreeze()
     medians = [statistics.median(found) for found in times]
     return {
         "name": quantity.name,
@@ -58,13 +57,35 @@ def measured(quantity: Quantity, sizes: tuple[int, ...], rounds: int) -> dict[st
     }
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """A result file as the table of docs/benchmarks.md."""
+    lines = [
+        report.caption(result) + ".",
+        "",
+        "| cost of one | grows with | sizes | us | exponent | allowed |",
+        "|---|---|---|---|---:|---:|",
+    ]
+    for row in result["rows"]:
+        sizes, times = (", ".join(map(form, row[name])) for name, form in (("sizes", "{:,}".format), ("us", figure)))
+        lines.append(
+            f"| {row['name']} | {row['size_is']} | {sizes} | {times} | {row['exponent']:.2f} | {row['allowed']:g} |"
+        )
+    return "\n".join(lines)
+
+
+def figure(us: float) -> str:
+    """A time with three digits that mean something."""
+    return f"{us:,.0f}" if us >= 100 else f"{us:.3g}"
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--small", action="store_true", help="sizes that CI can afford")
     parser.add_argument("--only", default="", help="words that a quantity's name must contain")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
+    asked = report.arguments(parser, markdown)
+    if asked is None:
+        return 0
 
     rows = []
     for quantity in QUANTITIES:
@@ -78,15 +99,7 @@ def main() -> int:
     if not rows:
         print(f"no quantity has {asked.only!r} in its name", file=sys.stderr)
         return 2
-    if asked.output:
-        told = {
-            "command": "python benchmarks/scaling.py" + (" --small" if asked.small else ""),
-            "date": date.today().isoformat(),
-            "python": platform.python_version(),
-            "polyattn": polyattn.__version__,
-            "quantities": rows,
-        }
-        asked.output.write_text(json.dumps(told, indent=1) + "\n")
+    report.save({**report.stamp("scaling"), "rows": rows}, asked.json)
     return int(any(row["exponent"] > row["allowed"] for row in rows))
 
 

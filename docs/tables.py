@@ -154,6 +154,8 @@ FOR_FAMILIES: Mapping[str, str] = {
     **dict.fromkeys(("fold_scale", "additive_mask"), "all"),
     "sinks_from_lse": "dense, varlen, paged",
     "pad_sequences": "varlen",
+    "alibi_as_bias": "dense, varlen, paged",
+    **dict.fromkeys(("chunk_as_batch", "segments_as_sequences", "segments_as_mask"), "dense"),
     "expand_block_map": "block_sparse",
     "write_new_rows": "paged",
     **dict.fromkeys(

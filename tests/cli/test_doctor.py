@@ -293,7 +293,7 @@ def test_an_accelerator_that_is_found_comes_first(run: Run, monkeypatch: pytest.
     absent, cpu = DeviceReport(False, "none"), DeviceReport(True, "a CPU")
     find = lambda name: reports.get(name, cpu if name == "cpu" else absent)  # noqa: E731
     monkeypatch.setattr("polyattn.cli.doctor.detect", find)
-    monkeypatch.setattr("polyattn.selection.inspection.detect", find)
+    monkeypatch.setattr("polyattn.selection.listing.detect", find)
     data = run("doctor", "--json").data
     assert {entry["platform"] for entry in data["backends"]} == {"cuda", "cpu"}
     assert "found 1 NVIDIA GPU (sm90)" in flat(run("doctor").out)

@@ -334,3 +334,21 @@ def test_a_trace_without_requests(run: Run, tmp_path: Path) -> None:
     said = run("tune", "--from", str(empty))
     assert said.code == 2
     assert "no request is in it; `polyattn trace` writes those" in " ".join(said.err.split())
+
+
+def test_what_is_kept_is_shown_by_pages(run: Run) -> None:
+    place, request = tuning_place("cpu"), AttentionRequest(dtype="float32")
+    rows = [
+        tuning.backend_row(place, request, (1, 64, k), {"reference": 1.0}, "a test") for k in range(1, tune.PAGE + 3)
+    ]
+    tuning.record(*rows)
+    first, last = run("tune", "--show").out, run("tune", "--show", "--page", "2").out
+    assert "page 1 of 2: polyattn tune --show --page 2 shows the next, --export writes all" in " ".join(first.split())
+    assert first.count("reference 1 us") == tune.PAGE
+    assert last.count("reference 1 us") == 2
+    assert "of backends 102" in " ".join(last.split())
+    assert "shows the next" not in last
+    data = [run("tune", "--show", "--json", *words).data for words in ((), ("--page", "2"))]
+    assert [(one["page"], one["pages"], len(one["measurements"])) for one in data] == [(1, 2, tune.PAGE), (2, 2, 2)]
+    failed = run("tune", "--show", "--page", "3")
+    assert (failed.code, "--page 3: 2 is the last page" in failed.err) == (2, True)

@@ -126,6 +126,7 @@ OFF = {
     "sinks": True,
     "mask": "bool",
     "alibi": True,
+    "segments": "shared",
     "tree": True,
     "scale": 0.5,
     "dropout": 0.1,

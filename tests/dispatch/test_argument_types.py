@@ -13,9 +13,8 @@ from torch import Tensor
 
 import polyattn
 from polyattn.contract.scalars import shown
+from polyattn.dispatch import call_key
 from polyattn.dispatch import dense as dispatch
-from polyattn.dispatch import paged as serving_calls
-from polyattn.dispatch import varlen
 from polyattn.dispatch.compile import trace as compiled
 from polyattn.errors import InvalidInputError
 from polyattn.integrations.transformers.attention import make_forward
@@ -80,8 +79,7 @@ def answer(call: Call, given: dict[str, Any]) -> Any:
 def fresh() -> None:
     """As in a process that has called nothing."""
     dispatch._sites.clear()
-    varlen._varlen_sites.clear()
-    serving_calls._known_static.cache_clear()
+    call_key._known_site.cache_clear()
     compiled._names.clear()
 
 
@@ -198,7 +196,7 @@ def test_a_backend_is_given_pythons_numbers(monkeypatch):
 
         return forward
 
-    monkeypatch.setattr(varlen.call_key, "runner", lambda chosen, *rest: note(chosen))
+    monkeypatch.setattr(call_key, "runner", lambda chosen, *rest: note(chosen))
     fresh()
     lens = {"max_seqlen_q": np.int64(3), "max_seqlen_k": np.int64(3)}
     packed(**lens, window=(np.int64(2), 0), softcap=np.float32(2), return_lse=np.True_)

@@ -12,7 +12,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 import polyattn
-from polyattn.contract.families import FAMILY_SPECS
+from polyattn.contract.families import FAMILY_SPECS, Argument
 from polyattn.dispatch.compile.custom_ops import SCHEMAS
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
 
@@ -21,34 +21,45 @@ pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference:Run
 SHAPE = (16, 16)
 
 
+def declared(one: Argument) -> str:
+    """An argument in torch's words."""
+    return f"{ {'optional': 'Tensor?', 'int': 'SymInt'}.get(one.kind, 'Tensor') } {one.name}"
+
+
 def test_the_ops_are_those_of_the_families() -> None:
     specs = [spec for spec in FAMILY_SPECS.values() if spec.op]
     assert list(SCHEMAS) == [spec.name for spec in specs]
     for spec in specs:
         forward = getattr(torch.ops.polyattn, spec.name).default
         backward = getattr(torch.ops.polyattn, f"{spec.name}_backward").default
-        assert str(forward._schema) == f"polyattn::{spec.name}{spec.schema()}"
-        assert str(backward._schema) == f"polyattn::{spec.name}_backward{spec.backward_schema()}"
+        given = ", ".join(map(declared, spec.arguments))
+        plan = "".join(["str plan", *(f", {declared(one)}=None" for one in spec.added)])
+        assert str(forward._schema) == f"polyattn::{spec.name}({given}, {plan}) -> (Tensor, Tensor)"
+        second = "lse" if spec.second == "lse" else "final_state"
+        grads = f"Tensor? dout, Tensor? d{spec.second}, {given}, Tensor out, Tensor {second}"
+        assert str(backward._schema) == f"polyattn::{spec.name}_backward({grads}, {plan}) -> Tensor[]"
 
 
 def test_the_schemas_of_saved_graphs_stay() -> None:
-    """Saved programs name these: a changed one could not be loaded any more."""
+    """Saved programs name these: a changed one could not be loaded any more. What was added has a default."""
+    added = "Tensor? alibi=None, Tensor? q_segments=None, Tensor? k_segments=None"
     assert str(torch.ops.polyattn.dense.default._schema) == (
-        "polyattn::dense(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, str plan) -> "
-        "(Tensor, Tensor)"
+        "polyattn::dense(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, str plan, "
+        f"{added}) -> (Tensor, Tensor)"
     )
     assert str(torch.ops.polyattn.dense_backward.default._schema) == (
         "polyattn::dense_backward(Tensor? dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? "
-        "attn_mask, Tensor? sinks, Tensor out, Tensor lse, str plan) -> Tensor[]"
+        f"attn_mask, Tensor? sinks, Tensor out, Tensor lse, str plan, {added}) -> Tensor[]"
     )
     lengths = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
     assert str(torch.ops.polyattn.varlen.default._schema) == (
         f"polyattn::varlen(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, {lengths}, str "
-        "plan) -> (Tensor, Tensor)"
+        "plan, Tensor? alibi=None) -> (Tensor, Tensor)"
     )
     assert str(torch.ops.polyattn.varlen_backward.default._schema) == (
         "polyattn::varlen_backward(Tensor? dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? "
-        f"attn_mask, Tensor? sinks, {lengths}, Tensor out, Tensor lse, str plan) -> Tensor[]"
+        f"attn_mask, Tensor? sinks, {lengths}, Tensor out, Tensor lse, str plan, Tensor? alibi=None) -> "
+        "Tensor[]"
     )
 
 
@@ -226,7 +237,7 @@ def test_opcheck(family: str) -> None:
         q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in qkv())
         seen = block_map()
         lists = (seen.sum(-1, dtype=torch.int32), (~seen).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32))
-        torch.library.opcheck(torch.ops.polyattn.block_sparse.default, (q, k, v, *lists, None, None, plan))
+        torch.library.opcheck(torch.ops.polyattn.block_sparse.default, (q, k, v, *lists, None, plan))
     else:
         tensors = [t.requires_grad_() for t in linear().values()]
         torch.library.opcheck(torch.ops.polyattn.linear.default, (*tensors, None, plan))
@@ -238,8 +249,8 @@ def test_opcheck(family: str) -> None:
         ({"block_map": None}, "neither of block_map and lists"),
         ({"lists": (1, 2, 3)}, "lists must be a pair"),
         ({"lists": (torch.ones(1), torch.ones(1))}, "both of block_map and lists"),
-        ({"block_shape": (16, 0)}, "block_shape must be two numbers"),
-        ({"block_shape": 16}, "block_shape must be two numbers"),
+        ({"block_shape": (16, 0)}, "block_shape=.* must be two numbers"),
+        ({"block_shape": 16}, "block_shape=.* must be two numbers"),
         ({"block_map": torch.ones(1, 1, 2, 4, dtype=torch.bool)}, "block_map .* does not fit"),
         ({"block_map": torch.ones(1, 1, 3, 4)}, r"block_map \(torch.float32\)"),
         ({"value": torch.ones(2, 51, 2, 8)}, "batch and key lengths"),
@@ -316,17 +327,15 @@ def test_the_plan_of_a_linear_op_names_its_request() -> None:
 
 
 def test_calls_keep_their_kernel_for_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyattn.dispatch import block_sparse
+    from polyattn.dispatch import block_sparse, call_key
     from polyattn.dispatch import linear as linear_calls
 
     asked: list[str] = []
+    choose = call_key.choose
+    monkeypatch.setattr(
+        call_key, "choose", lambda request, *rest: asked.append(request.family) or choose(request, *rest)
+    )
     for module in (block_sparse, linear_calls):
-        choose = module.choose
-        monkeypatch.setattr(
-            module,
-            "choose",
-            lambda request, *rest, choose=choose: asked.append(request.family) or choose(request, *rest),
-        )
         monkeypatch.setattr(module, "_table", type(module._table)())
     for s_k in (52, 70):
         q, k, v = qkv(40, s_k)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.dispatch.call_key import LARGE, Static
-from polyattn.dispatch.dense import DenseKey, DenseSite, _dense_key
+from polyattn.dispatch.call_key import LARGE, CallKey, Static
+from polyattn.dispatch.dense import DenseSite, _dense_key
 
 
 def tensors(**change):
@@ -25,11 +25,11 @@ def tensors(**change):
 
 
 def key(q, k, v, mask=None, sinks=None, out=None, bshd=True):
-    return DenseKey._make(_dense_key(q, k, v, mask, sinks, out, bshd))._asdict()
+    return CallKey._make(_dense_key(q, k, v, mask, sinks, out, bshd))._asdict()
 
 
 def changed(a, b):
-    return {name for name in DenseKey._fields if a[name] != b[name]}
+    return {name for name in CallKey._fields if a[name] != b[name]}
 
 
 q, k, v = tensors()
@@ -77,7 +77,7 @@ CASES = {
 
 def test_every_field_has_a_case():
     elsewhere = {"large", "autocast", "capture", "transform", "deterministic"}
-    assert set(CASES) | elsewhere == set(DenseKey._fields)
+    assert set(CASES) | elsewhere == set(CallKey._fields)
 
 
 @pytest.mark.parametrize("field", CASES)
@@ -190,7 +190,7 @@ def test_random_lengths_do_not_miss():
         site(*tensors(s_q=s, s_k=s))
         site(*tensors(s_q=1, s_k=s))
         site(*tensors(s_q=2, s_k=s + 1))
-    relations = {signature[DenseKey._fields.index("relation")] for signature in site._entries}
+    relations = {signature[CallKey._fields.index("relation")] for signature in site._entries}
     assert relations == {"equal", "one", "fewer"}
     assert len(site._entries) == 3
 

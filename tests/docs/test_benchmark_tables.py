@@ -163,3 +163,17 @@ def test_kernel_counters_are_read_from_what_ncu_writes(monkeypatch, tmp_path):
     result.write_text(json.dumps({"benchmark": "kernel-counters", "machine": "a GPU", "rows": []}))
     filled = module.filled(result, counters)
     assert (filled["machine"], filled["rows"]) == ("a GPU", found), "what ran is what the run wrote"
+
+
+def test_no_cost_grows_faster_than_it_may(committed):
+    module, result = committed("scaling")
+    assert [row["name"] for row in result["rows"] if row["exponent"] > row["allowed"]] == []
+    assert module.exponent([10, 100, 1000], [3.0, 30.0, 300.0]) == pytest.approx(1)
+    assert module.exponent([10, 100, 1000], [3.0, 3.0, 3.0]) == pytest.approx(0)
+
+
+def test_prefix_caching_costs_no_more_than_it_may(committed):
+    module, result = committed("engine-soak")
+    assert [module.wrong(row) for row in result["rows"] if module.wrong(row)] == []
+    spoilt = {**result["rows"][0], "ratio": 1.11, "same_tokens": False, "leaked": True}
+    assert module.wrong(spoilt) == ["1.11 times as long, 1.1 are allowed", "other tokens", "pages are lost"]

@@ -94,7 +94,7 @@ def test_costs_and_lines_are_those_of_every_step():
     ]
 
 
-OPTIONS = ("sinks", "alibi", "tree", "cross", "multimodal", "deterministic", "batch_invariant", "graph_capture")
+OPTIONS = ("sinks", "lse", "tree", "misaligned", "zero_size", "block_map", "block_sizes", "graph_capture")
 
 
 @pytest.mark.parametrize("count", range(1, len(OPTIONS) + 1))
@@ -185,17 +185,20 @@ def test_helpers_must_be_served_by_somebody(only_these):
 
 
 def test_refused_fields_are_those_of_rows_in_reach():
-    request = dense(sinks=True, head_dim=40, dropout=0.1).normalised()
+    request = dense(sinks=True, head_dim=40, misaligned=True).normalised()
     assert refused_fields(takes(), request) is None
     assert refused_fields(takes(sinks=False, head_dim=64), request) == {"sinks", "head_dim"}
     assert refused_fields((*takes(sinks=False), *takes(head_dim=64)), request) == {"sinks", "head_dim"}
     assert refused_fields(takes("varlen"), request) == {"family"}
     assert refused_fields((row(family="dense", dtype="float32", head_dim=Range(8, 64)),), request) == {
         "sinks",
-        "dropout",
+        "misaligned",
     }
     reachable = frozenset({"sinks"})
-    assert refused_fields(takes(sinks=False, dropout=False), request, reachable) == set(), "nothing mends dropout"
+    assert refused_fields(takes(sinks=False, misaligned=False), request, reachable) == set(), "that is not mended"
+    kept = dense(sinks=True, dropout=0.1)
+    assert refused_fields(takes(sinks=False, dropout=False), kept) == set(), "nothing mends dropout"
+    assert refused_fields(takes("varlen", dropout=False), kept) == set(), "in no family"
     pairs = (row(family="dense", dtype=True, dims=((64, 32),), sinks=True, dropout=True),)
     assert refused_fields(pairs, dense(head_dim=64, v_head_dim=32, sinks=True, dropout=0.1).normalised()) is None
 

@@ -331,10 +331,14 @@ def test_blocks_hold_each_token_once() -> None:
     """An order and its way back are the identity, for any labels; blocks hold the tokens of one cluster."""
     q, k, _ = tensors(200)
     rows, _ = labels_like(q, k, (6, 9), Place(grid=(5, 5, 8)))
-    blocks = svg2._Blocks(rows, 6)
+    side = svg2._Side.of(rows, 6, 64)
     turned = q.transpose(1, 2)
-    assert torch.equal(blocks.out_of(blocks.into(turned)), turned)
-    assert blocks.valid.sum(-1).unique().tolist() == [200]
-    held = torch.zeros_like(blocks.valid).scatter_add(-1, blocks.place // 64, torch.ones_like(rows, dtype=torch.int32))
-    assert torch.equal(held, blocks.valid)
-    assert torch.equal(blocks.cluster.gather(-1, blocks.place // 64), rows)
+    assert torch.equal(side.back(side.filled(turned)), turned)
+    assert side.sizes.sum(-1).unique().tolist() == [200]
+    packed = side.packed(turned)
+    for b, h in ((b, h) for b in range(rows.shape[0]) for h in range(rows.shape[1])):
+        assert rows[b, h][side.order[b, h]].tolist() == sorted(rows[b, h].tolist())
+        assert torch.equal(packed[b, h][side.place[b, h]], turned[b, h])
+        for start, size, cluster in zip(side.starts[b, h], side.sizes[b, h], side.cluster[b, h], strict=True):
+            held = rows[b, h][side.order[b, h, start : start + size]]
+            assert bool((held == cluster).all())

@@ -100,13 +100,3 @@ def test_the_page_shows_the_arguments_of_every_call():
     by_name = {name: (given, keywords) for name, given, keywords in rows if name in CALLS}
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     assert by_name == {name: tuple(spelt(call, kind) for kind in kinds) for name, call in CALLS.items()}
-
-
-@pytest.mark.parametrize(("field", "value"), [("chunk", 8), ("alibi", True)])
-def test_what_the_page_says_no_call_takes_can_be_asked_of_a_request(field, value):
-    text = PAGE.read_text(encoding="utf-8")
-    assert f"`AttentionRequest({field}={value}" in text or f", {field}={value}" in text
-    calls = [call for name, call in CALLS.items() if "(" not in name]
-    names = {name for call in calls for name in inspect.signature(call).parameters}
-    assert not names & {"chunk", "alibi", "alibi_slopes"}
-    assert getattr(AttentionRequest(**{field: value}).normalised(), field) == value

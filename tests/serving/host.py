@@ -100,7 +100,10 @@ class World:
         for row, request in self.requests.items():
             assert self.table.length(row) == len(request.tokens)
             for group in range(len(self.windows)):
-                self._check_visible(self.table.pages(row, group), request.written, group)
+                pages = self.table.pages(row, group)
+                (copy,) = self.table.first_pages([row], group, [len(pages)])
+                assert copy.tolist() == pages, "the copy on the host follows every change"
+                self._check_visible(pages, request.written, group)
             if request.match is not None and request.match.length <= len(request.written):
                 for group, pages in enumerate(request.match.pages):
                     self._check_visible(pages, request.written[: request.match.length], group)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from polyattn.errors import InvalidInputError
+from polyattn.serving.attention import backend
 from polyattn.serving.layer import AttentionLayer
 from polyattn.serving.step.batch import ForwardBatch, ForwardMode
 from polyattn.serving.step.tree import DraftTree
@@ -257,6 +258,17 @@ def test_a_mixed_step_is_one_extend_where_one_backend_serves_both(toys: Any) -> 
     rig.step(EXTEND, {a: 5})
     rig.step(MIXED, {a: 1, b: 4})
     assert [s.request.phase for s in toys] == ["extend"]
+
+
+def test_a_mixed_step_asks_no_layer_again_who_serves_it(toys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(decoder(), prefill_backend="toy", decode_backend="toy_plain")
+    a, b = rig.add(2)
+    rig.step(MIXED, {a: 1, b: 4})
+    asked: list[object] = []
+    monkeypatch.setattr(backend, "served_by", asked.append)
+    rig.step(MIXED, {a: 1, b: 4})
+    assert not asked
+    assert {s.request.phase for s in toys} == {"extend", "decode"}
 
 
 def test_a_padded_mixed_step_is_one_extend(toys: Any) -> None:

@@ -73,7 +73,7 @@ def test_bf16_is_as_close_as_the_model(where: str, shape: str) -> None:
     )
     row, found, start = memory.begin(tokens, None), [], 0
     for count, mode in ((40, ForwardMode.EXTEND), (19, ForwardMode.EXTEND), (1, ForwardMode.DECODE)):
-        memory.extend(row, count)
+        memory.extend([row], count)
         found.append(memory.forward(mode, [row], [count], tokens[start : start + count]).float().clone())
         start += count
 

@@ -141,10 +141,41 @@ class Machine(RuleBasedStateMachine):
             return
         counted = self.world.allocators if group is None else [self.world.allocators[group]]
         free = sum(a.free for a in counted)
+        most = self._most(group) if group is not None else 0
         freed = self.world.cache.evict(pages, group)
         assert sum(a.free for a in counted) == free + freed
+        assert freed >= min(pages, most)
         # The last page that is forgotten can free one in every group.
         assert freed < pages + len(counted)
+
+    @rule(pages=st.lists(st.integers(0, 8), min_size=3, max_size=3))
+    def make_room(self, pages):
+        wanted = pages[: len(self.windows)]
+        before, free = self._state(), [a.free for a in self.world.allocators]
+        there = all(self._most(group) >= n for group, n in enumerate(wanted))
+        assert self.world.cache.make_room(wanted) == there
+        if there:
+            assert all(a.free >= f + n for a, f, n in zip(self.world.allocators, free, wanted, strict=True))
+        else:
+            assert self._state() == before
+
+    def _most(self, group: int) -> int:
+        """The pages of a group that could be evicted, by the definition: those of no match and no request; of full
+        attention those that nothing stays behind."""
+        cache, held = self.world.cache, self.world.allocators
+
+        def of(node) -> tuple[int, bool]:
+            """How many in a node and below it, and whether that is all."""
+            below = [of(child) for child in node.children.values()]
+            count, rest = sum(n for n, _ in below), all(whole for _, whole in below) and not node.locks
+            for pages in reversed(list(zip(*node.pages, strict=True))):
+                alone = all(not page or a.references(page) == 1 for a, page in zip(held, pages, strict=True))
+                rest = rest and alone
+                sliding = pages[group] and not node.locks and held[group].references(pages[group]) == 1
+                count += bool(sliding) if self.windows[group] >= 0 else rest
+            return count, rest
+
+        return sum(of(root)[0] for root in cache._roots.values())
 
     @rule()
     def flush(self):

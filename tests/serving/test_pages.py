@@ -77,6 +77,73 @@ def test_a_page_named_twice_loses_two_and_is_free_once():
     allocator.check(held=[])
 
 
+def test_pages_that_only_a_cache_holds_are_counted():
+    allocator = PageAllocator(9)
+    pages = allocator.allocate(3)
+    allocator.share(pages[:2], cached=True)
+    assert allocator.spare == 0
+    allocator.release(pages)
+    assert (allocator.spare, allocator.free) == (2, 6)
+    allocator.share(pages[:1])
+    allocator.check()
+    assert allocator.spare == 1
+    allocator.release(pages[:2], cached=True)
+    assert (allocator.spare, allocator.free, allocator.references(pages[0])) == (0, 7, 1)
+    allocator.check()
+
+
+def test_a_page_that_is_cached_twice_is_spare_when_it_is_once():
+    allocator = PageAllocator(9)
+    page = allocator.allocate(1)
+    allocator.share(page, cached=True)
+    allocator.share(page, cached=True)
+    allocator.release(page)
+    assert allocator.spare == 0
+    allocator.release(page, cached=True)
+    assert allocator.spare == 1
+    allocator.check(held=page)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_is_refused_leaves_the_count_of_spare_pages(cached):
+    allocator = PageAllocator(9)
+    one, other = allocator.allocate(2)
+    allocator.share([one, other], cached=True)
+    allocator.release([one])
+    for call in (allocator.share, allocator.release):
+        with pytest.raises(InvalidInputError, match="page 8 is free"):
+            call([one, other, 8], cached=cached)
+        allocator.check(held=[one, other, other])
+        assert allocator.spare == 1
+
+
+def test_a_cache_may_have_a_page_at_two_places():
+    allocator = PageAllocator(9)
+    (page,) = allocator.allocate(1)
+    allocator.share([page, page], cached=True)
+    allocator.release([page])
+    allocator.check(held=[page, page])
+    allocator.release([page, page], cached=True)
+    assert (allocator.spare, allocator.free) == (0, 8)
+    allocator.check(held=[])
+
+
+def test_who_asked_is_told_once_that_nobody_else_holds_a_page():
+    allocator = PageAllocator(9)
+    pages, said = allocator.allocate(2), []
+    allocator.share(pages, cached=True)
+    allocator.share(pages[:1])
+    allocator.tell(pages[0], lambda: said.append("one"))
+    allocator.tell(pages[0], lambda: said.append("two"))
+    allocator.release(pages)
+    assert said == []
+    allocator.release(pages[:1])
+    assert said == ["one", "two"]
+    allocator.share(pages[:1])
+    allocator.release(pages[:1])
+    assert said == ["one", "two"]
+
+
 def test_what_was_given_back_last_is_given_out_first():
     allocator = PageAllocator(9)
     pages = allocator.allocate(4)
@@ -145,6 +212,8 @@ def broken(**state):
         (broken(_free=[3, 4, 4]), None, "page 4 is 2 times among the free pages"),
         (broken(_free=[0, 3, 4]), None, "page 0 is among the free pages, and was never one to give out"),
         (broken(_free=[7, 3, 4]), None, "page 7 is among the free pages, and was never one to give out"),
+        (broken(_spare=1), None, r"1 pages are counted that only a cache holds, and they are \[\]"),
+        (broken(_cached=[0, 0, 1, 0, 0]), None, r"0 pages are counted that only a cache holds, and they are \[2\]"),
         (broken(_free=[4]), None, "page 3 is given out and its count of holders is 0"),
         (broken(_references=[0, 1, 1, 1, 0]), None, "page 3 is free and its count of holders is 1"),
         (broken(_references=[1, 1, 1, 0, 0]), None, "page 0 is reserved and its count of holders is 1"),

@@ -300,7 +300,6 @@ def test_what_was_evicted_is_filled_in_and_evicted_again():
     filled = Filled(1, (-1, 2))
     filled.put([1, 2, 3, 4, 5, 6])
     assert filled.cache.evict(4, group=1) == 4
-    assert leaf(filled.cache).first == [0, 4], "the next search begins behind what is gone"
     filled.put([1, 2, 3, 8])
     assert [filled.length([*range(1, n + 1), 0]) for n in (3, 4, 5, 6)] == [3, 3, 3, 6]
     assert filled.length([1, 2, 3, 8, 0]) == 4
@@ -336,6 +335,152 @@ def test_page_by_page_costs_no_more_than_all_at_once(group):
     assert freed == 1500
     # A look at the page after the one that goes, where the search ends.
     assert all(allocator.looked <= 2 * 1500 + 10 for allocator in filled.allocators)
+
+
+def looks(filled, call):
+    """How many counts of holders a call looks up."""
+    before = sum(allocator.looked for allocator in filled.allocators)
+    call()
+    return sum(allocator.looked for allocator in filled.allocators) - before
+
+
+@pytest.mark.parametrize("held", [10, 1000])
+def test_prefixes_in_use_are_passed_over_once(held):
+    filled = Filled(1)
+    filled.allocators = [Counting(5000)]
+    filled.cache = PrefixCache(1, (-1,), filled.allocators)
+    pages = filled.allocators[0].allocate(2 * held)
+    filled.used = [pages]
+    for n in range(held):
+        filled.cache.insert([n, n], [pages[2 * n : 2 * n + 2]])
+    filled.put([-1] * 50)
+    assert filled.cache.evict(1) == 1
+    assert looks(filled, lambda: [filled.cache.evict(1) for _ in range(40)]) <= 2 * 40 + 2
+    filled.allocators[0].release(filled.used[0][:2])  # one of them is over: it is the first again
+    del filled.used[0][:2]
+    assert filled.cache.evict(1) == 1
+    filled.check()
+    assert (filled.length([0, 0, 0]), filled.length([1, 1, 1]), filled.length([-1] * 50)) == (1, 2, 9)
+
+
+@pytest.mark.parametrize("prefixes", [10, 200])
+def test_prefixes_that_a_sliding_group_has_left_are_not_searched_again(prefixes):
+    filled = Filled(1, (-1, 2))
+    filled.allocators = [Counting(5000), Counting(5000)]
+    filled.cache = PrefixCache(1, (-1, 2), filled.allocators)
+    for n in range(prefixes):
+        filled.put([n, n])
+    assert filled.cache.evict(2 * prefixes, group=1) == 2 * prefixes
+    filled.put([-1] * 50)
+    assert looks(filled, lambda: [filled.cache.evict(1, group=1) for _ in range(40)]) <= 40 + 2
+    filled.check()
+
+
+def test_sliding_pages_in_use_between_free_ones_go_when_they_are_left():
+    filled = Filled(1, (-1, 2))
+    pages = filled.use(8)
+    tokens = list(range(8))
+    filled.cache.insert(tokens, pages)
+    for gone in (0, 1, 4, 7):
+        filled.allocators[1].release([pages[1][gone]])
+        filled.used[1].remove(pages[1][gone])
+    assert filled.cache.evict(99, group=1) == 4
+    filled.put([*tokens[:3], 99])  # splits what has been looked at, and fills in tokens 0 and 1
+    assert filled.cache.evict(9, group=1) == 3
+    filled.allocators[1].release([filled.used[1].pop(0)])  # of token 2, above the split now
+    filled.check()
+    assert filled.cache.evict(9, group=1) == 1
+    filled.leave()
+    filled.check()
+    assert filled.cache.evict(9, group=1) == 3
+    filled.check()
+
+
+def test_the_upper_part_of_a_prefix_is_told_of_when_the_lower_one_is_forgotten():
+    filled = Filled(1, (-1, 2))
+    pages = filled.use(6)
+    filled.cache.insert(list(range(6)), pages)
+    assert filled.cache.evict(9, group=1) == 0
+    filled.put([0, 1, 2, 99])
+    for group in (0, 1):
+        filled.allocators[group].release(filled.used[group][3:])
+        del filled.used[group][3:]
+    assert filled.cache.evict(99, group=0) == 4
+    filled.check()
+    assert filled.cache.size == 3
+    filled.leave()
+    assert filled.cache.evict(9, group=1) == 3
+    filled.check()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_model_with_windows_only_forgets_what_has_no_pages(used):
+    filled = Filled(1, (2, 5))
+    if used:
+        filled.cache.insert([7, 7, 7], filled.use(3))
+    for n in range(20):
+        filled.put([7, 7, 7, n, n])
+    assert [filled.cache.evict(999, group) for group in (0, 1)] == ([40, 40] if used else [43, 43])
+    filled.check()
+    assert filled.cache.size == (3 if used else 0), "or the tokens of all requests there ever were would be kept"
+
+
+def test_room_is_made_whole_or_not_at_all():
+    filled = Filled(1, (-1, 2), pages=21)
+    filled.put([1, 2, 3, 4])
+    filled.put([1, 2, 8, 9])
+    filled.put([5, 6, 7])
+    for wanted in ([10, 0], [0, 10], [10, 9], [9, 10]):
+        assert not filled.cache.make_room(wanted)
+        filled.check()
+        assert filled.cache.size == 9
+    assert filled.cache.make_room([0, 0])
+    assert filled.cache.make_room([3, 2])
+    filled.check()
+    assert filled.cache.size == 6
+    assert [filled.length(tokens) for tokens in ([1, 2, 3, 4, 0], [5, 6, 7, 0])] == [2, 3]
+    assert filled.cache.make_room([6, 4])
+    filled.check()
+    assert (filled.cache.size, [a.free for a in filled.allocators]) == (0, [20, 20])
+
+
+def test_no_room_is_made_of_what_a_request_goes_on_from():
+    """It computed the beginning itself, so that nobody holds the cache's; but its own pages hang on those."""
+    filled = Filled(1, (-1, 2), pages=30)
+    filled.put([1, 2, 3])
+    filled.put([7, 8])
+    filled.cache.insert([1, 2, 3, 4], filled.use(4))
+    assert [a.spare for a in filled.allocators] == [5, 5]
+    assert not filled.cache.make_room([3, 4])
+    filled.check()
+    assert (filled.length([7, 8, 0]), filled.length([1, 2, 3, 4, 0])) == (2, 4)
+    assert filled.cache.make_room([2, 5])
+    assert filled.length([7, 8, 0]) == 0
+
+
+def test_room_that_cannot_be_made_is_not_looked_for():
+    filled = Filled(1)
+    filled.allocators = [Counting(5000)]
+    filled.cache = PrefixCache(1, (-1,), filled.allocators)
+    for n in range(50):
+        filled.put([n, n])
+    assert looks(filled, lambda: filled.cache.make_room([101])) == 0
+
+
+def test_no_room_is_made_of_what_a_match_holds():
+    filled = Filled(1, (-1, 2))
+    filled.put([1, 2, 3])
+    match = filled.cache.match([1, 2, 3, 4])
+    assert not filled.cache.make_room([0, 1])
+    assert not filled.cache.make_room([1, 0])
+    filled.check()
+    filled.cache.release(match)
+    assert filled.cache.make_room([1, 1])
+
+
+def test_room_is_asked_for_in_every_group():
+    with pytest.raises(InvalidInputError, match="room in 1 groups is asked for; there are 2 groups"):
+        Filled(1, (-1, 2)).cache.make_room([3])
 
 
 def test_sliding_pages_that_are_in_use_are_left():
@@ -442,7 +587,8 @@ def test_a_cache_has_a_geometry(page_size, windows):
 
 
 def leaf(cache):
-    return next(iter(cache._order))
+    """The leaf that would be evicted first."""
+    return min((node for node in cache._nodes() if not node.children), key=lambda node: node.used)
 
 
 def unlink(cache):
@@ -455,18 +601,16 @@ def unlink(cache):
         (lambda c: leaf(c).tokens.pop(), "node of 3 tokens .* pages of 2 are"),
         (lambda c: leaf(c).pages[1].pop(), r"pages of 2 are \[2, 1\]"),
         (lambda c: leaf(c).tokens.__setitem__(0, 99), "its parent does not find it"),
-        (
-            lambda c: setattr(leaf(c), "locks", 1),
-            "0 matches hold it, and more hold what is below|held by 1 matches and e",
-        ),
-        (lambda c: setattr(leaf(c).parent, "locks", 1), "held by 1 matches and evictable"),
-        (lambda c: c._order.popitem(), "held by 0 matches and not evictable"),
-        (lambda c: c._order.move_to_end(leaf(c)), "it would be evicted before what is below it"),
+        (lambda c: setattr(leaf(c), "locks", 1), "0 matches hold it, and more hold what is below"),
+        (lambda c: setattr(leaf(c).parent, "locks", 1), "6 pages are cached, 2 of them locked; counted are 6 and 0"),
+        (lambda c: c._leaves.clear(), "nothing of it can ever be evicted"),
+        (lambda c: setattr(leaf(c), "used", 99), "it would be evicted before what is below it"),
+        (lambda c: c._sliding[1].clear(), "its pages of group 1 can never be evicted"),
+        (lambda c: leaf(c).seen.__setitem__(1, 1), "page 3 of group 1 is free to go, and nobody knows"),
         (lambda c: leaf(c).pages[0].__setitem__(0, 0), "a page of group 0 is missing, which has full attention"),
         (lambda c: c.allocators[1].release([leaf(c).pages[1][0]]), "page 3 of group 1 is cached and free"),
-        (lambda c: leaf(c).first.__setitem__(1, 1), "of group 1 the first 1 pages are given back and there"),
-        (unlink, "nodes are in the order of eviction, and not all of them in the tree"),
-        (lambda c: c._roots.__setitem__("x", type(leaf(c))([], [], None)), "namespace 'x' is empty and not forgotten"),
+        (unlink, "nothing of it can ever be evicted"),
+        (lambda c: c._roots.__setitem__("x", c._root("x")), "namespace 'x' is empty and not forgotten"),
         (lambda c: setattr(c, "_size", 7), "6 pages are cached, 0 of them locked; counted are 7 and 0"),
         (lambda c: setattr(c, "_locked", 1), "6 pages are cached, 0 of them locked; counted are 6 and 1"),
     ],

@@ -37,6 +37,85 @@ def test_tokens_take_pages_when_they_need_them(page_size):
     check_pages(rows.allocators, rows)
 
 
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("windows", [(-1,), (-1, 20)])
+def test_many_rows_are_extended_as_one_by_one(page_size, windows):
+    both = [table(page_size, windows, pages=2000, requests=8) for _ in range(2)]
+    for rows in both:
+        for length in (0, 1, page_size, page_size + 1, 3 * page_size - 1):
+            row_of(rows, length)
+        rows.fork(3)  # shares a page that is not full, where pages have more than one token
+    for counts in ([1] * 6, [3, 0, 70, 1, 5, 2], [page_size] * 6):
+        copies = both[0].extend_all(range(6), counts)
+        one_by_one = [copy for row, count in enumerate(counts) for copy in both[1].extend(row, count)]
+        assert sorted((c.group, c.source) for c in copies) == sorted((c.group, c.source) for c in one_by_one)
+        for rows in both:
+            rows.slide_all(range(6))
+            rows.flush()
+            rows.check()
+            check_pages(rows.allocators, rows)
+        assert both[0].lengths(range(6)) == [both[1].length(row) for row in range(6)]
+        for group in range(len(windows)):
+            pages = [[[bool(p) for p in rows.pages(row, group)] for row in range(6)] for rows in both]
+            assert pages[0] == pages[1]
+    assert both[0].extend_all([], 1) == []
+
+
+def test_of_a_page_that_two_forks_go_on_in_one_keeps_it():
+    rows = table(pages=4, requests=3)
+    first = row_of(rows, 20)
+    a, b = rows.fork(first), rows.fork(first)
+    (shared,) = rows.pages(first, 0)[1:]
+    rows.remove(first)
+    (copy,) = rows.extend_all([a, b], 1)  # a second copy would find no page
+    assert (copy.source, rows.pages(b, 0)[1], rows.pages(a, 0)[1]) == (shared, shared, copy.target)
+    check_pages(rows.allocators, rows)
+
+
+def test_all_rows_are_extended_or_none():
+    rows = RequestTable(3, 1024, 16, (-1, 40), [PageAllocator(40), PageAllocator(6)])
+    three = [row_of(rows, 16) for _ in range(3)]
+    with pytest.raises(OutOfPagesError, match="group 1: 3 pages are wanted and 2 of 5 are free") as caught:
+        rows.extend_all(three, 1)
+    assert (caught.value.wanted, caught.value.free, caught.value.group) == (3, 2, 1)
+    assert rows.lengths(three) == [16, 16, 16]
+    assert [a.free for a in rows.allocators] == [36, 2]
+    check_pages(rows.allocators, rows)
+
+
+def test_who_can_make_room_is_told_what_is_lacking():
+    rows = RequestTable(3, 1024, 16, (-1, 40), [PageAllocator(40), PageAllocator(6)])
+    three, lacking = [row_of(rows, 16) for _ in range(3)], []
+    spared = rows.allocators[1].allocate(2)
+    assert rows.extend_all(three[:2], 0, lacking.append) == []
+    with pytest.raises(OutOfPagesError, match="3 pages are wanted and 0 of 5 are free"):
+        rows.extend_all(three, 1, lacking.append)
+    assert lacking == [[0, 3]]
+    rows.remove(three.pop())
+    rows.extend_all(three, 1, lambda wanted: rows.allocators[1].release(spared[: wanted[1]]))
+    assert (rows.lengths(three), rows.allocators[1].free) == ([17, 17], 0)
+
+
+@pytest.mark.parametrize(
+    "rows, tokens, said",
+    [
+        ([0, 0], 1, r"rows \[0, 0\] get \[1, 1\] tokens more: each row comes once"),
+        ([0, 1], [1], r"rows \[0, 1\] get \[1\] tokens more: each row comes once, with one number of tokens"),
+        ([0, 5], 1, r"row 5 is no request: rows in use are \[0, 1\]"),
+        ([0, 1], [1, -1], "row 1 cannot get -1 tokens more"),
+        ([0, 1], [1, 2000], "row 1 would have 2020 tokens and the table has room for 1024"),
+        ([0, 1], [1, 1.0], r"tokens=1\.0 is a float; a whole number is needed"),
+    ],
+)
+def test_rows_that_cannot_be_extended_change_nothing(rows, tokens, said):
+    made = table()
+    assert [row_of(made, 20), row_of(made, 20)] == [0, 1]
+    with pytest.raises(InvalidInputError, match=said):
+        made.extend_all(rows, tokens)
+    assert made.lengths([0, 1]) == [20, 20]
+    check_pages(made.allocators, made)
+
+
 def test_rows_come_and_go():
     rows = table()
     a, b = row_of(rows, 20), row_of(rows, 40)

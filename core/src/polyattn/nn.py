@@ -21,7 +21,7 @@ class LocalAttention(nn.Module):
     (`force_backend`, `configure`) still take effect later. Dropout applies in training mode only.
 
     Args:
-        causal, window, softcap, scale, layout, return_lse, deterministic, backend: as `polyattn.attention`.
+        causal, window, softcap, scale, layout, return_lse, deterministic, backend, chunk: as `polyattn.attention`.
         role: "self" or "cross", whose keys these are; None = not said.
         dropout_p: dropout on the attention weights while training.
     """
@@ -39,6 +39,7 @@ class LocalAttention(nn.Module):
         deterministic: bool = False,
         role: str | None = None,
         backend: str | None = None,
+        chunk: int = 0,
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {
@@ -51,6 +52,7 @@ class LocalAttention(nn.Module):
             "deterministic": deterministic,
             "role": role,
             "backend": backend,
+            "chunk": chunk,
         }
         self._infer: DenseSite = bind(**options)
         self._train: DenseSite = bind(**options, dropout_p=dropout_p) if dropout_p else self._infer
@@ -63,12 +65,14 @@ class LocalAttention(nn.Module):
         attn_mask: Tensor | None = None,
         sinks: Tensor | None = None,
         place: Place | None = None,
+        alibi: Tensor | None = None,
+        segments: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """Shapes, place and result as `polyattn.attention`."""
+        """Shapes, place, alibi, segments and result as `polyattn.attention`."""
         site = self._train if self.training else self._infer
         # Python calls a method without making a tuple of the arguments, which `site(...)` would cost.
-        if place is not None:
-            return site.__call__(query, key, value, attn_mask, sinks, None, place)
+        if place is not None or alibi is not None or segments is not None:
+            return site.__call__(query, key, value, attn_mask, sinks, None, place, alibi, segments)
         return site.__call__(query, key, value, attn_mask, sinks)
 
     def __polyattn_explain__(self, *args: Any, **kwargs: Any) -> Selection:

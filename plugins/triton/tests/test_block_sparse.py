@@ -19,6 +19,7 @@ from polyattn.testing import Installed, generate, run_case
 from polyattn.testing.conforming import FULL
 from polyattn_triton.block_sparse import BlockSparse
 from polyattn_triton.hopper import block_sparse as hopper
+from polyattn_triton.hopper.groups import grouped
 from polyattn_triton.kernels import block_sparse as kernels
 from polyattn_triton.kernels.block_sparse import Lists, Tiles
 
@@ -273,3 +274,32 @@ def test_more_samples_than_a_grid_has_are_several_launches(one_map: bool, monkey
         kernels.forward(*five[:3], lists, scale=one.scale, out=out, lse=lse)
         found.append((out, lse, *kernels.backward(five[3], *five[:3], out, lse, lists, scale=one.scale)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("ascending", [False, True])
+def test_packed_blocks_as_groups_of_sixteen_keys(ascending: bool) -> None:
+    """Each listed key is in one group; fours of groups lie together, whole ones are before those with fewer keys.
+
+    Blocks that follow each other are one run: their ends do not fill groups up.
+    """
+    draw = torch.Generator().manual_seed(3)
+    most = 0
+    for blocks in (1, 40, 300):
+        sizes = torch.randint(0, 65, (1, 1, blocks), generator=draw).int()
+        gaps = 3 * (torch.rand(blocks, generator=draw) < 0.3).int()
+        starts = ((sizes + gaps).cumsum(-1) - sizes - gaps).int()
+        count = int(torch.randint(1, blocks + 1, (1,), generator=draw))
+        listed = torch.randperm(blocks, generator=draw)[:count]
+        listed = (listed.sort().values if ascending else listed).int()
+        lists = Lists(torch.tensor([[[count]]]).int(), listed.view(1, 1, 1, -1), sizes, 64, 64, starts)
+        found = grouped(lists, 1, 1)
+        total, whole, fours = found.counts[0, 0, 0].tolist()
+        groups = [(entry >> 5, entry & 31) for entry in found.indices[0, 0, 0, :total].tolist()]
+        keys = sorted(key for start, held in groups for key in range(start, start + held))
+        spans = [range(starts[0, 0, n], starts[0, 0, n] + sizes[0, 0, n]) for n in listed.tolist()]
+        assert keys == sorted(key for span in spans for key in span)
+        assert all((held == 16) == (place < whole) for place, (_, held) in enumerate(groups))
+        assert fours % 4 == 0
+        assert all(groups[n][0] == groups[n - n % 4][0] + 16 * (n % 4) for n in range(fours))
+        most = max(most, sum(-(-len(span) // 16) for span in spans) - total)
+    assert (most > 20) == ascending

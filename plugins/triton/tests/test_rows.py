@@ -11,9 +11,13 @@ from torch import Tensor
 import polyattn
 from polyattn.contract import Like, Place
 from polyattn.methods.video import rows
-from polyattn.methods.video.rows import Blocks, best, scored
+from polyattn.methods.video.rows import Blocks, best, pooled, scored
+from polyattn.methods.video.sla import SLA
+from polyattn.methods.video.svg2 import _nearest, _Side, cluster_map, clustered_attention, k_means
 from polyattn.methods.video.tiles import Cut, cut
+from polyattn.methods.video.vmoba import VMoBA, chunk_means, chunk_scores, select_chunks
 from polyattn.methods.video.vsa import VideoSparse
+from polyattn.semantics.block_maps import lists_of
 from polyattn_triton.device_ops import BlockOps
 from polyattn_triton.kernels import rows as kernels
 
@@ -35,6 +39,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Any:
         for ops in (None, BlockOps()):
             monkeypatch.setattr(rows, "block_ops", lambda device, ops=ops: ops)
             found.append(function())
+        monkeypatch.undo()
         return found[0], found[1]
 
     return run
@@ -126,6 +131,9 @@ class Inner:
     def block_sparse(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         return polyattn.block_sparse_attention(query, key, value, layout="BHSD", **given)
 
+    def varlen(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        return polyattn.varlen_attention(query, key, value, **given)
+
     def dense(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
         return polyattn.attention(query, key, value, layout="BHSD")
 
@@ -149,3 +157,104 @@ def test_a_method_computes_the_same_with_kernels(both: Any, coarse: str) -> None
         return out, *torch.autograd.grad(out, trained, upstream)
 
     assert_same(*both(run), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block", [16, 64, 48])
+def test_means_of_blocks_in_order(both: Any, block: int) -> None:
+    torch.manual_seed(5)
+    x = torch.randn(2, 100, 3, 24).transpose(1, 2)
+    assert_same(*([found] for found in both(lambda: pooled(x, block))))
+    assert (BlockOps.pooled(x, block) is None) == (block == 48)
+
+
+@pytest.mark.parametrize("feature_map", ["softmax", "elu", "relu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sparse_linear_attention_is_the_same_with_kernels(both: Any, feature_map: str, bias: bool) -> None:
+    torch.manual_seed(6)
+    # More tokens than one program sums up, and no whole number of blocks.
+    q, k, v = (torch.randn(1, 1100, heads, 24).transpose(1, 2) for heads in (4, 2, 2))
+    learned = {"proj_l.weight": torch.randn(24, 24)} | ({"proj_l.bias": torch.randn(24)} if bias else {})
+    place = Place(grid=(1, 10, 110), tensors=learned, kept={})
+    method = SLA(topk_ratio=0.2, feature_map=feature_map, linear_scope="all", BLKQ=128, BLKK=64)
+    plan = method.plan(place, Like(1, 4, 2, 1100, 24, torch.float32, torch.device("cpu")))
+    inner: Any = Inner()
+
+    def run() -> Tensor:
+        return method.attend(plan, q, k, v, place=place, kept={}, inner=inner)
+
+    found, wanted = both(run)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert found.stride() == wanted.stride()
+
+
+def test_the_nearest_centroid_and_the_first_of_equals(both: Any) -> None:
+    torch.manual_seed(7)
+    points, centroids = torch.randn(2, 300, 3, 24).transpose(1, 2), torch.randn(2, 3, 70, 24)
+    centroids[:, :, 69] = centroids[:, :, 3]
+    found, wanted = both(lambda: _nearest(points, centroids))
+    assert torch.equal(found, wanted)
+    assert not bool((found == 69).any())
+
+
+@pytest.mark.parametrize(("tokens", "clusters"), [(1000, 7), (256, 300), (3, 1)])
+def test_tokens_in_the_order_of_their_clusters(both: Any, tokens: int, clusters: int) -> None:
+    torch.manual_seed(8)
+    # Some clusters are empty.
+    labels = (torch.rand(2, 3, tokens) ** 2 * clusters).long()
+    assert_same(*both(lambda: _Side.of(labels, clusters, 64)[1:]))
+
+
+def test_k_means_and_clustered_attention_are_the_same_with_kernels(both: Any) -> None:
+    torch.manual_seed(9)
+    q, k, v = (torch.randn(1, 700, heads, 24).transpose(1, 2) for heads in (4, 2, 2))
+
+    def run() -> list[Tensor]:
+        rows, keys = k_means(q, q[:, :, :9], 2), k_means(k, k[:, :, 5:40], 2)
+        seen = cluster_map(rows, keys, 0.5, 0.1)
+        inner: Any = Inner()
+        out = clustered_attention(q, k, v, rows.labels, keys.labels, seen, inner)
+        assert 0.05 < seen.float().mean() < 0.95
+        return [rows.centroids, keys.centroids, out]
+
+    assert_same(*both(run), atol=1e-5, rtol=1e-4)
+
+
+def test_flags_as_lists() -> None:
+    torch.manual_seed(10)
+    flags = torch.rand(2, 3, 5, 1500) < 0.3
+    flags[0, 0, 0], flags[0, 0, 1] = False, True
+    (counts, indices), (right_counts, right) = BlockOps.listed(flags), lists_of(flags)
+    assert torch.equal(counts, right_counts)
+    there = torch.arange(1500) < counts[..., None]
+    assert torch.equal(indices[there], right[there])
+
+
+@pytest.mark.parametrize("threshold", [None, 0.25, 0.7])
+@pytest.mark.parametrize("grid", [(4, 5, 6), (10, 5, 6)], ids=str)
+def test_queries_choose_chunks_and_merge_what_they_found(
+    both: Any, threshold: float | None, grid: tuple[int, int, int]
+) -> None:
+    torch.manual_seed(11)
+    tokens = grid[0] * 30
+    q, k, v = (torch.randn(1, tokens, heads, 24).transpose(1, 2) for heads in (4, 2, 2))
+    mode = "topk" if threshold is None else "threshold"
+    method = VMoBA(
+        temporal_chunk_size=1, temporal_topk=3, spatial_chunk_size=[5, 2], spatial_topk=2, st_chunk_size=[2, 5, 2],
+        st_topk=4, moba_select_mode=mode, moba_threshold=threshold or 0.0, moba_threshold_type="query_head",
+        first_full_step=0, first_full_layer=0, temporal_layer=1, spatial_layer=1, st_layer=1,
+    )  # fmt: skip
+    inner: Any = Inner()
+    like = Like(1, 4, 2, tokens, 24, torch.float32, torch.device("cpu"))
+    for layer in range(3):
+        place = Place(grid=grid, layer=layer, kept={})
+        plan = method.plan(place, like)
+        cut = method.cut_of(place)
+        chunks = plan[cut.option]
+        found, wanted = both(lambda: method.attend(plan, q, k, v, place=place, kept={}, inner=inner))  # noqa: B023
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        chosen = BlockOps.choose(q, chunk_means(k, chunks), chunks.own, cut.kept, threshold)
+        assert chosen is not None
+        seen = select_chunks(chunk_scores(q, k, chunks), chunks.own, cut.kept, threshold, "query_head")
+        flags = torch.nn.functional.one_hot(chosen.long(), len(chunks.sizes) + 1).sum(3)[..., :-1]
+        assert torch.equal(flags.bool(), seen)
+        assert int(flags.max()) == 1

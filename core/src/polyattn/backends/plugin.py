@@ -282,6 +282,7 @@ def _reference_rows(platform: str) -> tuple[Row, ...]:
         "sinks": True,
         "tree": True,
         "lse": True,
+        "alibi": True,
         # Not batch_invariant: BLAS takes other kernels for other batch sizes, which shows in float64.
         "deterministic": True,
         "multimodal": True,
@@ -298,7 +299,14 @@ def _reference_rows(platform: str) -> tuple[Row, ...]:
     every_grad = (*QKV, "mask", "sinks", "lse")
     reading = TRANSFORMS if platform == "cpu" else READING
     return (
-        row(family="dense", grad=every_grad, transform=TRANSFORMS, dropout=DROPOUT, **common),
+        row(
+            family="dense",
+            grad=every_grad,
+            transform=TRANSFORMS,
+            dropout=DROPOUT,
+            segments=("", "shared", "pair"),
+            **common,
+        ),
         row(family="varlen", grad=every_grad, transform=reading, dropout=DROPOUT, **common),
         row(
             family="paged",
@@ -307,7 +315,7 @@ def _reference_rows(platform: str) -> tuple[Row, ...]:
             kv_scales=("", "tensor", "head", "token"),
             **paged,
         ),
-        row(family="mla", **{k: v for k, v in paged.items() if k not in ("sinks", "save_kv_cache")}),
+        row(family="mla", **{k: v for k, v in paged.items() if k not in ("sinks", "alibi", "save_kv_cache")}),
         row(
             family="linear",
             method=("gdn", "kda"),

@@ -13,14 +13,15 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..contract import Accepted, AttentionRequest, BackendInfo, Has, OneOf, Provider, Rejected, Row, judge
-from ..epoch import EPOCH
-from ..lowering import Plan, Planner
+from ..contract import BackendInfo, Has, OneOf, Provider, Rejected, Row
+from ..contract.capability import taken
+from ..contract.request import made
+from ..lowering import Plan, Planner, Stop, Ways
 from ..registry.defects import Narrow, narrowing
 from ..registry.manager import PluginManager, get_manager
 from ..selection.inspection import catalogue, ordered_offers
 from ..selection.select import Catalogue
-from .questions import MLA_SCALE, SCALES
+from .questions import MLA_SCALE, ONE_KIND_OF_SCALES, SCALES
 
 __all__ = ["Limits", "Sheet", "limits"]
 
@@ -33,7 +34,7 @@ Lowerings = frozenset[str]
 Place = tuple[str, str, int]
 """(architecture, phase, page size)."""
 Ask = Callable[[Place, Mapping[str, Any]], Lowerings | None]
-Asking = Callable[[Provider, AttentionRequest], Lowerings | None]
+Asking = Callable[[Provider, Stop], Lowerings | None]
 STEPS = 2
 """Rewrites in a row: one of the plain request, one more for a feature."""
 PAGING = {
@@ -78,11 +79,11 @@ class Sheet:
 def limits() -> tuple[Sheet, ...]:
     """Make every table, over all registered backends, planned ones judged as if built. It takes seconds, once a process
     and set of plugins."""
-    return _limits(get_manager(), EPOCH.value)
+    return _limits(get_manager(), get_manager().changes)
 
 
 @functools.lru_cache(maxsize=2)
-def _limits(manager: PluginManager, epoch: int) -> tuple[Sheet, ...]:
+def _limits(manager: PluginManager, changes: int) -> tuple[Sheet, ...]:
     known = catalogue({})
     sheets = (
         ("dense", "Dense", "dense", tuple(DENSE_FEATURES), _dense("dense")),
@@ -99,8 +100,11 @@ def _limits(manager: PluginManager, epoch: int) -> tuple[Sheet, ...]:
 def _merged(known: Catalogue, family: str, probe: Probe) -> tuple[Limits, ...]:
     """Keep the backends that answer, built ones first; equal answers of one name share a line."""
     lines: dict[tuple[bool, str, tuple[str, ...]], list[str]] = {}
+    ways: dict[str, Ways] = {}
     for offer in ordered_offers(known):
-        asked = _ProbedBackend(offer.info, family, known)
+        if offer.info.platform not in ways:  # they come by platform: what was made for the one before is of no use
+            ways = {offer.info.platform: Ways(lambda _: "another")}
+        asked = _ProbedBackend(offer.info, family, known, ways[offer.info.platform], get_manager().narrows(offer.info))
         cells = probe(asked) if asked.providers else None
         if cells is not None:
             lines.setdefault((asked.planned, offer.info.name, cells), []).append(offer.info.platform)
@@ -112,17 +116,25 @@ def _merged(known: Catalogue, family: str, probe: Probe) -> tuple[Limits, ...]:
 class _ProbedBackend:
     """A backend that is asked, with its providers that have anything to say about a family."""
 
-    def __init__(self, info: BackendInfo, family: str, known: Catalogue) -> None:
-        self.info, self.known = info, known
+    def __init__(self, info: BackendInfo, family: str, known: Catalogue, ways: Ways, narrows: bool) -> None:
+        self.info, self.known, self._ways = info, known, ways
         rows = {p: tuple(row for row in p.rows if speaks_of(row, family)) for p in info.providers}
         spoken = {p: of_family for p, of_family in rows.items() if of_family}
         # What is planned answers only where nothing is built: a cell is of what can be called.
         self.providers = {p: of_family for p, of_family in spoken.items() if not p.planned} or spoken
         self.planned = all(p.planned for p in self.providers)
         self.archs = self._named("arch") or [""]
+        told = [d.when["arch"] for p in info.providers for d in p.defects if "arch" in d.when]
+        told += self._constraints("arch")
+        first: dict[Any, str] = {}
+        # Architectures that no row tells apart have one answer; a plugin's own say may be about any.
+        self._asked_as = {
+            arch: first.setdefault(arch if narrows else tuple(one.reason(arch) is None for one in told), arch)
+            for arch in self.archs
+        }
         self.features = tuple(dict.fromkeys(c.member for c in self._constraints("features") if isinstance(c, Has)))
         self.methods = ["", *self._named("method")]
-        self._said: dict[tuple[AttentionRequest, str], Lowerings | None] = {}
+        self._said: dict[tuple[Stop, str], Lowerings | None] = {}
 
     def _constraints(self, field: str) -> Iterator[Any]:
         for rows in self.providers.values():
@@ -132,6 +144,19 @@ class _ProbedBackend:
     def _named(self, field: str) -> list[str]:
         words = (w for c in self._constraints(field) if isinstance(c, OneOf) for w in c.values)
         return sorted(dict.fromkeys(w for w in words if w), key=lambda w: (len(w), w))
+
+    def once(self, ask: Ask) -> Ask:
+        """Ask once for the architectures that have one answer."""
+
+        def answer(place: Place, feature: Mapping[str, Any]) -> Lowerings | None:
+            place = (self._asked_as[place[0]], *place[1:])
+            key = (place, *feature.items())
+            if key not in said:
+                said[key] = ask(place, feature)
+            return said[key]
+
+        said: dict[Any, Lowerings | None] = {}
+        return answer
 
     def taken(self, **fields: Any) -> Lowerings | None:
         """Return the rewrites that rows declare for a request; None = they refuse it."""
@@ -157,33 +182,33 @@ class _ProbedBackend:
         where = {"platform": self.info.platform, "features": self.features, **fields}
         methods = [fields["method"]] if fields.get("method") else self.methods
         for method in methods:
-            request = AttentionRequest(**{**where, "method": method}).normalised()
-            key = (request, ask.__name__)
+            stop = self._ways.at(made(**{**where, "method": method}).normalised())
+            key = (stop, ask.__name__)
             if key not in self._said:
-                answers = (ask(provider, request) for provider in self.providers)
+                answers = (ask(provider, stop) for provider in self.providers)
                 self._said[key] = min((a for a in answers if a is not None), key=len, default=None)
             if (said := self._said[key]) is not None:
                 return said
         return None
 
-    def _taken(self, provider: Provider, request: AttentionRequest) -> Lowerings | None:
-        verdict = judge(self.providers[provider], request, request.active())
-        if not isinstance(verdict, Accepted):
+    def _taken(self, provider: Provider, stop: Stop) -> Lowerings | None:
+        verdict = taken(self.providers[provider], stop.request, stop.active)
+        if verdict is None:
             return None
-        if not provider.planned and isinstance(self._narrow(provider)(request), Rejected):
+        if not provider.planned and isinstance(self._narrow(provider)(stop.request), Rejected):
             return None
-        if verdict.lowerings and not provider.planned and self._plan(provider, request, verdict.lowerings) is None:
+        if verdict.lowerings and not provider.planned and self._plan(provider, stop, verdict.lowerings) is None:
             return None
         return frozenset(verdict.lowerings)
 
-    def _rewritten(self, provider: Provider, request: AttentionRequest) -> Lowerings | None:
-        plan = None if provider.planned else self._plan(provider, request)
+    def _rewritten(self, provider: Provider, stop: Stop) -> Lowerings | None:
+        plan = None if provider.planned else self._plan(provider, stop)
         return None if plan is None else frozenset(plan.names)
 
-    def _plan(self, provider: Provider, request: AttentionRequest, only: tuple[str, ...] | None = None) -> Plan | None:
+    def _plan(self, provider: Provider, stop: Stop, only: tuple[str, ...] | None = None) -> Plan | None:
         """Plan rewrites as selection would, in as many as a cell has words for."""
         narrow = self._narrow(provider)
-        return Planner(provider.rows, narrow=narrow, helper=lambda _: "another", only=only).plan(request, STEPS)
+        return Planner(provider.rows, narrow=narrow, only=only, ways=self._ways).plan_at(stop, STEPS)
 
     def _narrow(self, provider: Provider) -> Narrow:
         """Narrow with the faults of every version, as the matrix says the same on every machine."""
@@ -215,6 +240,7 @@ DENSE_FEATURES: dict[str, dict[str, Any]] = {
 
 def _dense(family: str) -> Probe:
     def probe(asked: _ProbedBackend) -> tuple[str, ...] | None:
+        @asked.once
         def ask(place: Place, feature: Mapping[str, Any]) -> Lowerings | None:
             plain = {**DENSE, "family": family, "arch": place[0]}
             return asked.easiest({**plain, "dtype": dtype, **feature} for dtype in ("bfloat16", "float16", "float32"))
@@ -255,6 +281,7 @@ def _serving(
 ) -> tuple[str, ...] | None:
     places = [(a, phase, page) for a in asked.archs for phase in ("extend", "decode") for page in PAGES]
 
+    @asked.once
     def ask(place: Place, feature: Mapping[str, Any]) -> Lowerings | None:
         if feature.get("spec_topk") and "phase" in feature and ask(place, {"spec_topk": feature["spec_topk"]}) is None:
             # Every phase of a server that speculates is asked so: who refuses that cannot be named to verify.
@@ -263,7 +290,9 @@ def _serving(
         relation, causal = ("one", "none") if phase == "decode" else ("fewer", "bottom_right")
         here = {"arch": arch, "phase": phase, "s_relation": relation, "causal": causal, "page_size": page}
         plain = {**base, **here, **feature}
-        scales = SCALES if feature.get("kv_dtype") else ("",)
+        stored = feature.get("kv_dtype", "")
+        one = ONE_KIND_OF_SCALES.get((base["family"], stored))
+        scales = (one,) if one else SCALES if stored else ("",)
         # Uncompressed heads are a way to serve a prefix, never a decode step.
         shapes = widths if feature.get("chunked_prefix") else widths[:1]
         return asked.easiest({**plain, **shape, "kv_scales": kind} for shape in shapes for kind in scales)

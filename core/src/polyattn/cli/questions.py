@@ -23,7 +23,11 @@ MLA_SCALE = 192**-0.5
 (S2)."""
 PAGE_SIZE = 64
 BLOCK_SHAPE = (64, 64)
-ONE_KIND_OF_SCALES = {("mla", "fp8_e4m3"): "block128", ("paged", "fp4_e2m1"): "block16"}
+ONE_KIND_OF_SCALES = {
+    ("mla", "fp8_e4m3"): "block128",
+    ("mla", "fp4_e2m1"): "block16",
+    ("paged", "fp4_e2m1"): "block16",
+}
 """Caches that are stored with one kind of scales only -> that kind, taken where --kv-scales is not given."""
 
 VIDEO = {

@@ -16,6 +16,7 @@ from .. import tuning
 from ..errors import BackendUnavailableError, ConfigError, did_you_mean
 from ..registry.manager import get_manager
 from ..tuning import TuningStore
+from ..tuning.store import FORMAT
 from ..user_files import MEGABYTE, read_bytes, read_text
 from .options import Device, Isolate, Json
 from .questions import above_zero
@@ -30,6 +31,8 @@ __all__ = ["tune"]
 
 WHAT, HOW, KEPT = "What is measured", "How", "What is kept"
 ALL = "all"
+PAGE = 100
+"""Measurements of a page."""
 
 
 def tune(
@@ -74,8 +77,12 @@ def tune(
         ),
     ] = 180.0,
     show: Annotated[
-        bool, typer.Option("--show", help="Show the measurements that are kept.", rich_help_panel=KEPT)
+        bool,
+        typer.Option("--show", help=f"Show the measurements that are kept, {PAGE} at a time.", rich_help_panel=KEPT),
     ] = False,
+    page: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Which of these pages --show shows.", rich_help_panel=KEPT)
+    ] = 1,
     release: Annotated[
         str | None,
         typer.Option(
@@ -120,7 +127,7 @@ def tune(
     if kept:
         _keep(export, import_ or [], merge or [], release, as_json)
     elif show:
-        _show(as_json)
+        _show(page, as_json)
     elif measured:
         _tune(trace or [], request or [], device, seconds, rounds, again, isolate, probe_seconds, as_json)
     else:
@@ -294,16 +301,21 @@ def _check_release(name: str, known: Collection[str]) -> None:
         )
 
 
-def _show(as_json: bool) -> None:
+def _show(page: int, as_json: bool) -> None:
     store = tuning.store()
-    rows, held = store.rows(), store.quarantined()
+    counts, held = store.count(), store.quarantined()
+    pages = max(-(-sum(counts.values()) // PAGE), 1)
+    if page > pages:
+        raise ConfigError(f"--page {page}: {pages} is the last page of the measurements in {store.path}")
+    rows = store.page((page - 1) * PAGE, PAGE)
     if as_json:
         quarantined = [
             {"backend": one.backend, "place": str(one.place), "request": dict(one.key), "reason": one.reason,
              "date": one.date}
             for one in held
         ]  # fmt: skip
-        show_json({"store": str(store.path), **store.export(), "quarantined": quarantined})
+        shown = {"format": FORMAT, "measurements": [row.plain() for row in rows]}
+        show_json({"store": str(store.path), **shown, "page": page, "pages": pages, "quarantined": quarantined})
         return
     console = screen()
     console.print(title("Measurements", str(store.path)))
@@ -324,9 +336,12 @@ def _show(as_json: bool) -> None:
         )
     if table.row_count:
         console.print(table)
-    kernels = len(rows) - table.row_count
-    console.print(facts([("of backends", str(table.row_count)), ("of kernels", str(kernels))]))
-    for one in held:
+    backends = counts.get(tuning.BACKEND, 0)
+    console.print(facts([("of backends", f"{backends:,}"), ("of kernels", f"{sum(counts.values()) - backends:,}")]))
+    if page < pages:
+        more = f"page {page} of {pages:,}: polyattn tune --show --page {page + 1} shows the next, --export writes all"
+        console.print(Text(more, style="quiet"))
+    for one in held if page == 1 else ():
         where = Text(f"{_shown({'request': one.key})}; {one.place}", style="quiet")
         console.print(panel(f"{one.backend} is quarantined", Text(one.reason, style="warn"), where, style="yellow"))
 

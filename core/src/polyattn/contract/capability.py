@@ -7,7 +7,8 @@ support matrix, the conformance cases and what hosts ask before they build a lay
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from ..errors import PluginError, did_you_mean
@@ -224,6 +225,22 @@ class Row:
     def __hash__(self) -> int:
         return id(self)
 
+    @functools.cached_property
+    def _tests(self) -> Sequence[tuple[str, Callable[[Any], bool]]]:
+        """What may fail, by field. A row is asked about far more requests than it takes: it makes no sentence here."""
+        limits = [*self.when.items(), *self.allows.items()]
+        return [(name, _test(limit)) for name, limit in limits if limit is not ANY]
+
+    @functools.cached_property
+    def _undeclared(self) -> Sequence[str]:
+        have = {*self.allows, *self.when}
+        names = {"family", "dtype", "dims" if "dims" in have else "head_dim"}
+        return [f"the capability row does not declare {n}" for n in sorted(names - have)]
+
+    @functools.cached_property
+    def _of_family(self) -> Callable[[str], bool]:
+        return _test(self.when.get("family", ANY))
+
     def applies(self, request: AttentionRequest) -> list[str]:
         """The `when` clauses that do not hold, as sentences; empty when the row applies."""
         return _sentences(request, self.when, {})[0]
@@ -242,6 +259,31 @@ class Row:
     def _covers(self, name: str) -> bool:
         # A pair constraint on (D_qk, D_v) declares D_v.
         return name == "v_head_dim" and ("dims" in self.allows or "dims" in self.when)
+
+
+def is_of(row: Row, family: str) -> bool:
+    """Whether a row speaks of a family."""
+    return row._of_family(family)
+
+
+def lacks(row: Row, request: AttentionRequest, active: Iterable[str], among: Collection[str]) -> list[str] | None:
+    """The fields in which a row refuses a request; None where one of these is not `among` those that matter.
+
+    Args:
+        active: names of the options that are not off (`AttentionRequest.active`).
+    """
+    missing = []
+    for name, allowed in row._tests:
+        if not allowed(getattr(request, name)):
+            if name not in among:
+                return None
+            missing.append(name)
+    for name in active:
+        if name not in row.allows and name not in row.when and not row._covers(name):
+            if name not in among:
+                return None
+            missing.append(name)
+    return missing
 
 
 def _show(value: Any) -> str:
@@ -264,6 +306,16 @@ def _sentences(
         else:
             reasons.append(f"{name}={_show(value)} {ending}")
     return reasons, lowerings
+
+
+def _test(limit: Constraint) -> Callable[[Any], bool]:
+    """Whether a constraint allows a value, as one function."""
+    if type(limit) is OneOf:
+        return limit.values.__contains__
+    if type(limit) is SubsetOf:
+        return frozenset(limit.values).issuperset
+    allows: Callable[[Any], bool] | None = getattr(limit, "allows", None)
+    return allows or (lambda value: limit.reason(value) is None)
 
 
 def _constraint(name: str, value: Any) -> Constraint | None:
@@ -361,24 +413,34 @@ class Rejected:
 Verdict = Accepted | Rejected
 
 
+def taken(rows: Sequence[Row], request: AttentionRequest, active: Collection[str]) -> Accepted | None:
+    """The first row that needs fewest lowerings, None where every row refuses. No sentence is made.
+
+    Args:
+        active: names of the options that are not off.
+    """
+    best = None
+    for candidate in rows:
+        if candidate._undeclared or not holds(candidate.when, request):
+            continue
+        missing = lacks(candidate, request, active, candidate.lowered)
+        if missing is None:
+            continue
+        lowerings = tuple(dict.fromkeys(candidate.lowered[name] for name in missing))
+        if best is None or len(lowerings) < len(best.lowerings):
+            best = Accepted(lowerings, candidate)
+            if not lowerings:
+                break
+    return best
+
+
 def judge(rows: Sequence[Row], request: AttentionRequest, active: Iterable[tuple[str, Any]] | None = None) -> Verdict:
     """The verdict of capability rows: the first row that needs fewest lowerings, else the nearest miss's reasons."""
     active = tuple(request.active() if active is None else active)
-    best: tuple[list[str], Row] | None = None
-    nearest: list[str] | None = None
-    for candidate in rows:
-        if not holds(candidate.when, request):
-            continue
-        reasons, lowerings = candidate.misses(request, active)
-        reasons = _undeclared(candidate) + reasons
-        if reasons:
-            nearest = reasons if nearest is None or len(reasons) < len(nearest) else nearest
-        elif best is None or len(lowerings) < len(best[0]):
-            best = (lowerings, candidate)
-            if not lowerings:
-                break
-    if best is not None:
-        return Accepted(tuple(best[0]), best[1])
+    if (found := taken(rows, request, [name for name, _ in active])) is not None:
+        return found
+    near = [[*one._undeclared, *one.misses(request, active)[0]] for one in rows if holds(one.when, request)]
+    nearest = min(near, key=len, default=[])
     return Rejected(nearest or _outside(rows, request) or ["no capability row is declared"])
 
 
@@ -391,9 +453,3 @@ def _outside(rows: Sequence[Row], request: AttentionRequest) -> list[str]:
     if len(fewest) == 1 and all(isinstance(c, OneOf) for c in alike):
         fewest = dict.fromkeys(fewest, OneOf(tuple(wanted)))
     return _sentences(request, fewest, {})[0]
-
-
-def _undeclared(candidate: Row) -> list[str]:
-    have = {*candidate.allows, *candidate.when}
-    names = {"family", "dtype", "dims" if "dims" in have else "head_dim"}
-    return [f"the capability row does not declare {n}" for n in sorted(names - have)] if names - have else []

@@ -94,8 +94,8 @@ class StepWriter(Protocol):
 class BlockOps(Protocol):
     """Moves tokens in blocks, for methods. Made once for a process; nothing in it waits for the device.
 
-    `blocks` is (order, starts, sizes), int32 [N], [n] and [n]: block i has the tokens
-    order[starts[i] : starts[i] + sizes[i]], at most `block` of them; blocks meet no token twice. D is any width.
+    `blocks` is (order, starts, sizes), int32 [N], [n] and [n], or all of them [B, H, ...] where heads differ: block i
+    has the tokens order[starts[i] : starts[i] + sizes[i]], at most `block` of them; no token is in two. D is any width.
     """
 
     name: str
@@ -125,7 +125,7 @@ class BlockOps(Protocol):
         """Brings rows back to their tokens, and adds what is one row for a block.
 
         Args:
-            rows: [B, H, R, D], contiguous. places: int32 [S], the row of each token, -1 = zeros.
+            rows: [B, H, R, D], contiguous. places: int32 [S] or [B, H, S], the row of each token, -1 = zeros.
             coarse: float32 [B, H, n, D], contiguous. owners: int32 [S], the block of each token. gate: [B, H, S, D] of
                 any strides, 0 too: its weight. All three or none.
 
@@ -141,9 +141,74 @@ class BlockOps(Protocol):
 
         Returns:
             (scale * query key^T, float32 [B, H_q, n, m]; softmax of it times value, float32 [B, H_q, n, D_v], or None).
-            Products are as exact as float32 allows.
+            Products are off by 2**-15 of themselves at most.
         """
 
     def top(self, scores: Tensor, kept: int) -> Tensor | None:
         """int32 [..., kept]: where the highest of float32 [..., m] are, ascending; of equal ones the first. None: too
         many for this kernel."""
+
+    def pooled(self, tensor: Tensor, block: int) -> Tensor | None:
+        """float32 [B, H, ceil(S / block), D]: means of `block` tokens at a time, of fewer at the end, of [B, H, S, D].
+        None: not for this size of blocks."""
+
+    def linear_sums(self, key: Tensor, value: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:
+        """The sums of a linear branch.
+
+        Args:
+            key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v]. feature_map: phi of a row: softmax, elu (+ 1) or relu.
+
+        Returns:
+            (sum of phi(key)^T value, float32 [B, H_kv, D, D_v]; sum of phi(key), float32 [B, H_kv, D]).
+        """
+
+    def linear_add(
+        self, query: Tensor, state: Tensor, total: Tensor, bias: Tensor | None, base: Tensor, feature_map: str,
+        epsilon: float,
+    ) -> Tensor:  # fmt: skip
+        """base + phi(query) state / (phi(query) total + epsilon) + bias, [B, H_q, S, D_v], like `base`.
+
+        Args:
+            query: [B, H_q, S, D]. state, total: as of `linear_sums`. bias: [D_v] or None. base: [B, H_q, S, D_v].
+        """
+
+    def nearest(self, points: Tensor, centroids: Tensor) -> Tensor:
+        """int32 [B, H, S]: the centroid that each point is nearest to, the first of those that are equally near.
+
+        Args:
+            points: [B, H, S, D]. centroids: float32 [B, H, C, D], which may be rounded to the points' dtype first.
+        """
+
+    def in_order(self, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(order, places, counts) of labels [B, H, S]: int32 [B, H, S], the tokens cluster after cluster, each in
+        their own order; the place of each token there; int32 [B, H, clusters], the tokens of each cluster."""
+
+    def cluster_means(self, points: Tensor, order: Tensor, counts: Tensor, centroids: Tensor) -> Tensor:
+        """float32 [B, H, C, D]: the mean of each cluster; of an empty one its centroid.
+
+        Args:
+            points: [B, H, S, D]. order, counts: as of `in_order`. centroids: float32 [B, H, C, D].
+        """
+
+    def listed(self, flags: Tensor) -> tuple[Tensor, Tensor]:
+        """(counts int32 [...], indices int32 [..., m]) of flags, bool [..., m]: the places of those that are set,
+        ascending; anything behind them."""
+
+    def choose(self, query: Tensor, means: Tensor, own: Tensor, kept: int, threshold: float | None) -> Tensor | None:
+        """The chunks that each query chooses: its own, and those whose means it scores highest. None: too many.
+
+        Args:
+            query: [B, H_q, S, D]. means: float32 [B, H_kv, C, D]. own: int [S], the chunk of each query.
+            kept: chunks of each query. threshold: in its place, those are kept until the sum of their scores, scaled
+                to 0 to 1 for each query, reaches this share of the sum of all.
+
+        Returns:
+            int32 [B, H_q, S, most], ascending; C behind the last one of a query that keeps fewer.
+        """
+
+    def merge_chosen(self, outs: Tensor, lses: Tensor, places: Tensor) -> Tensor:
+        """[B, S, H, D]: partial results of each query, merged by their LSEs; 0 where all are empty.
+
+        Args:
+            outs: [B, H, P, D]. lses: float32 [B, H, P]. places: int32 [B, H, S, kept], which are a query's, -1 = none.
+        """

@@ -7,6 +7,7 @@ and the kit's families. `protocols.py` says the same in prose, with shapes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -49,6 +50,8 @@ class FamilySpec:
         extent: reads the lengths of a call from the arguments of `Bound.forward`, with the layout in front.
         op: whether compiled code may call the family through a custom op of its name.
         call: the public function. beside: further keywords of the forward, which no custom op takes.
+        added: optional tensors that joined later. Forward and backward take them, and the custom op behind its plan
+            with None as default, so that graphs of before are as they were. Each has a `given_when`.
     """
 
     name: str
@@ -62,11 +65,18 @@ class FamilySpec:
     second: Literal["lse", "state"] = "lse"
     op: bool = True
     beside: tuple[Argument, ...] = ()
+    added: tuple[Argument, ...] = ()
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """All that a custom op takes: neither `out` nor what is beside."""
+        """All that a custom op takes before its plan: neither `out`, nor what is beside, nor what was added."""
         return (*self.positional, *self.keywords)
+
+    @functools.cached_property
+    def conditional(self) -> tuple[str, ...]:
+        """The request fields that decide whether an argument is given."""
+        every = (*self.arguments, *self.beside, *self.added)
+        return tuple(dict.fromkeys(one.given_when for one in every if one.given_when))
 
     @property
     def differentiable(self) -> tuple[Argument, ...]:
@@ -83,28 +93,11 @@ class FamilySpec:
             if function == "forward" or one.backward:
                 default = {"optional": "=None", "parts": "=()"}.get(one.kind, "")
                 yield one, one.name + default
+        for one in self.added:
+            yield one, f"{one.name}=None"
         if function == "forward":
             for one in (*self.beside, Argument("out", "optional")):
                 yield one, f"{one.name}=None"
-
-    def schema(self) -> str:
-        """The schema of the custom op, in torch's words."""
-        return f"({', '.join(map(_declared, self.arguments))}, str plan) -> (Tensor, Tensor)"
-
-    def backward_schema(self) -> str:
-        """The schema of its gradient: a tensor for each differentiable argument that is given."""
-        grads = f"Tensor? dout, Tensor? d{self.second}"
-        given = ", ".join(map(_declared, self.arguments))
-        return f"({grads}, {given}, Tensor out, Tensor {self.second_out}, str plan) -> Tensor[]"
-
-    @property
-    def second_out(self) -> str:
-        """The second result as an argument of the gradient's op."""
-        return "lse" if self.second == "lse" else "final_state"
-
-
-def _declared(one: Argument) -> str:
-    return f"{ {'optional': 'Tensor?', 'int': 'SymInt'}.get(one.kind, 'Tensor') } {one.name}"
 
 
 def _by_layout(layout: str, query: Any, key: Any, *rest: Any, **keywords: Any) -> Extent:
@@ -137,6 +130,8 @@ _LENGTHS = (
     *(Argument("max_seqlen_q", "int"), Argument("max_seqlen_k", "int")),
 )
 _TABLES = Argument("tables", "tables")
+_ALIBI = Argument("alibi", "optional", given_when="alibi")
+_SEGMENTS = tuple(Argument(f"{side}_segments", "optional", given_when="segments") for side in "qk")
 _PARTS = Argument("kv_parts", "parts", given_when="kv_parts")
 
 _SPECS = (
@@ -149,6 +144,7 @@ _SPECS = (
         forward="DenseForward",
         backward="DenseBackward",
         beside=(Argument("place", "optional", given_when="place"),),
+        added=(_ALIBI, *_SEGMENTS),
         call="attention",
     ),
     FamilySpec(
@@ -159,6 +155,7 @@ _SPECS = (
         extent=_by_cu_seqlens,
         forward="VarlenForward",
         backward="VarlenBackward",
+        added=(_ALIBI,),
         call="varlen_attention",
     ),
     FamilySpec(
@@ -172,6 +169,7 @@ _SPECS = (
         layouts=("THD",),
         extent=_by_tables,
         forward="PagedForward",
+        added=(_ALIBI,),
         call="paged_attention",
         op=False,
     ),
@@ -190,13 +188,14 @@ _SPECS = (
         _QKV,
         (
             *(Argument("block_counts"), Argument("block_indices")),
-            *(Argument("block_valid", "optional"), Argument("block_starts", "optional")),
+            Argument("block_valid", "optional"),
         ),
         layouts=("BHSD",),
         extent=_by_layout,
         forward="BlockSparseForward",
         backward="BlockSparseBackward",
         call="block_sparse_attention",
+        added=(Argument("block_starts", "optional", given_when="block_starts"),),
     ),
     FamilySpec(
         "linear",

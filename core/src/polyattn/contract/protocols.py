@@ -62,6 +62,9 @@ class DenseForward(Protocol):
         *,
         attn_mask: Tensor | None = None,
         sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+        q_segments: Tensor | None = None,
+        k_segments: Tensor | None = None,
         out: Tensor | None = None,
         place: Place | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -72,6 +75,9 @@ class DenseForward(Protocol):
             value: [B, S_k, H_kv, D_v] or [B, H_kv, S_k, D_v].
             attn_mask: [B|1, H_q|1, S_q, S_k], bool (True = attend) or additive float.
             sinks: [H_q] logits.
+            alibi: [H_q] slopes, given only if request.alibi.
+            q_segments, k_segments: int32 [B, S_q] and [B, S_k], given only if request.segments: a query sees keys of
+                its own number alone. "shared": both are one tensor.
             out: [B, S_q, H_q, D_v] or [B, H_q, S_q, D_v].
             place: given only if request.place, which only rows that ask for it are given.
 
@@ -95,6 +101,9 @@ class DenseBackward(Protocol):
         lse: Tensor,
         *,
         attn_mask: Tensor | None = None,
+        alibi: Tensor | None = None,
+        q_segments: Tensor | None = None,
+        k_segments: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dquery, dkey, dvalue) in the shapes of their inputs. Rows with lse = -inf get exact zeros."""
         ...
@@ -115,6 +124,7 @@ class VarlenForward(Protocol):
         max_seqlen_k: int,
         attn_mask: Tensor | None = None,
         sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
@@ -123,7 +133,7 @@ class VarlenForward(Protocol):
             cu_seqlens_q, cu_seqlens_k: int32 [N+1], first 0, last T.
             max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence.
             attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], read up to each sequence's lengths.
-            sinks: [H_q]; out: [T_q, H_q, D_v].
+            sinks: [H_q]; out: [T_q, H_q, D_v]. alibi: [H_q] slopes, given only if request.alibi.
 
         Returns:
             out, or (out, lse [T_q, H_q]).
@@ -148,6 +158,7 @@ class VarlenBackward(Protocol):
         max_seqlen_q: int,
         max_seqlen_k: int,
         attn_mask: Tensor | None = None,
+        alibi: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -229,6 +240,7 @@ class PagedForward(Protocol):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         kv_parts: Sequence[KVPart] = (),
+        alibi: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
@@ -243,6 +255,7 @@ class PagedForward(Protocol):
                 S_q columns of each sequence, so that only those need be read.
             sinks: [H_q]; k_scale, v_scale: granularity request.kv_scales; out: [T_q, H_q, D_v].
             kv_parts: request.kv_parts of them, given only if that is not 0.
+            alibi: [H_q] slopes, given only if request.alibi.
 
         Returns:
             out, or (out, lse [T_q, H_q]).

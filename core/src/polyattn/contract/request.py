@@ -26,6 +26,7 @@ __all__ = [
     "MaskKind",
     "Phase",
     "SRelation",
+    "Segments",
     "option",
     "relation",
     "request_fields",
@@ -36,6 +37,7 @@ Phase = Literal["prefill", "extend", "decode", "verify"]
 Causal = Literal["none", "bottom_right", "top_left"]
 MaskKind = Literal["none", "bool", "additive"]
 SRelation = Literal["equal", "one", "fewer", "more"]
+Segments = Literal["", "shared", "pair"]
 
 FAMILIES: tuple[str, ...] = get_args(Family)
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -51,6 +53,8 @@ DTYPES: tuple[str, ...] = (
 )
 
 _NO_OFF = object()
+_NORMAL = "_normal"
+"""An attribute of requests that are in normal form."""
 
 
 def relation(S_q: int, S_k: int) -> SRelation:
@@ -107,6 +111,7 @@ class AttentionRequest:
     sinks: bool = option(False, doc="S5: per-head sink logits in the denominator")
     mask: MaskKind = option("none", doc="S8: bool (True = attend) or additive")
     alibi: bool = option(False, doc="S8: per-head ALiBi slopes")
+    segments: Segments = option("", doc="S8: documents of tokens: shared by queries and keys, or a pair")
     tree: bool = option(False, doc="S8: tree mask of speculative verification")
     scale: float | None = option(None, doc="S2: None = D_qk ** -0.5, applied to fp32 logits")
     dropout: float = option(0.0, doc="S11: probability of dropping an attention weight")
@@ -185,6 +190,8 @@ class AttentionRequest:
         With S_q = S_k both alignments are the same; one query at the end sees every key, so causal says nothing;
         a right bound of 0 is causal; under causal a right bound says nothing; the default scale is None.
         """
+        if _NORMAL in vars(self):
+            return self
         causal, (left, right) = self.causal, self.window
         if causal == "top_left" and self.s_relation == "equal":
             causal = "bottom_right"
@@ -198,10 +205,12 @@ class AttentionRequest:
         v_head_dim = self.v_head_dim or self.head_dim
         kv_dtype = "auto" if self.kv_dtype == self.dtype else self.kv_dtype
         spelled = (causal, (left, right), scale, v_head_dim, kv_dtype)
-        if spelled == (self.causal, self.window, self.scale, self.v_head_dim, self.kv_dtype):
-            return self
-        changed: Any = dict(zip(("causal", "window", "scale", "v_head_dim", "kv_dtype"), spelled, strict=True))
-        return dataclasses.replace(self, **changed)
+        found = self
+        if spelled != (self.causal, self.window, self.scale, self.v_head_dim, self.kv_dtype):
+            names = ("causal", "window", "scale", "v_head_dim", "kv_dtype")
+            found = changed(self, **dict(zip(names, spelled, strict=True)))
+        vars(found)[_NORMAL] = True  # what is made of it anew, by `dataclasses.replace`, is looked at again
+        return found
 
     def active(self) -> tuple[tuple[str, Any], ...]:
         """The options that are not off: what a backend must have declared to be given this request."""
@@ -267,6 +276,21 @@ def made(**fields: Any) -> AttentionRequest:
     values.update(fields)
     # With a name too many, the class itself says what is wrong.
     return request if len(values) == len(_defaults()) else AttentionRequest(**fields)
+
+
+def changed(request: AttentionRequest, **fields: Any) -> AttentionRequest:
+    """The same as `dataclasses.replace(request, **fields)`, at a twentieth of its cost.
+
+    Raises:
+        TypeError: a name that is no field.
+    """
+    other = object.__new__(type(request))
+    values = vars(other)
+    values.update(vars(request))
+    values.pop(_NORMAL, None)  # what is changed is looked at again
+    known = len(values)
+    values.update(fields)
+    return other if len(values) == known else dataclasses.replace(request, **fields)
 
 
 _option_fields: dict[type, tuple[tuple[str, Any], ...]] = {}

@@ -6,10 +6,11 @@ Only what differs from the defaults is written, so that a field added later chan
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from ..errors import ConfigError, did_you_mean
-from .request import AttentionRequest
+from .request import AttentionRequest, made
 from .vocabulary import WORDS
 
 __all__ = ["plain_request", "read_request"]
@@ -23,8 +24,13 @@ _LEAST = {"head_dim": 1, "heads": 1, "kv_heads": 1}
 
 def plain_request(request: AttentionRequest) -> dict[str, Any]:
     """The fields that are not at their defaults."""
-    given = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
-    return {f.name: given[f.name] for f in dataclasses.fields(request) if given[f.name] != f.default}
+    named = _defaults(type(request))  # type: ignore[arg-type]  # a class has a hash, whatever its instances have
+    return {name: value for name, default in named.items() if (value := getattr(request, name)) != default}
+
+
+@functools.cache
+def _defaults(kind: type[AttentionRequest]) -> dict[str, Any]:
+    return {f.name: f.default for f in dataclasses.fields(kind)}
 
 
 def read_request(data: Any, where: str) -> AttentionRequest:
@@ -35,7 +41,7 @@ def read_request(data: Any, where: str) -> AttentionRequest:
     """
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: a request is an object of fields; got {data!r}")
-    known = {f.name: f.default for f in dataclasses.fields(AttentionRequest)}
+    known = _defaults(AttentionRequest)
     fields = {}
     for name, value in data.items():
         if name not in known:
@@ -48,7 +54,7 @@ def read_request(data: Any, where: str) -> AttentionRequest:
             ) from exc
         if not _fits(name, fields[name], known[name]):
             raise ConfigError(f"{where}: {name}={value!r}; allowed: {_allowed(name, known[name])}")
-    return AttentionRequest(**fields)
+    return made(**fields)
 
 
 def _tuples(value: Any) -> Any:

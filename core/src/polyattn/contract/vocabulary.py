@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from ..errors import did_you_mean
-from .request import DTYPES, FAMILIES, PHASES, Causal, MaskKind, SRelation
+from .request import DTYPES, FAMILIES, PHASES, Causal, MaskKind, Segments, SRelation
 
 __all__ = ["DTYPE_WORDS", "WORDS", "nearest"]
 
@@ -21,6 +21,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "kv_storage": DTYPES,
     "causal": get_args(Causal),
     "mask": get_args(MaskKind),
+    "segments": get_args(Segments),
     "grad": ("query", "key", "value", "mask", "sinks", "lse"),
     "graph_capture": (False, True, "session"),
     "s_relation": get_args(SRelation),

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import AttentionRequest, relation, scalars
+from ..contract import AttentionRequest
 from ..contract.lengths import extent_of
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..semantics import validation
-from ..semantics.block_maps import check_block_map, check_bool_map, check_starts_given, lists_of
-from .binding import Asked, Chosen, choose, explained_by
+from ..semantics.block_maps import (
+    block_shape_of,
+    check_block_map,
+    check_bool_map,
+    check_one_given,
+    check_starts_given,
+    lists_of,
+)
+from .binding import Asked, explained_by
 from .bound_table import BoundTable
-from .call_key import Static, autocast_dtype, backend_name, cast, request_facts, runner, without_autocast
+from .call_key import CallKey, Found, Static, autocast_dtype, backend_name, cast, found, request_of, without_autocast
 from .compile.facts import counted
-from .compile.trace import trace_block_sparse
+from .compile.trace import Blocks, trace_block_sparse
 from .dense import dense_signature
 
 __all__ = ["block_sparse_attention"]
 
-_table: BoundTable[tuple[Chosen, Callable[..., Any]]] = BoundTable()
+_table: BoundTable[Found] = BoundTable()
 
 
 def block_sparse_attention(
@@ -68,23 +74,15 @@ def block_sparse_attention(
     Raises:
         InvalidInputError, UnsupportedRequestError, BackendUnavailableError: as `polyattn.attention`.
     """
+    blocks = Blocks(block_map, lists, block_shape, block_valid, block_starts)
+    static = Static(scale=scale, layout=layout, return_lse=return_lse)
     if torch.compiler.is_compiling() or counted() or validation.has_shapes_only(query):
-        static = Static(scale=scale, layout=layout, return_lse=return_lse)
-        return trace_block_sparse(
-            query, key, value, out, block_map, lists, block_shape, block_valid, block_starts, static, backend
-        )
-    call = _Call.of(
-        *(query, key, value, out, block_map, lists, block_shape, block_valid, block_starts),
-        *(layout, scale, return_lse),
-    )
+        return trace_block_sparse(query, key, value, out, blocks, static, backend)
+    call = _Call.of(query, key, value, out, blocks, static)
     scope, backend = overrides.SCOPE.get(), backend_name(backend)
-    entry = _table.get(signature := (*call.signature(), backend, scope))
-    if entry is None:
-        chosen = choose(call.request(), backend, scope)
-        entry = _table.put(signature, (chosen, runner(chosen, call.static.return_lse, False, 1)))
-    run = entry[0].ranged("block_sparse_attention", entry[1])
+    entry = found(_table, (*call.signature(), backend, scope), call.request, backend, scope)
     given = call.map if call.out is None else {**call.map, "out": call.out}
-    result = without_autocast(run, *call.tensors, **given)
+    result = without_autocast(entry.chosen.ranged("block_sparse_attention", entry.run), *call.tensors, **given)
     if layout == "BHSD":
         return result
     return tuple(t.transpose(1, 2) for t in result) if isinstance(result, tuple) else result.transpose(1, 2)
@@ -98,91 +96,62 @@ class _Call(NamedTuple):
     map: dict[str, Tensor | None]
     block_shape: tuple[int, int]
     static: Static
+    key: CallKey
 
     @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor | None,
-        block_map: Tensor | None,
-        lists: tuple[Tensor, Tensor] | None,
-        block_shape: tuple[int, int],
-        block_valid: Tensor | None,
-        block_starts: Tensor | None,
-        layout: str,
-        scale: float | None,
-        return_lse: bool,
-    ) -> _Call:
-        static = Static(scale=scale, layout=layout, return_lse=return_lse).checked()
+    def of(cls, query: Any, key: Any, value: Any, out: Any, blocks: Blocks, static: Static) -> _Call:
+        static = static.checked()
         if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
             query, key, value = cast(query, key, value)
-        validation.check_dense(query, key, value, None, None, out, layout)
-        shape = _block_shape(block_shape)
-        if layout == "BSHD":
+        validation.check_dense(query, key, value, None, None, out, static.layout)
+        shape = block_shape_of(blocks.shape)
+        if static.layout == "BSHD":
             query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
             out = None if out is None else out.transpose(1, 2)
-        if block_starts is not None:
-            check_starts_given(map_given=block_map is not None, valid_given=block_valid is not None)
-        counts, indices = _lists(query, key, block_map, lists, shape)
-        check_block_map(query, key, shape, counts, indices, block_valid, block_starts)
-        given: dict[str, Tensor | None] = {"block_counts": counts, "block_indices": indices}
-        given |= {"block_valid": block_valid, "block_starts": block_starts}
-        return cls((query, key, value), out, given, shape, static._replace(layout="BHSD"))
+        if blocks.starts is not None:
+            check_starts_given(map_given=blocks.map is not None, valid_given=blocks.valid is not None)
+        check_one_given(map_given=blocks.map is not None, lists_given=blocks.lists is not None)
+        counts, indices = _lists(query, key, blocks, shape)
+        check_block_map(query, key, shape, counts, indices, blocks.valid, blocks.starts)
+        given = {"block_counts": counts, "block_indices": indices, "block_valid": blocks.valid}
+        # Packages that are older than starts need not know them.
+        given |= {} if blocks.starts is None else {"block_starts": blocks.starts}
+        said = CallKey._make(dense_signature("BHSD", query, key, value, None, None, out))
+        return cls((query, key, value), out, given, shape, static._replace(layout="BHSD"), said)
 
     def signature(self) -> tuple[Any, ...]:
         """All that decides who serves the call."""
-        said = dense_signature("BHSD", *self.tensors, None, None, self.out)
-        return self.static, self.block_shape, self.map["block_valid"] is None, self.map["block_starts"] is None, said
+        return self.static, self.block_shape, self.map["block_valid"] is None, "block_starts" in self.map, self.key
 
     def request(self) -> AttentionRequest:
         """What it asks for."""
-        q, k, v = self.tensors
-        return AttentionRequest(
+        return request_of(
+            self.key,
+            self.static,
             family="block_sparse",
-            s_relation=relation(q.shape[2], k.shape[2]),
             block_map=True,
             block_sizes=self.map["block_valid"] is not None,
-            block_starts=self.map["block_starts"] is not None,
+            block_starts="block_starts" in self.map,
             block_shape=self.block_shape,
-            **request_facts(self.static, q, k, v, None, None, q.shape[1], k.shape[1]),
-        ).normalised()
-
-
-def _lists(
-    query: Tensor,
-    key: Tensor,
-    block_map: Tensor | None,
-    lists: tuple[Tensor, Tensor] | None,
-    block_shape: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
-    if (block_map is None) == (lists is None):
-        given = "neither" if lists is None else "both"
-        raise InvalidInputError(
-            f"{given} of block_map and lists given: pass block_map, bool [B|1, H_q|1, nQ, nK], or lists, (counts, "
-            "indices)"
         )
-    if block_map is not None:
-        check_bool_map(query, key, block_shape, block_map)
-        return lists_of(block_map)
+
+
+def _lists(query: Tensor, key: Tensor, blocks: Blocks, block_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    if blocks.map is not None:
+        check_bool_map(query, key, block_shape, blocks.map)
+        return lists_of(blocks.map)
+    lists = blocks.lists
     if not isinstance(lists, (tuple, list)) or len(lists) != 2:
         raise InvalidInputError(f"lists is a {type(lists).__name__}; a pair (counts, indices) is needed")
     return lists[0], lists[1]
 
 
-def _block_shape(block_shape: Any) -> tuple[int, int]:
-    pair = isinstance(block_shape, (tuple, list)) and len(block_shape) == 2
-    if not pair or any(not scalars.whole(n) or n < 1 for n in block_shape):
-        raise InvalidInputError(
-            f"block_shape={scalars.shown(block_shape)} must be two numbers of tokens, (block_q, block_k), each 1 or "
-            "more"
-        )
-    return int(block_shape[0]), int(block_shape[1])
-
-
-def _asked(backend: Any, **given: Any) -> Asked:
-    call = _Call.of(**given)
+def _asked(
+    backend: Any, query: Any, key: Any, value: Any, out: Any, scale: Any, layout: Any, return_lse: Any, **blocks: Any
+) -> Asked:
+    static = Static(scale=scale, layout=layout, return_lse=return_lse)
+    found = Blocks(**{name.removeprefix("block_"): one for name, one in blocks.items()})
+    call = _Call.of(query, key, value, out, found, static)
     request = call.request()
     return request, backend_name(backend), extent_of(request)(*call.tensors)
 

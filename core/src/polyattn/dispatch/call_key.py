@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..adapters.alignment import aligned
-from ..adapters.device import capturing
-from ..contract import scalars
+from ..contract import AttentionRequest, scalars
+from ..contract.request import made
 from ..errors import InvalidInputError
+from ..selection.overrides import SCOPE, Scope
 from ..semantics import validation
 from ..semantics.autograd import differentiable
-from .binding import Chosen, device_facts, dtype_name
-from .device_facts import transform
+from .binding import Chosen, choose
+from .bound_table import BoundTable
+from .device_facts import device_facts, dtype_name
 
 grad_on = torch.is_grad_enabled
 # By a device's index its current stream: 0 is the default one, which no graph records, and is told sooner.
@@ -24,6 +26,7 @@ torch_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.a
 
 LARGE = 2**31
 SITES_KEPT = 1024
+NO_CHUNK = 0
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
@@ -53,13 +56,52 @@ def out_key(out: Tensor | None, shape: tuple[int, ...], inputs: tuple[Tensor, ..
     return (tuple(out.shape) == shape, out.dtype, out.device, placed, out.requires_grad, shares, type(out))
 
 
-def wanted_grads(named: dict[str, Tensor | None], return_lse: bool) -> tuple[str, ...]:
-    if not grad_on():
-        return ()
-    wanted = [name for name, tensor in named.items() if tensor is not None and tensor.requires_grad]
-    if wanted and return_lse:
-        wanted.append("lse")
-    return tuple(wanted)
+Added = Mapping[str, Tensor]
+"""`FamilySpec.added` of a call by name, what was given of it."""
+NOTHING: Added = {}
+
+
+def added_tensors(alibi: Any, segments: Any) -> Added:
+    """Arguments of a call as kernels take them, not checked yet. segments: of queries and keys, or a pair."""
+    found = {} if alibi is None else {"alibi": alibi}
+    if segments is None:
+        return found
+    pair = isinstance(segments, (tuple, list)) and len(segments) == 2
+    return {**found, "q_segments": segments[0] if pair else segments, "k_segments": segments[1] if pair else segments}
+
+
+def public(added: Added) -> dict[str, Any]:
+    """The same as arguments of the public calls."""
+    found: dict[str, Any] = {name: one for name, one in added.items() if name == "alibi"}
+    if "q_segments" in added:
+        queries, keys = added["q_segments"], added["k_segments"]
+        found["segments"] = queries if queries is keys else (queries, keys)
+    return found
+
+
+def added_key(added: Added, query: Any, key: Any, layout: str) -> Any:
+    """What decides of them, beside a dense call's signature, who serves the call."""
+    if not added:
+        return None
+    s = 1 if layout == "BSHD" else 2
+    sides = [(added[name], tokens) for name, tokens in (("q_segments", query), ("k_segments", key)) if name in added]
+    try:
+        said = [
+            (one.shape == (tokens.shape[0], tokens.shape[s]), one.dtype, one.device, one.layout, type(one))
+            for one, tokens in sides
+        ]
+        return sinks_key(added.get("alibi")), added.get("q_segments") is added.get("k_segments"), *said
+    except AttributeError:  # no tensors, which are told once they are checked
+        return object()
+
+
+def added_fields(added: Added) -> dict[str, Any]:
+    """Their request fields."""
+    if not added:
+        return {}
+    queries = added.get("q_segments")
+    how = "" if queries is None else "shared" if queries is added["k_segments"] else "pair"
+    return {"alibi": "alibi" in added, "segments": how}
 
 
 class Static(NamedTuple):
@@ -73,22 +115,16 @@ class Static(NamedTuple):
     dropout_p: float = 0.0
     return_lse: bool = False
     deterministic: bool = False
+    chunk: int = 0
     role: str | None = None
 
     def checked(self, layouts: tuple[str, ...] = validation.LAYOUTS) -> Static:
-        window = validation.check_statics(
-            causal=self.causal,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            layout=self.layout,
-            dropout_p=self.dropout_p,
-            layouts=layouts,
-        )
+        names = ("causal", "window", "softcap", "scale", "layout", "dropout_p", "chunk")
+        window = validation.check_statics(**{name: getattr(self, name) for name in names}, layouts=layouts)
         if self.role not in (None, "self", "cross"):
             raise InvalidInputError(f"role={scalars.shown(self.role)} must be 'self', 'cross' or None")
         lse, exact = scalars.flag("return_lse", self.return_lse), scalars.flag("deterministic", self.deterministic)
-        return self._replace(window=window, return_lse=lse, deterministic=exact)
+        return self._replace(window=window, return_lse=lse, deterministic=exact, chunk=int(self.chunk))
 
     def fields(self, exact: bool | None = None) -> dict[str, Any]:
         """As request fields. exact: torch's deterministic switch; None = ask."""
@@ -96,6 +132,7 @@ class Static(NamedTuple):
         return {
             "causal": causal,
             "window": self.window,
+            "chunk": self.chunk,
             "softcap": float(self.softcap),
             "scale": None if self.scale is None else float(self.scale),
             "layout": self.layout,
@@ -106,31 +143,80 @@ class Static(NamedTuple):
         }
 
 
-def request_facts(
-    static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, heads: int, kv: int
-) -> dict[str, Any]:
-    """Request fields shared by the dense and packed calls."""
-    kind = q.device.type
-    autocast = autocast_dtype(kind)
-    dtype = autocast if autocast is not None and q.dtype != torch.float64 else q.dtype
-    named = {"query": q, "key": k, "value": v, "mask": mask, "sinks": sinks}
-    return {
-        **static.fields(),
-        **device_facts(q.device),
-        "dtype": dtype_name(dtype),
-        "heads": heads,
-        "kv_heads": kv,
-        "head_dim": q.shape[-1],
-        "v_head_dim": v.shape[-1],
-        "mask": "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
-        "sinks": sinks is not None,
-        "grad": wanted_grads(named, static.return_lse),
-        "graph_capture": capturing(kind),
-        "zero_size": not (q.numel() and k.numel() and v.numel()),
-        "large": max(q.numel(), k.numel(), v.numel()) >= LARGE,
-        "misaligned": not ((type(q) is not Tensor and validation.has_shapes_only(q)) or aligned(q, k, v)),
-        "transform": transform(q, k, v, mask, sinks),
+class CallKey(NamedTuple):
+    """What a signature holds, in order. Signatures are bare tuples of it, which are made faster.
+
+    Attributes:
+        exact_types: all three are plain tensors. lengths_agree: batches, and the lengths of key and value.
+        large: 2**31 elements or more. dense_axes: last axes of the three. grads: of the three; None = grad mode is off.
+        mask, sinks, out: as `mask_key`, `sinks_key` and `out_key`.
+    """
+
+    exact_types: bool
+    query_dtype: torch.dtype
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    query_device: torch.device
+    key_device: torch.device
+    value_device: torch.device
+    query_heads: int
+    key_heads: int
+    value_heads: int
+    query_dim: int
+    key_dim: int
+    value_dim: int
+    relation: str
+    lengths_agree: bool
+    zero_size: bool
+    large: bool
+    dense_axes: tuple[bool, bool, bool]
+    aligned: bool
+    grads: tuple[bool, bool, bool] | None
+    mask: Any
+    sinks: Any
+    out: Any
+    autocast: torch.dtype | None
+    capture: bool
+    transform: str
+    deterministic: bool
+
+    def wanted(self, return_lse: bool) -> tuple[str, ...]:
+        """The gradients that a call wants."""
+        if self.grads is None or (not any(self.grads) and self.mask is None and self.sinks is None):
+            return ()
+        optional = (given is not None and given[4] for given in (self.mask, self.sinks))
+        flags = zip(("query", "key", "value", "mask", "sinks"), (*self.grads, *optional), strict=True)
+        names = tuple([name for name, on in flags if on])
+        return (*names, "lse") if names and return_lse else names
+
+
+def request_of(key: CallKey, static: Static, *, family: str = "dense", **fields: Any) -> AttentionRequest:
+    """What a checked call asks for. fields: what its key does not say, or the family says otherwise.
+
+    Raises:
+        InvalidInputError: no platform has tensors of this device.
+    """
+    said = {
+        "family": family,
+        "s_relation": key.relation,
+        **static.fields(key.deterministic),
+        **device_facts(key.query_device),
+        "dtype": dtype_name(key.query_dtype),
+        "heads": key.query_heads,
+        "kv_heads": key.key_heads,
+        "head_dim": key.query_dim,
+        "v_head_dim": key.value_dim,
+        "mask": "none" if key.mask is None else "bool" if key.mask[1] == torch.bool else "additive",
+        "sinks": key.sinks is not None,
+        "grad": key.wanted(static.return_lse),
+        "graph_capture": key.capture,
+        "zero_size": key.zero_size,
+        "large": key.large,
+        "misaligned": not key.aligned,
+        "transform": key.transform,
+        **fields,
     }
+    return made(**said).normalised()
 
 
 def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -157,6 +243,53 @@ def runner(chosen: Chosen, return_lse: bool, autocast: bool, head_axis: int) -> 
             return forward(query, key, value, attn_mask=attn_mask, **kw)
 
     return call
+
+
+def site_of(kind: Callable[..., Any], static: tuple[Any, ...], backend: Any = None, scope: Scope | None = None) -> Any:
+    """`kind(Static(*static), backend, scope)`, the same for the same arguments. scope: None = the one in force here.
+
+    Raises:
+        InvalidInputError: an argument is wrong.
+    """
+    scope = SCOPE.get() if scope is None else scope
+    try:
+        left, right = static[1]
+        return _known_site(left, right, kind, backend, scope, *static)
+    except (TypeError, ValueError):  # a window as a list is fine, the rest is told below
+        pass
+    return kind(Static(*static), backend, scope)
+
+
+@functools.lru_cache(maxsize=SITES_KEPT, typed=True)
+def _known_site(left: Any, right: Any, kind: Any, backend: Any, scope: Scope, *static: Any) -> Any:
+    # By their types too, since 1, 1.0 and True are one key of a dict: the bounds are there for those in a tuple.
+    return kind(Static(*static), backend, scope)
+
+
+class Found(NamedTuple):
+    """What a signature calls: the choice, its function with everything optional as keywords, and the short way of three
+    tensors where there is one."""
+
+    chosen: Chosen
+    run: Callable[..., Any]
+    simple: Callable[..., Any] | None = None
+
+
+def found(
+    table: BoundTable[Found],
+    signature: Any,
+    request: Callable[[], AttentionRequest],
+    backend: str | None,
+    scope: Scope,
+    head_axis: int = 1,
+    autocast: bool = False,
+) -> Found:
+    """The entry of a signature, made where there is none. request: what the call asks for. head_axis: of the LSE."""
+    entry = table.get(signature)
+    if entry is None:
+        chosen = choose(request(), backend, scope)
+        entry = table.put(signature, Found(chosen, runner(chosen, chosen.request.lse, autocast, head_axis)))
+    return entry
 
 
 def without_autocast(run: Any, query: Tensor, /, *tensors: Any, **given: Any) -> Any:

@@ -1,15 +1,15 @@
 """The calls. A call site (its static arguments) finds the bound kernel for its tensors with one lookup.
 
 Eager: a site remembers its last signature in torch's own guard object, checked in one C++ call, and every signature
-in a dict whose key holds all that decides (`DenseKey`). Lengths are not in it: random lengths do not miss.
+in a dict whose key holds all that decides (`CallKey`). Lengths are not in it: random lengths do not miss.
 Compiled: see `polyattn.dispatch.compile.trace`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +19,25 @@ from torch.autograd import profiler as _profiler
 from ..adapters.alignment import aligned
 from ..adapters.device import capturing, recording
 from ..contract import AttentionRequest, Place, relation
-from ..contract.lengths import extent_of
-from ..contract.request import made
 from ..epoch import EPOCH
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..selection.select import Selection
 from ..semantics import validation
-from .binding import Chosen, choose, explained_by, select_here
+from .binding import choose, explained_by
 from .bound_table import SIGNATURES_KEPT
 from .call_key import (
     LARGE,
+    NO_CHUNK,
+    NOTHING,
     SITES_KEPT,
+    Added,
+    CallKey,
+    Found,
     Static,
+    added_fields,
+    added_key,
+    added_tensors,
     autocast_dtype,
     backend_name,
     cast,
@@ -39,6 +45,7 @@ from .call_key import (
     mask_key,
     out_key,
     raw_stream,
+    request_of,
     runner,
     sinks_key,
     torch_deterministic,
@@ -46,68 +53,23 @@ from .call_key import (
 from .compile.facts import counted
 from .compile.symbolic import recorded_call
 from .compile.trace import trace_dense
-from .device_facts import device_facts, dtype_name, transform
+from .device_facts import transform
 
-__all__ = ["DenseKey", "DenseSite", "attention", "bind", "dense_request", "dense_signature"]
+__all__ = ["DenseSite", "attention", "bind", "dense_request", "dense_signature"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _scope = overrides.SCOPE.get
 _Guards = validation.TensorGuards
+_Six = tuple[Any, Any, Any, Any, Any, Any]
+"""(query, key, value, attn_mask, sinks, out)."""
 overrides.tracing = _is_tracing
 
 # A site is found by its static arguments, the backend named and the scope of overrides; the epoch (plugins,
 # configuration, tuning store) empties every site.
 
 
-class DenseKey(NamedTuple):
-    """What a dense signature holds, in order. Signatures are bare tuples of it, which are made faster.
-
-    Attributes:
-        exact_types: all three are plain tensors. lengths_agree: batches, and the lengths of key and value.
-        large: 2**31 elements or more. dense_axes: last axes of the three. grads: of the three; None = grad mode is off.
-        mask, sinks, out: as `mask_key`, `sinks_key` and `out_key`.
-    """
-
-    exact_types: bool
-    query_dtype: torch.dtype
-    key_dtype: torch.dtype
-    value_dtype: torch.dtype
-    query_device: torch.device
-    key_device: torch.device
-    value_device: torch.device
-    query_heads: int
-    key_heads: int
-    value_heads: int
-    query_dim: int
-    key_dim: int
-    value_dim: int
-    relation: str
-    lengths_agree: bool
-    zero_size: bool
-    large: bool
-    dense_axes: tuple[bool, bool, bool]
-    aligned: bool
-    grads: tuple[bool, bool, bool] | None
-    mask: Any
-    sinks: Any
-    out: Any
-    autocast: torch.dtype | None
-    capture: bool
-    transform: str
-    deterministic: bool
-
-    def wanted(self, return_lse: bool) -> tuple[str, ...]:
-        """The gradients that a call wants."""
-        if self.grads is None or (not any(self.grads) and self.mask is None and self.sinks is None):
-            return ()
-        optional = (given is not None and given[4] for given in (self.mask, self.sinks))
-        flags = zip(("query", "key", "value", "mask", "sinks"), (*self.grads, *optional), strict=True)
-        names = tuple([name for name, on in flags if on])
-        return (*names, "lse") if names and return_lse else names
-
-
 def _dense_key(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, bshd: bool) -> tuple[Any, ...]:
-    """The complete signature of a dense call: a `DenseKey`, as a bare tuple."""
+    """The complete signature of a dense call: a `CallKey`, as a bare tuple."""
     b, s_q, h_q, d = q.shape
     bk, s_k, h_k, dk = k.shape
     bv, s_v, h_v, dv = v.shape
@@ -151,7 +113,15 @@ def dense_signature(layout: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, sin
 
 
 def dense_request(
-    static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, key: DenseKey | None = None
+    static: Static,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    sinks: Any,
+    out: Any,
+    key: CallKey | None = None,
+    added: Added = NOTHING,
 ) -> AttentionRequest:
     """Validate a dense call and say what it asks for. key: its signature, where the caller has taken it.
 
@@ -162,36 +132,12 @@ def dense_request(
         if isinstance(q, Tensor) and autocast_dtype(q.device.type) is not None:
             q, k, v = cast(q, k, v)
         key = None
-    validation.check_dense(q, k, v, mask, sinks, out, static.layout)
-    key = key or DenseKey._make(dense_signature(static.layout, q, k, v, mask, sinks, out))
-    return made(
-        family="dense",
-        s_relation=key.relation,
-        **static.fields(key.deterministic),
-        **device_facts(key.query_device),
-        dtype=dtype_name(key.query_dtype),
-        heads=key.query_heads,
-        kv_heads=key.key_heads,
-        head_dim=key.query_dim,
-        v_head_dim=key.value_dim,
-        mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
-        sinks=sinks is not None,
-        grad=key.wanted(static.return_lse),
-        graph_capture=key.capture,
-        zero_size=key.zero_size,
-        large=key.large,
-        misaligned=not key.aligned,
-        transform=key.transform,
-    ).normalised()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """What a signature calls: with everything optional as keywords, and the short way where there is one."""
-
-    chosen: Chosen
-    run: Callable[..., Any]
-    simple: Callable[..., Any] | None = None
+    validation.check_dense(q, k, v, mask, sinks, out, static.layout, **added)
+    key = key or CallKey._make(dense_signature(static.layout, q, k, v, mask, sinks, out))
+    if not added:
+        return request_of(key, static)
+    key = key._replace(transform=transform(q, k, v, mask, sinks, *added.values()))
+    return request_of(key, static, **added_fields(added))
 
 
 class _Fast:
@@ -207,7 +153,7 @@ class _Fast:
     )
 
     def __init__(
-        self, call: Any, lengths: int, key: DenseKey, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+        self, call: Any, lengths: int, key: CallKey, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> None:
         heads = 3 - lengths
         sizes = [[t.shape[i] if i in (heads, 3) else None for i in range(4)] for t in (q, k, v)]
@@ -270,7 +216,8 @@ class _Fast:
 class DenseSite:
     """A dense call with its static arguments bound: what `bind` returns, what layers hold, what each call finds.
 
-    Call it with (query, key, value, attn_mask=None, sinks=None, out=None, place=None), as `polyattn.attention`.
+    Call it with (query, key, value, attn_mask=None, sinks=None, out=None, place=None, alibi=None, segments=None), as
+    `polyattn.attention`.
     """
 
     __slots__ = ("_argument", "_bshd", "_entries", "_epoch", "_fast", "_last", "_masked", "_scope", "static")
@@ -283,7 +230,7 @@ class DenseSite:
         self._scope = _scope() if scope is None else scope
         overrides.reach(self._scope)
         self._epoch = -1
-        self._entries: dict[Any, _Entry] = {}
+        self._entries: dict[Any, Found] = {}
         self._fast: _Fast | None = None
         self._masked: _Fast | None = None
 
@@ -300,14 +247,17 @@ class DenseSite:
         sinks: Tensor | None = None,
         out: Tensor | None = None,
         place: Place | None = None,
+        alibi: Tensor | None = None,
+        segments: Any = None,
     ) -> Any:
-        if place is not None:
+        if place is not None or alibi is not None or segments is not None:
             from .placed import at
 
             tensors = (query, key, value, attn_mask, sinks, out)
-            return at(tensors, self.static, self._argument, self._scope, place)
+            added = added_tensors(alibi, segments)
+            return at(tensors, self.static, self._argument, self._scope, place, added)
         if _is_tracing():
-            return self._trace(query, key, value, attn_mask, sinks, out)
+            return trace_dense(query, key, value, attn_mask, sinks, out, self.static, self._argument, self._scope)
         fast = self._fast
         if sinks is None and out is None:
             if attn_mask is None:
@@ -333,11 +283,16 @@ class DenseSite:
                 return fast.call(query, key, value, attn_mask=attn_mask)
         return self._find(query, key, value, attn_mask, sinks, out)
 
-    def _trace(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any) -> Any:
-        return trace_dense(query, key, value, attn_mask, sinks, out, self.static, self._argument, self._scope)
-
     def _find(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Any, out: Any, place: Any = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any,
+        sinks: Any,
+        out: Any,
+        place: Any = None,
+        added: Added = NOTHING,
     ) -> Any:
         if not isinstance(query, Tensor):
             node = recorded_call(attention, self, query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
@@ -349,40 +304,40 @@ class DenseSite:
             or counted()
             or (type(query) is not Tensor and validation.has_shapes_only(query))
         ):
-            return self._trace(query, key, value, attn_mask, sinks, out)
+            tensors = (query, key, value, attn_mask, sinks, out)
+            return trace_dense(*tensors, self.static, self._argument, self._scope, added)
         if self._epoch != EPOCH.value:
             self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
         entries = self._entries
         signature: Any = dense_signature(self.static.layout, query, key, value, attn_mask, sinks, out)
         said = signature
-        if place is not None:  # which itself decides nothing
-            signature = (*signature, "place")
+        if place is not None or added:  # a place itself decides nothing
+            signature = (*signature, place is not None, added_key(added, query, key, self.static.layout))
         entry = entries.get(signature)
         if entry is None:
-            entry = self._resolve(DenseKey._make(said), query, key, value, attn_mask, sinks, out, place is not None)
+            tensors = (query, key, value, attn_mask, sinks, out)
+            entry = self._resolve(CallKey._make(said), tensors, place is not None, added)
             if len(entries) >= SIGNATURES_KEPT:
                 entries.clear()
             entries[signature] = entry
-        elif signature == self._last and sinks is out is place is None and not _profiler._is_profiler_enabled:
+        elif said == self._last and said is signature and sinks is out is None and not _profiler._is_profiler_enabled:
             # Seen twice in a row: worth a guard. Alternating signatures stay with the dict, and so do profiled calls.
-            self._remember(DenseKey._make(said), entry, query, key, value, attn_mask)
+            self._remember(CallKey._make(said), entry, query, key, value, attn_mask)
         self._last = signature
         run = entry.chosen.ranged("attention", entry.run)
-        given = {"place": place} if entry.chosen.request.place else {}
+        given = {**added, "place": place} if entry.chosen.request.place else added
         if place is not None and place.run is not None:  # it is told of what a method leaves to others
             place.run.left(place, entry.chosen.selection)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **given)
 
-    def _resolve(
-        self, said: DenseKey, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, out: Any, placed: bool
-    ) -> _Entry:
-        request = dense_request(self.static, q, k, v, mask, sinks, out, said)
+    def _resolve(self, said: CallKey, tensors: _Six, placed: bool, added: Added) -> Found:
+        request = dense_request(self.static, *tensors, said, added)
         request = dataclasses.replace(request, place=True) if placed else request
         chosen = choose(request, self._argument, self._scope)
         run = runner(chosen, self.static.return_lse, said.autocast is not None, 2 if self._bshd else 1)
-        return _Entry(chosen, run, chosen.bound.simple if run is chosen.bound.forward else None)
+        return Found(chosen, run, chosen.bound.simple if run is chosen.bound.forward else None)
 
-    def _remember(self, key: DenseKey, entry: _Entry, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    def _remember(self, key: CallKey, entry: Found, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         """Keep a signature for the check in one call; what guards cannot see rules it out."""
         odd = key.zero_size or key.large or key.capture or key.transform or not key.aligned
         # torch's guards never hold for one tensor passed twice.
@@ -395,24 +350,14 @@ class DenseSite:
             else:
                 self._masked = fast
 
-    def __polyattn_explain__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        sinks: Any = None,
-        out: Any = None,
-        place: Place | None = None,
-    ) -> Selection:
-        if place is not None:
-            from .placed import explain
+    def __polyattn_explain__(self, *args: Any, **kwargs: Any) -> Selection:
+        from .placed import explain
 
-            tensors = (query, key, value, attn_mask, sinks, out)
-            return explain(tensors, self.static, self._argument, self._scope, place)
-        request = dense_request(self.static, query, key, value, attn_mask, sinks, out)
-        extent = extent_of(request)(query, key)
-        return select_here(request, self._argument, self._scope, extent, full=True)
+        given = inspect.signature(self.__call__).bind(*args, **kwargs)
+        given.apply_defaults()
+        *tensors, place, alibi, segments = given.args
+        added = added_tensors(alibi, segments)
+        return explain((*tensors,), self.static, self._argument, self._scope, place, added)
 
 
 _sites: dict[Any, Any] = {}
@@ -436,6 +381,9 @@ def attention(
     backend: str | None = None,
     out: Tensor | None = None,
     place: Place | None = None,
+    chunk: int = NO_CHUNK,
+    alibi: Tensor | None = None,
+    segments: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Any:
     """Softmax attention on dense tensors, by the best backend that can serve the call.
 
@@ -457,6 +405,10 @@ def attention(
         out: where to write the output; not while gradients are wanted.
         place: where in a model the call is (`polyattn.video.Place`). Methods such as sparse video attention need
             it (docs/methods.md); to all others it only says whether this is cross-attention.
+        chunk: chunked-local attention in blocks of so many positions, which is causal; 0 = off (S4).
+        alibi: [H_q] slopes of a float dtype; adds -slope * distance to the logits (S8). It has no gradient.
+        segments: int32 [B, S], or a pair ([B, S_q], [B, S_k]): a query sees the keys of its own number alone, as of
+            packed documents (S8). Other rules hold beside it, with positions along the whole row.
 
     Returns:
         out like query with D_v, or (out, lse). Rows that see no key are 0 with lse = -inf (S7).
@@ -465,11 +417,12 @@ def attention(
         InvalidInputError: an argument no backend could serve. UnsupportedRequestError: none here can, or the named
             one cannot; the message has everyone's reasons. BackendUnavailableError: the named one is not here.
     """
-    if place is not None:
+    if chunk is not NO_CHUNK or place is not None or alibi is not None or segments is not None:
         from .placed import at
 
-        own = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, None)
-        return at((query, key, value, attn_mask, sinks, out), own, backend, None, place)
+        own = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, chunk, None)
+        tensors = (query, key, value, attn_mask, sinks, out)
+        return at(tensors, own, backend, None, place, added_tensors(alibi, segments))
     if _is_tracing():
         static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)
@@ -506,6 +459,7 @@ def bind(
     deterministic: bool = False,
     role: str | None = None,
     backend: str | None = None,
+    chunk: int = 0,
 ) -> DenseSite:
     """Bind the static arguments of `attention` once, for the hottest paths and for layers.
 
@@ -515,17 +469,16 @@ def bind(
         role: "self" or "cross", whose keys these are; None = not said. The others are as `attention`.
 
     Returns:
-        A callable (query, key, value, attn_mask=None, sinks=None, out=None, place=None), as `attention`.
+        A callable (query, key, value, attn_mask=None, sinks=None, out=None, place=None, alibi=None, segments=None), as
+        `attention`.
     """
-    static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, role)
+    static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, chunk, role)
     return DenseSite(static, backend)
 
 
-def _asked(
-    query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, backend: Any, place: Any, **static: Any
-) -> Selection:
-    site = DenseSite(Static(**static), backend)
-    return site.__polyattn_explain__(query, key, value, attn_mask, sinks, out, place)
+def _asked(backend: Any, **given: Any) -> Selection:
+    static = {name: given.pop(name) for name in Static._fields if name in given}
+    return DenseSite(Static(**static), backend).__polyattn_explain__(**given)
 
 
 explained_by(attention, _asked)

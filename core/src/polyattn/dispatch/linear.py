@@ -12,16 +12,18 @@ from ..contract.lengths import extent_of
 from ..selection import overrides
 from ..semantics.reference import unit_rows
 from ..semantics.validation import check_linear, check_words, has_shapes_only
-from .binding import Asked, Chosen, choose, explained_by
+from .binding import Asked, explained_by
 from .bound_table import BoundTable
 from .call_key import (
+    CallKey,
+    Found,
     Static,
     autocast_dtype,
     backend_name,
     cast,
+    found,
     grad_on,
-    request_facts,
-    wanted_grads,
+    request_of,
     without_autocast,
 )
 from .compile.facts import counted
@@ -30,7 +32,7 @@ from .dense import dense_signature
 
 __all__ = ["linear_attention"]
 
-_table: BoundTable[Chosen] = BoundTable()
+_table: BoundTable[Found] = BoundTable()
 
 
 def linear_attention(
@@ -71,18 +73,15 @@ def linear_attention(
     Raises:
         InvalidInputError, UnsupportedRequestError, BackendUnavailableError: as `polyattn.attention`.
     """
+    given = {"gate": gate, "beta": beta, "state": state, "cu_seqlens": cu_seqlens}
+    words = (method, state_layout, qk_norm)
     if torch.compiler.is_compiling() or counted() or has_shapes_only(query):
-        given = (gate, beta, state, cu_seqlens)
-        traced: tuple[Tensor, Tensor] = trace_linear(
-            query, key, value, out, given, scale, (method, state_layout, qk_norm), backend
-        )
+        traced: tuple[Tensor, Tensor] = trace_linear(query, key, value, out, given, scale, words, backend)
         return traced
-    call = _Call.of(query, key, value, gate, beta, method, state, cu_seqlens, scale, qk_norm, state_layout, out)
+    call = _Call.of(query, key, value, out, given, scale, words)
     scope, backend = overrides.SCOPE.get(), backend_name(backend)
-    chosen = _table.get(signature := (*call.signature(), backend, scope))
-    if chosen is None:
-        chosen = _table.put(signature, choose(call.request(), backend, scope))
-    run = chosen.ranged("linear_attention", chosen.bound.forward)
+    entry = found(_table, (*call.signature(), backend, scope), call.request, backend, scope)
+    run = entry.chosen.ranged("linear_attention", entry.run)
     result: tuple[Tensor, Tensor] = without_autocast(run, *call.tensors, **call.given)
     return result
 
@@ -95,32 +94,24 @@ class _Call(NamedTuple):
     method: str
     state_layout: str
     static: Static
+    key: CallKey
 
     @classmethod
     def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gate: Tensor,
-        beta: Tensor,
-        method: str,
-        state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        scale: float | None,
-        qk_norm: bool,
-        state_layout: str,
-        out: Tensor | None,
+        cls, query: Any, key: Any, value: Any, out: Any, given: dict[str, Any], scale: Any, words: tuple[Any, Any, Any]
     ) -> _Call:
+        """given: gate, beta, state, cu_seqlens. words: method, state_layout, qk_norm."""
+        method, state_layout, qk_norm = words
         check_words(method, state_layout, qk_norm)
         static = Static(scale=scale).checked()
         if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
             query, key, value = cast(query, key, value)
-        given = {"gate": gate, "beta": beta, "state": state, "cu_seqlens": cu_seqlens, "out": out}
+        given = {**given, "out": out}
         check_linear(query, key, value, method=method, state_layout=state_layout, **given)
         if qk_norm:
             query, key = unit_rows(query), unit_rows(key)
-        return cls((query, key, value), given, method, state_layout, static)
+        said = CallKey._make(dense_signature("BSHD", query, key, value, None, None, None))
+        return cls((query, key, value), given, method, state_layout, static, said)
 
     def _trains_more(self) -> bool:
         return grad_on() and any(t is not None and t.requires_grad for t in self.given.values())
@@ -130,29 +121,26 @@ class _Call(NamedTuple):
 
     def signature(self) -> tuple[Any, ...]:
         """All that decides who serves the call."""
-        said = dense_signature("BSHD", *self.tensors, None, None, None)
-        return self.static, self.method, self.state_layout, self._trains_more(), self._one_token(), said
+        return self.static, self.method, self.state_layout, self._trains_more(), self._one_token(), self.key
 
     def request(self) -> AttentionRequest:
         """What it asks for."""
-        q, k, v = self.tensors
-        facts = request_facts(self.static, q, k, v, None, None, v.shape[2], q.shape[2])
-        # The request has no words for the others: a backward that gives their gradients gives these too.
-        every = self._trains_more()
-        wanted = ("query", "key", "value") if every else wanted_grads({"query": q, "key": k, "value": v}, False)
-        one = self._one_token()
-        return AttentionRequest(
+        key, one = self.key, self._one_token()
+        if self._trains_more():  # the request has no words for these: a backward that gives them gives all three
+            key = key._replace(grads=(True, True, True))
+        return request_of(
+            key._replace(query_heads=key.value_heads, key_heads=key.query_heads, relation="one" if one else "equal"),
+            self.static,
             family="linear",
             method=self.method,
             phase="decode" if one else "prefill",
-            s_relation="one" if one else "equal",
             state_layout=self.state_layout,
-            **{**facts, "grad": wanted},
-        ).normalised()
+        )
 
 
-def _asked(backend: Any, **given: Any) -> Asked:
-    call = _Call.of(**given)
+def _asked(backend: Any, query: Any, key: Any, value: Any, out: Any, scale: Any, **given: Any) -> Asked:
+    words = (given.pop("method"), given.pop("state_layout"), given.pop("qk_norm"))
+    call = _Call.of(query, key, value, out, given, scale, words)
     request = call.request()
     return request, backend_name(backend), extent_of(request)(*call.tensors, **call.given)
 

@@ -18,28 +18,29 @@ from ..adapters.device import capturing
 from ..adapters.strides import with_unit_last_stride
 from ..contract import AttentionRequest, KVPart, PagedTables, scalars
 from ..contract.lengths import extent_of
+from ..contract.request import made
 from ..epoch import EPOCH
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..semantics import validation
 from .binding import Asked, device_facts, dtype_name, explained_by, remembered
-from .call_key import Static, backend_name, torch_deterministic
+from .call_key import Static, backend_name, site_of, torch_deterministic
 from .device_facts import forward_mode
 
 __all__ = ["mla_attention", "paged_attention"]
 
 
-def _steps(longest: int, tree: bool, chunked_prefix: bool, parts: Sequence[KVPart]) -> dict[str, Any]:
+def _steps(longest: int, *, tree: bool, chunked_prefix: bool, kv_parts: Sequence[KVPart]) -> dict[str, Any]:
     """The fields that say what step of an engine a call is."""
     decode = longest == 1 and not tree and not chunked_prefix
     # Groups of a part may be longer than the queries of a sequence, and than the keys they see.
-    grouped = any(part.max_seqlen_q > 1 for part in parts)
+    grouped = any(part.max_seqlen_q > 1 for part in kv_parts)
     return {
         "phase": "verify" if tree else "decode" if decode else "extend",
         "s_relation": "more" if grouped else "one" if decode else "fewer",
         "tree": bool(tree),
         "chunked_prefix": bool(chunked_prefix),
-        "kv_parts": len(parts),
+        "kv_parts": len(kv_parts),
     }
 
 
@@ -79,74 +80,47 @@ def _no_grad(*tensors: Tensor | None) -> None:
 
 
 def _static(*given: Any) -> Static:
-    """(causal, window, softcap, scale, return_lse, deterministic), checked."""
-    try:
-        left, right = given[1]
-        return _known_static(left, right, *given)
-    except (TypeError, ValueError):  # a list, or what is refused
-        pass
-    return _known_static.__wrapped__(None, None, *given)
+    """(causal, window, softcap, scale, return_lse, deterministic, chunk), checked."""
+    found: Static = site_of(_packed, (*given[:4], "THD", 0.0, *given[4:]))
+    return found
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
-def _known_static(
-    left: Any, right: Any, causal: Any, window: Any, softcap: Any, scale: Any, return_lse: Any, deterministic: Any
-) -> Static:
-    # The bounds are there for their types, which the cache does not look for in a tuple.
-    return Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic).checked(("THD",))
+def _packed(static: Static, *_: Any) -> Static:
+    return static.checked(("THD",))
 
 
 def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
     device = query.device
-    facts = (query.dtype, device, query.shape[1], not query.shape[0], capturing(device.type), torch_deterministic())
-    return _known_request(EPOCH.value, static, *facts, **fields)
+    facts = {"heads": query.shape[1], "zero_size": not query.shape[0], "graph_capture": capturing(device.type)}
+    return _known_request(EPOCH.value, static, query.dtype, device, torch_deterministic(), **facts, **fields)
 
 
 @functools.lru_cache(maxsize=1024)
 def _known_request(
-    epoch: int,
-    static: Static,
-    dtype: torch.dtype,
-    device: torch.device,
-    heads: int,
-    zero_size: bool,
-    graph_capture: bool,
-    deterministic: bool,
-    **fields: Any,
+    epoch: int, static: Static, dtype: torch.dtype, device: torch.device, exact: bool, **fields: Any
 ) -> AttentionRequest:
-    return AttentionRequest(
-        **static.fields(),
-        **device_facts(device),
-        dtype=dtype_name(dtype),
-        heads=heads,
-        zero_size=zero_size,
-        graph_capture=graph_capture,
-        **fields,
-    ).normalised()
+    return made(**static.fields(exact), **device_facts(device), dtype=dtype_name(dtype), **fields).normalised()
 
 
-def _paged_arguments(
+_GIVEN = ("key", "value", "attn_mask", "sinks", "k_scale", "v_scale", "out")
+"""Optional tensors of a paged call, as kernels take them."""
+
+
+def _paged_request(
+    static: Static,
+    tables: PagedTables,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    tables: PagedTables,
-    key: Tensor | None,
-    value: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor | None,
+    *,
     kv_layout: str,
     save_kv_cache: bool,
-    kv_parts: Sequence[KVPart],
-    tree: bool,
-    chunked_prefix: bool,
-    static: Static,
+    alibi: Tensor | None,
+    **given: Any,
 ) -> AttentionRequest:
-    """Check a paged call; what it asks for."""
-    for name, given in (("save_kv_cache", save_kv_cache), ("tree", tree), ("chunked_prefix", chunked_prefix)):
-        scalars.flag(name, given)
+    """Check a paged call; what it asks for. given: `_GIVEN`, and the steps of `_steps`."""
+    key, value, attn_mask, sinks, k_scale, v_scale, out = (given.pop(name) for name in _GIVEN)
+    scalars.flag("save_kv_cache", save_kv_cache)
     validation.check_paged(query, key_cache, value_cache, tables, kv_layout)
     if save_kv_cache and (key is None or value is None):
         raise InvalidInputError("save_kv_cache=True writes new keys and values: pass key and value [T_q, H_kv, D]")
@@ -158,13 +132,10 @@ def _paged_arguments(
     validation.check_new_keys(query, key, value, heads, v_head_dim)
     if save_kv_cache:
         validation.check_saving(key_cache, value_cache, tables, key_cache.shape[p])
+    validation.check_alibi(alibi, query, query.shape[1])
     pools = {"key_cache": key_cache, "value_cache": value_cache}
-    options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
-    validation.check_serving_options(query, tables.page_table.shape[0], *options)
-    validation.check_kv_parts(query, kv_parts, static.window, pools, p, k_scale)
-    if tree:
-        validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
-    _no_grad(query, key_cache, value_cache, key, value, sinks, attn_mask)
+    _check_rest(static, tables, query, pools, p, v_head_dim, attn_mask, sinks, out, scales=k_scale, **given)
+    _no_grad(query, key_cache, value_cache, key, value, sinks, attn_mask, alibi)
     return _request(
         static,
         query,
@@ -179,10 +150,45 @@ def _paged_arguments(
         save_kv_cache=None if key is None else bool(save_kv_cache),
         mask=_mask_kind(attn_mask),
         sinks=sinks is not None,
+        alibi=alibi is not None,
         large=max(query.numel(), key_cache.numel(), value_cache.numel()) >= 2**31,
         misaligned=not aligned(*(tensor for tensor in (query, key, value) if tensor is not None)),
-        **_steps(tables.max_seqlen_q, tree, chunked_prefix, kv_parts),
+        **_steps(tables.max_seqlen_q, **given),
     )
+
+
+def _check_rest(
+    static: Static,
+    tables: PagedTables,
+    query: Tensor,
+    pools: dict[str, Tensor],
+    page_axis: int,
+    v_head_dim: int,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    *,
+    scales: Tensor | None,
+    tree: bool,
+    chunked_prefix: bool,
+    kv_parts: Sequence[KVPart],
+) -> None:
+    """What calls over both kinds of caches have beside their caches and new rows."""
+    for name, flag in (("tree", tree), ("chunked_prefix", chunked_prefix)):
+        scalars.flag(name, flag)
+    options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
+    validation.check_serving_options(query, tables.page_table.shape[0], *options)
+    validation.check_kv_parts(query, kv_parts, static.window, pools, page_axis, scales)
+    if tree:
+        validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
+
+
+def _run(
+    call: str, request: AttentionRequest, backend: Any, tables: PagedTables, *tensors: Tensor, **given: Any
+) -> Any:
+    """Serve a checked call. given: of its kernel; what was added to the contract later is left out where it is None."""
+    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
+    return chosen.ranged(call, chosen.bound.forward)(*tensors, tables=_kernel_tables(tables), **given)
 
 
 def paged_attention(
@@ -214,6 +220,8 @@ def paged_attention(
     deterministic: bool = False,
     backend: str | None = None,
     out: Tensor | None = None,
+    chunk: int = 0,
+    alibi: Tensor | None = None,
 ) -> Any:
     """Attention of packed queries over a paged KV cache; the queries are the last tokens of their sequences.
 
@@ -233,7 +241,7 @@ def paged_attention(
             `causal` and `attn_mask` speak of the call's own keys; `window` excludes parts.
         tree: the last S_q columns of the bool `attn_mask` are a tree of drafts, everything before is visible (S8).
         chunked_prefix: attend the keys before the queries in chunks, for a bound on a kernel's memory.
-        The rest as `polyattn.attention`.
+        The rest as `polyattn.attention`; chunk and alibi count along each sequence.
 
     Returns:
         out [T_q, H_q, D_v], or (out, lse [T_q, H_q]).
@@ -241,55 +249,39 @@ def paged_attention(
     Raises:
         As `polyattn.attention`; InvalidInputError when gradients are wanted.
     """
-    static = _static(causal, window, softcap, scale, return_lse, deterministic)
+    static = _static(causal, window, softcap, scale, return_lse, deterministic, chunk)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    request = _paged_arguments(
-        query, key_cache, value_cache, tables, key, value, k_scale, v_scale, attn_mask, sinks, out, kv_layout,
-        save_kv_cache, kv_parts, tree, chunked_prefix, static,
-    )  # fmt: skip
-    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
-    return chosen.ranged("paged_attention", chosen.bound.forward)(
-        query,
-        key_cache,
-        value_cache,
-        tables=_kernel_tables(tables),
-        key=key,
-        value=value,
-        attn_mask=attn_mask,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        out=out,
-        **_parts(kv_parts),
-    )
+    given: dict[str, Any] = dict(zip(_GIVEN, (key, value, attn_mask, sinks, k_scale, v_scale, out), strict=True))
+    steps: dict[str, Any] = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
+    how: dict[str, Any] = {"kv_layout": kv_layout, "save_kv_cache": save_kv_cache, "alibi": alibi}
+    request = _paged_request(static, tables, query, key_cache, value_cache, **given, **steps, **how)
+    given |= _parts(kv_parts) if alibi is None else {**_parts(kv_parts), "alibi": alibi}
+    return _run("paged_attention", request, backend, tables, query, key_cache, value_cache, **given)
 
 
 def _asked(backend: Any, given: dict[str, Any], request_of: Callable[..., AttentionRequest]) -> Asked:
-    names = ("causal", "window", "softcap", "scale", "return_lse", "deterministic")
+    names = ("causal", "window", "softcap", "scale", "return_lse", "deterministic", "chunk")
     static = _static(*(given.pop(name, 0.0) for name in names))
     tables = PagedTables(**{name: given.pop(name) for name in PagedTables._fields[:5]})
-    request = request_of(**given, tables=tables, static=static)
+    request = request_of(static, tables, **given)
     return request, backend_name(backend), extent_of(request)(tables=tables)
 
 
-explained_by(paged_attention, lambda backend, **given: _asked(backend, given, _paged_arguments))
+explained_by(paged_attention, lambda backend, **given: _asked(backend, given, _paged_request))
 
 
 def _mla_request(
+    static: Static,
+    tables: PagedTables,
     query: Tensor,
     cache: Tensor,
-    tables: PagedTables,
+    *,
     v_head_dim: int,
     attn_mask: Tensor | None,
     out: Tensor | None,
-    kv_parts: Sequence[KVPart],
-    tree: bool,
-    chunked_prefix: bool,
-    static: Static,
+    **steps: Any,
 ) -> AttentionRequest:
     """Check a latent call; what it asks for."""
-    for name, given in (("tree", tree), ("chunked_prefix", chunked_prefix)):
-        scalars.flag(name, given)
     validation.check_mla(query, cache, v_head_dim)
     if static.scale is None:
         raise InvalidInputError(
@@ -297,11 +289,7 @@ def _mla_request(
             "(the default of a 576-wide row would be wrong)"
         )
     validation.check_page_table(query, tables, cache.shape[0], cache.shape[1])
-    options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, None, out, v_head_dim, (query, cache))
-    validation.check_serving_options(query, tables.page_table.shape[0], *options)
-    validation.check_kv_parts(query, kv_parts, static.window, {"cache": cache}, 1, None)
-    if tree:
-        validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
+    _check_rest(static, tables, query, {"cache": cache}, 1, v_head_dim, attn_mask, None, out, scales=None, **steps)
     _no_grad(query, cache, attn_mask)
     fp8 = cache.dtype == torch.uint8
     return _request(
@@ -317,7 +305,7 @@ def _mla_request(
         large=max(query.numel(), cache.numel()) >= 2**31,
         misaligned=not aligned(query),
         mask=_mask_kind(attn_mask),
-        **_steps(tables.max_seqlen_q, tree, chunked_prefix, kv_parts),
+        **_steps(tables.max_seqlen_q, **steps),
     )
 
 
@@ -342,6 +330,7 @@ def mla_attention(
     deterministic: bool = False,
     backend: str | None = None,
     out: Tensor | None = None,
+    chunk: int = 0,
 ) -> Any:
     """Multi-head latent attention over a paged latent cache, absorbed form.
 
@@ -350,7 +339,7 @@ def mla_attention(
         cache: [pages, page_size, D_c + D_r], one latent row per token for all heads; in FP8 uint8 [pages, page_size,
             656], see `polyattn.semantics.reference.mla_unpack_fp8`.
         page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, attn_mask: as `paged_attention`.
-        kv_parts, tree, chunked_prefix: as `paged_attention`.
+        kv_parts, tree, chunked_prefix, chunk: as `paged_attention`.
         scale: of the uncompressed heads, never of the latent row (S2).
         v_head_dim: D_c, the leading part of a row that is the value.
 
@@ -360,18 +349,12 @@ def mla_attention(
     Raises:
         As `paged_attention`.
     """
-    static = _static(causal, window, 0.0, scale, return_lse, deterministic)
+    static = _static(causal, window, 0.0, scale, return_lse, deterministic, chunk)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    request = _mla_request(query, cache, tables, v_head_dim, attn_mask, out, kv_parts, tree, chunked_prefix, static)
-    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
-    return chosen.ranged("mla_attention", chosen.bound.forward)(
-        query,
-        cache,
-        tables=_kernel_tables(tables),
-        attn_mask=attn_mask,
-        out=out,
-        **_parts(kv_parts),
-    )
+    steps: dict[str, Any] = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
+    request = _mla_request(static, tables, query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, **steps)
+    given = {"attn_mask": attn_mask, "out": out, **_parts(kv_parts)}
+    return _run("mla_attention", request, backend, tables, query, cache, **given)
 
 
 explained_by(mla_attention, lambda backend, **given: _asked(backend, given, _mla_request))

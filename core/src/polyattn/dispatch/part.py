@@ -24,7 +24,7 @@ from ..semantics import validation
 from ..semantics.autograd import recomputed_backward
 from .binding import Chosen, choose, select_here
 from .bound_table import BoundTable
-from .call_key import Static, autocast_dtype, backend_name, cast, without_autocast
+from .call_key import Static, added_key, added_tensors, autocast_dtype, backend_name, cast, without_autocast
 from .dense import dense_request, dense_signature
 from .varlen import packed_key, varlen_request
 
@@ -69,12 +69,15 @@ class Part:
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        alibi: Tensor | None = None,
+        segments: Any = None,
     ) -> tuple[Tensor, Tensor]:
         """The result of these keys alone; no gradient is recorded.
 
         Args:
             query, key, value, attn_mask: as `polyattn.attention`, or as `polyattn.varlen_attention` for layout THD.
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: for layout THD only, as `varlen_attention`.
+            alibi, segments: as `polyattn.attention`, of these keys; segments not for layout THD.
 
         Returns:
             (out, lse): what `attention(..., return_lse=True)` returns. Give several to `polyattn.merge`.
@@ -82,7 +85,7 @@ class Part:
         Raises:
             InvalidInputError, UnsupportedRequestError, BackendUnavailableError: as `polyattn.attention`.
         """
-        lens = self._lens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        lens = self._lens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi=alibi, segments=segments)
         run = _as_compiled(self._forward)
         result: tuple[Tensor, Tensor] = run(query, key, value, attn_mask, lens)
         return result
@@ -101,6 +104,8 @@ class Part:
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        alibi: Tensor | None = None,
+        segments: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This part's share of the gradients, given the merged result.
 
@@ -122,18 +127,23 @@ class Part:
                 "the backward of a part that was bound with backward=False is called; bind it with backward=True, "
                 "which chooses among the backends that have one"
             )
-        lens = self._lens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        lens = self._lens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi=alibi, segments=segments)
         run = _as_compiled(self._backward)
         dquery, dkey, dvalue = run(dout, query, key, value, out, lse, attn_mask, lens)
         return dquery, dkey, dvalue
 
     @property
-    def _spec(self) -> Any:
-        return FAMILY_SPECS["varlen" if self.static.layout == "THD" else "dense"]
+    def _packed(self) -> bool:
+        return self.static.layout == "THD"
 
-    def _lens(self, *given: Any) -> dict[str, Any]:
+    @property
+    def _spec(self) -> Any:
+        return FAMILY_SPECS["varlen" if self._packed else "dense"]
+
+    def _lens(self, *given: Any, alibi: Any, segments: Any) -> dict[str, Any]:
+        """What a kernel is given beside the tensors and the mask, in the words of its family."""
         lens = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), given, strict=True))
-        packed = self.static.layout == "THD"
+        packed = self._packed
         wrong = [name for name, value in lens.items() if (value is None) is packed]
         if wrong:
             says = "are missing" if packed else "are given"
@@ -141,9 +151,13 @@ class Part:
                 f"{', '.join(wrong)} {says} to a part with layout={self.static.layout!r}; layout='THD' takes all four, "
                 "the others none"
             )
+        if packed and segments is not None:
+            raise InvalidInputError("segments are given to a part with layout='THD', whose cu_seqlens say the same")
+        added = dict(added_tensors(alibi, segments))
         if not packed:
-            return {}
-        return {name: scalars.length(name, n) if name.startswith("max") else n for name, n in lens.items()}
+            return added
+        lens = {name: scalars.length(name, n) if name.startswith("max") else n for name, n in lens.items()}
+        return lens | added
 
     def _forward(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, lens: dict[str, Any]) -> Any:
         with torch.no_grad():
@@ -168,22 +182,24 @@ class Part:
         """The tensors as a kernel takes them, and what serves them."""
         if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
             query, key, value = cast(query, key, value)
-        if lens:
+        if self._packed:
             self._check(query, key, value, attn_mask=attn_mask, sinks=None, out=None, **lens)
             validation.check_lengths(query, key, **lens)
             signature = packed_key(query, key, value, attn_mask, None, None, lens)
         else:
             signature = dense_signature(self.static.layout, query, key, value, attn_mask, None, None)
+            if lens:
+                signature = (*signature, added_key(lens, query, key, self.static.layout))
         entry = self._table.get(signature)
         if entry is None:
             entry = self._table.put(signature, self._resolve(self._request(query, key, value, attn_mask, lens)))
         return query, key, value, entry
 
     def _request(self, query: Any, key: Any, value: Any, attn_mask: Any, lens: dict[str, Any]) -> AttentionRequest:
-        if lens:
+        if self._packed:
             request = varlen_request(self.static, query, key, value, attn_mask, None, lens)
         else:
-            request = dense_request(self.static, query, key, value, attn_mask, None, None)
+            request = dense_request(self.static, query, key, value, attn_mask, None, None, added=lens)
         return dataclasses.replace(request, grad=_TRAINED) if self._trained else request
 
     def _resolve(self, request: AttentionRequest) -> _Entry:
@@ -192,30 +208,29 @@ class Part:
             chosen = choose(request, self._argument, self._scope, planned=True)
         except UnsupportedRequestError as error:
             # A gradient through the LSE is more than a kernel with a backward of its own needs.
-            chosen = self._with_backward(request, error)
+            less = self._trained and self._chosen(dataclasses.replace(request, grad=_TRAINED[:3]))
+            if not less or less.bound.backward is None:
+                raise error
+            chosen = less
         if not self._trained:
             return _Entry(chosen, chosen.bound.forward, None)
         backward = chosen.bound.backward or recomputed_backward(chosen.bound.forward)
         return _Entry(chosen, chosen.bound.forward, backward)
 
-    def _with_backward(self, request: AttentionRequest, error: UnsupportedRequestError) -> Chosen:
-        if not self._trained:
-            raise error
+    def _chosen(self, request: AttentionRequest) -> Chosen | None:
         try:
-            chosen = choose(dataclasses.replace(request, grad=_TRAINED[:3]), self._argument, self._scope, planned=True)
+            return choose(request, self._argument, self._scope, planned=True)
         except UnsupportedRequestError:
-            raise error from None
-        if chosen.bound.backward is None:
-            raise error
-        return chosen
+            return None
 
     def __polyattn_explain__(
         self, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **given: Any
     ) -> Selection:
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        lens = self._lens(*(given.get(name) for name in names))
+        beside = {name: given.get(name) for name in ("alibi", "segments")}
+        lens = self._lens(*(given.get(name) for name in names), **beside)
         with torch.no_grad():
-            if lens:
+            if self._packed:
                 self._check(query, key, value, attn_mask=attn_mask, sinks=None, out=None, **lens)
             request = self._request(query, key, value, attn_mask, lens)
         extent = extent_of(request)(query, key, **lens)
@@ -241,12 +256,11 @@ def _check_whole(dout: Any, out: Any, lse: Any, query: Tensor, value: Tensor) ->
 
 def _as_compiled(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`; in code that is compiled, between two graphs."""
-    return functools.partial(_between_graphs, run) if torch.compiler.is_compiling() else run
+    if not torch.compiler.is_compiling():
+        return run
+    from .compile.between_graphs import between_graphs
 
-
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
-def _between_graphs(run: Callable[..., Any], *given: Any) -> Any:
-    return run(*given)
+    return functools.partial(between_graphs, run)
 
 
 def bind_part(
@@ -259,6 +273,7 @@ def bind_part(
     deterministic: bool = False,
     backward: bool = True,
     backend: str | None = None,
+    chunk: int = 0,
 ) -> Part:
     """Bind attention over some of the keys, for results that are merged with those of the others.
 
@@ -266,7 +281,7 @@ def bind_part(
     give them to the last `polyattn.merge`. The overrides in force now are captured, as by `polyattn.bind`.
 
     Args:
-        causal, window, softcap, scale, deterministic, backend: as `polyattn.attention`.
+        causal, window, softcap, scale, deterministic, backend, chunk: as `polyattn.attention`.
         layout: BSHD or BHSD for dense tensors, THD for packed ones.
         backward: whether `Part.backward` will be called. False: any backend with an LSE may be chosen.
 
@@ -287,4 +302,5 @@ def bind_part(
         >>> torch.allclose(out, polyattn.attention(q, k, v), atol=1e-5)
         True
     """
-    return Part(Static(causal, window, softcap, scale, layout, 0.0, True, deterministic), backward, backend)
+    static = Static(causal, window, softcap, scale, layout, 0.0, True, deterministic, chunk)
+    return Part(static, backward, backend)

@@ -1,4 +1,5 @@
-"""Calls of `polyattn.attention` that have a place: to a method where one is asked for by name, else as without it."""
+"""Calls of `polyattn.attention` with what few have: a place, which a method looks at where one is asked for by name;
+chunks, slopes and segments, so that other calls need not look for them."""
 
 from __future__ import annotations
 
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from ..contract import Place
 from ..contract.lengths import extent_of
-from ..contract.scalars import kinds
 from ..epoch import EPOCH
 from ..errors import InvalidInputError
 from ..selection import overrides
 from ..selection.select import Selection
 from .binding import asks_method, load, select_here
-from .call_key import SITES_KEPT, Static
+from .call_key import NOTHING, SITES_KEPT, Added, Static, public, site_of
 from .compile.symbolic import recorded_call
 from .compile.trace import trace_dense
 from .dense import DenseSite, attention, dense_request
@@ -28,48 +28,42 @@ _Tensors = tuple[Any, Any, Any, Any, Any, Any]
 """(query, key, value, attn_mask, sinks, out)."""
 
 
-@functools.lru_cache(maxsize=SITES_KEPT)
-def _site(static: tuple[Any, ...], types: tuple[Any, ...], backend: str | None, scope: overrides.Scope) -> DenseSite:
-    return DenseSite(Static(*static), backend, scope)
-
-
-def _found(static: tuple[Any, ...], backend: str | None, scope: overrides.Scope | None) -> DenseSite:
-    scope = overrides.SCOPE.get() if scope is None else scope
-    try:
-        return _site(static, kinds(static), backend, scope)
-    except TypeError:  # an unhashable argument, such as a window as a list
-        return DenseSite(Static(*static), backend, scope)
-
-
 def at(
-    tensors: _Tensors, static: tuple[Any, ...], backend: str | None, scope: overrides.Scope | None, place: Any
+    tensors: _Tensors,
+    static: tuple[Any, ...],
+    backend: str | None,
+    scope: overrides.Scope | None,
+    place: Any,
+    added: Added = NOTHING,
 ) -> Any:
-    """`polyattn.attention` at a place.
+    """`polyattn.attention` at a place, or with what was added to its tensors.
 
     Args:
         static: the arguments of `Static`, in order. scope: of the overrides, None = the one in force here.
+        place: None = none is given.
 
     Raises:
         InvalidInputError: `place` is no place, or contradicts the role of its layer; the rest as `polyattn.attention`.
     """
     if not isinstance(tensors[0], Tensor):
         optional = dict(zip(("attn_mask", "sinks", "out", "place"), (*tensors[3:], place), strict=True))
-        node = recorded_call(attention, _found(static, backend, scope), *tensors[:3], **optional)
+        optional |= public(added)
+        node = recorded_call(attention, site_of(DenseSite, static, backend, scope), *tensors[:3], **optional)
         if node is not None:
             return node
-    static = _with_role(static, place)
+    static = static if place is None else _with_role(static, place)
     if not torch.compiler.is_dynamo_compiling():
-        site = _found(static, backend, scope)
-        if _asked(backend, site._scope, EPOCH.value):
-            return site._find(*tensors, place)
-        return site(*tensors)
+        site = site_of(DenseSite, static, backend, scope)
+        if place is not None and _asked(backend, site._scope, EPOCH.value):
+            return site._find(*tensors, place, added)
+        return site._find(*tensors, None, added) if added else site(*tensors)
     inside = overrides.current_scope() if scope is None else scope
-    if _asks_method(backend, inside, EPOCH.token):
-        # What a method does depends on the place: the graph ends before the call and goes on after it.
+    if place is not None and _asks_method(backend, inside, EPOCH.token):
+        # What a method does depends on the place.
         from .compile.between_graphs import between_graphs
 
-        return between_graphs(tensors, static, backend, inside, place)
-    return trace_dense(*tensors, Static(*static), backend, scope)
+        return between_graphs(at, tensors, static, backend, inside, place, added)
+    return trace_dense(*tensors, Static(*static), backend, scope, added)
 
 
 def _with_role(static: tuple[Any, ...], place: Any) -> tuple[Any, ...]:
@@ -94,17 +88,23 @@ _asks_method._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def explain(
-    tensors: _Tensors, static: tuple[Any, ...], backend: str | None, scope: overrides.Scope | None, place: Any
+    tensors: _Tensors,
+    static: tuple[Any, ...],
+    backend: str | None,
+    scope: overrides.Scope | None,
+    place: Any,
+    added: Added = NOTHING,
 ) -> Selection:
-    """Who serves a call at a place; of a method also the calls that it makes. Arguments as `at`. Nothing is run.
+    """Who serves a dense call; of a method also the calls that it makes. Arguments as `at`. Nothing is run.
 
     Raises:
         as `at`.
     """
-    site = _found(_with_role(static, place), backend, scope)
-    if not asks_method(backend, site._scope):
-        return site.__polyattn_explain__(*tensors)
-    request = dense_request(site.static, *tensors)
+    static = static if place is None else _with_role(static, place)
+    site = site_of(DenseSite, static, backend, scope)
+    request = dense_request(site.static, *tensors, added=added)
+    if place is None or not asks_method(backend, site._scope):
+        return select_here(request, backend, site._scope, extent_of(request)(*tensors[:2]), full=True)
     extent = extent_of(request)(*tensors[:2])
     selection = select_here(dataclasses.replace(request, place=True), backend, site._scope, extent, full=True)
     if not selection.request.place:

@@ -10,10 +10,10 @@ from torch import Tensor
 # It takes torch's own function when it is imported: let that be before a program puts the one below in its place.
 from ..backends import torch_sdpa as _torch_sdpa  # noqa: F401
 from ..contract import scalars
+from ..contract.lengths import extent_of
 from ..errors import InvalidInputError
-from ..selection.inspection import explain
-from ..selection.select import Selection
 from ..semantics import validation
+from .binding import Asked, explained_by
 from .call_key import Static
 from .compile.symbolic import recorded
 from .dense import attention, dense_request
@@ -211,23 +211,15 @@ def _mask(attn_mask: Tensor | None, lead: tuple[int, ...], four: tuple[int, ...]
     return full.expand(*lead, s_q, s_k).reshape(*four, s_q, s_k)
 
 
-def _explain_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Selection:
-    causal: Any = _causal(is_causal)
+def _asked(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, **flags: Any) -> Asked:
+    causal: Any = _causal(flags["is_causal"])
     attn_mask, causal = _alignment(query, key, value, attn_mask, causal)
-    q, k, v, mask, _ = _four(query, key, value, attn_mask, bool(causal), enable_gqa)
+    q, k, v, mask, _ = _four(query, key, value, attn_mask, bool(causal), flags["enable_gqa"])
     # Where every weight is dropped, nothing is drawn.
     dropout_p = 0.0 if dropout_p == 1 else _number(dropout_p)
-    static = Static(causal=causal, scale=_number(scale), layout="BHSD", dropout_p=dropout_p).checked()
-    return explain(dense_request(static, q, k, v, mask, None, None))
+    static = Static(causal=causal, scale=_number(flags["scale"]), layout="BHSD", dropout_p=dropout_p).checked()
+    request = dense_request(static, q, k, v, mask, None, None)
+    return request, None, extent_of(request)(q, k)
 
 
-scaled_dot_product_attention.__polyattn_explain__ = _explain_sdpa  # type: ignore[attr-defined]
+explained_by(scaled_dot_product_attention, _asked)

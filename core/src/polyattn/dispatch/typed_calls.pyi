@@ -18,6 +18,7 @@ _Both: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
 _Layout: TypeAlias = Literal["BSHD", "BHSD"]
 _KVLayout: TypeAlias = Literal["NHD", "HND"]
+_Segments: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _Role: TypeAlias = Literal["self", "cross"]
 
 class _Options(TypedDict, total=False):
@@ -27,6 +28,7 @@ class _Options(TypedDict, total=False):
     deterministic: bool
     backend: str | None
     out: Tensor | None
+    chunk: int
 
 class _DenseOptions(_Options, total=False):
     scale: float | None
@@ -35,6 +37,8 @@ class _DenseOptions(_Options, total=False):
     layout: _Layout
     dropout_p: float
     place: Place | None
+    alibi: Tensor | None
+    segments: _Segments | None
 
 class _VarlenOptions(_Options, total=False):
     cu_seqlens_q: Required[Tensor]
@@ -45,6 +49,7 @@ class _VarlenOptions(_Options, total=False):
     softcap: float
     sinks: Tensor | None
     dropout_p: float
+    alibi: Tensor | None
 
 class _Tables(_Options, total=False):
     page_table: Required[Tensor]
@@ -66,6 +71,7 @@ class _PagedOptions(_Tables, total=False):
     sinks: Tensor | None
     kv_layout: _KVLayout
     save_kv_cache: bool
+    alibi: Tensor | None
 
 class _LatentOptions(_Tables, total=False):
     v_head_dim: int
@@ -80,6 +86,7 @@ class _BindOptions(TypedDict, total=False):
     deterministic: bool
     role: _Role | None
     backend: str | None
+    chunk: int
 
 class BoundAttention(Generic[_Result]):
     """What `bind` returns: `attention` with everything bound but its tensors."""
@@ -94,6 +101,8 @@ class BoundAttention(Generic[_Result]):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
         place: Place | None = None,
+        alibi: Tensor | None = None,
+        segments: _Segments | None = None,
     ) -> _Result: ...
 
 @overload

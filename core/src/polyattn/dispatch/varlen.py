@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..contract.lengths import extent_of
 from ..selection import overrides
 from ..semantics import validation
 from . import call_key
-from .binding import Asked, Chosen, choose, explained_by
+from .binding import Asked, explained_by
 from .bound_table import BoundTable
 from .compile.facts import counted
 from .compile.symbolic import recorded_call
@@ -42,7 +42,7 @@ class VarlenSite:
         self._argument = call_key.backend_name(backend)
         self._scope = _scope() if scope is None else scope
         overrides.reach(self._scope)
-        self._table: BoundTable[tuple[Chosen, Callable[..., Any]]] = BoundTable()
+        self._table: BoundTable[call_key.Found] = BoundTable()
         self._check = validation.PackedCheck()
 
     def __call__(
@@ -65,10 +65,10 @@ class VarlenSite:
         signature = packed_key(query, key, value, attn_mask, sinks, out, lens)
         entry = self._table.get(signature)
         if entry is None:
-            chosen = choose(varlen_request(self.static, q, k, v, attn_mask, sinks, lens), self._argument, self._scope)
-            run = call_key.runner(chosen, self.static.return_lse, not call_key.no_autocast(query), 1)
-            entry = self._table.put(signature, (chosen, run))
-        run = entry[0].ranged("varlen_attention", entry[1])
+            asked = functools.partial(varlen_request, self.static, q, k, v, attn_mask, sinks, lens)
+            cast = not call_key.no_autocast(query)
+            entry = call_key.found(self._table, signature, asked, self._argument, self._scope, autocast=cast)
+        run = entry.chosen.ranged("varlen_attention", entry.run)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
 
 
@@ -82,20 +82,28 @@ def _packed_relation(lens: dict[str, Any]) -> str:
 def packed_key(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, out: Any, lens: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """The complete signature of a packed call, whose tensors are checked already."""
+    """The complete signature of a packed call, whose tensors are checked already: a `CallKey` as a bare tuple, and what
+    decides of slopes."""
     return (
-        *(type(query), type(key), type(value), query.dtype, key.dtype, value.dtype, query.device),
-        *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], _packed_relation(lens)),
+        type(query) is type(key) is type(value) is Tensor,
+        *(query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device),
+        *(query.shape[1], key.shape[1], value.shape[1]),
+        *(query.shape[2], key.shape[2], value.shape[2]),
+        _packed_relation(lens),
+        True,
         not (query.numel() and key.numel() and value.numel()),
         max(query.numel(), key.numel(), value.numel()) >= call_key.LARGE,
-        aligned(query, key, value),
+        (True, True, True),
+        (type(query) is not Tensor and validation.has_shapes_only(query)) or aligned(query, key, value),
         (query.requires_grad, key.requires_grad, value.requires_grad) if call_key.grad_on() else None,
-        None if mask is None else (mask.dtype, mask.requires_grad),
+        None if mask is None else (True, mask.dtype, mask.device, mask.layout, mask.requires_grad, type(mask)),
         call_key.sinks_key(sinks),
-        out is None,
+        None if out is None else True,
         *(call_key.autocast_dtype(query.device.type), capturing(query.device.type)),
         transform(query, key, value, mask, sinks),
         call_key.torch_deterministic(),
+        call_key.sinks_key(lens.get("alibi")),
     )
 
 
@@ -103,11 +111,8 @@ def varlen_request(
     static: call_key.Static, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, lens: dict[str, Any]
 ) -> AttentionRequest:
     """What a packed call asks for. Its tensors are checked already."""
-    facts = call_key.request_facts(static, q, k, v, mask, sinks, q.shape[1], k.shape[1])
-    return AttentionRequest(family="varlen", s_relation=_packed_relation(lens), **facts).normalised()  # type: ignore[arg-type]
-
-
-_varlen_sites: dict[Any, VarlenSite] = {}
+    *said, alibi = packed_key(q, k, v, mask, sinks, None, lens)
+    return call_key.request_of(call_key.CallKey._make(said), static, family="varlen", alibi=alibi is not None)
 
 
 def varlen_attention(
@@ -130,6 +135,8 @@ def varlen_attention(
     deterministic: bool = False,
     backend: str | None = None,
     out: Tensor | None = None,
+    chunk: int = 0,
+    alibi: Tensor | None = None,
 ) -> Any:
     """Softmax attention on sequences packed along one axis.
 
@@ -139,7 +146,7 @@ def varlen_attention(
             Contents are checked on the CPU, on a device only under POLYATTN_VALIDATE=1.
         max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence.
         attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], read up to each sequence's lengths.
-        sinks: [H_q]. out: [T_q, H_q, D_v]. The rest as `attention`.
+        sinks: [H_q]. out: [T_q, H_q, D_v]. The rest as `attention`; chunk and alibi count along each sequence.
 
     Returns:
         out [T_q, H_q, D_v], or (out, lse [T_q, H_q]).
@@ -147,39 +154,29 @@ def varlen_attention(
     Raises:
         As `attention`.
     """
-    static = (causal, window, softcap, scale, "THD", dropout_p, return_lse, deterministic)
+    static = (causal, window, softcap, scale, "THD", dropout_p, return_lse, deterministic, chunk)
     tracing = _is_tracing()
     if not tracing and not type(max_seqlen_q) is type(max_seqlen_k) is int:
         max_seqlen_q = scalars.length("max_seqlen_q", max_seqlen_q)
         max_seqlen_k = scalars.length("max_seqlen_k", max_seqlen_k)
-    lens = {
+    lens: dict[str, Any] = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
     }
+    if alibi is not None:
+        lens["alibi"] = alibi
     if tracing:
         return trace_varlen(query, key, value, attn_mask, sinks, out, lens, call_key.Static(*static), backend)
-    try:
-        left, right = window
-        name = (
-            static, backend, _scope(), type(causal), type(left), type(right), type(softcap), type(scale),
-            type(dropout_p), type(return_lse), type(deterministic),
-        )  # fmt: skip
-        site = _varlen_sites.get(name)
-    except (TypeError, ValueError):  # as in `attention`
-        name = site = None  # type: ignore[assignment]
-    if site is None:
-        site = VarlenSite(call_key.Static(*static), backend)
-        if len(_varlen_sites) >= call_key.SITES_KEPT:
-            _varlen_sites.clear()
-        if name is not None:
-            _varlen_sites[name] = site
+    site: VarlenSite = call_key.site_of(VarlenSite, static, backend)
     return site(query, key, value, attn_mask, sinks, out, **lens)
 
 
 def _asked(query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, backend: Any, **given: Any) -> Asked:
     lens = {name: given.pop(name) for name in _LENS}
+    if (alibi := given.pop("alibi")) is not None:
+        lens["alibi"] = alibi
     static = call_key.Static(layout="THD", **given).checked(("THD",))
     if isinstance(query, Tensor) and not call_key.no_autocast(query):
         query, key, value = call_key.cast(query, key, value)

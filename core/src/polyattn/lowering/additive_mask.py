@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ class AdditiveMask(Lowering):
         softmax = request.family in ("dense", "varlen", "paged", "mla")
         if request.mask == "bool" and floats and softmax and not request.tree:
             # Written once and read by the kernel instead of the smaller one.
-            yield Rewrite(
-                (dataclasses.replace(request, mask="additive"),), 2.0, detail=f"0 and -inf in {request.dtype}"
-            )
+            yield Rewrite((changed(request, mask="additive"),), 2.0, detail=f"0 and -inf in {request.dtype}")
 
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]

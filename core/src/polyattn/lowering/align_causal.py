@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import CALL, Lowering, Rewrite
 from .lengths import RELATIONS, check_size, longer, of_one_kind, per_call, position_axis, with_mask
 from .widths import odd_rows
@@ -20,7 +20,8 @@ _Way = Literal["", "crop", "split", "drop", "pad"]
 
 
 def _way(request: AttentionRequest) -> _Way:
-    if request.family != "dense" or request.zero_size or request.tree or request.transform:
+    dense = request.family == "dense" and not request.segments  # which are of all queries and keys
+    if not dense or request.zero_size or request.tree or request.transform:
         return ""
     fewer = request.s_relation in ("one", "fewer")
     if request.causal == "top_left":
@@ -50,8 +51,8 @@ class AlignCausal(Lowering):
         causal = "bottom_right" if request.causal == "top_left" else request.causal
         # A view of some rows of a tensor may start between two boundaries.
         misaligned = request.misaligned or (way != "pad" and odd_rows(request))
-        request = dataclasses.replace(request, misaligned=misaligned)
-        square = dataclasses.replace(request, causal=causal, s_relation="equal")
+        request = changed(request, misaligned=misaligned)
+        square = changed(request, causal=causal, s_relation="equal")
         if way == "crop":
             yield Rewrite((square,), 0.0, detail="keys cropped to S_q, square causal")
         elif way == "drop":
@@ -62,7 +63,7 @@ class AlignCausal(Lowering):
             cost = 64.0 if request.s_relation == "one" else 16.0
             yield Rewrite((square,), cost, detail="S_q padded to S_k in front: S_k / S_q times the computation")
         elif way == "split":
-            others = [dataclasses.replace(request, causal="none", s_relation=r) for r in RELATIONS]
+            others = [changed(request, causal="none", s_relation=r) for r in RELATIONS]
             # K and V are read twice, and the output is put together from its parts.
             detail = "the first S_k rows square causal, the others unmasked"
             yield Rewrite((square, *others), CALL + 4.0, detail=detail)

@@ -10,10 +10,17 @@ from typing import ClassVar
 
 from ..contract import AttentionRequest, Bound
 
-__all__ = ["CALL", "Lowering", "Rewrite"]
+__all__ = ["CALL", "KEPT", "Lowering", "Rewrite"]
 
 CALL = 4.0
 """Cost of one more kernel call, in passes over a tensor: a launch and the reads that a single call would share."""
+
+KEPT = (
+    *("platform", "arch", "toolkit", "features", "dtype", "softcap", "alibi", "dropout", "deterministic", "cross"),
+    *("batch_invariant", "multimodal", "kv_layout", "large", "method", "state_dtype", "state_layout", "transform"),
+    "place",
+)
+"""Fields of a request that no rewrite changes: who refuses one of them is passed over without a search."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..contract import AttentionRequest, Bound, PagedTables
+from ..contract.request import changed
 from .base import CALL, Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class ChunkedPrefixByLSE(Lowering):
         aligned = request.causal in ("none", "bottom_right")
         if not request.chunked_prefix or not served or bounded or not aligned or request.kv_parts:
             return
-        last = dataclasses.replace(request, chunked_prefix=False, lse=True, sinks=False)
+        last = changed(request, chunked_prefix=False, lse=True, sinks=False)
         # A chunk may hold fewer keys than there are queries, and new rows are not in it.
-        chunk = dataclasses.replace(last, causal="none", s_relation="more", save_kv_cache=None)
+        chunk = changed(last, causal="none", s_relation="more", save_kv_cache=None)
         yield Rewrite((last, chunk), CALL + 3.0, detail=f"chunks of {self._chunk(request)} tokens")
 
     def _chunk(self, request: AttentionRequest) -> int:

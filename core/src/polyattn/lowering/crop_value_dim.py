@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import CALL, Lowering, Rewrite
 from .lengths import of_one_kind
 from .widths import odd_rows
@@ -40,7 +40,7 @@ class CropValueDim(Lowering):
         for width in sorted({D, *_WIDTHS}, reverse=True):
             if width < D_v:
                 widths = [width, D_v % width] if D_v % width else [width]
-                inner = tuple(dataclasses.replace(request, v_head_dim=w, misaligned=misaligned) for w in widths)
+                inner = tuple(changed(request, v_head_dim=w, misaligned=misaligned) for w in widths)
                 more = -(-D_v // width) - 1
                 # Each further call reads Q and K again and computes all logits again; the output is put together.
                 detail = f"D_v {D_v} in {more + 1} slices of {width}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound, PagedTables
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class DequantiseKV(Lowering):
     def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
         if request.kv_parts or not _readable(request):
             return
-        plain = dataclasses.replace(request, kv_dtype="auto", kv_scales="", save_kv_cache=None)
+        plain = changed(request, kv_dtype="auto", kv_scales="", save_kv_cache=None)
         scales = f" with scales by {request.kv_scales}" if request.kv_scales else ""
         # Of K and V each: read, written, and read by the kernel in the wider dtype.
         yield Rewrite((plain,), 5.0, detail=f"cache {request.kv_storage}{scales} -> {request.dtype}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class ExpandBlockMap(Lowering):
         if request.family != "block_sparse" or not request.block_map or request.mask != "none" or request.method:
             return
         none = {"block_map": False, "block_sizes": False, "block_starts": False, "block_shape": (0, 0)}
-        dense = dataclasses.replace(request, family="dense", mask="bool", **none)  # type: ignore[arg-type]
+        dense = changed(request, family="dense", mask="bool", **none)
         # The mask of all queries and keys is written and read: for long sequences far more than any input.
         yield Rewrite((dense,), 30.0, detail="bool [B|1, H_q|1, S_q, S_k], and every key is computed")
 

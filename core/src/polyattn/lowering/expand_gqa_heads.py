@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 from .lengths import check_size
 from .widths import odd_rows
@@ -30,7 +30,7 @@ class ExpandGQAHeads(Lowering):
             return
         one = request.kv_heads == 1
         misaligned = request.misaligned or (one and odd_rows(request))
-        repeated = dataclasses.replace(request, kv_heads=request.heads, misaligned=misaligned)
+        repeated = changed(request, kv_heads=request.heads, misaligned=misaligned)
         # K and V of H_q heads are written, and read by the kernel; their gradients are read once more.
         cost = (0.0 if one else 4.0) + (2.0 if request.grad else 0.0)
         yield Rewrite((repeated,), cost, detail=f"H_kv {request.kv_heads} -> {request.heads}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..adapters.pages import cut_pages
 from ..contract import AttentionRequest, Bound, PagedTables
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def by_size(request: AttentionRequest, sizes: Iterable[int]) -> Iterable[Rewrite
     viewable = request.family == "mla" or (request.family == "paged" and request.kv_layout in ("", "NHD"))
     if viewable and not request.kv_parts:
         for size in sizes:
-            inner = dataclasses.replace(request, page_size=size)
+            inner = changed(request, page_size=size)
             # Of tensors only the table is written. Shorter runs of rows cost a kernel a little.
             yield Rewrite((inner,), 0.5 / size, detail=f"pages of {request.page_size} -> {size}")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class FoldScale(Lowering):
             return
         factor = _factor(request)
         if abs(factor) <= _FACTORS.get(request.dtype, 0.0):
-            yield Rewrite((dataclasses.replace(request, scale=None),), 2.0, detail=f"Q * {factor:.4g}")
+            yield Rewrite((changed(request, scale=None),), 2.0, detail=f"Q * {factor:.4g}")
 
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]

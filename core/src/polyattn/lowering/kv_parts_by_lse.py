@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound, KVPart
+from ..contract.request import changed
 from .base import CALL, Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ class KVPartsByLSE(Lowering):
         counts = request.window != (-1, -1) or request.chunk or request.alibi or request.tree
         if not request.kv_parts or request.family not in ("paged", "mla") or counts:
             return
-        own = dataclasses.replace(request, kv_parts=0, lse=True, sinks=False)
+        own = changed(request, kv_parts=0, lse=True, sinks=False)
         alone = request.s_relation == "one"
         # A group may be longer than the row of keys that it sees.
-        part = dataclasses.replace(
+        part = changed(
             own,
             phase="decode" if alone else "extend",
             s_relation="one" if alone else "more",
@@ -45,7 +45,7 @@ class KVPartsByLSE(Lowering):
             spec_topk=0,
         )
         if request.s_relation == "more":
-            own = dataclasses.replace(own, s_relation="one" if request.phase == "decode" else "fewer")
+            own = changed(own, s_relation="one" if request.phase == "decode" else "fewer")
         count = request.kv_parts
         detail = f"{count} part{'s' if count > 1 else ''} besides the call's own keys"
         yield Rewrite((own, part), count * (CALL + 2.0) + 1.0, detail=detail)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 from .widths import odd_rows
 
@@ -29,7 +29,7 @@ class Layout(Lowering):
         other = _OTHER.get(request.layout)
         if request.family == "dense" and other is not None:
             misaligned = request.misaligned or odd_rows(request)
-            swapped = dataclasses.replace(request, layout=other, misaligned=misaligned)
+            swapped = changed(request, layout=other, misaligned=misaligned)
             yield Rewrite((swapped,), 0.0, detail=f"{request.layout} as {other}")
 
     def bind(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 from .lengths import per_call, position_axis
 from .widths import odd_rows
@@ -28,16 +28,16 @@ class PackSequences(Lowering):
     fields = frozenset({"family"})
 
     def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
-        if request.family != "dense" or request.transform or request.tree:
+        if request.family != "dense" or request.transform or request.tree or request.segments:
             return
         # A packed call knows equal lengths, one query, and any mixture, which is called more.
         relation = request.s_relation if request.s_relation in ("equal", "one") else "more"
-        packed = dataclasses.replace(request, family="varlen", layout="THD", s_relation=relation)
+        packed = changed(request, family="varlen", layout="THD", s_relation=relation)
         if request.layout == "BSHD":
             yield Rewrite((packed,), 0.5, detail="[B, S, H, D] viewed as [B * S, H, D]")
         else:
             # Q, K and V are read and written; of a batch of one they are views, which may leave the boundaries.
-            packed = dataclasses.replace(packed, misaligned=request.misaligned or odd_rows(request))
+            packed = changed(packed, misaligned=request.misaligned or odd_rows(request))
             yield Rewrite((packed,), 6.0, detail="[B, H, S, D] copied to [B * S, H, D]")
 
     def bind(

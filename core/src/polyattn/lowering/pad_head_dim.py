@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 from .widths import wider
 
@@ -24,7 +24,7 @@ class PadHeadDim(Lowering):
             return
         D, D_v = request.dims
         for width in sorted({*wider(D), *([D_v] if D_v > D else [])}):
-            padded = dataclasses.replace(request, head_dim=width, v_head_dim=D_v, scale=request.softmax_scale)
+            padded = changed(request, head_dim=width, v_head_dim=D_v, scale=request.softmax_scale)
             # Q and K are read and written once more, and the kernel reads them wider.
             yield Rewrite((padded,), 2 * (1 + width / D) + 2 * (width / D - 1), detail=f"D {D} -> {width}")
 

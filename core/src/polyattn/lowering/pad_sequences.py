@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound, relation
-from ..contract.request import SRelation
+from ..contract.request import SRelation, changed
 from .base import Lowering, Rewrite
 from .lengths import RELATIONS, check_size, combined, of_one_kind, per_call
 
@@ -40,7 +39,7 @@ class PadSequences(Lowering):
         # The padding depends on the rest of the batch, and ALiBi's distances would count from its end.
         if request.family != "varlen" or request.transform or request.batch_invariant or request.alibi or request.tree:
             return
-        padded = dataclasses.replace(
+        padded = changed(
             request,
             family="dense",
             layout="BSHD",
@@ -52,7 +51,7 @@ class PadSequences(Lowering):
             zero_size=False,
             misaligned=False,
         )
-        inner = tuple(dataclasses.replace(padded, s_relation=found) for found in _relations(request))
+        inner = tuple(changed(padded, s_relation=found) for found in _relations(request))
         # Q, K, V and out are read and written, the mask is written and read, and the kernel works on the padding too.
         yield Rewrite(inner, 12.0, detail="[T, H, D] copied to [N, max_seqlen, H, D], with lengths as a mask")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 from .widths import wider
 
@@ -24,7 +24,7 @@ class PadValueDim(Lowering):
             return
         D, D_v = request.dims
         for width in sorted({*wider(D_v), *([D] if D_v < D else [])}):
-            padded = dataclasses.replace(request, v_head_dim=width)
+            padded = changed(request, v_head_dim=width)
             # V is read and written once more, and the kernel reads V and writes the output wider; cropping is a view.
             yield Rewrite((padded,), 1 + width / D_v + 2 * (width / D_v - 1), detail=f"D_v {D_v} -> {width}")
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..contract import AttentionRequest, Rejected, Row, Verdict, request_fields
-from .base import Lowering, Rewrite
+from ..contract.capability import is_of, lacks
+from .base import KEPT, Lowering, Rewrite
 from .catalogue import get_lowering, lowerings
+from .ways import Stop, Ways
 
-__all__ = ["MAX_STEPS", "Plan", "Planner", "refused_fields"]
+__all__ = ["MAX_STEPS", "Plan", "Planner", "in_reach", "refused_fields"]
 
 MAX_STEPS = 6
 """Longest chain: each field that a kernel of one layout, one head dim and one head count lacks is a step."""
+
+SAME_COST = 1e-6
+"""Costs are sums, whose last digits are rounded: plans this near are compared when they are whole."""
 
 _EVERYTHING = frozenset({*(f.name for f in request_fields()), "group", "dims", "same_dims", "kv_storage"})
 
@@ -69,29 +76,51 @@ def refused_fields(
 ) -> frozenset[str] | None:
     """The fields that rows refuse of a request; None where a row takes it as it is (`Row.lowered` left aside).
 
-    A row that refuses a field outside `fixable` is out of reach and says nothing; of a row of another family nothing is
-    known but that it refuses `family`.
+    A row that refuses a field outside `fixable` is out of reach and says nothing. Of a row of another family nothing is
+    known but that it refuses `family`, and that it is out of reach where it refuses what no rewrite changes.
     """
-    active = request.active()
-    refused: set[str] = set()
+    stop = Stop(request)
+    return _refused_fields(in_reach(rows, stop), stop, fixable)
+
+
+def _refused_fields(rows: Iterable[Row], stop: Stop, fixable: frozenset[str]) -> frozenset[str] | None:
+    """`refused_fields` of rows that are in reach."""
+    request, refused = stop.request, set()
     for row in rows:
-        family = row.when.get("family")
-        if family is not None and family.reason(request.family) is not None:
+        if not is_of(row, request.family):
             refused.add("family")
-            continue
-        named = {*row.when, *row.allows}
-        missing = {
-            name
-            for limits in (row.when, row.allows)
-            for name, limit in limits.items()
-            if limit.reason(getattr(request, name)) is not None
-        }
-        missing |= {n for n, _ in active if n not in named and not (n == "v_head_dim" and "dims" in named)}
-        if not missing:
-            return None
-        if missing <= fixable:
-            refused |= missing
+        elif (missing := lacks(row, request, stop.active, fixable)) is not None:
+            if not missing:
+                return None
+            refused.update(missing)
     return frozenset(refused)
+
+
+def in_reach(rows: Iterable[Row], stop: Stop) -> Sequence[Row]:
+    """The rows that may take a request, or what rewrites make of it: none does that refuses what no rewrite changes."""
+    return [row for row in rows if lacks(_kept(row), stop.request, stop.kept, row.lowered) is not None]
+
+
+@functools.lru_cache(maxsize=65536)
+def _kept(row: Row) -> Row:
+    """What a row says of the fields that no rewrite changes."""
+    when, allows = ({n: c for n, c in named.items() if n in KEPT} for named in (row.when, row.allows))
+    return Row(when, allows)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fixable(offered: tuple[Lowering, ...], used: frozenset[str]) -> frozenset[str]:
+    """What the lowerings relieve of that were not used on the way here."""
+    return frozenset().union(*(lowering.fields for lowering in offered if lowering.name not in used))
+
+
+@functools.lru_cache(maxsize=4096)
+def _relieving(offered: tuple[Lowering, ...], used: frozenset[str], refused: frozenset[str]) -> Sequence[Lowering]:
+    """Those of them that relieve of a field that is refused."""
+    return [one for one in offered if one.name not in used and not refused.isdisjoint(one.fields)]
+
+
+_Sought = tuple[Stop, frozenset[str]]
 
 
 class Planner:
@@ -102,6 +131,7 @@ class Planner:
         narrow: the plugin's own say on a request that the rows take (None = it agrees).
         helper: what serves a helper's request, None where nothing does; its `str` names it.
         only: names of the lowerings that may be used; None = all.
+        ways: rewrites that were made for other providers, with their `helper` in the place of this.
     """
 
     def __init__(
@@ -111,82 +141,91 @@ class Planner:
         narrow: Callable[[AttentionRequest], Verdict | None] = lambda request: None,
         helper: Callable[[AttentionRequest], Any | None] = lambda request: None,
         only: Sequence[str] | None = None,
+        ways: Ways | None = None,
     ) -> None:
-        self._rows, self._narrow, self._helper = rows, narrow, helper
+        self._rows, self._narrow, self._ways = rows, narrow, ways or Ways(helper)
         self._lowerings = lowerings() if only is None else tuple(get_lowering(name) for name in only)
-        self._narrowed: dict[AttentionRequest, bool] = {}
-        self._plans: dict[tuple[AttentionRequest, frozenset[str]], Plan | None] = {}
+        self._near: Sequence[Row] = ()
+        self._narrowed: dict[Stop, bool] = {}
+        self._plans: dict[_Sought, tuple[Plan | None, float]] = {}
 
-    def plan(self, request: AttentionRequest, steps: int = MAX_STEPS) -> Plan | None:
-        """The cheapest plan of at most `steps` rewrites in a row, the shortest of equal ones; None where there is
-        none. A request under a transform is not rewritten: under vmap a rewrite's tensors would be those of the whole
-        batch, and no rewrite was shown to carry tangents or second derivatives."""
-        request = request.normalised()
+    def plan(self, request: AttentionRequest, steps: int = MAX_STEPS, below: float = math.inf) -> Plan | None:
+        """The cheapest plan of at most `steps` rewrites in a row, the shortest of equal ones; None where there is none
+        that costs less than `below`. A request under a transform is not rewritten: under vmap a rewrite's tensors would
+        be those of the whole batch, and no rewrite was shown to carry tangents or second derivatives."""
+        return self.plan_at(self._ways.at(request.normalised()), steps, below)
+
+    def plan_at(self, stop: Stop, steps: int = MAX_STEPS, below: float = math.inf) -> Plan | None:
+        """`plan` for a request that is in the ways."""
         self._plans.clear()
-        return self._plan(request, steps if request.transform in ("", "subclass") else 0, frozenset())
+        self._near = in_reach(self._rows, stop)
+        steps = steps if stop.request.transform in ("", "subclass") else 0
+        return self._plan(stop, steps, frozenset(), below)
 
-    def _plan(self, request: AttentionRequest, steps: int, used: frozenset[str]) -> Plan | None:
+    def _plan(self, stop: Stop, steps: int, used: frozenset[str], below: float) -> Plan | None:
         # The same rewrites in another order lead to the same request: each such state is planned once.
-        state = (request, used)
-        if state not in self._plans:
-            self._plans[state] = self._search(request, steps, used)
-        return self._plans[state]
+        found, sought = self._plans.get((stop, used), (None, -math.inf))
+        if found is None and sought < below:
+            found = self._search(stop, steps, used, below)
+            self._plans[stop, used] = found, below
+        return found if found is not None and found.cost < below else None
 
-    def _search(self, request: AttentionRequest, steps: int, used: frozenset[str]) -> Plan | None:
-        left = [lowering for lowering in self._lowerings if lowering.name not in used] if steps else []
-        refused = self._refused(request, left)
+    def _search(self, stop: Stop, steps: int, used: frozenset[str], below: float) -> Plan | None:
+        fixable = _fixable(self._lowerings, used) if steps else frozenset()
+        refused = self._refused(stop, fixable)
         if refused is None:
-            return Plan(request)
+            return Plan(stop.request)
+        if not refused or not steps:
+            return None
         best: Plan | None = None
-        for lowering in left:
-            if refused.isdisjoint(lowering.fields):
-                continue
-            for rewrite in lowering.rewrites(request):
-                if best is not None and rewrite.cost > best.cost:
+        for lowering in _relieving(self._lowerings, used, refused):
+            fits = False
+            for rewrite, inner in self._ways.of(stop, lowering):
+                # Offers come cheapest first: one that fits leaves nothing for a dearer one to do.
+                if fits:
+                    break
+                if rewrite.cost > best.cost if best is not None else rewrite.cost >= below:
                     continue
-                found = self._rewritten(request, lowering, rewrite, steps - 1, used)
+                most = below if best is None else best.cost + SAME_COST
+                found = self._rewritten(stop, lowering, rewrite, inner, steps - 1, used, most)
                 if found is None:
                     continue
                 if best is None or (found.cost, found.length) < (best.cost, best.length):
                     best = found
-                # Offers come cheapest first: one that fits leaves nothing for a dearer one to do.
-                if all(lowering.fields.isdisjoint(self._refused(plan.request, left) or ()) for plan in found.inner):
-                    break
+                fits = all(lowering.fields.isdisjoint(self._refused(at, fixable) or ()) for at in inner)
         return best
 
     def _rewritten(
-        self, request: AttentionRequest, lowering: Lowering, rewrite: Rewrite, steps: int, used: frozenset[str]
+        self,
+        stop: Stop,
+        lowering: Lowering,
+        rewrite: Rewrite,
+        stops: Sequence[Stop],
+        steps: int,
+        used: frozenset[str],
+        below: float,
     ) -> Plan | None:
-        rewrite = dataclasses.replace(rewrite, inner=tuple(map(_by_itself, rewrite.inner)))
         inner = []
-        for wanted in rewrite.inner:
-            plan = self._plan(wanted, steps, used | {lowering.name})
+        for at in stops:
+            plan = self._plan(at, steps, used | {lowering.name}, below - rewrite.cost)
             if plan is None:
                 return None
             inner.append(plan)
         helpers = []
         for wanted in rewrite.helpers:
-            helper = self._helper(_by_itself(wanted))
+            helper = self._ways.help(wanted)
             if helper is None:
                 return None
             helpers.append(helper)
         # Of alternatives one runs; what several calls cost more than one is in the rewrite's own cost.
         cost = rewrite.cost + max((plan.cost for plan in inner), default=0.0)
-        return Plan(request, lowering.name, rewrite, tuple(inner), tuple(helpers), cost)
+        return Plan(stop.request, lowering.name, rewrite, tuple(inner), tuple(helpers), cost)
 
-    def _refused(self, request: AttentionRequest, left: Sequence[Lowering]) -> frozenset[str] | None:
-        refused = refused_fields(self._rows, request, frozenset().union(*(lowering.fields for lowering in left)))
+    def _refused(self, stop: Stop, fixable: frozenset[str]) -> frozenset[str] | None:
+        refused = _refused_fields(self._near, stop, fixable)
         if refused is None:
-            if request not in self._narrowed:
-                self._narrowed[request] = isinstance(self._narrow(request), Rejected)
+            if stop not in self._narrowed:
+                self._narrowed[stop] = isinstance(self._narrow(stop.request), Rejected)
             # What the plugin itself refuses names no field: any rewrite may help.
-            return _EVERYTHING if self._narrowed[request] else None
+            return _EVERYTHING if self._narrowed[stop] else None
         return refused
-
-
-def _by_itself(request: AttentionRequest) -> AttentionRequest:
-    """Return the request in normal form. What is rewritten is no layer of the step that was planned, whose tables it
-    does not read: where it is recorded, it is as a call by itself."""
-    if request.graph_capture == "session":
-        request = dataclasses.replace(request, graph_capture=True)
-    return request.normalised()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Realign(Lowering):
     fields = frozenset({"misaligned"})
 
     def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
-        moved = dataclasses.replace(request, misaligned=False)
+        moved = changed(request, misaligned=False)
         if request.misaligned and request.family in ("dense", "varlen"):
             yield Rewrite((moved,), 6.0, detail="those of Q, K and V that are off are copied")
         if request.misaligned and request.family in ("paged", "mla"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class SinksFromLSE(Lowering):
             # The LSE depends on Q, K and the mask: their gradients flow through it too.
             if grad and ("lse" in request.grad or not {"query", "key", "mask"}.isdisjoint(grad)):
                 grad = (*grad, "lse")
-            yield Rewrite((dataclasses.replace(request, sinks=False, lse=True, grad=grad),), 2.0)
+            yield Rewrite((changed(request, sinks=False, lse=True, grad=grad),), 2.0)
 
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound, PagedTables
+from ..contract.request import changed
 from .base import CALL, Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -32,12 +32,10 @@ class TreeByLSE(Lowering):
             return
         if request.kv_parts or request.chunked_prefix:
             return
-        part = dataclasses.replace(
-            request, tree=False, causal="none", lse=True, sinks=False, spec_topk=0, save_kv_cache=None
-        )
+        part = changed(request, tree=False, causal="none", lse=True, sinks=False, spec_topk=0, save_kv_cache=None)
         # A prefix may be shorter than the drafts after it.
-        prefix = dataclasses.replace(part, phase="extend", s_relation="more", mask="none")
-        drafts = dataclasses.replace(
+        prefix = changed(part, phase="extend", s_relation="more", mask="none")
+        drafts = changed(
             part,
             family="dense",
             phase="prefill",

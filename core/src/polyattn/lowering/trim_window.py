@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 from .lengths import combined, longer, per_call, position_axis, with_mask
 from .widths import odd_rows
@@ -46,23 +46,23 @@ class TrimWindow(Lowering):
         # Blocks of chunked attention count from the first key, so that one stays.
         if left == right == -1 or request.chunk or request.tree or request.transform or request.zero_size:
             return
-        if request.kv_parts:  # a window has no meaning across them
+        if request.kv_parts or request.segments:  # a window has no meaning across parts, and segments are of all keys
             return
         # A view of the last keys may start between two boundaries.
         misaligned = request.misaligned or (request.family == "dense" and _trims(request) and odd_rows(request))
-        plain = dataclasses.replace(request, window=(-1, -1), misaligned=misaligned)
+        plain = changed(request, window=(-1, -1), misaligned=misaligned)
         if _one_at_the_end(request):
             detail = f"the last {left + 1} keys" if left >= 0 else "the last query is not bounded on the right"
             if request.family == "dense":
-                yield Rewrite((dataclasses.replace(plain, s_relation="one" if left else "equal"),), 0.0, detail=detail)
+                yield Rewrite((changed(plain, s_relation="one" if left else "equal"),), 0.0, detail=detail)
             elif request.family in ("paged", "mla") and request.page_size == 1:
                 # Only tables are written.
                 yield Rewrite((plain,), 0.5, detail=detail)
         elif request.family == "dense" and not (request.alibi and request.causal == "top_left"):
             detail = f"{f'the last S_q + {left} keys, ' if _trims(request) else ''}window {request.window} as a mask"
-            plain = dataclasses.replace(plain, causal="none", mask="bool" if request.mask == "none" else request.mask)
+            plain = changed(plain, causal="none", mask="bool" if request.mask == "none" else request.mask)
             if _trims(request) and left == 0:
-                plain = dataclasses.replace(plain, s_relation="equal")
+                plain = changed(plain, s_relation="equal")
             # The mask is written, and read by the kernel.
             yield Rewrite((plain,), 2.0, detail=detail)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound, PagedTables
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class WriteNewRows(Lowering):
             return
         if not saved and request.kv_parts:  # parts without a pool of their own are in the call's, which is not copied
             return
-        plain = dataclasses.replace(request, save_kv_cache=None)
+        plain = changed(request, save_kv_cache=None)
         # Of K and V each the rows are read and written; or all pages, beside which the rows are few.
         cost, into = (2.0, "the cache") if saved else (4.0, "a copy of the pages in the table")
         yield Rewrite((plain,), cost, detail=f"new keys and values into {into}, before the kernel reads it")

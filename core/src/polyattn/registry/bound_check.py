@@ -44,7 +44,8 @@ def _check_keywords(
     if code is None or code.co_flags & inspect.CO_VARKEYWORDS:  # without code it is built in C: its call will tell
         return
     taken = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
-    given = _given(request.family, name, version, bool(request.kv_parts), request.place)
+    on = [field for field in FAMILY_SPECS[request.family].conditional if getattr(request, field)]
+    given = _given(request.family, name, version, tuple(on))
     missing = (
         {name: as_written for name, as_written in given.items() if name not in taken} if given.keys() - taken else {}
     )
@@ -63,11 +64,10 @@ def _check_keywords(
 
 
 @functools.cache
-def _given(family: str, function: Any, version: int, kv_parts: bool, place: bool) -> Mapping[str, str]:
+def _given(family: str, function: Any, version: int, on: tuple[str, ...]) -> Mapping[str, str]:
     """The keywords that a function is given, as a version has them -> how a signature writes them, with their defaults.
-    kv_parts, place: fields of the request whose keyword is given only where they are on."""
-    on = {"": True, "kv_parts": kv_parts, "place": place}
-    asked = {a.name: w for a, w in FAMILY_SPECS[family].taken(function) if on[a.given_when]}
+    on: fields of the request whose keyword is given only where they are on."""
+    asked = {a.name: w for a, w in FAMILY_SPECS[family].taken(function) if not a.given_when or a.given_when in on}
     if version == 1 and asked.pop("tables", ""):
         asked = {**{name: name for name in version_1.TABLES}, **asked}
     return asked

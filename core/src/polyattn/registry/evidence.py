@@ -169,7 +169,7 @@ def evidence_file(origin: str, backend: str, platform: str) -> Path:
     return Path(origin).parent / "evidence" / f"{backend}@{platform}.json"
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
     """The evidence of a backend whose plugin was loaded from file `origin`; level `declared` when there is none.
 

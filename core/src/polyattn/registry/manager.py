@@ -105,6 +105,7 @@ class PluginManager:
         self._hooks: dict[tuple[str, str], Callable[..., Any] | None] = {}
         self._lock = threading.RLock()
         self._loaded = False
+        self.changes = 0
         self.unknown_words: list[tuple[str, str]] = []
         self._start_over()
         self._specs = {n: set(getattr(self._pm.hook, n).spec.argnames) for n in _spec_names()}
@@ -158,6 +159,7 @@ class PluginManager:
             finally:
                 self._loaded = True
             self._check_aliases()
+            self.changes += 1  # what is kept of the plugins compares it: other things move the epoch far more often
             epoch.bump()
         if report.error is not None:
             raise PluginError(f"plugin {report.label} is broken: {report.reason}") from report.error
@@ -180,7 +182,7 @@ class PluginManager:
         implementation = self._implementation("polyattn_report_capability", backend)
         if implementation is None:
             return None
-        with self._run(self.owner(backend), f"its capability hook, about {backend.id},") as run:
+        with self._run(self.owner(backend), "its capability hook, about", backend) as run:
             try:
                 verdict: Verdict | None = implementation(backend=backend, request=request)
             except BaseException as exc:  # a stranger's hook may raise anything; it is kept and reported
@@ -204,8 +206,7 @@ class PluginManager:
         """
         implementation = self._implementation("polyattn_load_forward", backend)
         owner = self.owner(backend)
-        label = owner.label
-        with self._run(owner, f"loading {backend.id} (provider {provider.name})") as run:
+        with self._run(owner, "loading", backend, provider.name) as run:
             try:
                 bound = None
                 if implementation is not None:
@@ -220,11 +221,11 @@ class PluginManager:
                     raise
                 self.remember(backend, exc)
                 raise PluginError(
-                    f"plugin {label} could not load {backend.id} (provider {provider.name}): "
+                    f"plugin {owner.label} could not load {backend.id} (provider {provider.name}): "
                     f"{type(exc).__name__}: {exc}. Name another backend, mend the plugin, or leave it out: "
                     f"POLYATTN_DISABLE={owner.name}"
                 ) from exc
-        who = f"plugin {label}: {backend.id}"
+        who = f"plugin {owner.label}: {backend.id}"
         try:
             bound = checked(bound, request, who, owner.api)
         except PluginError as wrong:
@@ -239,9 +240,11 @@ class PluginManager:
             self._hooks[hook, owner] = next((one.function for one in found), None)
         return self._hooks[hook, owner]
 
-    def _run(self, report: PluginReport, doing: str) -> Run | OwnRun:
+    def _run(self, report: PluginReport, doing: str, backend: BackendInfo, provider: str = "") -> Run | OwnRun:
         """Code of a plugin that is to be run. Core's own is not watched: that costs a thread, and calls for signals."""
-        return OWN if report.name == CORE else self._watched(report, doing)
+        if report.name == CORE:
+            return OWN
+        return self._watched(report, f"{doing} {backend.id}{f' (provider {provider})' if provider else ','}")
 
     def _watched(self, report: PluginReport, doing: str, *, load: bool = False) -> Run:
         advice = f"If it does not end, leave the plugin out: POLYATTN_DISABLE={report.name}"

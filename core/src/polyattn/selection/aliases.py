@@ -15,7 +15,7 @@ from .unknown_names import unknown_backend
 
 if TYPE_CHECKING:
     from ..contract import AttentionRequest, BackendInfo
-    from .select import Catalogue, Offer
+    from .offers import Catalogue, Offer
 
 __all__ = ["is_of", "kind_of", "kinds_here", "names_method", "own_names", "resolve", "spared", "whole"]
 

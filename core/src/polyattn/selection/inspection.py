@@ -1,4 +1,4 @@
-"""Questions about choices, answered without running anything: explain, what-if, lists and the support matrix.
+"""Questions about choices, answered without running anything: explain and what-if.
 
 Nothing here imports torch; a machine without any accelerator can ask about any other.
 """
@@ -6,27 +6,22 @@ Nothing here imports torch; a machine without any accelerator can ask about any 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .. import epoch
-from ..contract import FAMILIES, AttentionRequest, BackendInfo, DeviceReport
-from ..contract.hookspecs import PROJECT
+from ..contract import AttentionRequest
 from ..contract.request_check import check_request
-from ..errors import BackendUnavailableError, ConfigError, InvalidInputError, PluginError, PolyattnError, did_you_mean
-from ..registry.defects import affecting
-from ..registry.distributions import availability, normalise_distribution
-from ..registry.evidence import Evidence, read_evidence
-from ..registry.foreign import Run
-from ..registry.manager import PluginManager, _import_target, get_manager
+from ..errors import ConfigError, InvalidInputError, PolyattnError, did_you_mean
+from ..registry.distributions import normalise_distribution
+from ..registry.manager import get_manager
 from ..registry.platforms import parse_platform
 from ..tuning import Place, mode, shipped_devices
-from .aliases import whole
+from .listing import BackendStatus, list_backends, ordered_offers, support_matrix
+from .machine import catalogue, check_platform, detect, served_by
 from .overrides import SCOPE
 from .phase_pairs import both_phases, check_drafting, select_pair
-from .select import Catalogue, Choice, Offer, Policy, Selection, select
+from .select import Catalogue, Choice, Policy, Selection, select
 from .tuned_policy import current_policy, shipped_policy
 
 __all__ = [
@@ -35,6 +30,7 @@ __all__ = [
     "detect",
     "explain",
     "list_backends",
+    "ordered_offers",
     "served_by",
     "support_matrix",
     "what_if",
@@ -42,78 +38,6 @@ __all__ = [
 
 BUNDLED = ("torch", "triton")
 """What-if takes these as installed: torch is a requirement of polyattn, and torch's GPU builds bring Triton."""
-
-
-@functools.lru_cache(maxsize=8)
-def _catalogue(manager: PluginManager, value: int) -> Catalogue:
-    return _build(manager, None)
-
-
-def catalogue(installed: Mapping[str, str] | None = None) -> Catalogue:
-    """Everything selection may know about this machine, or about one with `installed` distributions (what-if)."""
-    manager = get_manager()
-    return _catalogue(manager, epoch.EPOCH.value) if installed is None else _build(manager, installed)
-
-
-def served_by(selection: Selection) -> str:
-    """Who serves, so that it can be asked for: backend@platform, with whose kernels where it has several libraries'."""
-    info = get_manager().backends[selection.backend, selection.platform]
-    return f"{whole(info, selection.provider)}@{selection.platform}"
-
-
-def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catalogue:
-    offers = []
-    for info in manager.backends.values():
-        owner = manager.owner(info)
-        missing = {}
-        for provider in info.providers:
-            found = availability(provider, installed)
-            if not found.ok:
-                missing[provider.name] = f"{found.reason}; {found.hint}"
-        evidence = _evidence(manager, info)
-        runs = [one for one in (evidence, *evidence.others) if one.level != "declared"]
-        level = info.evidence if not runs else evidence.level + (", stale" if evidence.outdated else "")
-        chips = () if "" in (archs := [one.arch for one in runs]) else tuple(dict.fromkeys(archs))
-        unseen = [p for p in info.providers if p.planned or p.name in evidence.unseen]
-        levels = {p.name: "declared" if p.planned else info.evidence for p in unseen}
-        defects = {p.name: faults for p in info.providers if (faults := affecting(p, installed))}
-        offers.append(Offer(info, owner.name, level, missing, levels, chips, defects))
-    # A plugin left out on purpose is named when its backend is asked for, but it is no failure of its device.
-    broken = {p.label: p.reason for p in manager.plugins.values() if p.state != "ready"}
-    failed = {p.label for p in manager.broken()}
-    vendors = {
-        name: manager.plugins[info.plugin].label
-        for name, info in manager.platforms.items()
-        if info.plugin and info.plugin in manager.plugins and manager.plugins[info.plugin].label in failed
-    }
-    errors = {p.label: p.error for p in manager.broken()}
-    return Catalogue(tuple(offers), manager.platforms, broken, errors, vendors, manager.narrow)
-
-
-def _evidence(manager: PluginManager, info: BackendInfo) -> Evidence:
-    """A backend's evidence; a file that is none shows nothing, and is a failure of its plugin alone."""
-    try:
-        return read_evidence(manager.owner(info).origin, info.name, info.platform).beside(info.providers)
-    except PluginError as exc:
-        manager.remember(info, exc)
-        return Evidence(info.name, info.platform, "declared")
-
-
-@functools.lru_cache(maxsize=32)
-def detect(platform: str) -> DeviceReport:
-    """Whether a platform's device is here, found without initialising it."""
-    target = get_manager().platforms[platform].detect
-    own = target.startswith(f"{PROJECT}.")
-    with Run("" if own else f"platform {platform!r}", f"its detection, {target},", "Its plugin is to mend that") as run:
-        try:
-            report = _import_target(target)()
-            if not isinstance(report, DeviceReport):
-                raise TypeError(f"{target} returned {report!r}, a DeviceReport is needed")
-        except BaseException as exc:  # a stranger's detection may raise anything; the others are still listed
-            if run.ended_by_host(exc):
-                raise
-            return DeviceReport(False, f"its detection failed: {type(exc).__name__}: {exc}")
-    return report
 
 
 def what_if(
@@ -228,7 +152,7 @@ def explain(request_or_call: AttentionRequest | Callable[..., Any], *args: Any, 
         BackendUnavailableError, UnsupportedRequestError, InvalidInputError: what the call itself would raise.
     """
     if isinstance(request_or_call, AttentionRequest):
-        _check_platform(check_request(request_or_call).platform)
+        check_platform(check_request(request_or_call).platform)
         policy = current_policy(kwargs.pop("backend", None), SCOPE.get(), request_or_call)
         return select(request_or_call, catalogue(), policy, full=True)
     asker = getattr(request_or_call, "__polyattn_explain__", None)
@@ -260,110 +184,3 @@ def _check_arguments(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
         near = " " + "; ".join(hints) if hints else "".join(did_you_mean(w, signature.parameters) for w in unknown[:1])
         takes = f"{name} takes {', '.join(signature.parameters)}"
         raise InvalidInputError(f"explain({name}, ...): {exc}; {takes}.{near}") from exc
-
-
-@dataclasses.dataclass(frozen=True)
-class BackendStatus:
-    """One line of `polyattn list`: a backend name on one platform.
-
-    Attributes:
-        status: available, unavailable or planned. reasons: why it is not available, and the one thing to do.
-    """
-
-    name: str
-    platform: str
-    package: str
-    version: str
-    status: str
-    evidence: str
-    summary: str
-    reasons: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-def _check_platform(name: str) -> None:
-    platforms = get_manager().platforms
-    if name not in platforms:
-        known = ", ".join(sorted(platforms))
-        raise BackendUnavailableError(f"no platform {name!r}.{did_you_mean(name, platforms)} Known: {known}")
-
-
-def list_backends(platform: str | None = None) -> list[BackendStatus]:
-    """Every registered backend with its status on this machine, by platform, priority and name. No torch needed.
-
-    Args:
-        platform: only this one.
-
-    Raises:
-        BackendUnavailableError: no such platform.
-    """
-    manager = get_manager()
-    if platform is not None:
-        _check_platform(platform)
-    found = []
-    for offer in ordered_offers(catalogue()):
-        info, owner = offer.info, manager.owner(offer.info)
-        if platform is not None and info.platform != platform:
-            continue
-        status, reasons = _status(offer)
-        evidence = _evidence(manager, info)
-        found.append(
-            BackendStatus(
-                name=info.name,
-                platform=info.platform,
-                package=owner.distribution or owner.module,
-                version=owner.version,
-                status=status,
-                evidence=str(evidence) if evidence.level != "declared" else info.evidence,
-                summary=info.summary,
-                reasons=reasons,
-                aliases=tuple(dict.fromkeys(a.name for a in info.aliases)),
-            )
-        )
-    return found
-
-
-def ordered_offers(found: Catalogue) -> list[Offer]:
-    """Offers as people read them: by platform, priority and name."""
-    return sorted(found.offers, key=lambda o: (o.info.platform, -(o.info.priority or -1000), o.info.name))
-
-
-def _status(offer: Offer) -> tuple[str, tuple[str, ...]]:
-    info = offer.info
-    device = detect(info.platform)
-    reasons = [] if device.present else [f"no {info.platform} device: {device.detail}"]
-    built = [p for p in info.providers if not p.planned]
-    if not built:
-        return "planned", ("its adapter is not part of this version", *reasons)
-    lacking = [offer.missing[p.name] for p in built if p.name in offer.missing]
-    if len(lacking) == len(built):
-        reasons += lacking
-    return ("unavailable" if reasons else "available"), tuple(dict.fromkeys(reasons))  # providers may lack the same
-
-
-def support_matrix() -> list[dict[str, Any]]:
-    """The support matrix as data: per backend its status and evidence, and per family what its rows declare."""
-    rows = []
-    by_id = {f"{s.name}@{s.platform}": s for s in list_backends()}
-    for offer in ordered_offers(catalogue()):
-        info = offer.info
-        status = by_id[info.id]
-        families = {}
-        for family in FAMILIES:
-            probe = AttentionRequest(family=family)  # type: ignore[arg-type]
-            cells = []
-            for provider in info.providers:
-                for r in provider.rows:
-                    names = r.allows.get("family") or r.when.get("family")
-                    if names is not None and names.reason(probe.family) is None:
-                        limits = {k: c.describe() for k, c in {**r.when, **r.allows}.items() if k != "family"}
-                        for field, how in r.lowered.items():
-                            limits[field] = f"{limits.get(field, 'any')}; else lowered by {how}"
-                        cells.append({"provider": provider.name, "planned": provider.planned, "limits": limits})
-            if cells:
-                families[family] = cells
-        rows.append({**status.to_dict(), "families": families, "lossy": info.lossy, "note": info.note})
-    return rows

@@ -235,9 +235,10 @@ def current_choice(argument: str | None, scope: Scope, request: AttentionRequest
         request: a serving request is asked for by its phase: `decode_attention_backend` before `attention_backend`.
     """
     backend, name, role = scope
-    settings = current_settings()
+    settings = _process.settings or current_settings()
     component_choice = None
-    reach(scope)
+    if name:
+        reach(scope)
     for key in (f"{name}.{role}", name) if name else ():
         if key in settings.component_attention_backends:
             component_choice = Choice(settings.component_attention_backends[key], f"component {key}")

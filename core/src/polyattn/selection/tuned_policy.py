@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest
 from ..contract.names import parts
-from ..epoch import EPOCH
 from ..registry.distributions import distribution_version
 from ..registry.manager import PluginManager, get_manager
 from ..tuning import NOTHING, Advice, Measured, Place, advise, driver, mode, place_of, shipped_advice, watch
@@ -95,7 +94,7 @@ def tuning_place(platform: str, where: device | None = None) -> Place:
         platform: of the backends. where: the device, None = the current one of the platform.
     """
     manager = get_manager()
-    versions = _libraries(manager, platform, EPOCH.value)
+    versions = _libraries(manager, platform, manager.changes)
     if where is None:
         found = _device(manager.platforms[platform].device_type)
         if found is None:
@@ -119,7 +118,7 @@ def _device(kind: str) -> Any:
 
 
 @functools.lru_cache(maxsize=32)
-def _libraries(manager: PluginManager, platform: str, epoch: int) -> tuple[str, ...]:
+def _libraries(manager: PluginManager, platform: str, changes: int) -> tuple[str, ...]:
     """Distributions that are here and have to do with the platform's backends."""
     names = {"polyattn"}
     for info in manager.backends.values():

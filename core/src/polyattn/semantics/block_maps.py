@@ -8,10 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contract import scalars
 from ..errors import InvalidInputError
 from .validation import contents_readable, has_shapes_only
 
-__all__ = ["check_block_map", "check_bool_map", "check_starts_given", "lists_of", "visible_keys"]
+__all__ = [
+    "block_shape_of",
+    "check_block_map",
+    "check_bool_map",
+    "check_one_given",
+    "check_starts_given",
+    "lists_of",
+    "visible_keys",
+]
 
 
 def check_block_map(
@@ -59,6 +68,27 @@ def check_block_map(
         _check_contents(block_k, nK, block_counts, block_indices, block_valid)
         if block_starts is not None and block_valid is not None:
             _check_starts(S_k, block_starts, block_valid)
+
+
+def block_shape_of(block_shape: Any) -> tuple[int, int]:
+    """`block_shape`, checked: (block_q, block_k), each 1 or more."""
+    pair = isinstance(block_shape, (tuple, list)) and len(block_shape) == 2
+    if not pair or any(not scalars.whole(n) or n < 1 for n in block_shape):
+        raise InvalidInputError(
+            f"block_shape={scalars.shown(block_shape)} must be two numbers of tokens, (block_q, block_k), each 1 or "
+            "more"
+        )
+    return int(block_shape[0]), int(block_shape[1])
+
+
+def check_one_given(*, map_given: bool, lists_given: bool) -> None:
+    """Check that a call has a map or lists, and not both."""
+    if map_given == lists_given:
+        given = "both" if map_given else "neither"
+        raise InvalidInputError(
+            f"{given} of block_map and lists given: pass block_map, bool [B|1, H_q|1, nQ, nK], or lists, (counts, "
+            "indices)"
+        )
 
 
 def check_starts_given(*, map_given: bool, valid_given: bool) -> None:

@@ -181,18 +181,35 @@ class Memory:
             pages = [self.table.pages(row, group) for group in range(len(self.allocators))]
             self.prefixes.insert(computed, pages, namespace=namespace)
 
-    def extend(self, row: int, tokens: int) -> None:
-        """Slots for `tokens` more; a shared page that they go to is copied.
+    def extend(self, rows: Sequence[int], tokens: int | Sequence[int], *, start: bool = False) -> None:
+        """Slots for so many tokens more of each row, or of none; shared pages that they go to are copied. The prefix
+        cache gives up pages for them.
+
+        Args:
+            start: of a request that is to start: the prefix cache gives up nothing where that is not enough. For one
+                that runs it gives all it has.
 
         Raises:
-            OutOfPagesError: see `RequestTable.extend`.
+            OutOfPagesError: see `RequestTable.extend_all`.
         """
-        for copy in self.table.extend(row, tokens):
+        prefixes = self.prefixes
+        make_room = None if prefixes is None else prefixes.make_room if start else self._evict
+        for copy in self.table.extend_all(rows, tokens, make_room):
             self.pool.copy(copy.group, [copy.source], [copy.target])
 
-    def evict(self, pages: int, group: int | None) -> int:
-        """Take pages from the prefix cache; how many came free."""
-        return 0 if self.prefixes is None else self.prefixes.evict(pages, group)
+    def _evict(self, lacking: Sequence[int]) -> None:
+        assert self.prefixes is not None
+        free = [allocator.free for allocator in self.allocators]
+        for group, (pages, allocator) in enumerate(zip(lacking, self.allocators, strict=True)):
+            if (more := pages - (allocator.free - free[group])) > 0:
+                self.prefixes.evict(more, group)
+
+    @property
+    def supply(self) -> Hashable:
+        """Return what stays the same while a request that could not start still cannot: nobody gave pages back, and no
+        prefix is new."""
+        inserted = 0 if self.prefixes is None else self.prefixes.inserted
+        return inserted, *(allocator.returned for allocator in self.allocators)
 
     def most_pages(self, group: int, tokens: int, step_tokens: int) -> int:
         """Pages of a group that a request of so many tokens has at most at a time."""
@@ -220,7 +237,7 @@ class Memory:
         Returns:
             logits [R, V]; use them before the next step, whose graph may write there.
         """
-        self._batch = batch = ForwardBatch(mode, rows, [self.table.length(row) for row in rows], counts, tree)
+        self._batch = batch = ForwardBatch(mode, rows, self.table.lengths(rows), counts, tree)
         ids = input_ids if isinstance(input_ids, Tensor) else self._tensor(input_ids)
         kept = None if keep is None or len(keep) == batch.tokens else self._tensor(keep)
         if self.graphs is not None and kept is None and not self.graphs.eager_because(batch):

@@ -154,6 +154,19 @@ class Maker:
         parents = [-1] + [int(self.uniform(1) * node) for node in range(1, s_q)]
         return verify_mask(s_k - s_q, parents)[None, None].to(self.device)
 
+    def alibi(self, heads: int) -> Tensor | None:
+        """[H_q] slopes, a head without any among them: 0.5, 0.25, ... and 0."""
+        if not self.case.request.alibi:
+            return None
+        slopes = [0.5 ** (1 + head % 4) if head % 5 else 0.0 for head in range(1, heads + 1)]
+        return torch.tensor(slopes, dtype=torch.float32, device=self.device)
+
+    def segments(self, batch: int, tokens: int) -> Tensor:
+        """int32 [B, S], documents of a few tokens each: behind one another in every other row, else in any order."""
+        found = (self.uniform(batch, tokens) * (1 + tokens // 9)).int()
+        found[::2] = found[::2].sort(-1).values
+        return found.to(self.device)
+
     def sinks(self, heads: int, longest: int) -> Tensor | None:
         """[H_q] logits: of the size of the others, 30 nats above any LSE, or (first head) switched off by -inf."""
         if not self.case.request.sinks:

@@ -41,6 +41,7 @@ CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     "sinks": (False, True),
     "mask": WORDS["mask"],
     "alibi": (False, True),
+    "segments": WORDS["segments"],
     "tree": (False, True),
     # As a multiple of the default: logits must stay of order one for a relative error to mean anything.
     "scale": (None, 1.5),

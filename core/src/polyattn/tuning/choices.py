@@ -94,7 +94,7 @@ def measured(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[
     """Return all measurements of exactly this request on this device, of any lengths: of this machine, else shipped
     ones."""
     here = known(request, place)
-    return () if here is NOT_ANY else here.measured.get(canonical(request_key(request)), ())
+    return () if here is NOT_ANY else here.own(request_key(request))
 
 
 def advising(request: AttentionRequest, place: Callable[[], Place], tuning: str = "") -> Sequence[Measured]:
@@ -131,7 +131,7 @@ def advise(request: AttentionRequest, place: Callable[[], Place], tuning: str = 
         for name, reason in held.items()
     ]
     said = _order(request, _advising(here, fields))
-    if all(one.shipped for one in here.measured.get(key, ())) and (others := here.elsewhere.get(key)):
+    if all(one.shipped for one in here.own(fields)) and (others := here.elsewhere(fields)):
         notes.append(f"{len(others)} measurements of such requests are not used: {'; '.join(dict.fromkeys(others))}")
     return dataclasses.replace(said, avoid=tuple(held), notes=tuple(notes))
 

@@ -1,4 +1,4 @@
-"""This module reads all measurements of a device once, from the store and from plugins, and keeps them in memory."""
+"""This module has what was measured on a device: the tables of plugins, and of the store what was asked for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .current import cached, mode, store
 from .kernels import bucket
 from .rows import BACKEND, Place, Row, canonical, row_of, when
 from .similarity import Numbers, distance, numbers_of, scaled
-from .store import FORMAT
+from .store import FORMAT, Asked
 from .times import FAR, Lengths, Measured, SimilarRequest
 
 __all__ = [
@@ -33,33 +33,65 @@ __all__ = [
 
 
 _MOST = 256
+_ByLengths = Mapping[Lengths, Measured]
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
-    """Describes what is known of a device.
+class Tables:
+    """The measurements that plugins ship of a device, by the text of their `request_key` and by their lengths. `kinds`:
+    requests, with their text, by what tells their kernels apart."""
 
-    Attributes:
-        measured: measurements by the text of `request_key`. elsewhere: why others of such requests are not used.
-        quarantined: backend -> reason. kinds: requests, with their text, by what tells their kernels apart.
-        shipped: of this, what plugins ship; None: this is that.
-    """
-
-    measured: Mapping[str, Sequence[Measured]] = dataclasses.field(default_factory=dict)
-    elsewhere: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-    quarantined: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    measured: Mapping[str, _ByLengths] = dataclasses.field(default_factory=dict)
     kinds: Mapping[str, Sequence[tuple[str, Numbers]]] = dataclasses.field(default_factory=dict)
-    shipped: Known | None = None
-    _kin: dict[str, Sequence[Measured]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: Mapping[str, Mapping[Lengths, Measured]], **more: Any) -> Known:
-        """Build this from measurements, by the text of their request and by their lengths."""
+    def of(cls, found: Mapping[str, _ByLengths]) -> Tables:
+        """Build this from measurements."""
         kinds: dict[str, list[tuple[str, Numbers]]] = {}
         for key in found:
             if (said := numbers_of(json.loads(key))) is not None:
                 kinds.setdefault(said[0], []).append((key, said[1]))
-        return cls({key: tuple(by_lengths.values()) for key, by_lengths in found.items()}, kinds=kinds, **more)
+        return cls(found, kinds)
+
+    def alike(self, text: str) -> dict[str, _ByLengths]:
+        """The measurements of other requests of the same kind."""
+        said = numbers_of(json.loads(text)) if self.kinds else None
+        others = self.kinds.get(said[0], ()) if said is not None else ()
+        return {other: self.measured[other] for other, _ in others if other != text}
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Describes what is known of a device: what plugins ship, and what its store has, which is asked for each request
+    once and not read whole.
+
+    Attributes:
+        tables: what plugins ship. place: of the measurements of the store; None: it is not asked.
+        quarantined: backend -> reason, by the text of `request_key`.
+    """
+
+    tables: Tables = dataclasses.field(default_factory=Tables)
+    place: Place | None = None
+    quarantined: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    _asked: dict[str, Asked] = dataclasses.field(default_factory=dict)
+    _kin: dict[tuple[str, bool], Sequence[Measured]] = dataclasses.field(default_factory=dict)
+
+    def own(self, key: Mapping[str, Any]) -> Sequence[Measured]:
+        """Measurements of a `request_key` itself, those of this machine before shipped ones of the same lengths."""
+        text = canonical(key)
+        found = {**self.tables.measured.get(text, {})}
+        for row in self._of_store(text).own:
+            _keep(found, row)
+        return tuple(found.values())
+
+    def elsewhere(self, key: Mapping[str, Any]) -> Sequence[str]:
+        """Why other measurements of such requests are not used, for each."""
+        here, others = self.place, self._of_store(canonical(key)).elsewhere
+        if here is None:
+            return ()
+        return [
+            f"of {here.differs(place)}, which this machine has not" for place, count in others for _ in range(count)
+        ]
 
     def advising(self, key: Mapping[str, Any], *, own: bool = True) -> Sequence[Measured]:
         """Measurements that have a say in requests of a `request_key`: their own, then of requests like them, the
@@ -67,37 +99,38 @@ class Known:
 
         What is measured while a program runs says nothing of its other requests: their choices would change under way.
         """
-        text, alike = canonical(key), self
-        if mode() == "online" and self.shipped is not None:
-            alike = self.shipped
-        return (*(self.measured.get(text, ()) if own else ()), *alike._found_kin(key, text))
-
-    def _found_kin(self, key: Mapping[str, Any], text: str) -> Sequence[Measured]:
-        if not self.kinds:
-            return ()
-        found = self._kin.get(text)
-        if found is None:
+        text, online = canonical(key), mode() == "online"
+        if (text, online) not in self._kin:
             if len(self._kin) >= _MOST:
                 self._kin.clear()
-            found = self._kin[text] = self._find_kin(key, text)
-        return found
+            self._kin[text, online] = self._find_kin(key, text, online=online)
+        return (*(self.own(key) if own else ()), *self._kin[text, online])
 
-    def _find_kin(self, key: Mapping[str, Any], text: str) -> Sequence[Measured]:
+    def _of_store(self, text: str) -> Asked:
+        if self.place is None:
+            return NOTHING_ASKED
+        if text not in self._asked:
+            if len(self._asked) >= _MOST:
+                self._asked.clear()
+            self._asked[text] = _ask(self.place, text)
+        return self._asked[text]
+
+    def _find_kin(self, key: Mapping[str, Any], text: str, *, online: bool) -> Sequence[Measured]:
         asked = numbers_of(key)
         if asked is None:
             return ()
-        kind, mine = asked
-        near = [
-            (off, other, theirs)
-            for other, theirs in self.kinds.get(kind, ())
-            if other != text and (off := distance(theirs, mine)) is not None
-        ]
-        found = [
-            (off, kin)
-            for off, other, theirs in near
-            for one in self.measured[other]
-            if (kin := _for_kin(one, theirs, mine, off, self.quarantined.get(other, {}))) is not None
-        ]
+        alike = {other: {**by_lengths} for other, by_lengths in self.tables.alike(text).items()}
+        for row in () if online else self._of_store(text).alike:
+            _keep(alike.setdefault(canonical(row.key["request"]), {}), row)
+        found = []
+        for other, by_lengths in alike.items():
+            theirs = numbers_of(json.loads(other))
+            off = distance(theirs[1], asked[1]) if theirs is not None and theirs[0] == asked[0] else None
+            if off is None or theirs is None:
+                continue
+            held = {} if online else self.quarantined.get(other, {})
+            kin = [_for_kin(m, theirs[1], asked[1], off, held) for m in by_lengths.values()]
+            found += [(off, one) for one in kin if one is not None]
         return tuple(one for _, one in sorted(found, key=lambda f: (f[0], f[1].shipped)))
 
 
@@ -114,10 +147,11 @@ def _for_kin(one: Measured, theirs: Numbers, mine: Numbers, off: float, held: Co
 
 
 NOT_ANY = Known()
+NOTHING_ASKED = Asked((), (), ())
 
 
 def known(request: AttentionRequest, place: Callable[[], Place], tuning: str = "") -> Known:
-    """Return all measurements of the device of a request. `place` is asked only where there is anything.
+    """Return what is known of the device of a request. `place` is asked only where there is anything.
 
     tuning: the `mode`, where the caller has asked for it.
     """
@@ -128,27 +162,31 @@ def known(request: AttentionRequest, place: Callable[[], Place], tuning: str = "
 
 def _read(place: Callable[[], Place]) -> Known:
     try:
-        rows, held = store().rows(subject=BACKEND), store().quarantined()
+        measured, held = BACKEND in store().count(), store().quarantined()
     except ConfigError as exc:
         warnings.warn(f"nothing measured decides about backends: {exc}", RuntimeWarning, stacklevel=6)
-        rows, held = [], []
-    if not (rows or held or shipped_rows()):
+        measured, held = False, []
+    if not (measured or held or shipped_rows()):
         return NOT_ANY
-    here, tables = place(), shipped(place)
-    found = {key: {one.lengths: one for one in of_key} for key, of_key in tables.measured.items()}
-    elsewhere: dict[str, list[str]] = {}
-    for row in rows:
-        if row.place == here:
-            _keep(found, row, shipped=False)
-        else:
-            elsewhere.setdefault(_key(row), []).append(f"of {here.differs(row.place)}, which this machine has not")
+    here = place()
     quarantined: dict[str, dict[str, str]] = {}
     for one in held:
         if one.place == here:
             quarantined.setdefault(canonical(one.key), {})[one.backend] = one.reason
-    if not (found or elsewhere or quarantined):
-        return NOT_ANY
-    return Known.of(found, elsewhere=elsewhere, quarantined=quarantined, shipped=tables)
+    tables = shipped(place).tables
+    return (
+        Known(tables, here if measured else None, quarantined)
+        if measured or quarantined or tables.measured
+        else NOT_ANY
+    )
+
+
+def _ask(place: Place, text: str) -> Asked:
+    try:
+        return store().asked(place, json.loads(text))
+    except ConfigError as exc:
+        warnings.warn(f"nothing measured decides about backends: {exc}", RuntimeWarning, stacklevel=6)
+        return NOTHING_ASKED
 
 
 def shipped(place: Callable[[], Place]) -> Known:
@@ -156,21 +194,21 @@ def shipped(place: Callable[[], Place]) -> Known:
     if not shipped_rows():
         return NOT_ANY
     here = place()
-    return cached(("shipped", here.device, here.arch, get_manager().measurements), lambda: Known.of(_tables(here)))
+    return cached(("shipped", here.device, here.arch, get_manager().measurements), lambda: Known(_tables(here)))
 
 
-def _tables(here: Place) -> dict[str, dict[Lengths, Measured]]:
+def _tables(here: Place) -> Tables:
     """Return what the authors of plugins measured on such a device."""
     found: dict[str, dict[Lengths, Measured]] = {}
     for row in shipped_rows():
         if (row.place.device, row.place.arch) == (here.device, here.arch):
-            _keep(found, row, shipped=True)
-    return found
+            _keep(found.setdefault(canonical(row.key["request"]), {}), row, shipped=True)
+    return Tables.of(found)
 
 
-def _keep(found: dict[str, dict[Lengths, Measured]], row: Row, *, shipped: bool) -> None:
+def _keep(found: dict[Lengths, Measured], row: Row, *, shipped: bool = False) -> None:
     one = measured_of(row, shipped=shipped)
-    found.setdefault(_key(row), {})[one.lengths] = one
+    found[one.lengths] = one
 
 
 def measured_of(row: Row, *, shipped: bool = False) -> Measured:
@@ -178,10 +216,6 @@ def measured_of(row: Row, *, shipped: bool = False) -> Measured:
     lengths, said = (row.key["batch"], row.key["q"], row.key["k"]), row.value.get
     by, late = said("by", {}), (*said("late", ()),)
     return Measured(lengths, row.value["times"], row.date, shipped, said("host", {}), said("rule", ""), by, late=late)
-
-
-def _key(row: Row) -> str:
-    return canonical(row.key["request"])
 
 
 def shipped_rows() -> Sequence[Row]:

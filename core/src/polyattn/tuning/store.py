@@ -6,27 +6,34 @@ what is recorded stays in the memory of the process, which is said once.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import itertools
 import json
+import os
 import sqlite3
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..contract.names import parts
 from ..errors import ConfigError
 from .rows import BACKEND, Place, Quarantined, Row, canonical, check_row, row_of, when
+from .similarity import numbers_of
 
-__all__ = ["FORMAT", "SCHEMA", "TuningStore", "path_of"]
+__all__ = ["FORMAT", "SCHEMA", "Asked", "TuningStore", "path_of"]
 
-SCHEMA = 2
-"""Version of the tables: 1 had measurements alone. A file with a higher one was made by a later polyattn."""
+SCHEMA = 3
+"""Version of the tables: 1 had measurements alone, 2 no index of requests. Raise it too where `similarity.numbers_of`
+says otherwise of a request. A file with a higher one was made by a later polyattn."""
 FORMAT = "polyattn tuning 1"
 """What an exported file says it is."""
 _APPLICATION = 0x706F6C79
 _WAIT_S = 30.0
+_LARGEST = 2**48
+"""Larger numbers are no request's. Columns do not hold all that a file may have."""
 
 _MEASUREMENT = """
 CREATE TABLE IF NOT EXISTS measurement (
@@ -42,9 +49,51 @@ CREATE TABLE IF NOT EXISTS quarantine (
     PRIMARY KEY (device, arch, versions, backend, key)
 ) WITHOUT ROWID
 """
-_TABLES = (_MEASUREMENT, _QUARANTINE)
+_INDEX = (
+    """
+CREATE TABLE IF NOT EXISTS request (
+    id INTEGER PRIMARY KEY, text TEXT NOT NULL, device TEXT NOT NULL, arch TEXT NOT NULL, versions TEXT NOT NULL,
+    kind TEXT, head_dim INTEGER, groups REAL, page_size INTEGER, to_left INTEGER, to_right INTEGER, layout TEXT,
+    UNIQUE (text, device, arch, versions)
+)
+""",
+    """
+CREATE INDEX IF NOT EXISTS alike ON request (
+    kind, device, arch, versions, head_dim, groups, page_size, to_left, to_right, layout
+)
+""",
+    """
+CREATE TABLE IF NOT EXISTS lengths (
+    request INTEGER NOT NULL, batch INTEGER NOT NULL, q INTEGER NOT NULL, k INTEGER NOT NULL,
+    PRIMARY KEY (request, batch, q, k)
+) WITHOUT ROWID
+""",
+)
+"""Which requests were measured where, what makes others like them, and at which lengths. With these the key of a
+measurement is made, so that it is found without a look at any other."""
+_TABLES = (_MEASUREMENT, _QUARANTINE, *_INDEX)
 _LACKS = {0: _TABLES, 1: (_QUARANTINE,)}
-"""Version of a file -> the tables that it has not yet."""
+"""Version of a file -> the tables that who reads it needs, and that it has not yet."""
+_PLACE = "device = :device AND arch = :arch AND versions = :versions"
+_OWN = f"SELECT id FROM request WHERE text = :text AND {_PLACE}"
+_ELSEWHERE = f"""
+SELECT device, arch, versions, (SELECT count(*) FROM lengths WHERE request = id) FROM request
+WHERE text = :text AND NOT ({_PLACE})
+"""
+_NUMBERS = ("head_dim", "groups", "page_size", "to_left", "to_right", "layout")
+_ALIKE = f"SELECT id, text FROM request WHERE kind = :kind AND {_PLACE} AND text <> :text"
+_SAME_NUMBERS = f"{_ALIKE} AND {' AND '.join(f'{name} = :{name}' for name in _NUMBERS)} LIMIT :most"
+_APART = " * ".join(
+    f"CASE WHEN {name} = :{name} THEN 1 ELSE coalesce(max(1.0 * {name} / :{name}, 1.0 * :{name} / {name}), 1e9) END"
+    for name in _NUMBERS[:-1]
+)
+_NEAR_NUMBERS = f"""
+{_ALIKE} AND head_dim BETWEEN :head_dim / 2 AND :head_dim * 2 AND groups BETWEEN :groups / 2 AND :groups * 2
+ORDER BY {_APART} * CASE WHEN layout = :layout THEN 1 ELSE 2 END, text LIMIT :most
+"""
+"""The distance of `similarity` as a product: the nearest first."""
+MOST_ALIKE, MOST_ROWS = 16, 256
+"""Requests like one that is asked for, the nearest, and measurements of them, that are looked at."""
 _COLUMNS = "device, arch, versions, subject, key, value, microseconds, date, source"
 _REPLACE = f"""
 INSERT INTO measurement ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
@@ -52,8 +101,22 @@ ON CONFLICT (device, arch, versions, subject, key) DO UPDATE SET
     value = excluded.value, microseconds = excluded.microseconds, date = excluded.date, source = excluded.source
 """
 _REPLACE_OLDER = f"{_REPLACE} WHERE julianday(excluded.date) > coalesce(julianday(measurement.date), 0)"
+_OF_LENGTHS = f"""
+SELECT {_COLUMNS} FROM lengths JOIN measurement ON {_PLACE} AND subject = '{BACKEND}'
+    AND key = printf('{{"batch":%d,"k":%d,"q":%d,"request":%s}}', batch, k, q, :text)
+WHERE request = :id
+"""
 _VARIABLE = "POLYATTN_TUNING_STORE"
 _Identity = tuple[str, str, str, str, str]
+
+
+class Asked(NamedTuple):
+    """What a store has about a request in a place: its measurements, how many there are of it at each other place, and
+    the measurements of requests like it."""
+
+    own: Sequence[Row]
+    elsewhere: Sequence[tuple[Place, int]]
+    alike: Sequence[Row]
 
 
 def path_of(name: str | Path) -> Path:
@@ -87,7 +150,7 @@ class TuningStore:
         self.path, self._by = None if path is None else path_of(path), by
         self._own: dict[_Identity, Row] = {}
         self._held: dict[_Identity, Quarantined] = {}
-        self._only_memory = False
+        self._only_memory, self._format = False, 0
         self._told: set[str] = set()
         self._persistence_required = False
         if self.path is None or not self._there(self.path):
@@ -114,23 +177,106 @@ class TuningStore:
         Raises:
             ConfigError: the file is damaged.
         """
+        return self._found(place, subject=subject)
+
+    def _found(self, place: Place | None, **columns: str | None) -> list[Row]:
         found: dict[_Identity, Row] = {}
+        where, given = _where(place, **columns)
         if self.path is not None and self._there(self.path):
             with self._reading(self.path) as connection:
-                where, given = _where(place, subject=subject)
                 for line in connection.execute(f"SELECT {_COLUMNS} FROM measurement WHERE {where}", given):
                     if (row := self._row(line)) is not None:
                         found[_identity(row)] = row
         for identity, row in self._own.items():
-            if (place is None or row.place == place) and (subject is None or row.subject == subject):
+            told = dict(zip(("device", "arch", "versions", "subject", "key"), identity, strict=True))
+            if given.items() <= told.items():
                 found[identity] = row
         return [found[identity] for identity in sorted(found)]
 
     def lookup(self, place: Place, subject: str, key: Mapping[str, Any]) -> Row | None:
         """The measurement of a key, if there is one. It reads the file; calls that matter use
         `polyattn.tuning.kernel_config`, which has them in memory."""
-        text = canonical(key)
-        return next((row for row in self.rows(place, subject) if canonical(row.key) == text), None)
+        return next(iter(self._found(place, subject=subject, key=canonical(key))), None)
+
+    def asked(self, place: Place, key: Mapping[str, Any]) -> Asked:
+        """What was measured of a `request_key`, and of requests like it. Only these are read.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        text, found = canonical(key), Asked([], [], [])
+        if self.path is not None and self._there(self.path):
+            with self._reading(self.path) as connection:
+                if self._format == SCHEMA:
+                    found = self._asked(connection, place, text)
+            if 0 < self._format < SCHEMA and "former" not in self._told:
+                self._convert(self.path)
+                return self.asked(place, key)
+        if not self._own:
+            return found
+        mine = [row for row in self._own.values() if row.subject == BACKEND]
+        own = [row for row in mine if row.place == place and canonical(row.key["request"]) == text]
+        others = collections.Counter(row.place for row in mine if canonical(row.key["request"]) == text)
+        del others[place]
+        alike = [row for row in mine if row.place == place and row not in own]
+        return Asked([*found.own, *own], [*found.elsewhere, *others.items()], [*found.alike, *alike])
+
+    def _asked(self, connection: sqlite3.Connection, place: Place, text: str) -> Asked:
+        given: dict[str, Any] = {"text": text, "most": MOST_ALIKE, **_columns(place), **_numbers(text)}
+        own = [
+            row for (number,) in connection.execute(_OWN, given) for row in self._of(connection, given, number, text)
+        ]
+        elsewhere = [(_place(*of), count) for *of, count in connection.execute(_ELSEWHERE, given) if count]
+        near: list[tuple[int, str]] = []
+        if given["kind"] is not None:
+            near = connection.execute(_SAME_NUMBERS, given).fetchall()
+            near = near if len(near) == MOST_ALIKE else connection.execute(_NEAR_NUMBERS, given).fetchall()
+        alike: list[Row] = []
+        for id_, other in near:
+            if len(alike) < MOST_ROWS:
+                alike += self._of(connection, given, id_, other)
+        return Asked(own, elsewhere, alike)
+
+    def _of(self, connection: sqlite3.Connection, given: Mapping[str, Any], id_: int, text: str) -> list[Row]:
+        lines = connection.execute(_OF_LENGTHS, {**given, "id": id_, "text": text})
+        return [row for line in lines if (row := self._row(line)) is not None]
+
+    def _convert(self, path: Path) -> None:
+        """Give a file of a former format its index. Where it cannot be written, it is read whole, once."""
+        if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK) and self._written(lambda connection: None):
+            return
+        self._told.add("former")
+        warnings.warn(
+            f"the tuning store {path} has a former format and cannot be written: each process reads it whole. Measure "
+            f"once, or import into it, where it can be written",
+            RuntimeWarning,
+            stacklevel=7,
+        )
+        self._own = {_identity(row): row for row in self.rows(subject=BACKEND)} | self._own
+
+    def count(self) -> dict[str, int]:
+        """How many measurements there are, by subject."""
+        found: collections.Counter[str] = collections.Counter(row.subject for row in self._own.values())
+        if self.path is not None and self._there(self.path):
+            with self._reading(self.path) as connection:
+                found.update(dict(connection.execute("SELECT subject, count(*) FROM measurement GROUP BY subject")))
+        return dict(found)
+
+    def page(self, first: int, count: int) -> list[Row]:
+        """So many measurements in order, beginning with number `first`, from 0 on. Those that are kept in memory come
+        after those of the file.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        found, there = [], 0
+        if self.path is not None and self._there(self.path):
+            with self._reading(self.path) as connection:
+                (there,) = connection.execute("SELECT count(*) FROM measurement").fetchone()
+                lines = connection.execute(f"SELECT {_COLUMNS} FROM measurement LIMIT ? OFFSET ?", (count, first))
+                found = [row for line in lines if (row := self._row(line)) is not None]
+        begin = max(first - there, 0)
+        return [*found, *list(self._own.values())[begin : max(first + count - there, 0)]]
 
     def quarantined(self, place: Place | None = None) -> list[Quarantined]:
         """Backends that must not be chosen automatically, of one place or all, in order.
@@ -170,7 +316,12 @@ class TuningStore:
         """
         for row in rows:
             check_row(row, "record", None)
-        if not self._written(lambda connection: connection.executemany(_REPLACE, [_line(row) for row in rows])):
+
+        def put(connection: sqlite3.Connection) -> None:
+            connection.executemany(_REPLACE, [_line(row) for row in rows])
+            _index(connection, rows)
+
+        if not self._written(put):
             self._own |= {_identity(row): row for row in rows}
 
     def quarantine(self, *held: Quarantined) -> None:
@@ -198,22 +349,23 @@ class TuningStore:
             return 0
         without = {(held.place, held.backend, canonical(held.key)) for held in gone}
         lacking = [
-            _identity(row)
-            for row in self.rows(subject=BACKEND)
+            row
             for place, name, request in without
-            if row.place == place and canonical(row.key["request"]) == request and not _took_part(name, row)
+            for row in self.asked(place, json.loads(request)).own
+            if not _took_part(name, row)
         ]
         for held in gone:
             self._held.pop(_held(held), None)
-        for identity in lacking:
-            self._own.pop(identity, None)
+        for row in lacking:
+            self._own.pop(_identity(row), None)
 
         def change(connection: sqlite3.Connection) -> None:
             for name in {held.backend for held in gone}:
                 where, given = _where(None, backend=name)
                 connection.execute(f"DELETE FROM quarantine WHERE {where}", given)
             where = " AND ".join(f"{name} = ?" for name in ("device", "arch", "versions", "subject", "key"))
-            connection.executemany(f"DELETE FROM measurement WHERE {where}", lacking)
+            connection.executemany(f"DELETE FROM measurement WHERE {where}", map(_identity, lacking))
+            _take_out(connection, lacking)
 
         self._written(change)
         return len(gone)
@@ -228,8 +380,13 @@ class TuningStore:
         for row in gone:
             self._own.pop(_identity(row), None)
         where, given = _where(place, subject=subject)
+
+        def change(connection: sqlite3.Connection) -> None:
+            connection.execute(f"DELETE FROM measurement WHERE {where}", given)
+            _take_out(connection, gone)
+
         if gone:
-            self._written(lambda connection: connection.execute(f"DELETE FROM measurement WHERE {where}", given))
+            self._written(change)
         return len(gone)
 
     def import_rows(self, data: Any, backends: Collection[str] | None = None, where: str = "import") -> int:
@@ -256,6 +413,7 @@ class TuningStore:
         def put(connection: sqlite3.Connection) -> None:
             nonlocal kept
             kept = connection.executemany(_REPLACE_OLDER, [_line(row) for row in rows]).rowcount
+            _index(connection, rows)
 
         if rows and not self._written(put):
             kept, known = 0, {_identity(row): row for row in self.rows()}
@@ -300,8 +458,14 @@ class TuningStore:
             connection.execute("PRAGMA journal_mode = WAL")
         with connection:
             connection.execute("BEGIN IMMEDIATE")
+            former = self._version(connection)
             for table in _TABLES:
                 connection.execute(table)
+            if 0 < former < SCHEMA:
+                said = f"the tuning store {self.path} has a former format and is converted, once"
+                warnings.warn(said, RuntimeWarning, stacklevel=7)
+                lines = connection.execute(f"SELECT {_COLUMNS} FROM measurement WHERE subject = '{BACKEND}'")
+                _index(connection, [row for line in lines if (row := self._row(line)) is not None])
             connection.execute(f"PRAGMA application_id = {_APPLICATION}")
             connection.execute(f"PRAGMA user_version = {SCHEMA}")
 
@@ -337,7 +501,7 @@ class TuningStore:
                 try:
                     opened = sqlite3.connect(f"{uri}?{mode}", uri=True, timeout=_WAIT_S)
                     connection = stack.enter_context(contextlib.closing(opened))
-                    version = self._version(connection)
+                    version = self._format = self._version(connection)
                     break
                 except sqlite3.OperationalError:
                     if mode == "immutable=1":
@@ -427,7 +591,7 @@ def _where(place: Place | None, **columns: str | None) -> tuple[str, dict[str, s
     """The condition of a query, and its values; None: any."""
     wanted = columns
     if place is not None:
-        wanted |= {"device": place.device, "arch": place.arch, "versions": canonical(dict(place.versions))}
+        wanted |= _columns(place)
     given = {name: value for name, value in wanted.items() if value is not None}
     return " AND ".join(f"{name} = :{name}" for name in given) or "1", given
 
@@ -436,6 +600,52 @@ def _took_part(name: str, row: Row) -> bool:
     """Return whether a backend, or one of its libraries, was timed."""
     by = row.value.get("by", {})
     return any(name in (one, f"{one}/{by.get(one, '')}") for one in row.value["times"])
+
+
+def _columns(place: Place) -> dict[str, str]:
+    return {"device": place.device, "arch": place.arch, "versions": canonical(dict(place.versions))}
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers(text: str) -> Mapping[str, Any]:
+    """What makes other requests like one, by the column of `request`."""
+    found = numbers_of(json.loads(text))
+    if found is None or max(found[1][:4]) > _LARGEST or max(found[1].window) > _LARGEST:
+        return dict.fromkeys(("kind", *_NUMBERS))
+    kind, of = found
+    left, right = of.window
+    numbers = (of.head_dim, of.heads / of.kv_heads, of.page_size, left + 1, right + 1, of.layout)
+    return {"kind": kind, **dict(zip(_NUMBERS, numbers, strict=True))}
+
+
+def _lines(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """What the index has of measurements, by column."""
+    places: dict[Place, dict[str, str]] = {}
+    found = []
+    for row in rows:
+        if row.subject == BACKEND:
+            place = places.get(row.place) or places.setdefault(row.place, _columns(row.place))
+            lengths = {name: row.key[name] for name in ("batch", "q", "k")}
+            found.append({"text": canonical(row.key["request"]), **place, **lengths})
+    return found
+
+
+def _index(connection: sqlite3.Connection, rows: Iterable[Row]) -> None:
+    """Note which requests these measurements are of, and at which lengths."""
+    lines = _lines(rows)
+    requests = {(one["text"], one["device"], one["arch"], one["versions"]): one for one in lines}
+    names = ("text", "device", "arch", "versions", "kind", *_NUMBERS)
+    connection.executemany(
+        f"INSERT OR IGNORE INTO request ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})",
+        [{**one, **_numbers(one["text"])} for one in requests.values()],
+    )
+    connection.executemany(f"INSERT OR IGNORE INTO lengths SELECT id, :batch, :q, :k FROM ({_OWN})", lines)
+
+
+def _take_out(connection: sqlite3.Connection, rows: Iterable[Row]) -> None:
+    """Forget what `_index` noted of these."""
+    at = f"request = ({_OWN}) AND batch = :batch AND q = :q AND k = :k"
+    connection.executemany(f"DELETE FROM lengths WHERE {at}", _lines(rows))
 
 
 def _held(one: Quarantined) -> _Identity:

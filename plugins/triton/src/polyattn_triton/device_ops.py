@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .kernels import rows
+from .kernels import chunks, clusters, linear_branch, rows
 from .kernels.metadata import View, step_launches
 from .kernels.write import Launched, Writer, write_kv, write_latent
 
@@ -76,10 +76,19 @@ class DeviceOps:
 
 
 class BlockOps:
-    """Tokens in blocks, their means, scores and the best of them."""
+    """Tokens in blocks, means, scores, the best of them; SLA's linear branch; clusters; chunks that queries choose."""
 
     name = "polyattn-triton"
     gather = staticmethod(rows.gather)
     scatter = staticmethod(rows.scatter)
     scored = staticmethod(rows.scored)
     top = staticmethod(rows.top)
+    pooled = staticmethod(linear_branch.pooled)
+    linear_sums = staticmethod(linear_branch.linear_sums)
+    linear_add = staticmethod(linear_branch.linear_add)
+    nearest = staticmethod(clusters.nearest)
+    in_order = staticmethod(clusters.in_order)
+    cluster_means = staticmethod(clusters.cluster_means)
+    listed = staticmethod(clusters.listed)
+    choose = staticmethod(chunks.choose)
+    merge_chosen = staticmethod(chunks.merge_chosen)

@@ -19,6 +19,7 @@ _UNMADE: Mapping[str, tuple[Any, ...]] = {
     "family": ("linear",),
     "zero_size": (True,),
     "alibi": (True,),
+    "segments": ("shared", "pair"),
     "cross": (True,),
     "kv_layout": ("vectorised", "NZ"),
     "transform": ("functionalize", "vmap", "grad", "gradgrad", "jvp"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,6 @@ __all__ = ["between_graphs"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
-def between_graphs(*given: Any) -> Any:
-    """`polyattn.dispatch.placed.at`, by a method."""
-    from ..placed import at
-
-    return at(*given)
+def between_graphs(run: Callable[..., Any], *given: Any) -> Any:
+    """`run`: the graph ends before the call and goes on after it."""
+    return run(*given)

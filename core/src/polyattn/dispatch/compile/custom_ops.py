@@ -8,6 +8,7 @@ graph can be run by another process. They are registered as soon as both polyatt
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -22,13 +23,18 @@ SCHEMAS = {
     "dense": _MASKED,
     "varlen": f"{_MASKED}, {_LENGTHS}",
     "block_sparse": (
-        "Tensor query, Tensor key, Tensor value, Tensor block_counts, Tensor block_indices, Tensor? block_valid, "
-        "Tensor? block_starts"
+        "Tensor query, Tensor key, Tensor value, Tensor block_counts, Tensor block_indices, Tensor? block_valid"
     ),
     "linear": ("Tensor query, Tensor key, Tensor value, Tensor gate, Tensor beta, Tensor? state, Tensor? cu_seqlens"),
 }
 """Of each family the arguments before `plan`, as saved graphs have them. They are those of
 `polyattn.contract.families`, which a test compares: importing that here would cost every program that imports torch."""
+ADDED = {
+    "dense": ", Tensor? alibi=None, Tensor? q_segments=None, Tensor? k_segments=None",
+    "varlen": ", Tensor? alibi=None",
+    "block_sparse": ", Tensor? block_starts=None",
+}
+"""Arguments behind `plan`, which graphs saved before them do not have."""
 
 
 @functools.cache
@@ -41,35 +47,42 @@ class _Op:
     """The op of a family, and the op of its gradient."""
 
     def __init__(self, family: str, arguments: str) -> None:
-        self._family, self._count = family, arguments.count(",") + 1
+        added = ADDED.get(family, "")
+        self._family, self._count, self._added = family, arguments.count(",") + 1, added.count(",")
         second, last = ("dstate", "final_state") if family == "linear" else ("dlse", "lse")
-        forward = torch.library.custom_op(
-            f"polyattn::{family}", self._run, mutates_args=(), schema=f"({arguments}, str plan) -> (Tensor, Tensor)"
-        )
+        schema, grads = f"({arguments}, str plan{added}) -> (Tensor, Tensor)", f"Tensor? dout, Tensor? {second}"
+        forward = torch.library.custom_op(f"polyattn::{family}", self._run, mutates_args=(), schema=schema)
         forward.register_fake(self._fake)
         forward.register_autograd(self._differentiate, setup_context=self._keep)
         backward = torch.library.custom_op(
             f"polyattn::{family}_backward",
             self._gradients,
             mutates_args=(),
-            schema=f"(Tensor? dout, Tensor? {second}, {arguments}, Tensor out, Tensor {last}, str plan) -> Tensor[]",
+            schema=f"({grads}, {arguments}, Tensor out, Tensor {last}, str plan{added}) -> Tensor[]",
         )
         backward.register_fake(self._fake_gradients)
         backward.register_autograd(_second)
         self._backward = backward
 
+    def _split(self, given: Sequence[Any], count: int) -> tuple[list[Any], str]:
+        """(all arguments but the plan, the plan), of which `count` stand before it. torch leaves defaults out."""
+        added = given[count + 1 :]
+        return [*given[:count], *added, *[None] * (self._added - len(added))], given[count]
+
     def _run(self, *given: Any) -> tuple[Tensor, Tensor]:
-        *arguments, plan = given
+        arguments, plan = self._split(given, self._count)
         found: tuple[Tensor, Tensor] = op_plans().forward(plan, self._family, arguments)
         return found
 
     def _fake(self, *given: Any) -> tuple[Tensor, Tensor]:
-        *arguments, plan = given
+        arguments, plan = self._split(given, self._count)
         found: tuple[Tensor, Tensor] = op_plans().outputs(plan, self._family, arguments)
         return found
 
     def _gradients(self, dout: Tensor | None, dsecond: Tensor | None, *given: Any) -> list[Tensor]:
-        *arguments, out, second, plan = given
+        arguments, plan = self._split(given, self._count + 2)
+        out, second = arguments[self._count : self._count + 2]
+        del arguments[self._count : self._count + 2]
         found: list[Tensor] = op_plans().backward(plan, self._family, arguments, dout, dsecond, out, second)
         return found
 
@@ -82,7 +95,7 @@ class _Op:
         return [arguments[place] for place in places if arguments[place] is not None]
 
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *arguments, ctx.plan = inputs
+        arguments, ctx.plan = self._split(inputs, self._count)
         ctx.set_materialize_grads(False)
         ctx.host = {place: one for place, one in enumerate(arguments) if isinstance(one, (int, torch.SymInt))}
         ctx.save_for_backward(*(None if place in ctx.host else one for place, one in enumerate(arguments)), *output)
@@ -91,10 +104,11 @@ class _Op:
         *saved, out, second = ctx.saved_tensors
         arguments = [ctx.host.get(place, one) for place, one in enumerate(saved)]
         dsecond = dsecond if second.numel() else None
-        grads = iter(self._backward(dout, dsecond, *arguments, out, second, ctx.plan))
+        before, added = arguments[: self._count], arguments[self._count :]
+        grads = iter(self._backward(dout, dsecond, *before, out, second, ctx.plan, *added))
         trained = [p for p in op_plans().differentiable(self._family) if arguments[p] is not None]
         by_place = {place: next(grads) for place in trained}
-        return (*(by_place.get(place) for place in range(self._count)), None)
+        return (*(by_place.get(place) for place in range(self._count)), None, *[None] * self._added)
 
 
 def _second(ctx: Any, *grads: Any) -> Any:

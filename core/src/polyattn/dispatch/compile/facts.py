@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...semantics.validation import local_only
-from ..call_key import LARGE, Static
+from ..call_key import LARGE, Added, Static
 
-__all__ = ["TensorFacts", "constants", "counted", "fixed", "fixed_number", "map_fits", "mask_fits", "tensor_facts"]
+__all__ = [
+    *("TensorFacts", "added_facts", "constants", "counted", "fixed", "fixed_int"),
+    *("map_fits", "mask_fits", "tensor_facts"),
+]
 
 
 class TensorFacts(NamedTuple):
@@ -58,11 +61,16 @@ def constants(static: Static) -> tuple[Any, ...]:
     `math.ldexp(x, 0)`, which is exactly x, is where it becomes a constant."""
     window: Any = static.window
     if isinstance(window, (tuple, list)):
-        window = tuple([int(math.ldexp(side, 0)) if _small(side) else side for side in window])
+        window = tuple([fixed_int(side) for side in window])
     return (
         *(static.causal, window, fixed_number(static.softcap), fixed_number(static.scale)),
-        *(static.layout, fixed_number(static.dropout_p), static.return_lse, static.deterministic, static.role),
+        *(static.layout, fixed_number(static.dropout_p), static.return_lse, static.deterministic),
+        *(fixed_int(static.chunk), static.role),
     )
+
+
+def fixed_int(number: Any) -> Any:
+    return int(math.ldexp(number, 0)) if _small(number) else number
 
 
 def fixed_number(number: Any) -> Any:
@@ -103,8 +111,28 @@ def _out_fits(out: Tensor, query: Tensor, value: Tensor) -> str:
     return "fits" if expanded == [] else "is expanded"
 
 
-def _sinks_fit(sinks: Tensor, query: Tensor, heads: int) -> str:
-    return "fits" if sinks.ndim == 1 and sinks.shape[0] == query.shape[heads] else "does not fit"
+def _fits(tensor: Any, like: Tensor, *shape: int) -> str:
+    """ "fits" for a tensor of this shape beside `like`."""
+    if not isinstance(tensor, Tensor) or tensor.device != like.device or tensor.ndim != len(shape):
+        return "does not fit"
+    wrong = [True for size, wanted in zip(tensor.shape, shape, strict=True) if size != wanted]
+    return "fits" if wrong == [] else "does not fit"
+
+
+def added_facts(added: Added, query: Tensor, key: Tensor, heads: int, length: int) -> tuple[Any, Any]:
+    """(of `alibi`, of segments), each None where none is given: whether it fits, its dtype, and of slopes whether they
+    want a gradient, of segments how they are shared. heads, length: axes of the query and the key."""
+    alibi, queries, keys = added.get("alibi"), added.get("q_segments"), added.get("k_segments")
+    slopes = how = None
+    if alibi is not None:
+        trains = torch.is_grad_enabled() and getattr(alibi, "requires_grad", False)
+        slopes = (_fits(alibi, query, query.shape[heads]), getattr(alibi, "dtype", None), trains)
+    if queries is not None:
+        fits = _fits(queries, query, query.shape[0], query.shape[length]) == "fits"
+        fits = fits and _fits(keys, query, key.shape[0], key.shape[length]) == "fits"
+        dtypes = (getattr(queries, "dtype", None), getattr(keys, "dtype", None))
+        how = ("fits" if fits else "does not fit", dtypes, "shared" if queries is keys else "pair")
+    return slopes, how
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[bool, bool]:
@@ -151,7 +179,7 @@ def tensor_facts(
         (query.dtype, key.dtype, value.dtype),
         _misplaced(query, key, value, attn_mask, sinks, out),
         None if attn_mask is None else attn_mask.dtype,
-        None if sinks is None else (_sinks_fit(sinks, query, heads), sinks.dtype),
+        None if sinks is None else (_fits(sinks, query, query.shape[heads]), sinks.dtype),
         None if out is None else (_out_fits(out, query if like is None else like, value), out.dtype),
         (
             grad and query.requires_grad,

@@ -51,8 +51,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, plan: st
 
 @register_flop_formula(torch.ops.polyattn.dense_backward, get_raw=True)
 def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> int:
-    *_, plan = args
-    return _backward(*_dense(query, key, value, plan))
+    return _backward(*_dense(query, key, value, args[4]))
 
 
 @register_flop_formula(torch.ops.polyattn.varlen, get_raw=True)
@@ -77,15 +76,15 @@ def _blocks(
 
 
 @register_flop_formula(torch.ops.polyattn.block_sparse, get_raw=True)
-def _(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, valid: Any, starts: Any, plan: str,
-      *args: Any, **kw: Any) -> int:  # fmt: skip
+def _(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, valid: Any, plan: str, *args: Any,
+      **kw: Any) -> int:  # fmt: skip
     return _forward(*_blocks(query, key, value, counts, indices, plan))
 
 
 @register_flop_formula(torch.ops.polyattn.block_sparse_backward, get_raw=True)
 def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, *args: Any,
       **kw: Any) -> int:  # fmt: skip
-    return _backward(*_blocks(query, key, value, counts, indices, args[-1]))
+    return _backward(*_blocks(query, key, value, counts, indices, args[3]))
 
 
 def _recurrence(value: Tensor, width: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import profiler as _profiler
 
 from ...contract import AttentionRequest, BackendInfo, Bound, Provider
-from ...contract.families import FAMILY_SPECS
+from ...contract.families import FAMILY_SPECS, FamilySpec
 from ...contract.request_json import plain_request, read_request
 from ...epoch import EPOCH
 from ...errors import BackendUnavailableError, PluginError, did_you_mean
@@ -114,8 +114,8 @@ def forward(plan: str, family: str, arguments: Sequence[Any]) -> tuple[Tensor, T
     """What the op of a family returns: (output, LSE or state); an LSE that nobody asked for is empty."""
     spec = FAMILY_SPECS[family]
     request, bound = _bound(plan, EPOCH.value)
-    query, key, value = dense_axes(*arguments[:3])
-    given = dict(zip((one.name for one in spec.keywords), arguments[3:], strict=True))
+    given = _by_name(spec, arguments)
+    query, key, value = dense_axes(*(given.pop(name) for name in ("query", "key", "value")))
     _check(request, query, key, value, given)
     with _range(plan) if _profiler._is_profiler_enabled else contextlib.nullcontext():
         result = bound.forward(query, key, value, **given)
@@ -124,6 +124,12 @@ def forward(plan: str, family: str, arguments: Sequence[Any]) -> tuple[Tensor, T
     second = second.to(_wide_dtype(query)) if second.numel() else second
     # The op promises contiguous outputs that alias no input, whatever the kernel gave.
     return _own(out.contiguous(), inputs), _own(second.contiguous(), inputs)
+
+
+def _by_name(spec: FamilySpec, arguments: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of an op by name. What was added later is left out where it is None, as by an eager call."""
+    every = zip((*spec.arguments, *spec.added), arguments, strict=True)
+    return {one.name: given for one, given in every if given is not None or one not in spec.added}
 
 
 def _own(result: Tensor, inputs: Sequence[Tensor]) -> Tensor:
@@ -186,11 +192,12 @@ def backward(
     """A gradient for each differentiable argument that is given, in order."""
     request, bound = _bound(plan, EPOCH.value)
     spec = FAMILY_SPECS[family]
-    names = [one.name for one in spec.arguments]
-    given = {**dict(zip(names, arguments, strict=True)), **dict(zip(names, dense_axes(*arguments[:3]), strict=False))}
+    given = _by_name(spec, arguments)
+    given |= dict(zip(given, dense_axes(*arguments[:3]), strict=False))
     trained = {one.name: given[one.name] for one in spec.differentiable if given[one.name] is not None}
     if bound.backward is not None:
-        extra = {one.name: given[one.name] for one in spec.keywords if one.backward}
+        taken = [one.name for one in spec.keywords if one.backward] + [one.name for one in spec.added]
+        extra = {name: given[name] for name in taken if name in given}
         tensors = (given["query"], given["key"], given["value"], out, second, given.get("sinks"))
         found: tuple[Tensor | None, ...] = attention_backward(
             bound.backward, dout, dsecond, *tensors, spec.head_axis(request.layout), extra

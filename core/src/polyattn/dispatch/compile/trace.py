@@ -22,25 +22,24 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...contract import AttentionRequest
 from ...contract.families import FAMILY_SPECS
 from ...contract.lengths import head_axis
 from ...contract.scalars import kinds
 from ...epoch import EPOCH
 from ...errors import InvalidInputError, PolyattnError
 from ...selection import overrides
-from ...semantics.block_maps import check_starts_given, lists_of
+from ...semantics.block_maps import block_shape_of, check_one_given, check_starts_given, lists_of
 from ...semantics.reference import unit_rows
 from ...semantics.validation import FLOATS, check_words
-from ..binding import Chosen, choose, device_facts, dtype_name
-from ..call_key import Static, runner
+from ..binding import Chosen, choose
+from ..call_key import NOTHING, Added, CallKey, Static, request_of, runner
 from ..device_facts import transform_around
 from . import custom_ops as _ops  # noqa: F401 - that they are registered
 from .errors import raising, refuse_derivatives
-from .facts import TensorFacts, constants, fixed, fixed_number, map_fits, mask_fits, tensor_facts
+from .facts import TensorFacts, added_facts, constants, fixed, fixed_int, map_fits, mask_fits, tensor_facts
 from .op_plans import op_plan
 
-__all__ = ["trace_block_sparse", "trace_dense", "trace_linear", "trace_varlen"]
+__all__ = ["Blocks", "trace_block_sparse", "trace_dense", "trace_linear", "trace_varlen"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Facts = tuple[Any, ...]
@@ -62,7 +61,7 @@ class _Call(NamedTuple):
 
     Attributes:
         tensors: `TensorFacts`. heads: H of query, key and value; dims: D of them. lengths: whether they agree.
-        given: what else the family must know of its tensors.
+        given: what else the family must know of its tensors. added: `added_facts`.
     """
 
     tensors: _Facts
@@ -71,6 +70,7 @@ class _Call(NamedTuple):
     relation: str
     lengths: str
     given: _Facts = ()
+    added: tuple[Any, Any] = (None, None)
 
 
 def _traced(family: str, call: _Facts, static: _Facts, backend: _Backend, scope: Any, *tensors: Any) -> Any:
@@ -91,6 +91,32 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, axis: int) -> tuple[Any, .
     return fixed(query.shape[axis], key.shape[axis], value.shape[axis])
 
 
+def _facts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    heads: int,
+    length: int,
+    relation: str,
+    given: _Facts,
+    added: Added = NOTHING,
+    like: Tensor | None = None,
+) -> _Facts:
+    """A `_Call`. heads, length: axes, of which packed tokens share one. like: as `tensor_facts`."""
+    return (
+        tensor_facts(query, key, value, attn_mask, sinks, out, heads, like),
+        _heads(query, key, value, heads),
+        _heads(query, key, value, query.ndim - 1),
+        relation,
+        "agree" if query.ndim == 3 else _lengths(query, key, value, length),
+        given,
+        added_facts(added, query, key, heads, length),
+    )
+
+
 def trace_dense(
     query: Tensor,
     key: Tensor,
@@ -101,21 +127,17 @@ def trace_dense(
     static: Static,
     backend: str | None,
     scope: overrides.Scope | None,
+    added: Added = NOTHING,
 ) -> Any:
     """A dense call being traced."""
     _check_ranks(query, key, value, 4)
     s, h = (1, 2) if static.layout == "BSHD" else (2, 1)
     s_q, s_k = query.shape[s], key.shape[s]
-    call = (
-        tensor_facts(query, key, value, attn_mask, sinks, out, h),
-        _heads(query, key, value, h),
-        _heads(query, key, value, 3),
-        _relation(s_q, s_k),
-        _lengths(query, key, value, s),
-        (None if attn_mask is None else "fits" if mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit",),
-    )
+    fits = None if attn_mask is None else "fits" if mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit"
+    call = _facts(query, key, value, attn_mask, sinks, out, h, s, _relation(s_q, s_k), (fits,), added)
     scope = overrides.current_scope() if scope is None else scope
-    return _traced("dense", call, constants(static), backend, scope, query, key, value, out, attn_mask, sinks)
+    more = (added.get("alibi"), added.get("q_segments"), added.get("k_segments"))
+    return _traced("dense", call, constants(static), backend, scope, query, key, value, out, attn_mask, sinks, *more)
 
 
 def trace_varlen(
@@ -133,30 +155,24 @@ def trace_varlen(
     _check_ranks(query, key, value, 3)
     cu_q, cu_k = lens["cu_seqlens_q"], lens["cu_seqlens_k"]
     max_q, max_k = lens["max_seqlen_q"], lens["max_seqlen_k"]
-    call = (
-        tensor_facts(query, key, value, attn_mask, sinks, out, 1),
-        _heads(query, key, value, 1),
-        _heads(query, key, value, 2),
-        "equal" if cu_q is cu_k else "one" if max_q == 1 else "more",
-        "agree",
-        (cu_q.dtype, cu_k.dtype),
-    )
-    tensors = (query, key, value, out, attn_mask, sinks, cu_q, cu_k, max_q, max_k)
+    how = "equal" if cu_q is cu_k else "one" if max_q == 1 else "more"
+    call = _facts(query, key, value, attn_mask, sinks, out, 1, 0, how, (cu_q.dtype, cu_k.dtype), lens)
+    tensors = (query, key, value, out, attn_mask, sinks, cu_q, cu_k, max_q, max_k, lens.get("alibi"))
     return _traced("varlen", call, constants(static), backend, overrides.current_scope(), *tensors)
 
 
+class Blocks(NamedTuple):
+    """What a block-sparse call says of its blocks: the arguments of that name, and `lists`."""
+
+    map: Any
+    lists: Any
+    shape: Any
+    valid: Any
+    starts: Any
+
+
 def trace_block_sparse(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor | None,
-    block_map: Tensor | None,
-    lists: Any,
-    block_shape: Any,
-    block_valid: Tensor | None,
-    block_starts: Tensor | None,
-    static: Static,
-    backend: str | None,
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, blocks: Blocks, static: Static, backend: str | None
 ) -> Any:
     """A block-sparse call being traced. Its lists are checked when the graph runs."""
     _check_ranks(query, key, value, 4)
@@ -164,28 +180,22 @@ def trace_block_sparse(
     if turned:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         out = None if out is None else out.transpose(1, 2)
-    pair = isinstance(block_shape, (tuple, list)) and len(block_shape) == 2
-    whole = pair and isinstance(block_shape[0], int) and isinstance(block_shape[1], int)
-    shape = (fixed_number(block_shape[0]), fixed_number(block_shape[1])) if whole else ()
-    usable = whole and block_shape[0] > 0 and block_shape[1] > 0
-    fits = "missing" if block_map is None else "fits"
-    if block_map is not None and usable and not map_fits(block_map, query, key, block_shape):
+    block_map, lists, shape = blocks.map, blocks.lists, blocks.shape
+    pair = isinstance(shape, (tuple, list)) and len(shape) == 2
+    whole = pair and isinstance(shape[0], int) and isinstance(shape[1], int)
+    usable = whole and shape[0] > 0 and shape[1] > 0
+    fits = "fits"
+    if block_map is not None and usable and not map_fits(block_map, query, key, shape):
         fits = "does not fit"
     listed = isinstance(lists, (tuple, list)) and len(lists) == 2
-    call = (
-        tensor_facts(query, key, value, None, None, out, 1),
-        _heads(query, key, value, 1),
-        _heads(query, key, value, 3),
-        _relation(query.shape[2], key.shape[2]),
-        _lengths(query, key, value, 2),
-        (
-            *(shape, usable, fits, None if block_map is None else block_map.dtype),
-            *("missing" if lists is None else "a pair" if listed else "no pair", block_valid is not None),
-            block_starts is not None,
-        ),
+    given = (
+        *((fixed_int(shape[0]), fixed_int(shape[1])) if whole else None, fits, block_map is not None),
+        *(None if block_map is None else block_map.dtype, lists is not None, listed),
+        *(blocks.valid is not None, blocks.starts is not None),
     )
+    call = _facts(query, key, value, None, None, out, 1, 2, _relation(query.shape[2], key.shape[2]), given)
     counts, indices = (lists[0], lists[1]) if listed else (block_map, None)
-    tensors = (query, key, value, out, counts, indices, block_valid, block_starts)
+    tensors = (query, key, value, out, counts, indices, blocks.valid, blocks.starts)
     result = _traced("block_sparse", call, constants(static), backend, overrides.current_scope(), *tensors)
     if not turned:
         return result
@@ -197,7 +207,7 @@ def trace_linear(
     key: Tensor,
     value: Tensor,
     out: Tensor | None,
-    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    given: dict[str, Any],
     scale: float | None,
     words: tuple[Any, Any, Any],
     backend: str | None,
@@ -205,16 +215,12 @@ def trace_linear(
     """A linear call being traced. given: gate, beta, state, cu_seqlens; they are checked when the graph runs. words:
     method, state_layout, qk_norm."""
     _check_ranks(query, key, value, 4)
-    gate, beta, state, cu_seqlens = given
+    gate, beta, state, cu_seqlens = given["gate"], given["beta"], given["state"], given["cu_seqlens"]
     trains = gate.requires_grad or beta.requires_grad or (state is not None and state.requires_grad)
-    call = (
-        tensor_facts(query, key, value, None, None, out, 2, value),
-        _heads(query, key, value, 2),
-        _heads(query, key, value, 3),
-        "one" if cu_seqlens is None and query.shape[1] == 1 else "equal",
-        "agree" if query.shape[1] == key.shape[1] and _lengths(query, key, value, 1) == "agree" else "differ",
-        (*words, torch.is_grad_enabled() and trains),
-    )
+    how = "one" if cu_seqlens is None and query.shape[1] == 1 else "equal"
+    lengths = "agree" if query.shape[1] == key.shape[1] else "differ"
+    said = (*words, torch.is_grad_enabled() and trains, lengths)
+    call = _facts(query, key, value, None, None, out, 2, 1, how, said, like=value)
     static, scope = constants(Static(scale=scale)), overrides.current_scope()
     return _traced("linear", call, static, backend, scope, query, key, value, out, gate, beta, state, cu_seqlens)
 
@@ -252,9 +258,8 @@ def _made(family: str, call: _Facts, static: _Facts, backend: str | None, scope:
     fields = _FIELDS[family](facts)
     if family == "block_sparse":
         bound = bound._replace(layout="BHSD")
-    shared = _request_fields(common, bound, facts.heads[0], facts.heads[1], facts.dims[0], facts.dims[2], around)
-    asked = {"family": family, "s_relation": facts.relation, **shared, **fields}
-    chosen = choose(AttentionRequest(**asked).normalised(), backend, scope, eager=False)
+    request = request_of(_key(common, facts, around), bound, family=family, **fields, **_added_fields(facts))
+    chosen = choose(request, backend, scope, eager=False)
     if family == "dense":
         chosen = _exported(chosen)
         if _traceable(chosen):
@@ -293,43 +298,39 @@ def _varlen_fields(call: _Call) -> dict[str, Any]:
 
 
 def _block_sparse_fields(call: _Call) -> dict[str, Any]:
-    shape, usable, fits, dtype, lists, valid, starts = call.given
+    shape, fits, mapped, dtype, lists, listed, valid, starts = call.given
     if call.lengths != "agree":
         raise InvalidInputError(
             "batch and key lengths of query, key and value differ. Run the call once outside torch.compile for the "
             "exact sizes"
         )
     _check_heads(call)
-    if not usable:
-        raise InvalidInputError("block_shape must be two numbers of tokens, (block_q, block_k), each 1 or more")
-    if lists == "no pair":
+    shape = block_shape_of(shape)
+    if lists and not listed:
         raise InvalidInputError("lists must be a pair (counts, indices)")
-    if (fits == "missing") == (lists == "missing"):
-        given = "neither" if lists == "missing" else "both"
-        raise InvalidInputError(f"{given} of block_map and lists given: pass block_map or lists, (counts, indices)")
-    if fits == "does not fit" or dtype not in (None, torch.bool):
+    check_one_given(map_given=mapped, lists_given=lists)
+    if fits != "fits" or dtype not in (None, torch.bool):
         raise InvalidInputError(
             f"block_map ({dtype}) {fits}: bool [B|1, H_q|1, nQ, nK] is needed, for blocks of {shape}"
         )
     if starts:
-        check_starts_given(map_given=lists == "missing", valid_given=valid)
-    blocks = {"block_sizes": valid, "block_starts": starts, "block_shape": (int(shape[0]), int(shape[1]))}
-    return {"block_map": True, **blocks}
+        check_starts_given(map_given=mapped, valid_given=valid)
+    return {"block_map": True, "block_sizes": valid, "block_starts": starts, "block_shape": shape}
 
 
 def _linear_fields(call: _Call) -> dict[str, Any]:
-    method, state_layout, qk_norm, trains = call.given
+    method, state_layout, qk_norm, trains, lengths = call.given
     check_words(method, state_layout, qk_norm)
     (h, h_k, h_v), (d, dk, _) = call.heads, call.dims
-    if call.lengths != "agree" or h != h_k or d != dk or not h or h_v % h:
+    lengths = "differ" if "differ" in (lengths, call.lengths) else "agree"
+    if lengths == "differ" or h != h_k or d != dk or not h or h_v % h:
         raise InvalidInputError(
             "query and key must be [B, S, H, D] and value [B, S, H_v, D_v] with H_v a multiple of H; heads "
-            f"{call.heads}, head dims {call.dims}, batches and lengths {call.lengths}"
+            f"{call.heads}, head dims {call.dims}, batches and lengths {lengths}"
         )
-    one = call.relation == "one"
-    fields = {"method": method, "state_layout": state_layout, "phase": "decode" if one else "prefill"}
-    wanted = {"grad": ("query", "key", "value")} if trains else {}
-    return {**fields, **wanted, "heads": h_v, "kv_heads": h}
+    phase = "decode" if call.relation == "one" else "prefill"
+    fields: dict[str, Any] = {"method": method, "state_layout": state_layout, "phase": phase}
+    return {**fields, **({"grad": ("query", "key", "value")} if trains else {}), "heads": h_v, "kv_heads": h}
 
 
 _FIELDS: dict[str, Callable[[_Call], dict[str, Any]]] = {
@@ -341,44 +342,48 @@ _FIELDS: dict[str, Callable[[_Call], dict[str, Any]]] = {
 """What a family adds to a request, once it has looked at what is its own."""
 
 
-def _request_fields(
-    common: TensorFacts, static: Static, h_q: int, h_k: int, d: int, dv: int, around: str
-) -> dict[str, Any]:
-    device, dtypes, misplaced, mask, sinks, out, grads, autocast, _, (empty, large) = common
+def _added_fields(call: _Call) -> dict[str, Any]:
+    slopes, how = call.added
+    if slopes is not None and (slopes[0] != "fits" or slopes[1] not in FLOATS or slopes[2]):
+        raise InvalidInputError(
+            f"alibi ({slopes[1]}) must be [{call.heads[0]}] (H_q), one slope per query head, of a float dtype, on the "
+            "device of query, and want no gradient"
+        )
+    if how is not None and (how[0] != "fits" or set(how[1]) != {torch.int32}):
+        raise InvalidInputError(
+            f"segments ({how[1]}) must be int32 [B, S_q] and [B, S_k] on the device of query, one tensor or a pair. "
+            "Run the call once outside torch.compile for the exact sizes"
+        )
+    return {"alibi": slopes is not None, "segments": "" if how is None else how[2]}
+
+
+def _key(common: TensorFacts, call: _Call, around: str) -> CallKey:
+    """What the tensors of a call say, checked. Of masks and sinks a `CallKey` has the dtypes and the gradients."""
+    device, dtypes, misplaced, mask, sinks, out, grads, autocast, (deterministic, _), (empty, large) = common
     if misplaced:
         raise InvalidInputError(misplaced)
     if mask is not None and mask != torch.bool and mask not in FLOATS:
         raise InvalidInputError(f"attn_mask is {mask}; bool (True = attend) or a float to be added is needed")
     if sinks is not None and (sinks[0] != "fits" or sinks[1] not in FLOATS):
-        raise InvalidInputError(f"sinks must be [{h_q}] (H_q) and of a float dtype ({sinks[1]}): one per query head")
+        raise InvalidInputError(
+            f"sinks must be [{call.heads[0]}] (H_q) and of a float dtype ({sinks[1]}): one per query head"
+        )
     if autocast is None and len(set(dtypes)) != 1:
         raise InvalidInputError(f"query, key and value have dtypes {dtypes}; cast them to one, or use autocast")
-    names = ("query", "key", "value", "mask", "sinks")
     if around in ("grad", "gradgrad"):
         # dynamo does not say which of a transform's tensors require a gradient.
         grads = (True, True, True, mask is not None and mask != torch.bool, sinks is not None)
-    wanted = [n for n, g in zip(names, grads, strict=True) if g]
-    if wanted and out is not None:
+    if any(grads) and out is not None:
         raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
     dtype = dtypes[0] if autocast is None or dtypes[0] == torch.float64 else autocast
     if out is not None and out != ("fits", dtype):
         like = f"{dtype} and shaped like query, with the last size of value"
         raise InvalidInputError(f"out ({out[1]}) must be {like}, and not expanded; it {out[0]}")
-    return {
-        **static.fields(),
-        **device_facts(torch.device(device)),
-        "dtype": dtype_name(dtype),
-        "heads": h_q,
-        "kv_heads": h_k,
-        "head_dim": d,
-        "v_head_dim": dv,
-        "mask": "none" if mask is None else "bool" if mask == torch.bool else "additive",
-        "sinks": sinks is not None,
-        "zero_size": empty,
-        "large": large,
-        "transform": around,
-        "grad": tuple([*wanted, "lse"] if wanted and static.return_lse else wanted),
-    }
+    masked = None if mask is None else (True, mask, device, None, grads[3], Tensor)
+    sunk = None if sinks is None else (None, sinks[1], device, None, grads[4], Tensor)
+    where = (torch.device(device),) * 3
+    said = (call.relation, True, empty, large, (True, True, True), True, grads[:3], masked, sunk, None, None, False)
+    return CallKey._make((True, *[dtype] * 3, *where, *call.heads, *call.dims, *said, around, deterministic))
 
 
 def _traceable(chosen: Chosen) -> bool:
@@ -401,8 +406,15 @@ def _publish(plan: Callable[..., Any]) -> str:
 def _inline(chosen: Chosen, autocast: torch.dtype | None) -> Callable[..., Any]:
     run = runner(chosen, chosen.request.lse, autocast is not None, head_axis(chosen.request))
 
-    def plan(query: Tensor, key: Tensor, value: Tensor, out: Any, attn_mask: Any, sinks: Any) -> Any:
-        return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
+    alibi, segments = chosen.request.alibi, chosen.request.segments
+
+    def plan(
+        query: Tensor, key: Tensor, value: Tensor, out: Any, attn_mask: Any, sinks: Any, slopes: Any, q: Any, k: Any
+    ) -> Any:
+        added = {"alibi": slopes} if alibi else {}
+        if segments:
+            added = {**added, "q_segments": q, "k_segments": k}
+        return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **added)
 
     return plan
 
@@ -410,7 +422,8 @@ def _inline(chosen: Chosen, autocast: torch.dtype | None) -> Callable[..., Any]:
 def _opaque(chosen: Chosen, autocast: torch.dtype | None, prepare: Callable[..., Any] | None) -> Callable[..., Any]:
     """The op of a family. prepare: makes its arguments of those of the call."""
     text, request = op_plan(chosen.request, chosen.selection), chosen.request
-    both = request.lse or FAMILY_SPECS[request.family].second == "state"
+    spec = FAMILY_SPECS[request.family]
+    both, count = request.lse or spec.second == "state", len(spec.arguments)
     dtype = None if autocast is None or request.dtype == "float64" else autocast
     op = getattr(torch.ops.polyattn, request.family)
 
@@ -420,7 +433,7 @@ def _opaque(chosen: Chosen, autocast: torch.dtype | None, prepare: Callable[...,
         tensors = (query, key, value, *given)
         if prepare is not None:
             tensors = prepare(*tensors)
-        result, second = op(*tensors, text)
+        result, second = op(*tensors[:count], text, *tensors[count:])
         if out is not None:
             result = out.copy_(result)
         return (result, second) if both else result
@@ -429,7 +442,7 @@ def _opaque(chosen: Chosen, autocast: torch.dtype | None, prepare: Callable[...,
 
 
 def _listed(call: _Call) -> Callable[..., Any] | None:
-    if call.given[2] == "missing":
+    if not call.given[2]:
         return None
 
     def prepare(query: Tensor, key: Tensor, value: Tensor, block_map: Tensor, indices: None, *rest: Any) -> Any:

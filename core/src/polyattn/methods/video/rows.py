@@ -17,7 +17,7 @@ from ...contract import BlockOps
 from ...registry.device_ops import block_ops
 from ...semantics.validation import has_shapes_only
 
-__all__ = ["Blocks", "best", "scored"]
+__all__ = ["Blocks", "best", "kernels_for", "pooled", "scored", "wants_grad"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Blocks:
         Returns:
             ([B, H, rows, D]; the means of blocks [B, H, n, D], float64 of float64, else float32, or None).
         """
-        ops = _kernels(tensor)
+        ops = kernels_for(tensor)
         if ops is not None:
             rows, found = _Gather.apply(tensor, self, means, ops)  # type: ignore[no-untyped-call]
             return rows, found if means else None
@@ -111,7 +111,7 @@ class Blocks:
         """
         shape = (*rows.shape[:2], self.tokens, rows.shape[3])
         gate = None if gate is None else gate.expand(shape)
-        ops = _kernels(rows)
+        ops = kernels_for(rows)
         if ops is not None:
             out: Tensor = _Scatter.apply(rows, gate, coarse, self, ops).transpose(1, 2)  # type: ignore[no-untyped-call]
             return out
@@ -134,7 +134,7 @@ def scored(query: Tensor, key: Tensor, value: Tensor | None, scale: float, group
         (scores [B, H_q, n, m], out [B, H_q, n, D_v] or None).
     """
     given = [t for t in (query, key, value) if t is not None]
-    ops = None if torch.is_grad_enabled() and any(t.requires_grad for t in given) else _kernels(query)
+    ops = None if wants_grad(*given) else kernels_for(query)
     if ops is not None and query.dtype == torch.float32:
         return ops.scored(query, key, value, scale)
     scores = scale * (query @ key.repeat_interleave(group, 1).mT)
@@ -151,13 +151,40 @@ def best(scores: Tensor, kept: int) -> Tensor:
         int32 [..., kept], where they are, ascending.
     """
     scores = scores.detach()
-    ops = _kernels(scores)
+    ops = kernels_for(scores)
     found = None if ops is None or scores.dtype != torch.float32 else ops.top(scores, kept)
     return scores.topk(kept, dim=-1).indices.sort(-1).values.to(torch.int32) if found is None else found
 
 
-def _kernels(tensor: Tensor) -> BlockOps | None:
-    """The kernels for a tensor: there are none for what has no contents, nor for float64."""
+def pooled(tensor: Tensor, block: int) -> Tensor:
+    """Take the mean of each block of tokens, of which the last may hold fewer.
+
+    Args:
+        tensor: [B, H, S, D]. block: tokens of a block.
+
+    Returns:
+        [B, H, blocks, D], float64 of float64, else float32.
+    """
+    ops = None if wants_grad(tensor) else kernels_for(tensor)
+    found = None if ops is None else ops.pooled(tensor, block)
+    if found is not None:
+        return found
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    B, H, S, D = tensor.shape
+    blocks = -(-S // block)
+    rows = torch.nn.functional.pad(wide, (0, 0, 0, blocks * block - S)).view(B, H, blocks, block, D)
+    sizes = (S - torch.arange(blocks, device=tensor.device) * block).clamp(max=block)
+    means: Tensor = rows.sum(3) / sizes[:, None]
+    return means
+
+
+def wants_grad(*tensors: Tensor | None) -> bool:
+    """Tell whether what is computed of tensors now is differentiated."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def kernels_for(tensor: Tensor) -> BlockOps | None:
+    """Find kernels for a tensor: there are none for what has no contents, nor for float64."""
     if has_shapes_only(tensor) or tensor.dtype == torch.float64:
         return None
     return block_ops(tensor.device.type)

@@ -16,6 +16,7 @@ from ...contract import Inner, Like, Place
 from ...errors import ConfigError, InvalidInputError
 from ...semantics.block_maps import visible_keys
 from ...semantics.validation import has_shapes_only
+from .rows import best, kernels_for, pooled, scored, wants_grad
 
 __all__ = ["SLA", "SageSLA", "eight_bits", "feature_maps", "sla_reference", "top_blocks"]
 
@@ -60,7 +61,8 @@ class SLA:
                 f"{self.name}: topk_ratio={topk_ratio} keeps no key block; give a share above 0, up to 1 (all of them)"
             )
         self.ratio, self.blocks = topk_ratio, (BLKQ, BLKK)
-        self.map, self.complement = feature_maps[feature_map], linear_scope == "complement"
+        self.feature_map, self.complement = feature_map, linear_scope == "complement"
+        self.map = feature_maps[feature_map]
 
     def leaves_dense(self, place: Place) -> str:
         return ""
@@ -94,11 +96,17 @@ class SLA:
         with torch.no_grad():
             chosen = top_blocks(query, key, self.blocks, plan.kept)
             counts = plan.counts.expand(chosen.shape[:3])
-        exact = self._exact(query, key, value, inner, (counts, chosen.to(torch.int32)))
+        exact = self._exact(query, key, value, inner, (counts, chosen))
+        ops = None if self.complement or wants_grad(query, key, value, weight, bias) else kernels_for(query)
+        if ops is not None:
+            # phi(Q) (state W^T) is (phi(Q) state) W^T: one product less for each token.
+            state, total = ops.linear_sums(key, value, self.feature_map)
+            state = state @ weight.float().mT
+            return ops.linear_add(query, state, total, bias, exact.to(query.dtype), self.feature_map, _EPSILON)
         left_out = None
         if self.complement:
             keys = -(-key.shape[2] // self.blocks[1])
-            left_out = torch.ones(*chosen.shape[:3], keys, device=query.device).scatter(-1, chosen, 0.0)
+            left_out = torch.ones(*chosen.shape[:3], keys, device=query.device).scatter(-1, chosen.long(), 0.0)
         linear = _linear(self.map(_wide(query)), self.map(_wide(key)), _wide(value), self.blocks, left_out)
         projected = torch.nn.functional.linear(linear, weight.to(linear.dtype), _as(bias, linear))
         return (exact + projected).to(query.dtype)
@@ -164,13 +172,12 @@ def top_blocks(query: Tensor, key: Tensor, blocks: tuple[int, int], kept: int) -
         query: [B, H_q, S, D]; key: [B, H_kv, S, D]. blocks: (BLKQ, BLKK). kept: how many, at most all.
 
     Returns:
-        int64 [B, H_q, nQ, kept], the numbers of the blocks, ascending.
+        int32 [B, H_q, nQ, kept], the numbers of the blocks, ascending.
     """
-    rows, keys = _means(query, blocks[0]), _means(key, blocks[1])
+    rows, keys = pooled(query, blocks[0]), pooled(key, blocks[1])
     # Without what all keys share the products are smaller, and so are their rounding errors. The order stays.
-    keys = keys - _wide(key).mean(2, keepdim=True)
-    keys = keys.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    return (rows @ keys.mT).topk(kept, -1).indices.sort(-1).values
+    keys = keys - keys.mean(2, keepdim=True)
+    return best(scored(rows, keys, None, 1.0, query.shape[1] // key.shape[1])[0], kept)
 
 
 def _linear(query: Tensor, key: Tensor, value: Tensor, blocks: tuple[int, int], weights: Tensor | None) -> Tensor:
@@ -212,7 +219,7 @@ def sla_reference(
 
     Args:
         query: [B, H_q, S, D]; key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v].
-        chosen: int64 [B, H_q, nQ, kept], of `top_blocks`. blocks: (BLKQ, BLKK).
+        chosen: int32 [B, H_q, nQ, kept], of `top_blocks`. blocks: (BLKQ, BLKK).
         tensors: as `SLA`. feature_map, linear_scope: as `SLA`.
 
     Returns:
@@ -248,11 +255,3 @@ def _blocks(tensor: Tensor, block: int) -> Tensor:
     lacking = -tensor.shape[2] % block
     B, H, S, width = tensor.shape
     return torch.nn.functional.pad(tensor, (0, 0, 0, lacking)).view(B, H, (S + lacking) // block, block, width)
-
-
-def _means(tensor: Tensor, block: int) -> Tensor:
-    """Take the mean of each block, of which the last may hold fewer tokens: [B, H, S, D] -> [B, H, blocks, D]."""
-    rows = _blocks(_wide(tensor), block)
-    counts = (tensor.shape[2] - torch.arange(rows.shape[2], device=tensor.device) * block).clamp(max=block)
-    means: Tensor = rows.sum(3) / counts[:, None]
-    return means

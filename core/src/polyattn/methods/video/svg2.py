@@ -16,6 +16,7 @@ from ...errors import InvalidInputError
 from ...semantics.block_maps import lists_of
 from ...semantics.validation import has_shapes_only
 from .grids import grid_of
+from .rows import kernels_for
 from .steps import first_shares, known
 
 __all__ = ["SVG2", "Clusters", "cluster_map", "clustered_attention", "k_means"]
@@ -23,8 +24,12 @@ __all__ = ["SVG2", "Clusters", "cluster_map", "clustered_attention", "k_means"]
 NAME = "sparse_video_gen_2_attn"
 KEPT = "svg2_centroids"
 _BLOCK = 64
-"""Tokens of a block: clusters are filled up to whole ones."""
+"""Tokens of a block of keys, and of small blocks of queries, which clusters are filled up to."""
+_LARGE = 4
+"""Small blocks that a cluster of queries must have, on the average, for large ones."""
 _STILL = 1e-4
+_FEW = 4
+"""Rounds of k-means that are run without asking whether centroids still move."""
 _DISTANCES = 1 << 26
 """Most distances of tokens to centroids that are computed at once."""
 
@@ -173,21 +178,36 @@ def k_means(points: Tensor, centroids: Tensor, rounds: int) -> Clusters:
         The centroids after the last round, float32 or float64, and the one that each point is nearest to.
     """
     wide = torch.float64 if points.dtype == torch.float64 else torch.float32
-    points, centroids = points.to(wide), centroids.to(wide)
+    centroids = centroids.to(wide)
+    done = torch.zeros((), dtype=torch.bool, device=points.device)
     for _ in range(rounds):
-        labels = _nearest(points, centroids)
-        counts = _counts(labels, centroids.shape[2])[..., None]
-        where = labels[..., None].expand(points.shape)
-        means = torch.zeros_like(centroids).scatter_add(2, where, points) / counts.clamp(min=1)
-        moved = torch.where(counts > 0, means, centroids)
-        still = bool((moved - centroids).norm(dim=-1).max() < _STILL)
-        centroids = moved
-        if still:
+        moved = _moved(points, centroids)
+        # Without a wait for the device, but where many rounds may be saved.
+        still = (moved - centroids).norm(dim=-1).amax() < _STILL
+        centroids = torch.where(done, centroids, moved)
+        done = done | still
+        if rounds > _FEW and bool(done):
             break
     return Clusters(_nearest(points, centroids), centroids)
 
 
+def _moved(points: Tensor, centroids: Tensor) -> Tensor:
+    """The means of the points that are nearest to each centroid; where there are none, the centroid."""
+    labels, clusters = _nearest(points, centroids), centroids.shape[2]
+    ops = kernels_for(points)
+    if ops is not None:
+        order, _, counts = ops.in_order(labels, clusters)
+        return ops.cluster_means(points, order, counts, centroids)
+    counts = _counts(labels, clusters)[..., None]
+    where = labels[..., None].expand(points.shape)
+    means = torch.zeros_like(centroids).scatter_add(2, where, points.to(centroids.dtype)) / counts.clamp(min=1)
+    return torch.where(counts > 0, means, centroids)
+
+
 def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
+    ops = kernels_for(points)
+    if ops is not None:
+        return ops.nearest(points, centroids).long()
     B, H, S, _ = points.shape
     labels = torch.empty(B, H, S, dtype=torch.int64, device=points.device)
     size = max(1, _DISTANCES // (B * H * centroids.shape[2]))
@@ -195,7 +215,7 @@ def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
     offset = centroids.square().sum(-1)[:, :, None]
     for start in range(0, S, size):
         part = slice(start, start + size)
-        labels[:, :, part] = (offset - 2 * points[:, :, part] @ centroids.mT).argmin(-1)
+        labels[:, :, part] = (offset - 2 * points[:, :, part].to(centroids.dtype) @ centroids.mT).argmin(-1)
     return labels
 
 
@@ -243,40 +263,82 @@ def _with_text(plan: _Plan, rows: Clusters, keys: Clusters, seen: Tensor) -> tup
     return sides[0], sides[1], seen
 
 
-class _Blocks:
-    """`_Blocks` order the tokens of each head by cluster, and fill up each cluster to whole blocks.
+class _Side(NamedTuple):
+    """`_Side` puts the tokens of each head in the order of their clusters, and cuts each cluster into blocks.
 
     Attributes:
-        number: blocks of a head, those at the end being empty. place: int64 [B, H, S], where each token is.
-        cluster: int64 [B, H, number], of each block; `clusters` = of none. valid: int32 [B, H, number], tokens of each.
+        block: the most tokens of a block. labels: int64 [B, H, S], the cluster of each token.
+        order, place: int64 [B, H, S], tokens cluster after cluster, and where each token is there.
+        cluster: int64 [B, H, number], of each block; `clusters` = of none, at the end.
+        starts, sizes: int32 [B, H, number], the first place of each block and its tokens.
+        first, ahead: int64 [B, H, clusters], the first block of each cluster, and the tokens of the clusters before.
     """
 
-    def __init__(self, labels: Tensor, clusters: int) -> None:
-        counts = _counts(labels, clusters)
-        filled = (counts + _BLOCK - 1) // _BLOCK
+    block: int
+    labels: Tensor
+    order: Tensor
+    place: Tensor
+    cluster: Tensor
+    starts: Tensor
+    sizes: Tensor
+    first: Tensor
+    ahead: Tensor
+
+    @classmethod
+    def of(cls, labels: Tensor, clusters: int, block: int) -> _Side:
+        ops = kernels_for(labels)
+        if ops is not None:
+            order, place, counts = (t.long() for t in ops.in_order(labels, clusters))
+        else:
+            counts = _counts(labels, clusters)
+            order = labels.argsort(dim=-1, stable=True)
+            tokens = torch.arange(labels.shape[2], device=labels.device)
+            place = torch.empty_like(order).scatter(-1, order, tokens.expand_as(order))
+        filled = (counts + block - 1) // block
         ends = filled.cumsum(-1)
-        first, tokens = ends - filled, counts.cumsum(-1) - counts
+        first, ahead = ends - filled, counts.cumsum(-1) - counts
         # A cluster fills up at most one block: no size depends on the labels, and nothing waits for the device.
-        self.number = labels.shape[2] // _BLOCK + min(clusters, labels.shape[2])
-        order = labels.argsort(dim=-1, stable=True)
-        rank = torch.empty_like(order).scatter(
-            -1, order, torch.arange(labels.shape[2], device=labels.device).expand_as(order)
-        )
-        self.place = first.gather(-1, labels) * _BLOCK + rank - tokens.gather(-1, labels)
-        blocks = torch.arange(self.number, device=labels.device).expand(*labels.shape[:2], -1).contiguous()
-        self.cluster = torch.searchsorted(ends, blocks, right=True)
-        inside = self.cluster.clamp(max=clusters - 1)
-        left = counts.gather(-1, inside) - (blocks - first.gather(-1, inside)) * _BLOCK
-        self.valid = left.clamp(0, _BLOCK).masked_fill(self.cluster == clusters, 0).to(torch.int32)
+        number = labels.shape[2] // block + min(clusters, labels.shape[2])
+        blocks = torch.arange(number, device=labels.device).expand(*labels.shape[:2], -1).contiguous()
+        cluster = torch.searchsorted(ends, blocks, right=True)
+        inside = cluster.clamp(max=clusters - 1)
+        done = (blocks - first.gather(-1, inside)) * block
+        sizes = (counts.gather(-1, inside) - done).clamp(0, block).masked_fill(cluster == clusters, 0)
+        starts = (ahead.gather(-1, inside) + done).masked_fill(sizes == 0, 0)
+        return cls(block, labels, order, place, cluster, starts.to(torch.int32), sizes.to(torch.int32), first, ahead)
 
-    def into(self, tensor: Tensor) -> Tensor:
-        """Bring tokens into blocks, with zeros where none is: [B, H, S, D] -> [B, H, number * 64, D]."""
-        where = self.place[..., None].expand(tensor.shape)
-        return tensor.new_zeros(*tensor.shape[:2], self.number * _BLOCK, tensor.shape[3]).scatter(2, where, tensor)
+    def packed(self, tensor: Tensor) -> Tensor:
+        """Bring tokens into the order of clusters: [B, H, S, D] -> the same."""
+        ops = kernels_for(tensor)
+        if ops is None:
+            return tensor.gather(2, self.order[..., None].expand(tensor.shape))
+        tokens = tensor.shape[2]
+        starts = torch.arange(0, tokens, _BLOCK, dtype=torch.int32, device=tensor.device)
+        sizes = (tokens - starts).clamp(max=_BLOCK)
+        own = [t.expand(*tensor.shape[:2], -1).contiguous() for t in (starts, sizes)]
+        lists = (self.order.to(torch.int32), own[0], own[1])
+        return ops.gather(tensor, lists, _BLOCK, filled=False, means=False)[0]
 
-    def out_of(self, tensor: Tensor) -> Tensor:
-        """Take tokens out of blocks: [B, H, number * 64, D] -> [B, H, S, D]."""
-        return tensor.gather(2, self.place[..., None].expand(*self.place.shape, tensor.shape[3]))
+    def filled(self, tensor: Tensor) -> Tensor:
+        """Bring tokens into whole blocks, with zeros where none is: [B, H, S, D] -> [B, H, number * block, D]."""
+        ops = kernels_for(tensor)
+        if ops is None:
+            rows = tensor.new_zeros(*tensor.shape[:2], self.cluster.shape[2] * self.block, tensor.shape[3])
+            return rows.scatter(2, self._rows()[..., None].expand(tensor.shape), tensor)
+        lists = (self.order.to(torch.int32), self.starts, self.sizes)
+        return ops.gather(tensor, lists, self.block, filled=True, means=False)[0]
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Take tokens out of whole blocks: [B, H, number * block, D] -> [B, H, S, D]."""
+        places, ops = self._rows(), kernels_for(rows)
+        if ops is None:
+            return rows.gather(2, places[..., None].expand(*places.shape, rows.shape[3]))
+        return ops.scatter(rows.contiguous(), places.to(torch.int32)).transpose(1, 2)
+
+    def _rows(self) -> Tensor:
+        """The row of each token in whole blocks, int64 [B, H, S]."""
+        first, ahead = (t.gather(-1, self.labels) for t in (self.first, self.ahead))
+        return first * self.block + self.place - ahead
 
 
 def clustered_attention(
@@ -287,36 +349,31 @@ def clustered_attention(
     Args:
         query: [B, H_q, S, D]; key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v].
         row_labels: int64 [B, H_q, S]. key_labels: int64 [B, H_kv, S]. seen: bool [B, H_q, C_q, C_k].
-        inner: the calls of families; one of block_sparse is made for each head, as blocks hold other numbers of tokens
-            in each.
+        inner: the calls of families; one of block_sparse is made, whose key blocks start where clusters do.
 
     Returns:
         [B, H_q, S, D_v]. Queries that see no key are 0.
     """
-    B, H, group = *query.shape[:2], query.shape[1] // key.shape[1]
-    rows, keys = _Blocks(row_labels, seen.shape[2]), _Blocks(key_labels, seen.shape[3])
+    group, clusters = query.shape[1] // key.shape[1], seen.shape[2]
+    # Larger blocks of queries load fewer keys; where clusters are small they would be mostly empty.
+    block = 2 * _BLOCK if query.shape[2] >= _LARGE * _BLOCK * clusters else _BLOCK
+    rows, keys = _Side.of(row_labels, clusters, block), _Side.of(key_labels, seen.shape[3], _BLOCK)
     columns = keys.cluster.repeat_interleave(group, 1)
-    # Blocks of no cluster see nothing and are seen by none: a row and a column more.
-    block_map = torch.nn.functional.pad(seen, (0, 1, 0, 1), value=False)
-    block_map = block_map.gather(2, rows.cluster[..., None].expand(-1, -1, -1, block_map.shape[3]))
-    block_map = block_map.gather(3, columns[:, :, None].expand(-1, -1, rows.number, -1))
-    counts, indices = lists_of(block_map)
-    q, k, v = rows.into(query), keys.into(key), keys.into(value)
-    outs: list[Tensor] = []
-    for b in range(B):
-        for h in range(H):
-            if outs and has_shapes_only(query):  # the calls of all heads are alike
-                outs.append(outs[0])
-                continue
-            one, other = (slice(b, b + 1), slice(h, h + 1)), (slice(b, b + 1), slice(h // group, h // group + 1))
-            out = inner.block_sparse(
-                *(q[one], k[other], v[other]),
-                lists=(counts[one], indices[one]),
-                block_shape=(_BLOCK, _BLOCK),
-                block_valid=keys.valid[b, h // group],
-            )
-            outs.append(out)
-    return rows.out_of(torch.cat(outs).view(B, H, *outs[0].shape[2:]))
+    # Blocks of no cluster are seen by none. Lists are made for clusters, and are those of each of their blocks.
+    block_map = torch.nn.functional.pad(seen, (0, 1), value=False)
+    block_map = block_map.gather(3, columns[:, :, None].expand(-1, -1, clusters, -1))
+    ops = kernels_for(query)
+    counts, indices = lists_of(block_map) if ops is None else ops.listed(block_map)
+    counts = torch.nn.functional.pad(counts, (0, 1)).gather(2, rows.cluster)
+    own = rows.cluster.clamp(max=clusters - 1)[..., None].expand(-1, -1, -1, indices.shape[3])
+    out = inner.block_sparse(
+        *(rows.filled(query), keys.packed(key), keys.packed(value)),
+        lists=(counts, indices.gather(2, own)),
+        block_shape=(block, _BLOCK),
+        block_valid=keys.sizes,
+        block_starts=keys.starts,
+    )
+    return rows.back(out)
 
 
 def _counts(labels: Tensor, clusters: int) -> Tensor:

@@ -17,11 +17,14 @@ from ...errors import ConfigError, InvalidInputError
 from ...semantics.merge_lse import merge_rows
 from ...semantics.validation import has_shapes_only
 from .grids import grid_of
+from .rows import kernels_for, wants_grad
 from .steps import first_ones, known
 
-__all__ = ["Chunks", "VMoBA", "chunk_scores", "chunks_of", "select_chunks", "vmoba_mask"]
+__all__ = ["Chunks", "VMoBA", "chunk_means", "chunk_scores", "chunks_of", "select_chunks", "vmoba_mask"]
 
 NAME = "vmoba_attn"
+_MOVED = 64
+"""Rows that a kernel moves together."""
 
 
 class Chunks(NamedTuple):
@@ -130,6 +133,9 @@ class VMoBA:
     ) -> Tensor:
         cut = self.cut_of(place)
         chunks = plan[cut.option]
+        found = self._by_kernels(cut, chunks, query, key, value, inner)
+        if found is not None:
+            return found
         group, (B, H, S) = query.shape[1] // key.shape[1], query.shape[:3]
         if has_shapes_only(query):  # how many queries choose a chunk is not known: as if each chose its own
             index = query.new_zeros(B * H * S, dtype=torch.int64)
@@ -155,6 +161,37 @@ class VMoBA:
         )
         merged, _ = merge_rows(out.squeeze(1), lse.squeeze(1), rows, B * H * S)
         return merged.view(B, H, S, -1)
+
+    def _by_kernels(
+        self, cut: _Cut, chunks: Chunks, query: Tensor, key: Tensor, value: Tensor, inner: Inner
+    ) -> Tensor | None:
+        """Attend with what kernels choose and merge; None: there are none for this choice, or gradients are wanted."""
+        if self.scope != "query_head" or (self.threshold or 0) >= 1 or wants_grad(query, key, value):
+            return None
+        ops, group = kernels_for(query), query.shape[1] // key.shape[1]
+        means = chunk_means(key, chunks)
+        chosen = None if ops is None else ops.choose(query, means, chunks.own, cut.kept, self.threshold)
+        if ops is None or chosen is None:
+            return None
+        (B, H, S, kept), count = chosen.shape, len(chunks.sizes)
+        # One chunk more, without keys, for queries that keep fewer than others.
+        order, places, counts = ops.in_order(chosen.flatten(2), count + 1)
+        starts = torch.arange(0, S * kept, _MOVED, dtype=torch.int32, device=query.device).expand(B, H, -1).contiguous()
+        lists = (order // kept, starts, (S * kept - starts).clamp(max=_MOVED))
+        rows, _ = ops.gather(query, lists, _MOVED, filled=False, means=False)
+        sizes = torch.tensor((*chunks.sizes, 0) * (B * H), dtype=torch.int32, device=query.device)
+        out, lse = inner.varlen(
+            rows.flatten(0, 2).unsqueeze(1),
+            *(_in_chunks(tensor, chunks, group) for tensor in (key, value)),
+            cu_seqlens_q=_cumulative(counts.flatten()),
+            cu_seqlens_k=_cumulative(sizes),
+            max_seqlen_q=int(counts.max()),
+            max_seqlen_k=max(chunks.sizes),
+            return_lse=True,
+        )
+        places = places.view(B, H, S, kept).masked_fill(chosen == count, -1)
+        merged: Tensor = ops.merge_chosen(out.view(B, H, S * kept, -1), lse.view(B, H, S * kept), places)
+        return merged.transpose(1, 2)
 
     def cut_of(self, place: Place) -> _Cut:
         """Return the cut of a layer.
@@ -202,12 +239,22 @@ def chunk_scores(query: Tensor, key: Tensor, chunks: Chunks) -> Tensor:
     Returns:
         [B, H_q, S, chunks], float32, or float64 of such tensors.
     """
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    means = chunk_means(key, chunks)
+    return query.to(means.dtype) @ means.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
+
+
+def chunk_means(key: Tensor, chunks: Chunks) -> Tensor:
+    """Take the mean of the keys of each chunk, [B, H_kv, S, D] -> [B, H_kv, chunks, D]: float32, float64 of float64."""
+    wide = torch.float64 if key.dtype == torch.float64 else torch.float32
     B, H_kv, _, D = key.shape
+    sizes = torch.tensor(chunks.sizes, dtype=torch.int32, device=key.device)
+    ops = None if wants_grad(key) else kernels_for(key)
+    if ops is not None:
+        order, counts = (t.to(torch.int32).expand(B, H_kv, -1).contiguous() for t in (chunks.order, sizes))
+        return ops.cluster_means(key, order, counts, key.new_zeros(B, H_kv, len(sizes), D, dtype=wide))
     sums = torch.zeros(B, H_kv, len(chunks.sizes), D, dtype=wide, device=key.device)
     sums = sums.index_add(2, chunks.own, key.to(wide))
-    means = sums / torch.tensor(chunks.sizes, device=key.device)[:, None]
-    return query.to(wide) @ means.repeat_interleave(query.shape[1] // H_kv, 1).mT
+    return sums / sizes[:, None]
 
 
 # Scores [B, H, S, C] -> [B, scopes, scores of a scope], and back from the same of flags.
@@ -256,7 +303,14 @@ def vmoba_mask(seen: Tensor, own: Tensor) -> Tensor:
 
 def _in_chunks(tensor: Tensor, chunks: Chunks, group: int) -> Tensor:
     """Pack tokens chunk after chunk of each head of each sample: [B, H_kv, S, D] -> [B * H_q * S, 1, D]."""
-    return tensor.index_select(2, chunks.order).repeat_interleave(group, 1).flatten(0, 2).unsqueeze(1)
+    ops, tokens = None if wants_grad(tensor) else kernels_for(tensor), tensor.shape[2]
+    if ops is None:
+        rows = tensor.index_select(2, chunks.order)
+    else:
+        starts = torch.arange(0, tokens, _MOVED, dtype=torch.int32, device=tensor.device)
+        lists = (chunks.order.to(torch.int32), starts, (tokens - starts).clamp(max=_MOVED))
+        rows, _ = ops.gather(tensor, lists, _MOVED, filled=False, means=False)
+    return rows.repeat_interleave(group, 1).flatten(0, 2).unsqueeze(1) if group > 1 else rows.flatten(0, 2).unsqueeze(1)
 
 
 def _cumulative(counts: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from .memory import score_bytes
 from .mla import mla_absorb, mla_attention, mla_unabsorbed_attention, mla_unpack_fp8
 from .paged import paged_attention
 from .varlen import varlen_attention
-from .visibility import tree_mask, verify_mask, visible
+from .visibility import alibi_bias, same_segment, tree_mask, verify_mask, visible
 
 __all__ = [
+    "alibi_bias",
     "attention",
     "gated_delta_rule",
     "mla_absorb",
@@ -29,6 +30,7 @@ __all__ = [
     "mla_unabsorbed_attention",
     "mla_unpack_fp8",
     "paged_attention",
+    "same_segment",
     "score_bytes",
     "tree_mask",
     "unit_rows",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...contract import Causal
 from .memory import keeps_less, rows_within, score_bytes, trains
-from .visibility import first_position, positions, visible
+from .visibility import alibi_bias, first_position, positions, same_segment, visible
 
 NEVER = float("-inf")
 
@@ -31,6 +31,8 @@ def attention(
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
     alibi: Tensor | None = None,
+    q_segments: Tensor | None = None,
+    k_segments: Tensor | None = None,
     scale: float | None = None,
     layout: str = "BSHD",
     dropout_p: float = 0.0,
@@ -51,6 +53,7 @@ def attention(
         sinks: [H_q] natural-log logits that count in the denominator only (S5).
         attn_mask: [B|1, H_q|1, S_q, S_k], bool (True = attend) or additive (S8).
         alibi: [H_q] slopes; adds -slope * |p - j|, p and j as in `visible` (S8).
+        q_segments, k_segments: [B, S_q] and [B, S_k] whole numbers; a query sees keys of its own number alone (S8).
         scale: factor on the logits, None = D ** -0.5 (S2).
         layout: BSHD or BHSD (S1).
         dropout_p: probability of dropping an attention weight (S11). The LSE does not see it.
@@ -84,6 +87,7 @@ def attention(
         "softcap": softcap,
         "sinks": sinks,
         "alibi": alibi,
+        "k_segments": k_segments,
         "scale": D**-0.5 if scale is None else scale,
         "dropout_p": dropout_p,
     }
@@ -100,7 +104,7 @@ def attention(
     with _no_autocast(query.device):
         q, k, v = (t.to(dtype) for t in (q, k, v))
         if rows == S_q:
-            out, lse = call(q, k, v, attn_mask=attn_mask, q_offset=first, **options)
+            out, lse = call(q, k, v, attn_mask=attn_mask, q_segments=q_segments, q_offset=first, **options)
         else:
             blocks = [
                 call(
@@ -108,6 +112,7 @@ def attention(
                     k,
                     v,
                     attn_mask=None if attn_mask is None else attn_mask[:, :, start : start + rows],
+                    q_segments=None if q_segments is None else q_segments[:, start : start + rows],
                     q_offset=first + start,
                     **options,
                 )
@@ -132,6 +137,8 @@ def _attend(
     sinks: Tensor | None,
     attn_mask: Tensor | None,
     alibi: Tensor | None,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
     scale: float,
     dropout_p: float,
     q_offset: int,
@@ -147,14 +154,15 @@ def _attend(
         logits = softcap * torch.tanh(logits / softcap)
     if alibi is not None:
         p, j = positions(S_q, S_k, causal, q_offset, q.device)
-        slopes = alibi.to(q.dtype).reshape(H_kv, group)
-        logits = logits - slopes[:, :, None, None] * (p - j).abs()
+        logits = logits + torch.unflatten(alibi_bias(alibi.to(q.dtype), p, j), 0, (H_kv, group))
     if attn_mask is not None:
         mask = attn_mask.unsqueeze(2) if attn_mask.shape[1] == 1 else torch.unflatten(attn_mask, 1, (H_kv, group))
         logits = logits.masked_fill(~mask, NEVER) if mask.dtype == torch.bool else logits + mask.to(q.dtype)
     seen = visible(S_q, S_k, causal=causal, window=window, chunk=chunk, device=q.device, q_offset=q_offset)
     if seen is not None:
         logits = logits.masked_fill(~seen, NEVER)
+    if q_segments is not None and k_segments is not None:
+        logits = logits.masked_fill(~same_segment(q_segments, k_segments)[:, None, None], NEVER)
 
     # The maximum only keeps exp() in range: the result does not depend on it, so it carries no gradient. A row that
     # sees no key has maximum -inf; putting 0 (and below a sum of 1) in its place keeps every intermediate finite,
@@ -187,16 +195,19 @@ def _attend_again(
     attn_mask: Tensor | None,
     sinks: Tensor | None,
     alibi: Tensor | None,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`_attend`, of which a backward keeps the tensors given alone."""
     from torch.utils.checkpoint import checkpoint
 
-    def run(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, sinks: Any, alibi: Any) -> tuple[Tensor, Tensor]:
-        return _attend(q, k, v, attn_mask=attn_mask, sinks=sinks, alibi=alibi, **options)
+    def run(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        return _attend(q, k, v, **dict(zip(names, given, strict=True)), **options)
 
     # By position: those are saved through autograd, which tells of one that was written to before the backward.
-    given = (q, k, v, attn_mask, sinks, alibi)
+    names = ("attn_mask", "sinks", "alibi", "q_segments", "k_segments")
+    given = (q, k, v, attn_mask, sinks, alibi, q_segments, k_segments)
     drops = bool(options["dropout_p"])
     out, lse = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=drops)
     return out, lse

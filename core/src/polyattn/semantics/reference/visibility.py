@@ -57,6 +57,20 @@ def visible(
     return seen
 
 
+def same_segment(q_segments: Tensor, k_segments: Tensor) -> Tensor:
+    """Return which keys are in the segment of a query (S8): bool [B, S_q, S_k] of [B, S_q] and [B, S_k]."""
+    return q_segments[:, :, None] == k_segments[:, None, :]
+
+
+def alibi_bias(slopes: Tensor, p: Tensor, j: Tensor) -> Tensor:
+    """Return what ALiBi adds to the logits (S8): -slope * |p - j|, [..., H_q, S_q, S_k].
+
+    Args:
+        slopes: [H_q]. p, j: positions of queries and keys on the keys' axis, [..., S_q, 1] and [1, S_k].
+    """
+    return -slopes[:, None, None] * (p - j).abs()[..., None, :, :]
+
+
 def positions(
     S_q: int, S_k: int, causal: Causal, q_offset: int | Tensor | None, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ Every check raises InvalidInputError naming what, which value, what is allowed a
 from __future__ import annotations
 
 from ...contract.overlap import shares_memory
-from .common import check_out
+from .common import check_alibi, check_out
 from .dense import check_dense
 from .kv_parts import check_kv_parts
 from .linear import check_linear, check_words
@@ -32,6 +32,7 @@ __all__ = [
     "LAYOUTS",
     "PackedCheck",
     "TensorGuards",
+    "check_alibi",
     "check_cu_seqlens",
     "check_dense",
     "check_dense_axis",

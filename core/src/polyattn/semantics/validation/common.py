@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...contract.overlap import shares_memory
 from ...errors import InvalidInputError
-from .tensors import FLOATS, check_dense_axis, check_tensor, overlaps_itself
+from .tensors import FLOATS, check_dense_axis, check_index, check_tensor, overlaps_itself
 
 
 def check_heads_and_dtypes(
@@ -110,6 +110,28 @@ def _mask_shapes(attn_mask: Any, batch: int, heads: int, s_q: int, s_k: int, axe
     return f"{allowed}; pass attn_mask{step}" if step else allowed
 
 
+def check_alibi(alibi: Any, query: Tensor, heads: int) -> None:
+    if alibi is None:
+        return
+    _check_per_head("alibi", "slope", alibi, query, heads)
+    if torch.is_grad_enabled() and alibi.requires_grad:
+        raise InvalidInputError(
+            "alibi requires a gradient, and slopes have none; pass alibi.detach(), or the bias as a float attn_mask"
+        )
+
+
+def check_segments(given: Any, query: Tensor, batch: int, s_q: int, s_k: int) -> None:
+    """Check the segments of queries and keys, a pair."""
+    for side, tensor, length in zip(("query", "key"), given, (s_q, s_k), strict=True):
+        name = f"segments of the {side} tokens"
+        check_index(name, tensor, 2, f"[{batch}, {length}] (B, S)")
+        if tuple(tensor.shape) != (batch, length):
+            hint = "; a pair (q_segments, k_segments) has one for each side" if given[0] is given[1] else ""
+            raise InvalidInputError(f"{name} have shape {tuple(tensor.shape)}, [{batch}, {length}] is needed{hint}")
+        if tensor.device != query.device:
+            raise InvalidInputError(f"{name} are on {tensor.device}, query on {query.device}; move them")
+
+
 def check_sinks(sinks: Any, query: Tensor, heads: int) -> None:
     if sinks is None:
         return
@@ -118,13 +140,17 @@ def check_sinks(sinks: Any, query: Tensor, heads: int) -> None:
             f"sinks has shape {tuple(sinks.shape)}; a call takes one logit per query head, [{heads}] (H_q). Of one for "
             f"each row: call without sinks and with return_lse=True, then polyattn.merge([out], [lse], sinks=sinks)"
         )
-    check_tensor("sinks", sinks, 1, f"[{heads}] (H_q)")
-    if sinks.shape[0] != heads:
-        raise InvalidInputError(f"sinks has {sinks.shape[0]} entries, one per query head is needed: {heads}")
-    if sinks.dtype not in FLOATS:
-        raise InvalidInputError(f"sinks is {sinks.dtype}; a float dtype is needed")
-    if sinks.device != query.device:
-        raise InvalidInputError(f"sinks is on {sinks.device}, query on {query.device}; move it")
+    _check_per_head("sinks", "logit", sinks, query, heads)
+
+
+def _check_per_head(name: str, one: str, given: Any, query: Tensor, heads: int) -> None:
+    check_tensor(name, given, 1, f"[{heads}] (H_q), one {one} per query head")
+    if given.shape[0] != heads:
+        raise InvalidInputError(f"{name} has {given.shape[0]} entries, one per query head is needed: {heads}")
+    if given.dtype not in FLOATS:
+        raise InvalidInputError(f"{name} is {given.dtype}; a float dtype is needed")
+    if given.device != query.device:
+        raise InvalidInputError(f"{name} is on {given.device}, query on {query.device}; move it")
 
 
 def check_out(

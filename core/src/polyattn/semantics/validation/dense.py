@@ -5,11 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import InvalidInputError
-from .common import check_heads_and_dtypes, check_mask, check_out, check_sinks
+from .common import check_alibi, check_heads_and_dtypes, check_mask, check_out, check_segments, check_sinks
 from .tensors import check_tensor
 
 
-def check_dense(query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: Any, layout: str) -> None:
+def check_dense(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    sinks: Any,
+    out: Any,
+    layout: str,
+    *,
+    alibi: Any = None,
+    q_segments: Any = None,
+    k_segments: Any = None,
+) -> None:
     """Check the tensors of a dense call."""
     bshd = layout == "BSHD"
     shape = "[B, S, H, D]" if bshd else "[B, H, S, D]"
@@ -27,5 +39,9 @@ def check_dense(query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, ou
         check_mask(attn_mask, query, query.shape[0], query.shape[h], query.shape[s], key.shape[s], "S_q, S_k")
     if sinks is not None:
         check_sinks(sinks, query, query.shape[h])
+    if alibi is not None:
+        check_alibi(alibi, query, query.shape[h])
+    if q_segments is not None:
+        check_segments((q_segments, k_segments), query, query.shape[0], query.shape[s], key.shape[s])
     if out is not None:
         check_out(out, query, (*query.shape[:3], value.shape[-1]), (query, key, value), (attn_mask, sinks))

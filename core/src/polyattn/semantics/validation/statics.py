@@ -18,6 +18,7 @@ def check_statics(
     scale: Any,
     layout: Any,
     dropout_p: Any,
+    chunk: Any = 0,
     layouts: tuple[str, ...] = LAYOUTS,
 ) -> tuple[int, int]:
     """Check the arguments that are no tensors but for flags; returns the window as a pair of ints."""
@@ -45,6 +46,8 @@ def check_statics(
         raise InvalidInputError(f"layout={scalars.shown(layout)} must be one of {', '.join(layouts)}")
     if not scalars.number(dropout_p) or not 0 <= dropout_p < 1:
         raise InvalidInputError(f"dropout_p={scalars.shown(dropout_p)} must be a probability, 0 <= p < 1")
+    if not scalars.whole(chunk) or chunk < 0:
+        raise InvalidInputError(f"chunk={scalars.shown(chunk)} must be a number of keys, an int >= 1; 0 is off")
     return left, right
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .common import check_heads_and_dtypes, check_mask, check_out, check_sinks
+from .common import check_alibi, check_heads_and_dtypes, check_mask, check_out, check_sinks
 from .statics import check_longest
 from .tensors import check_index, check_tensor, contents_readable, has_shapes_only
 
@@ -68,6 +68,7 @@ def check_varlen(
     attn_mask: Any,
     sinks: Any,
     out: Any,
+    alibi: Any = None,
 ) -> None:
     """Check the host-visible facts of a packed call."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -88,6 +89,7 @@ def check_varlen(
     check_longest(max_seqlen_q, max_seqlen_k)
     check_mask(attn_mask, query, cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k, "max_q, max_k")
     check_sinks(sinks, query, query.shape[1])
+    check_alibi(alibi, query, query.shape[1])
     check_out(out, query, (*query.shape[:2], value.shape[-1]), (query, key, value), (attn_mask, sinks))
 
 
@@ -113,10 +115,11 @@ class PackedCheck:
         attn_mask: Any,
         sinks: Any,
         out: Any,
+        alibi: Any = None,
     ) -> None:
         one = cu_seqlens_q is cu_seqlens_k
         tensors = (query, key, value, cu_seqlens_q) if one else (query, key, value, cu_seqlens_q, cu_seqlens_k)
-        plain = attn_mask is sinks is out is None
+        plain = attn_mask is sinks is out is alibi is None
         if (
             plain
             and (alike := self._like.get(one)) is not None
@@ -127,7 +130,8 @@ class PackedCheck:
             and max_seqlen_q >= 0 <= max_seqlen_k
         ):
             return
-        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, sinks, out)
+        lens = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        check_varlen(query, key, value, *lens, attn_mask, sinks, out, alibi)
         seen = one, *((t.dtype, t.shape[1:], t.requires_grad) for t in tensors)
         # Guards never hold for one tensor passed twice, and those of calls that take turns would be made each time.
         if seen == self._seen and plain and TensorGuards is not None and query is not key is not value is not query:

@@ -6,6 +6,7 @@ The names of the seed pages (`init_forward_metadata`, `init_cuda_graph_state`, .
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -311,6 +312,7 @@ class AttentionBackend:
         recording = self._recording | phases
         served = choose_layers(self.layers.values(), self.pool, self._asked, recorded=recording)
         self._recording = recording
+        self.__dict__.pop("_differ", None)
         for phase in phases & served.keys():
             self._served[phase] = served[phase]
             for slot in self._slots.values():
@@ -411,8 +413,8 @@ class AttentionBackend:
         phase = self._phase(batch)
         if recorded:
             return [((phase, batch.sequences, batch.tokens), phase, self._drafts(batch), None)]
-        apart = batch.mode is ForwardMode.MIXED and not batch.padding and self._tables.cross is None
-        decode = [i for i, count in enumerate(batch.query_lens) if count == 1] if apart and self._differ() else []
+        apart = batch.mode is ForwardMode.MIXED and self._differ and not batch.padding and self._tables.cross is None
+        decode = [i for i, count in enumerate(batch.query_lens) if count == 1] if apart else []
         if not decode:
             return [("eager", phase, self._drafts(batch), None)]
         if len(decode) == len(batch.rows):
@@ -424,6 +426,7 @@ class AttentionBackend:
             ("decoding part", "decode", part_of(batch, ForwardMode.DECODE, decode), tokens_of(batch, decode, device)),
         ]
 
+    @functools.cached_property
     def _differ(self) -> bool:
         """Return whether some layer extends and decodes by different backends."""
         pairs = zip(self._served["extend"].values(), self._served["decode"].values(), strict=True)

@@ -124,8 +124,7 @@ class Drafter:
             self._drop(nodes)
             nodes = grown
             branches = [row for rows in nodes for row in rows.values()]
-            for row in branches:
-                self.memory.extend(row, 1)
+            self.memory.extend(branches, 1)
             ids = beam.tokens[:, -spec.topk :].flatten()
             logits = self.memory.forward(ForwardMode.DECODE, branches, [1] * len(branches), ids)
             beam = growing.grow(_log_probs(logits).view(len(requests), spec.topk, -1))
@@ -151,7 +150,6 @@ class Drafter:
                 count = min(left, len(request.tokens) - start)
                 if count < 1:
                     continue
-                self.memory.extend(request.draft_row, count)
                 fresh |= not start
                 rows.append(request.draft_row)
                 counts.append(count)
@@ -159,11 +157,11 @@ class Drafter:
                 if start + count == len(request.tokens):
                     ends.append((n, len(ids) - 1))
                 left -= count
+            self.memory.extend(rows, counts)
             mode = ForwardMode.EXTEND if fresh else ForwardMode.DRAFT_EXTEND
             logits = self.memory.forward(mode, rows, counts, ids, keep=[end for _, end in ends] or [0])
             found.update({n: row for (n, _), row in zip(ends, logits, strict=False)})
-            for row in rows:
-                table.slide(row)
+            table.slide_all(rows)
         return _log_probs(torch.stack([found[n] for n in range(len(requests))]))
 
 

@@ -283,7 +283,8 @@ class Engine:
             for left in self._requests.keys() & ids:
                 self.cancel(left)
             # Of requests that were there before; the next step gives them.
-            self._finished = [*others, *(output for output in self._finished if output.id not in ids)]
+            asked = frozenset(ids)
+            self._finished = [*others, *(output for output in self._finished if output.id not in asked)]
         return [found[i] for i in ids]
 
     def _run_to_end(
@@ -291,10 +292,10 @@ class Engine:
     ) -> dict[int, Output]:
         """Step until these are finished; the outputs of others are added to `others`."""
         found: dict[int, Output] = {}
-        made = 0
+        made, asked = 0, frozenset(ids)
         while len(found) < len(ids):
             for output in self.step():
-                if output.id in ids:
+                if output.id in asked:
                     found[output.id] = output
                 else:
                     others.append(output)
@@ -335,7 +336,7 @@ class Engine:
         for work in works:
             phase = "decode" if work.count == 1 and mode is not ForwardMode.EXTEND else "prefill"
             work.request.backends[phase] = self.backends[phase]
-            self.memory.table.slide(work.request.row)
+        self.memory.table.slide_all([work.request.row for work in works])
         if drawn:
             rows = logits if len(drawn) == len(last) else logits[[at for _, at in drawn]]
             points = [uniform(r.params, r.number, len(r.tokens)) for r, _ in drawn]

@@ -3,9 +3,10 @@ the youngest request."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from ...errors import OutOfPagesError
 from ..memory import Memory
@@ -81,7 +82,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._works: dict[Request, Work] = {}
-        self._left = 0
+        self._left = self._stuck_left = 0
+        # Who could not start, with what there was and so many tokens of the budget left.
+        self._stuck: tuple[Request, Hashable] | None = None
 
     def schedule(self) -> list[Work]:
         """The work of the next step; every token of it has a slot. Empty: nothing waits and nothing runs.
@@ -90,10 +93,17 @@ class Scheduler:
         """
         self._works, self._left = {}, self.budget
         running = len(self.running)
-        for request in sorted(self.running, key=lambda request: self._pending(request) > 1):
-            # Those preempted for an older request have no row any more.
-            if request.row >= 0:
-                self._continue(request)
+        going = sorted(self.running, key=lambda request: self._pending(request) > 1)
+        for request in going:
+            if (work := self._plan(request)) is not None:
+                self._take(work)
+        if not self._extend(list(self._works.values())):
+            # Some have to go, and what is left is shared out anew.
+            self._works, self._left = {}, self.budget
+            for request in going:
+                # Those preempted for an older request have no row any more.
+                if request.row >= 0:
+                    self._continue(request)
         # Who has just lost its pages would only be the first to lose them again; but one that was alone found its way
         # barred by pages it had twice, its own and the cache's, and begins anew with the cache's.
         if len(self.running) == running or not self.running:
@@ -103,8 +113,13 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a request in line, by age: a preempted one comes before those that arrived after it."""
-        place = next((i for i, other in enumerate(self.waiting) if other.id > request.id), len(self.waiting))
-        self.waiting.insert(place, request)
+        waiting = self.waiting
+        if not waiting or waiting[-1].id < request.id:
+            waiting.append(request)
+        elif request.id < waiting[0].id:
+            waiting.appendleft(request)
+        else:
+            waiting.insert(_place(waiting, request), request)
 
     def fork(self, parent: Request, child: Request) -> bool:
         """Give a child its parent's pages; where there is no row, or the parent has none, it waits in line instead."""
@@ -124,11 +139,11 @@ class Scheduler:
         elif request.parent is not None:
             request.parent.siblings.remove(request)
         else:
-            self.waiting.remove(request)
+            del self.waiting[_place(self.waiting, request)]
 
     def lengths(self) -> dict[Request, int]:
         """Return how many tokens of each running request have a slot."""
-        return {request: self.table.length(request.row) for request in self.running}
+        return dict(zip(self.running, self.table.lengths(request.row for request in self.running), strict=True))
 
     def undo(self, before: Mapping[Request, int]) -> None:
         """After a step that failed: who was given slots in it loses its row and goes back to the line. What is in the
@@ -176,7 +191,7 @@ class Scheduler:
 
     def _continue(self, request: Request) -> None:
         work = self._plan(request)
-        while work is not None and not self._extend(work):
+        while work is not None and not self._extend([work]):
             victim = self.running[-1]
             if (undone := self._works.pop(victim, None)) is not None:
                 # Nobody writes these slots now: they must not be remembered as the keys of its tokens.
@@ -190,27 +205,31 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Start the request at the head of the line, or leave it there. It takes pages from nobody who runs."""
+        state = request, self.memory.supply
+        if self.running and state == self._stuck and self._left >= self._stuck_left:
+            return False  # as the last time
         request.row = self.memory.begin(request.tokens, request.namespace)
         request.cached = self.table.length(request.row)
         work = self._plan(request)
-        if work is None or not self._extend(work):
-            self._close(request)
+        if work is None or not self._extend([work], start=True):
+            # Nothing was computed in the row, and nothing is forgotten for one that cannot start.
+            self.table.remove(request.row)
+            request.row = -1
+            self._stuck, self._stuck_left = (request, self.memory.supply), self._left
             return False
         self.waiting.popleft()
         self._enter(request)
         self._take(work)
         return True
 
-    def _extend(self, work: Work) -> bool:
-        """Slots for the work; the prefix cache gives up pages for them."""
-        while True:
-            try:
-                self.memory.extend(work.request.row, work.count + work.drafts)
-            except OutOfPagesError as short:
-                if not self.memory.evict(short.wanted - short.free, short.group):
-                    return False
-            else:
-                return True
+    def _extend(self, works: Sequence[Work], *, start: bool = False) -> bool:
+        """Slots for work, all or none."""
+        rows, counts = [work.request.row for work in works], [work.count + work.drafts for work in works]
+        try:
+            self.memory.extend(rows, counts, start=start)
+        except OutOfPagesError:
+            return False
+        return True
 
     def _enter(self, request: Request) -> None:
         """Among those that run, by age."""
@@ -229,3 +248,8 @@ class Scheduler:
         self.memory.end(request.row, request.tokens, request.namespace)
         request.row = -1
         self._released(request)
+
+
+def _place(waiting: deque[Request], request: Request) -> int:
+    """Where a request is in the line, or belongs."""
+    return bisect.bisect_left(waiting, request.id, key=lambda other: other.id)

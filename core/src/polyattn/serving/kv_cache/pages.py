@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ...errors import InternalError, InvalidInputError, OutOfPagesError
 from .allocating import allocating
@@ -41,6 +41,8 @@ class PageAllocator:
 
     Attributes:
         capacity: pages that can be given out at all, `pages` - `reserved`.
+        returned: how often a page became free or spare because a holder that is no cache released it: while this stays,
+            no more pages can be had than before.
 
     Raises:
         InvalidInputError: `reserved` is under 1, or leaves no page; one of the two is no whole number.
@@ -60,6 +62,10 @@ class PageAllocator:
             self._references = [0] * pages
             # The page that was given back last is given out first: it is most likely still in a device's cache.
             self._free = list(range(pages - 1, reserved - 1, -1))
+            # How often a cache holds each page.
+            self._cached = [0] * pages
+        self._spare = self.returned = 0
+        self._told: dict[int, list[Callable[[], None]]] = {}
 
     def __repr__(self) -> str:
         return f"PageAllocator(capacity={self.capacity}, free={self.free})"
@@ -73,6 +79,11 @@ class PageAllocator:
     def free(self) -> int:
         """Pages that can be given out now."""
         return len(self._free)
+
+    @property
+    def spare(self) -> int:
+        """Pages that a cache holds and nobody else: they can be had for the asking."""
+        return self._spare
 
     def references(self, page: int) -> int:
         """How many hold `page`; 0 where it is free."""
@@ -112,36 +123,75 @@ class PageAllocator:
             self._references[page] = 1
         return pages
 
-    def share(self, pages: Sequence[int]) -> None:
+    def share(self, pages: Sequence[int], *, cached: bool = False) -> None:
         """Add a holder to each of `pages`.
+
+        Args:
+            cached: the holder is a cache, which gives its pages up when others need them (`spare`).
 
         Raises:
             InvalidInputError: one of them is free, or was never given out; none is shared.
         """
-        self._check_held(pages, "shared")
-        for page in pages:
-            self._references[page] += 1
+        references, marks, reserved, end = self._references, self._cached, self._reserved, len(self._references)
+        spare = self._spare
+        for done, page in enumerate(pages):
+            if not reserved <= page < end or not references[page]:
+                for earlier in pages[:done]:
+                    references[earlier] -= 1
+                self._refuse(page, "shared")
+            if marks[page] and references[page] == 1:
+                spare -= 1
+            references[page] += 1
+        self._spare = spare
+        if cached:
+            for page in pages:
+                marks[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int], *, cached: bool = False) -> None:
         """Remove a holder from each of `pages`; those that nobody holds any more are free. A page that is named twice
         loses two.
+
+        Args:
+            cached: the holder is a cache, as in `share`.
 
         Raises:
             InvalidInputError: one of them is held less often than it is named; none is released.
         """
-        self._check_held(pages, "released")
-        references = self._references
+        references, marks, reserved, end = self._references, self._cached, self._reserved, len(self._references)
+        spare, alone = self._spare, []
         for done, page in enumerate(pages):
-            if not references[page]:
+            if not reserved <= page < end or not references[page]:
                 for earlier in pages[:done]:
                     references[earlier] += 1
+                    marks[earlier] += cached
+                if page not in pages[:done]:
+                    self._refuse(page, "released")
                 raise InvalidInputError(
                     f"page {page} is released {pages.count(page)} times at once and held {references[page]} times: "
                     "release what a holder has, once"
                 )
             references[page] -= 1
+            if marks[page]:
+                marks[page] -= cached
+                if not references[page]:
+                    spare -= 1
+                elif references[page] == 1 and marks[page]:
+                    spare += 1
+                    alone.append(page)
+        self._spare = spare
         # A page named twice is to be free once.
+        free = len(self._free)
         self._free.extend(dict.fromkeys(page for page in reversed(pages) if not references[page]))
+        if not cached:
+            self.returned += len(self._free) - free + len(alone)
+        for page in alone:
+            if references[page]:
+                for call in self._told.pop(page, ()):
+                    call()
+
+    def tell(self, page: int, call: Callable[[], None]) -> None:
+        """Call `call` once, when nobody holds `page` any more but the cache that asks."""
+        self._told.setdefault(page, []).append(call)
 
     def check(self, held: Iterable[int] | None = None) -> None:
         """Prove that every page is either free or held, and nothing else.
@@ -164,6 +214,9 @@ class PageAllocator:
             if given_out != (count > 0) or count < 0:
                 state = "given out" if given_out else "free" if page in free else "reserved"
                 raise InternalError(f"page {page} is {state} and its count of holders is {count}")
+        spare = [page for page, marks in enumerate(self._cached) if marks and self._references[page] == 1]
+        if len(spare) != self._spare:
+            raise InternalError(f"{self._spare} pages are counted that only a cache holds, and they are {spare}")
         if held is None:
             return
         found = Counter(held)
@@ -174,11 +227,8 @@ class PageAllocator:
         if strange:
             raise InternalError(f"page {min(strange)} is held and no such page exists")
 
-    def _check_held(self, pages: Sequence[int], verb: str) -> None:
-        references, reserved, end = self._references, self._reserved, len(self._references)
-        for page in pages:
-            if not reserved <= page < end or not references[page]:
-                raise InvalidInputError(f"{self._what(page)}, so it cannot be {verb}: name pages that are held")
+    def _refuse(self, page: int, verb: str) -> NoReturn:
+        raise InvalidInputError(f"{self._what(page)}, so it cannot be {verb}: name pages that are held")
 
     def _what(self, page: int) -> str:
         if 0 <= page < self._reserved:
@@ -226,24 +276,24 @@ def allocate_all(allocators: Sequence[PageAllocator], counts: Sequence[int]) -> 
     return taken
 
 
-def share_all(allocators: Sequence[PageAllocator], pages: Sequence[Sequence[int]]) -> None:
-    """Add a holder to `pages[group]` of each group, 0 left out; all or none.
+def share_all(allocators: Sequence[PageAllocator], pages: Sequence[Sequence[int]], *, cached: bool = False) -> None:
+    """Add a holder, a cache where `cached`, to `pages[group]` of each group, 0 left out; all or none.
 
     Raises:
         InvalidInputError: one of them is free.
     """
     for group, allocator in enumerate(allocators):
         try:
-            allocator.share(held(pages[group]))
+            allocator.share(held(pages[group]), cached=cached)
         except InvalidInputError:
-            release_all(allocators[:group], pages)
+            release_all(allocators[:group], pages, cached=cached)
             raise
 
 
-def release_all(allocators: Sequence[PageAllocator], pages: Sequence[Sequence[int]]) -> None:
-    """Remove a holder from `pages[group]` of each group, 0 left out."""
+def release_all(allocators: Sequence[PageAllocator], pages: Sequence[Sequence[int]], *, cached: bool = False) -> None:
+    """Remove a holder, a cache where `cached`, from `pages[group]` of each group, 0 left out."""
     for allocator, given in zip(allocators, pages, strict=False):
-        allocator.release(held(given))
+        allocator.release(held(given), cached=cached)
 
 
 def held(pages: Sequence[int]) -> Sequence[int]:

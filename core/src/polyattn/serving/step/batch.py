@@ -177,12 +177,14 @@ class ForwardBatch:
     @functools.cached_property
     def all_query_lens(self) -> list[int]:
         """New tokens of each of the N rows, padding included."""
+        if not self.padding and isinstance(self.query_lens, list):
+            return self.query_lens
         return [*self.query_lens, *[self.padding_query_len or 0] * self.padding]
 
     @functools.cached_property
     def tokens(self) -> int:
         """T_q, padding included."""
-        return sum(self.all_query_lens)
+        return self.sequences if self.mode is ForwardMode.DECODE else sum(self.all_query_lens)
 
     @property
     def prefix_lens(self) -> list[int]:
@@ -201,6 +203,8 @@ class ForwardBatch:
     @functools.cached_property
     def cu_seqlens_q(self) -> list[int]:
         """[N+1], the first token of each row, and T_q."""
+        if self.mode is ForwardMode.DECODE:
+            return list(range(self.sequences + 1))
         return [0, *accumulate(self.all_query_lens)]
 
     def positions(self) -> list[int]:

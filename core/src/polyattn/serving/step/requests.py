@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import operator
 from array import array
-from collections.abc import Iterable, Sequence
-from itertools import chain, repeat
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from ..kv_cache.pages import (
     share_all,
     whole,
 )
+from .staging import cells_of
 
 if TYPE_CHECKING:
     from ...semantics.states import RequestStates
@@ -39,6 +41,20 @@ class PageCopy:
     group: int
     source: int
     target: int
+
+
+_Changes = dict[int, list[tuple[int, int]]]
+"""Row -> spans of its entries."""
+
+
+class _HostCopy:
+    """Holds a table of a group in the memory of the host, and what changed since it was read last."""
+
+    def __init__(self, requests: int, columns: int) -> None:
+        with torch.inference_mode(False):
+            self.flat = torch.zeros(requests * columns, dtype=torch.int32, device="cpu")
+        self.cells = cells_of(self.flat)
+        self.changed: _Changes = {}
 
 
 class _Row:
@@ -107,7 +123,8 @@ class RequestTable:
             )
             self._free = list(range(requests - 1, -1, -1))
         self._rows: dict[int, _Row] = {}
-        self._changed: list[dict[int, list[tuple[int, int]]]] = [{} for _ in self.windows]
+        self._changed: list[_Changes] = [{} for _ in self.windows]
+        self._copies: dict[int, _HostCopy] = {}
 
     @property
     def rows(self) -> list[int]:
@@ -123,13 +140,17 @@ class RequestTable:
         """Tokens of `row` that have a slot."""
         return self._row(row).length
 
-    def first_shorter(self, rows: Sequence[int], lengths: Sequence[int]) -> int | None:
-        """Return which of `rows` is the first with fewer tokens than its length here, None = none."""
+    def lengths(self, rows: Iterable[int]) -> list[int]:
+        """`length` of many rows."""
         known = self._rows
         try:
-            found = [known[row].length for row in rows]
+            return [known[row].length for row in rows]
         except KeyError as exc:
             raise self._no_request(exc.args[0]) from None
+
+    def first_shorter(self, rows: Sequence[int], lengths: Sequence[int]) -> int | None:
+        """Return which of `rows` is the first with fewer tokens than its length here, None = none."""
+        found = self.lengths(rows)
         if not any(map(operator.lt, found, lengths)):
             return None
         return next(i for i, (tokens, length) in enumerate(zip(found, lengths, strict=True)) if tokens < length)
@@ -137,6 +158,31 @@ class RequestTable:
     def pages(self, row: int, group: int) -> list[int]:
         """The pages of `row` in `group`, in the order of its tokens; 0 where one was given back by `slide`."""
         return list(self._row(row).pages[group])
+
+    def first_pages(self, rows: Sequence[int], group: int, counts: Sequence[int]) -> list[torch.Tensor]:
+        """The first `counts[i]` pages of `rows[i]`, which has as many: int32 on the CPU, until the table changes.
+
+        They lie in a copy of the table that the host keeps from the first call on, and brings up to date by what
+        changed; so a call costs time in proportion to the rows and to that, not to the pages.
+        """
+        self._all(rows)  # refuses those that are no requests
+        copy = self._copies.get(group)
+        if copy is None:
+            copy = self._copies[group] = _HostCopy(self.tables[group].shape[0], self._columns)
+            copy.changed = {row: [(0, len(found.pages[group]))] for row, found in self._rows.items()}
+        for row, spans in copy.changed.items():
+            pages = self._rows[row].pages[group] if row in self._rows else []
+            for start, stop in spans:
+                at, there = row * self._columns + start, pages[start:stop]
+                copy.cells[at : at + len(there)] = array("i", there)
+        copy.changed.clear()
+        columns = self._columns
+        return [copy.flat.narrow(0, row * columns, count) for row, count in zip(rows, counts, strict=True)]
+
+    def first_page_lists(self, rows: Sequence[int], group: int, counts: Sequence[int]) -> list[list[int]]:
+        """The same as lists, which are the table's own where they are whole: not to be written, or kept."""
+        pages = [found.pages[group] for found in self._all(rows)]
+        return [one if len(one) == count else one[:count] for one, count in zip(pages, counts, strict=True)]
 
     def held(self, group: int) -> Iterable[int]:
         """The pages of `group` that rows hold, one item for each time one does (`check_pages`)."""
@@ -184,7 +230,7 @@ class RequestTable:
         """
         found, tokens = self._row(row), whole("tokens", tokens)
         new = self._new_pages(row, found, tokens)
-        return tuple(new + self._copies(found, group, tokens) for group in range(len(self.windows)))
+        return tuple(new + self._copied(found, group, tokens, Counter()) for group in range(len(self.windows)))
 
     def extend(self, row: int, tokens: int) -> list[PageCopy]:
         """Give `tokens` more tokens of `row` a slot.
@@ -207,20 +253,82 @@ class RequestTable:
             self._check_room(row, found.length + tokens)
             found.length += tokens
             return []
-        wanted = self.wanted(row, tokens)
-        copies: list[PageCopy] = []
-        for group, new in enumerate(allocate_all(self.allocators, wanted)):
-            pages = found.pages[group]
-            start = len(pages)
-            if self._copies(found, group, tokens):
-                start -= 1
-                source = pages.pop()
-                self.allocators[group].release([source])
-                copies.append(PageCopy(group, source, new[0]))
-            pages.extend(new)
-            self._change(row, group, start, len(pages))
+        copies = self._grow([(row, found, tokens)])
         found.length += tokens
         return copies
+
+    def extend_all(
+        self,
+        rows: Sequence[int],
+        tokens: int | Sequence[int],
+        make_room: Callable[[Sequence[int]], object] | None = None,
+    ) -> list[PageCopy]:
+        """`extend` many rows in one call: all of them, or none.
+
+        Args:
+            rows: each once. tokens: how many more of each row, or of every row.
+            make_room: is called where pages are lacking, with how many of each group, and may free some that no row
+                has (`PrefixCache.make_room`, for example).
+
+        Returns:
+            The copies, of all rows.
+
+        Raises:
+            InvalidInputError: a row comes twice, or not as many numbers as rows. Others: as `extend`; the pages that
+                `OutOfPagesError` speaks of are those of all rows.
+        """
+        counts = [tokens] * len(rows) if isinstance(tokens, int) else list(tokens)
+        if len(counts) != len(rows) or len(set(rows)) != len(rows):
+            raise InvalidInputError(
+                f"rows {list(rows)} get {counts} tokens more: each row comes once, with one number of tokens"
+            )
+        if set(map(type, counts)) - {int}:
+            counts = [whole("tokens", count) for count in counts]
+        found = self._all(rows)
+        ends = [one.length + count for one, count in zip(found, counts, strict=True)]
+        if counts and (min(counts) < 0 or max(ends) > self.max_tokens):
+            for row, one, count in zip(rows, found, counts, strict=True):
+                self._new_pages(row, one, count)  # refuses one of them
+        size, few = self.page_size, list(zip(rows, found, counts, strict=True))
+        if not self._share_last(found):
+            few = [one for one, end in zip(few, ends, strict=True) if end > len(one[1].pages[0]) * size]
+        copies = self._grow(few, make_room)
+        for one, end in zip(found, ends, strict=True):
+            one.length = end
+        return copies
+
+    def _grow(
+        self, rows: Sequence[tuple[int, _Row, int]], make_room: Callable[[Sequence[int]], object] | None = None
+    ) -> list[PageCopy]:
+        """Pages for so many tokens more of rows, and copies of those that others hold; all or none. How long the rows
+        are then is the caller's to say."""
+        left: Counter[tuple[int, int]] = Counter()
+        new = [
+            (pages, [self._copied(found, group, tokens, left) for group in range(len(self.windows))])
+            for row, found, tokens in rows
+            for pages in (self._new_pages(row, found, tokens),)
+        ]
+        wanted = [sum(pages + copies[group] for pages, copies in new) for group in range(len(self.windows))]
+        if not any(wanted):
+            return []
+        if make_room is not None:
+            lacking = [max(count - a.free, 0) for count, a in zip(wanted, self.allocators, strict=True)]
+            if any(lacking):
+                make_room(lacking)
+        made: list[PageCopy] = []
+        for group, given in enumerate(map(iter, allocate_all(self.allocators, wanted))):
+            for (row, found, _), (count, copies) in zip(rows, new, strict=True):
+                pages = found.pages[group]
+                start = len(pages)
+                if copies[group]:
+                    start -= 1
+                    source, target = pages.pop(), next(given)
+                    self.allocators[group].release([source])
+                    made.append(PageCopy(group, source, target))
+                    pages.append(target)
+                pages.extend(islice(given, count))
+                self._change(row, group, start, len(pages))
+        return made
 
     def truncate(self, row: int, length: int) -> None:
         """Forget the tokens of `row` from `length` on, such as drafts that were not accepted. What is kept by request
@@ -264,6 +372,12 @@ class RequestTable:
                 pages[first:end] = [0] * (end - first)
                 found.first[group] = end
                 self._change(row, group, first, end)
+
+    def slide_all(self, rows: Iterable[int]) -> None:
+        """`slide` of many rows."""
+        if any(window >= 0 for window in self.windows):
+            for row in rows:
+                self.slide(row)
 
     def fork(self, row: int) -> int:
         """A new row with the same tokens, which shares every page of `row`. The one that writes first into the last
@@ -391,6 +505,13 @@ class RequestTable:
         except (KeyError, TypeError):
             raise self._no_request(row) from None
 
+    def _all(self, rows: Iterable[int]) -> list[_Row]:
+        known = self._rows
+        try:
+            return [known[row] for row in rows]
+        except KeyError as exc:
+            raise self._no_request(exc.args[0]) from None
+
     def _no_request(self, row: object) -> InvalidInputError:
         return InvalidInputError(f"row {row} is no request: rows in use are {sorted(self._rows)}")
 
@@ -415,21 +536,43 @@ class RequestTable:
                 return True
         return False
 
-    def _copies(self, found: _Row, group: int, tokens: int) -> bool:
-        """Return whether the next token goes into a page that others hold too."""
+    def _share_last(self, rows: Sequence[_Row]) -> bool:
+        """Return whether others hold a page that some row would go on in."""
+        size = self.page_size
+        for group, allocator in enumerate(self.allocators):
+            if max(allocator.holders([one.pages[group][-1] for one in rows if one.length % size]), default=0) > 1:
+                return True
+        return False
+
+    def _copied(self, found: _Row, group: int, tokens: int, left: Counter[tuple[int, int]]) -> bool:
+        """Return whether the next token goes into a page that others hold too.
+
+        Args:
+            left: (page, group) -> how many of those are to get a copy already; it is counted on.
+        """
         if not tokens or not found.length % self.page_size:
             return False
-        return self.allocators[group].references(found.pages[group][-1]) > 1
+        page = found.pages[group][-1]
+        if self.allocators[group].references(page) - left[page, group] < 2:
+            return False
+        left[page, group] += 1
+        return True
 
     def _change(self, row: int, group: int, start: int, stop: int) -> None:
         """Note entries for the next flush. Those that touch become one, so that the notes stay few without one."""
         if start >= stop:
             return
-        spans = self._changed[group].setdefault(row, [])
-        apart = []
-        for low, high in spans:
-            if high < start or low > stop:
-                apart.append((low, high))
-            else:
-                start, stop = min(start, low), max(stop, high)
-        spans[:] = [*apart, (start, stop)]
+        _note(self._changed[group], row, start, stop)
+        if group in self._copies:
+            _note(self._copies[group].changed, row, start, stop)
+
+
+def _note(changed: _Changes, row: int, start: int, stop: int) -> None:
+    spans = changed.setdefault(row, [])
+    apart = []
+    for low, high in spans:
+        if high < start or low > stop:
+            apart.append((low, high))
+        else:
+            start, stop = min(start, low), max(stop, high)
+    spans[:] = [*apart, (start, stop)]

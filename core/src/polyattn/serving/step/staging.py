@@ -10,7 +10,12 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["Memory", "Staging"]
+__all__ = ["Memory", "Staging", "cells_of"]
+
+
+def cells_of(host: Tensor) -> memoryview:
+    """The numbers of an int32 tensor of the CPU, to be written by slices of an `array`; valid as long as the tensor."""
+    return memoryview((ctypes.c_int32 * host.numel()).from_address(host.data_ptr())).cast("B").cast("i")
 
 
 class Memory:
@@ -72,8 +77,7 @@ class Staging:
         self._hosts = [
             torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=self._pinned) for _ in range(turns)
         ]
-        memory = [(ctypes.c_int32 * count).from_address(host.data_ptr()) for host in self._hosts]
-        self._cells = [memoryview(cells).cast("B").cast("i") for cells in memory]
+        self._cells = [cells_of(host) for host in self._hosts]
         self._sent = [torch.Event(device) for _ in range(turns)] if self._pinned else []
         self._turn = 0
 

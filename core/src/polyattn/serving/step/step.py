@@ -155,11 +155,13 @@ class StepBuffers:
         columns = max(-(-longest // table.page_size), 1)
         for group, step in enumerate(self._steps):
             step.window, step.page_size = table.windows[group], table.page_size
+            step._queries, step._starts = batch.all_query_lens, batch.cu_seqlens_q
             step.max_seqlen_k, step._lens = longest, lens
             if step.page_table_shape != (N, columns):
                 step.page_table_shape = (N, columns)
                 step.page_table = self._page_tables[group, : N * columns].view(N, columns)
             step._pages = functools.partial(_pages_of, table, group, batch.rows, step)
+            step._page_lists = functools.partial(_page_lists_of, table, group, batch.rows, step)
             step.replan()
         return self._steps
 
@@ -237,12 +239,13 @@ class StepBuffers:
             steps = self._known[self._key] = tuple(Step(self._memory, (group,)) for group in range(self.groups))
         for group, step in enumerate(steps):
             step.mode, step.phase, step.group = batch.mode, batch.mode.phase, group
-            step.sequences, step.tokens, step.padding = N, T, batch.padding
-            step.max_seqlen_q, step._queries = batch.max_seqlen_q, batch.all_query_lens
-            step.seq_lens, step.cu_seqlens_q = self._seq_lens[:N], self._cu[: N + 1]
-            step.requests = self._rows[:N], self._live[:N]
-            step._slots = None if batch.cross else self._slots[group, :T]
-            step._positions = None if batch.cross else self._positions[:T]
+            if (step.sequences, step.tokens) != (N, T):
+                step.sequences, step.tokens = N, T
+                step.seq_lens, step.cu_seqlens_q = self._seq_lens[:N], self._cu[: N + 1]
+                step.requests = self._rows[:N], self._live[:N]
+                step._slots = None if batch.cross else self._slots[group, :T]
+                step._positions = None if batch.cross else self._positions[:T]
+            step.padding, step.max_seqlen_q = batch.padding, batch.max_seqlen_q
             step.tree_mask = None if batch.tree is None else self._tree_buffers(batch)[0]
         return steps
 
@@ -362,8 +365,14 @@ class StepBuffers:
         torch.remainder(places, page_size, out=self._rest[:T])
 
 
-def _pages_of(table: RequestTable, group: int, rows: Sequence[int], step: Step) -> list[list[int]]:
+def _pages_of(table: RequestTable, group: int, rows: Sequence[int], step: Step) -> list[Tensor]:
     """Pages of every row of a step as the host knows them."""
-    counts = step._page_counts()
-    real = [table.pages(row, group)[:count] for row, count in zip(rows, counts, strict=False)]
-    return [*real, *[[0] * count for count in counts[len(rows) :]]]
+    counts, N = step._page_counts(), len(rows)
+    padding = [torch.zeros(count, dtype=torch.int32, device="cpu") for count in counts[N:]]
+    return [*table.first_pages(rows, group, counts[:N]), *padding]
+
+
+def _page_lists_of(table: RequestTable, group: int, rows: Sequence[int], step: Step) -> list[list[int]]:
+    """The same as lists."""
+    counts, N = step._page_counts(), len(rows)
+    return [*table.first_page_lists(rows, group, counts[:N]), *[[0] * count for count in counts[N:]]]

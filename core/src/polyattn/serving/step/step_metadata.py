@@ -6,7 +6,7 @@ from __future__ import annotations
 import abc
 from array import array
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -60,6 +60,7 @@ class Step:
     _positions: Tensor | None
     _lens: list[int]
     _queries: list[int]
+    _starts: list[int]
 
     def __init__(self, memory: Memory, path: tuple[Hashable, ...]) -> None:
         self._memory, self._path = memory, path
@@ -69,8 +70,10 @@ class Step:
         self._lists: dict[str, list[int]] = {}
         self._tables: PagedTables | None = None
         self._counts: list[int] | None = None
+        self.sequences = self.tokens = -1
         self.page_table_shape = (-1, -1)
-        self._pages: Callable[[], list[list[int]]]
+        self._pages: Callable[[], list[Tensor]]
+        self._page_lists: Callable[[], list[list[int]]] = lambda: [row.tolist() for row in self._pages()]
 
     # ------------------------------------------------------------------------------------------------------- views
 
@@ -185,7 +188,7 @@ class Step:
         return self._derive(("windowed", window), lambda path: _Windowed(self, path, window))
 
     def host(self, name: str) -> Tensor:
-        """A copy on the host, int32 on the CPU, made on first use from the host's own lists: the device is not asked.
+        """A copy on the host, int32 on the CPU, made on first use from what the host knows: the device is not asked.
         For backends that plan from host lengths; nothing is made that nobody asks for. Pages are those that the request
         table has when they are asked for: do so before it changes again.
 
@@ -198,15 +201,8 @@ class Step:
         """
         found = self._hosts.get(name)
         if found is None:
-            numbers = self.listed(name)
-            found = (
-                torch.frombuffer(array("i", numbers), dtype=torch.int32)
-                if numbers
-                else torch.empty(0, dtype=torch.int32, device="cpu")
-            )
-            if name == "page_table":
-                found = found.view(self.page_table.shape)
-            self._hosts[name] = found
+            made = _HOST_PAGES.get(name)
+            found = self._hosts[name] = _on_host(self.listed(name)) if made is None else made(self)
         return found
 
     def listed(self, name: str) -> list[int]:
@@ -346,7 +342,7 @@ class _Derived(Step, abc.ABC):
 
 _SHARED = (
     "mode", "phase", "group", "window", "sequences", "tokens", "padding", "max_seqlen_q", "max_seqlen_k", "page_size",
-    "seq_lens", "cu_seqlens_q", "tree_mask", "requests", "_slots", "_positions", "_queries",
+    "seq_lens", "cu_seqlens_q", "tree_mask", "requests", "_slots", "_positions", "_queries", "_starts",
 )  # fmt: skip
 
 
@@ -371,12 +367,17 @@ class _Finer(_Repaged):
     def plan(self) -> None:
         super().plan()
         times = self._source.page_size // self.page_size
-        source, table = self._source._pages, self._source.page_table
+        table = self._source.page_table
         self._cells = self.take("page_table", torch.int32, self.sequences, table.shape[1], times)
         self.page_table = self._cells.flatten(1)
-        self._pages = lambda: [
-            [page * times + i for page in row for i in range(times)][:count]
-            for row, count in zip(source(), self._page_counts(), strict=True)
+        self._pages = self._finer_pages
+
+    def _finer_pages(self) -> list[Tensor]:
+        times = self._cells.shape[2]
+        inside = torch.arange(times, dtype=torch.int32, device="cpu")
+        return [
+            torch.add(inside, row[:, None], alpha=times).flatten()[:count]
+            for row, count in zip(self._source._pages(), self._page_counts(), strict=True)
         ]
 
     def fill(self) -> None:
@@ -388,16 +389,22 @@ class _Coarser(_Repaged):
     def plan(self) -> None:
         super().plan()
         times = self.page_size // self._source.page_size
-        runs = [[row[i : i + times] for i in range(0, len(row), times)] for row in self._source._pages()]
-        for n, run in ((n, run) for n, row in enumerate(runs) for run in row):
-            # Pages that were given back are all the padding page.
-            if any(run) and (run[0] % times or run != list(range(run[0], run[0] + len(run)))):
-                raise UnsupportedRequestError(
-                    f"page_size={self.page_size}: row {n} has pages {run} of {self._source.page_size} tokens, no "
-                    f"aligned run of {times}. Allocate the pool in pages of {self.page_size}, or use a backend that "
-                    f"takes pages of {self._source.page_size}"
-                )
-        self._pages = lambda: [[run[0] // times for run in row] for row in runs]
+        table = self._source.host("page_table")
+        runs = torch.nn.functional.pad(table, (0, -table.shape[1] % times)).view(len(table), -1, times)
+        inside = torch.arange(times, dtype=torch.int32, device="cpu")
+        count = torch.tensor(self._source._page_counts(), dtype=torch.int32, device="cpu")[:, None]
+        there = (torch.arange(runs[0].numel() if len(runs) else 0, device="cpu") < count).view_as(runs)
+        wrong = ((runs != runs[..., :1] + inside) & there).any(-1) | (runs[..., 0] % times != 0)
+        wrong &= runs.any(-1)  # pages that were given back are all the padding page
+        if bool(wrong.any()):
+            n, at = wrong.nonzero()[0].tolist()
+            run = self._source._pages()[n][at * times : (at + 1) * times].tolist()
+            raise UnsupportedRequestError(
+                f"page_size={self.page_size}: row {n} has pages {run} of {self._source.page_size} tokens, no "
+                f"aligned run of {times}. Allocate the pool in pages of {self.page_size}, or use a backend that "
+                f"takes pages of {self._source.page_size}"
+            )
+        self._pages = lambda: [torch.div(row[::times], times, rounding_mode="floor") for row in self._source._pages()]
         columns = -(-self._source.page_table.shape[1] // times)
         self.page_table = self.take("page_table", torch.int32, self.sequences, columns)
 
@@ -456,16 +463,47 @@ def _last_page_lens(step: Step) -> list[int]:
 
 def _padded_pages(step: Step) -> list[int]:
     columns = step.page_table.shape[1]
-    return [page for row in step._pages() for page in (*row, *[0] * (columns - len(row)))]
+    found: list[int] = []
+    for row in step._page_lists():
+        found += row
+        found += [0] * (columns - len(row))
+    return found
+
+
+def _joined_pages(step: Step) -> list[int]:
+    found: list[int] = []
+    for row in step._page_lists():
+        found += row
+    return found
+
+
+def _on_host(numbers: list[int]) -> Tensor:
+    if not numbers:
+        return torch.empty(0, dtype=torch.int32, device="cpu")
+    return torch.frombuffer(array("i", numbers), dtype=torch.int32)
+
+
+def _host_page_table(step: Step) -> Tensor:
+    if not (rows := step._pages()):
+        return torch.zeros(step.page_table.shape, dtype=torch.int32, device="cpu")
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return torch.nn.functional.pad(padded, (0, step.page_table.shape[1] - padded.shape[1]))
+
+
+def _host_kv_indices(step: Step) -> Tensor:
+    return torch.cat(step._pages()) if step.sequences else torch.empty(0, dtype=torch.int32, device="cpu")
 
 
 _HOST: Mapping[str, Callable[[Step], list[int]]] = {
     "seq_lens": lambda step: step._key_lens(),
     "query_lens": lambda step: step._queries,
-    "cu_seqlens_q": lambda step: [0, *accumulate(step._queries)],
+    "cu_seqlens_q": lambda step: step._starts,
     "cu_seqlens_k": lambda step: [0, *accumulate(step._key_lens())],
     "kv_indptr": lambda step: [0, *accumulate(step._page_counts())],
-    "kv_indices": lambda step: list(chain.from_iterable(step._pages())),
+    "kv_indices": _joined_pages,
     "last_page_len": _last_page_lens,
     "page_table": _padded_pages,
 }
+
+_HOST_PAGES: Mapping[str, Callable[[Step], Tensor]] = {"kv_indices": _host_kv_indices, "page_table": _host_page_table}
+"""Those that grow with the context: they are copied in memory, not number by number."""

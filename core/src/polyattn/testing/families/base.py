@@ -95,6 +95,7 @@ class Family(abc.ABC):
     says: ClassVar[frozenset[str]] = frozenset()
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "alibi": (True,),
+        "segments": ("shared", "pair"),
         "kv_dtype": ("int8", "fp4_e2m1"),
         "kv_layout": ("vectorised", "NZ"),
         "kv_scales": ("block16", "block128"),
@@ -160,6 +161,24 @@ class Family(abc.ABC):
         # S6: float32, and in float64 the reference's own precision is welcome.
         wide = case.request.dtype == "float64"
         return self.out_shape(case)[:-1], (torch.float32, torch.float64) if wide else (torch.float32,)
+
+    def spelt_out(
+        self, request: AttentionRequest, tensors: Mapping[str, Tensor], mask: Tensor | None, s_q: int, s_k: int
+    ) -> Tensor | None:
+        """A mask [1|B, 1|H_q, S_q, S_k] together with what slopes and segments say of sequences of one length (S8)."""
+        if (slopes := tensors.get("alibi")) is not None:
+            first = 0 if request.causal == "top_left" else s_k - s_q
+            keys = torch.arange(s_k, device=slopes.device)
+            distance = (torch.arange(s_q, device=slopes.device)[:, None] + first - keys).abs()
+            bias = (-slopes[:, None, None] * distance)[None]
+            no_mask = mask is None or mask.dtype == torch.bool
+            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf")) if no_mask else bias + mask
+        if (queries := tensors.get("q_segments")) is not None:
+            seen = (queries[:, :, None] == tensors["k_segments"][:, None, :])[:, None]
+            if mask is None or mask.dtype == torch.bool:
+                return seen if mask is None else seen & mask
+            mask = mask.masked_fill(~seen, float("-inf"))
+        return mask
 
     def places(self, case: Case) -> Tensor:
         """Return where each key lies in its sequence, from 0 to 1, to be multiplied with the key tensor. Of families

@@ -38,7 +38,7 @@ class BlockSparse(Family):
         "more": (((600, 129),), ((1100, 257),)),
     }
     batched = True
-    unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {"alibi": (True,)}
+    unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {"alibi": (True,), "segments": ("shared", "pair")}
 
     def axes(self, axes: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
         # Without a map there is nothing to do: a row that says so takes no such case.

@@ -98,7 +98,7 @@ class Cached(Packed):
         v = dict(values)
         if v["kv_parts"]:
             # Parts have no positions; those of the call's own keys count from the end.
-            v |= {"window": (-1, -1), "chunk": 0, "batch_invariant": False}
+            v |= {"window": (-1, -1), "chunk": 0, "alibi": False, "batch_invariant": False}
             v["causal"] = "none" if v["causal"] == "none" else "bottom_right"
             if v["mask"] == "tree":
                 v["kv_parts"] = 0

@@ -43,7 +43,10 @@ class Dense(Family):
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": (), "fewer": ((0, 7),), "more": ((5, 0),)}
     optional = ("attn_mask", "sinks")
     batched = True
-    says = COMMON | {"dropout", "grad", "misaligned", "transform", "graph_capture"}
+    unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        name: values for name, values in Family.unmade.items() if name not in ("alibi", "segments")
+    }
+    says = COMMON | {"alibi", "segments", "dropout", "grad", "misaligned", "transform", "graph_capture"}
 
     def relations(self, variants: Variants, rng: random.Random) -> Iterator[Case]:
         both = itertools.zip_longest(self._splits(variants, rng), self._decodes(variants))
@@ -79,7 +82,17 @@ class Dense(Family):
             name: maker.input(name, *shape) for name, shape in self.shapes(case).items()
         }
         tensors["mask"], tensors["sinks"] = maker.mask(B, r.heads, s_q, s_k), maker.sinks(r.heads, s_k)
+        tensors["alibi"] = maker.alibi(r.heads)
+        if r.segments:
+            tensors["q_segments"] = tensors["k_segments"] = maker.segments(B, s_q)
+        if r.segments == "pair":
+            tensors["k_segments"] = maker.segments(B, s_k)
         return tensors, {}
+
+    def repaired(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        # One tensor of segments speaks of as many queries as keys.
+        pair = values["segments"] and values["s_relation"] != "equal"
+        return {**values, "segments": "pair" if pair else values["segments"]}
 
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
         r, B, (s_q, s_k) = case.request, len(case.lengths), case.longest
@@ -99,13 +112,15 @@ class Dense(Family):
     def public(self, call: Call) -> tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]:
         r, t = call.case.request, call.tensors
         options = {"layout": r.layout, "dropout_p": r.dropout, "softcap": r.softcap, "sinks": t.get("sinks")}
+        pair = (t.get("q_segments"), t.get("k_segments"))
+        options |= {"alibi": t.get("alibi"), "segments": pair if r.segments == "pair" else pair[0]}
         return attention, (t["query"], t["key"], t["value"]), {**keywords(call), **options}
 
     def parts(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> Iterator[Part]:
         q, k, v = tensors["query"], tensors["key"], tensors["value"]
         if case.request.layout == "BSHD":
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        yield q, k, v, tensors.get("mask")
+        yield q, k, v, self.spelt_out(case.request, tensors, tensors.get("mask"), q.shape[2], k.shape[2])
 
     def join(self, case: Case, outs: Sequence[Tensor], seconds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         out, lse = outs[0], seconds[0]
@@ -113,16 +128,19 @@ class Dense(Family):
 
     def first(self, call: Call) -> tuple[Call, int]:
         case = dataclasses.replace(call.case, lengths=call.case.lengths[:1])
-        return call._replace(case=case, tensors={n: t if n == "sinks" else t[:1] for n, t in call.tensors.items()}), 1
+        return call._replace(case=case, tensors={n: t if t.ndim == 1 else t[:1] for n, t in call.tensors.items()}), 1
 
     def last(self, call: Call) -> tuple[Call, Tensor, int]:
         case = call.case
         axis, (s_q, s_k) = _axis(case), case.longest
         query = call.tensors["query"]
         index = torch.tensor([s_q - 1], device=query.device)
-        request = dataclasses.replace(case.request, s_relation="one")
+        segments: Any = "pair" if case.request.segments else ""
+        request = dataclasses.replace(case.request, s_relation="one", segments=segments)
         decoding = dataclasses.replace(case, request=request, lengths=((1, s_k),) * len(case.lengths))
         tensors = {**call.tensors, "query": query.index_select(axis, index)}
+        if segments:
+            tensors["q_segments"] = tensors["q_segments"].index_select(1, index)
         return call._replace(case=decoding, tensors=tensors), index, axis
 
     def pieces(self, call: Call) -> list[Call]:

@@ -32,6 +32,7 @@ class Latent(Cached):
     says = SERVING - {"softcap", "sinks"}
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "alibi": (True,),
+        "segments": ("shared", "pair"),
         "kv_dtype": ("float32", "bfloat16", "float16", "fp8_e5m2", "fp4_e2m1", "int8"),
         "kv_scales": ("tensor", "head", "token", "block16"),
         "kv_layout": ("HND", "vectorised", "NZ"),

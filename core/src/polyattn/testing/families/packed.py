@@ -52,6 +52,7 @@ class Packed(Family):
             "query": maker.input("query", *self.shapes(case)["query"]),
             "mask": maker.mask(len(case.lengths), r.heads, most_q, most_k),
             "sinks": maker.sinks(r.heads, most_k),
+            "alibi": maker.alibi(r.heads),
         }
         lens = {"cu_seqlens_q": maker.integers(*starts), "max_seqlen_q": most_q, "max_seqlen_k": most_k}
         return tensors, lens
@@ -63,6 +64,7 @@ class Packed(Family):
         if mask is not None:
             mask = mask[n : n + 1] if mask.shape[0] > 1 else mask
             mask = mask[:, :, :s_q, :s_k]
+        mask = self.spelt_out(case.request, tensors, mask, s_q, s_k)
         return heads_first(tensors["query"][starts[n] : starts[n] + s_q]), mask
 
     def last(self, call: Call) -> tuple[Call, Tensor, int]:
@@ -102,7 +104,8 @@ class Varlen(Packed):
     }
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": ((0, 0),), "fewer": ((0, 7),), "more": ((5, 0),)}
     optional = ("attn_mask", "sinks")
-    says = COMMON | {"dropout", "grad", "misaligned", "transform"}
+    unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {n: v for n, v in Family.unmade.items() if n != "alibi"}
+    says = COMMON | {"alibi", "dropout", "grad", "misaligned", "transform"}
 
     def relations(self, variants: Variants, rng: random.Random) -> Iterator[Case]:
         both = itertools.zip_longest(self._splits(variants, rng), self._decodes(variants))
@@ -153,7 +156,7 @@ class Varlen(Packed):
 
     def public(self, call: Call) -> tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]:
         r, t = call.case.request, call.tensors
-        options = {"dropout_p": r.dropout, "softcap": r.softcap, "sinks": t.get("sinks")}
+        options = {"dropout_p": r.dropout, "softcap": r.softcap, "sinks": t.get("sinks"), "alibi": t.get("alibi")}
         return varlen_attention, (t["query"], t["key"], t["value"]), {**keywords(call), **options}
 
     def parts(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> Iterator[Part]:

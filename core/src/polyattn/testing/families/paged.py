@@ -31,9 +31,9 @@ class Paged(Cached):
     optional = ("key", "value", "attn_mask", "sinks", "k_scale", "v_scale")
     caches = ("key_cache", "value_cache")
     scales = ("k_scale", "v_scale")
-    says = SERVING | {"kv_layout", "save_kv_cache"}
+    says = SERVING | {"alibi", "kv_layout", "save_kv_cache"}
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "alibi": (True,),
+        "segments": ("shared", "pair"),
         "kv_layout": ("vectorised", "NZ"),
         "kv_scales": ("block128",),
     }
@@ -66,7 +66,9 @@ class Paged(Cached):
 
     def public(self, call: Call) -> tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]:
         r, t = call.case.request, call.tensors
-        options: dict[str, Any] = {name: t.get(name) for name in ("key", "value", "k_scale", "v_scale", "sinks")}
+        options: dict[str, Any] = {
+            name: t.get(name) for name in ("key", "value", "k_scale", "v_scale", "sinks", "alibi")
+        }
         options |= {"softcap": r.softcap, "kv_layout": r.kv_layout or "NHD", "save_kv_cache": bool(r.save_kv_cache)}
         caches = (t["query"], t["key_cache"], t["value_cache"])
         return paged_attention, caches, {**keywords(call), **options, **self.steps(call.case)}

@@ -17,7 +17,7 @@ __all__ = ["COMMON", "keywords", "off_boundary_too"]
 COMMON = frozenset(
     (
         *("family", "dtype", "head_dim", "v_head_dim", "causal", "window", "softcap", "sinks", "mask", "scale"),
-        *("lse", "deterministic", "s_relation", "zero_size"),
+        *("chunk", "lse", "deterministic", "s_relation", "zero_size"),
     )
 )
 """Fields that the public call of every softmax family can ask for (but for softcap and sinks in MLA's)."""
@@ -30,6 +30,7 @@ def keywords(call: Call) -> dict[str, Any]:
     return {
         "causal": causal,
         "window": r.window,
+        "chunk": r.chunk,
         "scale": r.scale,
         "return_lse": r.lse,
         "deterministic": r.deterministic,

@@ -19,6 +19,30 @@ GROUP = tl.constexpr(16)
 """Keys of a group."""
 
 
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _next(at):
+    """The first beginning of a group that is not before a token of a run."""
+    return (at + 15) // 16 * 16
+
+
+@triton.jit
+def _of(entries, starts, valid, i, low, high):
+    """Where the blocks of some entries start, and how many keys they have; none for entries out of range."""
+    there = (i >= low) & (i < high)
+    number = tl.load(entries + i, mask=there, other=0)
+    return tl.load(starts + number, mask=there, other=-1), tl.load(valid + number, mask=there, other=0)
+
+
 @triton.jit(do_not_specialize=["c_b", "c_h", "i_b", "i_h", "i_q", "p_b", "p_h", "room"])
 def _grouped(
     counts, indices, starts, valid, numbers, groups, c_b, c_h, i_b, i_h, i_q, p_b, p_h, room, SHARED: tl.constexpr,
@@ -40,22 +64,39 @@ def _grouped(
     for part in tl.static_range(3):
         for first in range(0, listed, WIDE):
             i = first + tl.arange(0, WIDE)
-            number = tl.load(entries + i, mask=i < listed, other=0)
-            start = tl.load(starts + number, mask=i < listed, other=0)
-            size = tl.load(valid + number, mask=i < listed, other=0)
-            whole = size // 16
+            start, size = _of(entries, starts, valid, i, first, listed)
+            end = start + size
+            before, held = _of(entries, starts, valid, i - 1, first, listed)
+            before += held
+            after, _ = _of(entries, starts, valid, i + 1, first, tl.minimum(listed, first + WIDE))
+            # Blocks that follow each other in the list and in memory are one run. Lists that do not ascend have none.
+            falls = tl.min(tl.where((i > first) & (i < listed), start - before, 0), 0) < 0
+            begins = (start != before) | (i == first) | falls
+            ends = (after != end) | (i + 1 >= tl.minimum(listed, first + WIDE)) | falls
+            run = tl.where(begins, start, -1)
+            last = tl.where(ends & (i < listed), end, 2147483647)
+            if falls == 0:
+                run = tl.associative_scan(run, 0, _larger)
+                last = tl.associative_scan(last, 0, _smaller, reverse=True)
+            low, high, total = start - run, end - run, last - run
+            size = tl.where(i < listed, size, 0)
+            high = tl.where(size > 0, high, low)
+            # Groups begin at each 16th token of a run; four of them are one copy where they are all whole.
+            whole_fours, whole = total // 64 * 64, total // 16 * 16
+            STEP: tl.constexpr = 64 if part == 0 else 16
             if part == 0:
-                low, high = whole * 0, whole // 4 * 4
+                begin, stop = (low + 63) // 64 * 64, tl.minimum(high, whole_fours)
             elif part == 1:
-                low, high = whole // 4 * 4, whole
+                begin, stop = _next(tl.maximum(low, whole_fours)), tl.minimum(high, whole)
             else:
-                low, high = whole, (size + 15) // 16
-            place = count + tl.cumsum(high - low, 0) - high
-            for g in tl.static_range(MOST if part == 0 else (3 if part == 1 else 1)):
-                at = low + g
-                keys = tl.minimum(size - at * 16, 16)
-                tl.store(found + place + at, (start + at * 16) * 32 + keys, mask=at < high)
-            count += tl.sum(high - low, 0)
+                begin, stop = _next(tl.maximum(low, whole)), tl.minimum(high, total)
+            number = tl.maximum(stop - begin + STEP - 1, 0) // STEP * (STEP // 16)
+            place = count + tl.cumsum(number, 0) - number
+            for g in tl.static_range(MOST):
+                at = begin + g * 16
+                keys = tl.minimum(total - at, 16)
+                tl.store(found + place + g, (run + at) * 32 + keys, mask=g < number)
+            count += tl.sum(number, 0)
         # In all at the end, whole ones before the last part, fours before the second.
         tl.store(numbers + 3 * row + (2 - part), count)
 

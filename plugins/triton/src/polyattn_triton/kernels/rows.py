@@ -17,19 +17,24 @@ import triton.language as tl  # isort: skip
 from polyattn_triton.kernels.block_sparse import head_at
 from polyattn_triton.kernels.rounding import cast
 
-__all__ = ["MOST", "gather", "scatter", "scored", "top"]
+__all__ = ["MOST", "gather", "product", "scatter", "scored", "top"]
 
 MOST = 8192
 """Scores of a row that `top` can choose from: they are all in registers."""
 
 
-@triton.jit(do_not_specialize=["rows_here", "blocks"])
+@triton.jit(do_not_specialize=["rows_here", "blocks", "listed"])
 def _gather(
-    source, order, starts, sizes, rows, means, x_b, x_h, x_s, rows_here, blocks, D: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, FILLED: tl.constexpr, MEANS: tl.constexpr,
+    source, order, starts, sizes, rows, means, x_b, x_h, x_s, rows_here, blocks, listed, D: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, FILLED: tl.constexpr, MEANS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head: its tokens, and their mean."""
+    """One block of one head: its tokens, and their mean. OWN: heads have blocks of their own."""
     n, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if OWN:
+        own = b.to(tl.int64) * tl.num_programs(1) + head
+        order += own * listed
+        starts += own * blocks
+        sizes += own * blocks
     start, size = tl.load(starts + n), tl.load(sizes + n)
     i, d = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     token = tl.load(order + start + i, mask=i < size, other=0).to(tl.int64)
@@ -51,10 +56,12 @@ def _gather(
 @triton.jit(do_not_specialize=["rows_here", "blocks", "tokens"])
 def _scatter(
     rows, places, out, gate, coarse, owners, rows_here, blocks, tokens, g_b, g_h, g_s, g_d, D: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, COARSE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, COARSE: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens of one head. `out` is [B, S, H, D]."""
+    """BLOCK tokens of one head. `out` is [B, S, H, D]. OWN: heads have places of their own."""
     n, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if OWN:
+        places += (b.to(tl.int64) * tl.num_programs(1) + head) * tokens
     s, d = n * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     place = tl.load(places + s, mask=s < tokens, other=-1)
     there = (place >= 0)[:, None] & (d < D)[None, :]
@@ -71,28 +78,60 @@ def _scatter(
     tl.store(out + at, found, mask=(s < tokens)[:, None] & (d < D)[None, :])
 
 
+@triton.jit
+def _halves(x):
+    """A float32 number as two of bfloat16, whose sum it is but for 2**-17 of it."""
+    first = x.to(tl.bfloat16)
+    return first, (x - first.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def product(x, y, acc, EXACT: tl.constexpr):
+    """acc + x y of float32 matrices: as they are, or in halves of bfloat16 without the product of the second ones."""
+    if EXACT:
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+    else:
+        x_1, x_2 = _halves(x)
+        y_1, y_2 = _halves(y)
+        acc = tl.dot(x_1, y_1, acc)
+        acc = tl.dot(x_1, y_2, acc)
+        acc = tl.dot(x_2, y_1, acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["n_rows", "m_rows", "scale"])
 def _scored(
-    query, key, value, scores, out, n_rows, m_rows, scale, D: tl.constexpr, D_V: tl.constexpr, K: tl.constexpr,
-    K_V: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, M: tl.constexpr, VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    query, query_rest, key, key_rest, value, value_rest, scores, out, n_rows, m_rows, scale, D: tl.constexpr,
+    D_V: tl.constexpr, K: tl.constexpr, K_V: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+    VALUE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """N means of queries against all means of keys. K, K_V: D and D_V, up to a power of two."""
+    """N means of queries against all means of keys. K, K_V: D and D_V, up to a power of two. EXACT: in float32; else
+    tensors are halves of bfloat16, which are added."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     q_row = (b.to(tl.int64) * heads + head) * n_rows
     k_row = (b.to(tl.int64) * (heads // GROUP) + head // GROUP) * m_rows
     n, d, e = tile * N + tl.arange(0, N), tl.arange(0, K), tl.arange(0, K_V)
     inside = (n < n_rows)[:, None]
-    q = tl.load(query + (q_row + n)[:, None] * D + d[None, :], mask=inside & (d < D)[None, :], other=0.0)
+    q_at, q_there = (q_row + n)[:, None] * D + d[None, :], inside & (d < D)[None, :]
+    q = tl.load(query + q_at, mask=q_there, other=0.0)
+    q_rest = tl.load(query_rest + q_at, mask=q_there, other=0.0)
     top = tl.full([N], float("-inf"), tl.float32)
     total = tl.zeros([N], tl.float32)
     acc = tl.zeros([N, K_V], tl.float32)
     for first in range(0, m_rows, M):
         m = first + tl.arange(0, M)
         here = m < m_rows
-        k = tl.load(key + (k_row + m)[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        k_at, k_there = (k_row + m)[:, None] * D + d[None, :], here[:, None] & (d < D)[None, :]
+        k = tl.load(key + k_at, mask=k_there, other=0.0)
+        if EXACT:
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            k_rest = tl.load(key_rest + k_at, mask=k_there, other=0.0)
+            s = tl.dot(q, tl.trans(k))
+            s = tl.dot(q, tl.trans(k_rest), s)
+            s = tl.dot(q_rest, tl.trans(k), s)
+        s = s * scale
         tl.store(scores + (q_row + n)[:, None] * m_rows + m[None, :], s, mask=inside & here[None, :])
         if VALUE:
             s = tl.where(here[None, :], s, float("-inf"))
@@ -100,9 +139,17 @@ def _scored(
             weights = tl.exp(s - highest[:, None])
             factor = tl.exp(top - highest)
             total = total * factor + tl.sum(weights, 1)
-            v_at = value + (k_row + m)[:, None] * D_V + e[None, :]
-            v = tl.load(v_at, mask=here[:, None] & (e < D_V)[None, :], other=0.0)
-            acc = tl.dot(weights, v, acc * factor[:, None], input_precision=PRECISION)
+            v_at, v_there = (k_row + m)[:, None] * D_V + e[None, :], here[:, None] & (e < D_V)[None, :]
+            v = tl.load(value + v_at, mask=v_there, other=0.0)
+            acc = acc * factor[:, None]
+            if EXACT:
+                acc = tl.dot(weights, v, acc, input_precision="ieee")
+            else:
+                v_rest = tl.load(value_rest + v_at, mask=v_there, other=0.0)
+                first_half, second_half = _halves(weights)
+                acc = tl.dot(first_half, v, acc)
+                acc = tl.dot(first_half, v_rest, acc)
+                acc = tl.dot(second_half, v, acc)
             top = highest
     if VALUE:
         tl.store(out + (q_row + n)[:, None] * D_V + e[None, :], acc / total[:, None], mask=inside & (e < D_V)[None, :])
@@ -110,23 +157,29 @@ def _scored(
 
 @triton.jit(do_not_specialize=["count", "kept"])
 def _top(scores, chosen, count, kept, WIDE: tl.constexpr):
-    """The `kept` highest of one row: the bits of the last of them are found one by one, from the highest on."""
+    """The `kept` highest of one row. Numbers are compared as integers, whose range is halved until it is found."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     bits = tl.load(scores + row * count + i, mask=i < count, other=float("-inf")).to(tl.int32, bitcast=True)
     # In the order of the numbers: above 0 with the first bit set, below 0 turned round. -0 is 0.
     bits = tl.where(bits == -2147483648, 0, bits)
-    ordered = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
-    # What is behind the end is below everything.
-    ordered = tl.where(i < count, ordered, 0)
-    least = tl.full([1], 0, tl.uint32)
-    for k in tl.static_range(32):
-        tried = least | tl.full([1], 1 << (31 - k), tl.uint32)
-        enough = tl.sum((ordered >= tried).to(tl.int32), 0) >= kept
-        least = tl.where(enough, tried, least)
-    above = ordered > least
-    alike = (ordered == least) & (i < count)
-    wanted = kept - tl.sum(above.to(tl.int32), 0)
-    take = above | (alike & (tl.cumsum(alike.to(tl.int32), 0) <= wanted))
+    # In the order of the numbers; what is behind the end is below everything, and last among its equals.
+    ordered = tl.where(bits < 0, bits ^ 2147483647, bits)
+    # A limit that exactly `kept` reach, or else the number of the last of them: halving ends early as a rule.
+    low, high = tl.min(ordered, 0).to(tl.int64), tl.max(ordered, 0).to(tl.int64)
+    enough = count
+    while (low < high) & (enough != kept):
+        middle = (low + high + 1) >> 1
+        reached = tl.sum((ordered >= middle.to(tl.int32)).to(tl.int32), 0)
+        enough = tl.where(reached >= kept, reached, enough)
+        low = tl.where(reached >= kept, middle, low)
+        high = tl.where(reached >= kept, high, middle - 1)
+    least = low.to(tl.int32)
+    take = (ordered >= least) & (i < count)
+    if enough != kept:
+        # Of equal ones the first.
+        alike = take & (ordered == least)
+        wanted = kept - tl.sum((take & ~alike).to(tl.int32), 0)
+        take = take & (~alike | (tl.cumsum(alike.to(tl.int32), 0) <= wanted))
     place = tl.cumsum(take.to(tl.int32), 0) - 1
     tl.store(chosen + row * kept + place, i, mask=take)
 
@@ -138,14 +191,15 @@ def gather(
     order, starts, sizes = blocks
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     B, H, _, D = tensor.shape
-    n = len(sizes)
-    width = n * block if filled else len(order)
+    n, listed = sizes.shape[-1], order.shape[-1]
+    width = n * block if filled else listed
     rows = tensor.new_empty(B, H, width, D)
     found = tensor.new_empty(B, H, n, D, dtype=torch.float32) if means else None
     if rows.numel():
         _gather[n, H, B](
-            tensor, order, starts, sizes, rows, rows if found is None else found, *tensor.stride()[:3], width, n, D=D,
-            WIDTH=triton.next_power_of_2(D), BLOCK=block, FILLED=filled, MEANS=means, num_warps=4,
+            tensor, order, starts, sizes, rows, rows if found is None else found, *tensor.stride()[:3], width, n,
+            listed, D=D, WIDTH=triton.next_power_of_2(D), BLOCK=block, FILLED=filled, MEANS=means, OWN=order.dim() > 1,
+            num_warps=4,
         )  # fmt: skip
     return rows, found
 
@@ -160,14 +214,14 @@ def scatter(
 ) -> Tensor:
     """See `polyattn.contract.BlockOps`."""
     B, H, width, D = rows.shape
-    tokens, added = len(places), gate is not None and coarse is not None and owners is not None
+    tokens, added = places.shape[-1], gate is not None and coarse is not None and owners is not None
     out = rows.new_empty(B, tokens, H, D)
     if out.numel():
         more = (gate, coarse, owners) if added else (rows, rows, places)
         strides = gate.stride() if gate is not None else (0, 0, 0, 0)
         _scatter[triton.cdiv(tokens, 64), H, B](
             rows, places, out, *more, width, coarse.shape[2] if coarse is not None else 0, tokens, *strides, D=D,
-            WIDTH=triton.next_power_of_2(D), BLOCK=64, COARSE=added, num_warps=4,
+            WIDTH=triton.next_power_of_2(D), BLOCK=64, COARSE=added, OWN=places.dim() > 1, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -179,13 +233,21 @@ def scored(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> tu
     scores = query.new_empty(B, H, n, m)
     out = None if value is None else query.new_empty(B, H, n, D_V)
     if scores.numel():
+        exact = query.device.type != "cuda"
+        given = (query, key, key if value is None else value)
+        halves = ((t, t) if exact else _split(t) for t in given)
         _scored[triton.cdiv(n, 64), H, B](
-            query, key, key if value is None else value, scores, scores if out is None else out, n, m, scale, D=D,
-            D_V=D_V, K=triton.next_power_of_2(D), K_V=triton.next_power_of_2(D_V), GROUP=H // H_kv, N=64, M=32,
-            VALUE=value is not None, PRECISION="tf32x3" if query.device.type == "cuda" else "ieee", num_warps=4,
-            num_stages=2,
+            *(t for pair in halves for t in pair), scores, scores if out is None else out, n, m, scale, D=D, D_V=D_V,
+            K=triton.next_power_of_2(D), K_V=triton.next_power_of_2(D_V), GROUP=H // H_kv, N=64, M=64,
+            VALUE=value is not None, EXACT=exact, num_warps=4, num_stages=2,
         )  # fmt: skip
     return scores, out
+
+
+def _split(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as halves of bfloat16, see `_halves`."""
+    first = tensor.to(torch.bfloat16)
+    return first, (tensor - first).to(torch.bfloat16)
 
 
 def top(scores: Tensor, kept: int) -> Tensor | None:
@@ -198,5 +260,5 @@ def top(scores: Tensor, kept: int) -> Tensor | None:
     chosen = torch.empty(*scores.shape[:-1], kept, dtype=torch.int32, device=scores.device)
     if chosen.numel():
         wide = triton.next_power_of_2(count)
-        _top[rows,](scores, chosen, count, kept, WIDE=wide, num_warps=1 if wide <= 2048 else 4)
+        _top[rows,](scores, chosen, count, kept, WIDE=wide, num_warps=2 if wide <= 2048 else 4)
     return chosen
