@@ -281,8 +281,5 @@ def _picture(pillow: Any, frames: Tensor, cell: tuple[int, ...], seen: Tensor) -
         image.paste(small.resize((W * _CELL, H * _CELL), pillow.Resampling.NEAREST), where)
     whole = pillow.new("RGB", tuple(reversed(seen.shape)))
     whole.putdata([_INK["seen" if one else "none"] for row in seen.tolist() for one in row])
-    shares = (
-        whole.resize((side, side), pillow.Resampling.BOX).quantize(16, dither=pillow.Dither.NONE).convert("RGB")
-    )  # small files
-    image.paste(shares, (width + 4 * _GAP, 0))
+    image.paste(whole.resize((side, side), pillow.Resampling.BOX), (width + 4 * _GAP, 0))
     return image
