@@ -508,7 +508,7 @@ def kernels_of(call: Callable[[], Any]) -> dict[str, float]:
         torch.cuda.synchronize()
     total: dict[str, float] = {}
     for event in seen.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             total[event.name] = total.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3
     return dict(sorted(total.items(), key=lambda one: -one[1]))
 
