@@ -708,6 +708,14 @@ def markdown(result: dict[str, Any]) -> str:
             *("-" if share is None else f"{share:.0%}", "-" if memory is None else f"{memory:.2f}", words or "-"),
         )
         lines.append(f"| {' | '.join(cells)} |")
+    clusters = [
+        f"- {row['name']}: {', '.join(f'{name} {value}' for name, value in row['inputs'].items())}; density "
+        f"{row['density']:.3f} of the pairs, {row['executed']:.3f} with what fills up blocks"
+        for row in result["rows"]
+        if row["inputs"] and "ms" in row
+    ]
+    if clusters:
+        lines += ["", "Inputs of planted clusters, the others are normal:", "", *clusters]
     if refused:
         lines += ["", "Not timed:", "", *refused]
     missing = {
