@@ -88,7 +88,7 @@ def test_files(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 PAGE = Path(__file__).parents[2] / "docs" / "video.md"
 PICTURES = re.findall(
-    r"`polyattn (video-map [^`]+)`\n\n!\[\w+\]\((images/video-map/\w+\.png)\)", PAGE.read_text(encoding="utf-8")
+    r"`polyattn (video-map [^`]+)`\n\n!\[\w+\]\((video-map/\w+\.png)\)", PAGE.read_text(encoding="utf-8")
 )
 
 
