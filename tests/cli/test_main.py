@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typer.models import OptionInfo
 
 from polyattn import __version__, errors
 from polyattn.cli import app, main
+from polyattn.cli.commands import COMMANDS
 
 from .conftest import Run
 
@@ -247,11 +249,33 @@ def test_columns_sets_another_width(run: Run, monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_option_with_a_placeholder_of_its_own_name_spells_its_name_out() -> None:
     # Typer 0.27 takes such a placeholder for the option's declaration: --DEVICE instead of --device.
-    for command in app.app.registered_commands:
-        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+    for command, where in COMMANDS.items():
+        function = getattr(importlib.import_module(f"polyattn.cli.{where.module}"), where.function)
+        hints = {} if isinstance(function, typer.Typer) else get_type_hints(function, include_extras=True)
+        for name, hint in hints.items():
             for option in getattr(hint, "__metadata__", ()):
                 if isinstance(option, OptionInfo) and name.lower() == str(option.metavar).lower():
-                    assert f"--{name}" in (option.default, *(option.param_decls or ())), (command.name, name)
+                    assert f"--{name}" in (option.default, *(option.param_decls or ())), (command, name)
+
+
+def test_the_list_says_of_a_command_what_the_command_says_of_itself() -> None:
+    for name, command in typer.main.get_command(app.app).commands.items():  # type: ignore[attr-defined]
+        assert " ".join(command.help.split("\n\n")[0].split()) == COMMANDS[name].summary
+        assert command.name == name
+
+
+@pytest.mark.parametrize("words", [("--version",), ("--help",), ()], ids=["version", "help", "none"])
+def test_no_command_is_imported_to_list_them(words: tuple[str, ...]) -> None:
+    code = (
+        f"import sys; from polyattn.cli import main; code = main({[*words]!r}); "
+        "print('|', *(name for name in sys.modules if name.startswith(('polyattn.', 'torch', 'rich.progress'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said, _, modules = done.stdout.rpartition("|")
+    assert ("polyattn 0." in said) if words == ("--version",) else ("Draw random calls" in said)
+    mine = {f"polyattn.cli.{where.module}" for where in COMMANDS.values()}
+    heavy = {"torch", "rich.progress", "polyattn.selection.select", "polyattn.registry.manager", "polyattn.contract"}
+    assert not (mine | heavy) & set(modules.split())
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 LIBRARIES = ("typer", "rich")
+WIDTH = 100
+"""Columns of an answer when the output is no terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

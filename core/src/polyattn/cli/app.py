@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
-from typer import rich_utils
 
 from .. import __version__
 from ..errors import (
@@ -27,22 +25,8 @@ from ..errors import (
     UnsupportedRequestError,
     without_torch,
 )
-from .bench import bench
-from .config_check import config
-from .conform import conform
-from .demo import demo
-from .doctor import doctor
-from .explain import explain
-from .fuzz import fuzz
-from .generate import generate
-from .listing import list_command
-from .matrix import matrix
-from .new_plugin import new_plugin
-from .reasons import reasons_table
-from .rendering import WIDTH, answer, answers_alone, screen, show_json
-from .trace import trace
-from .tune import tune
-from .verify import verify
+from . import WIDTH
+from .commands import Commands
 
 __all__ = ["EXIT_CODES", "app", "run"]
 
@@ -65,30 +49,17 @@ _ProblemWithWords: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="polyattn",
+    cls=Commands,
     help="One attention call for every chip: what is here, what is chosen, and why.",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("list")(list_command)
-app.command("matrix")(matrix)
-app.command("explain")(explain)
-app.command("doctor")(doctor)
-app.command("demo")(demo)
-app.command("conform")(conform)
-app.command("new-plugin")(new_plugin)
-app.command("fuzz")(fuzz)
-app.command("generate")(generate)
-app.command("bench")(bench)
-app.command("tune")(tune)
-app.command("trace")(trace)
-app.command("verify")(verify)
-app.add_typer(config, name="config")
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        answer(f"polyattn {__version__}")
+        print(f"polyattn {__version__}")
         raise typer.Exit
 
 
@@ -139,10 +110,13 @@ def _run(words: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
-    # Of help, which typer prints: as wide as `screen` makes answers.
-    rich_utils.MAX_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
+    if "--version" not in own:
+        from typer import rich_utils
+
+        # Of help, which typer prints: as wide as `screen` makes answers.
+        rich_utils.MAX_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
     try:
-        with answers_alone() if _read_by_programs(own) else contextlib.nullcontext():
+        with _answers_alone(own):
             code = app(words, prog_name="polyattn", standalone_mode=False)
         sys.stdout.flush()
     except ModuleNotFoundError as error:
@@ -169,8 +143,17 @@ def _run(words: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+def _answers_alone(words: list[str]) -> contextlib.AbstractContextManager[None]:
+    """Let nothing else stand beside an answer that is data."""
+    if not _read_by_programs(words):
+        return contextlib.nullcontext()
+    from .rendering import answers_alone
+
+    return answers_alone()
+
+
 def _read_by_programs(words: list[str]) -> bool:
-    """Tell whether an answer is data, which nothing else may stand beside."""
+    """Tell whether an answer is data."""
     text = " ".join(words).replace("--format=", "--format ")
     data = any(word in f"{text} " for word in ("--json ", "--format json ", "--format markdown "))
     return data and not {"-h", "--help"} & set(words)
@@ -205,6 +188,11 @@ def _wrong_number(error: Any) -> str:
 def _report(as_json: bool, kind: str, message: str, rejected: Mapping[str, list[str]] | None = None) -> None:
     """Print a failure on standard error, or as JSON on standard output. `rejected`: each backend's reasons, if it has
     any."""
+    from rich.text import Text
+
+    from .reasons import reasons_table
+    from .rendering import screen, show_json
+
     if as_json:
         more = {} if rejected is None else {"rejected": rejected}
         show_json({"error": {"type": kind, "message": message, **more}})

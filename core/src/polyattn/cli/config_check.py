@@ -36,7 +36,7 @@ READ_LATER: tuple[Callable[[], object], ...] = (
 
 MAPPINGS = ("component_attention_backends", "attention_backend_config")
 
-config = typer.Typer(rich_markup_mode="rich")
+config = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
 
 @config.callback(invoke_without_command=True)

@@ -17,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
+from . import WIDTH
+
 __all__ = [
     "STANDINGS",
     "answer",
@@ -30,9 +32,6 @@ __all__ = [
     "standing",
     "title",
 ]
-
-WIDTH = 100
-"""Columns when the output is no terminal."""
 
 THEME = Theme(
     {

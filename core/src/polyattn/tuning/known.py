@@ -74,15 +74,19 @@ class Known:
     place: Place | None = None
     quarantined: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     _asked: dict[str, Asked] = dataclasses.field(default_factory=dict)
+    _own: dict[str, Sequence[Measured]] = dataclasses.field(default_factory=dict)
     _kin: dict[tuple[str, bool], Sequence[Measured]] = dataclasses.field(default_factory=dict)
 
     def own(self, key: Mapping[str, Any]) -> Sequence[Measured]:
         """Measurements of a `request_key` itself, those of this machine before shipped ones of the same lengths."""
         text = canonical(key)
-        found = {**self.tables.measured.get(text, {})}
-        for row in self._of_store(text).own:
-            _keep(found, row)
-        return tuple(found.values())
+        if text not in self._own:
+            _make_room(self._own)
+            found = {**self.tables.measured.get(text, {})}
+            for row in self._of_store(text).own:
+                _keep(found, row)
+            self._own[text] = tuple(found.values())
+        return self._own[text]
 
     def elsewhere(self, key: Mapping[str, Any]) -> Sequence[str]:
         """Why other measurements of such requests are not used, for each."""
@@ -101,8 +105,7 @@ class Known:
         """
         text, online = canonical(key), mode() == "online"
         if (text, online) not in self._kin:
-            if len(self._kin) >= _MOST:
-                self._kin.clear()
+            _make_room(self._kin)
             self._kin[text, online] = self._find_kin(key, text, online=online)
         return (*(self.own(key) if own else ()), *self._kin[text, online])
 
@@ -110,8 +113,7 @@ class Known:
         if self.place is None:
             return NOTHING_ASKED
         if text not in self._asked:
-            if len(self._asked) >= _MOST:
-                self._asked.clear()
+            _make_room(self._asked)
             self._asked[text] = _ask(self.place, text)
         return self._asked[text]
 
@@ -132,6 +134,11 @@ class Known:
             kin = [_for_kin(m, theirs[1], asked[1], off, held) for m in by_lengths.values()]
             found += [(off, one) for one in kin if one is not None]
         return tuple(one for _, one in sorted(found, key=lambda f: (f[0], f[1].shipped)))
+
+
+def _make_room(kept: dict[Any, Any]) -> None:
+    if len(kept) >= _MOST:
+        kept.clear()
 
 
 def _for_kin(one: Measured, theirs: Numbers, mine: Numbers, off: float, held: Collection[str]) -> Measured | None:
@@ -162,7 +169,7 @@ def known(request: AttentionRequest, place: Callable[[], Place], tuning: str = "
 
 def _read(place: Callable[[], Place]) -> Known:
     try:
-        measured, held = BACKEND in store().count(), store().quarantined()
+        measured, held = store().has(BACKEND), store().quarantined()
     except ConfigError as exc:
         warnings.warn(f"nothing measured decides about backends: {exc}", RuntimeWarning, stacklevel=6)
         measured, held = False, []

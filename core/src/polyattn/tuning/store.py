@@ -254,6 +254,19 @@ class TuningStore:
         )
         self._own = {_identity(row): row for row in self.rows(subject=BACKEND)} | self._own
 
+    def has(self, subject: str) -> bool:
+        """Whether there is any measurement of a subject.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        found = any(row.subject == subject for row in self._own.values())
+        if self.path is not None and not found and self._there(self.path):
+            with self._reading(self.path) as connection:
+                asked = connection.execute("SELECT 1 FROM measurement WHERE subject = ? LIMIT 1", (subject,))
+                found = asked.fetchone() is not None
+        return found
+
     def count(self) -> dict[str, int]:
         """How many measurements there are, by subject."""
         found: collections.Counter[str] = collections.Counter(row.subject for row in self._own.values())
