@@ -88,7 +88,7 @@ def added_key(added: Added, query: Any, key: Any, layout: str) -> Any:
     sides = [(added[name], tokens) for name, tokens in (("q_segments", query), ("k_segments", key)) if name in added]
     try:
         said = [
-            (one.shape == (tokens.shape[0], tokens.shape[s]), one.dtype, one.device, one.layout, type(one))
+            (one.shape == (tokens.shape[0], tokens.shape[s]), *sinks_key(one)[1:], one.stride()[-1:])
             for one, tokens in sides
         ]
         return sinks_key(added.get("alibi")), added.get("q_segments") is added.get("k_segments"), *said
