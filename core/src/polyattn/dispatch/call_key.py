@@ -227,6 +227,14 @@ def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype not in skip else t for t in tensors)
 
 
+def autocasted(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """The three as they are attended: `cast` under autocast. What is no tensor is left to the checks."""
+    if not isinstance(query, Tensor) or autocast_dtype(query.device.type) is None:
+        return query, key, value
+    q, k, v = cast(query, key, value) if isinstance(key, Tensor) and isinstance(value, Tensor) else (query, key, value)
+    return q, k, v
+
+
 def runner(chosen: Chosen, return_lse: bool, autocast: bool, head_axis: int) -> Callable[..., Any]:
     """What a signature calls: the bound forward, made differentiable and autocast where that is asked for."""
     bound = chosen.bound
@@ -305,8 +313,3 @@ def backend_name(backend: Any) -> str | None:
     if backend is not None and not isinstance(backend, str):
         raise InvalidInputError(f"backend={backend!r} is a {type(backend).__name__}; give a name as a string, or None")
     return backend
-
-
-def no_autocast(query: Any) -> bool:
-    """Whether a call's tensors are taken as they are."""
-    return not isinstance(query, Tensor) or autocast_dtype(query.device.type) is None
