@@ -227,3 +227,7 @@ def test_their_kinds_are_apart_in_the_table_of_a_site() -> None:
         torch.testing.assert_close(site(*tensors, segments=DOCUMENTS), in_parts, rtol=0, atol=0)
     with pytest.raises(polyattn.InvalidInputError, match="segments of the query tokens have shape"):
         site(*tensors, segments=DOCUMENTS[:, :5])
+    with pytest.raises(polyattn.InvalidInputError, match="last axis is not dense"):
+        site(*tensors, segments=DOCUMENTS.t().contiguous().t())
+    with pytest.raises(polyattn.InvalidInputError, match="int32 is needed"):
+        site(*tensors, segments=DOCUMENTS.long())

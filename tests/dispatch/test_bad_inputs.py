@@ -1085,3 +1085,14 @@ def test_a_variable_that_is_no_variable():
         "environment POLYATTN_ATENTION_BACKEND is set, but polyattn does not read it. Did you mean "
         "'POLYATTN_ATTENTION_BACKEND' or 'POLYATTN_ATTENTION_BACKEND_CONFIG'?"
     )
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_what_is_no_tensor_is_told_under_autocast_too(name: str) -> None:
+    ones = {"query": torch.ones(1, 4, 2, 8), "key": torch.ones(1, 4, 2, 8), "value": torch.ones(1, 4, 2, 8)}
+    gates = {"gate": torch.zeros(1, 4, 2), "beta": torch.zeros(1, 4, 2)}
+    blocks: dict[str, Any] = {"block_map": torch.ones(1, 1, 1, 1, dtype=torch.bool), "block_shape": (16, 16)}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for call, more in ((polyattn.block_sparse_attention, blocks), (polyattn.linear_attention, gates)):
+            with pytest.raises(InvalidInputError, match=f"{name} is a NoneType, a tensor"):
+                call(**{**ones, name: None}, **more)

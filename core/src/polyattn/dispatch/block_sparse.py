@@ -22,7 +22,7 @@ from ..semantics.block_maps import (
 )
 from .binding import Asked, explained_by
 from .bound_table import BoundTable
-from .call_key import CallKey, Found, Static, autocast_dtype, backend_name, cast, found, request_of, without_autocast
+from .call_key import CallKey, Found, Static, autocasted, backend_name, found, request_of, without_autocast
 from .compile.facts import counted
 from .compile.trace import Blocks, trace_block_sparse
 from .dense import dense_signature
@@ -101,8 +101,7 @@ class _Call(NamedTuple):
     @classmethod
     def of(cls, query: Any, key: Any, value: Any, out: Any, blocks: Blocks, static: Static) -> _Call:
         static = static.checked()
-        if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
-            query, key, value = cast(query, key, value)
+        query, key, value = autocasted(query, key, value)
         validation.check_dense(query, key, value, None, None, out, static.layout)
         shape = block_shape_of(blocks.shape)
         if static.layout == "BSHD":

@@ -88,7 +88,7 @@ def added_key(added: Added, query: Any, key: Any, layout: str) -> Any:
     sides = [(added[name], tokens) for name, tokens in (("q_segments", query), ("k_segments", key)) if name in added]
     try:
         said = [
-            (one.shape == (tokens.shape[0], tokens.shape[s]), one.dtype, one.device, one.layout, type(one))
+            (one.shape == (tokens.shape[0], tokens.shape[s]), *sinks_key(one)[1:], one.stride()[-1:])
             for one, tokens in sides
         ]
         return sinks_key(added.get("alibi")), added.get("q_segments") is added.get("k_segments"), *said
@@ -227,6 +227,14 @@ def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype not in skip else t for t in tensors)
 
 
+def autocasted(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """The three as they are attended: `cast` under autocast. What is no tensor is left to the checks."""
+    if not isinstance(query, Tensor) or autocast_dtype(query.device.type) is None:
+        return query, key, value
+    q, k, v = cast(query, key, value) if isinstance(key, Tensor) and isinstance(value, Tensor) else (query, key, value)
+    return q, k, v
+
+
 def runner(chosen: Chosen, return_lse: bool, autocast: bool, head_axis: int) -> Callable[..., Any]:
     """What a signature calls: the bound forward, made differentiable and autocast where that is asked for."""
     bound = chosen.bound
@@ -305,8 +313,3 @@ def backend_name(backend: Any) -> str | None:
     if backend is not None and not isinstance(backend, str):
         raise InvalidInputError(f"backend={backend!r} is a {type(backend).__name__}; give a name as a string, or None")
     return backend
-
-
-def no_autocast(query: Any) -> bool:
-    """Whether a call's tensors are taken as they are."""
-    return not isinstance(query, Tensor) or autocast_dtype(query.device.type) is None

@@ -39,8 +39,8 @@ from .call_key import (
     added_key,
     added_tensors,
     autocast_dtype,
+    autocasted,
     backend_name,
-    cast,
     grad_on,
     mask_key,
     out_key,
@@ -129,8 +129,7 @@ def dense_request(
         InvalidInputError: an argument no backend could serve.
     """
     if key is None or key.autocast is not None:
-        if isinstance(q, Tensor) and autocast_dtype(q.device.type) is not None:
-            q, k, v = cast(q, k, v)
+        q, k, v = autocasted(q, k, v)
         key = None
     validation.check_dense(q, k, v, mask, sinks, out, static.layout, **added)
     key = key or CallKey._make(dense_signature(static.layout, q, k, v, mask, sinks, out))

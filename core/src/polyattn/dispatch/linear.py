@@ -18,9 +18,8 @@ from .call_key import (
     CallKey,
     Found,
     Static,
-    autocast_dtype,
+    autocasted,
     backend_name,
-    cast,
     found,
     grad_on,
     request_of,
@@ -104,8 +103,7 @@ class _Call(NamedTuple):
         method, state_layout, qk_norm = words
         check_words(method, state_layout, qk_norm)
         static = Static(scale=scale).checked()
-        if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
-            query, key, value = cast(query, key, value)
+        query, key, value = autocasted(query, key, value)
         given = {**given, "out": out}
         check_linear(query, key, value, method=method, state_layout=state_layout, **given)
         if qk_norm:

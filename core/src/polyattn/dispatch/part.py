@@ -24,7 +24,7 @@ from ..semantics import validation
 from ..semantics.autograd import recomputed_backward
 from .binding import Chosen, choose, select_here
 from .bound_table import BoundTable
-from .call_key import Static, added_key, added_tensors, autocast_dtype, backend_name, cast, without_autocast
+from .call_key import Static, added_key, added_tensors, autocasted, backend_name, without_autocast
 from .dense import dense_request, dense_signature
 from .varlen import packed_key, varlen_request
 
@@ -180,8 +180,7 @@ class Part:
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, lens: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, _Entry]:
         """The tensors as a kernel takes them, and what serves them."""
-        if isinstance(query, Tensor) and autocast_dtype(query.device.type) is not None:
-            query, key, value = cast(query, key, value)
+        query, key, value = autocasted(query, key, value)
         if self._packed:
             self._check(query, key, value, attn_mask=attn_mask, sinks=None, out=None, **lens)
             validation.check_lengths(query, key, **lens)

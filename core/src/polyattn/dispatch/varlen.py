@@ -55,9 +55,7 @@ class VarlenSite:
             node = recorded_call(varlen_attention, self, query, key, value, **given)
             if node is not None:
                 return node
-        q, k, v = (
-            call_key.cast(query, key, value) if tensors and not call_key.no_autocast(query) else (query, key, value)
-        )
+        q, k, v = call_key.autocasted(query, key, value)
         self._check(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
         if validation.has_shapes_only(query) or counted():
             return trace_varlen(query, key, value, attn_mask, sinks, out, lens, self.static, self._argument)
@@ -66,7 +64,7 @@ class VarlenSite:
         entry = self._table.get(signature)
         if entry is None:
             asked = functools.partial(varlen_request, self.static, q, k, v, attn_mask, sinks, lens)
-            cast = not call_key.no_autocast(query)
+            cast = call_key.autocast_dtype(query.device.type) is not None
             entry = call_key.found(self._table, signature, asked, self._argument, self._scope, autocast=cast)
         run = entry.chosen.ranged("varlen_attention", entry.run)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
@@ -178,8 +176,7 @@ def _asked(query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: An
     if (alibi := given.pop("alibi")) is not None:
         lens["alibi"] = alibi
     static = call_key.Static(layout="THD", **given).checked(("THD",))
-    if isinstance(query, Tensor) and not call_key.no_autocast(query):
-        query, key, value = call_key.cast(query, key, value)
+    query, key, value = call_key.autocasted(query, key, value)
     validation.check_varlen(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
     validation.check_lengths(query, key, **lens)
     request = varlen_request(static, query, key, value, attn_mask, sinks, lens)

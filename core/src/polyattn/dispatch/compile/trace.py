@@ -265,8 +265,7 @@ def _made(family: str, call: _Facts, static: _Facts, backend: str | None, scope:
         if _traceable(chosen):
             return _publish(_inline(chosen, common.autocast))
     refuse_derivatives(around)
-    prepare = _PREPARED[family](facts) if family in _PREPARED else None
-    return _publish(_opaque(chosen, common.autocast, prepare))
+    return _publish(_opaque(chosen, common.autocast, _prepared(family, facts)))
 
 
 def _check_heads(call: _Call) -> None:
@@ -441,24 +440,15 @@ def _opaque(chosen: Chosen, autocast: torch.dtype | None, prepare: Callable[...,
     return plan
 
 
-def _listed(call: _Call) -> Callable[..., Any] | None:
-    if not call.given[2]:
+def _prepared(family: str, call: _Call) -> Callable[..., Any] | None:
+    """What makes the arguments of an op of those of its call where they differ: lists of a map, queries and keys of
+    length 1."""
+    if family not in ("block_sparse", "linear") or not call.given[2]:
         return None
 
-    def prepare(query: Tensor, key: Tensor, value: Tensor, block_map: Tensor, indices: None, *rest: Any) -> Any:
-        return (query, key, value, *lists_of(block_map), *rest)
+    def prepare(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+        if family == "linear":
+            return (unit_rows(query), unit_rows(key), value, *rest)
+        return (query, key, value, *lists_of(rest[0]), *rest[2:])
 
     return prepare
-
-
-def _normalised(call: _Call) -> Callable[..., Any] | None:
-    if not call.given[2]:
-        return None
-
-    def prepare(query: Tensor, key: Tensor, *rest: Any) -> Any:
-        return (unit_rows(query), unit_rows(key), *rest)
-
-    return prepare
-
-
-_PREPARED: dict[str, Callable[[_Call], Callable[..., Any] | None]] = {"block_sparse": _listed, "linear": _normalised}
