@@ -100,22 +100,22 @@ def check(calls: dict[str, Callable[[], Any]]) -> None:
             raise SystemExit(f"{name} differs from direct SDPA by {error:.1e}; nothing is timed")
 
 
-def varying_lengths(rounds: int, count: int) -> dict[str, list[float]]:
+def varying_lengths(name: str, masked: bool, rounds: int, count: int) -> dict[str, list[float]]:
     """The same for a decode loop whose key length grows at each call, as without a static cache."""
     q = torch.randn(1, 8, 1, 64)
-    pairs = [(torch.randn(1, 8, n, 64), torch.randn(1, 8, n, 64)) for n in range(2, 34)]
-    site = polyattn.bind(layout="BHSD")
+    given = [(torch.randn(1, 8, n, 64), torch.randn(1, 8, n, 64)) for n in range(2, 34)]
+    masks = [(torch.ones(1, 1, 1, k.shape[2], dtype=torch.bool),) if masked else () for k, _ in given]
 
     def loop(call: Callable[..., Any]) -> Callable[[], None]:
         def run() -> None:
-            for key, value in pairs:
-                call(q, key, value)
+            for pair, mask in zip(given, masks, strict=True):
+                call(q, *pair, *mask)
 
         return run
 
-    calls = {"direct SDPA": loop(F.scaled_dot_product_attention), "bind, growing keys": loop(site)}
-    times = interleaved(calls, rounds, max(count // len(pairs), 1))
-    return {name: [t / len(pairs) for t in values] for name, values in times.items()}
+    calls = {BASE: loop(F.scaled_dot_product_attention), name: loop(polyattn.bind(layout="BHSD"))}
+    times = interleaved(calls, rounds, max(count // len(given), 1))
+    return {name: [t / len(given) for t in values] for name, values in times.items()}
 
 
 def misses(count: int = 200) -> list[float]:
@@ -159,8 +159,8 @@ def main() -> None:
         calls = candidates(q, k, v)
         check(calls)
         rows = added(interleaved(calls, args.rounds, args.calls), BASE)
-        growing = added(varying_lengths(args.rounds, args.calls), BASE)
-        rows["bind, growing keys"] = growing["bind, growing keys"]
+        for name, masked in (("bind, growing keys", False), ("bind, growing keys and mask", True)):
+            rows[name] = added(varying_lengths(name, masked, args.rounds, args.calls), BASE)[name]
         first = misses()
     low, _, high = statistics.quantiles(first, n=4)
     rows["miss"] = {"call": None, "added": statistics.median(first), "spread": high - low}

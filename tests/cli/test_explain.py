@@ -16,6 +16,7 @@ from polyattn import AttentionRequest, ConfigError
 from polyattn.cli.explain import _assumed, here
 from polyattn.cli.questions import ask
 from polyattn.cli.reasons import reasons_table
+from polyattn.cli.video_map import METHODS
 from polyattn.contract import DeviceReport
 from polyattn.contract.vocabulary import DTYPE_WORDS
 from polyattn.selection.config import KV_CACHE_DTYPES
@@ -362,12 +363,13 @@ def test_a_method_is_asked_about_with_a_place(run: Run, words: str, backend: str
     assert (shown.code, source.split()[0] in shown.out) == (0, True)
 
 
-@pytest.mark.parametrize("name", ["sliding_tile_attn", "video_sparse_attn", "window_video_attn"])
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(("words", "served"), [("--role self --grid 21,45,80", True), ("--role cross", False)])
 def test_methods_that_are_here(run: Run, name: str, words: str, served: bool) -> None:
     """With nothing installed but torch, on this machine's platform."""
     found = run("explain", "--attention-backend", name, *words.split(), "--assume-platform", "cpu", "--json").data
     assert (found["backend"] == name, found["source"]) == (served, "argument" if served else f"rule of {name}")
+    assert run("explain", "--attention-backend", name, *words.split()).code == 0, "as the page has it"
 
 
 def test_a_method_that_no_plugin_here_knows_is_left_to_the_backends(run: Run) -> None:

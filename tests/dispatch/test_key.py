@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import polyattn
+from polyattn.dispatch.bound_table import Recent
 from polyattn.dispatch.call_key import LARGE, CallKey, Static
 from polyattn.dispatch.dense import DenseSite, _dense_key
+from polyattn.semantics import reference
 
 
 def tensors(**change):
@@ -204,6 +206,64 @@ def test_the_entries_are_bounded(monkeypatch):
     assert len(site._entries) <= 3
 
 
+def test_what_was_used_least_recently_is_forgotten():
+    kept = Recent(8)
+    for n in range(100):
+        kept.keep(n, str(n))
+        assert (kept.get(0) or kept.recall(0)) == "0", "it is asked for all the time"
+        assert len(kept) + len(kept._old) <= 8
+    for n in range(97, 100):
+        assert (kept.get(n) or kept.recall(n)) == str(n)
+    assert kept.get(50) is kept.recall(50) is None
+
+
+def test_more_sites_than_are_kept_are_not_all_made_anew(monkeypatch):
+    """Those that are called between all others stay."""
+    made = []
+    whole = DenseSite.__init__
+    monkeypatch.setattr(DenseSite, "__init__", lambda self, *a: made.append(a[0].scale) or whole(self, *a))
+    monkeypatch.setattr("polyattn.dispatch.dense._sites", Recent(8))
+    x = torch.zeros(1, 1, 2, 8)
+    for n in range(1, 21):
+        polyattn.attention(x, x, x, scale=0.5)
+        polyattn.attention(x, x, x, scale=float(n))
+    assert made == [0.5, *map(float, range(1, 21))]
+    polyattn.attention(x, x, x, scale=1.0)
+    assert made[-1] == 1.0
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_that_grows_is_not_looked_up(monkeypatch, layout, dtype):
+    site = polyattn.bind(layout=layout)
+
+    def call(s_k, s_q=1, **mask):
+        shape = {"batch": 2, "heads": 1, "rows": s_q, "columns": s_k, **mask}
+        given = torch.randn(2, 4, s_q, 16), torch.randn(2, 2, s_k, 16), torch.randn(2, 2, s_k, 16)
+        ones = torch.ones(*shape.values())
+        seen = ones.bernoulli(0.5).index_fill_(-1, torch.tensor([0]), 1.0).to(dtype)
+        views = given if layout == "BHSD" else [t.transpose(1, 2) for t in given]
+        found = site(*views, seen)
+        right = reference.attention(*given, attn_mask=seen, layout="BHSD")
+        torch.testing.assert_close(found if layout == "BHSD" else found.transpose(1, 2), right)
+
+    with counted(monkeypatch) as misses:
+        for s_k in (5, 6):
+            call(s_k)
+        before = len(misses)
+        for s_k in range(7, 50):
+            call(s_k)
+        for _ in range(40):
+            call(50)
+        call(51, batch=1, heads=4)
+        assert len(misses) == before
+        call(9, s_q=3)
+        assert len(misses) == before + 1, "not the last token alone"
+        for wrong in ({"columns": 8}, {"rows": 2}, {"batch": 3}, {"heads": 2}):
+            with pytest.raises(polyattn.InvalidInputError, match="attn_mask"):
+                call(9, **wrong)
+
+
 @contextlib.contextmanager
 def counted(monkeypatch):
     count = []
@@ -325,15 +385,15 @@ def test_a_mask_is_guarded_too(monkeypatch):
         before = len(misses)
         torch.testing.assert_close(site(a, b, c, ~mask), other)
         assert len(misses) == before, "another mask of the same kind and shape needs no lookup"
-        for change in (
-            lambda: site(a, b, c, mask.float()),
-            lambda: site(a, b, c, mask[:1]),
-            lambda: site(a, b, c),
-            lambda: site(a[:1], b[:1], c[:1], mask[:1]),
+        for change, more in (
+            (lambda: site(a, b, c, mask.float()), 1),
+            (lambda: site(a, b, c, mask[:1]), 0),
+            (lambda: site(a, b, c), 1),
+            (lambda: site(a[:1], b[:1], c[:1], mask[:1]), 0),
         ):
             before = len(misses)
             change()
-            assert len(misses) == before + 1
+            assert len(misses) == before + more
         with pytest.raises(polyattn.InvalidInputError, match="attn_mask has shape"):
             site(a, b, c, mask[..., :4])
         grad = mask.float().requires_grad_()

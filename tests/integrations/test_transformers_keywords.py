@@ -303,13 +303,13 @@ def test_scopes_reach_the_call_and_leave_it():
 
 
 def test_settings_that_never_repeat_are_not_all_kept(monkeypatch, relative):
-    monkeypatch.setattr(attention, "SITES_KEPT", 2)
+    monkeypatch.setattr(attention, "SITES_KEPT", 4)
     kept = attention._Sites(None)
     q, k, v = tensors()
     for scaling in (0.1, 0.2, 0.3, 0.1):
         site = kept[("", "", ""), False, (-1, -1), 0.0, scaling, 0.0, False]
         assert relative(site(q, k, v).transpose(1, 2), oracle(q, k, v, scaling=scaling)) < GATE
-        assert len(kept) <= 2
+        assert len(kept) <= 2, "half of them are young"
 
 
 @pytest.mark.parametrize("name", REFUSED)

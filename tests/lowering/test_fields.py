@@ -45,6 +45,7 @@ def test_no_rewrite_changes_a_field_that_is_said_to_be_kept() -> None:
         "kv_parts": (0, 0, 2),
         "spec_topk": (0, 4),
         "chunk": (0, 0, 16),
+        "segments": ("", "", "shared", "pair"),
         "graph_capture": (False, "session"),
     }
     switches = (

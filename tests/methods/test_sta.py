@@ -279,14 +279,6 @@ def test_files_are_read_again_where_they_changed(write: Write, tmp_path: Path) -
         read_strategy(str(tmp_path / "nowhere.json"))
 
 
-@pytest.mark.parametrize("mode", ["STA_searching", "STA_tuning", "STA_tuning_cfg"])
-def test_modes_that_are_not_built(mode: str, write: Write) -> None:
-    configure(write(lambda t, layer, h: (1, 1, 1)), sta_mode=mode)
-    q, k, v = tensors(Place(grid=GRID))
-    with pytest.raises(ConfigError, match=f"sta_mode='{mode}' is not part of this version"):
-        call(q, k, v, Place(grid=GRID, step=0, layer=0))
-
-
 def test_it_needs_its_file() -> None:
     q, k, v = tensors(Place(grid=GRID))
     with pytest.raises(ConfigError, match="needs the option 'mask_strategy_file_path'"):

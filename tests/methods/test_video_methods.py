@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import polyattn
+from polyattn.errors import ConfigError, InvalidInputError
+from polyattn.methods import bound
 from polyattn.methods.video.records import EMULATED, PORTABLE, portable
 from polyattn.nn import LocalAttention
 from polyattn.registry.manager import get_manager
@@ -116,6 +118,38 @@ def test_layouts_and_strides(name: str, layout: str) -> None:
     if layout == "BHSD":
         wide, right = [t.transpose(1, 2) for t in wide], right.transpose(1, 2)
     torch.testing.assert_close(polyattn.attention(*wide, layout=layout, backend=name, place=at(2)), right)
+
+
+def no_kernel(*_: Any) -> None:
+    raise AssertionError("a kernel was asked for")
+
+
+@each
+def test_wrong_places_are_refused_before_any_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs()
+    monkeypatch.setattr(bound._Inner, "_call", no_kernel)
+    for grid, text in (((4, 4, 9), (0, 0)), ((4, 4, 8), (0, 1)), ((4, 4, 7), (8, 7))):
+        wrong = Place(grid=grid, text=text, layer=1, layers=3, step=1, steps=2, tensors=LEARNED)
+        there = (
+            rf"{name}: the call has 128 tokens and its place {wrong.tokens}: grid=\({grid[0]}, .* with text=\({text[0]}"
+        )
+        with pytest.raises(InvalidInputError, match=there):
+            polyattn.attention(q, k, v, backend=name, place=wrong)
+    if name in ("sla_attn", "sage_sla_attn"):  # they cut the sequence as it is
+        return
+    with pytest.raises(InvalidInputError, match=f"{name} works on a grid, and the place has none: give Place"):
+        polyattn.attention(q, k, v, backend=name, place=Place(layer=1, layers=3, step=1, steps=2, tensors=LEARNED))
+
+
+@each
+def test_one_that_served_no_call_is_an_error(name: str) -> None:
+    q, k, v = inputs()
+    polyattn.attention(q, k, v, backend=name)
+    polyattn.attention(q, k, v, backend=name, place=Place(role="cross"))
+    with pytest.raises(ConfigError, match=f"{name} was asked for and served no call"):
+        polyattn.check_components()
+    polyattn.attention(q, k, v, backend=name, place=at())
+    polyattn.check_components()
 
 
 @each

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polyattn import explain, mla_attention, paged_attention
+from polyattn.backends import like_lengths
 from polyattn.backends.gathered_sdpa import GatheredSDPA
 from polyattn.backends.paged_torch_native import PagedTorchNative
 from polyattn.backends.torch_sdpa import TorchSDPA
@@ -209,3 +210,59 @@ def test_lengths_that_the_host_has_are_not_read_from_the_device(
         patch.setattr(Tensor, "tolist", lambda *_: pytest.fail("a length was read from the device"))
         found = forward(query, *caches, tables=tables._replace(host=known.__getitem__))
     assert torch.equal(found, wanted)
+
+
+MIXED = ((1, 100), (3, 90), (1, 95), (1, 0), (0, 50), (1, 99), (1, 30), (1, 1), (1, 60))
+"""(S_q, S_k): 100, 99 and 95 are about one length, so are 60, 30 and 1, which are few."""
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("window", [(-1, -1), (20, -1), (0, 0)])
+def test_decoding_sequences_of_like_length_are_attended_together(
+    kv_layout: str, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With others in between, and whatever lies past their ends and before their windows."""
+    queries, lengths = [q for q, _ in MIXED], [k for _, k in MIXED]
+    pages = [-(-k // 4) for k in lengths]
+    keys, values = pool(sum(pages) + 1), pool(sum(pages) + 1, width=8)
+    table, given = torch.zeros(len(MIXED), max(pages), dtype=torch.int32), iter(torch.randperm(sum(pages)) + 1)
+    for n, count in enumerate(pages):
+        table[n, :count] = torch.tensor([int(next(given)) for _ in range(count)], dtype=torch.int32)
+    lens: dict[str, Any] = {"page_table": table, "seq_lens": int32(*lengths)}
+    lens["cu_seqlens_q"] = int32(0, *torch.tensor(queries).cumsum(0).tolist())
+    query = torch.randn(sum(queries), 4, 16)
+    right = reference.paged_attention(query, keys, values, **lens, window=window)
+    for n, count in enumerate(lengths):
+        slot = table[n, count // 4] if count % 4 else 0
+        keys[slot, count % 4 :] = values[slot, count % 4 :] = torch.nan
+    together: list[int] = []
+    folded = GatheredSDPA.folded
+
+    def counted(self: Any, query: Tensor, *rest: Any) -> Any:
+        together.append(len(query))
+        return folded(self, query, *rest)
+
+    monkeypatch.setattr(GatheredSDPA, "folded", counted)
+    caches = [t.transpose(1, 2).contiguous() if kv_layout == "HND" else t for t in (keys, values)]
+    more: dict[str, Any] = {"kv_layout": kv_layout, "max_seqlen_q": 3, "max_seqlen_k": 100, "window": window}
+    found = paged_attention(query, *caches, **lens, **more, backend="torch_native")
+    torch.testing.assert_close(found, right)
+    assert together == ([3, 3, 1] if window[0] < 0 else [6, 1]), "the last one has three queries"
+
+
+def test_what_a_group_gathers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(like_lengths, "MOST", 2 * 100 * 2 * (16 + 8))
+    request = AttentionRequest(**{**PAGED, "phase": "decode", "s_relation": "one"}).normalised()
+    lengths, table = [100, 80, 90, 99, 400], torch.arange(500, dtype=torch.int32).view(5, 100)
+    groups = like_lengths.groups_of(request, range(5), range(6), lengths, table, None)
+    assert [group.sequences for group in groups] == [[4], [0, 3], [2, 1]]
+    assert [group.slots.page.shape[1] for group in groups] == [400, 100, 90]
+    sliding = AttentionRequest(**{**PAGED, "phase": "decode", "s_relation": "one", "window": (6, -1)}).normalised()
+    (group,) = like_lengths.groups_of(sliding, range(5), range(6), lengths, table, None)
+    assert group.slots.page.shape[1] <= 7 + 3, "seven keys are seen, and pages have four"
+
+
+def test_a_result_that_the_batch_must_not_change_is_made_one_by_one() -> None:
+    fields = {**PAGED, "phase": "decode", "s_relation": "one"}
+    for more, grouped in (({}, True), ({"batch_invariant": True}, False), ({"save_kv_cache": False}, False)):
+        assert like_lengths.may_be_grouped(AttentionRequest(**fields, **more).normalised()) is grouped

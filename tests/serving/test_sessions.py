@@ -244,7 +244,7 @@ def test_torch_native_reads_lengths_and_finds_places_once_a_step(window: int, mo
 
         monkeypatch.setattr(where, name, count)
 
-    counted(paged_torch_native, "_sequences", "places")
+    counted(paged_torch_native, "_planned", "places")
     counted(paged_kv.Tokens, "of", "tokens")
     rows = rig.add(3)
     rig.step(EXTEND, {rows[0]: 9, rows[1]: 1, rows[2]: 4})

@@ -292,7 +292,7 @@ def test_packed_blocks_as_groups_of_sixteen_keys(ascending: bool) -> None:
         listed = torch.randperm(blocks, generator=draw)[:count]
         listed = (listed.sort().values if ascending else listed).int()
         lists = Lists(torch.tensor([[[count]]]).int(), listed.view(1, 1, 1, -1), sizes, 64, 64, starts)
-        found = grouped(lists, 1, 1)
+        found = grouped(lists, 1, 1, int((starts + sizes).max()))
         total, whole, fours = found.counts[0, 0, 0].tolist()
         groups = [(entry >> 5, entry & 31) for entry in found.indices[0, 0, 0, :total].tolist()]
         keys = sorted(key for start, held in groups for key in range(start, start + held))

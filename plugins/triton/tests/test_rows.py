@@ -252,9 +252,14 @@ def test_queries_choose_chunks_and_merge_what_they_found(
         chunks = plan[cut.option]
         found, wanted = both(lambda: method.attend(plan, q, k, v, place=place, kept={}, inner=inner))  # noqa: B023
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-        chosen = BlockOps.choose(q, chunk_means(k, chunks), chunks.own, cut.kept, threshold)
-        assert chosen is not None
+        pairs = BlockOps.choose(q, chunk_means(k, chunks), chunks.own, cut.kept, threshold)
+        assert pairs is not None
+        chosen, queries, firsts = (t.long() for t in pairs)
         seen = select_chunks(chunk_scores(q, k, chunks), chunks.own, cut.kept, threshold, "query_head")
-        flags = torch.nn.functional.one_hot(chosen.long(), len(chunks.sizes) + 1).sum(3)[..., :-1]
+        assert torch.equal(firsts.diff(dim=-1), seen.sum(-1))
+        flags = torch.zeros(1, 4, tokens * (len(chunks.sizes) + 1), dtype=torch.int64)
+        there = chosen < len(chunks.sizes)
+        where = queries * (len(chunks.sizes) + 1) + chosen
+        flags = flags.scatter_add(-1, where, there.long()).view(1, 4, tokens, -1)[..., :-1]
         assert torch.equal(flags.bool(), seen)
         assert int(flags.max()) == 1

@@ -12,10 +12,12 @@ from polyattn.registry.manager import get_manager
 REQUIRED = ...
 OPTIONS: dict[str, dict[str, tuple[str, Any]]] = {
     "sliding_tile_attn": {
-        "mask_strategy_file_path": ("path", REQUIRED),
+        "mask_strategy_file_path": ("path", ""),
         "sta_mode": ("str", "STA_inference"),
         "skip_time_steps": ("int", 15),
         "sta_tile": ("list[int]", (6, 8, 8)),
+        "sta_search_path": ("str", ""),
+        "sta_candidates": ("list[int]", (3, 1, 10, 1, 5, 7, 3, 3, 3, 1, 6, 5, 1, 3, 10, 3, 6, 1)),
     },
     "video_sparse_attn": {"sparsity": ("float", 0.0), "coarse": ("str", "gate")},
     "vmoba_attn": {

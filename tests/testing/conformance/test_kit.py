@@ -266,7 +266,7 @@ def test_a_call_that_loses_a_field_is_found() -> None:
 def test_what_the_public_calls_cannot_say() -> None:
     said = Case(request=AttentionRequest(dtype="float32", head_dim=64, softcap=2.0), lengths=((63, 63),))
     assert sayable(said)
-    for change in ({"chunk": 16}, {"tree": True, "mask": "bool"}, {"cross": True}, {"phase": "decode"}):
+    for change in ({"tree": True, "mask": "bool"}, {"cross": True}, {"phase": "decode"}):
         assert not sayable(dataclasses.replace(said, request=dataclasses.replace(said.request, **change)))
 
 

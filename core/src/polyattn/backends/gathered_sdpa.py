@@ -59,18 +59,22 @@ class GatheredSDPA:
         Returns:
             (out [N, H_q, S_q, D_v], lse [N, H_q, S_q], or None where neither LSE nor sinks are wanted).
         """
-        kind: MaskKind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
-        kernel = self._kernel(kind, causal)
         if causal:
-            result = kernel.forward(query, key, value)
+            result = self._kernel("none", True).forward(query, key, value)
             return result if isinstance(result, tuple) else (result, None)
         folds = (self._request.kv_heads, self._request.group)
         queries = torch.unflatten(query, 1, folds).flatten(2, 3)
-        result = kernel.forward(queries, key, value, attn_mask=None if mask is None else _folded(mask, folds))
-        out, lse = result if isinstance(result, tuple) else (result, None)
+        out, lse = self.folded(queries, key, value, None if mask is None else _folded(mask, folds))
         back = (self._request.group, query.shape[2])
         out = torch.unflatten(out, 2, back).flatten(1, 2)
         return out, None if lse is None else torch.unflatten(lse, 2, back).flatten(1, 2)
+
+    def folded(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The same of queries that are folded: query [N, H_kv, G * S_q, D], mask [N|1, 1|H_kv, 1|G * S_q, S_k]; so are
+        the results."""
+        kind: MaskKind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
+        result = self._kernel(kind, False).forward(query, key, value, attn_mask=mask)
+        return result if isinstance(result, tuple) else (result, None)
 
 
 def _folded(mask: Tensor, folds: tuple[int, int]) -> Tensor:

@@ -218,7 +218,10 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
     repair = may_have_empty_rows(request) and (request.platform != "cpu" or _kernel(request) is _math)
 
     def masked(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
-        mask = combined_mask(request, attn_mask, query.shape[2], key.shape[2], query.device)
+        if attn_mask is not None and kind == "all":
+            mask = attn_mask
+        else:
+            mask = combined_mask(request, attn_mask, query.shape[2], key.shape[2], query.device)
         alive = None
         if repair:
             mask, alive = open_empty_rows(mask)

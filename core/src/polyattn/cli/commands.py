@@ -84,6 +84,12 @@ COMMANDS = {
         "verify",
         "Show what works on this device: run conformance of every backend that can run here, and a short benchmark.",
     ),
+    "video-map": _Where(
+        "video_map",
+        "video_map",
+        "Draw the map of a sparse video method: the keys that one query sees, frame by frame, and those of all "
+        "queries.",
+    ),
     "config": _Where("config_check", "config", "Check the configuration before a run does."),
 }
 """In the order of the help. The summary is the first paragraph of the command's docstring."""

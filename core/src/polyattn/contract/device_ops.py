@@ -194,7 +194,9 @@ class BlockOps(Protocol):
         """(counts int32 [...], indices int32 [..., m]) of flags, bool [..., m]: the places of those that are set,
         ascending; anything behind them."""
 
-    def choose(self, query: Tensor, means: Tensor, own: Tensor, kept: int, threshold: float | None) -> Tensor | None:
+    def choose(
+        self, query: Tensor, means: Tensor, own: Tensor, kept: int, threshold: float | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         """The chunks that each query chooses: its own, and those whose means it scores highest. None: too many.
 
         Args:
@@ -203,12 +205,14 @@ class BlockOps(Protocol):
                 to 0 to 1 for each query, reaches this share of the sum of all.
 
         Returns:
-            int32 [B, H_q, S, most], ascending; C behind the last one of a query that keeps fewer.
+            int32 (chosen [B, H_q, P], queries [B, H_q, P], firsts [B, H_q, S + 1]): pairs of a query and a chunk, query
+            after query; those of query s are firsts[s] ... firsts[s + 1]. Behind the last one of a head: C, query 0.
         """
 
-    def merge_chosen(self, outs: Tensor, lses: Tensor, places: Tensor) -> Tensor:
+    def merge_chosen(self, outs: Tensor, lses: Tensor, places: Tensor, firsts: Tensor) -> Tensor:
         """[B, S, H, D]: partial results of each query, merged by their LSEs; 0 where all are empty.
 
         Args:
-            outs: [B, H, P, D]. lses: float32 [B, H, P]. places: int32 [B, H, S, kept], which are a query's, -1 = none.
+            outs: [B, H, P, D]. lses: float32 [B, H, P]. places: int32 [B, H, P], where the result of a pair is.
+            firsts: int32 [B, H, S + 1], the pairs of each query.
         """

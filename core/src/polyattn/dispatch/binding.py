@@ -25,6 +25,7 @@ from ..selection.overrides import SCOPE, Scope, current_choice, current_settings
 from ..selection.select import Policy, Selection, select
 from ..selection.tuned_policy import compiled_policy, current_policy
 from ..tuning import with_lengths
+from .bound_table import SIGNATURES_KEPT
 from .by_length import settled
 from .device_facts import device_facts, dtype_name
 from .trace_requests import observed, opaque
@@ -145,7 +146,7 @@ def bind_selection(
     return chosen if bound is chosen.bound else dataclasses.replace(chosen, bound=bound)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=SIGNATURES_KEPT)
 def remembered(request: AttentionRequest, argument: str | None, scope: Scope, epoch: int) -> Chosen:
     """`choose`, asked once while nothing that decides changes (`epoch`)."""
     return choose(request, argument, scope)

@@ -21,6 +21,7 @@ from ..selection.tuned_policy import measured_policy, policy_of, tuning_place
 from ..semantics.autograd import differentiable
 from ..tuning import advising, bucket, meet, mode, with_lengths
 from ..tuning.known import NOT_ANY, known
+from .bound_table import SIGNATURES_KEPT, Recent
 from .rank_agreement import agree, distributed, not_compared
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ _Found = tuple[Extent, str, _Who]
 
 ONLINE = "polyattn.bench.tuner.online"
 """Who measures calls as they come: a layer above this one, imported when it is asked for."""
-
-_KEPT = 4096
 
 
 def settled(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen], *, by_length: bool) -> Chosen:
@@ -125,28 +124,28 @@ class _Switch:
     def __init__(self, chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen]) -> None:
         self._chosen, self._policy, self._load = chosen, policy, load
         self._extent = extent_of(chosen.request)
-        self._runs: dict[Extent, Callable[..., Any]] = {}
+        self._runs: Recent[Extent, Callable[..., Any]] = Recent(SIGNATURES_KEPT)
         self._buckets: dict[Extent, _Ways] = {}
         self._bound: dict[tuple[Any, ...], _Ways] = {}
 
     def __call__(self, *tensors: Any, **keywords: Any) -> Any:
         extent = self._extent(*tensors, **keywords)
-        run = self._runs.get(extent)
+        run = self._runs.get(extent) or self._runs.recall(extent)
         if run is None:
-            run = _kept(self._runs, extent, self._find(extent).run)
+            run = self._runs.keep(extent, self._find(extent).run)
         return run(*tensors, **keywords)
 
     def simple(self) -> Callable[..., Any] | None:
         """The short way of dense calls: the shapes as they are lead to the kernel."""
         if self._chosen.request.family != "dense":
             return None
-        runs: dict[Any, Callable[..., Any]] = {}
+        runs: Recent[Any, Callable[..., Any]] = Recent(SIGNATURES_KEPT)
 
         def call(query: Any, key: Any, value: Any) -> Any:
             shapes = (query.shape, key.shape)
-            run = runs.get(shapes)
+            run = runs.get(shapes) or runs.recall(shapes)
             if run is None:
-                run = _kept(runs, shapes, self._find(self._extent(query, key)).simple)
+                run = runs.keep(shapes, self._find(self._extent(query, key)).simple)
             return run(query, key, value)
 
         return call
@@ -175,11 +174,3 @@ class _Switch:
             else:
                 self._bound[name] = _Ways(bound.forward, bound.simple or bound.forward, served_by(selection))
         return self._bound[name]
-
-
-def _kept(runs: dict[Any, Callable[..., Any]], key: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, found by `key` from now on."""
-    if len(runs) >= _KEPT:
-        runs.clear()
-    runs[key] = run
-    return run

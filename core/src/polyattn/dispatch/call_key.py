@@ -25,7 +25,8 @@ raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.
 torch_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 
 LARGE = 2**31
-SITES_KEPT = 1024
+SITES_KEPT = 10_240
+"""The most call sites, of 4 KB each."""
 NO_CHUNK = 0
 
 

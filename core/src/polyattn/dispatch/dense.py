@@ -25,7 +25,7 @@ from ..selection import overrides
 from ..selection.select import Selection
 from ..semantics import validation
 from .binding import choose, explained_by
-from .bound_table import SIGNATURES_KEPT
+from .bound_table import SIGNATURES_KEPT, Recent
 from .call_key import (
     LARGE,
     NO_CHUNK,
@@ -140,16 +140,20 @@ def dense_request(
     return request_of(key, static, **added_fields(added))
 
 
+_OFTEN = 32
+"""Calls of the same lengths before they get a guard of their own."""
+
+
 class _Fast:
     """The last signature of a site, with or without a mask, as torch guards, and the function it calls.
 
-    `same` holds for the very shapes seen last (without a mask, and strides); `alike` leaves batch and lengths free, the
-    rest of it is checked here.
+    `same` holds for the very shapes seen often (without a mask, and strides); `alike` leaves batch and lengths free,
+    and all axes of a mask; the rest of it is checked here.
     """
 
     __slots__ = (
-        *("alike", "call", "cuda", "deterministic", "epoch", "grad", "index"),
-        *("lengths", "relation", "rooms", "same", "seen", "watch"),
+        *("alike", "call", "cuda", "deterministic", "epoch", "grad", "heads", "index"),
+        *("lengths", "relation", "rooms", "same", "seen", "times", "watch"),
     )
 
     def __init__(
@@ -158,8 +162,9 @@ class _Fast:
         heads = 3 - lengths
         sizes = [[t.shape[i] if i in (heads, 3) else None for i in range(4)] for t in (q, k, v)]
         strides = [[None, None, None, None if t.shape[3] == 1 else 1] for t in (q, k, v)]
-        self.alike = _Guards(q, k, v, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        self.call, self.lengths, self.relation = call, lengths, key.relation
+        tensors, free = ((q, k, v), []) if mask is None else ((q, k, v, mask), [[None] * 4])
+        self.alike = _Guards(*tensors, dynamic_dims_sizes=sizes + free, dynamic_dims_strides=strides + free).check
+        self.call, self.lengths, self.relation, self.heads = call, lengths, key.relation, key.query_heads
         self.epoch, self.deterministic, self.cuda = EPOCH.value, key.deterministic, q.device.type == "cuda"
         self.index = q.device.index
         # The guards hold requires_grad; grad mode matters only where some input requires it.
@@ -168,7 +173,8 @@ class _Fast:
         self.rooms = (LARGE // (key.query_heads * width), LARGE // (key.key_heads * width))
         self.watch = self.cuda or self.grad is not None
         self.seen: Any = None
-        self.keep(*((q, k, v) if mask is None else (q, k, v, mask)))
+        self.times = 0
+        self.keep(*tensors)
 
     def keep(self, *tensors: Tensor) -> None:
         free = [[None, None, None, None if t.shape[3] == 1 else 1] for t in tensors[:3]] + [[None] * 4]
@@ -189,9 +195,11 @@ class _Fast:
         fresh = self.epoch == EPOCH.value and self.deterministic is torch_deterministic()
         return fresh and self.unmoved(q, k, v) and (not self.cuda or aligned(q, k, v))
 
-    def other_lengths(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether the signature holds for other lengths; lengths that come twice are remembered for `same`."""
-        if not self.alike(q, k, v) or (self.watch and not self.still(q, k, v)):
+    def other_lengths(self, *tensors: Tensor) -> bool:
+        """Whether the signature holds for other lengths; lengths that come often are remembered for `same`: a guard
+        costs as much as many of these checks, and lengths that grow come once for each layer."""
+        q, k, v = tensors[:3]
+        if not self.alike(*tensors) or (self.watch and not self.still(q, k, v)):
             return False
         if self.lengths == 1:
             b, s_q, _, _ = q.shape
@@ -206,10 +214,16 @@ class _Fast:
             return False
         if self.relation != relation(s_q, s_k):
             return False
+        if len(tensors) == 4:
+            batch, heads, rows, columns = tensors[3].shape
+            if not (rows == s_q and columns == s_k and batch in (1, b) and heads in (1, self.heads)):
+                return False
         seen = (b, s_q, s_k)
-        if self.seen == seen:
-            self.keep(q, k, v)
-        self.seen = seen
+        if self.seen != seen:
+            self.seen, self.times = seen, 0
+        self.times += 1
+        if self.times == _OFTEN:
+            self.keep(*tensors)
         return True
 
 
@@ -230,7 +244,7 @@ class DenseSite:
         self._scope = _scope() if scope is None else scope
         overrides.reach(self._scope)
         self._epoch = -1
-        self._entries: dict[Any, Found] = {}
+        self._entries: Recent[Any, Found] = Recent(SIGNATURES_KEPT)
         self._fast: _Fast | None = None
         self._masked: _Fast | None = None
 
@@ -275,7 +289,7 @@ class DenseSite:
                     return fast.call(query, key, value)
             elif (
                 (fast := self._masked) is not None
-                and fast.same(query, key, value, attn_mask)
+                and (fast.same(query, key, value, attn_mask) or fast.other_lengths(query, key, value, attn_mask))
                 and fast.still(query, key, value)
                 and forward_ad._current_level < 0
                 and not _profiler._is_profiler_enabled
@@ -307,19 +321,17 @@ class DenseSite:
             tensors = (query, key, value, attn_mask, sinks, out)
             return trace_dense(*tensors, self.static, self._argument, self._scope, added)
         if self._epoch != EPOCH.value:
-            self._entries, self._fast, self._masked, self._epoch = {}, None, None, EPOCH.value
+            self._entries, self._epoch = Recent(SIGNATURES_KEPT), EPOCH.value
+            self._fast = self._masked = None
         entries = self._entries
         signature: Any = dense_signature(self.static.layout, query, key, value, attn_mask, sinks, out)
         said = signature
         if place is not None or added:  # a place itself decides nothing
             signature = (*signature, place is not None, added_key(added, query, key, self.static.layout))
-        entry = entries.get(signature)
+        entry = entries.get(signature) or entries.recall(signature)
         if entry is None:
             tensors = (query, key, value, attn_mask, sinks, out)
-            entry = self._resolve(CallKey._make(said), tensors, place is not None, added)
-            if len(entries) >= SIGNATURES_KEPT:
-                entries.clear()
-            entries[signature] = entry
+            entry = entries.keep(signature, self._resolve(CallKey._make(said), tensors, place is not None, added))
         elif said == self._last and said is signature and sinks is out is None and not _profiler._is_profiler_enabled:
             # Seen twice in a row: worth a guard. Alternating signatures stay with the dict, and so do profiled calls.
             self._remember(CallKey._make(said), entry, query, key, value, attn_mask)
@@ -360,7 +372,7 @@ class DenseSite:
         return explain((*tensors,), self.static, self._argument, self._scope, place, added)
 
 
-_sites: dict[Any, Any] = {}
+_sites: Recent[Any, Any] = Recent(SITES_KEPT)
 
 
 def attention(
@@ -434,16 +446,14 @@ def attention(
             type(causal), type(left), type(right), type(softcap), type(scale), type(dropout_p), type(return_lse),
             type(deterministic),
         )  # fmt: skip
-        site = _sites.get(name)
+        site = _sites.get(name) or _sites.recall(name)
     except (TypeError, ValueError):  # an unhashable argument: a window as a list is fine, the rest is told
         name = site = None  # type: ignore[assignment]
     if site is None:
         static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
         site = DenseSite(static, backend).__call__
-        if len(_sites) >= SITES_KEPT:
-            _sites.clear()
         if name is not None:
-            _sites[name] = site
+            _sites.keep(name, site)
     return site(query, key, value, attn_mask, sinks, out)
 
 

@@ -24,6 +24,7 @@ from ..errors import InvalidInputError
 from ..selection import overrides
 from ..semantics import validation
 from .binding import Asked, device_facts, dtype_name, explained_by, remembered
+from .bound_table import SIGNATURES_KEPT
 from .call_key import Static, backend_name, site_of, torch_deterministic
 from .device_facts import forward_mode
 
@@ -95,7 +96,7 @@ def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
     return _known_request(EPOCH.value, static, query.dtype, device, torch_deterministic(), **facts, **fields)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=SIGNATURES_KEPT)
 def _known_request(
     epoch: int, static: Static, dtype: torch.dtype, device: torch.device, exact: bool, **fields: Any
 ) -> AttentionRequest:

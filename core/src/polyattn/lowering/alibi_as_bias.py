@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 from .lengths import check_size, per_call, position_axis
 
@@ -32,7 +32,7 @@ class AlibiAsBias(Lowering):
         # Distances to the keys of other parts are not known, and a tree mask stays what its kernels read.
         if not request.alibi or not served or request.tree or request.kv_parts or request.chunked_prefix:
             return
-        added = dataclasses.replace(request, alibi=False, mask="additive")
+        added = changed(request, alibi=False, mask="additive")
         # Four bytes for each head, query and key are written and read: for long sequences far more than any input.
         yield Rewrite((added,), 30.0, detail="-slope * distance written out as [N|1, H_q, S_q, S_k]")
 

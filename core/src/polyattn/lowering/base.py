@@ -16,7 +16,7 @@ CALL = 4.0
 """Cost of one more kernel call, in passes over a tensor: a launch and the reads that a single call would share."""
 
 KEPT = (
-    *("platform", "arch", "toolkit", "features", "dtype", "softcap", "alibi", "dropout", "deterministic", "cross"),
+    *("platform", "arch", "toolkit", "features", "dtype", "softcap", "dropout", "deterministic", "cross"),
     *("batch_invariant", "multimodal", "kv_layout", "large", "method", "state_dtype", "state_layout", "transform"),
     "place",
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound, relation
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 from .lengths import check_size, longer, of_one_kind, per_call, position_axis
 from .widths import odd_rows
@@ -33,16 +33,16 @@ class ChunkAsBatch(Lowering):
         if request.family != "dense" or not request.chunk or not plain or request.transform or request.zero_size:
             return
         odd = request.misaligned or odd_rows(request)
-        whole = dataclasses.replace(request, chunk=0)
+        whole = changed(request, chunk=0)
         if request.s_relation == "equal":
-            inner = dataclasses.replace(whole, causal="bottom_right", misaligned=odd)
+            inner = changed(whole, causal="bottom_right", misaligned=odd)
             # Blocks of BSHD are views where they are whole. Else Q, K, V and out are read and written.
             cost = 1.0 if request.layout == "BSHD" else 6.0
             yield Rewrite((inner,), cost, detail=f"blocks of {request.chunk} tokens along the batch")
         elif request.s_relation == "one" and request.causal != "top_left":
-            last = dataclasses.replace(whole, causal="none", misaligned=odd)
+            last = changed(whole, causal="none", misaligned=odd)
             # The block may have one key.
-            inners = (last, dataclasses.replace(last, s_relation="equal"))
+            inners = (last, changed(last, s_relation="equal"))
             yield Rewrite(inners, 0.0, detail=f"the last block of {request.chunk} keys")
 
     def bind(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 from .lengths import check_size, combined
 
@@ -29,7 +29,7 @@ class SegmentsAsMask(Lowering):
     def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
         if request.family != "dense" or not request.segments or request.transform:
             return
-        masked = dataclasses.replace(request, segments="", mask="bool" if request.mask == "none" else request.mask)
+        masked = changed(request, segments="", mask="bool" if request.mask == "none" else request.mask)
         # The mask of all queries and keys is written and read: for long sequences far more than any input.
         yield Rewrite((masked,), 30.0, detail="bool [B, 1, S_q, S_k], and every key is computed")
 

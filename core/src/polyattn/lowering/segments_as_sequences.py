@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest, Bound
+from ..contract.request import changed
 from .base import Lowering, Rewrite
 from .lengths import per_call
 from .widths import odd_rows
@@ -38,7 +39,7 @@ class SegmentsAsSequences(Lowering):
         itself = request.segments == "shared" and request.s_relation == "equal"
         if by_distance or (request.causal != "none" and not itself):
             return
-        packed = dataclasses.replace(
+        packed = changed(
             request,
             family="varlen",
             layout="THD",

@@ -7,6 +7,8 @@ device graph.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from ..contract import AttentionRequest, PagedTables
 from .kv_quant import real, stored
 from .reference import mla_unpack_fp8
 
-__all__ = ["Pool", "Slots", "Tokens", "from_column", "owned", "renumbered"]
+__all__ = ["Pool", "Slots", "Tokens", "by_number", "from_column", "owned", "renumbered"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +51,36 @@ class Tokens:
         return Slots(page.where(self.real, 0), (self.position % page_size).where(self.real, 0), self.real)
 
 
-@dataclasses.dataclass(frozen=True)
 class Slots:
-    """Places of tokens: page and place in it, int64 [T]. Both are 0 where `real`, bool [T], is not; None: all are."""
+    """Places of tokens: page and place in it, int64 [T]. Both are 0 where `real`, bool [T], is not; None: all are.
 
-    page: Tensor
-    place: Tensor
-    real: Tensor | None
+    Attributes:
+        flat: page * page_size + place, int64 [T], where that is known: one number finds a row faster than two.
+    """
+
+    def __init__(self, page: Tensor, place: Tensor, real: Tensor | None) -> None:
+        self.real = real
+        self.flat: Tensor | None = None
+        self._made: Callable[[], tuple[Tensor, Tensor]] = lambda: (page, place)
+
+    @classmethod
+    def numbered(cls, flat: Tensor, page_size: int) -> Slots:
+        """Make them from numbers of tokens [T], all of them real."""
+        found = cls(flat, flat, None)
+        found.flat, found._made = flat, lambda: (flat // page_size, flat % page_size)
+        return found
+
+    @functools.cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        return self._made()
+
+    @property
+    def page(self) -> Tensor:
+        return self._places[0]
+
+    @property
+    def place(self) -> Tensor:
+        return self._places[1]
 
 
 class Pool:
@@ -85,6 +110,13 @@ class Pool:
             return None
         return self._by_token(self._scale)[slots.page, slots.place] if self._per_token else self._scale.reshape(-1, 1)
 
+    def _numbered(self, slots: Slots) -> tuple[Tensor, Tensor, torch.Size] | None:
+        """([tokens, H_kv, ...], int64 [T], their shape): the cache by numbers of tokens, where they follow each other
+        in memory."""
+        if slots.flat is None or self._head_axis == 1 or (cache := by_number(self.cache)) is None:
+            return None
+        return cache.unsqueeze(1) if cache.ndim == 2 else cache, slots.flat.reshape(-1), slots.flat.shape
+
     def pages(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Real values of pages [M] in the layout of the cache: [M, ...]."""
         scale = self._scale[index] if self._per_token and self._scale is not None else self._scale
@@ -93,9 +125,11 @@ class Pool:
     def rows(self, slots: Slots, dtype: torch.dtype, new: Tensor | None = None) -> Tensor:
         """Real values of tokens [T, H_kv, D]: what is stored of them, or what the cache would store of `new` ones."""
         scale = self._scale_at(slots)
-        if new is None:
+        if new is not None:
+            return real(stored(new, scale, self.cache.dtype), scale, dtype)
+        if (numbered := self._numbered(slots)) is None:
             return self._real(self._by_token(self.cache)[slots.page, slots.place], scale, dtype)
-        return real(stored(new, scale, self.cache.dtype), scale, dtype)
+        return self._real(torch.unflatten(numbered[0].index_select(0, numbered[1]), 0, numbered[2]), scale, dtype)
 
     def write(self, slots: Slots, new: Tensor) -> None:
         """Store rows [T, H_kv, D]; those of tokens that are not real are not written."""
@@ -105,7 +139,10 @@ class Pool:
         if cache.dtype.itemsize == 1:
             cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
         if slots.real is None:
-            cache[slots.page, slots.place] = rows
+            if (numbered := self._numbered(slots)) is not None and cache.dtype is self.cache.dtype:
+                numbered[0].index_copy_(0, numbered[1], rows)
+            else:
+                cache[slots.page, slots.place] = rows
             return
         # Others write again what some real token writes or, where there is none, what is there already.
         some = slots.real.int().argmax(0, keepdim=True)
@@ -117,6 +154,11 @@ class Pool:
 def _some_columns(page_table: Tensor) -> Tensor:
     """`page_table`, or where it has no columns one that nobody reads."""
     return page_table if page_table.shape[1] else page_table.new_zeros(page_table.shape[0], 1)
+
+
+def by_number(cache: Tensor) -> Tensor | None:
+    """A cache [pages, page_size, ...] as [tokens, ...], without a copy; None where tokens do not follow each other."""
+    return cache.flatten(0, 1) if cache.stride(0) == cache.shape[1] * cache.stride(1) else None
 
 
 def owned(tables: PagedTables, page_size: int) -> Tensor:

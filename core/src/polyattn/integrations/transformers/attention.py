@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dispatch.bound_table import Recent
+from ...dispatch.call_key import SITES_KEPT
 from ...dispatch.dense import attention, bind
 from ...dispatch.varlen import varlen_attention
 from ...errors import InvalidInputError
@@ -29,7 +31,6 @@ _EVERYWHERE = (-1, -1)
 TOWERS = frozenset({"vision_config", "audio_config", "audio_video_config", "image_config"})
 """What a composite model's configuration calls its multimodal towers."""
 
-SITES_KEPT = 256
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _scope = SCOPE.get
@@ -176,23 +177,22 @@ def make_forward(
     return polyattn_attention
 
 
-class _Sites(dict[Any, Callable[..., Any]]):
+class _Sites(Recent[Any, Callable[..., Any]]):
     """Bound calls of `polyattn.attention`, by (scope, causal, window, ..., types). attention() keeps the same table
     under more words; a layer calls often enough to feel those."""
 
     def __init__(self, backend: str | None) -> None:
-        super().__init__()
+        super().__init__(SITES_KEPT)
         self.backend = backend
 
     def __missing__(self, key: Any) -> Callable[..., Any]:
+        if (known := self.recall(key)) is not None:
+            return known
         _, causal, window, softcap, scaling, dropout, exact, *_ = key
-        if len(self) >= SITES_KEPT:
-            self.clear()
-        site = self[key] = bind(
+        return self.keep(key, bind(
             causal=causal, window=window, softcap=softcap, scale=scaling, layout="BHSD", dropout_p=dropout,
             deterministic=exact, backend=self.backend,
-        ).__call__  # fmt: skip
-        return site
+        ).__call__)  # fmt: skip
 
 
 def _window(size: int, causal: bool | str, module: Any, backend: str | None) -> tuple[int, int]:

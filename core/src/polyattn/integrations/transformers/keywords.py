@@ -83,6 +83,9 @@ class More:
     deterministic: bool = False
 
 
+_NOTHING = More()
+
+
 def read_keywords(
     given: dict[str, Any], s_aux: Tensor | None, harmless: frozenset[str], module: Any, backend: str | None
 ) -> More:
@@ -93,6 +96,8 @@ def read_keywords(
         InvalidInputError: keywords that contradict each other or miss their partners.
     """
     rest = {k: v for k, v in given.items() if v is not None and k not in harmless}
+    if not rest and s_aux is None:
+        return _NOTHING  # nearly every call
     for name, (reason, step) in _REFUSED.items():
         # False and 0 switch these off.
         if name in rest and (isinstance(rest[name], Tensor) or rest[name]):

@@ -72,14 +72,10 @@ def reading(call: Attend) -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         more = read_keywords(kwargs, s_aux, HARMLESS, module, None)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        odd = {
-            "dropout": bool(dropout),
-            "is_causal=False": not causal,
-            "position_bias": more.bias is not None,
-            "packed sequences": more.cu_q is not None or more.sequence is not None,
-        }
-        if wrong := [word for word, there in odd.items() if there]:
-            raise _refused(f"{wrong[0]} reached {asked_by(module, None)}", "a paged, causal layer has none")
+        if dropout or not causal or more.bias is not None or more.cu_q is not None or more.sequence is not None:
+            odd = {"dropout": dropout, "is_causal=False": not causal, "position_bias": more.bias is not None}
+            word = next((word for word, there in odd.items() if there), "packed sequences")
+            raise _refused(f"{word} reached {asked_by(module, None)}", "a paged, causal layer has none")
         return call(
             module, query, key, value, attention_mask, scaling, sliding_window, softcap or 0.0, more.sinks
         ), None

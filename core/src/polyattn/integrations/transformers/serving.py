@@ -94,16 +94,18 @@ class _Serving:
         runner, options = self.runner, {}
         if keep is not None and runner.picks:
             options["logits_to_keep"] = keep
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(attending(runner.configs, SERVING))
-            if self.latent is not None:
-                self.latent.plan(batch, steps)
-                stack.enter_context(Replacement(list(runner.replaced), self.latent.forward))
+        replaced: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.latent is not None:
+            self.latent.plan(batch, steps)
+            replaced = Replacement(list(runner.replaced), self.latent.forward)
+        with attending(runner.configs, SERVING), replaced:
             token = _step.set(self)
-            stack.callback(_step.reset, token)
-            out: Tensor = runner.model(
-                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
-            ).logits[0]
+            try:
+                out: Tensor = runner.model(
+                    input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
+                ).logits[0]
+            finally:
+                _step.reset(token)
         return out if keep is None or runner.picks else out[keep]
 
 
@@ -137,5 +139,5 @@ def _attend(
             f"{asked_by(module, None)} was called under attn_implementation={SERVING!r} outside a step: that name is "
             f"for CausalLMRunner alone, which sets it while a step runs; give the model 'polyattn' or another one"
         )
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return step.backend.forward(q, k, v, step.runner.modules[module])[None]
+    q, k, v = query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
+    return step.backend.forward(q, k, v, step.runner.modules[module]).unsqueeze(0)

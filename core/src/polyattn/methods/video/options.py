@@ -11,16 +11,29 @@ from ...contract import ConfigField, Fallback, conditions
 __all__ = ["SAGE_SLA", "SLA", "STA", "SVG2", "VMOBA", "VSA", "WINDOW", "dense_by_rule"]
 
 STA: tuple[ConfigField, ...] = (
-    ConfigField("mask_strategy_file_path", "path", doc="JSON of step_layer_head -> window in tiles [t, h, w]"),
+    ConfigField(
+        "mask_strategy_file_path",
+        "path",
+        "",
+        "JSON of step_layer_head -> window in tiles [t, h, w]; STA_inference needs it",
+    ),
     ConfigField(
         "sta_mode",
         "str",
         "STA_inference",
-        "read windows from the file, or search and tune them",
+        "read windows, search for them, or choose among those that were searched; cfg: by negative prompts too",
         choices=("STA_inference", "STA_searching", "STA_tuning", "STA_tuning_cfg"),
     ),
     ConfigField("skip_time_steps", "int", 15, "first denoising steps that run dense", low=0),
     ConfigField("sta_tile", "list[int]", (6, 8, 8), "[T, H, W] of a tile, in tokens", low=1, length=3),
+    ConfigField("sta_search_path", "str", "", "folder of the losses of a search; the other modes need it"),
+    ConfigField(
+        "sta_candidates",
+        "list[int]",
+        (3, 1, 10, 1, 5, 7, 3, 3, 3, 1, 6, 5, 1, 3, 10, 3, 6, 1),
+        "windows that a search tries, three numbers for each",
+        low=1,
+    ),
 )
 """Sliding tile attention (arXiv 2502.04507)."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ from torch import Tensor
 from ...contract import Inner, Like, Place
 from ...errors import ConfigError, InvalidInputError
 from ...semantics.block_maps import lists_of
+from ...semantics.validation import has_shapes_only
 from .grids import Triple, grid_of
+from .sta_search import losses, note, point, tuned
 from .strategy import read_strategy
 from .tiles import Cut, cut, tiles_by_token
 
@@ -50,25 +53,50 @@ class SlidingTile:
 
     Args:
         mask_strategy_file_path: of the windows, see `polyattn.methods.video.strategy`.
-        sta_mode: "STA_inference" reads the file; the modes that search for windows are not built.
+        sta_mode: "STA_inference" reads the file. "STA_searching" attends densely and notes what each candidate would
+            lose; the folder gets a file for each branch of a run. "STA_tuning" and "STA_tuning_cfg" choose windows by
+            these, the second by those of negative prompts too, write a strategy into the folder, and read it.
+        sta_search_path: the folder of the other modes.
         skip_time_steps: how many of the first steps run dense. sta_tile: (t, h, w), tokens of a tile.
+        sta_candidates: windows that a search tries, three numbers for each.
 
     Raises:
-        ConfigError: a file that cannot be read or is none, or a mode that is not built.
+        ConfigError: a file that cannot be read or is none, a folder without losses, or candidates that are no triples.
     """
 
     def __init__(
-        self, *, mask_strategy_file_path: str, sta_mode: str, skip_time_steps: int, sta_tile: Sequence[int]
+        self,
+        *,
+        mask_strategy_file_path: str,
+        sta_mode: str,
+        skip_time_steps: int,
+        sta_tile: Sequence[int],
+        sta_search_path: str,
+        sta_candidates: Sequence[int],
     ) -> None:
-        if sta_mode != "STA_inference":
-            raise ConfigError(
-                f"{NAME}: sta_mode={sta_mode!r} is not part of this version; search for windows with the model's own "
-                "code, and give the file to STA_inference"
-            )
         t, h, w = sta_tile
         self.tile: Triple = (t, h, w)
-        self.strategy = read_strategy(mask_strategy_file_path)
-        self.skip = skip_time_steps
+        self.skip, self.path, self.folder = skip_time_steps, mask_strategy_file_path, sta_search_path
+        self.searches = sta_mode == "STA_searching"
+        if sta_mode == "STA_inference":
+            if not self.path:
+                raise ConfigError(
+                    f"{NAME} needs the option 'mask_strategy_file_path': a JSON file of windows for each step, layer "
+                    "and head. Where there is none for a model, sta_mode='STA_searching' begins to make one"
+                )
+        elif not os.path.isdir(self.folder):
+            raise ConfigError(
+                f"{NAME}: sta_mode={sta_mode!r} works in the folder of a search, and sta_search_path={self.folder!r} "
+                "is none; give a folder that exists"
+            )
+        if self.searches:
+            self.candidates = _triples(sta_candidates)
+            self.skip = 0  # dense anyway, and what is lost there may be asked for later
+        else:
+            if sta_mode != "STA_inference":
+                both = sta_mode == "STA_tuning_cfg"
+                self.path = tuned(self.folder, skip_time_steps, self.tile, both=both)
+            self.strategy = read_strategy(self.path)
         # Steps of one grid share their order of tokens.
         self._cut = functools.lru_cache(maxsize=_KEPT)(self._cut_at)
 
@@ -78,6 +106,8 @@ class SlidingTile:
         return ""
 
     def plan(self, place: Place, like: Like) -> _Plan:
+        if self.searches:
+            return self._tried(place, like)
         step, strategy = self._step(place), self.strategy
         if place.layers not in (None, strategy.layers) or like.heads != strategy.heads:
             layers = "" if place.layers is None else f"{place.layers} layers and "
@@ -88,7 +118,7 @@ class SlidingTile:
         found = self._cut(place.grid, place.text, place.valid_text, like.device)
         windows = strategy.of_step(step)
         for window in windows:
-            self._check(window, found.counts)
+            self._check(window, found.counts, self.strategy.path)
         lists = [_listed(found, window) for window in windows]
         most = max(one.shape[-1] for one in lists)
         padded = [torch.nn.functional.pad(one, (0, most - one.shape[-1])) for one in lists]
@@ -103,7 +133,20 @@ class SlidingTile:
             most=tuple(map(max, counts)),
         )
 
+    def _tried(self, place: Place, like: Like) -> _Plan:
+        """The lists of a search: those of the whole grid first, then of each candidate, for all heads."""
+        found = self._cut(place.grid, place.text, place.valid_text, like.device)
+        for window in self.candidates:
+            self._check(window, found.counts, "sta_candidates")
+        lists = [_listed(found, window) for window in (found.counts, *self.candidates)]
+        most = tuple(one.shape[-1] for one in lists)
+        padded = [torch.nn.functional.pad(one, (0, max(most) - one.shape[-1])) for one in lists]
+        counts = torch.tensor(most, dtype=torch.int32)[:, None].to(like.device)
+        return _Plan(found, torch.stack(padded), torch.arange(len(lists))[:, None].to(like.device), counts, most)
+
     def density(self, plan: _Plan, place: Place) -> float:
+        if self.searches:
+            return 1.0
         windows = self.strategy.windows[self._step(place), self._layer(place)]
         return sum(map(math.prod, windows)) / (len(windows) * plan.cut.count)
 
@@ -118,11 +161,27 @@ class SlidingTile:
         kept: dict[str, Any],
         inner: Inner,
     ) -> Tensor:
-        found, layer = plan.cut, self._layer(place)
-        indices = plan.indices[..., : plan.most[layer]].index_select(0, plan.heads[layer])[None]
-        counts = plan.counts[layer][None, :, None].expand(indices.shape[:-1])
+        found = plan.cut
+        at = point(place) if self.searches else None
         q, k, v = found.queries.gather(query)[0], found.keys.gather(key)[0], found.keys.gather(value)[0]
-        return found.joined(found.fine(q, k, v, (counts, indices), inner), query, key, value, inner)
+
+        def under(row: int) -> Tensor:
+            """By the lists of a row of the plan: of a layer, or of a window of a search."""
+            indices = plan.indices[..., : plan.most[row]].index_select(0, plan.heads[row])[None]
+            counts = plan.counts[row][None, :, None].expand(indices.shape[:-1])
+            return found.fine(q, k, v, (counts, indices), inner)
+
+        out = under(0 if self.searches else self._layer(place))
+        if at is not None:
+            with torch.no_grad():
+                tried = [under(1 + number) for number in range(len(self.candidates))]
+                if not has_shapes_only(query):
+                    # As tokens: rows that fill up a tile are none.
+                    full, *others = (found.queries.scatter(one) for one in (out, *tried))
+                    lost = {w: losses(one, full) for w, one in zip(self.candidates, others, strict=True)}
+                    about = {"tile": self.tile, "full": found.counts}
+                    note(at, place.branch, self.folder, about, lost)
+        return found.joined(out, query, key, value, inner)
 
     def _cut_at(self, grid: Any, text: Any, valid_text: Any, device: torch.device) -> Cut:
         tokens = math.prod(self.tile)
@@ -150,22 +209,34 @@ class SlidingTile:
             raise self._another(f"is for {self.strategy.layers} layers, and this is layer {layer}")
         return layer
 
-    def _check(self, window: Triple, counts: Triple) -> None:
+    def _check(self, window: Triple, counts: Triple, whose: str) -> None:
         for size, there, axis in zip(window, counts, ("time", "height", "width"), strict=True):
             if size > there:
                 raise self._another(
-                    f"has the window {list(window)}, and the grid has {list(counts)} tiles of {list(self.tile)} tokens"
+                    f"has the window {list(window)}, and the grid has {list(counts)} tiles of {list(self.tile)} tokens",
+                    whose,
                 )
             if size % 2 == 0 and size != there:
                 raise InvalidInputError(
-                    f"{NAME}: {self.strategy.path} has the window {list(window)}, even along {axis}, which would cover "
+                    f"{NAME}: {whose} has the window {list(window)}, even along {axis}, which would cover "
                     f"{size + 1} tiles of {there}; a window is odd, or as long as the grid"
                 )
 
-    def _another(self, why: str) -> InvalidInputError:
-        return InvalidInputError(
-            f"{NAME}: {self.strategy.path} {why}; give the mask strategy of this model, steps and grid"
+    def _another(self, why: str, whose: str = "") -> InvalidInputError:
+        asked = "windows of this grid" if self.searches else "the mask strategy of this model, steps and grid"
+        return InvalidInputError(f"{NAME}: {whose or self.path} {why}; give {asked}")
+
+
+def _triples(numbers: Sequence[int]) -> tuple[Triple, ...]:
+    """
+    Raises:
+        ConfigError: they are no windows.
+    """
+    if not numbers or len(numbers) % 3:
+        raise ConfigError(
+            f"{NAME}: sta_candidates has {len(numbers)} numbers; give three for each window: [t, h, w, ...]"
         )
+    return tuple((numbers[n], numbers[n + 1], numbers[n + 2]) for n in range(0, len(numbers), 3))
 
 
 def _axis(size: int, tiles: int) -> Tensor:

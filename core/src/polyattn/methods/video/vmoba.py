@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...contract import Inner, Like, Place
+from ...contract import BlockOps, Inner, Like, Place
 from ...errors import ConfigError, InvalidInputError
 from ...semantics.merge_lse import merge_rows
 from ...semantics.validation import has_shapes_only
@@ -152,7 +152,7 @@ class VMoBA:
         sizes = torch.tensor(chunks.sizes * (B * H), dtype=torch.int32, device=query.device)
         out, lse = inner.varlen(
             query.flatten(0, 2).index_select(0, rows).unsqueeze(1),
-            *(_in_chunks(tensor, chunks, group) for tensor in (key, value)),
+            *(_packed(_in_chunks(tensor, chunks), group) for tensor in (key, value)),
             cu_seqlens_q=_cumulative(counts),
             cu_seqlens_k=_cumulative(sizes),
             max_seqlen_q=longest,
@@ -169,29 +169,47 @@ class VMoBA:
         if self.scope != "query_head" or (self.threshold or 0) >= 1 or wants_grad(query, key, value):
             return None
         ops, group = kernels_for(query), query.shape[1] // key.shape[1]
-        means = chunk_means(key, chunks)
-        chosen = None if ops is None else ops.choose(query, means, chunks.own, cut.kept, self.threshold)
-        if ops is None or chosen is None:
+        if ops is None:
             return None
-        (B, H, S, kept), count = chosen.shape, len(chunks.sizes)
-        # One chunk more, without keys, for queries that keep fewer than others.
-        order, places, counts = ops.in_order(chosen.flatten(2), count + 1)
-        starts = torch.arange(0, S * kept, _MOVED, dtype=torch.int32, device=query.device).expand(B, H, -1).contiguous()
-        lists = (order // kept, starts, (S * kept - starts).clamp(max=_MOVED))
+        means = chunk_means(key, chunks)
+        sides = [_in_chunks(tensor, chunks) for tensor in (key, value)]
+        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        # A query is a row for each of its chunks. Heads in turn: those of all would take many times the call's memory.
+        for head in range(key.shape[1]):
+            mine = slice(head * group, (head + 1) * group)
+            some = (query[:, mine], means[:, head : head + 1], *(side[:, head : head + 1] for side in sides))
+            found = self._some_heads(cut, chunks, ops, inner, *some)
+            if found is None:
+                return None
+            out[:, :, mine] = found
+        return out.transpose(1, 2)
+
+    def _some_heads(
+        self, cut: _Cut, chunks: Chunks, ops: BlockOps, inner: Inner, query: Tensor, means: Tensor, *sides: Tensor
+    ) -> Tensor | None:
+        """[B, S, H, D_v] of the query heads [B, H, S, D] of one key head, whose sides [B, 1, S, D] lie in chunks."""
+        pairs = ops.choose(query, means, chunks.own, cut.kept, self.threshold)
+        if pairs is None:
+            return None
+        (chosen, queries, firsts), count = pairs, len(chunks.sizes)
+        B, H, P = chosen.shape
+        order, places, counts = ops.in_order(chosen, count + 1)
+        starts = torch.arange(0, P, _MOVED, dtype=torch.int32, device=query.device)
+        own = [t.expand(B, H, -1).contiguous() for t in (starts, (P - starts).clamp(max=_MOVED))]
+        lists = (queries.gather(-1, order.long()), own[0], own[1])
         rows, _ = ops.gather(query, lists, _MOVED, filled=False, means=False)
+        # One chunk more, without keys, for what is behind a head's last pair.
         sizes = torch.tensor((*chunks.sizes, 0) * (B * H), dtype=torch.int32, device=query.device)
         out, lse = inner.varlen(
             rows.flatten(0, 2).unsqueeze(1),
-            *(_in_chunks(tensor, chunks, group) for tensor in (key, value)),
+            *(side.expand(-1, H, -1, -1).flatten(0, 2).unsqueeze(1) for side in sides),
             cu_seqlens_q=_cumulative(counts.flatten()),
             cu_seqlens_k=_cumulative(sizes),
             max_seqlen_q=int(counts.max()),
             max_seqlen_k=max(chunks.sizes),
             return_lse=True,
         )
-        places = places.view(B, H, S, kept).masked_fill(chosen == count, -1)
-        merged: Tensor = ops.merge_chosen(out.view(B, H, S * kept, -1), lse.view(B, H, S * kept), places)
-        return merged.transpose(1, 2)
+        return ops.merge_chosen(out.view(B, H, P, -1), lse.view(B, H, P), places, firsts)
 
     def cut_of(self, place: Place) -> _Cut:
         """Return the cut of a layer.
@@ -301,16 +319,19 @@ def vmoba_mask(seen: Tensor, own: Tensor) -> Tensor:
     return seen[..., own]
 
 
-def _in_chunks(tensor: Tensor, chunks: Chunks, group: int) -> Tensor:
-    """Pack tokens chunk after chunk of each head of each sample: [B, H_kv, S, D] -> [B * H_q * S, 1, D]."""
+def _in_chunks(tensor: Tensor, chunks: Chunks) -> Tensor:
+    """Put tokens chunk after chunk: [B, H, S, D] -> the same."""
     ops, tokens = None if wants_grad(tensor) else kernels_for(tensor), tensor.shape[2]
     if ops is None:
-        rows = tensor.index_select(2, chunks.order)
-    else:
-        starts = torch.arange(0, tokens, _MOVED, dtype=torch.int32, device=tensor.device)
-        lists = (chunks.order.to(torch.int32), starts, (tokens - starts).clamp(max=_MOVED))
-        rows, _ = ops.gather(tensor, lists, _MOVED, filled=False, means=False)
-    return rows.repeat_interleave(group, 1).flatten(0, 2).unsqueeze(1) if group > 1 else rows.flatten(0, 2).unsqueeze(1)
+        return tensor.index_select(2, chunks.order)
+    starts = torch.arange(0, tokens, _MOVED, dtype=torch.int32, device=tensor.device)
+    lists = (chunks.order.to(torch.int32), starts, (tokens - starts).clamp(max=_MOVED))
+    return ops.gather(tensor, lists, _MOVED, filled=False, means=False)[0]
+
+
+def _packed(tensor: Tensor, group: int) -> Tensor:
+    """Pack the tokens of each head of each sample, for all query heads: [B, H_kv, S, D] -> [B * H_q * S, 1, D]."""
+    return tensor.repeat_interleave(group, 1).flatten(0, 2).unsqueeze(1)
 
 
 def _cumulative(counts: Tensor) -> Tensor:

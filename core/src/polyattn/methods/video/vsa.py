@@ -95,6 +95,7 @@ class VideoSparse:
         if found.text:
             chosen = torch.cat([chosen, plan.text.expand(*chosen.shape[:-1], -1)], -1)
         out = found.fine(q, k, v, (plan.counts, chosen), inner)
+        del q, k, v  # before the result takes memory
         return found.joined(out, query, key, value, inner, gate=gate, coarse=coarse)
 
     def _gate(self, place: Place, query: Tensor, value: Tensor) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,6 +86,8 @@ def tokens_of(batch: ForwardBatch, indices: Sequence[int], device: torch.device)
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """int64, by a copy that nobody waits for."""
+    if numbers and device.type == "cpu":
+        return torch.frombuffer(array("q", numbers), dtype=torch.int64)  # a third of what `tensor` takes
     found = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return found.to(device, non_blocking=True)
 

@@ -332,7 +332,9 @@ class Engine:
             request = work.request
             if work.count > 1:
                 self.memory.remember(request.row, request.tokens, request.namespace)
-            drawn += [(r, at) for r in (request, *self._fork_samples(request))]
+            drawn.append((request, at))
+            if request.siblings:
+                drawn += [(r, at) for r in self._fork_samples(request)]
         for work in works:
             phase = "decode" if work.count == 1 and mode is not ForwardMode.EXTEND else "prefill"
             work.request.backends[phase] = self.backends[phase]

@@ -106,7 +106,9 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], points: Sequence[fl
         int64 [R], -1 where the logits have no largest finite number: they are NaN, or infinite.
     """
     best, greedy = logits.max(dim=-1)
-    greedy = greedy.masked_fill(~best.isfinite(), -1)
+    # A CPU's numbers are read for nothing, and a device's are waited for. What is finite is 0 from itself.
+    if not (best.is_cpu and all(map(math.isfinite, best.tolist()))):
+        greedy = torch.where(best - best == 0, greedy, -1)
     if all(p.greedy for p in params):
         return greedy
     cumulated = distributions(logits, params).double().cumsum(dim=-1)

@@ -109,7 +109,7 @@ def forward(
     config = config or config_for(D, block_q)
     packed = lists.starts is not None
     if packed:
-        lists, block_k = grouped(lists, H, key.shape[1]), GROUP.value
+        lists, block_k = grouped(lists, H, key.shape[1], S_k), GROUP.value
     partly = not packed and (lists.valid is not None or S_k % block_k != 0)
     unit = min(config.keys, block_k)
     tensors = (query, key, value, key, value, out)

@@ -101,11 +101,11 @@ def _grouped(
         tl.store(numbers + 3 * row + (2 - part), count)
 
 
-def grouped(lists: Lists, heads: int, kv_heads: int) -> Lists:
+def grouped(lists: Lists, heads: int, kv_heads: int, keys: int) -> Lists:
     """Lists of groups for lists of blocks with starts.
 
     Args:
-        lists: with starts, and fewer than 2**26 keys. heads, kv_heads: of queries and keys.
+        lists: with starts, and fewer than 2**26 keys. heads, kv_heads: of queries and keys. keys: S_k.
 
     Returns:
         Lists whose indices [B', H', nQ, room] are `start * 32 + keys` of groups, and whose counts [B', H', nQ, 3] say
@@ -118,7 +118,9 @@ def grouped(lists: Lists, heads: int, kv_heads: int) -> Lists:
     if starts.shape[1] > 1:
         H = heads
     blocks, most = lists.counts.shape[2], -(-lists.block_k // GROUP.value)
-    room = max(lists.indices.shape[3], 1) * most
+    # No key is in two blocks: there are no more whole groups than keys have, and a block ends in one other at most.
+    entries = max(lists.indices.shape[3], 1)
+    room = min(entries * most, keys // GROUP.value + entries)
     groups = torch.empty(B, H, blocks, room, dtype=torch.int32, device=starts.device)
     counts = torch.empty(B, H, blocks, 3, dtype=torch.int32, device=starts.device)
     _grouped[blocks, H, B](

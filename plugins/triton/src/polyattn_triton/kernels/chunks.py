@@ -31,12 +31,16 @@ def _integers(x):
     return tl.where(bits < 0, bits ^ 2147483647, bits)
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "kept", "room"])
+@triton.jit(do_not_specialize=["tokens", "chunks", "kept", "pairs"])
 def _choose(
-    query, means, own, chosen, numbers, q_b, q_h, q_s, tokens, chunks, kept, room, threshold, D: tl.constexpr,
-    K: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, C: tl.constexpr, SHARE: tl.constexpr, EXACT: tl.constexpr,
+    query, means, own, numbers, firsts, chosen, queries, q_b, q_h, q_s, tokens, chunks, kept, pairs, threshold,
+    D: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, C: tl.constexpr, SHARE: tl.constexpr,
+    EXACT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """N queries of one head: their own chunk and the highest others, `kept` in all, or until a SHARE is reached."""
+    """N queries of one head: their own chunk and the highest others, `kept` in all, or until a SHARE is reached.
+
+    COUNT: how many those are; else they are written, from `firsts` of each query on.
+    """
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     s, d, c = tile * N + tl.arange(0, N), tl.arange(0, K), tl.arange(0, C)
     inside, there = s < tokens, c < chunks
@@ -86,24 +90,31 @@ def _choose(
     else:
         last = alike & (rank < (kept - 1 - tl.sum(above.to(tl.int32), 1))[:, None])
     take = (above | last | mine) & there[None, :]
-    place = tl.cumsum(take.to(tl.int32), 1) - 1
-    out = (b.to(tl.int64) * tl.num_programs(1) + head) * tokens + s
-    written = take & inside[:, None] & (place < room)
-    tl.store(chosen + out[:, None] * room + place, c[None, :] + tl.zeros([N, C], tl.int32), mask=written)
-    tl.store(numbers + out, tl.sum(take.to(tl.int32), 1), mask=inside)
+    head_row = b.to(tl.int64) * tl.num_programs(1) + head
+    if COUNT:
+        tl.store(numbers + head_row * tokens + s, tl.sum(take.to(tl.int32), 1), mask=inside)
+    else:
+        place = tl.load(firsts + head_row * (tokens + 1) + s, mask=inside, other=0)[:, None]
+        place += tl.cumsum(take.to(tl.int32), 1) - 1
+        nothing = tl.zeros([N, C], tl.int32)
+        written = take & inside[:, None]
+        tl.store(chosen + head_row * pairs + place, c[None, :] + nothing, mask=written)
+        tl.store(queries + head_row * pairs + place, s[:, None] + nothing, mask=written)
 
 
-@triton.jit(do_not_specialize=["tokens", "kept", "pairs"])
-def _merge(outs, lses, places, out, tokens, kept, pairs, D: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):
+@triton.jit(do_not_specialize=["tokens", "pairs"])
+def _merge(outs, lses, places, firsts, out, tokens, pairs, D: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):
     """N queries of one head. `out` is [B, S, H, D]."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     s, d = tile * N + tl.arange(0, N), tl.arange(0, WIDTH)
     head_row = b.to(tl.int64) * tl.num_programs(1) + head
+    first = tl.load(firsts + head_row * (tokens + 1) + s, mask=s < tokens, other=0)
+    end = tl.load(firsts + head_row * (tokens + 1) + s + 1, mask=s < tokens, other=0)
     top = tl.full([N], float("-inf"), tl.float32)
     total = tl.zeros([N], tl.float32)
     acc = tl.zeros([N, WIDTH], tl.float32)
-    for j in range(kept):
-        place = tl.load(places + (head_row * tokens + s) * kept + j, mask=s < tokens, other=-1)
+    for j in range(tl.max(end - first, 0)):
+        place = tl.load(places + head_row * pairs + first + j, mask=first + j < end, other=-1)
         at = head_row * pairs + place
         lse = tl.load(lses + at, mask=place >= 0, other=float("-inf"))
         found = tl.load(outs + at[:, None] * D + d[None, :], mask=(place >= 0)[:, None] & (d < D)[None, :], other=0.0)
@@ -118,38 +129,49 @@ def _merge(outs, lses, places, out, tokens, kept, pairs, D: tl.constexpr, WIDTH:
     tl.store(out + at, cast(acc, out.dtype.element_ty), mask=(s < tokens)[:, None] & (d < D)[None, :])
 
 
-def choose(query: Tensor, means: Tensor, own: Tensor, kept: int, threshold: float | None) -> Tensor | None:
+def choose(
+    query: Tensor, means: Tensor, own: Tensor, kept: int, threshold: float | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """See `polyattn.contract.BlockOps`."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     (B, H, S, D), (H_kv, chunks) = query.shape, means.shape[1:3]
     if chunks > _MOST or not query.numel():
         return None
-    numbers = torch.empty(B, H, S, dtype=torch.int32, device=query.device)
-    room = min(kept, chunks) if threshold is None else min(32, chunks)
-    wide = max(triton.next_power_of_2(chunks), 16)
-    while True:
-        chosen = torch.full((B, H, S, room), chunks, dtype=torch.int32, device=query.device)
-        tile = max(16, min(64, 16384 // wide))
+    kept, wide = min(kept, chunks), max(triton.next_power_of_2(chunks), 16)
+    tile = max(16, min(64, 16384 // wide))
+    means, own = means.contiguous(), own.to(torch.int32)
+
+    def launch(numbers: Tensor, firsts: Tensor, chosen: Tensor, queries: Tensor, count: bool) -> None:
         _choose[triton.cdiv(S, tile), H, B](
-            query, means.contiguous(), own.to(torch.int32), chosen, numbers, *query.stride()[:3], S, chunks,
-            min(kept, chunks), room, 0.0 if threshold is None else threshold, D=D, K=triton.next_power_of_2(D),
+            query, means, own, numbers, firsts, chosen, queries, *query.stride()[:3], S, chunks, kept,
+            chosen.shape[-1], 0.0 if threshold is None else threshold, D=D, K=triton.next_power_of_2(D),
             GROUP=H // H_kv, N=tile, C=wide, SHARE=threshold is not None, EXACT=query.device.type != "cuda",
-            num_warps=8,
+            COUNT=count, num_warps=8,
         )  # fmt: skip
-        most = room if threshold is None else int(numbers.max())
-        if most <= room:
-            return chosen[..., :most] if most == room else chosen[..., :most].contiguous()
-        room = most
+
+    firsts = torch.zeros(B, H, S + 1, dtype=torch.int32, device=query.device)
+    if threshold is None:
+        firsts += torch.arange(0, (S + 1) * kept, kept, dtype=torch.int32, device=query.device)
+        pairs = S * kept
+    else:
+        numbers = torch.empty(B, H, S, dtype=torch.int32, device=query.device)
+        launch(numbers, numbers, numbers, numbers, True)
+        torch.cumsum(numbers, -1, dtype=torch.int32, out=firsts[..., 1:])
+        pairs = int(firsts[..., -1].max())
+    chosen = torch.full((B, H, pairs), chunks, dtype=torch.int32, device=query.device)
+    queries = torch.zeros_like(chosen)
+    launch(chosen, firsts, chosen, queries, False)
+    return chosen, queries, firsts
 
 
-def merge_chosen(outs: Tensor, lses: Tensor, places: Tensor) -> Tensor:
+def merge_chosen(outs: Tensor, lses: Tensor, places: Tensor, firsts: Tensor) -> Tensor:
     """See `polyattn.contract.BlockOps`."""
     B, H, pairs, D = outs.shape
-    S, kept = places.shape[2:]
+    S = firsts.shape[2] - 1
     out = outs.new_empty(B, S, H, D)
     if out.numel():
         _merge[triton.cdiv(S, 64), H, B](
-            outs.contiguous(), lses.float().contiguous(), places.contiguous(), out, S, kept, pairs, D=D,
+            outs.contiguous(), lses.float().contiguous(), places.contiguous(), firsts, out, S, pairs, D=D,
             WIDTH=triton.next_power_of_2(D), N=64, num_warps=4,
         )  # fmt: skip
     return out

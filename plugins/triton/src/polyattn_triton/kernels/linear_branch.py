@@ -57,7 +57,7 @@ def _pooled(source, means, x_b, x_h, x_s, tokens, blocks, D: tl.constexpr, WIDTH
 
 
 @triton.jit(do_not_specialize=["tokens", "parts"])
-def _sums(
+def _linear_sums(
     key, value, states, totals, k_b, k_h, k_s, v_b, v_h, v_s, tokens, parts, D: tl.constexpr, D_V: tl.constexpr,
     K: tl.constexpr, K_V: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, FEATURE: tl.constexpr,
     EXACT: tl.constexpr,
@@ -84,7 +84,7 @@ def _sums(
 
 
 @triton.jit(do_not_specialize=["tokens", "epsilon"])
-def _add(
+def _linear_add(
     query, state, total, bias, base, out, q_b, q_h, q_s, a_b, a_h, a_s, o_b, o_h, o_s, tokens, epsilon,
     D: tl.constexpr, D_V: tl.constexpr, K: tl.constexpr, K_V: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
     TILES: tl.constexpr, BIAS: tl.constexpr, FEATURE: tl.constexpr, EXACT: tl.constexpr,
@@ -144,7 +144,7 @@ def linear_sums(key: Tensor, value: Tensor, feature_map: str) -> tuple[Tensor, T
     states = key.new_empty(B, H, parts, D, D_V, dtype=torch.float32)
     totals = key.new_empty(B, H, parts, D, dtype=torch.float32)
     if states.numel():
-        _sums[parts, H, B](
+        _linear_sums[parts, H, B](
             key, value, states, totals, *key.stride()[:3], *value.stride()[:3], S, parts, D=D, D_V=D_V,
             K=triton.next_power_of_2(D), K_V=triton.next_power_of_2(D_V), N=64, PART=_PART, FEATURE=feature_map,
             EXACT=_exact(key), num_warps=8, num_stages=2,
@@ -160,7 +160,7 @@ def linear_add(
     (B, H, S, D), D_V = query.shape, base.shape[3]
     out = torch.empty_like(base)
     if out.numel():
-        _add[triton.cdiv(S, 64 * _TILES), H, B](
+        _linear_add[triton.cdiv(S, 64 * _TILES), H, B](
             query, state.contiguous(), total.contiguous(), total if bias is None else bias.contiguous(), base, out,
             *query.stride()[:3], *base.stride()[:3], *out.stride()[:3], S, epsilon, D=D, D_V=D_V,
             K=triton.next_power_of_2(D), K_V=triton.next_power_of_2(D_V), GROUP=H // state.shape[1], N=64,
