@@ -508,7 +508,7 @@ def kernels_of(call: Callable[[], Any]) -> dict[str, float]:
         torch.cuda.synchronize()
     total: dict[str, float] = {}
     for event in seen.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             total[event.name] = total.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3
     return dict(sorted(total.items(), key=lambda one: -one[1]))
 
@@ -708,6 +708,14 @@ def markdown(result: dict[str, Any]) -> str:
             *("-" if share is None else f"{share:.0%}", "-" if memory is None else f"{memory:.2f}", words or "-"),
         )
         lines.append(f"| {' | '.join(cells)} |")
+    clusters = [
+        f"- {row['name']}: {', '.join(f'{name} {value}' for name, value in row['inputs'].items())}; density "
+        f"{row['density']:.3f} of the pairs, {row['executed']:.3f} with what fills up blocks"
+        for row in result["rows"]
+        if row["inputs"] and "ms" in row
+    ]
+    if clusters:
+        lines += ["", "Inputs of planted clusters, the others are normal:", "", *clusters]
     if refused:
         lines += ["", "Not timed:", "", *refused]
     missing = {

@@ -70,6 +70,7 @@ def test_rows_run_and_no_figure_counts(
     text = capsys.readouterr().out
     assert "Tiny grids on a CPU: the figures mean nothing." in text
     assert "| vsa_0.9_backward/wan_480p | 600 |" in text
+    assert "- svg2/wan_480p: centres 12, strength 1.63, spread 0.5, region [1, 1, 1]; density 0." in text
     assert module.markdown(result) in text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -83,6 +84,34 @@ def test_files(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     refused = run(*words, "--output", str(tmp_path / "other.png"))
     assert (refused.code, (tmp_path / "other.png").exists()) == (4, False)
     assert "a picture needs Pillow: pip install 'polyattn[plots]', or --output map.txt" in refused.err
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "video.md"
+PICTURES = re.findall(
+    r"`polyattn (video-map [^`]+)`\n\n!\[\w+\]\((video-map/\w+\.png)\)", PAGE.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize(("words", "file"), PICTURES)
+def test_the_pictures_of_the_page(run: Run, words: str, file: str, tmp_path: Path) -> None:
+    image = pytest.importorskip(
+        "PIL.Image", reason="pictures need Pillow, which comes with matplotlib (the extra plots)"
+    )
+    chops = pytest.importorskip("PIL.ImageChops")
+    made = tmp_path / "map.png"
+    assert run(*words.split(), "--output", str(made)).code == 0
+    found, kept = (image.open(path).convert("RGB") for path in (made, PAGE.parent / file))
+    assert found.size == kept.size
+    # Another torch may put a token at the edge of a cluster elsewhere.
+    apart = chops.difference(found, kept).convert("L").point(lambda value: 255 * (value > 40))
+    assert apart.histogram()[255] < 0.02 * found.size[0] * found.size[1], (
+        f"polyattn {words} --output docs/{file} draws it"
+    )
+
+
+def test_every_method_has_a_picture() -> None:
+    assert {words.split()[1] for words, _ in PICTURES} == set(METHODS) - {"sage_sla_attn"}
+    assert all(Path(file).stem == words.split()[1] for words, file in PICTURES)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ __all__ = ["Chunks", "VMoBA", "chunk_means", "chunk_scores", "chunks_of", "selec
 NAME = "vmoba_attn"
 _MOVED = 64
 """Rows that a kernel moves together."""
+_ROWS = 96
+"""Rows of a query, over all heads, that are held at once."""
 
 
 class Chunks(NamedTuple):
@@ -174,10 +176,13 @@ class VMoBA:
         means = chunk_means(key, chunks)
         sides = [_in_chunks(tensor, chunks) for tensor in (key, value)]
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-        # A query is a row for each of its chunks. Heads in turn: those of all would take many times the call's memory.
-        for head in range(key.shape[1]):
-            mine = slice(head * group, (head + 1) * group)
-            some = (query[:, mine], means[:, head : head + 1], *(side[:, head : head + 1] for side in sides))
+        # A query is a row for each of its chunks: of many only some heads at once, or they take all memory.
+        likely = cut.kept if self.threshold is None else len(chunks.sizes) * self.threshold
+        together = max(1, int(_ROWS // (max(likely, 1) * group)))
+        for head in range(0, key.shape[1], together):
+            keys = slice(head, head + together)
+            mine = slice(head * group, (head + together) * group)
+            some = (query[:, mine], means[:, keys], *(side[:, keys] for side in sides))
             found = self._some_heads(cut, chunks, ops, inner, *some)
             if found is None:
                 return None
@@ -187,7 +192,7 @@ class VMoBA:
     def _some_heads(
         self, cut: _Cut, chunks: Chunks, ops: BlockOps, inner: Inner, query: Tensor, means: Tensor, *sides: Tensor
     ) -> Tensor | None:
-        """[B, S, H, D_v] of the query heads [B, H, S, D] of one key head, whose sides [B, 1, S, D] lie in chunks."""
+        """[B, S, H, D_v] of some query heads [B, H, S, D], whose keys' sides [B, H_kv, S, D] lie in chunks."""
         pairs = ops.choose(query, means, chunks.own, cut.kept, self.threshold)
         if pairs is None:
             return None
@@ -202,7 +207,7 @@ class VMoBA:
         sizes = torch.tensor((*chunks.sizes, 0) * (B * H), dtype=torch.int32, device=query.device)
         out, lse = inner.varlen(
             rows.flatten(0, 2).unsqueeze(1),
-            *(side.expand(-1, H, -1, -1).flatten(0, 2).unsqueeze(1) for side in sides),
+            *(_packed(side, H // side.shape[1]) for side in sides),
             cu_seqlens_q=_cumulative(counts.flatten()),
             cu_seqlens_k=_cumulative(sizes),
             max_seqlen_q=int(counts.max()),
@@ -331,7 +336,7 @@ def _in_chunks(tensor: Tensor, chunks: Chunks) -> Tensor:
 
 def _packed(tensor: Tensor, group: int) -> Tensor:
     """Pack the tokens of each head of each sample, for all query heads: [B, H_kv, S, D] -> [B * H_q * S, 1, D]."""
-    return tensor.repeat_interleave(group, 1).flatten(0, 2).unsqueeze(1)
+    return (tensor.repeat_interleave(group, 1) if group > 1 else tensor).flatten(0, 2).unsqueeze(1)
 
 
 def _cumulative(counts: Tensor) -> Tensor:

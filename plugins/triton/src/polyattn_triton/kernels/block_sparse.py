@@ -192,7 +192,8 @@ def _backward_query(
 @triton.jit(do_not_specialize=_FREE)
 def _backward_key(
     dout, query, key, value, dkey, dvalue, delta, level, counts, indices, valid, starts, scale,
-    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, c_b, c_h, i_b, i_h, i_k, p_b, p_h, s_q, s_k, padded,
+    g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, c_b, c_h, i_b, i_h, i_k, p_b, p_h, above, most,
+    s_q, s_k, padded,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, VALID: tl.constexpr, STARTS: tl.constexpr,
     EDGE: tl.constexpr,
@@ -204,10 +205,14 @@ def _backward_key(
     tile, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     block = tile // (BLOCK_K // N)
     n, d, end = tile * N + tl.arange(0, N), tl.arange(0, D), s_k
+    ours = tile >= 0
     if STARTS:
+        # Blocks of few keys are for programs with small tiles, the others for those with large ones.
+        size = tl.load(head_at(valid, b, kv_head, p_b, p_h) + block)
+        ours = (size > above) & (size <= most) & (tile % (BLOCK_K // N) * N < size)
         first = tl.load(head_at(starts, b, kv_head, p_b, p_h) + block)
         n += first - block * BLOCK_K
-        end = first + tl.load(head_at(valid, b, kv_head, p_b, p_h) + block)
+        end = tl.where(ours, first + size, 0)
     elif VALID:
         end = tl.minimum(end, block * BLOCK_K + tl.load(valid + block))
     far, inside = n[:, None].to(tl.int64), n[:, None] < end
@@ -220,6 +225,7 @@ def _backward_key(
         queries = query if TMA else head_at(query, b, head, q_b, q_h)
         grads = dout if TMA else head_at(dout, b, head, g_b, g_h)
         steps = tl.load(head_at(counts, b, head, c_b, c_h) + block) * (BLOCK_Q // M)
+        steps = tl.where(ours, steps, 0)
         entries = head_at(indices, b, head, i_b, i_h) + block.to(tl.int64) * i_k
         side = (b.to(tl.int64) * (tl.num_programs(1) * GROUP) + head) * padded + tl.arange(0, M)
         start, limit = _entry(entries, valid, 0, steps, s_q, BLOCK_Q, M, False, False)
@@ -338,6 +344,10 @@ class Lists(NamedTuple):
 
 def _shared(tensor: Tensor, axes: int) -> tuple[int, ...]:
     return tuple(0 if tensor.shape[axis] == 1 else tensor.stride(axis) for axis in range(axes))
+
+
+_FEW = 16
+"""Keys of a block that are too few for a large tile."""
 
 
 class Tiles(NamedTuple):
@@ -532,7 +542,8 @@ def backward(
     padded = query_blocks * block_q
     # Keys may be in no block where blocks have starts: nobody writes their gradient.
     made = torch.empty if lists.starts is None else torch.zeros
-    dquery, dkey, dvalue = (made(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value))
+    dkey, dvalue = (made(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
+    dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     delta, level = (torch.empty(B, H, padded, dtype=torch.float32, device=query.device) for _ in range(2))
     shape: dict[str, Any] = {"GROUP": H // H_kv, "D": D, "BLOCK_Q": block_q, "BLOCK_K": block_k}
     shape |= {"VALID": valid is not None, "STARTS": lists.starts is not None}
@@ -553,13 +564,19 @@ def backward(
         t = own or tiles_for(kernel, query, block_q, block_k)
         by_tma = _described(query, dout) if tma is None else tma
         turned = transposed(lists, key_blocks)
-        _backward_key[key_blocks * (block_k // t.n) if lists.starts is not None else triton.cdiv(S_k, t.n), H_kv, B](
-            _descriptor(dout, t.m) if by_tma else dout, _descriptor(query, t.m) if by_tma else query, key, value,
-            dkey, dvalue, delta, level, turned.counts, turned.indices, lists.valid, lists.starts, scale,
-            *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *turned.strides(),
-            *lists.places(), S_q, S_k, padded, **shape, M=t.m, N=t.n, STAGES=t.stages, TMA=by_tma,
-            EDGE=S_q % block_q != 0, num_warps=t.warps, num_stages=t.stages,
-        )  # fmt: skip
+        # (tile, keys that a block has more than, and at most): ends of ragged tiles are not computed as whole blocks.
+        launches = [(t, 0, block_k)]
+        if lists.starts is not None and t.n > _FEW and own is None:
+            launches = [(t, _FEW, block_k), (t._replace(n=_FEW), 0, _FEW)]
+        for one, above, most in launches:
+            tiles_of_keys = triton.cdiv(S_k, one.n) if lists.starts is None else key_blocks * (block_k // one.n)
+            _backward_key[tiles_of_keys, H_kv, B](
+                _descriptor(dout, one.m) if by_tma else dout, _descriptor(query, one.m) if by_tma else query, key,
+                value, dkey, dvalue, delta, level, turned.counts, turned.indices, lists.valid, lists.starts, scale,
+                *dout.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *turned.strides(),
+                *lists.places(), above, most, S_q, S_k, padded, **shape, M=one.m, N=one.n, STAGES=one.stages,
+                TMA=by_tma, EDGE=S_q % block_q != 0, num_warps=one.warps, num_stages=one.stages,
+            )  # fmt: skip
     except TOO_LARGE as error:
         _refuse(kernel, query, lists, t, error, last=own is not None)
         return backward(dout, query, key, value, out, lse, lists, scale=scale, tiles=tiles, tma=tma)
