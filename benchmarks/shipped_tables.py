@@ -45,9 +45,9 @@ def choices(place: Place, there: Catalogue) -> Iterator[dict[str, Any]]:
         there: what such a machine has.
     """
     platform = next(name for letters, name in PLATFORMS.items() if place.arch.startswith(letters))
-    for key, measurements in shipped(lambda: place).measured.items():
+    for key, measurements in shipped(lambda: place).tables.measured.items():
         request = dataclasses.replace(request_of(json.loads(key)), platform=platform, arch=place.arch).normalised()
-        for one in (one for one in measurements if one.rule in one.times):
+        for one in (one for one in measurements.values() if one.rule in one.times):
             asked = with_lengths(request, *one.lengths)
             said = select(asked, there, shipped_policy(Policy(), asked, own=False, place=place))
             chosen = known_as(served_by(said), one) if said.source == "tuned" else ""

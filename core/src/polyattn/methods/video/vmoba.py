@@ -25,7 +25,7 @@ __all__ = ["Chunks", "VMoBA", "chunk_means", "chunk_scores", "chunks_of", "selec
 NAME = "vmoba_attn"
 _MOVED = 64
 """Rows that a kernel moves together."""
-_ROWS = 480
+_ROWS = 96
 """Rows of a query, over all heads, that are held at once."""
 
 
