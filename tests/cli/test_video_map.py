@@ -123,6 +123,7 @@ def test_every_method_has_a_picture() -> None:
         (("window_video_attn", "--text", "-1,0"), "--text '-1,0' is not 2 whole numbers of 0 or more"),
         (("window_video_attn", "--query", "8,0,0"), "--query 8,0,0 is outside of --grid 8,12,16; its numbers count"),
         (("window_video_attn", "--grid", "21,45,80"), "are 75,600 tokens, of 4,096 at most: give a small grid"),
+        (("window_video_attn", "--grid", "2,2,2", "--output", "/nonexistent/map.txt"), "cannot be written"),
         (("window_video_attn", "--output", "map.gif"), "--output map.gif: give a file that ends in .png or .txt"),
         (("window_video_attn", "--options", "{"), "--options '{' is no JSON ("),
         (("window_video_attn", "--options", "3"), "--options '3' is no JSON object; give one such as"),

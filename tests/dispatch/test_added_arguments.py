@@ -231,3 +231,31 @@ def test_their_kinds_are_apart_in_the_table_of_a_site() -> None:
         site(*tensors, segments=DOCUMENTS.t().contiguous().t())
     with pytest.raises(polyattn.InvalidInputError, match="int32 is needed"):
         site(*tensors, segments=DOCUMENTS.long())
+
+
+def test_gradients_are_zero_where_no_query_shares_a_segment_with_a_key() -> None:
+    query = torch.full((1, 4, 1, 8), float("nan"), requires_grad=True)
+    segments = torch.zeros(1, 4, dtype=torch.int32)
+    out = polyattn.attention(query, query, query, segments=(segments, segments + 1))
+    out.sum().backward()
+    assert out.eq(0).all()
+    assert query.grad is not None
+    assert query.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masks_of_large_numbers_keep_their_digits(dtype: torch.dtype) -> None:
+    """S8: a float mask is added to the logits in float32, whatever the dtype of the tensors."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 256, 2, 64).to(dtype).requires_grad_() for _ in range(3))
+    far = (torch.arange(256)[:, None] - torch.arange(256)).abs().float()
+    mask = 100.0 - 0.5 * far[None, None]
+    found, right = (
+        polyattn.attention(q, k, v, attn_mask=mask, backend=name, return_lse=True) for name in (None, "reference")
+    )
+    assert polyattn.explain(polyattn.attention, q, k, v, attn_mask=mask).backend == "torch_sdpa"
+    torch.testing.assert_close(found[0], right[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(found[1], right[1], atol=1e-2, rtol=0)
+    upstream = torch.randn_like(found[0])
+    for one, other in zip(*(torch.autograd.grad(out, (q, k, v), upstream) for out, _ in (found, right)), strict=True):
+        assert float((one - other).float().norm() / other.float().norm()) < 2e-2

@@ -242,6 +242,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: parted(part(), window=(3, 0)),
         r"window=\(3, 0\) and kv_parts exclude each other: a window counts positions, which parts do not have",
     ),
+    "parts and a chunk": (
+        lambda: parted(part(), chunk=4),
+        r"chunk=4 and kv_parts exclude each other: a chunk counts positions, which parts do not have",
+    ),
     "half a pool": (
         lambda: parted(part(key_cache=own["key_cache"])),
         r"kv_parts\[0\] has a pool of its own by key_cache; pass all or none of key_cache, value_cache",

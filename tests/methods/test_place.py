@@ -29,6 +29,8 @@ WRONG = [
     ({"step": 50, "steps": 50}, r"step=50 must be a whole number from 0, below steps=50"),
     ({"step": 1.5}, r"step=1.5 must be"),
     ({"steps": 2.0}, r"steps=2.0 must be"),
+    ({"kept": []}, r"kept=\[\] must be a dict, or None"),
+    ({"tensors": [1]}, r"tensors=\[1\] must be a dict of tensors by name"),
     ({"role": "both"}, r"role='both' must be 'self', 'cross' or None"),
 ]
 

@@ -10,6 +10,7 @@ import torch
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams
 from polyattn.serving.engine.scheduler import Request, Scheduler
 from polyattn.serving.kv_cache.pool import KVCacheConfig
+from polyattn.serving.layer import AttentionLayer
 from polyattn.serving.memory import Memory
 
 from .toy_model import VOCAB, ToyRunner
@@ -96,6 +97,21 @@ def test_who_cannot_start_is_tried_again_when_there_is_more() -> None:
     assert found[waits].cached_tokens == 40, "it starts with the prefix of the one that still runs"
     assert not engine.tokens_of(long)[20:]
     engine.check()
+
+
+@torch.no_grad()
+def test_who_found_no_budget_left_starts_in_the_next_step() -> None:
+    """What a step may compute comes anew: only pages that are wanting are wanting still."""
+    config = EngineConfig(
+        KVCacheConfig(page_size=16), max_tokens=96, max_batch_tokens=8, prefix_caching=False, backend="torch_native"
+    )
+    model = ToyRunner()
+    model.layers = [AttentionLayer(i, 4, 2, 16) for i in (0, 1)]  # no sliding layer gives pages back meanwhile
+    engine = Engine(model, config)
+    engine.add(prompt(1, 8), SamplingParams(max_new_tokens=40))
+    (short,) = engine.add(prompt(2, 3), SamplingParams(max_new_tokens=3))
+    done = [output.id for _ in range(4) for output in engine.step()]
+    assert done == [short]
 
 
 @torch.no_grad()

@@ -71,6 +71,11 @@ def _forward(
         outs.append(result[0].transpose(0, 1))
     empty = query.new_zeros(0, query.shape[1], value.shape[2])
     packed = torch.cat([*outs, empty])
+    some = [t for t in (query, key, value) if t.requires_grad] if torch.is_grad_enabled() else []
+    if some and not packed.requires_grad:
+        # No sequence has both queries and keys: gradients are 0 (S7), not missing.
+        everything = torch.ones((), dtype=torch.bool, device=query.device)
+        packed = packed + torch.stack([t.masked_fill(everything, 0).sum() for t in some]).sum().to(packed.dtype)
     if out is not None:
         packed = out.copy_(packed)
     if not request.lse:

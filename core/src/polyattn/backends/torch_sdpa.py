@@ -226,7 +226,7 @@ def _plain(request: AttentionRequest) -> Callable[..., Tensor]:
         if repair:
             mask, alive = open_empty_rows(mask)
         if mask.dtype != torch.bool or kernel is _math:
-            mask = additive(mask, query.dtype)
+            mask = additive(mask, _added_in(request, mask, query))
             if request.platform != "cpu" and not request.transform and not torch.compiler.is_compiling():
                 mask = align16(mask)
         if request.platform == "mps" and query.shape[2] <= _VECTOR_ROWS:
@@ -318,7 +318,7 @@ def _with_lse(request: AttentionRequest) -> Bound:
         if exporting():
             return public(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out)
         mask = mask_of(query, key, attn_mask)
-        bias = None if mask is None else additive(mask, query.dtype)
+        bias = None if mask is None else additive(mask, _added_in(request, mask, query))
         result, lse = op(query, key, value, bias, flag, scale)
         if sinks is not None:
             # From the op's own LSE, finite in every row: a sink of -inf beside an LSE of -inf would give NaN.
@@ -341,7 +341,7 @@ def _with_lse(request: AttentionRequest) -> Bound:
         attn_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mask = mask_of(query, key, attn_mask)
-        bias = None if mask is None else additive(mask, query.dtype)
+        bias = None if mask is None else additive(mask, _added_in(request, mask, query))
         # A row without keys has no weights: exp(-inf - 0) = 0, where exp(-inf + inf) would be NaN.
         finite = lse.masked_fill(lse == float("-inf"), 0.0)
         with _deterministic(request.deterministic):
@@ -453,3 +453,9 @@ def _cuda_backward(
         *wide, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, flag, seed, unused, scale=scale
     )
     return dq[..., : query.shape[-1]], dk[..., : key.shape[-1]], dv[..., : value.shape[-1]]
+
+
+def _added_in(request: AttentionRequest, mask: Tensor, query: Tensor) -> torch.dtype:
+    """The dtype in which a mask is added to logits: kernels of CPUs take float32 beside tensors of 16 bits, in which
+    large numbers, those of distances for example, would lose what tells them apart."""
+    return torch.float32 if request.platform == "cpu" and mask.dtype == torch.float32 else query.dtype

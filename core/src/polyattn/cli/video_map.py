@@ -57,7 +57,7 @@ def video_map(
         str,
         typer.Option(metavar="JSON", help="Options of the method; the others are such that a small grid shows a map."),
     ] = "{}",
-    seed: Annotated[int, typer.Option(metavar="N", help="The seed of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, metavar="N", help="The seed of the inputs.")] = 0,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write it: .png, which needs Pillow (the extra plots), or .txt.")
     ] = None,
@@ -93,10 +93,13 @@ def video_map(
     count, told_text = int(seen[number].sum()), str(told)
     said = f"{method}, head {head}: the query at {cell} sees {count:,} of {total:,} keys; {density:.1%} of all pairs"
     written = "\n".join([said, "", *_in_words(frames, cell), "", *_all_in_words(seen), "", told_text])
-    if pillow is not None:
-        _picture(pillow, frames, cell, seen).save(output, optimize=True)
-    elif output is not None:
-        output.write_text(written + "\n", encoding="utf-8")
+    try:
+        if pillow is not None:
+            _picture(pillow, frames, cell, seen).save(output, optimize=True)
+        elif output is not None:
+            output.write_text(written + "\n", encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"--output {output}: cannot be written ({exc}); name another file") from exc
     if as_json:
         rows = ["".join("x" if one else "." for one in row) for frame in frames.tolist() for row in frame]
         by_frame = [rows[n : n + H] for n in range(0, T * H, H)]

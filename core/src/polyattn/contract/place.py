@@ -73,6 +73,9 @@ class Place:
                 continue
             if not scalars.whole(value) or not 0 <= value < (total or value + 1):
                 raise self._wrong(name, f"a whole number from 0, below {name}s={total}")
+        for name, kinds in (("tensors", Mapping), ("kept", (dict, type(None)))):
+            if not isinstance(getattr(self, name), kinds):
+                raise self._wrong(name, "a dict of tensors by name" if name == "tensors" else "a dict, or None")
         if self.role not in (None, "self", "cross"):
             raise self._wrong("role", "'self', 'cross' or None")
 

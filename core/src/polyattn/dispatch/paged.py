@@ -179,7 +179,7 @@ def _check_rest(
         scalars.flag(name, flag)
     options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
     validation.check_serving_options(query, tables.page_table.shape[0], *options)
-    validation.check_kv_parts(query, kv_parts, static.window, pools, page_axis, scales)
+    validation.check_kv_parts(query, kv_parts, static.window, static.chunk, pools, page_axis, scales)
     if tree:
         validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
 

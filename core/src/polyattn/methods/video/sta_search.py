@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -157,6 +158,9 @@ def _read(path: Path) -> dict[str, Any]:
             == sizes
             for table in held["L2_loss"].values()
         )
+        numbers = [loss for table in held["L2_loss"].values() for of_step in table for one in of_step for loss in one]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("a loss of it is no number")
         if not whole or not held["L2_loss"] or len(held["tile"]) != 3 or len(held["full"]) != 3 or "branch" not in held:
             raise ValueError("a table of it is not steps x layers x heads")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:

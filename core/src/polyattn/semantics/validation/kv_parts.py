@@ -14,22 +14,29 @@ from .tensors import check_plain
 
 
 def check_kv_parts(
-    query: Tensor, parts: Sequence[Any], window: tuple[int, int], pools: Mapping[str, Tensor], page: int, scales: Any
+    query: Tensor,
+    parts: Sequence[Any],
+    window: tuple[int, int],
+    chunk: int,
+    pools: Mapping[str, Tensor],
+    page: int,
+    scales: Any,
 ) -> None:
     """Check the parts of a paged or latent call.
 
     Args:
-        window: the call's. pools: its caches by argument name, `page` being the axis of a page's tokens.
+        window, chunk: the call's. pools: its caches by argument name, `page` being the axis of a page's tokens.
         scales: its k_scale; one for each token belongs to the call's own pool.
     """
     if not isinstance(parts, (tuple, list)) or not all(isinstance(part, KVPart) for part in parts):
         kinds = ", ".join(type(p).__name__ for p in parts) if isinstance(parts, (tuple, list)) else type(parts).__name__
         raise InvalidInputError(f"kv_parts is {kinds}; a list of polyattn.KVPart is needed")
-    if parts and (window[0] >= 0 or window[1] > 0):
-        raise InvalidInputError(
-            f"window={window} and kv_parts exclude each other: a window counts positions, which parts do not have. "
-            f"Give one page table with all keys"
-        )
+    for name, value, says in (("window", window, window[0] >= 0 or window[1] > 0), ("chunk", chunk, chunk > 0)):
+        if parts and says:
+            raise InvalidInputError(
+                f"{name}={value} and kv_parts exclude each other: a {name} counts positions, which parts do not have. "
+                f"Give one page table with all keys"
+            )
     for i, part in enumerate(parts):
         given = _own_pool(f"kv_parts[{i}]", part, pools)
         if given and isinstance(scales, Tensor) and scales.ndim > 1 and scales.numel() > 1:

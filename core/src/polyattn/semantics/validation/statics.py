@@ -46,8 +46,10 @@ def check_statics(
         raise InvalidInputError(f"layout={scalars.shown(layout)} must be one of {', '.join(layouts)}")
     if not scalars.number(dropout_p) or not 0 <= dropout_p < 1:
         raise InvalidInputError(f"dropout_p={scalars.shown(dropout_p)} must be a probability, 0 <= p < 1")
-    if not scalars.whole(chunk) or chunk < 0:
-        raise InvalidInputError(f"chunk={scalars.shown(chunk)} must be a number of keys, an int >= 1; 0 is off")
+    if not scalars.whole(chunk) or not 0 <= chunk <= scalars.ENDLESS:
+        raise InvalidInputError(
+            f"chunk={scalars.shown(chunk)} must be a number of keys, an int from 1 to {scalars.ENDLESS}; 0 is off"
+        )
     return left, right
 
 

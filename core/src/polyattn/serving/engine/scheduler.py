@@ -215,7 +215,8 @@ class Scheduler:
             # Nothing was computed in the row, and nothing is forgotten for one that cannot start.
             self.table.remove(request.row)
             request.row = -1
-            self._stuck, self._stuck_left = (request, self.memory.supply), self._left
+            if work is not None:  # pages were wanting, and more tokens would want more; a budget comes anew each step
+                self._stuck, self._stuck_left = (request, self.memory.supply), self._left
             return False
         self.waiting.popleft()
         self._enter(request)
