@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from polyattn import contract
+from polyattn.contract.families import FAMILY_SPECS
 from polyattn.registry.manager import get_manager
 from polyattn.testing import FAMILIES, Case, OffChip, generate, run_case
 
@@ -81,4 +82,6 @@ def test_an_adapter_is_handed_whatever_a_public_call_hands_it(family: str, forwa
     """None included: an adapter that takes no `sinks` could be called here, and by nobody else."""
     said = inspect.signature(forward.__call__).parameters.values()
     given = {p.name for p in said if p.default is None} - {"place"}  # methods alone are given a place
+    # What joined a family later is handed over where a row declares it.
+    given -= {one.name for one in FAMILY_SPECS[family].added}
     assert {*FAMILIES[family].optional, "out"} == given

@@ -38,10 +38,12 @@ class CallStep(Step):
         self.mode, self.phase = _MODES.get(r.phase, ForwardMode.EXTEND), _MODES.get(r.phase, ForwardMode.EXTEND).phase
         self.group, self.window, self.padding, self.page_size = 0, -1, 0, r.page_size
         self._queries, self._lens = [q for q, _ in case.lengths], [k for _, k in case.lengths]
+        self._starts = [0, *itertools.accumulate(self._queries)]
         self.sequences, self.tokens = sequences, sum(self._queries)
         self.max_seqlen_q, self.max_seqlen_k = tables.max_seqlen_q, tables.max_seqlen_k
         rows = [row[:count] for row, count in zip(self.page_table.tolist(), self._page_counts(), strict=True)]
-        self._pages = lambda: rows
+        pages = [torch.tensor(row, dtype=torch.int32, device="cpu") for row in rows]
+        self._pages = lambda: pages
         places = [list(range(max(keys - new, 0), keys)) or [-1] * new for new, keys in case.lengths]
         slots = [[self._slot(row, place) for place in of] for row, of in zip(rows, places, strict=True)]
         self._slots = torch.tensor([*itertools.chain(*slots)], dtype=torch.int64, device=device)
