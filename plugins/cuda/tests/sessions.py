@@ -41,4 +41,5 @@ class InSession(Emulated):
 
 def _fields(case: Case) -> dict[str, Any]:
     """The case's request without the facts of a machine."""
-    return {n: v for n, v in vars(case.request).items() if n not in ("platform", "arch", "toolkit", "features")}
+    names = (field.name for field in dataclasses.fields(case.request))
+    return {n: getattr(case.request, n) for n in names if n not in ("platform", "arch", "toolkit", "features")}
