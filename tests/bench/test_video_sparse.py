@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import math
@@ -15,6 +16,7 @@ import yaml
 
 import polyattn
 from polyattn.methods import bound
+from polyattn.semantics.block_maps import lists_of
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -86,7 +88,7 @@ def test_windows_of_a_strategy_are_timed_at_several_places(
 def test_without_a_strategy_file_its_row_says_so(module: Any) -> None:
     sheet = yaml.safe_load(module.SHEET.read_text())
     (row,) = (row for row in module.rows_of(sheet) if row.name.startswith("sta/"))
-    args = module.argparse.Namespace(cpu_smoke=False, sta_strategy=None, rounds=2, profile=False)
+    args = argparse.Namespace(cpu_smoke=False, sta_strategy=None, rounds=2, profile=False)
     shape = module.Shape(2, 32, torch.float32, CPU)
     (found,) = module.measured([row.tiny()], shape, sheet, args, Path())
     assert found["not_timed"] == "its windows are read from a file: give --sta-strategy FILE"
@@ -128,12 +130,13 @@ def test_pairs_are_those_of_the_mask(module: Any) -> None:
     rows = torch.nn.functional.one_hot(torch.arange(40) // 16, 3)
     right = int((rows @ block_map.long() @ keys.T).sum())
     given = {"block_shape": (16, 8), "block_valid": valid}
-    assert module.pairs_of(query, key, {**given, "block_map": block_map}) == right
-    lists = module.sta.lists_of(block_map)
-    assert module.pairs_of(query, key, {**given, "lists": lists}) == right
-    assert module.pairs_of(query, key, {}) == 2 * 4 * 40 * 50
+    pairs_of = importlib.import_module("video.timing").pairs_of
+    assert pairs_of(query, key, {**given, "block_map": block_map}) == right
+    lists = lists_of(block_map)
+    assert pairs_of(query, key, {**given, "lists": lists}) == right
+    assert pairs_of(query, key, {}) == 2 * 4 * 40 * 50
     starts = {f"cu_seqlens_{side}": torch.tensor([0, *ends]) for side, ends in (("q", (3, 10)), ("k", (5, 6)))}
-    assert module.pairs_of(torch.zeros(10, 4, 8), torch.zeros(6, 2, 8), starts) == 4 * (3 * 5 + 7 * 1)
+    assert pairs_of(torch.zeros(10, 4, 8), torch.zeros(6, 2, 8), starts) == 4 * (3 * 5 + 7 * 1)
 
 
 def test_rows_are_held_to_their_bars(module: Any) -> None:
