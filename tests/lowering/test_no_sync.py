@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from polyattn.contract import AttentionRequest, Bound
+from polyattn.contract.families import FAMILY_SPECS
 from polyattn.lowering import LOWERINGS, get_lowering
 from polyattn.testing.cases import Case
 from polyattn.testing.families import FAMILIES
@@ -49,6 +50,9 @@ SAMPLES: dict[str, tuple[dict[str, Any], Any]] = {
     "write_new_rows": ({**PAGED, "layout": "THD", "save_kv_cache": False}, ((3, 8), (1, 5))),
     "dequantise_kv": ({**PAGED, "layout": "THD", "kv_dtype": "fp8_e4m3", "kv_scales": "head"}, ((3, 8), (1, 5))),
     "tree_by_lse": ({**PAGED, "layout": "THD", "phase": "verify", "mask": "bool", "tree": True}, ((3, 8), (3, 5))),
+    "alibi_as_bias": ({"alibi": True}, SQUARE),
+    "chunk_as_batch": ({"chunk": 4, "causal": "bottom_right"}, ((8, 8),) * 2),
+    "segments_as_mask": ({"segments": "pair"}, SQUARE),
     "chunked_prefix_by_lse": ({**PAGED, "layout": "THD", "chunked_prefix": True}, ((3, 80), (1, 50))),
 }
 """A request that each lowering rewrites, and its lengths. `kv_parts_by_lse` calls kernels and merges, no more."""
@@ -111,7 +115,8 @@ def without_contents(name: str, fields: Mapping[str, Any], lengths: Sequence[Any
         assert out.shape == FAMILIES[request.family].out_shape(case)
         if grad:
             assert functions.backward is not None
-            grads = functions.backward(torch.zeros_like(out), *tensors, out, lse, **extra, **mask)
+            added = {one.name: given[one.name] for one in FAMILY_SPECS[request.family].added if one.name in given}
+            grads = functions.backward(torch.zeros_like(out), *tensors, out, lse, **extra, **mask, **added)
             assert [g.shape for g in grads] == [t.shape for t in tensors]
     assert kernel.calls > 0
 
@@ -135,9 +140,7 @@ def test_backward(name: str) -> None:
 def test_every_lowering_is_tried() -> None:
     # These read what they are given: how many tokens a segment has. They refuse to be recorded.
     reading = {"segments_as_sequences"}
-    # These only make a mask, or views along the batch, and have tests of their own on every kind of call.
-    added = {"alibi_as_bias", "chunk_as_batch", "segments_as_mask"}
-    assert {*SAMPLES, "kv_parts_by_lse", *reading, *added} == set(LOWERINGS)
+    assert {*SAMPLES, "kv_parts_by_lse", *reading} == set(LOWERINGS)
 
 
 def test_a_lowering_that_reads_contents_would_be_seen() -> None:

@@ -16,19 +16,12 @@ import triton.language as tl  # isort: skip
 
 from polyattn_triton.kernels.block_sparse import head_at
 from polyattn_triton.kernels.rounding import cast
-from polyattn_triton.kernels.rows import product
+from polyattn_triton.kernels.rows import integers, product
 
 __all__ = ["choose", "merge_chosen"]
 
 _MOST = 512
 """Chunks that a tile of queries can be scored against."""
-
-
-@triton.jit
-def _integers(x):
-    """Numbers as integers in the same order."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 2147483647, bits)
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "kept", "pairs"])
@@ -64,7 +57,7 @@ def _choose(
         weights = scores
         goal = tl.zeros([N], tl.float32)
         fixed = goal
-    ordered = tl.where(others, _integers(scores), -2147483648)
+    ordered = tl.where(others, integers(scores), -2147483648)
     # The highest limit with which those that reach it are enough: of any two scores between which it would lie the
     # same ones are chosen, and of equal ones the first.
     low = tl.full([N], -2147483647, tl.int64)

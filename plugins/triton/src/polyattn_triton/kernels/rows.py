@@ -17,7 +17,7 @@ import triton.language as tl  # isort: skip
 from polyattn_triton.kernels.block_sparse import head_at
 from polyattn_triton.kernels.rounding import cast
 
-__all__ = ["MOST", "gather", "product", "scatter", "scored", "top"]
+__all__ = ["MOST", "gather", "integers", "product", "scatter", "scored", "top"]
 
 MOST = 8192
 """Scores of a row that `top` can choose from: they are all in registers."""
@@ -155,15 +155,20 @@ def _scored(
         tl.store(out + (q_row + n)[:, None] * D_V + e[None, :], acc / total[:, None], mask=inside & (e < D_V)[None, :])
 
 
+@triton.jit
+def integers(x):
+    """Float32 numbers as integers in the same order; -0 is 0."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == -2147483648, 0, bits)
+    return tl.where(bits < 0, bits ^ 2147483647, bits)
+
+
 @triton.jit(do_not_specialize=["count", "kept"])
 def _top(scores, chosen, count, kept, WIDE: tl.constexpr):
     """The `kept` highest of one row. Numbers are compared as integers, whose range is halved until it is found."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    bits = tl.load(scores + row * count + i, mask=i < count, other=float("-inf")).to(tl.int32, bitcast=True)
-    # In the order of the numbers: above 0 with the first bit set, below 0 turned round. -0 is 0.
-    bits = tl.where(bits == -2147483648, 0, bits)
-    # In the order of the numbers; what is behind the end is below everything, and last among its equals.
-    ordered = tl.where(bits < 0, bits ^ 2147483647, bits)
+    # What is behind the end is below everything, and last among its equals.
+    ordered = integers(tl.load(scores + row * count + i, mask=i < count, other=float("-inf")))
     # A limit that exactly `kept` reach, or else the number of the last of them: halving ends early as a rule.
     low, high = tl.min(ordered, 0).to(tl.int64), tl.max(ordered, 0).to(tl.int64)
     enough = count
