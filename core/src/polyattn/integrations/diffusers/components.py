@@ -225,7 +225,7 @@ def prepare(pipe: Any, components: Overrides = None, config: Options = None) -> 
             if part is not None:
                 parts.append(part)
                 undo.callback(part.end)
-        denoising = Denoising(getattr(pipe, "scheduler", None), parts)
+        denoising = Denoising(pipe, parts)
         undo.callback(denoising.end)
         for part in parts:
             part.denoising = denoising
