@@ -23,7 +23,7 @@ from .compile.trace import trace_dense
 from .compile.trace_placed import trace_placed
 from .dense import DenseSite, attention, dense_request
 
-__all__ = ["asked", "at", "explain"]
+__all__ = ["asked", "asked_traced", "at", "explain"]
 
 _Tensors = tuple[Any, Any, Any, Any, Any, Any]
 """(query, key, value, attn_mask, sinks, out)."""
@@ -62,7 +62,7 @@ def at(
             return site._find(*tensors, place, added)
         return site._find(*tensors, None, added) if added else site(*tensors)
     inside = overrides.current_scope() if scope is None else scope
-    if place is not None and _asks_method(backend, inside, EPOCH.token):
+    if place is not None and asked_traced(backend, inside, EPOCH.token):
         # What a method does depends on the place.
         bound = Static(*static)
         if (
@@ -92,13 +92,14 @@ def asked(backend: str | None, scope: overrides.Scope, epoch: int) -> bool:
     return asks_method(backend, scope)
 
 
-def _asks_method(backend: str | None, scope: overrides.Scope, token: str) -> bool:
+def asked_traced(backend: str | None, scope: overrides.Scope, token: str) -> bool:
+    """`asked` while dynamo traces: the answer is a constant of the graph."""
     return asks_method(backend, scope)
 
 
 # As `torch.compiler.assume_constant_result`, without its import of dynamo, which costs as much as torch itself. `token`
 # changes with what decides the answer.
-_asks_method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+asked_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def explain(
