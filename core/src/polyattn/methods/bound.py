@@ -141,7 +141,8 @@ class _Attend:
             if len(self._kernels) >= _PLANS_KEPT:
                 self._kernels.clear()
             found = self.calls(query, key, value, place)
-            kernels = self._kernels[alike] = tuple(f"{one.request.family}: {one.id}" for one in found)
+            own = () if why else getattr(self._method, "own_kernels", ())
+            kernels = self._kernels[alike] = (*own, *(f"{one.request.family}: {one.id}" for one in found))
         said = None if why else getattr(self._method, "density", None)
         density = None if said is None else said(self._plan(_Shared(place), like), place)
         place.run.told(place, self._name, kernels, why=why, density=density)
