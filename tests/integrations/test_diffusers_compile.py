@@ -68,3 +68,25 @@ def test_rules_of_steps_and_layers_compile_one_graph_for_each_backend():
     with torch._dynamo.config.patch(error_on_recompile=False):
         frames(pipe, "wan")
     torch.testing.assert_close(frames(pipe, "wan"), eager, atol=1e-4 * eager.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("method", ["video_sparse_attn", "vmoba_attn"])
+def test_a_sparse_method_stays_in_the_graph_of_a_block(method):
+    options = {
+        "video_sparse_attn": {"sparsity": 0.5, "coarse": "off"},
+        "vmoba_attn": {
+            "temporal_chunk_size": 1, "temporal_topk": 1, "spatial_chunk_size": [3, 3], "spatial_topk": 2,
+            "st_chunk_size": [1, 3, 3], "st_topk": 3, "moba_select_mode": "topk", "first_full_step": 1,
+        },
+    }  # fmt: skip
+    pipe = tiny("wan")
+    size = {"height": 96, "width": 96, "num_inference_steps": 3}
+    native = frames(pipe, "wan", **size)
+    host.prepare(pipe, {"transformer": method}, options[method])
+    eager = frames(pipe, "wan", **size)
+    assert (eager - native).abs().max() > 1e-3 * native.abs().max()
+    pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    frames(pipe, "wan", **size)
+    torch.testing.assert_close(frames(pipe, "wan", **size), eager, atol=1e-4 * eager.abs().max().item(), rtol=0)
+    served = [row for row in host.report(pipe).rows if row.method == method and row.role == "self"]
+    assert {layer for row in served for layer in row.layers} == {0, 1, 2}
