@@ -240,6 +240,11 @@ async def _answer(
     except FieldError as exc:
         exc.field = exc.field or needed
         raise
+    except (InvalidInputError, BusyError, HTTPException):
+        raise
+    except Exception as exc:  # noqa: BLE001 - answered here: what reaches the server closes the client's connection
+        _log.error("a request failed", exc_info=exc)
+        return _failed(request, exc)
     if isinstance(response, StreamingResponse):
         return _Stream(response.body_iterator, lambda: manager.end_stream(number))
     return response
