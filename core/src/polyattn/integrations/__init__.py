@@ -12,9 +12,10 @@ from .common.hosts import OLDEST, outdated
 
 __all__ = ["HOSTS", "OLDEST", "outdated"]
 
-HOSTS = ("transformers",)
+HOSTS = ("torch", "transformers")
 
 if TYPE_CHECKING:
+    from . import torch as torch
     from . import transformers as transformers
 
 
