@@ -289,3 +289,13 @@ def test_what_a_part_refuses() -> None:
         polyattn.bind_part(backward="yes")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="key has 3 heads, value 2"):
         part.forward(q, k[:, :, :1].expand(-1, -1, 3, -1), v)
+
+
+def test_a_part_whose_segments_meet_nothing_changes_nothing() -> None:
+    q, k, v, dout = tensors(torch.float32)
+    part = polyattn.bind_part()
+    ones, twos = (torch.full((B, S), n, dtype=torch.int32) for n in (1, 2))
+    pairs = [part.forward(q, k, v), part.forward(q, k, v, segments=(ones, twos))]
+    out, lse = polyattn.merge(*zip(*pairs, strict=True))
+    close(out, expected(q, k, v, dout)[0])
+    assert not any(grad.any() for grad in part.backward(dout, q, k, v, out, lse, segments=(ones, twos)))

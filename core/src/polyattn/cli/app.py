@@ -21,6 +21,7 @@ from ..errors import (
     InvalidInputError,
     OutOfPagesError,
     PluginError,
+    RankError,
     PolyattnError,
     UnsupportedRequestError,
     without_torch,
@@ -39,6 +40,7 @@ EXIT_CODES: dict[type[PolyattnError], int] = {
     OutOfPagesError: 1,
     GraphError: 1,
     InternalError: 1,
+    RankError: 1,
 }
 OTHER_ERROR = 1
 INTERRUPTED = 130

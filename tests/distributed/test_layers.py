@@ -1,0 +1,58 @@
+"""Layers over ranks equal one process: two jobs, of 2 and of 4 processes, run all cases."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("cases_of_ranks", HERE / "cases.py")
+assert _spec is not None
+assert _spec.loader is not None
+cases = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = cases
+_spec.loader.exec_module(cases)
+
+
+class Jobs:
+    """The results of each world's job, which runs when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: dict[int, list[dict[str, str]]] = {}
+
+    def of(self, world: int) -> list[dict[str, str]]:
+        if world not in self.found:
+            folder = self.folder / str(world)
+            folder.mkdir()
+            started = [
+                subprocess.Popen(
+                    [sys.executable, str(HERE / "job.py"), str(rank), str(world), str(folder)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                for rank in range(world)
+            ]
+            said = [one.communicate(timeout=300)[0] for one in started]
+            files = [folder / f"{rank}.json" for rank in range(world)]
+            assert all(file.exists() for file in files), "\n".join(said)
+            self.found[world] = [json.loads(file.read_text()) for file in files]
+        return self.found[world]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_ranks_together_equal_one_process(name: str, jobs: Jobs) -> None:
+    world, _ = cases.CASES[name]
+    for rank, found in enumerate(jobs.of(world)):
+        assert not found.get(name, "the job ended before this case"), f"rank {rank}: {found.get(name)}"
