@@ -6,11 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+from polyattn.distributed import exchange as exchange_module
 from polyattn.distributed import init_mesh
+from polyattn.distributed import ring as ring_module
 from polyattn.distributed.plan import pieces_of
-from polyattn.nn import USPAttention
+from polyattn.errors import ConfigError, InvalidInputError, RankError, UnsupportedRequestError
+from polyattn.nn import RingAttention, UlyssesAttention, USPAttention
 from polyattn.semantics.reference import attention as definition
 
 B, D, DV = 2, 16, 8
@@ -130,25 +134,27 @@ def run(setting: Setting, layer: Any = None, *, train: bool = True) -> None:
         given["segments"] = right.segments[:, mine].contiguous()
     if setting.declared:
         given["lengths"] = setting.lengths
-    for _ in range(2):  # first what is learned at a first call, then what was
-        results = layer(*own, **given)
-        names = ("out", "lse", "text_out", "text_lse")[: len(results)]
+    # All that ranks do together comes first, so that one which then finds a difference leaves no other waiting.
+    passes = [layer(*own, **given) for _ in range(2)]  # a first call, and one whose signature is known
+    names = ("out", "lse", "text_out", "text_lse")[: len(passes[0])]
+    grads: tuple[torch.Tensor, ...] = ()
+    if train:
+        # A share of the gradient of the text is given, so that all of them are the whole.
+        few = setting.ranks if setting.share else 1
+        douts = [d / few if n.startswith("text") else d[:, mine] for n, d in zip(names, right.douts, strict=False)]
+        leaves = own + (text if setting.text != "none" else [])
+        loss = sum((one * d).sum() for one, d in zip(passes[-1], douts, strict=True))
+        grads = torch.autograd.grad(loss, leaves)
+        if setting.share:
+            for grad in grads[3:]:
+                torch.distributed.all_reduce(grad)
+    for results in passes:
         for name, one in zip(names, results, strict=True):
             rows = right.results[name]
             close(one, rows if name.startswith("text") else rows[:, mine], name)
-    if not train:
-        return
-    douts = [d if name.startswith("text") else d[:, mine] for name, d in zip(names, right.douts, strict=False)]
-    if setting.share:  # a share of the gradient is given, so that all of them are the whole
-        douts = [d / setting.ranks if name.startswith("text") else d for name, d in zip(names, douts, strict=True)]
-    leaves = own + (text if setting.text != "none" else [])
-    loss = sum((one * d).sum() for one, d in zip(results, douts, strict=True))
-    grads = torch.autograd.grad(loss, leaves)
-    for name, grad, one in zip("qkv", grads[:3], right.grads["own"], strict=True):
+    for name, grad, one in zip("qkv", grads[:3], right.grads["own"], strict=False):
         close(grad, one[:, mine], f"d{name}")
     for name, grad, one in zip(("tq", "tk", "tv"), grads[3:], right.grads["text"], strict=False):
-        if setting.share:
-            torch.distributed.all_reduce(grad)
         close(grad, one, f"d{name}")
 
 
@@ -189,3 +195,203 @@ SPREAD = _spread()
 for _name, _setting in SPREAD.items():
     CASES[_name] = (_setting.ranks, lambda setting=_setting: run(setting))  # type: ignore[misc]
     CASES[f"{_name} inference"] = (_setting.ranks, lambda setting=_setting: run(setting, train=False))  # type: ignore[misc]
+
+
+# What goes wrong is told on every rank.
+
+
+def raised(kind: type[Exception], *words: str, call: Callable[..., Any]) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert caught.type is kind, caught.value
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+def tensors(tokens: int = 4, heads: int = 4, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(1, tokens, heads, D, dtype=dtype) for _ in range(3)]
+
+
+def both() -> list[USPAttention]:
+    return [layer_of(Setting(ring=2)), layer_of(Setting(ulysses=2))]
+
+
+@case(2)
+def ranks_that_disagree() -> None:
+    rank = torch.distributed.get_rank()
+    text = tuple(tensors(3 + rank))
+
+    def tried(layer: USPAttention) -> None:
+        wrong: dict[str, Callable[[], Any]] = {
+            "dtype": lambda: layer(*tensors(dtype=torch.float64 if rank else torch.float32)),
+            "heads": lambda: layer(*tensors(heads=4 + rank)),
+            "batch": lambda: layer(*(t.expand(1 + rank, -1, -1, -1) for t in tensors())),
+            "text": lambda: layer(*tensors(), text=text),
+            "text_at": lambda: layer(*tensors(), text=tensors(3), text_at="back" if rank else "front"),
+            "segments": lambda: layer(*tensors(), segments=torch.zeros(1, 4, dtype=torch.int32) if rank else None),
+            "grads": lambda: layer(*(t.requires_grad_(bool(rank)) for t in tensors())),
+            "lengths": lambda: layer(*tensors(), lengths=(4, 4) if rank else None),
+            "layer": lambda: layer_of(Setting(ulysses=2), softcap=float(rank))(*tensors()),
+        }
+        for name, call in wrong.items():
+            raised(InvalidInputError, f"disagree in {name}", "rank 0", "rank 1", call=call)
+        layer(*tensors())  # and goes on
+
+    for layer in both():
+        tried(layer)
+
+
+@case(2)
+def a_rank_that_refuses() -> None:
+    rank = torch.distributed.get_rank()
+
+    def tried(layer: USPAttention) -> None:
+        bad = tensors()
+        bad[1:] = [t[:, :2] for t in bad[1:]]
+        raised(
+            InvalidInputError if rank else RankError,
+            *(("query has 4",) if rank else ("rank 1 refused", "InvalidInputError: query has 4")),
+            call=lambda: layer(*(bad if rank else tensors())),
+        )
+        layer(*tensors())
+
+    for layer in both():
+        tried(layer)
+
+
+@case(2)
+def ranks_that_choose_otherwise() -> None:
+    rank = torch.distributed.get_rank()
+    for sizes in ({"ring": 2}, {"ulysses": 2}):
+        layer = layer_of(Setting(**sizes, backend="reference" if rank else None))
+        raised(
+            ConfigError, "rank 0 would serve", "and rank 1 by reference@cpu", call=lambda layer=layer: layer(*tensors())
+        )
+
+
+@case(2)
+def a_backend_that_cannot() -> None:
+    raised(
+        UnsupportedRequestError,
+        "flex_attention",
+        call=lambda: layer_of(Setting(ring=2, backend="flex_attention"))(*(t.requires_grad_() for t in tensors())),
+    )
+
+
+@case(2)
+def lengths_that_are_wrong() -> None:
+    rank = torch.distributed.get_rank()
+    layer = layer_of(Setting(ulysses=2))
+    raised(InvalidInputError if rank else RankError, "lengths=[4, 5]", call=lambda: layer(*tensors(), lengths=(4, 5)))
+    raised(InvalidInputError, "lengths", "[4, 4]", call=lambda: layer(*tensors(4 + rank), lengths=(4 + rank,) * 2))
+
+
+@case(2)
+def what_a_ring_refuses() -> None:
+    from polyattn.video import Place
+
+    for words, options in (
+        ("window=(2, 2) on a ring", {"window": (2, 2)}),
+        ("chunk=4 on a ring", {"chunk": 4, "causal": True}),
+        ("causal='top_left' on a ring", {"causal": "top_left"}),
+    ):
+        given = {"causal": False, **options}
+        raised(UnsupportedRequestError, words, "", call=lambda given=given: RingAttention(_mesh("ring"), **given))
+    layer = RingAttention(_mesh("ring"), backend="window_video_attn")
+    place = Place(grid=(2, 2, 2))
+    raised(UnsupportedRequestError, "no rank of a ring has all of it", call=lambda: layer(*tensors(), place=place))
+    segments = torch.zeros(1, 4, dtype=torch.int32)
+    raised(UnsupportedRequestError, "text", call=lambda: layer(*tensors(), text=tensors(2), segments=segments))
+
+
+def _mesh(name: str) -> Any:
+    return init_mesh(**{name: torch.distributed.get_world_size()})[name]
+
+
+@case(2)
+def meshes_that_do_not_fit() -> None:
+    raised(InvalidInputError, "ring=3 times ulysses=1 is 3", "2 ranks", call=lambda: init_mesh(ring=3))
+    raised(InvalidInputError, "ulysses=0", call=lambda: init_mesh(ulysses=0))
+    raised(InvalidInputError, "('ring',)", "takes ulysses", call=lambda: UlyssesAttention(_mesh("ring")))
+    raised(InvalidInputError, "takes ring x ulysses", call=lambda: USPAttention(_mesh("ring")))
+    raised(InvalidInputError, "torch.distributed.DeviceMesh", call=lambda: RingAttention((0, 1)))
+    nameless = torch.distributed.device_mesh.DeviceMesh("cpu", [[0, 1]])
+    raised(InvalidInputError, "has no names", call=lambda: USPAttention(nameless))
+    UlyssesAttention(torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1]))(*tensors())
+    one = torch.distributed.device_mesh.DeviceMesh("cpu", [0], mesh_dim_names=("ring",))
+    if torch.distributed.get_rank():
+        raised(InvalidInputError, "rank 1 is not in the mesh", call=lambda: RingAttention(one))
+    else:
+        RingAttention(one)(*tensors())
+    for name, words in (("order", "zigzag"), ("text_grad", "share")):
+        raised(InvalidInputError, f"Did you mean '{words}'", call=lambda n=name, w=words: _odd(n, w[:-1]))
+    raised(InvalidInputError, "timeout=0", call=lambda: RingAttention(_mesh("ring"), timeout=0))
+
+
+def _odd(name: str, word: str) -> Any:
+    return RingAttention(_mesh("ring"), **{name: word})
+
+
+# What the comparisons must see.
+
+
+def seen(setting: Setting, name: str, replacement: Any, owner: Any = ring_module) -> None:
+    """A defect, planted, fails the comparison on every rank."""
+    right = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        run(setting)
+    except AssertionError:
+        return
+    finally:
+        setattr(owner, name, right)
+    raise AssertionError("the defect was not seen")
+
+
+@case(2)
+def text_that_is_joined_twice() -> None:
+    def own(ring: Any) -> Any:
+        return [ring_module._Own(("text", "own"), ("text", "own"), ring.masked)]
+
+    seen(Setting(ring=2, lengths=(9, 7), text="front"), "own", own, ring_module.Ring)
+
+
+@case(2)
+def an_lse_that_is_detached() -> None:
+    right = ring_module.attention_backward
+
+    def backward(given: Any, dout: Any, dlse: Any, *rest: Any) -> Any:
+        return right(given, dout, None, *rest)
+
+    seen(Setting(ring=2, lengths=(9, 7)), "attention_backward", backward)
+
+
+@case(2)
+def a_block_that_is_left_out() -> None:
+    right = ring_module.Ring.visible
+
+    def visible(ring: Any, queries: int, keys: int) -> Any:
+        return [] if keys == ring.ranks.size - 1 else right(ring, queries, keys)
+
+    seen(Setting(ring=2, lengths=(9, 7)), "visible", visible, ring_module.Ring)
+
+
+@case(2)
+def heads_that_are_exchanged() -> None:
+    """Key heads that several ranks have: their gradients are sums."""
+    right = exchange_module._summed
+
+    def summed(parts: Any, picks: Any, heads: int) -> Any:
+        several = len([head for pick in picks for head in pick]) > heads
+        return right(parts[:1] + [0 * part for part in parts[1:]] if several else parts, picks, heads)
+
+    seen(Setting(ulysses=2, lengths=(9, 7), heads=(8, 1)), "_summed", summed, exchange_module)
+
+
+@case(2)
+def z_a_rank_that_does_not_come() -> None:
+    """The last case: afterwards the ranks count their rounds differently."""
+    layer = layer_of(Setting(ulysses=2), timeout=0.5)
+    if torch.distributed.get_rank():
+        return
+    raised(RankError, "[1] did not come to a call of attention within 0.5 s", call=lambda: layer(*tensors()))

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from polyattn.distributed import init_mesh
+from polyattn.errors import InvalidInputError
+from polyattn.nn import RingAttention
+
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("cases_of_ranks", HERE / "cases.py")
 assert _spec is not None
@@ -56,3 +60,15 @@ def test_ranks_together_equal_one_process(name: str, jobs: Jobs) -> None:
     world, _ = cases.CASES[name]
     for rank, found in enumerate(jobs.of(world)):
         assert not found.get(name, "the job ended before this case"), f"rank {rank}: {found.get(name)}"
+
+
+def test_without_a_process_group_a_layer_says_how_to_start_one() -> None:
+    for make in (lambda: RingAttention(None), init_mesh):
+        with pytest.raises(InvalidInputError, match="torchrun --nproc-per-node"):
+            make()
+
+
+def test_the_example_runs_on_two_processes() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/parallel.py"]
+    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=300, check=False)
+    assert "ranks with [19, 18] tokens" in done.stdout, done.stdout + done.stderr
