@@ -22,7 +22,7 @@ from .compile.symbolic import recorded_call
 from .compile.trace import trace_dense
 from .dense import DenseSite, attention, dense_request
 
-__all__ = ["at", "explain"]
+__all__ = ["asked", "asked_traced", "at", "explain"]
 
 _Tensors = tuple[Any, Any, Any, Any, Any, Any]
 """(query, key, value, attn_mask, sinks, out)."""
@@ -54,11 +54,11 @@ def at(
     static = static if place is None else _with_role(static, place)
     if not torch.compiler.is_dynamo_compiling():
         site = site_of(DenseSite, static, backend, scope)
-        if place is not None and _asked(backend, site._scope, EPOCH.value):
+        if place is not None and asked(backend, site._scope, EPOCH.value):
             return site._find(*tensors, place, added)
         return site._find(*tensors, None, added) if added else site(*tensors)
     inside = overrides.current_scope() if scope is None else scope
-    if place is not None and _asks_method(backend, inside, EPOCH.token):
+    if place is not None and asked_traced(backend, inside, EPOCH.token):
         # What a method does depends on the place.
         from .compile.between_graphs import between_graphs
 
@@ -75,16 +75,20 @@ def _with_role(static: tuple[Any, ...], place: Any) -> tuple[Any, ...]:
     return (*rest, place.role if own is None else own)
 
 
-_asked = functools.lru_cache(maxsize=SITES_KEPT)(lambda backend, scope, epoch: asks_method(backend, scope))
+@functools.lru_cache(maxsize=SITES_KEPT)
+def asked(backend: str | None, scope: overrides.Scope, epoch: int) -> bool:
+    """Whether a method is asked for here; `epoch` changes with what decides the answer."""
+    return asks_method(backend, scope)
 
 
-def _asks_method(backend: str | None, scope: overrides.Scope, token: str) -> bool:
+def asked_traced(backend: str | None, scope: overrides.Scope, token: str) -> bool:
+    """`asked` while dynamo traces: the answer is a constant of the graph."""
     return asks_method(backend, scope)
 
 
 # As `torch.compiler.assume_constant_result`, without its import of dynamo, which costs as much as torch itself. `token`
 # changes with what decides the answer.
-_asks_method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+asked_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def explain(

@@ -12,9 +12,10 @@ from .common.hosts import OLDEST, outdated
 
 __all__ = ["HOSTS", "OLDEST", "outdated"]
 
-HOSTS = ("transformers",)
+HOSTS = ("transformers", "diffusers")
 
 if TYPE_CHECKING:
+    from . import diffusers as diffusers
     from . import transformers as transformers
 
 

@@ -31,6 +31,7 @@ class LayerRow:
         why: the rule by which calls were left dense; "" = the method served them. calls: how many.
         density: mean share of the pairs of tiles that were computed; 1 where calls were left dense, None = not said.
         kernels: who served the calls that the method made, in order, such as "block_sparse: triton@cuda".
+        role: "self" or "cross", whose keys they are.
     """
 
     layer: int | None
@@ -39,6 +40,7 @@ class LayerRow:
     calls: int
     density: float | None
     kernels: tuple[str, ...]
+    role: str = "self"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +200,8 @@ class Run:
         Args:
             method, kernels, why, density: see `LayerRow`.
         """
-        key = (self.number(place.layer), method, why, kernels, density is None and not why)
+        role = place.role or "self"
+        key = (self.number(place.layer), method, why, kernels, role, density is None and not why)
         with self._lock:
             noted = self._served.setdefault(key, [0, 0.0])
             noted[0] += 1
@@ -219,8 +222,8 @@ class Run:
         with self._lock:
             held = [(key, tuple(noted)) for key, noted in self._served.items()]
         rows = [
-            LayerRow(layer, method, why, int(calls), None if unsaid else total / calls, kernels)
-            for (layer, method, why, kernels, unsaid), (calls, total) in held
+            LayerRow(layer, method, why, int(calls), None if unsaid else total / calls, kernels, role)
+            for (layer, method, why, kernels, role, unsaid), (calls, total) in held
         ]
         return RunReport(tuple(sorted(rows, key=lambda row: -1 if row.layer is None else row.layer)))
 
