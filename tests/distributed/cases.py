@@ -115,7 +115,7 @@ def close(found: torch.Tensor, right: torch.Tensor, what: str) -> None:
 
 
 def layer_of(setting: Setting, **options: Any) -> USPAttention:
-    mesh = init_mesh(ring=setting.ring, ulysses=setting.ulysses)
+    mesh = options.pop("mesh", None) or init_mesh(ring=setting.ring, ulysses=setting.ulysses)
     given: dict[str, Any] = {"causal": setting.causal, "return_lse": True, "order": setting.order}
     given |= {"backend": setting.backend, "timeout": 30.0, **options}
     return USPAttention(mesh, **given)
@@ -126,7 +126,8 @@ def run(setting: Setting, layer: Any = None, *, train: bool = True) -> None:
     rank = torch.distributed.get_rank()
     right = whole(setting)
     mine = positions(setting)[rank]
-    layer = layer or layer_of(setting, text_grad="share" if setting.share else "whole")
+    if layer is None:
+        layer = layer_of(setting, text_grad="share" if setting.share else "whole")
     own = [t[:, mine].clone().requires_grad_(train) for t in right.own]
     text = [t.clone().requires_grad_(train) for t in right.text]
     given: dict[str, Any] = {} if setting.text == "none" else {"text": tuple(text), "text_at": setting.text}
@@ -195,6 +196,49 @@ SPREAD = _spread()
 for _name, _setting in SPREAD.items():
     CASES[_name] = (_setting.ranks, lambda setting=_setting: run(setting))  # type: ignore[misc]
     CASES[f"{_name} inference"] = (_setting.ranks, lambda setting=_setting: run(setting, train=False))  # type: ignore[misc]
+
+
+def compiled(setting: Setting) -> None:
+    """One graph, forward and backward, which another layer of the same kind takes as it is."""
+    torch._dynamo.reset()
+    mesh = init_mesh(ring=setting.ring, ulysses=setting.ulysses)
+    layers = [layer_of(setting, mesh=mesh) for _ in range(2)]
+    run(setting, torch.compile(layers[0], backend="aot_eager", fullgraph=True))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        run(setting, torch.compile(layers[1], backend="aot_eager", fullgraph=True))
+    plain = layer_of(setting, return_lse=False)
+    inputs = tensors()
+    found = torch.compile(plain, backend="aot_eager", fullgraph=True)(*inputs)
+    torch.testing.assert_close(found, plain(*inputs))
+
+
+def checkpointed(setting: Setting) -> None:
+    layer = layer_of(setting)
+
+    def call(*own: torch.Tensor, **given: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(layer, *own, use_reentrant=False, **given)
+
+    run(setting, call)
+
+
+def autocasted(setting: Setting) -> None:
+    inputs = [t.requires_grad_() for t in tensors(heads=4)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _, words, _ = layer_of(setting)(*inputs, text=tensors(3, heads=4))
+    assert out.dtype == words.dtype == torch.bfloat16
+    (grad,) = torch.autograd.grad(out.float().sum(), inputs[:1])
+    assert grad.dtype == torch.float32
+
+
+for _ring, _ulysses in ((2, 1), (1, 2), (2, 2)):
+    _base = Setting(ring=_ring, ulysses=_ulysses, lengths=(6, 3, 5, 4)[: _ring * _ulysses], heads=(5, 5))
+    for _words, _changes in (("text", {"text": "back"}), ("causal segments", {"causal": True, "segments": True})):
+        for _name, _run in (("compiled", compiled), ("checkpointed", checkpointed)):
+            if _ring * _ulysses == 2 or (_name, _words) == ("compiled", "text"):
+                _setting = dataclasses.replace(_base, **_changes)
+                _label = f"ring {_ring} ulysses {_ulysses} {_words} {_name}"
+                CASES[_label] = (_setting.ranks, lambda run=_run, setting=_setting: run(setting))  # type: ignore[misc]
+    CASES[f"ring {_ring} ulysses {_ulysses} autocast"] = (_base.ranks, lambda setting=_base: autocasted(setting))  # type: ignore[misc]
 
 
 # What goes wrong is told on every rank.

@@ -21,8 +21,8 @@ from ..errors import (
     InvalidInputError,
     OutOfPagesError,
     PluginError,
-    RankError,
     PolyattnError,
+    RankError,
     UnsupportedRequestError,
     without_torch,
 )

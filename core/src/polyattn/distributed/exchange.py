@@ -15,7 +15,18 @@ from torch import distributed as dist
 from .plan import Heads, Plan, Span, splits
 from .ranks import MeshRanks, Ranks
 
-__all__ = ["all_segments", "join_heads", "reordered", "text_heads", "to_heads", "to_tokens", "wide"]
+__all__ = [
+    "all_segments",
+    "join_heads",
+    "picked_heads",
+    "reordered",
+    "scattered",
+    "split_heads",
+    "text_heads",
+    "to_heads",
+    "to_tokens",
+    "wide",
+]
 
 _Side = Sequence[tuple[int, int]]
 
@@ -231,10 +242,14 @@ class _JoinHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         mesh, pick, whole = ctx.given
-        if not whole:  # each rank's is a share of the whole
-            dtype, grad = grad.dtype, grad.to(wide(grad), copy=True, memory_format=torch.contiguous_format)
-            grad = mesh.ring.all_reduce(mesh.ulysses.all_reduce(grad)).to(dtype)
-        return None, None, None, None, _picked(grad, pick).contiguous()
+        return None, None, None, None, _split(mesh, pick, whole, grad)
+
+
+def _split(mesh: MeshRanks, pick: Sequence[int], whole: bool, grad: Tensor) -> Tensor:
+    if not whole:  # each rank's is a share of the whole
+        dtype, grad = grad.dtype, grad.to(wide(grad), copy=True, memory_format=torch.contiguous_format)
+        grad = mesh.ring.all_reduce(mesh.ulysses.all_reduce(grad)).to(dtype)
+    return _picked(grad, pick).contiguous()
 
 
 def _placed(text: Tensor, pick: Sequence[int], heads: int) -> Tensor:
@@ -261,6 +276,23 @@ def join_heads(plan: Plan, mesh: MeshRanks, whole: bool, text: Tensor) -> Tensor
     pick = _queries(plan.heads[mesh.ulysses.index])
     found: Tensor = _JoinHeads.apply(mesh, pick, plan.query_heads, whole, text)  # type: ignore[no-untyped-call]
     return found
+
+
+def scattered(plan: Plan, mesh: MeshRanks, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Results, or their gradients, as `to_tokens` had them; no gradient is recorded."""
+    if mesh.ulysses.size == 1:
+        return tensors
+    return _scatter_heads(plan, mesh, [[_queries(one) for one in plan.heads]] * len(tensors), tensors)
+
+
+def picked_heads(plan: Plan, mesh: MeshRanks, text: Tensor) -> Tensor:
+    """The heads of this rank, of results of the text."""
+    return _picked(text, _queries(plan.heads[mesh.ulysses.index])).contiguous()
+
+
+def split_heads(plan: Plan, mesh: MeshRanks, whole: bool, grad: Tensor) -> Tensor:
+    """The same of their gradient, whole or the sum of shares."""
+    return _split(mesh, _queries(plan.heads[mesh.ulysses.index]), whole, grad)
 
 
 def all_segments(plan: Plan, mesh: MeshRanks, segments: Tensor) -> list[Tensor]:

@@ -12,21 +12,31 @@ from ..contract import Place, scalars
 from ..dispatch.call_key import Static, autocasted
 from ..dispatch.dense import DenseSite, bind
 from ..dispatch.part import Part, bind_part
-from ..errors import ConfigError, InvalidInputError, PolyattnError, RankError, UnsupportedRequestError, did_you_mean
+from ..errors import InvalidInputError, UnsupportedRequestError
 from ..selection.select import Selection
-from ..semantics import validation
-from .exchange import all_segments, join_heads, reordered, text_heads, to_heads, to_tokens
+from ..semantics.autograd import recording
+from .agreement import Agreement, Call, Three, word
+from .exchange import (
+    all_segments,
+    join_heads,
+    picked_heads,
+    reordered,
+    scattered,
+    split_heads,
+    text_heads,
+    to_heads,
+    to_tokens,
+)
+from .op import LAYERS, attend
 from .plan import ORDERS, Plan
-from .ranks import MeshRanks, ranks_of
-from .ring import Ring, ring_attention
-from .rounds import tell
+from .ranks import ranks_of
+from .ring import Ring, gradients, ring_attention
 
 __all__ = ["RingAttention", "USPAttention", "UlyssesAttention"]
 
-_TEXT_AT = ("front", "back")
 _TEXT_GRADS = ("whole", "share")
-_PLANS_KEPT = 256
-_Text = tuple[Tensor, Tensor, Tensor]
+_Pair = tuple[Tensor, Tensor | None]
+_Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class USPAttention(nn.Module):
@@ -74,17 +84,14 @@ class USPAttention(nn.Module):
     ) -> None:
         super().__init__()
         self._ranks = ranks_of(mesh, self._kind)
-        self._order = _word("order", order, ORDERS)
-        self._whole = _word("text_grad", text_grad, _TEXT_GRADS) == "whole"
+        self._order = word("order", order, ORDERS)
+        self._whole = word("text_grad", text_grad, _TEXT_GRADS) == "whole"
         if not scalars.number(timeout) or timeout <= 0:
             raise InvalidInputError(f"timeout={scalars.shown(timeout)} must be a number of seconds above 0")
-        self._timeout = float(timeout)
-        ring = self._ranks.ring.size > 1
-        if ring:
+        if self._ranks.ring.size > 1:
             _check_ring(causal, window, chunk)
         self._lse = scalars.flag("return_lse", return_lse)
         fixed: dict[str, Any] = {
-            "causal": causal,
             "window": window,
             "softcap": softcap,
             "scale": scale,
@@ -92,14 +99,22 @@ class USPAttention(nn.Module):
             "backend": backend,
             "chunk": chunk,
         }
-        self._site: DenseSite = bind(**fixed, return_lse=return_lse, role=role)
+        self._site: DenseSite = bind(**fixed, causal=causal, return_lse=return_lse, role=role)
         self._causal = bool(causal)
-        self._parts: dict[tuple[bool, bool], Part] = {}
-        if ring:
-            for masked in (False, True):
-                for trained in (False, True):
-                    self._parts[masked, trained] = bind_part(**{**fixed, "causal": masked}, backward=trained)
-        self._agreed: dict[str, Plan] = {}
+        self._parts: dict[tuple[bool, bool], Part] = {
+            (masked, trained): bind_part(**fixed, causal=(causal or True) if masked else False, backward=trained)
+            for masked in (False, True)
+            for trained in (False, True)
+        }
+        self._agreement = Agreement(
+            *(self._ranks, order, float(timeout), f"{type(self).__name__}({self.extra_repr()})", self._selections),
+            balance=self._causal,
+        )
+        groups = [one.group.group_name for one in (self._ranks.ring, self._ranks.ulysses) if one.group is not None]
+        self._key = repr(
+            (type(self).__name__, self.extra_repr(), text_grad, timeout, backend, self._site._scope, groups)
+        )
+        LAYERS[self._key] = self
 
     def forward(
         self,
@@ -107,7 +122,7 @@ class USPAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         *,
-        text: _Text | None = None,
+        text: Three | None = None,
         text_at: str = "front",
         segments: Tensor | None = None,
         place: Place | None = None,
@@ -133,204 +148,128 @@ class USPAttention(nn.Module):
             RankError: another rank refused the call, or did not come to it. All of them on every rank.
         """
         query, key, value = autocasted(query, key, value)
-        plan = self._agree(query, key, value, text, text_at, segments, place, lengths)
-        ranks, causal_ring = self._ranks, self._ranks.ring.size > 1
-        if text is not None:
-            text = text_heads(plan, ranks, self._whole, *autocasted(*text))
-        seg = None if segments is None else all_segments(plan, ranks, segments)
-        query, key, value = to_heads(plan, ranks, query, key, value)
-        if causal_ring:
-            found = self._around(plan, (query, key, value), text, text_at, seg)
-        else:
-            found = self._alone((query, key, value), text, text_at, seg, place)
-        own = to_tokens(plan, ranks, *(found["own"] if self._lse else found["own"][:1]))
-        if text is None:
-            return own if self._lse else own[0]
-        results = found["text"] if self._lse else found["text"][:1]
-        words = tuple(join_heads(plan, ranks, self._whole, one) for one in results)
-        return (*own, *words)
+        if isinstance(text, (tuple, list)) and len(text) == 3:
+            text = autocasted(*text)
+        call = Call((query, key, value), text, text_at, segments, place, lengths)
+        if not torch.compiler.is_compiling():
+            found = self._run(call)
+        elif place is not None:  # what a method does depends on the place
+            from ..dispatch.compile.between_graphs import between_graphs
 
-    def _alone(
-        self, own: _Text, text: _Text | None, text_at: str, segments: list[Tensor] | None, place: Place | None
-    ) -> dict[str, tuple[Tensor, ...]]:
-        """All tokens are here: one call."""
-        names = ("own",) if text is None else ("text", "own") if text_at == "front" else ("own", "text")
-        tensors = {"own": own} if text is None else {"own": own, "text": text}
+            found = between_graphs(self._run, call)
+        else:
+            given = list(text or ()), segments, text_at, None if lengths is None else list(lengths)
+            found = attend(self._key, query, key, value, *given, call.trained, call.trained or self._lse)
+        out, lse, words, word_lse = found
+        if text is None:
+            return (out, lse) if self._lse else out
+        return (out, lse, words, word_lse) if self._lse else (out, words)
+
+    def _run(self, call: Call) -> _Results:
+        """(out, lse, text_out, text_lse), the last two None without text."""
+        plan, ranks = self._agreement.plan(call), self._ranks
+        text = None if call.text is None else text_heads(plan, ranks, self._whole, *call.text)
+        numbers = None if call.segments is None else all_segments(plan, ranks, call.segments)
+        inside = call._replace(own=to_heads(plan, ranks, *call.own), text=text)
+        found = self._alone(inside, numbers) if self._is_alone(call) else self._around(plan, inside, numbers)
+        out, lse = found["own"]
+        if lse is None or not (self._lse or call.grads):
+            (out,), lse = to_tokens(plan, ranks, out), None
+        else:
+            out, lse = to_tokens(plan, ranks, out, lse)
+        if text is None:
+            return out, lse, None, None
+        words, word_lse = (None if one is None else join_heads(plan, ranks, self._whole, one) for one in found["text"])
+        return out, lse, words, word_lse
+
+    def _is_alone(self, call: Call) -> bool:
+        """Whether one call has all tokens, and autograd goes through it. Else parts compute it."""
+        return self._ranks.ring.size == 1 and call.grads is None
+
+    def _alone(self, call: Call, segments: list[Tensor] | None) -> dict[str, _Pair]:
+        tensors = _by_name(call)
+        names = ("own",) if call.text is None else ("text", "own") if call.text_at == "front" else ("own", "text")
         query, key, value = (_cat([tensors[name][i] for name in names]) for i in range(3))
         sizes = [tensors[name][0].shape[1] for name in names]
         if not query.numel():
             results = _Nothing.apply(query, key, value)  # type: ignore[no-untyped-call]
         else:
             given = {} if segments is None else {"segments": segments[0]}
-            results = self._site(query, key, value, place=place, **given)
-        results = results if isinstance(results, tuple) else (results,)
-        cut = [one.split(sizes, 1) for one in results]
-        return {name: tuple(one[i] for one in cut) for i, name in enumerate(names)}
+            results = self._site(query, key, value, place=call.place, **given)
+        out, lse = results if isinstance(results, tuple) else (results, None)
+        outs = torch.split(out, sizes, 1)
+        lses = [None] * len(sizes) if lse is None else torch.split(lse, sizes, 1)
+        return {name: (one, weight) for name, one, weight in zip(names, outs, lses, strict=True)}
 
-    def _around(
-        self, plan: Plan, own: _Text, text: _Text | None, text_at: str, segments: list[Tensor] | None
-    ) -> dict[str, tuple[Tensor, ...]]:
+    def _around(self, plan: Plan, call: Call, segments: list[Tensor] | None) -> dict[str, _Pair]:
         """Keys and values go round."""
-        ring = self._ring(plan, text_at, trained=torch.is_grad_enabled() and any(t.requires_grad for t in own))
-        own = reordered(ring.ranks, plan.held, plan.computed, *own)  # type: ignore[assignment]
-        tensors = {"own": own} if text is None else {"own": own, "text": text}
-        found: dict[str, tuple[Tensor, ...]] = dict(ring_attention(ring, tensors, segments))
-        found["own"] = reordered(ring.ranks, plan.computed, plan.held, *found["own"])
+        ring = self._ring(plan, call.text_at, trained=call.trained)
+        q, k, v = reordered(ring.ranks, plan.held, plan.computed, *call.own)
+        found: dict[str, _Pair] = dict(ring_attention(ring, _by_name(call._replace(own=(q, k, v))), segments))
+        out, lse = reordered(ring.ranks, plan.computed, plan.held, *found["own"])  # type: ignore[arg-type]
+        found["own"] = out, lse
         return found
 
     def _ring(self, plan: Plan, text_at: str, *, trained: bool) -> Ring:
         full, causal = self._parts[False, trained], self._parts[True, trained]
         return Ring(plan, self._ranks.ring, full, causal, self._causal, text_at == "front")
 
-    # What ranks say to each other before they wait for each other.
+    # What the custom op of compiled code calls, without autograd.
 
-    def _agree(
-        self, query: Any, key: Any, value: Any, text: Any, text_at: Any, segments: Any, place: Any, lengths: Any
-    ) -> Plan:
-        said: dict[str, Any] = {}
-        wrong: PolyattnError | None = None
-        try:
-            said = self._said(query, key, value, text, text_at, segments, place, lengths)
-        except PolyattnError as error:
-            wrong, said = error, {"wrong": f"{type(error).__name__}: {error}"}
-        known = said.get("lengths") and self._agreed.get(repr(sorted(said.items())))
-        if known:
-            return known
-        heard = tell(self._ranks, said, self._timeout)
-        if wrong is not None:
-            raise wrong
-        _check_alike(self._ranks, heard)
-        found = [int(one["tokens"]) for one in heard]
-        name = repr((found, sorted((k, v) for k, v in heard[0].items() if k not in ("tokens", "lengths"))))
-        plan = self._agreed.get(name)
-        if plan is None:
-            plan = Plan.of(
-                found,
-                self._ranks.ring.size,
-                (said["heads"][0], said["heads"][1]),
-                said["batch"],
-                said["text"],
-                self._order,
-                balance=self._causal,
+    def in_op(self, call: Call, *, trained: bool) -> _Results:
+        """A call as `_run` has it, with an LSE where gradients will be asked for."""
+        return self._run(call._replace(grads=trained if trained or self._ranks.ring.size > 1 else None))
+
+    def op_gradients(self, call: Call, results: Any, words: Any, grads: Any, word_grads: Any) -> tuple[Tensor, ...]:
+        """(dq, dk, dv) of the tokens of this rank, then of the text, given (out, lse) of both and their gradients."""
+        plan = self._agreement.plan(call._replace(grads=True))
+        ranks, ring = self._ranks, self._ring(plan, call.text_at, trained=True)
+        leaves = [tensor.detach().requires_grad_() for tensor in call.tensors]
+
+        def turned(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return reordered(ring.ranks, plan.held, plan.computed, *tensors)
+
+        with recording():
+            moved = turned(*to_heads(plan, ranks, leaves[0], leaves[1], leaves[2]))
+            shared = () if call.text is None else text_heads(plan, ranks, self._whole, leaves[3], leaves[4], leaves[5])
+
+        def inside(pair: Any) -> tuple[Any, ...]:
+            found = iter(turned(*scattered(plan, ranks, *(one for one in pair if one is not None))))
+            return tuple(None if one is None else next(found) for one in pair)
+
+        tensors = {"own": tuple(one.detach() for one in moved)}
+        done, given = {"own": inside(results)}, {"own": inside(grads)}
+        if call.text is not None:
+            tensors["text"] = tuple(one.detach() for one in shared)
+            done["text"] = tuple(picked_heads(plan, ranks, one) for one in words)
+            given["text"] = tuple(
+                None if one is None else split_heads(plan, ranks, self._whole, one) for one in word_grads
             )
-            self._compare(plan, query, key, value, text_at, segments, place)
-            while len(self._agreed) >= _PLANS_KEPT:
-                self._agreed.pop(next(iter(self._agreed)))
-            self._agreed[name] = plan
-        if lengths is not None:
-            self._agreed[repr(sorted(said.items()))] = plan
-        return plan
+        numbers = None if call.segments is None else all_segments(plan, ranks, call.segments)
+        found = gradients(ring, tensors, done, given, numbers)
+        return torch.autograd.grad([*moved, *shared], leaves, [one for name in tensors for one in found[name]])
 
-    def _said(
-        self, query: Any, key: Any, value: Any, text: Any, text_at: Any, segments: Any, place: Any, lengths: Any
-    ) -> dict[str, Any]:
-        """What the ranks must have in common, and how many tokens are here."""
-        validation.check_dense(query, key, value, None, None, None, "BSHD")
-        if query.shape[1] != key.shape[1]:
-            raise InvalidInputError(
-                f"query has {query.shape[1]} tokens and key {key.shape[1]}; layers over ranks are self-attention: a "
-                "rank has queries, keys and values of the same tokens. Keys that all ranks have, as those of a text "
-                "encoder, need no exchange: use LocalAttention"
-            )
-        tensors = [query, key, value]
-        if text is not None:
-            _check_text(query, key, value, text)
-            _word("text_at", text_at, _TEXT_AT)
-            if segments is not None:
-                raise UnsupportedRequestError(
-                    "segments are given with text, which is of no segment; put the text into the row, or leave one out"
-                )
-            tensors += list(text)
-        if segments is not None:
-            validation.check_dense(
-                query, key, value, None, None, None, "BSHD", q_segments=segments, k_segments=segments
-            )
-        if place is not None and self._ranks.ring.size > 1:
-            raise UnsupportedRequestError(
-                "a place is given to a ring: a method looks at the whole sequence before it decides what each query "
-                "sees, and no rank of a ring has all of it. Use UlyssesAttention, whose ranks have all tokens of their "
-                "heads, or leave the place out for exact attention"
-            )
-        if lengths is not None:
-            lengths = [scalars.length("lengths", one) for one in lengths]
-            if len(lengths) != len(self._ranks.ranks) or lengths[self._ranks.index] != query.shape[1]:
-                raise InvalidInputError(
-                    f"lengths={lengths} for {len(self._ranks.ranks)} ranks, of which this is number "
-                    f"{self._ranks.index} with {query.shape[1]} tokens: give S of each rank, in the order of the mesh"
-                )
-        grad = torch.is_grad_enabled()
-        return {
-            "tokens": query.shape[1],
-            "lengths": lengths,
-            "batch": query.shape[0],
-            "heads": [query.shape[2], key.shape[2], query.shape[3], value.shape[3]],
-            "dtype": str(query.dtype),
-            "device": query.device.type,
-            "text": 0 if text is None else text[0].shape[1],
-            "text_at": "" if text is None else text_at,
-            "segments": segments is not None,
-            "place": place is not None,
-            "grads": [grad and bool(tensor.requires_grad) for tensor in tensors],
-            "layer": f"{type(self).__name__}({self.extra_repr()})",
-        }
+    def _selections(self, plan: Plan, call: Call) -> list[Selection]:
+        """Who serves the calls of this rank. Nothing is run."""
+        mine, me, trained = plan.heads[self._ranks.ulysses.index], self._ranks.ring.index, call.trained
+        counts = mine.stop - mine.start, len(mine.keys), len(mine.keys)
 
-    def _compare(
-        self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, text_at: str, segments: Any, place: Any
-    ) -> None:
-        """Look at who will serve the calls on each rank, before the first of them."""
-        wrong: PolyattnError | None = None
-        chosen: list[list[str]] = []
-        try:
-            chosen = [
-                [one.request.summary(), one.fingerprint(), f"{one.id} ({one.source}: {one.why})"]
-                for one in self._selections(plan, query, key, value, text_at, segments, place)
-            ]
-        except PolyattnError as error:
-            wrong = error
-        heard = tell(
-            self._ranks, {"chosen": chosen, "wrong": wrong and f"{type(wrong).__name__}: {wrong}"}, self._timeout
-        )
-        if wrong is not None:
-            raise wrong
-        _check_none_wrong(self._ranks, heard)
-        first: dict[str, tuple[int, str, str]] = {}
-        for rank, one in zip(self._ranks.ranks, heard, strict=True):
-            for request, fingerprint, who in one["chosen"]:
-                other, print_, why = first.setdefault(request, (rank, fingerprint, who))
-                if print_ != fingerprint:
-                    raise ConfigError(
-                        f"rank {other} would serve {request} by {why}, fingerprint {print_}, and rank {rank} by {who}, "
-                        f"fingerprint {fingerprint}: ranks of one layer choose alike. Give them one tuning store "
-                        "(POLYATTN_TUNING_STORE) or copies of one, set POLYATTN_TUNING=off on all, or name one backend "
-                        "on all of them"
-                    )
-
-    def _selections(
-        self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, text_at: str, segments: Any, place: Any
-    ) -> list[Selection]:
-        mine, me = plan.heads[self._ranks.ulysses.index], self._ranks.ring.index
-        trained = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-
-        def like(tensor: Tensor, tokens: int, heads: int) -> Tensor:
-            made = torch.empty(
-                tensor.shape[0], tokens, heads, tensor.shape[3], dtype=tensor.dtype, device=tensor.device
-            )
-            return made.requires_grad_(trained)
-
-        def explained(call: Any, rows: int, keys: int, **given: Any) -> list[Selection]:
-            heads, shared = mine.stop - mine.start, len(mine.keys)
-            if not (rows and keys and heads):
+        def explained(site: Any, rows: int, keys: int, **given: Any) -> list[Selection]:
+            if not (rows and keys and counts[0]):
                 return []
-            if segments is not None:
-                made = [segments.new_zeros(segments.shape[0], n) for n in (rows, keys)]
-                given["segments"] = (made[0], made[1]) if call is not self._site else made[0]
-            tensors = like(query, rows, heads), like(key, keys, shared), like(value, keys, shared)
-            return [call.__polyattn_explain__(*tensors, **given)]
+            if call.segments is not None:
+                made = [call.segments.new_zeros(plan.batch, n) for n in (rows, keys)]
+                given["segments"] = made[0] if site is self._site else (made[0], made[1])
+            tensors = [
+                one.new_empty(plan.batch, tokens, heads, one.shape[3]).requires_grad_(trained)
+                for one, tokens, heads in zip(call.own, (rows, keys, keys), counts, strict=True)
+            ]
+            return [site.__polyattn_explain__(*tensors, **given)]
 
-        if self._ranks.ring.size == 1:
+        if self._is_alone(call):
             tokens = sum(plan.lengths) + plan.text
-            return explained(self._site, tokens, tokens, place=place)
-        ring = self._ring(plan, text_at, trained=trained)
+            return explained(self._site, tokens, tokens, place=call.place)
+        ring = self._ring(plan, call.text_at, trained=trained)
         tokens = plan.tokens(plan.computed[me])
         found = explained(ring.part(causal=self._causal), tokens, tokens)
         for block in range(ring.ranks.size):
@@ -366,6 +305,10 @@ class RingAttention(USPAttention):
     _kind = "ring"
 
 
+def _by_name(call: Call) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    return {"own": call.own} if call.text is None else {"own": call.own, "text": call.text}
+
+
 class _Nothing(torch.autograd.Function):
     """Attention without a query, which takes part in what ranks exchange for gradients all the same."""
 
@@ -385,14 +328,6 @@ def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _word(name: str, given: Any, allowed: tuple[str, ...]) -> str:
-    if given not in allowed:
-        raise InvalidInputError(
-            f"{name}={scalars.shown(given)} is not one of {', '.join(allowed)}.{did_you_mean(str(given), allowed)}"
-        )
-    return str(given)
-
-
 def _check_ring(causal: Any, window: Any, chunk: Any) -> None:
     """
     Raises:
@@ -409,37 +344,3 @@ def _check_ring(causal: Any, window: Any, chunk: Any) -> None:
             f"{name} on a ring: a rank sees the blocks of others without their positions, so their windows cannot be "
             "cut. Use UlyssesAttention, whose ranks have all tokens of their heads"
         )
-
-
-def _check_text(query: Tensor, key: Tensor, value: Tensor, text: Any) -> None:
-    if not isinstance(text, (tuple, list)) or len(text) != 3 or not all(isinstance(one, Tensor) for one in text):
-        raise InvalidInputError(f"text is {scalars.shown(text)}; (tq, tk, tv) is needed, each [B, T, H, D]")
-    validation.check_dense(text[0], text[1], text[2], None, None, None, "BSHD")
-    for name, one, own in zip(("tq", "tk", "tv"), text, (query, key, value), strict=True):
-        same = (one.shape[0], *one.shape[2:]) == (own.shape[0], *own.shape[2:])
-        if not same or one.dtype != own.dtype or one.device != own.device or one.shape[1] != text[0].shape[1]:
-            raise InvalidInputError(
-                f"text: {name} is {one.dtype} {list(one.shape)} on {one.device}; beside {own.dtype} {list(own.shape)} "
-                f"on {own.device} it must be of the same, and [{own.shape[0]}, {text[0].shape[1]}, {own.shape[2]}, "
-                f"{own.shape[3]}]"
-            )
-
-
-def _check_none_wrong(ranks: MeshRanks, heard: list[dict[str, Any]]) -> None:
-    for rank, one in zip(ranks.ranks, heard, strict=True):
-        if one.get("wrong"):
-            raise RankError(f"rank {rank} refused a call that all ranks of its mesh make: {one['wrong']}")
-
-
-def _check_alike(ranks: MeshRanks, heard: list[dict[str, Any]]) -> None:
-    _check_none_wrong(ranks, heard)
-    first = heard[0]
-    for rank, one in zip(ranks.ranks, heard, strict=True):
-        for name, value in first.items():
-            if name == "tokens":
-                continue
-            if name not in one or one[name] != value:
-                raise InvalidInputError(
-                    f"ranks of one layer disagree in {name}: rank {ranks.ranks[0]} has {value}, rank {rank} has "
-                    f"{one.get(name)}. All ranks of a mesh make the same call; only their numbers of tokens may differ"
-                )

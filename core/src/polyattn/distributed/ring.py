@@ -22,7 +22,7 @@ from .exchange import wide
 from .plan import Plan, Split, visible
 from .ranks import Ranks
 
-__all__ = ["Ring", "ring_attention"]
+__all__ = ["Ring", "gradients", "ring_attention"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,6 +206,8 @@ def _own_forward(ring: Ring, tensors: Any, segments: Any, sums: dict[str, _Sum])
 
 def _merge_text(ranks: Ranks, mine: _Sum) -> None:
     """The results of all ranks for the queries of the text, on all of them."""
+    if ranks.size == 1:
+        return
     packed = torch.cat([mine.out, mine.lse.unsqueeze(-1)], -1)
     parts = [torch.empty_like(packed) for _ in range(ranks.size)]
     dist.all_gather(parts, packed, group=ranks.group)
