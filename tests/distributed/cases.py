@@ -17,7 +17,9 @@ from polyattn.errors import ConfigError, InvalidInputError, RankError, Unsupport
 from polyattn.nn import RingAttention, UlyssesAttention, USPAttention
 from polyattn.semantics.reference import attention as definition
 
-B, D, DV = 2, 16, 8
+B, D = 2, 16
+DEVICE = torch.device("cpu")
+"""Of the ranks' tensors; the whole is always computed on the CPU, in float64."""
 CASES: dict[str, tuple[int, Callable[[], None]]] = {}
 """Name -> the number of ranks, and what each does."""
 
@@ -39,6 +41,7 @@ class Setting:
     dtype: torch.dtype = torch.float32
     declared: bool = False
     backend: str | None = None
+    dims: tuple[int, int] = (D, 8)
 
     @property
     def ranks(self) -> int:
@@ -78,10 +81,10 @@ def whole(setting: Setting) -> Whole:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(setting.dtype)
 
     tokens, words, b = sum(setting.lengths), 0 if setting.text == "none" else TEXT, setting.batch
-    h, g = setting.heads
-    own = [made(b, tokens, *rest) for rest in ((h, D), (g, D), (g, DV))]
-    text = [made(b, words, *rest) for rest in ((h, D), (g, D), (g, DV))]
-    douts = [made(b, tokens, h, DV), made(b, tokens, h), made(b, words, h, DV), made(b, words, h)]
+    (h, g), (d, e) = setting.heads, setting.dims
+    own = [made(b, tokens, *rest) for rest in ((h, d), (g, d), (g, e))]
+    text = [made(b, words, *rest) for rest in ((h, d), (g, d), (g, e))]
+    douts = [made(b, tokens, h, e), made(b, tokens, h), made(b, words, h, e), made(b, words, h)]
     cuts = torch.randint(0, 2, (b, tokens), generator=generator).cumsum(1)
     segments = (cuts // 6).to(torch.int32) if setting.segments else None
     leaves = [t.detach().double().clone().requires_grad_() for t in (*own, *text)]
@@ -107,10 +110,16 @@ def whole(setting: Setting) -> Whole:
     return Whole(own, text, douts, segments, results, {"own": full[:3], "text": full[3:]})
 
 
-def close(found: torch.Tensor, right: torch.Tensor, what: str) -> None:
-    tolerance = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 6e-2}[found.dtype]
+def close(found: torch.Tensor, right: torch.Tensor, what: str, dtype: torch.dtype) -> None:
+    """As near as inputs of a dtype allow."""
+    tolerance = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 6e-2}[dtype]
+    found, right = found.detach().cpu(), right.detach().double()
+    if found.dtype == torch.bfloat16 and right.numel() > 10_000:  # enough for a lost block to show among the rounding
+        far = float((found.double() - right).norm() / right.norm())
+        assert far < 1e-2, f"{what}: relative error {far:.1e}"
+        return
     torch.testing.assert_close(
-        found.double(), right.double(), atol=tolerance, rtol=tolerance, msg=lambda text: f"{what}: {text}"
+        found.double(), right, atol=tolerance, rtol=tolerance, msg=lambda text: f"{what}: {text}"
     )
 
 
@@ -128,11 +137,11 @@ def run(setting: Setting, layer: Any = None, *, train: bool = True) -> None:
     mine = positions(setting)[rank]
     if layer is None:
         layer = layer_of(setting, text_grad="share" if setting.share else "whole")
-    own = [t[:, mine].clone().requires_grad_(train) for t in right.own]
-    text = [t.clone().requires_grad_(train) for t in right.text]
+    own = [t[:, mine].to(DEVICE, copy=True).requires_grad_(train) for t in right.own]
+    text = [t.to(DEVICE, copy=True).requires_grad_(train) for t in right.text]
     given: dict[str, Any] = {} if setting.text == "none" else {"text": tuple(text), "text_at": setting.text}
     if right.segments is not None:
-        given["segments"] = right.segments[:, mine].contiguous()
+        given["segments"] = right.segments[:, mine].to(DEVICE).contiguous()
     if setting.declared:
         given["lengths"] = setting.lengths
     # All that ranks do together comes first, so that one which then finds a difference leaves no other waiting.
@@ -144,7 +153,7 @@ def run(setting: Setting, layer: Any = None, *, train: bool = True) -> None:
         few = setting.ranks if setting.share else 1
         douts = [d / few if n.startswith("text") else d[:, mine] for n, d in zip(names, right.douts, strict=False)]
         leaves = own + (text if setting.text != "none" else [])
-        loss = sum((one * d).sum() for one, d in zip(passes[-1], douts, strict=True))
+        loss = sum((one * d.to(DEVICE)).sum() for one, d in zip(passes[-1], douts, strict=True))
         grads = torch.autograd.grad(loss, leaves)
         if setting.share:
             for grad in grads[3:]:
@@ -152,11 +161,11 @@ def run(setting: Setting, layer: Any = None, *, train: bool = True) -> None:
     for results in passes:
         for name, one in zip(names, results, strict=True):
             rows = right.results[name]
-            close(one, rows if name.startswith("text") else rows[:, mine], name)
+            close(one, rows if name.startswith("text") else rows[:, mine], name, setting.dtype)
     for name, grad, one in zip("qkv", grads[:3], right.grads["own"], strict=False):
-        close(grad, one[:, mine], f"d{name}")
+        close(grad, one[:, mine], f"d{name}", setting.dtype)
     for name, grad, one in zip(("tq", "tk", "tv"), grads[3:], right.grads["text"], strict=False):
-        close(grad, one, f"d{name}")
+        close(grad, one, f"d{name}", setting.dtype)
 
 
 def case(world: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -185,6 +194,11 @@ def _spread() -> dict[str, Setting]:
         empty = (0, *base.lengths[1:]) if ring == 1 else (*base.lengths[:-1], 0)
         found[f"{name} empty"] = dataclasses.replace(base, lengths=empty)
         found[f"{name} empty causal text"] = dataclasses.replace(base, lengths=empty, causal=True, text="front")
+    for ring, ulysses in ((2, 1), (1, 2)):
+        base = Setting(ring=ring, ulysses=ulysses, lengths=(131, 70), heads=(8, 2), dtype=torch.bfloat16, batch=1)
+        base = dataclasses.replace(base, dims=(64, 64))
+        for words, changes in {"": {}, " causal": {"causal": True}, " text": {"text": "front"}}.items():
+            found[f"large ring {ring} ulysses {ulysses}{words}"] = dataclasses.replace(base, **changes)
     found["ring 1 ulysses 4 fewer heads"] = Setting(ulysses=4, lengths=lengths[4], heads=(3, 3), text="front")
     found["ring 2 ulysses 2 6:2 heads"] = Setting(ring=2, ulysses=2, lengths=lengths[4], heads=(6, 2))
     found["ring 1 ulysses 4 6:2 heads"] = Setting(ulysses=4, lengths=lengths[4], heads=(6, 2))
@@ -223,7 +237,7 @@ def checkpointed(setting: Setting) -> None:
 
 def autocasted(setting: Setting) -> None:
     inputs = [t.requires_grad_() for t in tensors(heads=4)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         out, _, words, _ = layer_of(setting)(*inputs, text=tensors(3, heads=4))
     assert out.dtype == words.dtype == torch.bfloat16
     (grad,) = torch.autograd.grad(out.float().sum(), inputs[:1])
@@ -253,7 +267,7 @@ def raised(kind: type[Exception], *words: str, call: Callable[..., Any]) -> None
 
 
 def tensors(tokens: int = 4, heads: int = 4, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.randn(1, tokens, heads, D, dtype=dtype) for _ in range(3)]
+    return [torch.randn(1, tokens, heads, D, dtype=dtype, device=DEVICE) for _ in range(3)]
 
 
 def both() -> list[USPAttention]:
@@ -272,7 +286,9 @@ def ranks_that_disagree() -> None:
             "batch": lambda: layer(*(t.expand(1 + rank, -1, -1, -1) for t in tensors())),
             "text": lambda: layer(*tensors(), text=text),
             "text_at": lambda: layer(*tensors(), text=tensors(3), text_at="back" if rank else "front"),
-            "segments": lambda: layer(*tensors(), segments=torch.zeros(1, 4, dtype=torch.int32) if rank else None),
+            "segments": lambda: layer(
+                *tensors(), segments=torch.zeros(1, 4, dtype=torch.int32, device=DEVICE) if rank else None
+            ),
             "grads": lambda: layer(*(t.requires_grad_(bool(rank)) for t in tensors())),
             "lengths": lambda: layer(*tensors(), lengths=(4, 4) if rank else None),
             "layer": lambda: layer_of(Setting(ulysses=2), softcap=float(rank))(*tensors()),
@@ -344,7 +360,7 @@ def what_a_ring_refuses() -> None:
     layer = RingAttention(_mesh("ring"), backend="window_video_attn")
     place = Place(grid=(2, 2, 2))
     raised(UnsupportedRequestError, "no rank of a ring has all of it", call=lambda: layer(*tensors(), place=place))
-    segments = torch.zeros(1, 4, dtype=torch.int32)
+    segments = torch.zeros(1, 4, dtype=torch.int32, device=DEVICE)
     raised(UnsupportedRequestError, "text", call=lambda: layer(*tensors(), text=tensors(2), segments=segments))
 
 

@@ -50,9 +50,7 @@ def _swap(
     works, received = [], []
     for pieces, coming in zip(sent, shapes, strict=True):
         counts = [[piece.numel() for piece in pieces], [torch.Size(shape).numel() for shape in coming]]
-        buffer = pieces[0].new_empty(sum(counts[0]))
-        for part, piece in zip(torch.split(buffer, counts[0]), pieces, strict=True):
-            part.view(piece.shape).copy_(piece)
+        buffer = _packed(pieces, counts[0])
         into = buffer.new_empty(sum(counts[1]))
         # The next tensor is packed while this one is on its way.
         works.append(dist.all_to_all_single(into, buffer, counts[1], counts[0], group=ranks.group, async_op=True))
@@ -61,6 +59,24 @@ def _swap(
     for work in works:
         work.wait()
     return received
+
+
+def _packed(pieces: list[Tensor], counts: list[int]) -> Tensor:
+    """The pieces one after the other, in memory of their own unless they lie so already."""
+    first = pieces[0]
+    at = first.storage_offset()
+    ends = [at + sum(counts[: i + 1]) for i in range(len(counts))]
+    if all(
+        piece.is_contiguous()
+        and piece.storage_offset() + count == end
+        and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for piece, count, end in zip(pieces, counts, ends, strict=True)
+    ):
+        return first.as_strided((sum(counts),), (1,))
+    buffer = first.new_empty(sum(counts))
+    for part, piece in zip(torch.split(buffer, counts), pieces, strict=True):
+        part.view(piece.shape).copy_(piece)
+    return buffer
 
 
 def _queries(heads: Heads) -> tuple[int, ...]:
@@ -142,8 +158,7 @@ def _summed(parts: list[Tensor], picks: Sequence[tuple[int, ...]], heads: int) -
     first = parts[0]
     total = torch.zeros(*first.shape[:2], heads, *first.shape[3:], dtype=wide(first), device=first.device)
     for part, pick in zip(parts, picks, strict=True):
-        if pick:
-            total.index_add_(2, torch.tensor(pick, device=first.device), part.to(total.dtype))
+        _add_heads(total, pick, part)
     return total.to(first.dtype)
 
 
@@ -255,9 +270,18 @@ def _split(mesh: MeshRanks, pick: Sequence[int], whole: bool, grad: Tensor) -> T
 def _placed(text: Tensor, pick: Sequence[int], heads: int) -> Tensor:
     """Heads of this rank among zeros for those of others."""
     total = torch.zeros(*text.shape[:2], heads, *text.shape[3:], dtype=wide(text), device=text.device)
-    if pick:
-        total.index_add_(2, torch.tensor(pick, device=text.device), text.to(total.dtype))
+    _add_heads(total, pick, text)
     return total
+
+
+def _add_heads(total: Tensor, pick: Sequence[int], part: Tensor) -> None:
+    """Add heads to those that they are; numbers in a row need no tensor, which a device would be sent."""
+    if not pick:
+        return
+    if tuple(pick) == tuple(range(pick[0], pick[0] + len(pick))):
+        total.narrow(2, pick[0], len(pick)).add_(part)
+    else:
+        total.index_add_(2, torch.tensor(pick, device=part.device), part.to(total.dtype))
 
 
 def text_heads(

@@ -17,12 +17,12 @@ from torch import distributed as dist
 
 from ..dispatch.part import Part
 from ..semantics.autograd import attention_backward, refuse_second
-from ..semantics.merge_lse import merge
+from ..semantics.merge_lse import merge, merge_shares
 from .exchange import wide
 from .plan import Plan, Split, visible
 from .ranks import Ranks
 
-__all__ = ["Ring", "gradients", "ring_attention"]
+__all__ = ["Ring", "gradients", "merge_over", "ring_attention"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,21 +109,45 @@ def _named(names: tuple[str, ...], flat: Any, count: int) -> dict[str, tuple[Any
 
 
 class _Sum:
-    """Partial results of some rows, merged as they come."""
+    """Partial results of the same queries, merged as they come; the sum of more than two is in float32."""
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
-        self.out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=wide(query))
-        self.lse = self.out.new_full(query.shape[:-1], float("-inf"))
-        self._empty = True
+        self._query, self._shape = query, (*query.shape[:-1], value.shape[-1])
+        self._parts: list[tuple[Tensor, Tensor]] = []
+        self._sum: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: tuple[int, int], out: Tensor, lse: Tensor) -> None:
+        """The result of some rows, of keys that no other part has."""
+        if self._sum is None and rows == (0, self._shape[1]) and len(self._parts) < 2:
+            self._parts.append((out, lse))
+            return
+        if self._sum is None:
+            self._sum = self._merged(wide(self._query))
         start, stop = rows
-        if not self._empty:
-            before = self.out[:, start:stop], self.lse[:, start:stop]
-            out, lse = merge((before[0], out), (before[1], lse))
-        self.out[:, start:stop] = out
-        self.lse[:, start:stop] = lse
-        self._empty = False
+        whole, weights = (one[:, start:stop] for one in self._sum)
+        (before, after), total = merge_shares([weights, lse])
+        whole.mul_(before.unsqueeze(-1)).addcmul_(out, after.unsqueeze(-1))
+        weights.copy_(total)
+
+    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(out in a dtype, lse)."""
+        if self._sum is None:
+            return self._merged(dtype)
+        return self._sum[0].to(dtype), self._sum[1]
+
+    def _merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """One or two parts, or none."""
+        if not self._parts:
+            out = self._query.new_zeros(self._shape, dtype=dtype)
+            return out, out.new_full(self._shape[:-1], float("-inf"), dtype=wide(self._query))
+        if len(self._parts) == 1:
+            return self._parts[0][0].to(dtype), self._parts[0][1]
+        outs, lses = zip(*self._parts, strict=True)
+        (first, second), total = merge_shares(lses)
+        into = outs[0].new_empty(self._shape, dtype=dtype)
+        # Products are taken in the dtype of the shares, and rounded once.
+        torch.addcmul(outs[0] * first.unsqueeze(-1), outs[1], second.unsqueeze(-1), out=into)
+        return into, total
 
 
 def _cut(tensor: Tensor, names: tuple[str, ...], sizes: dict[str, int]) -> dict[str, Tensor]:
@@ -184,9 +208,11 @@ def forward(ring: Ring, tensors: Any, segments: Any) -> dict[str, tuple[Tensor, 
             given = {"segments": _segments(ring, segments, block, rows, keys)}
             out, lse = ring.part(causal=causal).forward(query[:, rows[0] : rows[1]], k[:, :keys], v[:, :keys], **given)
             sums["own"].add(rows, out, lse)
-    if "text" in sums:
-        _merge_text(ring.ranks, sums["text"])
-    return {name: (one.out.to(query.dtype), one.lse) for name, one in sums.items()}
+    found = {name: one.result(wide(query) if name == "text" else query.dtype) for name, one in sums.items()}
+    if "text" in found:
+        out, lse = merge_over(ring.ranks, *found["text"])
+        found["text"] = out.to(query.dtype), lse
+    return found
 
 
 def _own_forward(ring: Ring, tensors: Any, segments: Any, sums: dict[str, _Sum]) -> None:
@@ -204,14 +230,18 @@ def _own_forward(ring: Ring, tensors: Any, segments: Any, sums: dict[str, _Sum])
             sums[name].add((0, sizes[name]), part, weight)
 
 
-def _merge_text(ranks: Ranks, mine: _Sum) -> None:
-    """The results of all ranks for the queries of the text, on all of them."""
+def merge_over(ranks: Ranks, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The merge, on all ranks, of what each has for the same queries; no gradient.
+
+    Args:
+        out: [..., D_v] in the dtype of lse. lse: [...].
+    """
     if ranks.size == 1:
-        return
-    packed = torch.cat([mine.out, mine.lse.unsqueeze(-1)], -1)
+        return out, lse
+    packed = torch.cat([out, lse.unsqueeze(-1)], -1)
     parts = [torch.empty_like(packed) for _ in range(ranks.size)]
     dist.all_gather(parts, packed, group=ranks.group)
-    mine.out, mine.lse = merge([one[..., :-1] for one in parts], [one[..., -1] for one in parts])
+    return merge([one[..., :-1] for one in parts], [one[..., -1] for one in parts])
 
 
 def gradients(ring: Ring, tensors: Any, results: Any, grads: Any, segments: Any) -> dict[str, tuple[Tensor, ...]]:
