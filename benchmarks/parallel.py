@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 benchmarks/parallel.py --small      # on two CPU processes: that it runs
 
 All rows of a size are timed in rounds, in another order each, the same on all ranks; a time is the median over rounds
-of the slowest rank. Ratios are of this run alone. `--trace FILE` writes a trace of a ring's two steps, and says how much
+of the slowest rank. Ratios are of this run alone. `--trace FILE` writes a trace of a ring, and says how much
 of its transfers kernels hid. Correctness has a program of its own: tests/distributed/job.py.
 """
 

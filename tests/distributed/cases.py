@@ -16,6 +16,14 @@ from polyattn.distributed.plan import pieces_of
 from polyattn.errors import ConfigError, InvalidInputError, RankError, UnsupportedRequestError
 from polyattn.nn import RingAttention, UlyssesAttention, USPAttention
 from polyattn.semantics.reference import attention as definition
+from polyattn.serving.attention import over_ranks
+from polyattn.serving.attention.backend import AttentionBackend
+from polyattn.serving.attention.workspace import Limits
+from polyattn.serving.kv_cache.pages import PageAllocator
+from polyattn.serving.kv_cache.pool import KVCacheConfig, KVPool
+from polyattn.serving.layer import AttentionLayer
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.requests import RequestTable
 
 B, D = 2, 16
 DEVICE = torch.device("cpu")
@@ -446,6 +454,129 @@ def heads_that_are_exchanged() -> None:
         return right(parts[:1] + [0 * part for part in parts[1:]] if several else parts, picks, heads)
 
     seen(Setting(ulysses=2, lengths=(9, 7), heads=(8, 1)), "_summed", summed, exchange_module)
+
+
+# Decoding over ranks that hold parts of the keys.
+
+
+class Decoding:
+    """A pool, a table and a backend on each rank, with this rank's keys of two requests."""
+
+    lengths = ((5, 9), (7, 1))
+    """Of each rank, the keys of each request before the step."""
+
+    def __init__(self, *, sinks: bool = False, latent: bool = False, backend: str | None = None) -> None:
+        torch.manual_seed(3)
+        layer: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+        if latent:
+            layer = {"heads": 4, "kv_heads": 1, "head_dim": 24, "v_head_dim": 16, "scale": 0.2, "latent": True}
+        self.layer = AttentionLayer(0, **layer, sinks=torch.randn(4, device=DEVICE) if sinks else None)
+        self.rank = torch.distributed.get_rank()
+        self.pool = KVPool([self.layer], KVCacheConfig(page_size=4), 32, dtype=torch.float32, device=DEVICE)
+        self.table = RequestTable(4, 64, 4, [-1], [PageAllocator(32)], DEVICE)
+        self.backend = AttentionBackend(
+            [self.layer], self.pool, self.table, limits=Limits(max_sequences=4, max_tokens=16, max_seqlen=64),
+            ranks=_mesh("ring"), backend=backend,
+        )  # fmt: skip
+        width = (24,) if latent else (2, 16)
+        self.keys = [[torch.randn(n, *width) for n in lengths] for lengths in self.lengths]
+        self.values = [[torch.randn(n, *width) for n in lengths] for lengths in self.lengths]
+        self.rows = [self.table.add() for _ in range(2)]
+        for i, row in enumerate(self.rows):
+            self.give(row, self.keys[self.rank][i], self.values[self.rank][i])
+
+    def give(self, row: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        first = self.table.length(row)
+        self.table.extend(row, len(key))
+        pages = self.table.pages(row, 0)
+        slots = torch.tensor([pages[t // 4] * 4 + t % 4 for t in range(first, first + len(key))], device=DEVICE)
+        self.pool.write(0, slots, key.to(DEVICE), None if self.layer.latent else value.to(DEVICE))
+
+    def step(self) -> None:
+        """A token for each request, which rank 0 keeps, equals attention to all keys on one process."""
+        query = torch.randn(2, 4, self.layer.head_dim)
+        new = [torch.randn(2, *one[0].shape[1:]) for one in (self.keys[0], self.values[0])]
+        if self.rank == 0:
+            for row in self.rows:
+                self.table.extend(row, 1)
+        batch = ForwardBatch(ForwardMode.DECODE, self.rows, [self.table.length(row) for row in self.rows], [1, 1])
+        self.backend.init_forward_metadata(batch)
+        given = (None, None) if self.rank else (new[0].to(DEVICE), None if self.layer.latent else new[1].to(DEVICE))
+        found = self.backend.forward_decode(query.to(DEVICE), *given, self.layer, batch)
+        for i in range(2):
+            key = torch.cat([self.keys[0][i], self.keys[1][i], new[0][i : i + 1]])
+            value = torch.cat([self.values[0][i], self.values[1][i], new[1][i : i + 1]])
+            if self.layer.latent:
+                key, value = key[:, None], key[:, None, :16]
+            sinks = None if self.layer.sinks is None else self.layer.sinks.cpu().double()
+            given_right = (query[i : i + 1][None], key[None], value[None])
+            right = definition(*(t.double() for t in given_right), sinks=sinks, scale=self.layer.scale)[0]
+            close(found[i : i + 1], right, f"request {i}", torch.float32)
+        # Of the parts a rank has what it was given: the next step sees this one's token.
+        for i in range(2):
+            self.keys[0][i] = torch.cat([self.keys[0][i], new[0][i : i + 1]])
+            self.values[0][i] = torch.cat([self.values[0][i], new[1][i : i + 1]])
+
+
+@case(2)
+def decoding_over_ranks() -> None:
+    for given in ({}, {"sinks": True}, {"latent": True}, {"backend": "torch_native"}):
+        decoding = Decoding(**given)
+        for _ in range(3):
+            decoding.step()
+
+
+def unequal(decoding: Decoding) -> None:
+    with pytest.raises(AssertionError, match="request"):
+        decoding.step()
+
+
+@case(2)
+def an_lse_of_another_base_on_a_rank() -> None:
+    decoding = Decoding()
+    right = over_ranks.merge_over
+    over_ranks.merge_over = lambda ranks, out, lse, sinks: right(ranks, out, lse * 1.4427, sinks)
+    try:
+        unequal(decoding)
+    finally:
+        over_ranks.merge_over = right
+
+
+@case(2)
+def sinks_on_each_rank() -> None:
+    decoding = Decoding(sinks=True)
+    right = over_ranks.merge_over
+
+    def early(ranks: Any, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Any:
+        share = torch.sigmoid(lse - sinks).unsqueeze(-1)
+        return right(ranks, out * share, torch.logaddexp(lse, sinks), None)
+
+    over_ranks.merge_over = early
+    try:
+        unequal(decoding)
+    finally:
+        over_ranks.merge_over = right
+
+
+@case(2)
+def what_decoding_over_ranks_refuses() -> None:
+    rank = torch.distributed.get_rank()
+    decoding = Decoding()
+    rows, lengths = decoding.rows, [decoding.table.length(row) for row in decoding.rows]
+    batch = ForwardBatch(ForwardMode.EXTEND, rows, lengths, [1, 1])
+    raised(UnsupportedRequestError, "mode EXTEND", call=lambda: decoding.backend.plan(batch))
+
+    def built(**layer: Any) -> Any:
+        one = AttentionLayer(0, **{"heads": 4, "kv_heads": 2, "head_dim": 16, **layer})
+        return AttentionBackend(
+            [one], decoding.pool, decoding.table, limits=Limits(max_sequences=4, max_tokens=16, max_seqlen=64),
+            ranks=_mesh("ring"),
+        )  # fmt: skip
+
+    raised(UnsupportedRequestError, "window=4", call=lambda: built(window=4))
+    other = (RankError, "rank 1 cannot") if rank == 0 else (UnsupportedRequestError, "window=4")
+    raised(*other, call=lambda: built(window=4 if rank else -1))
+    raised(InvalidInputError, "build the same model", call=lambda: built(softcap=float(rank)))
 
 
 @case(2)

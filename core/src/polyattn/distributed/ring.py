@@ -230,18 +230,18 @@ def _own_forward(ring: Ring, tensors: Any, segments: Any, sums: dict[str, _Sum])
             sums[name].add((0, sizes[name]), part, weight)
 
 
-def merge_over(ranks: Ranks, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_over(ranks: Ranks, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The merge, on all ranks, of what each has for the same queries; no gradient.
 
     Args:
-        out: [..., D_v] in the dtype of lse. lse: [...].
+        out: [..., H, D_v] in the dtype of lse. lse: [..., H]. sinks: [H], which come in once.
     """
-    if ranks.size == 1:
-        return out, lse
     packed = torch.cat([out, lse.unsqueeze(-1)], -1)
-    parts = [torch.empty_like(packed) for _ in range(ranks.size)]
-    dist.all_gather(parts, packed, group=ranks.group)
-    return merge([one[..., :-1] for one in parts], [one[..., -1] for one in parts])
+    parts = [packed]
+    if ranks.size > 1:
+        parts = [torch.empty_like(packed) for _ in range(ranks.size)]
+        dist.all_gather(parts, packed, group=ranks.group)
+    return merge([one[..., :-1] for one in parts], [one[..., -1] for one in parts], sinks=sinks)
 
 
 def gradients(ring: Ring, tensors: Any, results: Any, grads: Any, segments: Any) -> dict[str, tuple[Tensor, ...]]:
