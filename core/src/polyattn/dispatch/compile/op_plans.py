@@ -24,7 +24,7 @@ from ...registry.manager import PluginManager, get_manager
 from ...selection.aliases import whole
 from ...selection.select import Selection
 from ...semantics import validation
-from ...semantics.autograd import attention_backward, refuse_second
+from ...semantics.autograd import attention_backward, recording, refuse_second
 from ...semantics.block_maps import check_block_map
 from ...semantics.validation import check_linear
 from ..trace_requests import observed
