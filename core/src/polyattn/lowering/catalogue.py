@@ -36,6 +36,7 @@ LOWERINGS = (
     "tree_by_lse",
     "chunked_prefix_by_lse",
     "kv_parts_by_lse",
+    "state_layout",
 )
 """Each is the name of a module of this package, with one `Lowering` of that name."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...contract import AttentionRequest
 from ...dispatch.linear import linear_attention
+from ...semantics.delta_rule import chunked_delta_rule
 from ...semantics.reference import gated_delta_rule
 from ..cases import Case
 from .base import DTYPES, Call, Family, Lengths, Part, Shapes
@@ -33,22 +34,12 @@ def _exact(*part: Any) -> tuple[Tensor, Tensor]:
 
 
 def _plain(*part: Any) -> tuple[Tensor, Tensor]:
-    """Return what anybody would write first: the recurrence for all heads at once, with the state in its own dtype."""
+    """Return what kernels round: chunks of tokens. A step for each token rounds less, and nothing is fast that way."""
     (query, key, value, gate, beta, state), request = part[:6], part[-1]
     flipped = request.state_layout == "VK"
     state = state.mT if flipped else state
-    group = value.shape[2] // query.shape[2]
-    query, key = (t.repeat_interleave(group, 2) for t in (query, key))
-    decay = (gate if gate.ndim == 4 else gate[..., None]).to(state.dtype).exp()
-    scale = request.head_dim**-0.5 if request.scale is None else request.scale
-    outs = []
-    for t in range(query.shape[1]):
-        k, v, q = (x[:, t].to(state.dtype) for x in (key, value, query))
-        state = state * decay[:, t, ..., None]
-        missing = v - torch.einsum("bhdv,bhd->bhv", state, k)
-        state = state + torch.einsum("bhd,bhv->bhdv", k, beta[:, t, :, None].to(state.dtype) * missing)
-        outs.append((torch.einsum("bhdv,bhd->bhv", state, q) * scale).to(value.dtype))
-    return torch.stack(outs, 1) if outs else value * 1.0, state.mT if flipped else state
+    out, last = chunked_delta_rule(query, key, value, gate=gate, beta=beta, state=state, scale=request.scale)
+    return out, last.mT if flipped else last
 
 
 class Linear(Family):
