@@ -25,7 +25,9 @@ class StateLayout(Lowering):
     fields = frozenset({"state_layout"})
 
     def rewrites(self, request: AttentionRequest) -> Iterable[Rewrite]:
-        if request.family != "linear" or request.state_layout not in _OTHER or request.transform:
+        # A pool is updated where it is: its states are gathered first.
+        served = request.family == "linear" and request.state_layout in _OTHER and not request.state_slots
+        if not served or request.transform:
             return
         other = _OTHER[request.state_layout]
         # The state is read and written once more.
