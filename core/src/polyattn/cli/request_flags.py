@@ -171,7 +171,7 @@ SPELLINGS: Mapping[str, Spelling] = {
     "raw_gates": Spelling(
         help="Gates are computed in the call: softplus or bounded.", usual="they are given", panel=BLOCKS
     ),
-    "beta_range": Spelling(usual="1", panel=BLOCKS, least=1),
+    "beta_range": Spelling(usual="1", panel=BLOCKS, example="2", least=1),
     "qk_norm": Spelling(panel=BLOCKS),
     **dict.fromkeys(("zero_size", "large", "misaligned", "transform"), Spelling(panel=TENSORS)),
 }
