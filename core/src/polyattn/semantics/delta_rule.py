@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["chunked_delta_rule"]
+__all__ = ["by_length", "chunked_delta_rule"]
 
 CHUNK = {3: 64, 4: 16}
 """Tokens of a chunk by the rank of the gates: with a decay for each channel <i, j> is no product of matrices."""
@@ -65,7 +65,7 @@ def chunked_delta_rule(
     else:
         packed = tuple(t[0] for t in rows)
         outs, lasts, places, numbers = [], [], [], []
-        for number, place in _by_length(cu_seqlens.tolist(), value.device):
+        for number, place in by_length(cu_seqlens.tolist(), value.device):
             some, end = _rule(tuple(t[place] for t in packed), state[number], factor, size, dtype)
             outs.append(some.flatten(0, 1))
             lasts.append(end)
@@ -78,7 +78,7 @@ def chunked_delta_rule(
     return (result if out is None else out.copy_(result)), last
 
 
-def _by_length(starts: list[int], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def by_length(starts: list[int], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Sequences of one length are a batch: (their numbers [n], their tokens [n, length]) for each length."""
     groups: dict[int, list[int]] = {}
     for number, (start, end) in enumerate(pairwise(starts)):
