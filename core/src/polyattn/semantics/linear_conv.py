@@ -50,6 +50,8 @@ def _convolved(
 ) -> tuple[Tensor, Tensor]:
     (B, S, C), W = x.shape, weight.shape[1]
     seen = torch.cat([tail.mT, x], 1)  # [B, W - 1 + S, C]
+    if not S:
+        return x, tail.contiguous()
     if not every_state:
         out = F.conv1d(seen.mT, weight[:, None].to(x.dtype), None if bias is None else bias.to(x.dtype), groups=C)
         return F.silu(out).mT.contiguous(), seen[:, S:].mT.contiguous()
