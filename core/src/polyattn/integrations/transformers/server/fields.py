@@ -13,7 +13,7 @@ from ....errors import InvalidInputError, did_you_mean
 __all__ = ["CHAT", "COMPLETIONS", "RefusedField", "checked"]
 
 
-class RefusedField(InvalidInputError):
+class RefusedField(InvalidInputError):  # noqa: N818 - of the server alone: people catch InvalidInputError
     """A request is refused for one of its fields.
 
     Attributes:

@@ -19,14 +19,14 @@ from ....serving.engine import SamplingParams
 from ....serving.engine.loop import EngineLoop, Ticket, Update
 from .fields import RefusedField
 
-__all__ = ["Manager", "FailedStep", "generation_config"]
+__all__ = ["FailedStep", "Manager", "generation_config"]
 
 
 SEED = "polyattn_seed"
 """The attribute of a configuration that has the seed of the draws; transformers' has none."""
 
 
-class FailedStep(RuntimeError):
+class FailedStep(RuntimeError):  # noqa: N818 - of the server alone
     """A step of the engine failed while it ran a request."""
 
 
