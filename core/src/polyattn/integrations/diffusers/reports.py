@@ -105,12 +105,12 @@ def _rows(part: Part) -> list[Row]:
         # What rules of the pipeline name reaches selection as an argument, which nobody gave.
         source = chosen.source if told.backend is None else chosen.source.replace("argument", "prepare()")
         why = chosen.why if told.backend is None else chosen.why.replace("by argument", "by prepare()")
-        alike: tuple[Any, ...] = (told.scope[2], chosen.id, source, why, "", None)
+        alike: tuple[Any, ...] = (told.scope[2], chosen.id, source, why, "", None, key[0] is None)
         found.setdefault(alike, []).append((key[0], told.calls))
     for row in part.run.explain().rows:
         what = f"{', '.join(row.kernels)}" + (f", left dense by a rule: {row.why}" if row.why else "")
         density = None if row.why or row.density is None else round(row.density, 3)
-        alike = row.role, what, "", row.why, row.method, density
+        alike = row.role, what, "", row.why, row.method, density, row.layer is None
         found.setdefault(alike, []).append((row.layer, row.calls))
     return [
         Row(
@@ -124,7 +124,7 @@ def _rows(part: Part) -> list[Row]:
             method,
             density,
         )
-        for (role, backend, source, why, method, density), calls in found.items()
+        for (role, backend, source, why, method, density, _), calls in found.items()
     ]
 
 
