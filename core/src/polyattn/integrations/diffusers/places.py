@@ -121,7 +121,8 @@ class Denoising:
         self._leave_scheduler()
         self._scheduler = scheduler
         if scheduler is not None:
-            scheduler.__class__ = _watched(type(scheduler))
+            kind: Any = type(scheduler)
+            scheduler.__class__ = _watched(kind)
             _watching[scheduler] = self
         if begun and scheduler is not None and len(scheduler.timesteps):
             self.after_set_timesteps()
