@@ -1,4 +1,5 @@
-"""`polyattn generate` writes text with a causal LM of transformers, on the engine of `polyattn.serving`."""
+"""`polyattn generate` writes text with a causal LM of transformers, on the engine of `polyattn.serving`. A pipeline of
+diffusers makes an image or a video instead: `pipelines.py`."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError
 from ..selection import overrides
 from ..user_files import MEGABYTE, read_text
+from . import pipelines
+from .devices import to_device
 from .options import Device, Json, settings_of, with_options
 from .rendering import facts, panel, progress, screen, show_json
 
@@ -51,11 +54,12 @@ class _Said:
 
 @with_options("generate")
 def generate(
+    context: typer.Context,
     model_path: Annotated[
         Path,
         typer.Option(
             metavar="DIR",
-            help="A folder with a causal LM and its tokenizer, as save_pretrained writes them.",
+            help="A folder that save_pretrained wrote: a causal LM and its tokenizer, or a pipeline of diffusers.",
             rich_help_panel=MODEL,
         ),
     ],
@@ -97,7 +101,7 @@ def generate(
         int,
         typer.Option(
             metavar="N",
-            help="The seed of the draws: the same seed gives the same text, whatever runs beside it.",
+            help="The seed of the draws, or of the noise: the same seed gives the same, whatever runs beside it.",
             rich_help_panel=MODEL,
         ),
     ] = 0,
@@ -106,10 +110,15 @@ def generate(
     given: Mapping[str, Any],
     as_json: Json = False,
 ) -> None:
-    """Continue prompts with a causal LM: continuous batching over a paged KV cache, one backend per phase.
+    """Continue prompts with a causal LM, or make an image or a video with a pipeline of diffusers.
 
-    Backends, page size and dtype that are not given come from the environment and the config file.
+    What the folder holds decides: one with model_index.json is a pipeline. A causal LM has continuous batching over a
+    paged KV cache and one backend per phase, a pipeline a backend per component. Backends, page size and dtype that are
+    not given come from the environment and the config file.
     """
+    if pipelines.is_pipeline(model_path, context):
+        pipelines.draw(model_path, prompt or [], seed, device, given, as_json=as_json)
+        return
     prompts = _prompts(prompt, prompt_file)
     settings = overrides.configure_by("the command line", settings_of(given))
     levels = tuple(given[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
@@ -191,10 +200,6 @@ def _tokenizer(path: Path) -> Any:
 
 
 def _model(path: Path, device: str) -> Any:
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     model, loaded = _load("AutoModelForCausalLM", path, dtype="auto", output_loading_info=True)
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(
@@ -202,12 +207,7 @@ def _model(path: Path, device: str) -> Any:
             f"numbers; save it again with save_pretrained"
         )
     model.eval()
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as exc:  # what torch raises for a device that it does not know or have
-        near = did_you_mean(device, ("cpu", "cuda"))
-        reason = str(exc).splitlines()[0].rstrip(".")
-        raise ConfigError(f"--device {device!r}: {reason}.{near} Name a device that is here, such as cpu") from exc
+    return to_device(model, device)
 
 
 def _runner(model: Any, needed: int) -> Any:
