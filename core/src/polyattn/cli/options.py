@@ -95,8 +95,8 @@ class Option:
         )
 
 
-_ENGINE = frozenset({"generate"})
-_SETTINGS = frozenset({"generate", "config check"})
+_ENGINE = frozenset({"generate", "serve"})
+_SETTINGS = _ENGINE | {"config check"}
 _CHOICE = _SETTINGS | {"explain"}
 _PIPELINES = frozenset({"generate"})
 _VARIABLES = frozenset({"trace"})
@@ -170,7 +170,7 @@ OPTIONS: tuple[Option, ...] = (
         "Options of backends: a path, a JSON object, or key=value pairs.",
         "OPTIONS",
         WHO,
-        _SETTINGS | _VARIABLES,
+        _CHOICE | _VARIABLES,
         setting=True,
     ),
     *(
