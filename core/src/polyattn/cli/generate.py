@@ -52,7 +52,7 @@ class _Said:
         }
 
 
-@with_options("generate")
+@with_options("generate", pipelines.OWN)
 def generate(
     context: typer.Context,
     model_path: Annotated[

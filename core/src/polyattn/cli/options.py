@@ -30,7 +30,7 @@ __all__ = [
     "with_options",
 ]
 
-WHO, CACHE, DRAFTS, DRAWN = "Which backend", "KV cache", "Speculative decoding", "Images and videos"
+WHO, CACHE, DRAFTS = "Which backend", "KV cache", "Speculative decoding"
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[
@@ -98,7 +98,6 @@ class Option:
 _ENGINE = frozenset({"generate", "serve"})
 _SETTINGS = _ENGINE | {"config check"}
 _CHOICE = _SETTINGS | {"explain"}
-_PIPELINES = frozenset({"generate"})
 _VARIABLES = frozenset({"trace"})
 """A command that runs another program tells it settings by their variables: it takes the flags that have one."""
 _NO_LINEAR = (
@@ -224,45 +223,6 @@ OPTIONS: tuple[Option, ...] = (
         DRAFTS,
         _ENGINE,
         usual="steps * topk + 1",
-    ),
-    Option("negative_prompt", str, "What the image or the video is to be unlike.", "TEXT", DRAWN, _PIPELINES),
-    *(
-        Option(name, kind, text, metavar, DRAWN, _PIPELINES, usual="that of the pipeline")
-        for name, kind, text, metavar in (
-            ("height", int, "Rows of pixels.", "PIXELS"),
-            ("width", int, "Columns of pixels.", "PIXELS"),
-            ("num_frames", int, "Frames of a video.", "N"),
-            ("num_inference_steps", int, "Steps of denoising.", "N"),
-            ("guidance_scale", float, "How strongly the prompt guides.", "G"),
-            ("true_cfg_scale", float, "The same for pipelines whose guidance_scale is an input of the model.", "G"),
-        )
-    ),
-    Option("fps", int, "Frames per second of the file.", "N", DRAWN, _PIPELINES, usual="that of the pipeline, or 16"),
-    Option(
-        "dtype",
-        str,
-        "The dtype of the models: bfloat16, float16 or float32.",
-        "DTYPE",
-        DRAWN,
-        _PIPELINES,
-        usual="bfloat16 on a GPU, float32 on the CPU",
-    ),
-    Option(
-        "output",
-        str,
-        "Where it goes: .png for an image; .gif, .mp4 or a folder for PNGs for a video.",
-        "PATH",
-        DRAWN,
-        _PIPELINES,
-        usual="image.png or video.gif",
-    ),
-    Option(
-        "dry_run",
-        bool,
-        "Say who would serve which component, layer and role, and why; no weights are read, and nothing is computed.",
-        "",
-        DRAWN,
-        _PIPELINES,
     ),
 )
 """The shared flags, in the order of the help."""

@@ -18,7 +18,7 @@ from ..registry.manager import get_manager
 from ..selection import overrides
 from ..selection.config import backend_names, check_settings
 from .devices import device_of, to_device
-from .options import DRAWN, OPTIONS, settings_of
+from .options import Option, settings_of
 from .rendering import facts, grid, progress, screen, show_json
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..integrations.diffusers.reports import PipelineReport
     from ..integrations.diffusers.saving import Target
 
-__all__ = ["draw", "is_pipeline"]
+__all__ = ["OWN", "draw", "is_pipeline"]
 
 INDEX = "model_index.json"
 BOTH = {
@@ -37,7 +37,46 @@ BOTH = {
     *("attention_backend", "component_attention_backends", "attention_backend_config"),
 }
 """Flags that causal LMs and pipelines have."""
-OWN = tuple(option for option in OPTIONS if option.panel == DRAWN)
+DRAWN = "Images and videos"
+OWN = (
+    Option("negative_prompt", str, "What the image or the video is to be unlike.", "TEXT", DRAWN),
+    *(
+        Option(name, kind, text, metavar, DRAWN, usual="that of the pipeline")
+        for name, kind, text, metavar in (
+            ("height", int, "Rows of pixels.", "PIXELS"),
+            ("width", int, "Columns of pixels.", "PIXELS"),
+            ("num_frames", int, "Frames of a video.", "N"),
+            ("num_inference_steps", int, "Steps of denoising.", "N"),
+            ("guidance_scale", float, "How strongly the prompt guides.", "G"),
+            ("true_cfg_scale", float, "The same for pipelines whose guidance_scale is an input of the model.", "G"),
+        )
+    ),
+    Option("fps", int, "Frames per second of the file.", "N", DRAWN, usual="that of the pipeline, or 16"),
+    Option(
+        "dtype",
+        str,
+        "The dtype of the models: bfloat16, float16 or float32.",
+        "DTYPE",
+        DRAWN,
+        usual="bfloat16 on a GPU, float32 on the CPU",
+    ),
+    Option(
+        "output",
+        str,
+        "Where it goes: .png for an image; .gif, .mp4 or a folder for PNGs for a video.",
+        "PATH",
+        DRAWN,
+        usual="image.png or video.gif",
+    ),
+    Option(
+        "dry_run",
+        bool,
+        "Say who would serve which component, layer and role, and why; no weights are read, and nothing is computed.",
+        "",
+        DRAWN,
+    ),
+)
+"""Flags that only pipelines have."""
 OF_CALL = tuple(option.name for option in OWN if option.name not in ("fps", "dtype", "output", "dry_run"))
 """Flags that are arguments of a pipeline's call."""
 DTYPES = ("bfloat16", "float16", "float32")
