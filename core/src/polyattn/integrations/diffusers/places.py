@@ -168,9 +168,11 @@ class Part:
 
     Attributes:
         run: of `polyattn.video`, one for each run of the pipeline. branch: of guidance, as the pipeline says it.
-        grid, here: of the pass that runs, and its branch. passes: of this step until now. ran: whether there was one.
+        grid, here: of the pass that runs, and its branch. passes: of this step until now. ran: whether there was one in
+            this run. traced: whether one of compiled code that has the hooks inside.
         told: calls by what tells them apart; compiled code tells nothing. blocks: how many blocks have a place.
         valid: text tokens that masks of this pass leave, read once for each.
+        pretend: stands for the calls of a pipeline that is not run, None = they are made.
     """
 
     def __init__(
@@ -180,11 +182,13 @@ class Part:
         self.denoising: Denoising | None = None
         self.grid: Grid | None = None
         self.branch = self.here = ""
-        self.passes, self.ran = 0, False
+        self.passes, self.ran, self.traced = 0, False, False
         self.told: dict[tuple[Any, ...], Told] = {}
         self.valid: dict[Any, int | None] = {}
+        self.pretend: Callable[..., Any] | None = None
         self._layers, self._checked, self._number = layers, False, 0
         self._point: Any = None
+        self._at: dict[str, Any] = {}
         inner = getattr(model, "_orig_mod", model)
         self._inner = weakref.ref(inner)
         self._numbers = _numbers(inner, family)
@@ -215,7 +219,7 @@ class Part:
         """Begin a run: what methods kept of the last one is forgotten."""
         self.run.end()
         self.run = Run(steps=steps, layers=self.blocks or None)
-        self.passes, self._checked = 0, False
+        self.passes, self.ran, self.traced, self._checked = 0, False, False, False
         if steps is not None:
             for rule in self.rules.others:
                 if rule.kind == "steps" and rule.beyond(steps):
@@ -230,10 +234,9 @@ class Part:
         Raises:
             ConfigError: a role had none.
         """
-        self.ran = True
-        if self._checked:
+        if self._checked or not (self.ran or self.traced):  # of two transformers one may begin later
             return
-        self._checked = True
+        self.ran = self._checked = True
         if not self.told:  # compiled: nobody knows which roles there were
             for role in ROLES:
                 reach(("", self.name, role))
@@ -261,15 +264,19 @@ class Part:
 
     def _assign(self, step: int | None, steps: int | None, branch: str) -> None:
         """Tell each layer the backends that the rules name for its two roles."""
-        at: dict[str, Any] = {"step": step, "steps": steps, "branch": branch, "layers": self.blocks}
+        self._at = {"step": step, "steps": steps, "branch": branch, "layers": self.blocks}
         for name, module in self._layers:
             layer = self._numbers.get(name)
-            module._polyattn_self = self.rules.pick(layer=layer, role="self", **at)
-            module._polyattn_cross = self.rules.pick(layer=layer, role="cross", **at)
+            module._polyattn_self, module._polyattn_cross = self.named(layer, "self"), self.named(layer, "cross")
+
+    def named(self, layer: int | None, role: str) -> str | None:
+        """Return the backend that the rules name for a layer in the pass that runs, None = none."""
+        return self.rules.pick(layer=layer, role=role, **self._at)
 
     def _enter(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         HERE.part = self
         if _is_tracing():  # the model was compiled around the hooks: steps and branches are not known inside
+            self.traced = True
             return
         if self.denoising is not None:
             self.denoising.follow()
@@ -364,6 +371,8 @@ def placed(
         here, mask = _place(part, role, query, mask, static.layout, tracing)
     if not tracing:
         _tell(part, (query, key, value, mask), static, backend, scope, here)
+    if part.pretend is not None:
+        return part.pretend(query, key, value, mask, static, pinned, scope)
     if here is None and not tracing:
         return site_of(DenseSite, static, backend, scope)(query, key, value, mask)
     return at((query, key, value, mask, None, None), static, backend, scope, here)
@@ -373,7 +382,9 @@ def _tell(
     part: Part, tensors: tuple[Any, ...], static: Static, backend: str | None, scope: Scope, here: Place | None
 ) -> None:
     """Note a call for `report`."""
-    alike = part.run.number(HERE.layer), scope[2], backend, None if here is None else here.text
+    alike: tuple[Any, ...] = part.run.number(HERE.layer), scope[2], backend, None if here is None else here.text
+    if here is not None and part.pretend is not None:  # of a run that is made, the run itself knows
+        alike += (here.grid, here.step, here.branch)
     told = part.told.get(alike)
     if told is None:
         kept = None if here is None else dataclasses.replace(here, kept=None, run=None)
