@@ -267,7 +267,7 @@ def real(module: str) -> ast.Module:
     try:
         files = importlib.metadata.files("sglang") or []
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip("sglang is not installed: nox -s hosts installs it without what needs a GPU")
+        pytest.skip("sglang is not installed: nox -s engines installs it without what needs a GPU")
     (path,) = (Path(str(f.locate())) for f in files if str(f) == module)
     return ast.parse(path.read_text(encoding="utf-8"))
 

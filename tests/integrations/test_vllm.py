@@ -1,4 +1,4 @@
-"""vLLM's own registry, selector and attention layer over polyattn, on a CPU. `nox -s hosts` installs vLLM."""
+"""vLLM's own registry, selector and attention layer over polyattn, on a CPU. `nox -s engines` installs vLLM."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 import polyattn
 from polyattn.integrations import vllm as host
 
-pytest.importorskip("vllm", reason="nox -s hosts installs vLLM without what needs a GPU")
-vp = pytest.importorskip("vllm.platforms", reason="nox -s hosts installs vLLM without what needs a GPU")
+pytest.importorskip("vllm", reason="nox -s engines installs vLLM without what needs a GPU")
+vp = pytest.importorskip("vllm.platforms", reason="nox -s engines installs vLLM without what needs a GPU")
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 16, 8, 4, 2, 32
 LENGTHS, QUERIES = (7, 20), (3, 1)

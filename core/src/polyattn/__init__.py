@@ -48,6 +48,7 @@ _WHERE = {
     "InternalError": "errors",
     "InvalidInputError": "errors",
     "OutOfPagesError": "errors",
+    "RankError": "errors",
     "register_plugin": "registry.manager",
 }
 
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from .errors import OutOfPagesError as OutOfPagesError
     from .errors import PluginError as PluginError
     from .errors import PolyattnError as PolyattnError
+    from .errors import RankError as RankError
     from .errors import UnsupportedRequestError as UnsupportedRequestError
     from .registry.manager import register_plugin as register_plugin
     from .selection.inspection import explain as explain

@@ -15,6 +15,7 @@ __all__ = [
     "OutOfPagesError",
     "PluginError",
     "PolyattnError",
+    "RankError",
     "UnsupportedRequestError",
     "did_you_mean",
     "without_torch",
@@ -94,6 +95,10 @@ class GraphError(PolyattnError, RuntimeError):
 
 class InternalError(PolyattnError, RuntimeError):
     """A bookkeeping contradicts itself: a defect of polyattn, or of code that changed it from outside."""
+
+
+class RankError(PolyattnError, RuntimeError):
+    """Another rank of the job refused a call that all of them make together, or did not come to it in time."""
 
 
 def without_torch(what: str) -> str:

@@ -23,6 +23,7 @@ from ..errors import (
     OutOfPagesError,
     PluginError,
     PolyattnError,
+    RankError,
     UnsupportedRequestError,
     without_torch,
 )
@@ -41,6 +42,7 @@ EXIT_CODES: dict[type[PolyattnError], int] = {
     BusyError: 1,
     GraphError: 1,
     InternalError: 1,
+    RankError: 1,
 }
 OTHER_ERROR = 1
 INTERRUPTED = 130

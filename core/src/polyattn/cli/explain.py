@@ -13,8 +13,9 @@ from ..contract import AttentionRequest
 from ..errors import ConfigError
 from ..registry.manager import get_manager
 from ..registry.platforms import parse_platform
+from ..selection.config import backend_names, check_settings
 from ..selection.inspection import catalogue, detect, served_by, what_if
-from ..selection.overrides import SCOPE, current_settings
+from ..selection.overrides import SCOPE, configure_by, current_settings
 from ..selection.phase_pairs import both_phases, check_drafting, select_pair
 from ..selection.select import Choice, Policy, Selection, select
 from ..selection.tuned_policy import current_policy
@@ -156,6 +157,11 @@ def explain(
     mode = given["speculative_attention_mode"] or "prefill"
     if mode not in ("prefill", "decode"):
         raise ConfigError(f"--speculative-attention-mode {mode!r} must be prefill or decode")
+    if (options := given["attention_backend_config"]) is not None:
+        words = {"attention_backend": backend, "attention_backend_config": options}
+        settings = configure_by("the command line", {name: word for name, word in words.items() if word is not None})
+        if problems := check_settings(settings, backend_names(get_manager().backends.values())):
+            raise ConfigError("; ".join(problems))
     strict = given["strict"] or current_settings().strict
     if assume_platform is None and assume_installed is None:
         selection = _on_this_machine(ask(question, here()), backend, pair, mode, strict)

@@ -169,7 +169,7 @@ OPTIONS: tuple[Option, ...] = (
         "Options of backends: a path, a JSON object, or key=value pairs.",
         "OPTIONS",
         WHO,
-        _SETTINGS | _VARIABLES,
+        _CHOICE | _VARIABLES,
         setting=True,
     ),
     *(

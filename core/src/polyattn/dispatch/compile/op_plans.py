@@ -24,12 +24,12 @@ from ...registry.manager import PluginManager, get_manager
 from ...selection.aliases import whole
 from ...selection.select import Selection
 from ...semantics import validation
-from ...semantics.autograd import attention_backward, refuse_second
+from ...semantics.autograd import attention_backward, recording, refuse_second
 from ...semantics.block_maps import check_block_map
-from ...semantics.validation import check_linear
+from ...semantics.validation import LinearOptions, check_linear
 from ..trace_requests import observed
 
-__all__ = ["backward", "dense_axes", "differentiable", "forward", "op_plan", "outputs", "refuse_second"]
+__all__ = ["backward", "dense_axes", "differentiable", "forward", "op_plan", "outputs", "recording", "refuse_second"]
 
 
 def op_plan(request: AttentionRequest, selection: Selection) -> str:
@@ -144,7 +144,7 @@ def _check(request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor, given: di
     elif request.family == "block_sparse":
         check_block_map(q, k, request.block_shape, **given)
     elif request.family == "linear":
-        check_linear(q, k, v, **given, method=request.method, state_layout=request.state_layout)
+        check_linear(q, k, v, **given, options=LinearOptions(request.method, request.state_layout or "KV"))
 
 
 def _range(plan: str) -> torch.profiler.record_function:
@@ -215,11 +215,7 @@ def _recompute(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a forward built from torch ops, by running it again with autograd on."""
     leaves = {name: t.detach().requires_grad_() for name, t in trained.items()}
-    with contextlib.ExitStack() as stack:
-        # An op's body runs below autograd; recording a graph in it means including those keys again.
-        for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
-            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))
-        stack.enter_context(torch.enable_grad())
+    with recording():
         query, key, value, *rest = {**given, **leaves}.values()
         result = bound.forward(query, key, value, **dict(zip(list(given)[3:], rest, strict=True)))
         results = result if isinstance(result, tuple) else (result,)
