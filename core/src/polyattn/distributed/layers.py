@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ from ..dispatch.part import Part, bind_part
 from ..errors import InvalidInputError, UnsupportedRequestError
 from ..selection.select import Selection
 from ..semantics.autograd import recording
-from .agreement import Agreement, Call, Three, word
+from .agreement import Agreement, Call, Three, is_of_heads, word
 from .exchange import (
     all_segments,
+    heads_of_tokens,
     join_heads,
     picked_heads,
     reordered,
@@ -170,7 +173,12 @@ class USPAttention(nn.Module):
         plan, ranks = self._agreement.plan(call), self._ranks
         text = None if call.text is None else text_heads(plan, ranks, self._whole, *call.text)
         numbers = None if call.segments is None else all_segments(plan, ranks, call.segments)
-        inside = call._replace(own=to_heads(plan, ranks, *call.own), text=text)
+        place = (
+            None
+            if call.place is None
+            else self._placed(plan, call.place, functools.partial(heads_of_tokens, plan, ranks))
+        )
+        inside = call._replace(own=to_heads(plan, ranks, *call.own), text=text, place=place)
         found = self._alone(inside, numbers) if self._is_alone(call) else self._around(plan, inside, numbers)
         out, lse = found["own"]
         if lse is None or not (self._lse or call.grads):
@@ -181,6 +189,19 @@ class USPAttention(nn.Module):
             return out, lse, None, None
         words, word_lse = (None if one is None else join_heads(plan, ranks, self._whole, one) for one in found["text"])
         return out, lse, words, word_lse
+
+    def _placed(self, plan: Plan, place: Place, exchange: Callable[[Tensor], Tensor]) -> Place:
+        """A place as a method on the heads of this rank sees it. What the model learned for each token and head is
+        exchanged as queries are."""
+        mine = plan.heads[self._ranks.ulysses.index]
+
+        def here(given: Any) -> Any:
+            if not is_of_heads(given):
+                return given
+            return given[:, :, mine.start : mine.stop] if given.shape[1] == 1 else exchange(given)
+
+        tensors = {name: here(given) for name, given in place.tensors.items()}
+        return dataclasses.replace(place, heads=(mine.start, plan.query_heads), tensors=tensors)
 
     def _is_alone(self, call: Call) -> bool:
         """Whether one call has all tokens, and autograd goes through it. Else parts compute it."""
@@ -268,7 +289,12 @@ class USPAttention(nn.Module):
 
         if self._is_alone(call):
             tokens = sum(plan.lengths) + plan.text
-            return explained(self._site, tokens, tokens, place=call.place)
+
+            def like(given: Tensor) -> Tensor:
+                return given.new_empty(given.shape[0], tokens, counts[0], given.shape[3])
+
+            place = None if call.place is None else self._placed(plan, call.place, like)
+            return explained(self._site, tokens, tokens, place=place)
         ring = self._ring(plan, call.text_at, trained=trained)
         tokens = plan.tokens(plan.computed[me])
         found = explained(ring.part(causal=self._causal), tokens, tokens)
